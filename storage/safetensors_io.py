@@ -75,17 +75,17 @@ class _Entry:
 
 
 class CheckpointReader:
-    """The tensors of a folder that holds model.safetensors, or shards and their index.
+    """The tensors of a folder that holds model.safetensors, or shards and their index; or one file called `single`.
 
     Every shard's presence, header and size are checked here, before the first tensor is read: UserError names the file,
     and for a truncated one the expected and the real size. The folder may come from anybody: shards are regular files
     in it, and their tensors fill them without overlaps and gaps.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, single: str = SINGLE_NAME):
         self.folder = Path(folder)
-        weight_map = self._weight_map()
-        shards = sorted(set(weight_map.values())) if weight_map else [SINGLE_NAME]
+        weight_map = self._weight_map() if single == SINGLE_NAME else {}
+        shards = sorted(set(weight_map.values())) if weight_map else [single]
         missing = [name for name in shards if not has_model_file(self.folder, name)]
         if missing:
             raise UserError(
@@ -158,15 +158,17 @@ class CheckpointWriter:
         folder: Path,
         tensors: Sequence[tuple[str, str, tuple[int, ...]]],
         max_shard_bytes: int = 5 * 10**9,
+        *,
+        single: str = SINGLE_NAME,
     ):
         """Reserve `tensors` as (name, torch dtype name, shape) in shards of at most `max_shard_bytes` of data.
 
-        A tensor larger than that gets a shard of its own. UserError when the folder cannot be written, already holds a
-        checkpoint, or the disk lacks the room.
+        A tensor larger than that gets a shard of its own; with another `single` all are in that one file. UserError
+        when the folder cannot be written, already holds a checkpoint, or the disk lacks the room.
         """
         self.folder = Path(folder)
         require_writable(self.folder)
-        present = sorted(self.folder.glob("model*.safetensors*"))
+        present = sorted(self.folder.glob(f"{single.partition('.')[0]}*.safetensors*"))
         if present:
             raise UserError(f"{self.folder}: already holds {present[0].name}; choose an empty folder")
         self.total_bytes = sum(_nbytes(dtype, shape) for _, dtype, shape in tensors)
@@ -174,9 +176,9 @@ class CheckpointWriter:
         self._entries: dict[str, _Entry] = {}
         self._missing = {name for name, _, _ in tensors}
         assert len(self._missing) == len(tensors), "a tensor is listed twice"
-        shards = _split(tensors, max_shard_bytes)
+        shards = _split(tensors, max_shard_bytes) if single == SINGLE_NAME else [[*tensors]]
         self._names = (
-            [SINGLE_NAME]
+            [single]
             if len(shards) == 1
             else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         )

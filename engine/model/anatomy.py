@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-from penstock.engine.config import Recipe
-from penstock.engine.model import skeleton
+from penstock.engine.config import AdapterConfig, Recipe
+from penstock.engine.model import adapters, skeleton
+from penstock.engine.model.adapters import is_adapter
 from penstock.engine.model.freezing import frozen_names, require_some_trained
 from penstock.engine.model.graph_size import find_graph_bytes
 from penstock.engine.model.shrink import shrink
@@ -40,25 +41,32 @@ from penstock.storage.layout import ParamSpec
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def take_apart(config: PretrainedConfig, freeze: Sequence[str] = ()) -> ModelSpec:
-    """Take the model of `config` apart, without its weights.
+def take_apart(
+    config: PretrainedConfig, freeze: Sequence[str] = (), adapter: AdapterConfig | None = None
+) -> ModelSpec:
+    """Take the model of `config` apart, without its weights; with an `adapter` its layers are part of it.
 
-    `freeze`: patterns of the names of parameters that are never trained (TrainConfig.freeze). Raises UserError for what
-    cannot be trained: unknown, encoder-decoder or quantised models, active dropout, models whose layers cannot be found
-    or are connected by more than the hidden state; and for patterns that fit nothing, or leave nothing to be trained.
+    `freeze`: patterns of the names of parameters that are never trained (TrainConfig.freeze); beside an adapter that is
+    all of the base. Raises UserError for what cannot be trained: unknown, encoder-decoder or quantised models, active
+    dropout, models whose layers cannot be found or are connected by more than the hidden state; and for patterns that
+    fit nothing, or leave nothing to be trained.
     """
     refuse_unsupported(config)
-    model = _build(config)
+    if adapter is not None:
+        bare = _build(config)
+        adapters.require_targets(bare, skeleton.find_layers(bare)[0], adapter)
+    model = _build(config, adapter)
     prefix, layers = skeleton.find_layers(model)
     kind = f"model type '{config.model_type}'"
     with refused(f"{kind}: no small copy could be made for the self-check", with_type=False):
-        small, stand_ins = shrink(config)
+        small, stand_ins = shrink(config, adapter)
     with refused(f"{kind}: a small copy does not run with Penstock's attention"):
-        trial = run_trial(small)
+        trial = run_trial(small, adapter)
     returns = [trial.returns[i] for i in stand_ins]
     attends = [trial.attends[i] for i in stand_ins]
     whole, shared = _buffers(model, prefix, layers, trial)
-    stays = frozen_names([param.name for params in whole.values() for param in params], freeze)
+    names = [param.name for params in whole.values() for param in params]
+    stays = frozen_names(names, freeze) if adapter is None else frozenset(n for n in names if not is_adapter(n))
     structures = _structures(prefix, layers, stays)
     buffers = _split(whole, stays)
     blocks = [BlockSpec(EMBED, "embed", _own(EMBED, buffers))]
@@ -90,6 +98,7 @@ def take_apart(config: PretrainedConfig, freeze: Sequence[str] = ()) -> ModelSpe
         unread=tuple(trial.unread[i] for i in stand_ins),
         returns=tuple(returns),
         frozen=frozenset(name for name in buffers if name.endswith(FROZEN)),
+        adapter=adapter,
     )
     require_some_trained(spec)
     return spec
@@ -97,7 +106,7 @@ def take_apart(config: PretrainedConfig, freeze: Sequence[str] = ()) -> ModelSpe
 
 def model_spec(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
     """The model taken apart. Raises UserError when it cannot be trained or does not reach the context."""
-    spec = take_apart(config, recipe.train.freeze)
+    spec = take_apart(config, recipe.train.freeze, recipe.adapter if recipe.adapter.is_used else None)
     for shape in spec.attention:
         # transformers accepts such a config, and kernels divide by the zero that comes of it.
         if shape is not None and shape.heads % shape.kv_heads:
@@ -267,9 +276,9 @@ def _own(block: str, buffers: dict[str, tuple[ParamSpec, ...]]) -> tuple[str, ..
     return tuple(name for name in (block, frozen(block)) if name in buffers)
 
 
-def _build(config: PretrainedConfig) -> PreTrainedModel:
+def _build(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> PreTrainedModel:
     with refused(f"model type '{config.model_type}': transformers cannot build the model", with_type=False):
-        return skeleton.build(config)
+        return skeleton.build(config, adapter=adapter)
 
 
 def _buffers(

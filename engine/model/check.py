@@ -14,11 +14,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from penstock.engine import preparing
+from penstock.engine.config import AdapterConfig
+from penstock.engine.model.adapters import inject, is_adapter
 from penstock.engine.model.anatomy import refuse_unsupported, take_apart
 from penstock.engine.model.reference import forward_backward
 from penstock.engine.model.router import balancing_loss, router_coefficient
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import shrink
+from penstock.engine.model.skeleton import find_layers
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.engine.model.trace import random_model
@@ -83,11 +86,13 @@ def check_model(
     chunk_tokens: int = _CHUNK,
     seed: int = 0,
     router_aux_loss: float | None = None,
+    adapter: AdapterConfig | None = None,
 ) -> CheckResult:
     """Stream a shrunk copy of the model of `config` and compare loss and gradients with plain transformers (float32).
 
     With `pieces` attention goes over one chunk of keys at a time, as a run with a streamed window does it. With
-    `router_aux_loss`, or where the config switches it on (TrainConfig), a mixture of experts balances its routers.
+    `router_aux_loss`, or where the config switches it on (TrainConfig), a mixture of experts balances its routers. With
+    an `adapter` transformers' model has peft's layers, and what is compared is the adapter's gradients.
 
     Some architectures amplify float32 rounding beyond the tolerance, in plain transformers as well (attention scores
     that are not scaled down, for example). What fails narrowly is therefore compared once more in float64, where such
@@ -95,7 +100,7 @@ def check_model(
     """
     kind = config.model_type
     try:
-        small, spec = _small_model(config)
+        small, spec = _small_model(config, adapter)
         aux = router_coefficient(small, router_aux_loss, recurrent=spec.recurrent)
         error, worst = _compare(small, spec, pieces, chunk_tokens, seed, torch.float32, aux)
         if TOLERANCE < error < _NARROW:
@@ -110,12 +115,12 @@ def check_model(
     return CheckResult(kind, False, error, worst, reason)
 
 
-def _small_model(config: PretrainedConfig) -> tuple[PretrainedConfig, ModelSpec]:
+def _small_model(config: PretrainedConfig, adapter: AdapterConfig | None) -> tuple[PretrainedConfig, ModelSpec]:
     refuse_unsupported(config)
     preparing.tell(detail="making a small copy of the model")
     with refused("could not be shrunk"):
-        small, _ = shrink(config)
-        return small, take_apart(small)
+        small, _ = shrink(config, adapter)
+        return small, take_apart(small, adapter=adapter)
 
 
 def _compare(
@@ -139,10 +144,10 @@ def _compare(
         small = copy.deepcopy(small)
         small._experts_implementation = "eager"  # the others compute in at most float32
         spec = replace(spec, config=small)
-    source = random_model(small, seed)
+    source = random_model(small, seed, adapter=spec.adapter)
     preparing.tell(detail=f"transformers' own gradients, {_name(dtype)}")
     with refused("transformers' own forward fails"):
-        reference_loss, reference = reference_gradients(small, source, documents, dtype, aux)
+        reference_loss, reference = reference_gradients(small, source, documents, dtype, aux, spec.adapter)
     constants = {name: buffer for name, buffer in source.named_buffers() if name in spec.constants}
     if dtype == torch.float64:
         constants = {name: b.double() if b.is_floating_point() else b for name, b in constants.items()}
@@ -183,8 +188,11 @@ def reference_gradients(
     documents: Sequence[Tensor],
     dtype: torch.dtype = torch.float32,
     router_aux_loss: float = 0.0,
+    adapter: AdapterConfig | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
     """Mean loss per target and all gradients by transformers alone, one document at a time.
+
+    With an `adapter`, which `source` has as well, by transformers and peft, and the adapter's gradients only.
 
     With `router_aux_loss` the gradients, not the loss, are those of transformers' load-balancing loss as well, over the
     routers' logits of all documents together.
@@ -195,6 +203,10 @@ def reference_gradients(
     config = copy.deepcopy(config)
     implementation = "sdpa" if dtype == torch.float64 else "eager"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32).eval()
+    if adapter is not None:
+        inject(model, find_layers(model)[0], adapter)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_adapter(name))
     model.load_state_dict(source.state_dict())
     model = model.to(dtype)
     num_targets = sum(len(document) - 1 for document in documents)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -26,21 +27,23 @@ def find_graph_bytes(spec: ModelSpec, dtype: str) -> None:
     Of a layer that runs eagerly, weights and log-sum-exp excluded; a compiled layer saves no more. None for a layer
     that cannot run without data.
     """
-    key = (spec.config.to_json_string(use_diff=False), type(spec.config).__name__, dtype, spec.frozen_params)
+    kind = (spec.config.to_json_string(use_diff=False), type(spec.config).__name__, dtype)
+    key = (*kind, spec.frozen_params, repr(spec.adapter))
     if key not in _measured:
         _measured[key] = _measure(spec, getattr(torch, dtype))
     spec.graph_bytes[dtype] = _measured[key]
 
 
-_measured: dict[tuple[str, str, str, frozenset[str]], tuple[int | None, ...]] = {}
+_measured: dict[Hashable, tuple[int | None, ...]] = {}
 
 
 def _measure(spec: ModelSpec, dtype: torch.dtype) -> tuple[int | None, ...]:
-    model = skeleton.build(spec.config)
+    model = skeleton.build(spec.config, adapter=spec.adapter)
     prefix, layers = skeleton.find_layers(model)
     runner = LayerRunner(spec, layers, prefix, device=META, dtype=dtype, compile=False)
     # Every layer's arguments are made on the CPU, where positions have values.
-    frame = Skeleton(skeleton.build(spec.config), device=torch.device("cpu"), dtype=dtype, returns=list(spec.returns))
+    around = skeleton.build(spec.config, adapter=spec.adapter)
+    frame = Skeleton(around, device=torch.device("cpu"), dtype=dtype, returns=list(spec.returns))
     inputs = [_inputs(frame, tokens) for tokens in _TOKENS]
     found: dict[int, int | None] = {}
     for index in sorted(set(spec.structures)):

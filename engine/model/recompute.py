@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock.engine.model.adapters import BASE, adapted_module, is_adapter
+
 
 class _GradientsOfLinear(torch.autograd.Function):
     """y = x W^T + b with y left at zero, and the gradients of the real thing."""
@@ -61,7 +63,8 @@ def for_backward(layer: nn.Module, name: str) -> nn.Module:
 def unread_linear(layer: nn.Module, run: Callable[[nn.Module], Tensor], x: Tensor) -> str | None:
     """The layer's last linear module if no gradient depends on what it returns, else None.
 
-    `run(layer)` is the layer's output for x, a leaf that requires grad.
+    Where that one belongs to an adapter, it is the module of the base that the adapter stands beside. `run(layer)` is
+    the layer's output for x, a leaf that requires grad.
     """
     order: list[str] = []
     hooks = [
@@ -73,10 +76,11 @@ def unread_linear(layer: nn.Module, run: Callable[[nn.Module], Tensor], x: Tenso
         run(layer)
     for hook in hooks:
         hook.remove()
-    if not order or order.count(order[-1]) > 1:
+    last = _of_base(order[-1]) if order else ""
+    if order.count(last) != 1:
         return None
     # Copied before any run under grad: a layer may keep what it computed last, which then could not be copied.
-    twin = for_backward(layer, order[-1])
+    twin = for_backward(layer, last)
 
     def gradients(module: nn.Module) -> list[Tensor]:
         y, wanted = run(module), [x, *module.parameters()]
@@ -89,4 +93,9 @@ def unread_linear(layer: nn.Module, run: Callable[[nn.Module], Tensor], x: Tenso
         functional.mse_loss(a, b).sqrt() <= 1e-5 * b.square().mean().sqrt()
         for a, b in zip(computed, expected, strict=True)
     )
-    return order[-1] if same else None
+    return last if same else None
+
+
+def _of_base(linear: str) -> str:
+    """The module of the base where the linear module `linear` is an adapter's."""
+    return f"{adapted_module(linear)}.{BASE}" if is_adapter(linear) else linear

@@ -47,7 +47,7 @@ class ModelRunner:
         self.device = torch.device(device)
         self.dtype = dtype
         self.compiled = compile
-        model = skeleton.build(spec.config)
+        model = skeleton.build(spec.config, adapter=spec.adapter)
         prefix, layers = skeleton.find_layers(model)
         skeleton.materialise_buffers(model, model.named_modules(), self.device)
         for name, tensor in (constants or {}).items():
@@ -114,7 +114,7 @@ class ModelRunner:
         The token table's gradient is computed for the chunk's distinct ids only, never for the whole vocabulary.
         """
         with (
-            self._skeleton.compact_vocabulary(weights, tokens.distinct) as (compact, table, padding),
+            self._skeleton.compact_vocabulary(weights, tokens.distinct) as (compact, tables, padding),
             self._skeleton.bound(compact, self._frozen) as bound,
         ):
             wanted = _trained(bound)
@@ -124,10 +124,11 @@ class ModelRunner:
         for name, grad in zip(wanted, computed, strict=True):
             if grad is None:
                 continue
-            if name == table:
+            axis = tables.get(name)
+            if axis is not None:
                 if padding is not None:
-                    grad.masked_fill_((tokens.distinct == padding)[:, None], 0)
-                grads[name].index_add_(0, tokens.distinct, grad.to(grads[name].dtype))
+                    grad.masked_fill_((tokens.distinct == padding).unsqueeze(1 - axis), 0)
+                grads[name].index_add_(axis, tokens.distinct, grad.to(grads[name].dtype))
             else:
                 grads[name].add_(grad)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from penstock.engine.config import AdapterConfig
 from penstock.engine.model import skeleton
 
 HIDDEN = 64
@@ -54,29 +55,29 @@ _SIZES: tuple[tuple[str, int], ...] = (
 )
 
 
-def shrink(config: PretrainedConfig) -> tuple[PretrainedConfig, list[int]]:
+def shrink(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> tuple[PretrainedConfig, list[int]]:
     """A config of the same model type with few, small layers that cover every distinct layer of `config`.
 
-    Also returns, for every layer of `config`, the small model's layer of the same structure. Raises UserError where the
-    layers cannot be found.
+    Layers differ by what an `adapter` stands beside as well. Also returns, for every layer of `config`, the small
+    model's layer of the same structure. Raises UserError where the layers cannot be found.
     """
-    small, stand_ins = fewer_layers(config)
+    small, stand_ins = fewer_layers(config, adapter)
     for part in _parts(small):
         _shrink_fields(part)
     return small, stand_ins
 
 
-def fewer_layers(config: PretrainedConfig) -> tuple[PretrainedConfig, list[int]]:
+def fewer_layers(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> tuple[PretrainedConfig, list[int]]:
     """`config` with the fewest first layers (at least two, if it has them) that hold every distinct layer structure.
 
     Also returns, for every layer of `config`, the index of a kept layer with the same structure.
     """
     total = skeleton.num_layers(config)
-    wanted = _structures(config)
+    wanted = _structures(config, adapter)
     for count in range(min(total, 2), total):
         small = _with_layers(config, total, count)
         try:
-            covered = _structures(small)
+            covered = _structures(small, adapter)
         except Exception:  # a pattern that the config's own checks refuse at this depth
             continue
         if set(wanted) <= set(covered):
@@ -84,8 +85,9 @@ def fewer_layers(config: PretrainedConfig) -> tuple[PretrainedConfig, list[int]]
     return copy.deepcopy(config), list(range(total))
 
 
-def _structures(config: PretrainedConfig) -> list[Hashable]:
-    return [skeleton.structure_key(layer) for layer in skeleton.find_layers(skeleton.build(config))[1]]
+def _structures(config: PretrainedConfig, adapter: AdapterConfig | None) -> list[Hashable]:
+    layers = skeleton.find_layers(skeleton.build(config, adapter=adapter))[1]
+    return [skeleton.structure_key(layer) for layer in layers]
 
 
 def _with_layers(config: PretrainedConfig, total: int, count: int) -> PretrainedConfig:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from penstock.engine.attention import chunk as attention
+from penstock.engine.config import AdapterConfig
+from penstock.engine.model import adapters
 from penstock.storage.errors import UserError
 
 _INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "idx"})
@@ -37,10 +39,13 @@ class _Stop(BaseException):
     """Leaves the model's forward once everything of interest has happened; never seen outside."""
 
 
-def build(config: PretrainedConfig, device: str = "meta", experts: str | None = None) -> PreTrainedModel:
+def build(
+    config: PretrainedConfig, device: str = "meta", experts: str | None = None, adapter: AdapterConfig | None = None
+) -> PreTrainedModel:
     """The model of `config` in float32 and eval mode, with Penstock's attention; on meta it takes no memory.
 
-    Raises UserError for a model that has its own attention only.
+    With an `adapter` it has peft's layers where that wants them (model/adapters.py). Raises UserError for a model that
+    has its own attention only.
     """
     attention.register()
     config = copy.deepcopy(config)
@@ -63,6 +68,9 @@ def build(config: PretrainedConfig, device: str = "meta", experts: str | None = 
         ) from error
     model.eval()
     _untrained_to_buffers(model)
+    if adapter is not None:
+        with torch.device(device):
+            adapters.inject(model, find_layers(model)[0], adapter)
     return model
 
 
@@ -212,22 +220,25 @@ class Skeleton:
     @contextmanager
     def compact_vocabulary(
         self, tensors: Mapping[str, Tensor], distinct: Tensor
-    ) -> Iterator[tuple[dict[str, Tensor], str | None, int | None]]:
+    ) -> Iterator[tuple[dict[str, Tensor], dict[str, int], int | None]]:
         """Inside the block the token table has rows for the ids `distinct` [u] only, in that order.
 
-        Yields `tensors` with the table cut down to [u, hidden], the table's name (None: there is no such table), and
-        the padding id, whose row is to get no gradient (None: there is none; inside the block the table knows none).
+        Yields `tensors` with the table cut down to [u, hidden], and its adapter's to [rank, u]; the names of what was
+        cut down -> the axis of the ids; and the padding id, which is to get no gradient (None: there is none; inside
+        the block the table knows none).
         """
-        module: Any = self.model.get_input_embeddings()
-        table = next((n for n, sites in self._sites.items() if any(m is module for m, _ in sites)), None)
-        if table is None or table not in tensors:
-            yield dict(tensors), None, None
-            return
+        outer: Any = self.model.get_input_embeddings()
+        module: Any = adapters.base_module(outer)
+        # Of an adapter's table the ids are the columns.
+        axes = {id(module): 0} | {id(part): 1 for part in adapters.id_columns(outer)}
+        sites = ((name, id(part)) for name, places in self._sites.items() for part, _ in places)
+        tables = {name: axes[part] for name, part in sites if part in axes and name in tensors}
         padding = getattr(module, "padding_idx", None)
         if padding is not None:
             module.padding_idx = None
         try:
-            yield {**tensors, table: tensors[table].index_select(0, distinct)}, table, padding
+            compact = {name: tensors[name].index_select(axis, distinct) for name, axis in tables.items()}
+            yield {**tensors, **compact}, tables, padding
         finally:
             if padding is not None:
                 module.padding_idx = padding

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, MaskPattern
+from penstock.engine.config import AdapterConfig
 from penstock.engine.model import skeleton
 from penstock.engine.model.recompute import unread_linear
 from penstock.storage.errors import UserError
@@ -49,11 +50,13 @@ class _Seen:
         return self.output[0] if isinstance(self.output, tuple) else self.output
 
 
-def random_model(config: PretrainedConfig, seed: int = 0, experts: str | None = None) -> PreTrainedModel:
+def random_model(
+    config: PretrainedConfig, seed: int = 0, experts: str | None = None, adapter: AdapterConfig | None = None
+) -> PreTrainedModel:
     """The model of `config` on the CPU in float32, no parameter or persistent buffer trivially zero or one."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = skeleton.build(config, device="cpu", experts=experts)
+        model = skeleton.build(config, device="cpu", experts=experts, adapter=adapter)
         for name, parameter in sorted(model.named_parameters()):
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
             if name.endswith("A_log"):
@@ -68,13 +71,13 @@ def random_model(config: PretrainedConfig, seed: int = 0, experts: str | None = 
     return model
 
 
-def run_trial(config: PretrainedConfig) -> Trial:
-    """Run the (already shrunk) model of `config` and see what depends on what.
+def run_trial(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> Trial:
+    """Run the (already shrunk) model of `config`, with its `adapter`, and see what depends on what.
 
     Raises UserError naming what makes the model impossible to stream: layers connected by more than the hidden state,
     layers that see the future, several attention calls in one layer.
     """
-    model = random_model(config)
+    model = random_model(config, adapter=adapter)
     kind = f"model type '{config.model_type}'"
     prefix, layers = skeleton.find_layers(model)
     outer = {n: skeleton.site_parameter(s) for n, s in skeleton.parameter_sites(model, exclude=prefix).items()}

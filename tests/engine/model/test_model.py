@@ -158,7 +158,7 @@ def test_initialisation_builds_the_model_once(monkeypatch: pytest.MonkeyPatch) -
     """Building one of a thousand layers takes seconds; for each of them, a start took over 9 minutes."""
     spec, built = take_apart(qwen3()), []
     build = skeleton.build
-    monkeypatch.setattr(skeleton, "build", lambda *args: built.append(args) or build(*args))
+    monkeypatch.setattr(skeleton, "build", lambda *args, **named: built.append(args) or build(*args, **named))
     initializer = Initializer(spec, seed=3)
     assert all(initializer.values(name) for name in spec.buffers)
     assert len(built) == 1
