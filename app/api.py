@@ -149,15 +149,18 @@ def export(
     dtype: str | None = None,
     max_shard_size: str | int | None = None,
     push: str | None = None,
+    merged: bool | None = None,
 ) -> Path:
     """Write a run's last generation, or a checkpoint's, as a Hugging Face folder at `out_dir`, new or empty.
 
+    Of a run that trains an adapter that is a folder that peft loads, or with `merged` the base with the adapter in it
+    (None: as the recipe's `after.export_merged` says).
     `dtype`: bf16, fp16 or fp32, None the recipe's `after.export_dtype`; `max_shard_size`: likewise of one file of
     weights. `push`: a repository on the hub to upload it to, private where it is new; None uploads nothing.
     Of a running run a checkpoint is made first and stays; its name is returned by none of this, and listed by
     `penstock checkpoint RUN`. The folder. Raises UserError.
     """
-    export_named(find_run(str(run)), Path(out_dir), checkpoint, dtype, max_shard_size, push)
+    export_named(find_run(str(run)), Path(out_dir), checkpoint, dtype, max_shard_size, push, merged)
     return Path(out_dir)
 
 
@@ -172,11 +175,12 @@ def export_named(
     dtype: str | None = None,
     max_shard_size: str | int | None = None,
     push: str | None = None,
+    merged: bool | None = None,
 ) -> tuple[str | None, list[str]]:
     """`export`; the name of the checkpoint that was made for it, if one was, and what is to be said of the export."""
     from penstock.app.launch import export_run, require_new_folder
 
-    after = _after(read_recipe(path), dtype, max_shard_size, push)
+    after = _after(read_recipe(path), dtype, max_shard_size, push, merged)
     checkpoint, made = checkpoint_named(path, checkpoint), None
     require_new_folder(out_dir)
     if checkpoint is None and is_live(path):
@@ -187,7 +191,9 @@ def export_named(
         return made, export_run(path, directory.recipe, out_dir, after=after)
 
 
-def _after(recipe: Recipe, dtype: str | None, max_shard_size: str | int | None, push: str | None) -> AfterConfig:
+def _after(
+    recipe: Recipe, dtype: str | None, max_shard_size: str | int | None, push: str | None, merged: bool | None
+) -> AfterConfig:
     """How a run is exported now. A push is none that the recipe wants at the run's end."""
     wanted = recipe.after.export_dtype if dtype is None else DTYPES.get(dtype, dtype)
     if wanted not in ("auto", *DTYPES.values()):
@@ -195,7 +201,10 @@ def _after(recipe: Recipe, dtype: str | None, max_shard_size: str | int | None, 
     if max_shard_size is not None:
         parse_bytes(max_shard_size, "--max-shard-size")
     size = recipe.after.export_shard if max_shard_size is None else max_shard_size
-    return AfterConfig(export=True, export_dtype=cast(Any, wanted), export_shard=size, push=push)
+    if merged and not recipe.adapter.is_used:
+        raise UserError("--merged: this run trains no adapter, and its export is the whole model; leave it out")
+    whole = recipe.after.export_merged if merged is None else merged
+    return AfterConfig(export=True, export_merged=whole, export_dtype=cast(Any, wanted), export_shard=size, push=push)
 
 
 def resolved_recipe(

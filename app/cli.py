@@ -364,21 +364,25 @@ def export(
     push: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Upload it to the hub, private if new; else nothing is.")
     ] = None,
+    merged: Annotated[
+        bool | None,
+        typer.Option("--merged/--adapter", help="Of an adapter's run: the base with it merged in, or its own folder."),
+    ] = None,
 ) -> None:
     """Write a run's last committed generation, or a checkpoint's, as a Hugging Face folder.
 
     Of a running run a checkpoint is made first, at its next step, and stays.
     """
-    from penstock.app.model_card import other_programs
+    from penstock.app.model_card import adapter_base, other_programs
 
     path = find_run(run)
-    made, said = api.export_named(path, out_dir, checkpoint, dtype, max_shard_size, push)
+    made, said = api.export_named(path, out_dir, checkpoint, dtype, max_shard_size, push, merged)
     if made is not None:
         typer.echo(
             printable(f"checkpoint {made} stays; once the run is over: ")
             + shell("penstock", "checkpoint", path, made, "--delete")
         )
-    for line in [*said, *other_programs(out_dir)]:
+    for line in [*said, *other_programs(out_dir, adapter_base(out_dir))]:
         typer.echo(printable(line))
 
 

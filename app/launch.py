@@ -447,7 +447,7 @@ def export_run(
 ) -> list[str]:
     """Write a run's last committed generation, or a checkpoint's, as a Hugging Face folder with a model card.
 
-    `after`: its dtype, its shards and whether it is pushed, in place of the recipe's. What is to be said of it.
+    `after`: its dtype, its shards, whether it is merged and pushed, in place of the recipe's. What is to be said of it.
     Nobody else may be working on the run, unless it is a checkpoint's. Raises UserError when `folder` already holds
     something.
     """
@@ -461,7 +461,15 @@ def export_run(
         from penstock.engine.export import export
 
     size = parse_bytes(after.export_shard, "after.export_shard")
-    done = export(path, recipe, out_dir=folder, checkpoint=checkpoint, dtype=after.export_dtype, max_shard_bytes=size)
+    done = export(
+        path,
+        recipe,
+        out_dir=folder,
+        checkpoint=checkpoint,
+        dtype=after.export_dtype,
+        max_shard_bytes=size,
+        merged=after.export_merged,
+    )
     write_card(folder, path, recipe, done)
     said = [*done.remarks, f"exported to {short_path(folder)}"]
     if after.push is not None:

@@ -15,14 +15,14 @@ from penstock.app.run_files import JsonLines, number
 from penstock.engine.config import Recipe
 from penstock.storage.disk import atomic_write
 from penstock.storage.errors import UserError
-from penstock.storage.untrusted import printable, shell
+from penstock.storage.untrusted import parse_object, printable, shell
 
 if TYPE_CHECKING:
     from penstock.engine.export import Exported
 
 NAME = "README.md"
 _SNAPSHOT = re.compile(r"/(models|datasets)--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?=/|$)")
-_PACKAGES = ("penstock", "torch", "transformers", "datasets")
+_PACKAGES = ("penstock", "torch", "transformers", "peft", "datasets")
 
 
 def write_card(folder: Path, run_path: Path, recipe: Recipe, exported: Exported) -> None:
@@ -34,10 +34,14 @@ def card_text(folder: Path, run_path: Path, recipe: Recipe, exported: Exported) 
     """The card, with the front matter that the hub reads."""
     named = _by_names(recipe)
     base, data = _hub_name(recipe.model.path), _hub_name(recipe.data.path)
-    front = ["library_name: transformers", "pipeline_tag: text-generation"]
+    adapter = exported.adapter
+    library = "transformers" if adapter is None else "peft"
+    front = [f"library_name: {library}", "pipeline_tag: text-generation"]
     front += [f"base_model: {base.name}"] if base is not None else []
+    front += ["base_model_relation: adapter"] if base is not None and adapter is not None else []
     front += ["datasets:", f"- {data.name}"] if data is not None else []
     front += ["tags:", "- penstock", f"- {json.dumps(exported.model_type)}"]
+    front += ["- lora"] if recipe.adapter.is_used else []
     began = "random weights" if recipe.model.path is None else f"`{named.model.path}`"
     lines = [
         "---",
@@ -45,8 +49,7 @@ def card_text(folder: Path, run_path: Path, recipe: Recipe, exported: Exported) 
         "---",
         f"# {recipe.name}",
         "",
-        f"A {exported.model_type} model of {exported.num_params:,} parameters, all of them trained with Penstock, "
-        f"begun from {began}.",
+        f"{_what(named, exported)}, begun from {began}.",
         "",
         "| | |",
         "|---|---|",
@@ -55,13 +58,13 @@ def card_text(folder: Path, run_path: Path, recipe: Recipe, exported: Exported) 
         "## Use",
         "",
         "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        *_imports(exported),
         "",
-        f'model = AutoModelForCausalLM.from_pretrained("{folder.name}")',
+        *_loading(folder.name, named, exported),
         f'tokenizer = AutoTokenizer.from_pretrained("{folder.name}")',
         "```",
         "",
-        *(f"{line}  " for line in other_programs(folder.name)),
+        *(f"{line}  " for line in other_programs(folder.name, adapter_base(folder))),
         "",
         "## Made by",
         "",
@@ -78,8 +81,52 @@ def card_text(folder: Path, run_path: Path, recipe: Recipe, exported: Exported) 
     return printable("\n".join(lines)) + "\n"
 
 
-def other_programs(folder: Path | str) -> list[str]:
-    """How an exported folder comes to other programs, a line each."""
+def _what(recipe: Recipe, exported: Exported) -> str:
+    """What the card's folder holds, in words."""
+    section, trained = recipe.adapter, f"{exported.num_trained:,}"
+    if exported.adapter is not None:
+        return (
+            f"A {section.method} adapter of {trained} parameters (rank {section.rank}, alpha {section.alpha:g}) for a "
+            f"{exported.model_type} model, trained with Penstock"
+        )
+    size = f"A {exported.model_type} model of {exported.num_params:,} parameters"
+    if section.is_used:
+        return f"{size} with a {section.method} adapter merged in, of which {trained} were trained with Penstock"
+    how = "all of them" if exported.num_trained == exported.num_params else f"{trained} of them"
+    return f"{size}, {how} trained with Penstock"
+
+
+def _imports(exported: Exported) -> list[str]:
+    peft = [] if exported.adapter is None else ["from peft import PeftModel"]
+    return [*peft, "from transformers import AutoModelForCausalLM, AutoTokenizer"]
+
+
+def _loading(folder: str, recipe: Recipe, exported: Exported) -> list[str]:
+    if exported.adapter is None:
+        return [f'model = AutoModelForCausalLM.from_pretrained("{folder}")']
+    base = _hub_name(recipe.model.path)
+    return [
+        f"base = AutoModelForCausalLM.from_pretrained({json.dumps(str(recipe.model.path if base is None else base.name))})",
+        f'model = PeftModel.from_pretrained(base, "{folder}")',
+    ]
+
+
+def adapter_base(folder: Path) -> str | None:
+    """What an exported folder calls the model that its adapter belongs to; None for the folder of a whole model."""
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        return None
+    return str(parse_object(file.read_bytes()).get("base_model_name_or_path"))
+
+
+def other_programs(folder: Path | str, base: str | None = None) -> list[str]:
+    """How an exported folder comes to other programs, a line each; `base`: the model that an adapter's belongs to."""
+    if base is not None:
+        name = Path(folder).name
+        return [
+            f"for vLLM: {shell('vllm', 'serve', base, '--enable-lora', '--lora-modules', f'{name}={folder}')}",
+            f"for llama.cpp, if it has this architecture: {shell('python', 'convert_lora_to_gguf.py', folder)}",
+        ]
     gguf = shell("python", "convert_hf_to_gguf.py", folder, "--outtype", "bf16")
     return [
         f"for llama.cpp, if it has this architecture: {gguf}",

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.engine.config import Recipe, drive_folders, state_folder
+import torch
+from torch import Tensor
+
+from penstock.engine.config import AdapterConfig, Recipe, drive_folders, state_folder
 from penstock.engine.data.corpus import kept_tokenizer
 from penstock.engine.hf import weights
+from penstock.engine.hf.adapter_folder import write_adapter
 from penstock.engine.hf.config import model_config, with_vocabulary
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file
+from penstock.engine.model.adapter_values import AdapterLayers
+from penstock.engine.model.adapters import plain_name
 from penstock.engine.model.anatomy import take_apart
-from penstock.engine.model.spec import layouts
+from penstock.engine.model.spec import ModelSpec, buffers_of_blocks, layouts
 from penstock.engine.runtime.state import read_parameters
 from penstock.storage.checkpoints import checkpoint_folder, read_checkpoint
+from penstock.storage.errors import UserError
 from penstock.storage.layout import FlatLayout
 from penstock.storage.nvme import NvmeStore
 
@@ -26,7 +34,11 @@ class Exported(NamedTuple):
     step: int | None
     """Whose state it is."""
     num_params: int
+    num_trained: int
+    """Of these."""
     model_type: str
+    adapter: AdapterConfig | None
+    """What was exported is this adapter alone."""
     remarks: list[str]
     """What is to be said of it."""
 
@@ -39,12 +51,15 @@ def export(
     checkpoint: str | None = None,
     dtype: str = "auto",
     max_shard_bytes: int = SHARD_BYTES,
+    merged: bool = False,
 ) -> Exported:
-    """Write the last committed generation of a run, or a checkpoint's, as a Hugging Face folder, block by block.
+    """Write the last committed generation of a run, or a checkpoint's, as a Hugging Face folder, block by block; of a
+    run that trains an adapter a folder of that, or with `merged` the base with it merged in.
 
-    `dtype` of the trained tensors: a torch dtype's name, or auto: each as in the model that the run began with.
-    Nothing is written to the run directory or its drives. A checkpoint may be read while the run is running.
-    Raises UserError when the run has no generation yet, `out_dir` cannot be written, or float16 holds a value not.
+    `dtype` of the trained tensors: a torch dtype's name, or auto: each as in the model that the run began with, an
+    adapter's float32. Nothing is written to the run directory or its drives. A checkpoint may be read while the run is
+    running. Raises UserError when the run has no generation yet, `out_dir` cannot be written, or float16 holds a value
+    not; and for an adapter that nobody else could use, or that cannot be merged.
     """
     root = state_folder(run_dir)
     folder = root
@@ -57,22 +72,76 @@ def export(
         tokenizer = kept_tokenizer(recipe.data, origin, run_dir / "data" / "tokenizer", recipe.model.added_tokens)
         vocabulary = tokenizer.vocab_size if tokenizer else None
         stored = model_config(recipe, vocabulary)
-        spec = take_apart(with_vocabulary(stored, recipe, vocabulary), recipe.train.freeze)
+        config = with_vocabulary(stored, recipe, vocabulary)
+        adapter = recipe.adapter if recipe.adapter.is_used else None
+        spec = take_apart(config, recipe.train.freeze, adapter)
         flat: dict[str, FlatLayout] = layouts(spec)
-        usual = "float32" if recipe.train.compute_dtype == "float32" else "bfloat16"
-        remarks = weights.export_folder(
-            out_dir,
-            spec,
-            lambda name: read_parameters(store, name, flat[name]),
-            constants=read_constants_file(root / CONSTANTS_FILE, store.meta.get("constants"), spec.constants),
-            origin=origin,
-            tokenizer=tokenizer,
-            dtype=usual if dtype == "auto" else dtype,
-            stored=stored if recipe.model.added_tokens else None,
-            convert=dtype != "auto",
-            max_shard_bytes=max_shard_bytes,
-        )
+        constants = read_constants_file(root / CONSTANTS_FILE, store.meta.get("constants"), spec.constants)
+
+        def read(name: str) -> Mapping[str, Tensor]:
+            return read_parameters(store, name, flat[name])
+
+        if adapter is not None and not merged:
+            _require_base(recipe)
+            write_adapter(
+                out_dir,
+                spec,
+                read,
+                base=recipe.model.path,
+                dtype="float32" if dtype == "auto" else dtype,
+                tokenizer=origin if tokenizer is None else tokenizer.folder,
+            )
+            remarks: list[str] = []
+        else:
+            usual = "float32" if recipe.train.compute_dtype == "float32" else "bfloat16"
+            rows = stored if recipe.model.added_tokens else None
+            whole = spec
+            if adapter is not None:
+                whole = take_apart(config)
+                dtypes = {} if dtype != "auto" or origin is None else weights.parameter_dtypes(whole, origin, rows)
+                named = weights.FLOAT_DTYPES[usual if dtype == "auto" else dtype]
+                read = _merging(spec, read, lambda name: dtypes.get(name, named))
+                constants = {plain_name(name): tensor for name, tensor in constants.items()}
+            remarks = weights.export_folder(
+                out_dir,
+                whole,
+                read,
+                constants=constants,
+                origin=origin,
+                tokenizer=tokenizer,
+                dtype=usual if dtype == "auto" else dtype,
+                stored=rows,
+                convert=dtype != "auto",
+                max_shard_bytes=max_shard_bytes,
+            )
         step = store.meta.get("step")
-        return Exported(step if isinstance(step, int) else None, spec.num_params, spec.model_type, remarks)
+        return Exported(
+            step=step if isinstance(step, int) else None,
+            num_params=spec.num_params,
+            num_trained=spec.num_trained,
+            model_type=spec.model_type,
+            adapter=None if merged else adapter,
+            remarks=remarks,
+        )
     finally:
         store.close()
+
+
+def _require_base(recipe: Recipe) -> None:
+    if recipe.model.path is None:
+        raise UserError(
+            "export: the adapter stands beside random weights that only this run has; export it merged "
+            "(penstock export --merged, or after.export_merged=true)"
+        )
+
+
+def _merging(spec: ModelSpec, read: weights.ReadBuffer, dtypes: Callable[[str], torch.dtype]) -> weights.ReadBuffer:
+    """Reads blocks of the model without an adapter, from the buffers of the one that has it."""
+    layers, owned = AdapterLayers(spec), buffers_of_blocks(spec)
+    layers.require_mergeable()
+
+    def read_block(block: str) -> Mapping[str, Tensor]:
+        values = {name: tensor for buffer in owned[block] for name, tensor in read(buffer).items()}
+        return layers.merged(values, dtypes)
+
+    return read_block

@@ -33,8 +33,11 @@ class AfterConfig:
 
     export: bool = False
     """Write a Hugging Face folder to export/ in the run directory; where one is there, to export-step-N/."""
+    export_merged: bool = False
+    """Where an adapter is trained, export the base with it merged in; else the adapter's own folder is exported."""
     export_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Dtype of the exported weights; auto is that of the model that the run began with."""
+    """Dtype of the exported weights; auto is that of the model that the run began with, and of
+    an adapter's own folder float32."""
     export_shard: str | int = "5GB"
     """Largest size of one exported file of weights."""
     push: str | None = None
@@ -49,6 +52,10 @@ class AfterConfig:
         require(
             1 <= self.sample_tokens <= MOST_SAMPLE_TOKENS,
             f"after.sample_tokens: {self.sample_tokens} must be from 1 to {MOST_SAMPLE_TOKENS:,}",
+        )
+        require(
+            not self.export_merged or self.export,
+            "after.export_merged: true, but nothing is exported; set after.export=true, or leave it out",
         )
         require(
             self.push is None or self.export,
@@ -99,6 +106,11 @@ class Recipe:
                 self.train.validate_every is None or self.data.validation_documents is not None,
                 f"train.validate_every: {self.train.validate_every}, but no documents are held out to validate on; set "
                 "data.validation_documents, or leave train.validate_every out",
+            )
+        if isinstance(self.adapter, AdapterConfig) and isinstance(self.after, AfterConfig):
+            require(
+                not self.after.export_merged or self.adapter.is_used,
+                "after.export_merged: true, but there is no adapter to merge; set adapter.method, or leave it out",
             )
         if isinstance(self.storage, StorageConfig) and isinstance(self.train, TrainConfig):
             require(

@@ -208,6 +208,19 @@ class CheckpointLayout:
         return [(name, dtype, self.plan.shapes[name]) for name in conversion.targets]
 
 
+def parameter_dtypes(
+    spec: ModelSpec, origin: Path, stored: PretrainedConfig | None = None
+) -> dict[str, torch.dtype]:
+    """The dtypes that an export like `origin` gives the parameters, by state-dict name."""
+    layout = CheckpointLayout(spec, CheckpointReader(origin), stored)
+    return {
+        layout.canonical[target]: FLOAT_DTYPES[layout.stored[conversion.sources[0]].dtype]
+        for conversion in layout.plan.conversions
+        for target in conversion.targets
+        if layout.stored[conversion.sources[0]].dtype in FLOAT_DTYPES
+    }
+
+
 ReadBuffer = Callable[[str], Mapping[str, Tensor]]
 """Gives the fp32 parameters of one buffer by state-dict name; called once for each buffer, in order."""
 

@@ -63,10 +63,10 @@ class AdapterLayers:
                 )
 
     def merged(self, values: Tensors, dtypes: Callable[[str], torch.dtype]) -> dict[str, Tensor]:
-        """The base's parameters of a block by their plain names, merged by peft's own layers where there is an adapter.
+        """The base's parameters of a block, float32 by their plain names, with the adapter in them.
 
-        `values`: base and adapter, float32. `dtypes`: of a parameter by its plain name; peft adds in it. What is merged
-        is in that dtype, the rest as in `values`.
+        `values`: base and adapter, float32. `dtypes`: of a parameter by its plain name; peft's own layers merge in it,
+        so its result is one of that dtype. Raises UserError where that does not hold a sum.
         """
         found = {plain_name(name): tensor for name, tensor in values.items() if not is_adapter(name)}
         of_module: dict[str, dict[str, Tensor]] = {}
@@ -75,7 +75,13 @@ class AdapterLayers:
                 of_module.setdefault(adapted_module(name), {})[name] = tensor
         for module, own in of_module.items():
             base = plain_name(self.bases[module])
-            found[base] = self._merge(module, own, found[base].to(dtypes(base), copy=True))
+            sums = self._merge(module, own, found[base].to(dtypes(base), copy=True))
+            if not sums.isfinite().all():
+                raise UserError(
+                    f"export: '{base}' with its adapter holds a value that {str(sums.dtype).removeprefix('torch.')} "
+                    "does not hold; export as bfloat16 or float32"
+                )
+            found[base] = sums.float()
         return found
 
     def _merge(self, module: str, own: Tensors, base: Tensor) -> Tensor:
