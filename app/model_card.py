@@ -104,9 +104,10 @@ def _imports(exported: Exported) -> list[str]:
 def _loading(folder: str, recipe: Recipe, exported: Exported) -> list[str]:
     if exported.adapter is None:
         return [f'model = AutoModelForCausalLM.from_pretrained("{folder}")']
-    base = _hub_name(recipe.model.path)
+    hub = _hub_name(recipe.model.path)
+    base = recipe.model.path if hub is None else hub.name
     return [
-        f"base = AutoModelForCausalLM.from_pretrained({json.dumps(str(recipe.model.path if base is None else base.name))})",
+        f"base = AutoModelForCausalLM.from_pretrained({json.dumps(str(base))})",
         f'model = PeftModel.from_pretrained(base, "{folder}")',
     ]
 

@@ -78,7 +78,7 @@ def export(
         flat: dict[str, FlatLayout] = layouts(spec)
         constants = read_constants_file(root / CONSTANTS_FILE, store.meta.get("constants"), spec.constants)
 
-        def read(name: str) -> Mapping[str, Tensor]:
+        def parameters(name: str) -> Mapping[str, Tensor]:
             return read_parameters(store, name, flat[name])
 
         if adapter is not None and not merged:
@@ -86,7 +86,7 @@ def export(
             write_adapter(
                 out_dir,
                 spec,
-                read,
+                parameters,
                 base=recipe.model.path,
                 dtype="float32" if dtype == "auto" else dtype,
                 tokenizer=origin if tokenizer is None else tokenizer.folder,
@@ -96,11 +96,12 @@ def export(
             usual = "float32" if recipe.train.compute_dtype == "float32" else "bfloat16"
             rows = stored if recipe.model.added_tokens else None
             whole = spec
+            read: weights.ReadBuffer = parameters
             if adapter is not None:
                 whole = take_apart(config)
                 dtypes = {} if dtype != "auto" or origin is None else weights.parameter_dtypes(whole, origin, rows)
                 named = weights.FLOAT_DTYPES[usual if dtype == "auto" else dtype]
-                read = _merging(spec, read, lambda name: dtypes.get(name, named))
+                read = _merging(spec, parameters, lambda name: dtypes.get(name, named))
                 constants = {plain_name(name): tensor for name, tensor in constants.items()}
             remarks = weights.export_folder(
                 out_dir,

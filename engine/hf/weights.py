@@ -208,9 +208,7 @@ class CheckpointLayout:
         return [(name, dtype, self.plan.shapes[name]) for name in conversion.targets]
 
 
-def parameter_dtypes(
-    spec: ModelSpec, origin: Path, stored: PretrainedConfig | None = None
-) -> dict[str, torch.dtype]:
+def parameter_dtypes(spec: ModelSpec, origin: Path, stored: PretrainedConfig | None = None) -> dict[str, torch.dtype]:
     """The dtypes that an export like `origin` gives the parameters, by state-dict name."""
     layout = CheckpointLayout(spec, CheckpointReader(origin), stored)
     return {

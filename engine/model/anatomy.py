@@ -41,9 +41,7 @@ from penstock.storage.layout import ParamSpec
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def take_apart(
-    config: PretrainedConfig, freeze: Sequence[str] = (), adapter: AdapterConfig | None = None
-) -> ModelSpec:
+def take_apart(config: PretrainedConfig, freeze: Sequence[str] = (), adapter: AdapterConfig | None = None) -> ModelSpec:
     """Take the model of `config` apart, without its weights; with an `adapter` its layers are part of it.
 
     `freeze`: patterns of the names of parameters that are never trained (TrainConfig.freeze); beside an adapter that is

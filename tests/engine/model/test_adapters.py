@@ -146,7 +146,7 @@ def test_the_merge_is_pefts(model_type: str, method: str, targets: list[str], dt
 
 def test_a_tied_embedding_is_not_merged() -> None:
     spec = take_apart(adapted.config("qwen3"), adapter=adapted.section("lora", targets=["embed_tokens"]))
-    with pytest.raises(UserError, match="'model.embed_tokens' has an adapter, and its matrix is the embedding's and"):
+    with pytest.raises(UserError, match=r"'model.embed_tokens' has an adapter, and its matrix is the embedding's and"):
         AdapterLayers(spec).require_mergeable()
 
 
@@ -178,5 +178,5 @@ def test_sections_that_do_not_fit_the_model(changes: dict[str, object], message:
 
 
 def test_dora_is_refused_where_peft_has_none() -> None:
-    with pytest.raises(UserError, match="peft adapts 'model.layers.0.mlp.gate.weight' as a parameter, which has no"):
+    with pytest.raises(UserError, match=r"peft adapts 'model.layers.0.mlp.gate.weight' as a parameter, which has no"):
         take_apart(adapted.config("qwen3_moe"), adapter=adapted.section("dora", targets=["gate"]))
