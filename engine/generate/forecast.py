@@ -11,6 +11,8 @@ from penstock.engine.machine.profile import Machine
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.units import seconds_text
 
+_LAYER_S = 1e-3
+"""Of the host, to launch what a layer does, at least: what small models take."""
 _WORDS = {"disk": "reading weights from disk", "link": "the link from RAM to the GPU", "compute": "computing"}
 
 
@@ -81,7 +83,7 @@ def forecast(
         return {
             "disk": disk / machine.nvme_read_bytes_per_s,
             "link": link / machine.h2d_bytes_per_s if cuda else 0.0,
-            "compute": max(flops / machine.matmul_flops, touched / rate),
+            "compute": max(flops / machine.matmul_flops, touched / rate, len(spec.attention) * _LAYER_S),
         }
 
     total = prompt_tokens + new_tokens

@@ -24,17 +24,19 @@ class Kept:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        apart: bool,
     ) -> None:
+        """`apart`: the device does not compute with what is in RAM."""
         self.where: KeysValuesTier = where
         self.capacities = list(capacities)
-        self._shapes, self._dtype, self._device = spec.attention, dtype, device
+        self._shapes, self._dtype, self._device, self._apart = spec.attention, dtype, device, apart
         self._bases = [sum(self.capacities[:i]) for i in range(len(self.capacities))]
         self._total = sum(self.capacities)
         sizes = [self._numel(shape) for shape in self._shapes]
         self._arena: HostArena | None = None
         self._flats: list[Tensor] | None = None
         self._slab: Tensor | None = None
-        if where == "gpu" or (where == "ram" and device.type == "cpu"):
+        if where == "gpu" or (where == "ram" and not apart):
             self._flats = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
         else:
             self._slab = torch.empty(max(sizes, default=0), dtype=dtype, device=device)
@@ -92,7 +94,7 @@ class Kept:
                 target[start:end].copy_(origin[start:end], non_blocking=True)
 
     def close(self) -> None:
-        if self._device.type == "cuda":
+        if self._apart:
             torch.cuda.synchronize(self._device)
         self._flats = self._slab = None
         if self._arena is not None:

@@ -107,7 +107,8 @@ def _inputs(runner: ModelRunner, chunk: _Chunk, lengths: Sequence[int]) -> Layer
     if not runner.spec.length_dependent_rotary or len(set(longest)) == 1:
         return runner.inputs(positions, longest[0])
     count = positions.shape[0]
-    by_length = {length: runner.inputs(positions, length) for length in sorted(set(longest))}
+    # Longer rows' positions, cut off here, would count as the length.
+    by_length = {length: runner.inputs(positions.clamp(max=length), length) for length in sorted(set(longest))}
     which = torch.cat(
         [torch.full((place.length,), length) for length, place in zip(longest, chunk.places, strict=True)]
     )

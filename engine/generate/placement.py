@@ -87,34 +87,28 @@ def place(
     nothing is kept, which is so as well where not `keeps`. `staged`: what is read from disk passes through RAM. Raises
     UserError with the least GPU budget that would do.
     """
-    work = min(int(gpu_bytes * _WORK_SHARE), _MOST_CHUNK * sizes.token_bytes)
-    chunk = max(_LEAST_CHUNK, work // sizes.token_bytes)
-    fixed = _FIXED_BYTES + chunk * sizes.token_bytes + sizes.logits_bytes
     most = max(sum(sizes.buffers[name] for name in block) for block in sizes.blocks)
-    if fixed + most > gpu_bytes:
-        chunk = _LEAST_CHUNK
-        fixed = _FIXED_BYTES + chunk * sizes.token_bytes + sizes.logits_bytes
-    if fixed + most > gpu_bytes:
-        raise UserError(
-            f"--gpu: {size_text(gpu_bytes)} hold no block of this model with what is computed of it; give at least "
-            f"{size_text(fixed + most)}"
-        )
     kv_bytes, layer_bytes = kv_tokens * sizes.kv_token_bytes, kv_tokens * sizes.kv_layer_bytes
+    work = min(int(gpu_bytes * _WORK_SHARE), _MOST_CHUNK * sizes.token_bytes)
+    least, chunk = (
+        (_FIXED_BYTES + sizes.logits_bytes + tokens * sizes.token_bytes + most + layer_bytes, tokens)
+        for tokens in (_LEAST_CHUNK, max(_LEAST_CHUNK, work // sizes.token_bytes))
+    )
+    fixed, chunk_tokens = chunk if chunk[0] <= gpu_bytes else least
+    if fixed > gpu_bytes:
+        raise UserError(
+            f"--gpu: {size_text(gpu_bytes)} do not hold one block of this model with the keys and values of "
+            f"{kv_tokens:,} tokens; give at least {size_text(fixed)}" + (", or fewer tokens" if kv_tokens > 1 else "")
+        )
+    fixed -= most
     where: KeysValuesTier = "nowhere"
-    if keeps and fixed + most + kv_bytes <= gpu_bytes:
-        where, fixed = "gpu", fixed + kv_bytes
-    else:
-        # A layer's keys and values are on the GPU while it computes, wherever they live.
-        if fixed + most + layer_bytes > gpu_bytes:
-            raise UserError(
-                f"--gpu: {size_text(gpu_bytes)} do not hold one block of this model and its keys and values of "
-                f"{kv_tokens:,} tokens; give at least {size_text(fixed + most + layer_bytes)}, or fewer tokens"
-            )
-        fixed += layer_bytes
-        if keeps and kv_bytes + (most if staged else 0) <= ram_bytes:
-            where, ram_bytes = "ram", ram_bytes - kv_bytes
+    # A layer's keys and values are on the GPU while it computes, wherever they live.
+    if keeps and fixed - layer_bytes + most + kv_bytes <= gpu_bytes:
+        where, fixed = "gpu", fixed - layer_bytes + kv_bytes
+    elif keeps and kv_bytes + (most if staged else 0) <= ram_bytes:
+        where, ram_bytes = "ram", ram_bytes - kv_bytes
     tiers, slots, slot_bytes = _weights(sizes, gpu_bytes - fixed, ram_bytes, staged)
-    return Placement(tiers, slots, slot_bytes, where, kv_tokens, chunk)
+    return Placement(tiers, slots, slot_bytes, where, kv_tokens, chunk_tokens)
 
 
 def _weights(sizes: Sizes, gpu_bytes: int, ram_bytes: int, staged: bool) -> tuple[dict[str, Tier], int, int]:

@@ -69,6 +69,7 @@ class StreamedModel:
         self.stop_ids, self.context = stop_ids(where, self.spec.config, self.tokenizer), context_of(self.spec)
         self.passes, self.passes_s = 0, list[float]()
         self._where, self._source = where, source
+        self._apart = memory_is_apart(device)
         self._sizes = Sizes.of(self.spec, dtype.itemsize)
         budgets = free_budgets(device, gpu_bytes=gpu_bytes, ram_bytes=ram_bytes)
         self._gpu_bytes, self._ram_bytes = budgets.gpu, budgets.ram
@@ -77,7 +78,7 @@ class StreamedModel:
             self._cleanup.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(cpus)
         self._runner = ModelRunner(self.spec, device=device, dtype=dtype, constants=source.constants)
-        self._weights = Weights(source, self._sizes, device, dtype)
+        self._weights = Weights(source, self._sizes, device=device, dtype=dtype, apart=self._apart)
         self._cleanup.callback(self._weights.close)
         self._placement: Placement | None = None
         self._reading: _Reading | None = None
@@ -209,7 +210,7 @@ class StreamedModel:
         self._forget()
         totals = [max(totals[0], _room(totals[0]))] if reuse else list(totals)
         placement = self._place(sum(totals))
-        kept = Kept(self.spec, totals, placement.keys_values, dtype=self.dtype, device=self.device)
+        kept = Kept(self.spec, totals, placement.keys_values, dtype=self.dtype, device=self.device, apart=self._apart)
         self._reading = _Reading(self, kept, placement.chunk_tokens, len(prompts))
         return self._reading, [0] * len(prompts)
 
@@ -281,7 +282,7 @@ class StreamedModel:
                     total, all_right = found[owner]
                     found[owner] = (total + value, all_right and greedy)
 
-        kept = Kept(self.spec, lengths, "nowhere", dtype=self.dtype, device=self.device)
+        kept = Kept(self.spec, lengths, "nowhere", dtype=self.dtype, device=self.device, apart=self._apart)
         try:
             self._pass(rows, kept, placement.chunk_tokens, finish)
         finally:
@@ -318,7 +319,7 @@ class StreamedModel:
             kv_tokens,
             gpu_bytes=self._gpu_bytes,
             ram_bytes=self._ram_bytes,
-            staged=self.device.type == "cuda",
+            staged=self._apart,
             keeps=keeps and not self.spec.recurrent,
         )
 
@@ -353,6 +354,11 @@ class StreamedModel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def memory_is_apart(device: torch.device) -> bool:
+    """Whether a device does not compute with what is in RAM: weights, keys and values are copied to it."""
+    return device.type == "cuda"
 
 
 def _room(tokens: int) -> int:

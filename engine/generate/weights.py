@@ -43,11 +43,12 @@ class Weights:
     once the kernels that read it are over, and read once its copy is.
     """
 
-    def __init__(self, source: Source, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, source: Source, sizes: Sizes, *, device: torch.device, dtype: torch.dtype, apart: bool) -> None:
+        """`apart`: the device does not compute with what is in RAM."""
         self._source, self._sizes, self._device, self._dtype = source, sizes, device, dtype
         self._layouts = layouts(source.spec)
         self._thread = ThreadPoolExecutor(1, "weights")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if apart else None
         self._placement: Placement | None = None
         self._gpu: dict[str, Tensor] = {}
         self._ram: dict[str, Tensor] = {}
@@ -180,7 +181,7 @@ class Weights:
         coming = self._coming.pop(index)
         if coming.slot is not None:
             if self._stream is not None:
-                coming.slot.over = torch.cuda.Event()
+                coming.slot.over = torch.cuda.Event(blocking=True)
                 coming.slot.over.record(torch.cuda.current_stream(self._device))
             self._free.append(coming.slot)
 
@@ -229,7 +230,7 @@ class Weights:
                     self._read(name, target)
             if self._stream is None:
                 return None
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event(blocking=True)
             ready.record(self._stream)
             return ready
 
@@ -259,7 +260,7 @@ class Weights:
             rows = stage.flat[: target.numel()]
             self._from_disk(name, rows)
             target.copy_(rows, non_blocking=True)
-            stage.over = torch.cuda.Event()
+            stage.over = torch.cuda.Event(blocking=True)
             stage.over.record(self._stream)
         else:  # once, of what lives on the device
             rows = empty_aligned(target.numel(), self._dtype)

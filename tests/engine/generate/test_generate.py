@@ -1,0 +1,243 @@
+"""Text from streamed weights is what transformers' own generate gives, wherever weights, keys and values live."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from streams_on_cpu import streams_on_cpu
+from tiny import Silent, data, model, recipe, storage, train_run
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+
+from penstock.engine.config import parse_bytes
+from penstock.engine.export import export
+from penstock.engine.generate import streamed
+from penstock.engine.generate.decode import Continuation, Decoding, Row, choose, decode
+from penstock.engine.generate.streamed import StreamedModel
+from penstock.storage.arena import HostArena
+from penstock.storage.errors import UserError
+
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 211,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "rope_theta": 1e4}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SHAPE),
+    # Windows shorter than the prompts, soft-caps.
+    "gemma3": Gemma3TextConfig(**SHAPE | {"num_hidden_layers": 7}, sliding_window=8, attn_logit_softcapping=20.0),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS),
+    "gpt_oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    # The rotary tables change at the 21st token.
+    "phi3": Phi3Config(**SHAPE, rope_parameters=LONGROPE, original_max_position_embeddings=20),
+    "qwen3_next": Qwen3NextConfig(
+        **SHAPE | {"num_hidden_layers": 4},
+        **EXPERTS,
+        shared_expert_intermediate_size=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+}
+PROMPTS = [[int(token) for token in torch.randint(1, 211, (length,))] for length in (5, 23, 1, 17)]
+ROOMY = {"gpu_bytes": 1 << 30, "ram_bytes": 1 << 30}
+
+
+def save(config: PretrainedConfig, folder: Path) -> Any:
+    """A model whose likeliest tokens are no close call, in `folder`."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        made = AutoModelForCausalLM.from_config(config).eval()
+        for parameter in made.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(noise * 0.3 if parameter.dim() > 1 else parameter + noise * 0.1)
+    made.save_pretrained(folder)
+    return made
+
+
+def by_transformers(made: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    found = []
+    for prompt in prompts:
+        ids = made.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False)
+        found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+def ids_of(found: list[Continuation]) -> list[list[int]]:
+    return [continuation.ids for continuation in found]
+
+
+def least_gpu(folder: Path, tokens: int) -> int:
+    """What a refusal asks for, of a model that reads so many tokens."""
+    with pytest.raises(UserError, match="give at least") as refusal:
+        StreamedModel.open(folder, gpu_bytes=1 << 10, ram_bytes=0, device="cpu")
+    with StreamedModel.open(folder, gpu_bytes=_asked(refusal.value), ram_bytes=0, device="cpu") as small:
+        try:
+            small.estimate(tokens, 1, 0)
+        except UserError as more:
+            return _asked(more)
+        return _asked(refusal.value)
+
+
+def _asked(refusal: UserError) -> int:
+    found = re.search(r"give at least (\w+)", str(refusal))
+    assert found
+    return parse_bytes(found[1], "gpu")
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_is_what_transformers_gives(family: str, tmp_path: Path) -> None:
+    """Prompts of unequal length in one batch, all weights in memory; and each by itself, everything from disk."""
+    made = save(CONFIGS[family], tmp_path)
+    count = 4 if family == "qwen3_next" else 12
+    expected = by_transformers(made, PROMPTS, count)
+    with StreamedModel.open(tmp_path, **ROOMY, device="cpu", dtype="float32") as ours:
+        told: list[list[int]] = [[] for _ in PROMPTS]
+        found = ours.generate(PROMPTS, Decoding(new_tokens=count), lambda i, token: told[i].append(token))
+        assert ids_of(found) == told == expected
+        assert not any(continuation.ended for continuation in found)
+        assert ours.passes == count
+    least = least_gpu(tmp_path, 64)
+    with StreamedModel.open(tmp_path, gpu_bytes=least, ram_bytes=0, device="cpu", dtype="float32") as ours:
+        assert ours.estimate(23, 1, 3).keys_values == "nowhere"
+        assert ids_of(ours.generate(PROMPTS[1:2], Decoding(new_tokens=3))) == [expected[1][:3]]
+
+
+@contextmanager
+def memory_apart() -> Iterator[None]:
+    """As with a GPU: what lives in RAM is copied, on streams, to where it is computed with."""
+    with streams_on_cpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streamed, "memory_is_apart", lambda device: True)
+        patch.setattr(HostArena, "pin", lambda arena: None)
+        yield
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("family", ["gemma3", "phi3", "qwen3_next"])
+def test_tiers_and_chunks_change_no_token(
+    family: str, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, count = save(CONFIGS[family], tmp_path), 4
+    expected = by_transformers(made, PROMPTS, count)
+    monkeypatch.setattr("penstock.engine.generate.placement._FIXED_BYTES", 0)
+    monkeypatch.setattr("penstock.engine.generate.placement._LEAST_CHUNK", 3)
+    least = least_gpu(tmp_path, 64)
+    seen = set()
+    # Everything in memory; weights in RAM, all or some of them; some on disk, keys and values in RAM.
+    for gpu, ram in ((1 << 30, 1 << 30), (least, 1 << 30), (least, 1 << 18), (least + 10_000, 150_000)):
+        budgets = {"gpu_bytes": gpu, "ram_bytes": ram}
+        around = memory_apart() if apart else nullcontext()
+        with around, StreamedModel.open(tmp_path, **budgets, device="cpu", dtype="float32") as ours:
+            assert ids_of(ours.generate(PROMPTS, Decoding(new_tokens=count))) == expected
+            forecast = ours.estimate(23, 1, count)
+            seen |= {tier for tier, size in forecast.weights.items() if size} | {f"kv {forecast.keys_values}"}
+    assert seen == {"gpu", "ram", "disk"} | ({"kv nowhere"} if family == "qwen3_next" else {"kv gpu", "kv ram"})
+
+
+def test_a_prompt_that_begins_as_before_is_not_read_again(tmp_path: Path) -> None:
+    made = save(CONFIGS["qwen3"], tmp_path)
+    read: list[int] = []
+    with StreamedModel.open(tmp_path, **ROOMY, device="cpu") as ours:
+        first = ours.generate([PROMPTS[1]], Decoding(new_tokens=5), reuse=True)[0].ids
+        longer = [*PROMPTS[1], *first, 7, 8, 9]
+        forward = ours._reading
+        assert forward is not None
+        call = type(forward).__call__
+
+        def counted(self: Any, rows: list[Row]) -> torch.Tensor:
+            read.append(sum(len(row.ids) for row in rows))
+            return call(self, rows)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(forward), "__call__", counted)
+            again = ours.generate([longer], Decoding(new_tokens=3), reuse=True)[0].ids
+    assert again == by_transformers(made, [longer], 3)[0]
+    assert read == [4, 1, 1]  # the last token that was drawn, three new ones; then one by one
+
+
+def test_log_likelihoods_are_those_of_the_logits(tmp_path: Path) -> None:
+    made = save(CONFIGS["gemma3"], tmp_path)
+    greedy = by_transformers(made, [PROMPTS[0]], 4)[0]
+    pairs = [(PROMPTS[1], PROMPTS[0]), (PROMPTS[0], greedy), ([3], PROMPTS[3])]
+    with StreamedModel.open(tmp_path, **ROOMY, device="cpu") as ours:
+        found = ours.loglikelihoods(pairs)
+        assert ours.passes == 1
+    for (context, continuation), (value, is_greedy) in zip(pairs, found, strict=True):
+        with torch.no_grad():
+            scores = made(torch.tensor([[*context, *continuation]])).logits[0].double().log_softmax(-1)
+        behind = scores[len(context) - 1 : -1]
+        assert value == pytest.approx(float(behind.gather(1, torch.tensor(continuation)[:, None]).sum()), abs=1e-3)
+        assert is_greedy == (behind.argmax(-1).tolist() == continuation)
+    assert [is_greedy for _, is_greedy in found] == [False, True, False]
+
+
+def test_a_run_and_its_checkpoint_are_read_as_their_exports(tmp_path: Path) -> None:
+    run, recipes = tmp_path / "run", recipe(storage=storage(checkpoint_every=1))
+    train_run(run, Silent(asks={3: "third"}))
+    for checkpoint in (None, "third"):
+        out = tmp_path / f"export {checkpoint}"
+        export(run, recipes, out_dir=out, checkpoint=checkpoint)
+        made = AutoModelForCausalLM.from_pretrained(out)
+        with StreamedModel.open(run, recipe=recipes, checkpoint=checkpoint, **ROOMY, device="cpu") as ours:
+            assert ids_of(ours.generate(PROMPTS, Decoding(new_tokens=6))) == by_transformers(made, PROMPTS, 6)
+    with pytest.raises(UserError):
+        StreamedModel.open(tmp_path / "none", recipe=recipe(model=model(), data=data()), device="cpu")
+
+
+def test_sequences_end_at_stop_ids_and_at_the_end_of_the_context(tmp_path: Path) -> None:
+    made = save(CONFIGS["llama"], tmp_path)
+    long = [int(token) for token in torch.randint(1, 211, (124,))]
+    expected = by_transformers(made, [long, PROMPTS[0]], 4)
+    with StreamedModel.open(tmp_path, **ROOMY, device="cpu") as ours:
+        stop = frozenset({expected[1][2]})
+        found = ours.generate([long, PROMPTS[0]], Decoding(new_tokens=9, stop_ids=stop))
+        assert found[0] == Continuation(expected[0], True)
+        assert found[1] == Continuation(expected[1][:2], True)
+        with pytest.raises(UserError, match="prompt 2: 128 tokens, and the model's context is 128"):
+            ours.generate([[1], [1] * 128], Decoding())
+
+
+def test_draws_depend_on_seed_sequence_and_position_alone() -> None:
+    logits = torch.randn(2, 40)
+    settings = Decoding(new_tokens=30, temperature=1.0, seed=3)
+
+    def forward(rows: Any) -> torch.Tensor:
+        return torch.stack([logits[row.sequence % 2] for row in rows])
+
+    both = decode(forward, [[1], [2, 3]], settings)
+    alone = decode(forward, [[2, 3]], settings, first=1)
+    assert decode(lambda rows: logits[1:], [[2, 3]], settings, first=1) == both[1:] != alone
+    assert both != decode(forward, [[1], [2, 3]], Decoding(new_tokens=30, temperature=1.0, seed=4))
+    # As often as probable, and never beyond what `top_p` leaves.
+    few = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    places = [(0, position) for position in range(4000)]
+    drawn = choose(few.expand(4000, -1), places, Decoding(temperature=1.0, top_p=0.79))
+    assert set(drawn) == {0, 1}
+    assert drawn.count(0) / 4000 == pytest.approx(0.5 / 0.8, abs=0.03)
