@@ -29,6 +29,7 @@ from penstock.engine.forecast.costs import Calibration
 from penstock.engine.forecast.report import forecast, predict
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import SearchResult
+from penstock.engine.generate.prompts import prepare_prompts
 from penstock.engine.hf import weights
 from penstock.engine.hf.config import model_config, random_vocabulary, with_vocabulary
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file, write_constants
@@ -89,6 +90,9 @@ def open_session(
     loader = make_loader(prepared.corpus, spec, recipe)
     validation = make_validation(prepared.corpus, spec, recipe)
     _describe(observer, spec, prepared, loader, device)
+    prompts = prepare_prompts(recipe, prepared.tokenizer, spec)
+    if prompts is not None:
+        observer.on_message(prompts.describe(), detail=True)
     if validation is not None:
         observer.on_message(
             f"validation: every {train.validate_every:,} steps, on {validation.num_targets:,} tokens of "
@@ -133,6 +137,7 @@ def open_session(
             device_type=device.type,
             device_reads=readers.device is not None,
             reader_bytes=readers.pinned_bytes(len(drives)),
+            prompt_tokens=None if prompts is None else tuple(map(len, prompts.ids)),
         )
         with checklist.step("searching a plan"):
             found = task.search(machine, documents=documents, filled=filled, rough=train.calibrate)
@@ -206,6 +211,7 @@ def open_session(
             identity=identity if constants_crc is None else identity | {"constants": constants_crc},
             lanes=lanes,
             validation=validation,
+            prompts=prompts,
             checklist=checklist,
             reservation=reservation,
         )

@@ -20,13 +20,14 @@ from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
 from penstock.engine.events import ValidationMetrics, step_name
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.gains import EarlyEnd, Gains
+from penstock.engine.generate.prompts import Prompts
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.machine.reservations import Reservation
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import LAST_GOOD, PlanOptions
 from penstock.engine.preparing import Checklist
-from penstock.engine.runtime.batch import BatchCarrier, EvaluationData, StepData
+from penstock.engine.runtime.batch import BatchCarrier, EvaluationData, SampleData, SampleRow, StepData
 from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.executor import GPU_LANES
 from penstock.engine.runtime.failures import explain
@@ -62,6 +63,7 @@ class Session:
         identity: dict[str, Any],
         lanes: Lanes,
         validation: ValidationSet | None = None,
+        prompts: Prompts | None = None,
         checklist: Checklist | None = None,
         reservation: Reservation | None = None,
     ) -> None:
@@ -69,7 +71,7 @@ class Session:
         closes them."""
         checklist = checklist or Checklist()
         self.spec, self.plan, self.store, self.loader, self.recipe = spec, plan, store, loader, recipe
-        self.validation, self.device = validation, device
+        self.validation, self.prompts, self.device = validation, prompts, device
         train = recipe.train
         self._identity = identity | {
             "plan": {
@@ -82,6 +84,7 @@ class Session:
         self.layouts = layouts(spec)
         self.step = int(store.meta["step"])
         self.tokens = int(store.meta["tokens"])
+        self._samples_passes = 0
         self.steps_told = 0
         """Steps that have ended in this process, and the observer knows of."""
         self._next: StepData | None = None
@@ -185,6 +188,14 @@ class Session:
 
     def fetch_evaluation(self, micro_batches: Sequence[MicroBatch]) -> EvaluationData:
         return self._carrier.evaluation(micro_batches)
+
+    def fetch_samples(self, pieces: Sequence[Sequence[SampleRow]], read: dict[int, int]) -> SampleData:
+        return self._carrier.samples(pieces, read)
+
+    def next_samples_pass(self) -> int:
+        """The number of the samples' pass about to run, below those of all before."""
+        self._samples_passes -= 1
+        return self._samples_passes
 
     def next_batch(self) -> StepData:
         """The batch of the step about to run, fetched while the step before ran."""

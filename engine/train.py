@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.engine import validation
+from penstock.engine import samples, validation
 from penstock.engine.config import Recipe
 from penstock.engine.events import WARMUP_STEPS, Observer, StepMetrics
 from penstock.engine.forecast.flops import model_flops
@@ -156,6 +156,8 @@ def _run(session: Session, observer: Observer) -> TrainResult:
         while session.step < session.recipe.train.steps and _goes_on(session, observer):
             with checklist.step("validation", when=not steps and validation.due(session)):
                 _validate(session, observer)
+            with checklist.step("samples", when=not steps and samples.due(session)):
+                _sample(session, observer)
             if session.early_end is not None:
                 break
             with checklist.step("first step", when=not steps):
@@ -178,6 +180,7 @@ def _run(session: Session, observer: Observer) -> TrainResult:
             _report_checkpoints(session, observer)
         if session.step == session.recipe.train.steps:
             _validate(session, observer)
+            _sample(session, observer)
         session.finish()
     _report_checkpoints(session, observer)
     early_end = session.early_end if session.step < session.recipe.train.steps else None
@@ -208,6 +211,12 @@ def _validate(session: Session, observer: Observer) -> None:
         observer.on_validation(metrics)
         session.take_validation(metrics)
         _report_checkpoints(session, observer)
+
+
+def _sample(session: Session, observer: Observer) -> None:
+    """Write samples with the weights of the step that has ended, if they are due: when a validation would be made."""
+    if samples.due(session):
+        observer.on_sample(samples.write(session))
 
 
 def _goes_on(session: Session, observer: Observer) -> bool:

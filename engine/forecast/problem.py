@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.engine.attention import workspace
-from penstock.engine.config import Recipe
+from penstock.engine.config import Recipe, SamplesConfig
 from penstock.engine.forecast.costs import representatives
 from penstock.engine.forecast.flops import block_matmul, projection_matmul, unread_matmul
 from penstock.engine.model.spec import ModelSpec
@@ -23,6 +23,9 @@ LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
+TEMPLATE_TOKENS = 128
+"""What a chat template puts around a message, at most, as far as a plan without the tokenizer is concerned."""
+
 ALLOCATOR_SHARE = 32
 """One part in so many of the GPU's budget is left to the allocator, whose pieces are larger than what is asked for."""
 
@@ -38,6 +41,13 @@ def learned(blocks: tuple[BlockShape, ...], graph_bytes: Mapping[str, int]) -> t
         block if size is None else replace(block, graph_bytes_per_token=max(1, size - block.lse_bytes_per_token))
         for block, size in zip(blocks, found, strict=True)
     )
+
+
+def most_prompt_tokens(samples: SamplesConfig) -> tuple[int, ...]:
+    """About the most tokens that the prompts can have, before there is a tokenizer: one a byte, and what goes around
+    them."""
+    around = TEMPLATE_TOKENS if samples.chat else 1
+    return tuple(len(prompt.encode()) + around for prompt in samples.prompts)
 
 
 def kept_generations(recipe: Recipe) -> int:

@@ -16,6 +16,7 @@ from penstock.engine.forecast.problem import (
     block_shapes,
     kept_generations,
     learned,
+    most_prompt_tokens,
     overhead_bytes,
     workspace_bytes,
 )
@@ -27,7 +28,7 @@ from penstock.engine.optim.base import find_optimizer
 from penstock.engine.optim.groups import lr_factors
 from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.plan.planner import make_plan
-from penstock.engine.plan.problem import FP32, BufferShape, PlanInput, PlanOptions
+from penstock.engine.plan.problem import FP32, BufferShape, PlanInput, PlanOptions, SampleSpace
 from penstock.storage.errors import BudgetError
 from penstock.storage.layout import part_numel_even
 
@@ -47,6 +48,8 @@ class PlanRequest:
     """Pinned RAM that the reader takes for itself."""
     graph_bytes: Mapping[str, int] | None = None
     """Calibration.graph_bytes_per_token, once there is one."""
+    prompt_tokens: tuple[int, ...] | None = None
+    """Of the prompts of the recipe's samples; None: as many as they can be."""
 
     def __post_init__(self) -> None:
         lr_factors(self.recipe.train, depths(self.spec))  # its refusals come before anything is made
@@ -98,7 +101,21 @@ class PlanRequest:
             nvme_room=budgets.nvme_room,
             state_kinds=optimizer.state_kinds,
             kept_generations=kept_generations(recipe),
+            samples=self.samples,
             last_good=storage.keep_good is not None,
+        )
+
+    @property
+    def samples(self) -> SampleSpace | None:
+        """What the samples need room for; None where the recipe asks for none."""
+        wanted = self.recipe.samples
+        if wanted.every is None:
+            return None
+        tokens = most_prompt_tokens(wanted) if self.prompt_tokens is None else self.prompt_tokens
+        return SampleSpace(
+            lengths=tuple(count + wanted.tokens for count in tokens),
+            keeps=not self.spec.recurrent,
+            vocabulary=self.spec.vocab_size,
         )
 
     @property

@@ -357,9 +357,12 @@ class LayerRunner:
         inputs: LayerInputs,
         handler: attention.Handler | None,
     ) -> Tensor:
-        """Output [n, hidden] of layer `index` for x [n, hidden], with attention by `handler` (None: it has none)."""
+        """Output [n, hidden] of layer `index` for x [n, hidden], with attention by `handler` (None: it has none).
+
+        Never compiled: n may be another each time, and each would be a graph of its own.
+        """
         with torch.no_grad():
-            return self._run(index, weights, x[None], inputs, handler)
+            return self._run(index, weights, x[None], inputs, handler, eager=True)
 
     def backward(
         self,
@@ -511,6 +514,7 @@ class LayerRunner:
         handler: attention.Handler | None,
         *,
         recompute: bool = False,
+        eager: bool = False,
     ) -> Tensor:
         """The layer's output [n, hidden] for x [1, n, hidden]."""
         template = self._template(index)
@@ -519,7 +523,7 @@ class LayerRunner:
             buffer.data = self._buffers[index][name]
         template.adopt(index, self._layers[index])
         call = inputs.calls[index]
-        run = template.recompute if recompute else template.forward
+        run = template.modules[0] if eager else template.recompute if recompute else template.forward
         if handler is None:
             output = run(x, *call.args, **call.kwargs)
         else:

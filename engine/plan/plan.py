@@ -17,6 +17,7 @@ from penstock.engine.plan.problem import (
     DKV_SLOTS,
     FP32,
     KV_SLOTS,
+    SAMPLE_STAGES,
     UPDATE_PARTS,
     BlockShape,
     PlanInput,
@@ -297,6 +298,37 @@ def window_bytes(problem: PlanInput, max_chunk: int, streamed: bool) -> dict[str
         "partial": [aligned(max_chunk * max(q, out) * FP32)],
         "partial_lse": [aligned(max_chunk * _widest(blocks, "lse_bytes_per_token"))],
     }
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRegions:
+    """Memory of a run's samples, each piece in whole pages."""
+
+    stages: list[int]
+    """Bytes on the compute device: keys and values of a layer, of all sequences."""
+    logits: int
+    """Bytes on the compute device, and as many in RAM: float32 [sequences, vocabulary]."""
+    kept: dict[int, int]
+    """Block -> bytes in RAM of that layer's keys and values."""
+
+    @property
+    def gpu_bytes(self) -> int:
+        return sum(self.stages) + self.logits
+
+    @property
+    def ram_bytes(self) -> int:
+        return sum(self.kept.values()) + self.logits
+
+
+def sample_regions(problem: PlanInput) -> SampleRegions:
+    """What the samples of a run take; nothing where it writes none."""
+    space = problem.samples
+    if space is None:
+        return SampleRegions([], 0, {})
+    sizes = {i: aligned(space.kept_tokens * block.kv_bytes_per_token) for i, block in enumerate(problem.blocks)}
+    kept = {block: size for block, size in sizes.items() if size}
+    stages = [max(kept.values(), default=0)] * min(SAMPLE_STAGES, len(kept))
+    return SampleRegions(stages, aligned(len(space.lengths) * space.vocabulary * FP32), kept)
 
 
 def attention_regions(

@@ -17,6 +17,7 @@ from penstock.engine.plan.plan import (
     cut_chunks,
     gib,
     record,
+    sample_regions,
     window_bytes,
 )
 from penstock.engine.plan.problem import (
@@ -72,7 +73,8 @@ class _Planner:
         self.in_order = sorted(p.buffers, key=lambda b: self.pool[b.name] != "layer")
         """Buffers in the order in which they find a place: layers first, embedding and head, which are large, last."""
         self.part_numel = max(b.part_numel for b in p.buffers)
-        self.ram_budget = p.ram_budget - p.reader_bytes
+        self.samples = sample_regions(p)
+        self.ram_budget = p.ram_budget - p.reader_bytes - self.samples.ram_bytes
         # A block that computes with several buffers holds them all at once.
         self.at_once = {
             pool: max(sum(self.pool[n] == pool for n in block.buffers) for block in p.blocks) for pool in POOLS
@@ -116,7 +118,7 @@ class _Planner:
         saved = max(b.saved_bytes_per_token for b in p.blocks)
         held = sum(b.numel for b in p.buffers if b.name in resident)
         pools = POOLS
-        return {
+        parts = {
             "resident blocks": held * (p.compute_bytes + (1 + len(p.state_kinds)) * FP32),
             "weight slots": sum(weights[k] * aligned(numel[k] * p.compute_bytes) for k in pools),
             "gradient slots": sum(gradients[k] * aligned(numel[k] * FP32) for k in pools),
@@ -127,6 +129,7 @@ class _Planner:
             "saved graphs": self.graphs_bytes,
             "workspace": p.workspace_bytes,
         }
+        return parts if p.samples is None else parts | {"samples": self.samples.gpu_bytes}
 
     def graph_bytes(self, block: int, chunk: int) -> int:
         """Bytes of one saved graph, with attention's log-sum-exp."""
@@ -342,12 +345,13 @@ class _Planner:
         pinned = sum(self.record_bytes(*key) for key in self.saved_graphs - self.saved_on_gpu)
         records = pinned if spilling else self.records_bytes()
         staged = stages * sum((self.stage_bytes(True)[0], self.stage_bytes(False)[1]))
-        need = stream + passing + records + staged + own * widest + p.reader_bytes
+        need = stream + passing + records + staged + own * widest + p.reader_bytes + self.samples.ram_bytes
         if need > p.ram_budget:
+            samples = f", samples {gib(self.samples.ram_bytes)}" if p.samples else ""
             raise BudgetError(
                 f"budgets.ram: {gib(p.ram_budget)} cannot hold one block's working set of {gib(need)} (hidden states "
                 f"of the step {gib(stream)}, one block's pass {gib(passing)}, saved activations {gib(records)}, "
-                f"staging {gib(staged + own * widest)}); give at least {size_text(need)}, or lower "
+                f"staging {gib(staged + own * widest)}{samples}); give at least {size_text(need)}, or lower "
                 "train.global_batch_size, data.sequence_length or storage.part_bytes",
                 tier="ram",
                 need_bytes=need,
@@ -365,6 +369,8 @@ class _Planner:
         ram = self.place_ram()
         if p.reader_bytes:
             ram.parts["reader buffers"] = p.reader_bytes
+        if p.samples:
+            ram.parts["samples"] = self.samples.ram_bytes
         on_gpu: dict[str, Tier] = {"weights": "gpu", "gradient": "gpu", "state": "gpu"}
         buffers = {}
         for shape in p.buffers:

@@ -42,6 +42,8 @@ HIDDEN_SLOTS = 6
 """Activations of one chunk on the GPU: x, dy and dx or y of the running op, x and dy of the next, one leaving."""
 SAVED_SLOTS = 3
 """Attention outputs of one chunk on the GPU: the running op's, the next one's, one leaving."""
+SAMPLE_STAGES = 2
+"""Layers whose keys and values of the samples are on the GPU at once: the one that runs, the next one's."""
 KV_SLOTS = 4
 """Chunks of keys and values on the GPU when they are streamed: the op's own, the running one's, two on their way."""
 DKV_SLOTS = 4
@@ -102,6 +104,22 @@ class BlockShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SampleSpace:
+    """What the samples of a run need room for."""
+
+    lengths: tuple[int, ...]
+    """Tokens that each prompt comes to, with what is written behind it."""
+    keeps: bool
+    """Keys and values of all these are kept; else every new token computes its sequence again."""
+    vocabulary: int
+    """Logits behind a token."""
+
+    @property
+    def kept_tokens(self) -> int:
+        return sum(self.lengths) if self.keeps else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanInput:
     """Everything that the planner needs to know about a model, a batch and a machine."""
 
@@ -138,6 +156,8 @@ class PlanInput:
     """Generations that are kept on disk beside the two between which a run alternates."""
     state_kinds: tuple[str, ...]
     """The optimizer's kinds of state, master weights first."""
+    samples: SampleSpace | None = None
+    """None: the run writes none."""
     last_good: bool = False
     """Whether the last good generation is to be kept beside these, where there is room."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +53,47 @@ class StepData(Batch):
     """The optimizer's scalars by device type."""
 
 
+class SampleRow(NamedTuple):
+    """New tokens of one sequence in a chunk of a samples' pass."""
+
+    sequence: int
+    """Its number among the prompts."""
+    start: int
+    """Position of the first."""
+    ids: Sequence[int]
+    wanted: bool
+    """The logits behind the last of them are."""
+
+
+@dataclass(slots=True)
+class SampleChunk:
+    """Rows laid end to end; int64 tensors, on the compute device."""
+
+    chunk: Chunk
+    """From 0 to n, in the place of one of the plan's chunks."""
+    rows: list[SampleRow]
+    ids: Tensor
+    """[n]"""
+    positions: Tensor
+    """[n]"""
+    last: Tensor
+    """[w]: places of the tokens behind which logits are wanted."""
+    sequences: Tensor
+    """[w]: whose they are."""
+
+
+@dataclass(slots=True)
+class SampleData:
+    """A pass over new tokens of samples."""
+
+    chunks: dict[int, SampleChunk]
+    """By the plan's chunks whose places they have."""
+    read: dict[int, int]
+    """Sequence -> its tokens of which keys and values are kept."""
+    longest: int
+    """The highest position of all sequences in the pass."""
+
+
 _TENSORS = len(fields(ChunkTokens))
 assert _TENSORS * 8 == BYTES_PER_TOKEN, "the plan counts other bytes per token"
 COMPILED_MULTIPLE = 128
@@ -92,6 +134,29 @@ class BatchCarrier:
         """Of as many micro-batches as a step has, or fewer."""
         return EvaluationData(**self._batch(micro_batches))
 
+    def samples(self, pieces: Sequence[Sequence[SampleRow]], read: dict[int, int]) -> SampleData:
+        """A pass over rows of samples, `pieces[i]` of them in the place of chunk i, which has room for their tokens."""
+        found: list[SampleChunk] = []
+        tensors: list[Tensor] = []
+        for chunk, rows in zip(self._chunks, pieces, strict=False):
+            ends = list(itertools.accumulate(len(row.ids) for row in rows))
+            assert ends[-1] <= chunk.end - chunk.start, "more tokens than the place has room for"
+            lists = (
+                [token for row in rows for token in row.ids],
+                [position for row in rows for position in range(row.start, row.start + len(row.ids))],
+                [end - 1 for end, row in zip(ends, rows, strict=True) if row.wanted],
+                [row.sequence for row in rows if row.wanted],
+            )
+            own = [torch.tensor(values, dtype=torch.int64) for values in lists]
+            found.append(SampleChunk(replace(chunk, start=0, end=ends[-1]), list(rows), *own))
+            tensors += own
+        if self._device.type == "cuda":
+            there = self._to_device(tensors)
+            for of_chunk, first in zip(found, range(0, len(there), 4), strict=True):
+                of_chunk.ids, of_chunk.positions, of_chunk.last, of_chunk.sequences = there[first : first + 4]
+        longest = max(row.start + len(row.ids) - 1 for rows in pieces for row in rows)
+        return SampleData({one.chunk.index: one for one in found}, read, longest)
+
     def _batch(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
         """The fields of a Batch."""
         cut = filled_chunks(self._chunks, [m.filled for m in micro_batches], self._multiple)
@@ -112,14 +177,17 @@ class BatchCarrier:
             chunks.append(ChunkTokens.of(batch.ids[tokens], batch.labels[tokens], batch.positions[tokens], weights))
         if self._device.type != "cuda":
             return chunks
-        tensors = [tensor for of_chunk in chunks for tensor in of_chunk.tensors()]
+        there = self._to_device([tensor for of_chunk in chunks for tensor in of_chunk.tensors()])
+        return [ChunkTokens.of_tensors(there[i : i + _TENSORS]) for i in range(0, len(there), _TENSORS)]
+
+    def _to_device(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """int64 tensors of the host on CUDA, in one copy."""
         used = pack(tensors, self._pinned)
         with torch.cuda.stream(self._stream):
             flat = torch.empty(self._numel, dtype=torch.int64, device=self._device)
             flat[:used].copy_(self._pinned[:used], non_blocking=True)
         self._stream.synchronize()
-        there = unpack(flat, [tensor.numel() for tensor in tensors])
-        return [ChunkTokens.of_tensors(there[i : i + _TENSORS]) for i in range(0, len(there), _TENSORS)]
+        return unpack(flat, [tensor.numel() for tensor in tensors])
 
 
 def pack(tensors: Sequence[Tensor], flat: Tensor) -> int:

@@ -14,7 +14,7 @@ from penstock.engine.model.layers import LayerGraph, Projection
 from penstock.engine.model.spec import AttentionShape
 from penstock.engine.plan.plan import Chunk
 from penstock.engine.runtime.handlers import handles
-from penstock.engine.runtime.views import Views
+from penstock.engine.runtime.views import Views, keys_and_values
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.ops import Op
 
@@ -49,25 +49,16 @@ class LayerOps:
         assert shape is not None
         return shape
 
-    def _keys_and_values(self, raw: Tensor, tokens: int, shape: AttentionShape, dtype: torch.dtype) -> list[Tensor]:
-        """k [tokens, kv_heads, qk_dim] and v [tokens, kv_heads, v_dim] that lie one after the other in uint8 `raw`."""
-        found, start = [], 0
-        for width in (shape.qk_dim, shape.v_dim):
-            end = start + tokens * shape.kv_heads * width * dtype.itemsize
-            found.append(raw[start:end].view(dtype).view(tokens, shape.kv_heads, width))
-            start = end
-        return found
-
     def _window(self, kind: str, shape: AttentionShape) -> list[Tensor]:
         """Whole: K and V ("kv") or dK and dV ("dkv") of all tokens of the micro-batch."""
         dtype = self._dtype if kind == "kv" else torch.float32
-        return self._keys_and_values(self._gpu.window[kind][0], self._plan.window_tokens, shape, dtype)
+        return keys_and_values(self._gpu.window[kind][0], self._plan.window_tokens, shape, dtype)
 
     def _slot(self, kind: str, op: Op, shape: AttentionShape) -> list[Tensor]:
         """Streamed: K and V, or dK and dV, of the chunk in the op's slot."""
         chunk = self._views.chunk(op, op.slots.get(a.KEYS))
         dtype = self._dtype if kind == "kv" else torch.float32
-        return self._keys_and_values(self._gpu.window[kind][op.slots[kind]], _tokens(chunk), shape, dtype)
+        return keys_and_values(self._gpu.window[kind][op.slots[kind]], _tokens(chunk), shape, dtype)
 
     def _typed(self, name: str, dtype: torch.dtype, *size: int) -> Tensor:
         """Streamed: one of the running chunk's own buffers."""
@@ -316,10 +307,10 @@ class LayerOps:
             per_token = shape.kv_heads * (shape.qk_dim + shape.v_dim) * self._dtype.itemsize
             tokens, start = op.nbytes // per_token, self._plan.chunks[op.index].start
             if self._plan.streamed:
-                here = self._keys_and_values(self._gpu.window["kv"][op.slots["kv"]], tokens, shape, self._dtype)
+                here = keys_and_values(self._gpu.window["kv"][op.slots["kv"]], tokens, shape, self._dtype)
             else:
                 here = [window[start : start + tokens] for window in self._window("kv", shape)]
-            yield from zip(here, self._keys_and_values(aside, tokens, shape, self._dtype), strict=True)
+            yield from zip(here, keys_and_values(aside, tokens, shape, self._dtype), strict=True)
         else:
             slots = self._gpu.saved if kind == "saved" else self._gpu.window[kind]
             yield slots[op.slots[kind]][: op.nbytes], aside

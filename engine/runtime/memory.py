@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.engine.plan.plan import BufferPlan, Plan, attention_regions, window_bytes
+from penstock.engine.plan.plan import BufferPlan, Plan, attention_regions, sample_regions, window_bytes
 from penstock.engine.plan.problem import ALIGNMENT, HIDDEN_SLOTS, POOLS, SAVED_SLOTS, Pool, Tier
 from penstock.storage.arena import HostArena, empty_aligned
 
@@ -62,6 +62,10 @@ class GpuMemory:
     """What attention reads and sums, uint8: see engine.plan.plan.window_bytes."""
     records: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
     """(block, chunk) -> kind -> what is put aside for its backward and stays here, uint8: see plan.plan.record."""
+    sample_stages: list[Tensor] = field(default_factory=list)
+    """Keys and values of the samples in one layer, uint8: see engine.plan.plan.sample_regions."""
+    sample_logits: Tensor | None = None
+    """float32 [sequences, vocabulary]; None where the run writes no samples."""
 
 
 @dataclass(slots=True)
@@ -81,6 +85,10 @@ class RamMemory:
     """Kind of state (float32), or "gradient" -> one part of it."""
     part_stages: list[Tensor] = field(default_factory=list)
     """One part of any kind, uint8."""
+    sample_kv: dict[int, Tensor] = field(default_factory=dict)
+    """block -> keys and values of the samples, uint8."""
+    sample_logits: Tensor | None = None
+    """As on the compute device."""
     activation_stages: list[Tensor] = field(default_factory=list)
     """One saved activation on its way to or from NVMe, uint8."""
 
@@ -119,6 +127,10 @@ def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -
     gpu.hidden = [typed(tokens * problem.hidden_size, compute_dtype).view(shape) for _ in range(HIDDEN_SLOTS)]
     saved = max(b.saved_bytes_per_token for b in plan.blocks)
     gpu.saved = [gpu.arena.slot(tokens * saved) for _ in range(SAVED_SLOTS)]
+    if problem.samples is not None:
+        regions, of_logits = sample_regions(problem), (len(problem.samples.lengths), problem.samples.vocabulary)
+        gpu.sample_stages = [gpu.arena.slot(nbytes) for nbytes in regions.stages]
+        gpu.sample_logits = typed(of_logits[0] * of_logits[1], torch.float32).view(of_logits)
     return gpu
 
 
@@ -158,4 +170,8 @@ def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torc
         stage = {kind: typed(f"stage.{i}.{kind}", part, torch.float32) for kind in problem.state_kinds}
         ram.state_stages.append(stage | {"gradient": typed(f"stage.{i}.gradient", part, gradient_dtype)})
     ram.part_stages = [ram.arena.slot(f"part.{i}", part * 4) for i in range(plan.part_stages)]
+    if problem.samples is not None:
+        kept, of_logits = sample_regions(problem).kept, (len(problem.samples.lengths), problem.samples.vocabulary)
+        ram.sample_kv = {block: ram.arena.slot(f"sample_kv.{block}", nbytes) for block, nbytes in kept.items()}
+        ram.sample_logits = typed("sample_logits", of_logits[0] * of_logits[1], torch.float32).view(of_logits)
     return ram

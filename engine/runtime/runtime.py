@@ -11,16 +11,18 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.engine.config import TrainConfig
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.optim.base import Optimizer
 from penstock.engine.plan.plan import Plan
-from penstock.engine.runtime.batch import EvaluationData, StepData
+from penstock.engine.runtime.batch import EvaluationData, SampleData, StepData
 from penstock.engine.runtime.block_ops import BlockOps
 from penstock.engine.runtime.handlers import handlers_of
 from penstock.engine.runtime.layer_ops import LayerOps
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
+from penstock.engine.runtime.sample_ops import SampleOps
 from penstock.engine.runtime.state_ops import StateOps
 from penstock.engine.runtime.views import Views
 from penstock.engine.schedule import actions as a
@@ -50,7 +52,8 @@ class Runtime:
         self._views = Views(plan, layouts, runner, gpu, ram)
         self.layer_ops = LayerOps(self._views)
         self._block_ops = BlockOps(self._views, optimizer, store, train, logits_bytes)
-        self.handlers = handlers_of(self._block_ops, self.layer_ops, StateOps(self._views, optimizer, store, commit))
+        state_ops = StateOps(self._views, optimizer, store, commit)
+        self.handlers = handlers_of(self._block_ops, self.layer_ops, state_ops, SampleOps(self._views))
 
     def perform(self, op: Op) -> Future[Any] | None:
         """Carry out `op`; a Future means that it goes on in the background."""
@@ -81,6 +84,19 @@ class Runtime:
     def end_evaluation(self, batch: int) -> EvaluationData:
         """What `begin_evaluation` was given, with its loss, once the pass's "evaluate" is done; forgets it."""
         return self._views.evaluated.pop(batch)
+
+    def begin_samples(self, batch: int, data: SampleData) -> None:
+        """Give the tokens of a samples' pass, numbered from -1 down, before its ops are submitted."""
+        self._views.samples[batch] = data
+
+    def end_samples(self, batch: int) -> Tensor:
+        """The logits, float32 [sequences, vocabulary] in host memory, once all ops of the pass are done; forgets its
+        tokens. Of sequences whose logits were not wanted they are those of passes before; the next pass writes there.
+        """
+        del self._views.samples[batch]
+        logits = self._views.ram.sample_logits
+        assert logits is not None
+        return logits
 
     def data(self, step: int) -> StepData:
         """What `begin` was given, with the results filled in once the step's "clip" is done."""

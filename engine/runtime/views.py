@@ -9,14 +9,25 @@ from torch import Tensor
 
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
+from penstock.engine.model.spec import AttentionShape
 from penstock.engine.model.tokens import ChunkTokens
 from penstock.engine.plan.plan import Chunk, Plan
 from penstock.engine.plan.problem import INPUTS_CACHE_BYTES
-from penstock.engine.runtime.batch import Batch, EvaluationData, StepData
+from penstock.engine.runtime.batch import Batch, EvaluationData, SampleData, StepData
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.ops import Op
 from penstock.storage.layout import FlatLayout
+
+
+def keys_and_values(raw: Tensor, tokens: int, shape: AttentionShape, dtype: torch.dtype) -> list[Tensor]:
+    """k [tokens, kv_heads, qk_dim] and v [tokens, kv_heads, v_dim] that lie one after the other in uint8 `raw`."""
+    found, start = [], 0
+    for width in (shape.qk_dim, shape.v_dim):
+        end = start + tokens * shape.kv_heads * width * dtype.itemsize
+        found.append(raw[start:end].view(dtype).view(tokens, shape.kv_heads, width))
+        start = end
+    return found
 
 
 class Views:
@@ -32,6 +43,8 @@ class Views:
         self.steps: dict[int, StepData] = {}
         self.evaluated: dict[int, EvaluationData] = {}
         """Op.batch -> its tokens, of the validation's passes under way."""
+        self.samples: dict[int, SampleData] = {}
+        """Op.batch -> the tokens of the samples' pass under way."""
         self._inputs: OrderedDict[tuple[int, int, int], LayerInputs] = OrderedDict()
         self._views: dict[tuple[str, str, int], dict[str, Tensor]] = {}
 

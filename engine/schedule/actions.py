@@ -22,6 +22,8 @@ X, DY, OUT, SAVED, KV, DKV = "x", "dy", "out", "saved", "kv", "dkv"
 SLOT = "slot"
 """Of a copy: the slot that it fills or empties."""
 STAGE, WEIGHTS_STAGE = "stage", "weights"
+SAMPLE_KV = "sample_kv"
+"""Stage of a layer's keys and values of the samples."""
 KEYS = "keys"
 """Chunk whose keys and values a streamed op attends to."""
 PIECES = "pieces"
@@ -81,14 +83,15 @@ class Work:
     """Adds the block's gradients to their float32 sums."""
 
 
-Phase = Literal["", "forward", "recompute", "backward", "evaluate", "update"]
-StepPart = Literal["", "forward", "backward", "update", "validation"]
+Phase = Literal["", "forward", "recompute", "backward", "evaluate", "generate", "update"]
+StepPart = Literal["", "forward", "backward", "update", "validation", "samples"]
 """What people call the parts of a step."""
 _PART_OF: dict[Phase, StepPart] = {
     "forward": "forward",
     "recompute": "backward",
     "backward": "backward",
     "evaluate": "validation",
+    "generate": "samples",
     "update": "update",
 }
 Tier = Literal["nvme", "ram", "gpu"]
@@ -153,6 +156,8 @@ class Action:
         """What it moves, for people; empty for what moves nothing."""
         if self.move is not None:
             return _CARGO[self.move.kind]
+        if r.RAM_SAMPLE_KV in (*self.reads, *self.writes):
+            return "activations"
         if self.kind and (self.reads or self.adds):  # else it only removes a file
             return "activation gradients" if self.kind in (DY, DKV) else "activations"
         return _CARGO["state"] if r.NVME_STATE in self.writes else ""
@@ -307,6 +312,19 @@ HEAD_EVALUATE = _compute(
     measured_as="head",
 )
 
+
+def _sampling(forward: Action, says: str, writes: str, *adds: str) -> Action:
+    """The same of a pass that writes samples: so few tokens that what is measured of a chunk says nothing of them."""
+    name = f"{forward.name.partition('_')[0]}_generate"
+    reads = (r.GPU_WEIGHTS,) if forward is EMBED_FORWARD else (r.GPU_WEIGHTS, r.GPU_HIDDEN)
+    work = Work(matmul=1, pairs=forward.work.pairs)
+    return _compute(name, "generate", f"{says}, for samples", work, reads=reads, writes=(writes,), adds=adds)
+
+
+EMBED_GENERATE = _sampling(EMBED_FORWARD, EMBED_FORWARD.says, r.GPU_HIDDEN)
+LAYER_GENERATE = _sampling(LAYER_FORWARD, LAYER_FORWARD.says, r.GPU_HIDDEN, r.GPU_SAMPLE_KV)
+HEAD_GENERATE = _sampling(HEAD, "computes what may follow", r.GPU_LOGITS)
+
 # ---------------------------------------------------------------------- whole buffers on the compute device
 
 NORM = _action(
@@ -368,6 +386,19 @@ UNSPILL = _of_kinds(
 )
 PEEK = _of_kinds("peek", "nvme_read", "reads {} from NVMe", ["x"], reads=_ON_NVME, writes=_IN_RAM)
 DISCARD = _of_kinds("discard", "nvme_read", "removes {} from NVMe", _ON_NVME, writes=_ON_NVME)
+
+LOAD_SAMPLE_KV = _load(
+    "load_sample_kv",
+    "copies keys and values of the samples to the GPU",
+    r.RAM_SAMPLE_KV,
+    r.GPU_SAMPLE_KV,
+)
+STORE_SAMPLE_KV = _store(
+    "store_sample_kv",
+    "copies keys and values of the samples from the GPU",
+    r.GPU_SAMPLE_KV,
+    r.RAM_SAMPLE_KV,
+)
 
 # ---------------------------------------------------------------------- weights, gradients, state
 
@@ -460,5 +491,14 @@ EVALUATE = _action(
     "takes a validation's loss",
     reads=(r.GPU_EVALUATIONS,),
     writes=(r.RAM_EVALUATION,),
+)
+TAKE_LOGITS = _action(
+    "take_logits",
+    "optimizer",
+    Cost.REPORT,
+    "takes what may follow the samples",
+    reads=(r.GPU_LOGITS,),
+    writes=(r.RAM_LOGITS,),
+    phase="generate",
 )
 COMMIT = _action("commit", "nvme_write", Cost.COMMIT, "commits a generation", writes=(r.GENERATION,))

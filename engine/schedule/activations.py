@@ -18,10 +18,11 @@ from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.ops import Emitter, Slots
 from penstock.engine.schedule.resources import Resource
 
-Mode = Literal["forward", "head", "recompute", "backward", "evaluate"]
+Mode = Literal["forward", "head", "recompute", "backward", "evaluate", "generate"]
 """The head runs forward and backward at once, so that a chunk's logits die where they are made; "recompute" computes
 the keys, values and attention of a layer that saved its input only; "evaluate" is forward with no backward to follow:
-what it would find is not saved, and hidden states wait where a step's do, none on NVMe."""
+what it would find is not saved, and hidden states wait where a step's do, none on NVMe; "generate" is the same of
+samples, whose keys and values have a place of their own (engine/schedule/samples.py)."""
 
 
 class ActivationSchedule:

@@ -21,6 +21,7 @@ from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.activations import ActivationSchedule, Mode
 from penstock.engine.schedule.ops import WHOLE, Emitter, Op
 from penstock.engine.schedule.resources import Resource
+from penstock.engine.schedule.samples import SampleSchedule
 from penstock.engine.schedule.state import Load, StateSchedule
 
 Documents = Sequence[Sequence[int]]
@@ -36,8 +37,14 @@ _ACTIONS: dict[tuple[Role, Mode], a.Action] = {
     ("layer", "evaluate"): a.LAYER_EVALUATE,
     ("head", "head"): a.HEAD,
     ("head", "evaluate"): a.HEAD_EVALUATE,
+    ("embed", "generate"): a.EMBED_GENERATE,
+    ("layer", "generate"): a.LAYER_GENERATE,
+    ("head", "generate"): a.HEAD_GENERATE,
 }
 """What runs a block whole."""
+
+_RESULTS: dict[Mode, str] = {"head": r.GPU_LOSSES, "evaluate": r.GPU_EVALUATIONS, "generate": r.GPU_LOGITS}
+"""Where the head leaves what it finds."""
 
 _Visit = tuple[Mode, int, list[Chunk]]
 """A pass of a block over chunks, in their order."""
@@ -88,8 +95,8 @@ class ScheduleBuilder:
 
     `step(s)` is forward and backward of step s, preceded block by block by the updates of the gradient that still
     waits, and ends with op "clip", after which loss and gradient norm are known. `evaluate` is a forward that nothing
-    follows, behind the same updates, and ends with op "evaluate", after which its loss is known. `finish` is the
-    updates alone.
+    follows, behind the same updates, and ends with op "evaluate", after which its loss is known; `generate` is one that
+    ends with "take_logits", after which it is known what may follow its tokens. `finish` is the updates alone.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -98,6 +105,7 @@ class ScheduleBuilder:
         self._emit = self._emitter.emit
         self._state = StateSchedule(plan, self._emitter)
         self._activations = ActivationSchedule(plan, self._emitter)
+        self._samples = SampleSchedule(plan, self._emitter)
         self._last_user: dict[str, int] = {}
         """Buffer -> the block that is the last to add to its gradient."""
         for index, block in reversed(list(enumerate(plan.blocks))):
@@ -169,6 +177,35 @@ class ScheduleBuilder:
             yield self._emitter.take()
         self._state.applied(committed=commit_previous)
         self._emit(a.EVALUATE, "all", reads=[r.place(r.GPU_EVALUATIONS)], writes=[r.place(r.RAM_EVALUATION)])
+        yield self._emitter.take()
+
+    def generate(
+        self,
+        step: int,
+        batch: int,
+        *,
+        chunks: Sequence[Chunk],
+        wanted: Sequence[int],
+        read_tokens: int,
+        commit_previous: bool = False,
+    ) -> Iterator[list[Op]]:
+        """Ops, block by block, that find the logits behind tokens of samples as of the end of step `step`.
+
+        `chunks`: new tokens of all sequences, in the places of as many of the plan's chunks, none longer than its own;
+        `wanted`: indices of those with a token behind which the logits are wanted, at least one; `read_tokens`: how
+        many the passes before have kept keys and values of. `batch` is below 0 and no other's.
+        """
+        assert batch < 0
+        self._begin(step, batch, None, chunks)
+        self._samples.begin(read_tokens, sum(chunk.end - chunk.start for chunk in chunks))
+        chunks = list(chunks)
+        head = len(self._plan.blocks) - 1
+        visits: list[_Visit] = [("generate", layer, chunks) for layer in range(head)]
+        visits.append(("generate", head, [chunk for chunk in chunks[::-1] if chunk.index in wanted]))
+        for _ in self._passes(_in_order(visits), commit_previous):
+            yield self._emitter.take()
+        self._state.applied(committed=commit_previous)
+        self._emit(a.TAKE_LOGITS, "all", reads=[r.place(r.GPU_LOGITS)], writes=[r.place(r.RAM_LOGITS)])
         yield self._emitter.take()
 
     def _begin(self, step: int, batch: int, documents: Documents | None, chunks: Sequence[Chunk]) -> None:
@@ -266,6 +303,8 @@ class ScheduleBuilder:
         block, layer, chunk = self._plan.blocks[task.layer], task.layer, task.chunk
         has_graph = task.mode == "backward" and (layer, chunk.index) in self._plan.saved_graphs
         loaded: dict[str, int] = {}
+        if task.mode == "generate" and task.first:
+            self._samples.open(layer)
         if block.role != "embed" and not has_graph:
             loaded[a.X] = self._activations.load_hidden("x", task.mode, layer, chunk)
         if task.mode == "backward":
@@ -277,12 +316,14 @@ class ScheduleBuilder:
     def _compute(self, task: _Task, loaded: dict[str, int]) -> None:
         block, chunk, activations = self._plan.blocks[task.layer], task.chunk, self._activations
         operands = self._operands(task)
-        onward = task.mode in ("forward", "evaluate")
+        onward = task.mode in ("forward", "evaluate", "generate")
         kind, layer = ("x", task.layer + 1) if onward else ("dy", task.layer - 1)
         slots = dict(loaded)
         if 0 <= layer < len(self._plan.blocks) and task.mode != "recompute":
             slots[a.OUT] = activations.hidden.take((kind, *activations.content(layer, chunk)))
-        if not block.attends:
+        if task.mode == "generate":
+            self._compute_generated(task, operands, slots)
+        elif not block.attends:
             self._emit_block(task, operands, slots)
         elif self._plan.streamed:
             self._compute_streamed(task, operands, slots)
@@ -325,11 +366,11 @@ class ScheduleBuilder:
         reads = [*operands.weights, *(r.hidden(slots[role]) for role in (a.X, a.DY) if role in slots), *reads]
         writes = [*writes, *operands.gradients]
         if block.role == "head":
-            writes.append(r.place(r.GPU_EVALUATIONS if task.mode == "evaluate" else r.GPU_LOSSES))
+            writes.append(r.place(_RESULTS[task.mode]))
         flags = [*flags, *operands.zero]
         if a.OUT in slots:
             writes.append(r.hidden(slots[a.OUT]))
-        if task.mode != "evaluate" and (task.layer, task.chunk.index) in self._plan.saved_graphs:
+        if not self._emitter.batch and (task.layer, task.chunk.index) in self._plan.saved_graphs:
             writes.append(r.saved_graph(task.layer, task.chunk.index))
             flags.append(a.SAVED_GRAPH)
         self._emit(
@@ -341,6 +382,13 @@ class ScheduleBuilder:
             slots=operands.weight_slots | operands.gradient_slots | slots,
             flags=flags,
         )
+
+    def _compute_generated(self, task: _Task, operands: _Operands, slots: dict[str, int]) -> None:
+        """A block on tokens of samples, whose keys and values have a place of their own."""
+        kept, stage = self._samples.operands(task.layer)
+        self._emit_block(task, operands, slots | stage, writes=kept)
+        if task.last:
+            self._samples.close(task.layer)
 
     def _compute_whole(self, task: _Task, operands: _Operands, slots: dict[str, int]) -> None:
         """A layer whose keys and values are in the window over its micro-batch."""

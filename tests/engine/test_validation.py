@@ -14,11 +14,11 @@ import tiny
 import torch
 from plain import document_losses
 from samples import cases, samples
+from tiny_plans import FLOORS, PLANS, SHORT, STREAMED, features
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock.engine.events import ValidationMetrics, Want
-from penstock.engine.plan.plan import Plan
 from penstock.engine.session import Session, run_identity
 from penstock.engine.train import train_step
 from penstock.engine.validation import due, validate
@@ -26,35 +26,6 @@ from penstock.storage.errors import UserError
 
 OLD_DIGEST = "b7bf3216577a4d4c75a71dd3121c5dd8d76b8b04ee9eb2c569a2bfa8e0d547bf"
 HELD_OUT = tiny.data(validation_documents=7, sequence_length=48)
-
-STREAMED = {"kv_window": "streamed", "chunk_tokens": 7}
-FLOORS = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR}
-PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "gpu": ({}, {}),
-    "ram": ({}, {"gpu": tiny.FLOOR}),
-    "nvme-spilled": ({}, FLOORS),
-    "ram-two-rows": ({"chunk_tokens": 7, "micro_batch_size": 2}, {"gpu": tiny.FLOOR}),
-    "nvme-aside": ({}, FLOORS | {"gpu": 620_000, "gpu_first": "records"}),
-    "nvme-recomputed": ({"activation_checkpointing": "full"}, FLOORS),
-    "gpu-graphs": ({"activation_checkpointing": "none"}, {}),
-    "mixed": ({"activation_checkpointing": "auto", "kv_window": "auto"}, FLOORS | {"gpu": 1_100_000}),
-    "ram-streamed": (STREAMED, {"gpu": tiny.FLOOR}),
-    "nvme-streamed-spilled": (STREAMED, FLOORS),
-    "nvme-streamed-aside": (STREAMED, FLOORS | {"gpu": 620_000, "gpu_first": "records"}),
-    "nvme-streamed-recomputed": (STREAMED | {"activation_checkpointing": "full"}, FLOORS),
-    "gpu-streamed-graphs": (STREAMED | {"activation_checkpointing": "none"}, {}),
-}
-"""Settings and budgets by what they come to: every way to save activations, the state on every tier."""
-SHORT = ("ram-two-rows", "mixed", "nvme-aside", "nvme-recomputed", "nvme-streamed-spilled", "gpu-streamed-graphs")
-"""Every tier and every way once."""
-
-
-def features(plan: Plan) -> set[str]:
-    """The words of PLANS that are true of a plan."""
-    fields = {"aside": "saved_on_gpu", "graphs": "saved_graphs"}
-    names = ("spilled", "aside", "recomputed", "graphs", "streamed")
-    found = {name for name in names if getattr(plan, fields.get(name, name))}
-    return found | {buffer.state for buffer in plan.buffers.values()}
 
 
 def run(session: Session) -> tuple[list[tuple[float, float]], dict[int, float], str]:

@@ -34,13 +34,17 @@ class Replay:
         self.held: dict[Resource, Any] = {}
         self.spilled: set[tuple[int, int]] = set()
         self.graphs = 0
+        self._sampled: dict[int, tuple[int, int]] = {}
+        """Layer -> (step, batch) of the last pass that has added to what is kept of it for samples."""
         self._number = {block.name: i for i, block in enumerate(plan.blocks)}
 
     def _chunks(self, op: Op) -> dict[int, Chunk]:
         return self._cut.get((op.step, op.batch), self._whole)
 
     def perform(self, op: Op) -> None:
-        if op.action.kind:
+        if op.action in (a.LOAD_SAMPLE_KV, a.STORE_SAMPLE_KV):
+            self._move_sample_kv(op)
+        elif op.action.kind:
             self._move(op.action.name.partition("_")[0], op.action.kind, op)
         elif op.lane == "compute" and op.index >= 0:
             getattr(self, "_" + op.action.name, self._block)(op)
@@ -64,6 +68,25 @@ class Replay:
         if verb == "spill":
             self.spilled.add((content[1], op.index))
 
+    def _move_sample_kv(self, op: Op) -> None:
+        (source,), (target,) = op.reads, op.writes
+        layer = self._number[op.block]
+        assert self.held[source] == ("sample_kv", layer, self._sampled[layer]), op
+        self.held[target] = self.held[source]
+
+    def _layer_generate(self, op: Op) -> None:
+        """What the passes before have kept is there, as is what the pass's other chunks have added."""
+        layer, now = self._number[op.block], (op.step, op.batch)
+        if a.SAMPLE_KV in op.slots:
+            place = r.place(r.GPU_SAMPLE_KV, op.slots[a.SAMPLE_KV])
+            assert place in op.writes
+            before = self._sampled.get(layer)
+            if before is not None and before[0] == op.step:
+                assert self.held[place] == ("sample_kv", layer, before), op
+            self._sampled[layer] = now
+            self.held[place] = ("sample_kv", layer, now)
+        self._block(op)
+
     def _wants(self, place: Resource, content: tuple[Any, ...], op: Op) -> None:
         assert place in op.reads or place in op.writes, (op, place)
         assert self.held[place][:4] == content, op
@@ -85,9 +108,11 @@ class Replay:
     def _block(self, op: Op) -> None:
         """A block from its input to its output."""
         evaluates, backward = op.action.phase == "evaluate", op.action.phase == "backward" and op.action is not a.HEAD
-        has_graph = not evaluates and (self._number[op.block], op.index) in self.plan.saved_graphs
+        generates = op.action.phase == "generate"
+        has_graph = not op.batch and (self._number[op.block], op.index) in self.plan.saved_graphs
         assert evaluates == (op.batch > 0)
-        assert not (evaluates and any(place[0] == r.GPU_GRAPH for place in op.writes))
+        assert generates == (op.batch < 0)
+        assert not (op.batch and any(place[0] == r.GPU_GRAPH for place in op.writes))
         assert has_graph == (a.SAVED_GRAPH in op.flags)
         self._hidden("x", op)
         self._hidden("dy", op)
@@ -108,9 +133,9 @@ class Replay:
                 self._wants(r.saved(op.slots[a.SAVED]), self._content("saved", op), op)
         block = self._number[op.block]
         batch = (op.step, op.batch)
-        if op.action is a.HEAD_EVALUATE:
+        if op.action in (a.HEAD_EVALUATE, a.HEAD_GENERATE):
             assert a.OUT not in op.slots
-        elif op.action.phase in ("forward", "evaluate"):
+        elif op.action.phase in ("forward", "evaluate", "generate"):
             self.held[r.hidden(op.slots[a.OUT])] = ("x", block + 1, op.index, batch)
         elif block > 0:
             self.held[r.hidden(op.slots[a.OUT])] = ("dy", block - 1, op.index, batch)

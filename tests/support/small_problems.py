@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from penstock.engine.forecast.search import dimensions
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan
-from penstock.engine.plan.problem import BlockShape, BufferShape, Checkpointing, PlanInput, PlanOptions, Window
+from penstock.engine.plan.problem import (
+    BlockShape,
+    BufferShape,
+    Checkpointing,
+    PlanInput,
+    PlanOptions,
+    SampleSpace,
+    Window,
+)
 from penstock.storage.errors import BudgetError
 from penstock.storage.units import size_text
 
@@ -42,6 +50,7 @@ def problem(
     kv_window: Window = "whole",
     sliding: frozenset[int] = frozenset(),
     graph_bytes: int | None = 700,
+    samples: SampleSpace | None = None,
 ) -> PlanInput:
     """A small model with four pages of parameters per layer and `edge` of them in embedding and head."""
     blocks = [BlockShape(name="embed", role="embed", buffers=("embed",))]
@@ -93,9 +102,16 @@ def problem(
         activation_checkpointing=activation_checkpointing,
         kv_window=kv_window,
         state_kinds=STATE_KINDS,
+        samples=samples,
     )
 
 
+spaces = st.none() | st.builds(
+    SampleSpace,
+    lengths=st.lists(st.integers(2, 90), min_size=1, max_size=3).map(tuple),
+    keeps=st.booleans(),
+    vocabulary=st.just(50),
+)
 general = st.builds(
     problem,
     layers=st.integers(1, 5),
@@ -118,6 +134,7 @@ general = st.builds(
     kv_window=st.sampled_from(["auto", "whole", "streamed"]),
     sliding=st.frozensets(st.integers(0, 4), max_size=2),
     graph_bytes=st.sampled_from([None, 300, 3000]),
+    samples=spaces,
 )
 streaming = st.builds(
     problem,
@@ -135,6 +152,7 @@ streaming = st.builds(
     kv_window=st.just("streamed"),
     sliding=st.frozensets(st.integers(0, 2), max_size=2),
     graph_bytes=st.sampled_from([None, 300, 3000]),
+    samples=spaces,
 )
 problems = st.one_of(general, streaming)
 

@@ -19,12 +19,21 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from penstock.engine.config import BudgetConfig as BudgetConfig
-from penstock.engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
+from penstock.engine.config import (
+    DataConfig,
+    ModelConfig,
+    Recipe,
+    SamplesConfig,
+    StorageConfig,
+    TrainConfig,
+    parse_bytes,
+)
 from penstock.engine.data.prepare import make_loader, make_validation, prepare_data
 from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, StepMetrics, ValidationMetrics, Want
 from penstock.engine.forecast.problem import DTYPE_BYTES
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import dimensions
+from penstock.engine.generate.prompts import prepare_prompts
 from penstock.engine.hf.config import make_config, model_config
 from penstock.engine.machine.budgets import Budgets
 from penstock.engine.model.anatomy import Initializer, take_apart
@@ -184,6 +193,7 @@ def plan_of(
     ram: str | int,
     device_reads: bool = True,
     gpu_first: GpuFirst = "blocks",
+    prompt_tokens: tuple[int, ...] | None = None,
 ) -> Plan:
     """The plan within budgets, of which FLOOR takes the least that is accepted."""
     sizes = {
@@ -192,7 +202,14 @@ def plan_of(
     }
     for _ in range(5):
         budgets = Budgets(sizes["gpu"], sizes["ram"], None, {})
-        task = PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type="cpu", device_reads=device_reads)
+        task = PlanRequest(
+            spec=spec,
+            recipe=recipe,
+            budgets=budgets,
+            device_type="cpu",
+            device_reads=device_reads,
+            prompt_tokens=prompt_tokens,
+        )
         chunk = task.chunks[-1]
         window_chunks = -(-recipe.train.micro_batch_size * recipe.data.sequence_length // chunk)
         values = dimensions(task.problem(chunk), window_chunks)
@@ -225,14 +242,20 @@ def session(
     device_reads: bool = True,
     drives: list[Path] | None = None,
     gpu_first: GpuFirst = "blocks",
+    samples: SamplesConfig | None = None,
 ) -> Session:
     """A session at the last generation in `folder`, or at a new first one."""
-    run = recipe(model=m or model(), data=d or data(), train=t or training(), storage=s or storage())
+    sections = {"model": m or model(), "data": d or data(), "train": t or training(), "storage": s or storage()}
+    run = recipe(**sections, samples=samples or SamplesConfig())
     train = run.train
-    corpus = prepare_data(run, folder / "data").corpus
-    spec = spec_of(model_config(run, run.model.vocab_size))
+    prepared = prepare_data(run, folder / "data")
+    corpus = prepared.corpus
+    vocabulary = run.model.vocab_size if prepared.tokenizer is None else prepared.tokenizer.vocab_size
+    spec = spec_of(model_config(run, vocabulary))
+    prompts = prepare_prompts(run, prepared.tokenizer, spec)
+    lengths = None if prompts is None else tuple(map(len, prompts.ids))
     readers = select_readers("auto", device, drives or [folder])
-    plan = plan_of(spec, run, gpu, ram, device_reads and readers.device is not None, gpu_first)
+    plan = plan_of(spec, run, gpu, ram, device_reads and readers.device is not None, gpu_first, lengths)
     identity = run_identity(run)
     loader = make_loader(corpus, spec, run)
     root = folder / "state"
@@ -256,6 +279,7 @@ def session(
             device, plan.tiers["gpu"].budget_bytes, compiled=train.compile == "on", deterministic=train.deterministic
         ),
         validation=make_validation(corpus, spec, run),
+        prompts=prompts,
     )
 
 

@@ -18,10 +18,11 @@ from small_problems import planned, problem, some_plan
 
 from penstock.engine.plan.plan import Plan, cut_chunks, filled_chunks
 from penstock.engine.plan.planner import make_plan
-from penstock.engine.plan.problem import ALIGNMENT, DKV_SLOTS, KV_SLOTS, POOLS, PlanOptions
+from penstock.engine.plan.problem import ALIGNMENT, DKV_SLOTS, KV_SLOTS, POOLS, SAMPLE_STAGES, PlanOptions, SampleSpace
 from penstock.engine.runtime.block_ops import BlockOps
 from penstock.engine.runtime.handlers import handlers_of, handles
 from penstock.engine.runtime.layer_ops import LayerOps
+from penstock.engine.runtime.sample_ops import SampleOps
 from penstock.engine.runtime.state_ops import StateOps
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
@@ -32,6 +33,7 @@ FORWARDS = {a.EMBED_FORWARD, a.LAYER_FORWARD, a.LAYER_FORWARD_BOTTOM}
 TRAINS = FORWARDS | {a.HEAD, a.LAYER_BACKWARD, a.LAYER_BACKWARD_BOTTOM, a.EMBED_BACKWARD}
 """What takes a chunk through a block to its output, in a step; in a validation:"""
 EVALUATES = {a.EMBED_EVALUATE, a.LAYER_EVALUATE, a.LAYER_EVALUATE_BOTTOM, a.HEAD_EVALUATE}
+GENERATES = {a.EMBED_GENERATE, a.LAYER_GENERATE, a.HEAD_GENERATE}
 
 validations = st.dictionaries(st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=3))
 """Step after which a validation is made -> micro-batches of its passes, as far as a step has so many."""
@@ -69,9 +71,30 @@ def steps_of(
             chunks = filled_chunks(plan.chunks, padding[step][:count]) if step in padding else None
             evaluation = builder.evaluate(step, number, documents=looked_at, commit_previous=commit, chunks=chunks)
             ops += [op for some in evaluation for op in some]
+        if plan.problem.samples is not None:
+            ops += samples_of(plan, builder, step)
     ops += builder.finish(commit=True)
     assert not builder.uncommitted
     assert builder.finish(commit=True) == []
+    return ops
+
+
+def samples_of(plan: Plan, builder: ScheduleBuilder, step: int) -> list[Op]:
+    """A pass over two chunks of prompts, where there are two, and one over a single token; it commits what is due."""
+    assert plan.problem.samples is not None
+    halves = [replace(c, start=0, end=max(1, (c.end - c.start) // 2)) for c in plan.chunks[:2]]
+    read = sum(chunk.end for chunk in halves) if plan.problem.samples.keeps else 0
+    ops: list[Op] = []
+    for number, chunks in enumerate([halves, [replace(halves[0], end=1)]], start=1):
+        passes = builder.generate(
+            step,
+            -2 * step - number,
+            chunks=chunks,
+            wanted=[len(chunks) - 1],
+            read_tokens=read * (number > 1),
+            commit_previous=number == 1 and step % 2 == 0 and builder.uncommitted,
+        )
+        ops += [op for some in passes for op in some]
     return ops
 
 
@@ -96,11 +119,13 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
         (r.RAM_ACTIVATION_STAGE,): plan.activation_stages,
         (r.GPU_KV,): KV_SLOTS if plan.streamed else plan.window_chunks,
         (r.GPU_DKV,): DKV_SLOTS,
+        (r.GPU_SAMPLE_KV,): SAMPLE_STAGES,
     }
     version = dict.fromkeys(plan.buffers, 0)
     held: dict[r.Resource, tuple[str, int]] = {}
     computed: Counter[tuple[int, a.Action, str, int]] = Counter()
     evaluated: Counter[tuple[int, int, str, int]] = Counter()
+    generated: Counter[tuple[int, int, str, int]] = Counter()
     updated: Counter[tuple[int, str]] = Counter()
     coming: dict[tuple[str, int, str], int] = {}
     ops = steps_of(plan, passes=passes)
@@ -124,9 +149,11 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
                 continue
         if op.action in (a.LOAD_WEIGHTS, a.LOAD_WEIGHTS_PART, a.READ_WEIGHTS_WHOLE):
             held[r.weight_slot(plan.buffers[op.block].pool, op.slots[op.block])] = (op.block, version[op.block])
-        if op.action in TRAINS | EVALUATES:
+        if op.action in TRAINS | EVALUATES | GENERATES:
             newest = op.step - (op.action in TRAINS)
-            if op.batch:
+            if op.batch < 0:
+                generated[op.step, op.batch, op.block, op.index] += 1
+            elif op.batch:
                 evaluated[op.step, op.batch, op.block, op.index] += 1
             else:
                 computed[op.step, op.action, op.block, op.index] += 1
@@ -151,6 +178,9 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
     looked_at = sum(min(count, micro_batches) for counts in passes.values() for count in counts)
     assert set(evaluated.values()) <= {1}
     assert len(evaluated) == looked_at * plan.window_chunks * len(plan.blocks)
+    assert set(generated.values()) <= {1}
+    chunks_of_pass = min(2, chunks) + 1
+    assert len(generated) == (plan.problem.samples is not None) * 3 * (chunks_of_pass * (len(plan.blocks) - 1) + 2)
     assert_generations(plan, ops, passes)
 
 
@@ -287,7 +317,7 @@ def test_chunks_cover_each_micro_batch_once(
 SCARCE = {"gpu_budget": 1, "ram_budget": 1}
 LONG = {"micro_batches": 1, "row_tokens": 512}
 PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
-    "on the GPU": ({}, PlanOptions()),
+    "on the GPU, with samples": ({"samples": SampleSpace(lengths=(9, 4), keeps=True, vocabulary=50)}, PlanOptions()),
     "in RAM": ({"gpu_budget": 1}, PlanOptions()),
     "on NVMe": (SCARCE, PlanOptions()),
     "on NVMe, read through RAM": (SCARCE | {"device_reads": False}, PlanOptions()),
@@ -299,7 +329,7 @@ PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
 
 
 def test_every_action_has_one_handler() -> None:
-    owners = [object.__new__(owner) for owner in (BlockOps, LayerOps, StateOps)]
+    owners = [object.__new__(owner) for owner in (BlockOps, LayerOps, StateOps, SampleOps)]
     assert handlers_of(*owners).keys() == set(a.ACTIONS.values())
     assert all(name == action.name and action.lane in a.LANES for name, action in a.ACTIONS.items())
 
@@ -353,7 +383,8 @@ def test_every_action_says_which_way_it_moves_what_and_for_which_part() -> None:
     assert [action.cargo for action in carried] == [
         "weights", "optimizer state", "gradients", "optimizer state", "activation gradients", "activations"
     ]  # fmt: skip
-    parts = (a.READ_WEIGHTS, a.READ_STATE, a.STORE_GRADIENT, a.COMMIT, a.LAYER_RECOMPUTE, a.HEAD_EVALUATE, a.UPDATE)
+    parts = (a.READ_WEIGHTS, a.READ_STATE, a.STORE_GRADIENT, a.COMMIT, a.LAYER_RECOMPUTE, a.HEAD_EVALUATE, a.UPDATE,
+             a.LAYER_GENERATE)  # fmt: skip
     assert [action.part for action in parts] == [
-        "", "update", "backward", "update", "backward", "validation", "update"
+        "", "update", "backward", "update", "backward", "validation", "update", "samples"
     ]  # fmt: skip

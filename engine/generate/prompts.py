@@ -1,0 +1,118 @@
+"""The prompts of a run's samples, as tokens: made once, when the run is opened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.engine.config import DataConfig, Recipe, SamplesConfig
+from penstock.engine.data.chat import find_template
+from penstock.engine.data.encode import Encoder
+from penstock.engine.data.tokenizer import TOKENIZER_FILES, TextTokenizer, load_tokenizer
+from penstock.engine.generate.sources import stop_ids
+from penstock.engine.model.anatomy import context_of
+from penstock.engine.model.spec import ModelSpec
+from penstock.storage.errors import UserError
+from penstock.storage.model_folder import has_model_file
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What a run's samples go on from."""
+
+    config: SamplesConfig
+    ids: list[list[int]]
+    """Per prompt, in the recipe's order; none is empty."""
+    tokenizer: TextTokenizer
+    stop_ids: frozenset[int]
+    """Tokens that end a text."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that each comes to, with what is written behind it."""
+        return [len(ids) + self.config.tokens for ids in self.ids]
+
+    def text(self, prompt: int, ids: list[int]) -> str:
+        """What `ids` say behind a prompt: some tokenizers write a token in the middle of a text in another way."""
+        before = self.tokenizer.decode(self.ids[prompt])
+        whole = self.tokenizer.decode([*self.ids[prompt], *ids])
+        return whole.removeprefix(before) if whole.startswith(before) else self.tokenizer.decode(ids)
+
+    def describe(self) -> str:
+        every, count, most = self.config.every, len(self.ids), max(map(len, self.ids))
+        return (
+            f"samples: every {every:,} steps, {self.config.tokens:,} tokens behind each of {count:,} prompts of up to "
+            f"{most:,} tokens"
+        )
+
+
+def prepare_prompts(recipe: Recipe, tokenizer: TextTokenizer | None, spec: ModelSpec) -> Prompts | None:
+    """The prompts of the recipe's samples; None where it asks for none. Raises UserError for what cannot be sampled."""
+    config, data = recipe.samples, recipe.data
+    if config.every is None:
+        return None
+    tokenizer = tokenizer or _model_tokenizer(recipe)
+    if tokenizer is None:
+        raise UserError(
+            f"samples.prompts: data.source={data.source} brings no tokenizer that could read them; name one with "
+            "data.tokenizer, or leave samples.every out"
+        )
+    texts = [_asked(text, data, tokenizer) for text in config.prompts] if config.chat else config.prompts
+    begin = [tokenizer.bos_id] if not config.chat and Encoder(data, tokenizer).adds_bos else []
+    found = [[*(i for i in begin if i is not None), *ids] for ids in tokenizer.encode_batch(texts)]
+    for number, ids in enumerate(found, start=1):
+        _check(number, ids, recipe, spec)
+    folder = _model_folder(recipe)
+    ends = frozenset([tokenizer.eos_id]) if folder is None else stop_ids(folder, spec.config, tokenizer)
+    return Prompts(config, found, tokenizer, ends)
+
+
+def _model_tokenizer(recipe: Recipe) -> TextTokenizer | None:
+    """The tokenizer that the recipe names or that lies beside the model, where the data needs none."""
+    if recipe.data.tokenizer is not None:
+        return load_tokenizer(Path(recipe.data.tokenizer).expanduser())
+    folder = _model_folder(recipe)
+    if folder is None or not any(has_model_file(folder, name) for name in TOKENIZER_FILES):
+        return None
+    return load_tokenizer(folder)
+
+
+def _model_folder(recipe: Recipe) -> Path | None:
+    folder = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def _asked(text: str, data: DataConfig, tokenizer: TextTokenizer) -> str:
+    """What the chat template makes of a user who says this."""
+    template = find_template(data, tokenizer)
+    if template is None:
+        raise UserError(
+            "samples.chat: the tokenizer has no chat template; name a file with one (data.chat_template), or set "
+            "samples.chat=false"
+        )
+    return template.prompt([{"role": "user", "content": text}])
+
+
+def _check(number: int, ids: list[int], recipe: Recipe, spec: ModelSpec) -> None:
+    """UserError for a prompt that the model cannot go on from as far as is asked for."""
+    if not ids:
+        raise UserError(f"samples.prompts: number {number} has no token; give it a text")
+    if max(ids) >= spec.vocab_size:
+        raise UserError(
+            f"samples.prompts: number {number} has the token {max(ids)}, beyond the model's vocabulary of "
+            f"{spec.vocab_size:,}; name the model's own tokenizer with data.tokenizer"
+        )
+    length, limit = len(ids) + recipe.samples.tokens, context_of(spec)
+    why = f"the model's positions end at {limit}"
+    row = recipe.data.sequence_length
+    if spec.recurrent and (limit is None or row < limit):
+        limit = row
+        why = (
+            f"this model carries state from token to token, and so one sequence has at most {row:,} (the run's "
+            "data.sequence_length)"
+        )
+    if limit is not None and length > limit:
+        raise UserError(
+            f"samples.tokens: {recipe.samples.tokens:,} behind prompt {number}, of {len(ids):,} tokens, make "
+            f"{length:,}, but {why}; shorten the prompt, or lower samples.tokens"
+        )

@@ -1,0 +1,62 @@
+"""The part of the schedule that moves keys and values of samples: in RAM between a layer's passes, staged on the GPU
+while the layer runs."""
+
+from __future__ import annotations
+
+from penstock.engine.plan.plan import Plan, sample_regions
+from penstock.engine.schedule import actions as a
+from penstock.engine.schedule import resources as r
+from penstock.engine.schedule.ops import Emitter, Slots
+from penstock.engine.schedule.resources import Resource
+
+
+class SampleSchedule:
+    """Emits the ops on keys and values of samples. A pass reads some tokens of them in each layer and adds some."""
+
+    def __init__(self, plan: Plan, emitter: Emitter) -> None:
+        self._plan, self._emit = plan, emitter.emit
+        regions = sample_regions(plan.problem)
+        self._kept = regions.kept
+        self._stages = Slots(r.GPU_SAMPLE_KV, len(regions.stages))
+        self._stage: dict[int, int] = {}
+        """Block -> the stage that it has, from `open` to `close`."""
+        self._read_tokens = self._new_tokens = 0
+
+    def begin(self, read_tokens: int, new_tokens: int) -> None:
+        """What is emitted from now on is about a pass that finds so many tokens in each layer, and adds so many."""
+        self._read_tokens, self._new_tokens = read_tokens, new_tokens
+
+    def open(self, block: int) -> None:
+        """Give a layer a stage, and bring there what is kept of it."""
+        if block not in self._kept:
+            return
+        self._stage[block] = self._stages.take(block)
+        if self._read_tokens:
+            self._move(a.LOAD_SAMPLE_KV, block, self._read_tokens, self._region(block), self._place(block))
+
+    def close(self, block: int) -> None:
+        """Put aside what the pass has added, and let the stage go."""
+        if block in self._kept:
+            self._move(a.STORE_SAMPLE_KV, block, self._new_tokens, self._place(block), self._region(block))
+            self._stages.release(self._stage.pop(block))
+
+    def operands(self, block: int) -> tuple[list[Resource], dict[str, int]]:
+        """What a layer that runs adds to, and in which slot it is; nothing where it keeps no keys and values."""
+        return ([self._place(block)], {a.SAMPLE_KV: self._stage[block]}) if block in self._kept else ([], {})
+
+    def _place(self, block: int) -> Resource:
+        return r.place(r.GPU_SAMPLE_KV, self._stage[block])
+
+    def _region(self, block: int) -> Resource:
+        return r.place(r.RAM_SAMPLE_KV, block)
+
+    def _move(self, action: a.Action, block: int, tokens: int, source: Resource, target: Resource) -> None:
+        shape = self._plan.blocks[block]
+        self._emit(
+            action,
+            shape.name,
+            reads=[source],
+            writes=[target],
+            nbytes=tokens * shape.kv_bytes_per_token,
+            slots={a.SAMPLE_KV: self._stage[block]},
+        )

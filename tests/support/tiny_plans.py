@@ -1,0 +1,38 @@
+"""Plans of the tiny model: every way to save activations, with its state on every tier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tiny
+
+from penstock.engine.plan.plan import Plan
+
+STREAMED = {"kv_window": "streamed", "chunk_tokens": 7}
+FLOORS = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR}
+PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpu": ({}, {}),
+    "ram": ({}, {"gpu": tiny.FLOOR}),
+    "nvme-spilled": ({}, FLOORS),
+    "ram-two-rows": ({"chunk_tokens": 7, "micro_batch_size": 2}, {"gpu": tiny.FLOOR}),
+    "nvme-aside": ({}, FLOORS | {"gpu": 620_000, "gpu_first": "records"}),
+    "nvme-recomputed": ({"activation_checkpointing": "full"}, FLOORS),
+    "gpu-graphs": ({"activation_checkpointing": "none"}, {}),
+    "mixed": ({"activation_checkpointing": "auto", "kv_window": "auto"}, FLOORS | {"gpu": 1_100_000}),
+    "ram-streamed": (STREAMED, {"gpu": tiny.FLOOR}),
+    "nvme-streamed-spilled": (STREAMED, FLOORS),
+    "nvme-streamed-aside": (STREAMED, FLOORS | {"gpu": 620_000, "gpu_first": "records"}),
+    "nvme-streamed-recomputed": (STREAMED | {"activation_checkpointing": "full"}, FLOORS),
+    "gpu-streamed-graphs": (STREAMED | {"activation_checkpointing": "none"}, {}),
+}
+"""Settings and budgets by what they come to: every way to save activations, the state on every tier."""
+SHORT = ("ram-two-rows", "mixed", "nvme-aside", "nvme-recomputed", "nvme-streamed-spilled", "gpu-streamed-graphs")
+"""Every tier and every way once."""
+
+
+def features(plan: Plan) -> set[str]:
+    """The words of PLANS that are true of a plan."""
+    fields = {"aside": "saved_on_gpu", "graphs": "saved_graphs"}
+    names = ("spilled", "aside", "recomputed", "graphs", "streamed")
+    found = {name for name in names if getattr(plan, fields.get(name, name))}
+    return found | {buffer.state for buffer in plan.buffers.values()}
