@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from chat_model import make_chat_model
 from samples import cases
+from samples import samples as drawn
 from tiny_plans import PLANS
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.engine import samples, validation
-from penstock.engine.config import DataConfig, SamplesConfig
-from penstock.engine.events import SampleMetrics
+from penstock.engine.config import DataConfig, ModelConfig, SamplesConfig
+from penstock.engine.events import SampleMetrics, Want
+from penstock.engine.generate.prompts import prepare_prompts
+from penstock.engine.hf.config import model_config
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
+from penstock.storage.errors import UserError
 
 PROMPTS = ["the spindle", "a", "water runs through the pipe and turns the wheel of the mill, and then " * 3]
 """Of unequal length; the last is longer than a chunk."""
@@ -75,7 +80,7 @@ def plain(session: Session) -> list[list[int]]:
     return found
 
 
-MODEL = {"vocab_size": None}
+MODEL: dict[str, Any] = {"vocab_size": None}
 
 
 @pytest.mark.parametrize("name", cases(PLANS, "gpu", "mixed", "ram-two-rows", "nvme-streamed-spilled"))
@@ -100,3 +105,145 @@ def test_it_is_what_transformers_writes_and_changes_no_bit(tmp_path: Path, text:
     assert [one.text for one in found[1][-1].samples] == expected_texts
     assert [one.prompt for one in found[1][-1].samples] == PROMPTS
     assert found[1][0].samples != found[1][1].samples
+
+
+HYBRID = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({"model_type": "llama"}, {}),
+    "gemma3_text": ({"overrides": {"sliding_window": 8, "sliding_window_pattern": 2}}, {"kv_window": "streamed"}),
+    "qwen3_moe": ({"overrides": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}}, {}),
+    "gpt_oss": ({"overrides": {"num_local_experts": 4, "sliding_window": 8}}, {}),
+    "qwen3_next": ({"overrides": HYBRID}, {"chunk_tokens": 96}),
+}
+"""Model and settings by type: sliding windows, sinks, experts, and state from token to token."""
+
+
+@pytest.mark.parametrize("family", cases(FAMILIES, "gemma3_text", "gpt_oss", "qwen3_next"))
+def test_families_write_what_transformers_writes(tmp_path: Path, text: Path, family: str) -> None:
+    model, policy = FAMILIES[family]
+    t = tiny.training(**{"steps": 2} | policy)
+    made = tiny.model(**{"model_type": family, "vocab_size": None} | model)
+    budgets = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR}
+    with tiny.session(tmp_path, m=made, t=t, d=data_of(text), samples=wanted(), **budgets) as session:
+        _, written, _ = run(session)
+        expected = [session.prompts.text(i, ids) for i, ids in enumerate(plain(session))]
+    assert [one.text for one in written[-1].samples] == expected
+
+
+@pytest.mark.sampled
+def test_delays_change_nothing(tmp_path: Path, text: Path) -> None:
+    """Runs of two steps with samples after each, with the ops of every lane delayed at random."""
+    policy, budgets = PLANS["nvme-streamed-spilled"]
+    found = set()
+    for seed in range(drawn(2, 5)):
+        options = {"t": tiny.training(steps=2, **policy), "samples": wanted(every=1, temperature=0.9), **budgets}
+        with tiny.session(tmp_path / str(seed), m=tiny.model(**MODEL), d=data_of(text), **options) as session:
+            tiny.delay(session, random.Random(seed))
+            steps, written, digest = run(session)
+            found.add((*steps, *(sample.text for one in written for sample in one.samples), digest))
+    assert len(found) == 1
+
+
+def train_run(folder: Path, observer: tiny.Silent, text: Path, *, resume: bool = False, **changes: Any) -> Any:
+    sections = {
+        "model": tiny.model(**MODEL),
+        "data": data_of(text),
+        "train": tiny.training(steps=5),
+        "samples": wanted(temperature=0.8, seed=3),
+    }
+    return tiny.train_run(folder, observer, resume=resume, **sections | changes)
+
+
+def texts_of(observer: tiny.Silent) -> list[tuple[int, list[str]]]:
+    return [(one.step, [sample.text for sample in one.samples]) for one in observer.samples]
+
+
+@pytest.mark.parametrize("stop_after", cases([1, 2, 3], 2))
+def test_a_resumed_run_writes_the_same_samples(tmp_path: Path, text: Path, stop_after: int) -> None:
+    """A stop after a step that is due does not wait for the samples: the resumed run makes up for them."""
+    straight, first, second = tiny.Silent(), tiny.Silent(stop_after), tiny.Silent()
+    train_run(tmp_path / "straight", straight, text)
+    train_run(tmp_path / "parts", first, text)
+    train_run(tmp_path / "parts", second, text, resume=True)
+    assert [step for step, _ in texts_of(straight)] == [2, 4, 5]
+    assert texts_of(first) + texts_of(second) == texts_of(straight)
+    assert texts_of(first) == texts_of(straight)[: int(stop_after > 2)]
+    assert [m.loss for m in first.metrics + second.metrics] == [m.loss for m in straight.metrics]
+    assert len({str(one) for _, one in texts_of(straight)}) == 3
+    plan = straight.plan["tiers"]
+    assert {tier for tier in plan if plan[tier]["parts"].get("samples")} == {"gpu", "ram"}
+
+
+def test_a_paused_run_writes_its_samples_when_it_goes_on(tmp_path: Path, text: Path) -> None:
+    class Pausing(tiny.Silent):
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[str] = []
+
+        def wanted(self) -> Want:
+            return "pause" if len(self.metrics) == 2 and not self.told else "run"
+
+        def on_pause(self, paused: bool) -> None:
+            self.told.append("paused" if paused else "going on")
+
+        def on_sample(self, metrics: SampleMetrics) -> None:
+            super().on_sample(metrics)
+            self.told.append(f"sampled {metrics.step}")
+
+    straight, pausing = tiny.Silent(), Pausing()
+    train_run(tmp_path / "straight", straight, text)
+    train_run(tmp_path / "paused", pausing, text)
+    assert pausing.told[:3] == ["paused", "going on", "sampled 2"]
+    assert texts_of(pausing) == texts_of(straight)
+    assert tiny.digest_of(tmp_path / "paused") == tiny.digest_of(tmp_path / "straight")
+
+
+def test_what_is_asked_of_a_chat_is_in_its_template(tmp_path: Path) -> None:
+    """The tokenizer beside the model reads the prompts where the data needs none."""
+    model = ModelConfig(path=str(make_chat_model(tmp_path / "model")))
+    recipe = tiny.recipe(model=model, samples=wanted(chat=True, tokens=4))
+    spec = tiny.spec_of(model_config(recipe, None))
+    prompts = prepare_prompts(recipe, None, spec)
+    assert prompts is not None
+    theirs = AutoTokenizer.from_pretrained(model.path)
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    assert prompts.ids == theirs.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "asked", "message"),
+    [
+        ({}, {}, {}, r"samples\.prompts: data\.source=random brings no tokenizer .* data\.tokenizer"),
+        (MODEL, {"source": "text"}, {"chat": True}, r"samples\.chat: the tokenizer has no chat template; name a file"),
+        (
+            MODEL,
+            {"source": "text", "sequence_length": 64},
+            {"tokens": 10},
+            r"samples\.tokens: 10 behind prompt 3, of 89 tokens, make 99, but the model's positions end at 64; shorten",
+        ),
+        (
+            MODEL | {"model_type": "qwen3_next", "overrides": HYBRID, "max_position": 200},
+            {"source": "text"},
+            {"tokens": 20},
+            r"prompt 3, of 89 tokens, make 109, but this model carries state .* at most 96 .*data\.sequence_length",
+        ),
+    ],
+    ids=["no tokenizer", "no template", "context", "one sequence is one chunk"],
+)
+def test_what_cannot_be_sampled_is_refused_before_anything_is_made(
+    tmp_path: Path, text: Path, model: dict[str, Any], data: dict[str, Any], asked: dict[str, Any], message: str
+) -> None:
+    given = data_of(text, **data) if data else tiny.data()
+    with pytest.raises(UserError, match=message):
+        train_run(tmp_path, tiny.Silent(), text, model=tiny.model(**model), data=given, samples=wanted(**asked))
+    assert not (tmp_path / "state").exists()
