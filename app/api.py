@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.app import control, hub
+from penstock.app.callbacks import Callbacks, OnMessage, OnSample, OnStep, OnValidation
 from penstock.app.checkpoints import checkpoint_named, copy_state_of, make_for_export
 from penstock.app.hub_names import on_hub
 from penstock.app.recipe import apply_overrides, change_run, load_recipe, resolve_paths
@@ -23,13 +24,37 @@ def train(
     run_dir: str | Path | None = None,
     overrides: Sequence[str] = (),
     from_scratch: bool = False,
+    on_step: OnStep | None = None,
+    on_validation: OnValidation | None = None,
+    on_sample: OnSample | None = None,
+    on_message: OnMessage | None = None,
 ) -> Path:
     """Train a recipe, or that of a file or of a shipped recipe's name, from its first step; the run directory.
 
     `overrides`: texts as `--set` takes them, as `train.lr=1e-4`; relative paths are taken from the current folder.
     `from_scratch`: random weights of the recipe's shape, no model folder. Raises UserError for what cannot be trained;
     a run that fails before its first step has ended leaves nothing behind.
+
+    The callbacks are called in this thread, between two steps, with StepMetrics, ValidationMetrics and SampleMetrics;
+    `on_message` with each line that is printed without it. One that raises StopTraining stops the run at its next step
+    boundary; what else one raises ends it, and comes out of here. Control-C stops it likewise, with the step committed,
+    and is KeyboardInterrupt then.
     """
+    guest = Callbacks(on_step=on_step, on_validation=on_validation, on_sample=on_sample, on_message=on_message)
+    path = begin(recipe, run_dir=run_dir, overrides=overrides, from_scratch=from_scratch, guest=guest)
+    guest.deliver()
+    return path
+
+
+def begin(
+    recipe: Recipe | str | Path,
+    *,
+    run_dir: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    from_scratch: bool = False,
+    guest: Callbacks | None = None,
+) -> Path:
+    """`train`, in a process of the run's own where there is no `guest`."""
     from penstock.app.launch import require_inputs, run_training
 
     resolved = resolved_recipe(
@@ -42,7 +67,7 @@ def train(
         require_push(resolved.after.push)
     with RunDir.create(resolved, None if run_dir is None else Path(run_dir)) as run:
         try:
-            run_training(run, resume=False)
+            run_training(run, resume=False, guest=guest)
         except Exception:
             if not run.has_begun:
                 run.discard()
@@ -58,12 +83,16 @@ def finetune(
     epochs: float | None = None,
     out: str | Path | None = None,
     run_dir: str | Path | None = None,
+    on_step: OnStep | None = None,
+    on_validation: OnValidation | None = None,
+    on_sample: OnSample | None = None,
+    on_message: OnMessage | None = None,
 ) -> Path:
     """Fine-tune every parameter of a model on data, both a folder, a file or a name on the hub; the run directory.
 
     What `overrides`, texts as `--set` takes them, and `epochs` do not say is chosen as `penstock finetune` does it. The
     recipe is written to `out`, a new file; None takes a free name in the current folder. Raises UserError for what
-    cannot be trained or does not fit: then nothing is written.
+    cannot be trained or does not fit: then nothing is written. Callbacks as those of `train`.
     """
     from penstock.app import finetune as tuning
 
@@ -75,17 +104,48 @@ def finetune(
     tuning.require_fits(plan(found.recipe))
     file = file or tuning.recipe_file(found.recipe)
     tuning.write_recipe(found, file, tuning.command(str(model), str(data), overrides, epochs))
-    return train(file, run_dir=run_dir)
+    return train(
+        file,
+        run_dir=run_dir,
+        on_step=on_step,
+        on_validation=on_validation,
+        on_sample=on_sample,
+        on_message=on_message,
+    )
 
 
 def resume(
-    run: str | Path, *, overrides: Sequence[str] = (), checkpoint: str | None = None, copy_state: bool = False
+    run: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    checkpoint: str | None = None,
+    copy_state: bool = False,
+    on_step: OnStep | None = None,
+    on_validation: OnValidation | None = None,
+    on_sample: OnSample | None = None,
+    on_message: OnMessage | None = None,
 ) -> Path:
     """Go on with a run, by its directory or its name below runs/, from its last generation or a checkpoint's.
 
-    A paused run goes on in its own process. `overrides`: as `--set` takes them. `copy_state`: of a copied run
-    directory, copy the original's state first. The run directory. Raises UserError for what cannot go on.
+    A paused run goes on in its own process, of which the callbacks are told nothing. `overrides`: as `--set` takes
+    them. `copy_state`: of a copied run directory, copy the original's state first. Callbacks as those of `train`. The
+    run directory. Raises UserError for what cannot go on.
     """
+    guest = Callbacks(on_step=on_step, on_validation=on_validation, on_sample=on_sample, on_message=on_message)
+    path = go_on(run, overrides=overrides, checkpoint=checkpoint, copy_state=copy_state, guest=guest)
+    guest.deliver()
+    return path
+
+
+def go_on(
+    run: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    checkpoint: str | None = None,
+    copy_state: bool = False,
+    guest: Callbacks | None = None,
+) -> Path:
+    """`resume`, in a process of the run's own where there is no `guest`."""
     path = find_run(str(run)).resolve()
     checkpoint = checkpoint_named(path, checkpoint)
     if (overrides or checkpoint is not None or copy_state) and is_live(path):
@@ -101,7 +161,7 @@ def resume(
         directory.recipe = change_run(directory.recipe, overrides, Path.cwd())
         if copy_state:
             print(copy_state_of(directory))
-        run_training(directory, resume=True, checkpoint=checkpoint)
+        run_training(directory, resume=True, checkpoint=checkpoint, guest=guest)
     return path
 
 

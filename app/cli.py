@@ -105,7 +105,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a recipe from its first step."""
-    api.train(recipe, run_dir=run_dir, overrides=overrides or [], from_scratch=scratch)
+    api.begin(recipe, run_dir=run_dir, overrides=overrides or [], from_scratch=scratch)
 
 
 @cli.command(epilog="Example: penstock plan 7b_512k --machine rtx4090-64")
@@ -224,7 +224,7 @@ def resume(
 
     A run that is paused goes on where it is, in its own process.
     """
-    api.resume(run, overrides=overrides or [], checkpoint=checkpoint, copy_state=copy_state)
+    api.go_on(run, overrides=overrides or [], checkpoint=checkpoint, copy_state=copy_state)
 
 
 @cli.command(epilog="Example: penstock pause runs/quickstart-20260101-120000")

@@ -86,7 +86,7 @@ def finetune(
     write_recipe(found, file, command(model, data, overrides or [], epochs, machine), overwrite=replaces)
     typer.echo(printable(f"recipe written to {file}; it is trained by ") + shell("penstock", "train", file))
     if trains:
-        api.train(file, run_dir=run_dir)
+        api.begin(file, run_dir=run_dir)
 
 
 def data(

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
 import statistics
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from penstock.app import control
-from penstock.app.checkpoints import CheckpointRequests, export_folder
+from penstock.app.callbacks import CallbackError, Callbacks
+from penstock.app.checkpoints import CheckpointRequests, committed_step, export_folder
 from penstock.app.early_end import nothing_left
 from penstock.app.hub_names import is_hub
 from penstock.app.loading import loading
@@ -30,6 +25,7 @@ from penstock.app.recall_view import RecallMap, recall_of
 from penstock.app.run_files import JsonLines, json_text, number, whole
 from penstock.app.run_log import Level, RunLog
 from penstock.app.rundir import RunDir, read_info
+from penstock.app.signals import GuestSignals, StopRequested, StopSignals
 from penstock.app.speed import MeanSpeed
 from penstock.engine.config import AfterConfig, Recipe, drive_folders, parse_bytes
 from penstock.engine.events import (
@@ -50,80 +46,17 @@ from penstock.storage.untrusted import shell
 if TYPE_CHECKING:
     from penstock.engine.train import TrainResult
 
-ABORTED = 130
-"""Exit code after a second signal: what a shell reports for a process ended by Ctrl-C."""
-
-_SAME_REQUEST_S = 0.3
-"""Signals this close together are one request: a supervisor may signal the process and its group."""
-
-_STOP = {signal.SIGINT, signal.SIGTERM}
-
 _LAST_STEPS = 5
-
-
-class StopRequested(BaseException):
-    """A stop before the first step; no `except Exception` on the way may take it for a failure."""
-
-
-class StopSignals:
-    """While entered: the first SIGINT, SIGTERM or SIGHUP sets `requested`; a later SIGINT or SIGTERM ends the process.
-
-    Signals are watched by a thread of their own, so that an abort needs no help from a main thread deep in a kernel.
-    Until `interrupts_main` is cleared the first signal also raises StopRequested in the main thread.
-    """
-
-    def __init__(self, on_first: Callable[[], None], on_abort: Callable[[], None]) -> None:
-        self._on_first = on_first
-        self._on_abort = on_abort
-        self.requested = threading.Event()
-        self.interrupts_main = True
-
-    def __enter__(self) -> StopSignals:
-        self._read, self._write = socket.socketpair()
-        self._write.setblocking(False)
-        self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        handled = set(_STOP)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
-            handled.add(signal.SIGHUP)
-        self._old = {number: signal.signal(number, self._handle) for number in handled}
-        self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for signum, handler in self._old.items():
-            signal.signal(signum, handler)
-        signal.set_wakeup_fd(self._old_fd)
-        self._write.close()
-        self._thread.join()
-        self._read.close()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Runs in the main thread; the wake-up socket has told the watcher already."""
-        if self.interrupts_main:
-            self.interrupts_main = False
-            raise StopRequested
-
-    def _watch(self) -> None:
-        first_at: float | None = None
-        while data := self._read.recv(64):
-            for signum in data:
-                if first_at is None and signum in self._old:
-                    first_at = time.monotonic()
-                    self.requested.set()
-                    self._on_first()
-                elif first_at is not None and signum in _STOP and time.monotonic() - first_at > _SAME_REQUEST_S:
-                    try:
-                        self._on_abort()
-                    finally:
-                        os._exit(ABORTED)
 
 
 class _RunObserver:
     """Passes the engine's events to the run's log and to the terminal, and what is wanted of the run to the engine."""
 
-    def __init__(self, run: RunDir, log: RunLog, display: Display) -> None:
-        self.signals = StopSignals(self._on_first_signal, self._on_abort)
+    def __init__(self, run: RunDir, log: RunLog, display: Display, guest: Callbacks | None) -> None:
+        self.signals: StopSignals | GuestSignals = StopSignals(self._on_first_signal, self._on_abort)
+        if guest is not None:
+            self.signals = GuestSignals(self._on_guest_signal)
+        self._callbacks = guest or Callbacks()
         self._run = run
         self._requests = CheckpointRequests(run.path)
         self._log = log
@@ -144,6 +77,8 @@ class _RunObserver:
         if item.state == "done":
             self._log.message(item_line(item))
         self._display.prepare(item)
+        if item.state == "begun" and self._callbacks.stopping and not self._stepped:
+            raise StopRequested
 
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         self.signals.interrupts_main = False
@@ -169,15 +104,18 @@ class _RunObserver:
         mean = self._log.step(metrics)
         self._display.step(metrics, self._step_spans.busiest(), mean.tokens_per_s)
         self._step_spans = StepLanes()
+        self._callbacks.step(metrics)
 
     def on_validation(self, metrics: ValidationMetrics) -> None:
         self._log.validation(metrics)
         self._log.message(f"step {metrics.step}: validation loss {metrics.loss:.4f} ({metrics.seconds:.1f} s)")
         self._display.validation(metrics)
+        self._callbacks.validation(metrics)
 
     def on_sample(self, metrics: SampleMetrics) -> None:
         for sample in metrics.samples:
             self._log.message(f"step {metrics.step}: {sample.prompt!r} -> {sample.text!r}")
+        self._callbacks.sample(metrics)
 
     def on_message(self, text: str, *, detail: bool = False) -> None:
         self._log.message(text)
@@ -190,6 +128,10 @@ class _RunObserver:
 
     def _on_first_signal(self) -> None:
         self.tell("stopping once the step is committed; a second signal aborts at once")
+
+    def _on_guest_signal(self, number: int) -> None:
+        self._callbacks.signal = number
+        self._on_first_signal()
 
     def _on_abort(self) -> None:
         self._log.set_state("stopped")
@@ -209,7 +151,9 @@ class _RunObserver:
             self.tell(f"no checkpoint {step_name(name, step)}: {error}", "warning")
 
     def wanted(self) -> Want:
-        return "stop" if self.signals.requested.is_set() else control.wanted(self._run.path)
+        if self.signals.requested.is_set() or self._callbacks.stopping:
+            return "stop"
+        return control.wanted(self._run.path)
 
     def on_pause(self, paused: bool) -> None:
         self._log.set_state("paused" if paused else "running")
@@ -297,11 +241,15 @@ def require_inputs(recipe: Recipe) -> None:
         raise UserError("; ".join(missing))
 
 
-def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) -> None:
+def run_training(
+    run: RunDir, *, resume: bool, checkpoint: str | None = None, guest: Callbacks | None = None
+) -> None:
     """Train the run's recipe to its end, or until a signal stops it; then export and sample as the recipe says.
 
     A resumed run goes on from its last generation, or from that of `checkpoint`. Everything that a reader of the run
     directory may want is written on the way. Errors leave state `failed` behind and are raised again.
+
+    `guest`: the run is one in somebody else's program, which is told of it; without it, the process is the run's own.
     """
     recipe = run.recipe
     info = read_info(run.path)
@@ -320,9 +268,9 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
         raise UserError(why)
     control.forget(run.path)
     log = RunLog(run.path, recipe.train.steps, step)
-    display = Display(Console(), recipe.train.steps, step)
+    display = Display(Console() if guest is None else guest.console(), recipe.train.steps, step)
 
-    observer = _RunObserver(run, log, display)
+    observer = _RunObserver(run, log, display, guest)
     observer.tell(f"run directory {short_path(run.path)}")
     with observer.signals:
         try:
@@ -338,6 +286,16 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
             observer.tell(f"stopped before the first step; go on with: {shell('penstock', 'resume', run.path)}")
             log.close("stopped")
             return
+        except KeyboardInterrupt:
+            log.message("interrupted; the last committed generation is intact")
+            log.close("stopped")
+            raise
+        except CallbackError as failed:
+            log.message(failed.text(), "error")
+            log.close("failed", f"a callback raised {type(failed.error).__name__}: {failed.error}")
+            step, way = committed_step(run.path) or 0, shell("penstock", "resume", run.path)
+            failed.error.add_note(f"the generation of step {step:,} is intact; go on with: {way}")
+            raise failed.error from failed.error.__cause__
         except BaseException as error:
             known = error if isinstance(error, UserError) else used_up(error)
             log.message(str(known) if known else traceback.format_exc(), "error")

@@ -23,9 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.app.api import export, finetune, plan, resume, train
+    from penstock.app.callbacks import StopTraining
+    from penstock.app.reader import Run
     from penstock.app.recipe import load_recipe
     from penstock.app.script import run_recipe
     from penstock.app.shapes import llama3, qwen25
+    from penstock.app.steps import steps
     from penstock.engine.config import (
         AdapterConfig,
         AfterConfig,
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
         StorageConfig,
         TrainConfig,
     )
+    from penstock.engine.events import Sample, SampleMetrics, StepMetrics, ValidationMetrics
     from penstock.storage.errors import UserError
 
 __version__ = "0.1.0"
@@ -48,10 +52,16 @@ __all__ = [
     "DataConfig",
     "ModelConfig",
     "Recipe",
+    "Run",
+    "Sample",
+    "SampleMetrics",
     "SamplesConfig",
+    "StepMetrics",
+    "StopTraining",
     "StorageConfig",
     "TrainConfig",
     "UserError",
+    "ValidationMetrics",
     "__version__",
     "export",
     "finetune",
@@ -61,11 +71,15 @@ __all__ = [
     "qwen25",
     "resume",
     "run_recipe",
+    "steps",
     "train",
 ]
 
 _HOMES = {
     "app.api": ("export", "finetune", "plan", "resume", "train"),
+    "app.callbacks": ("StopTraining",),
+    "app.reader": ("Run",),
+    "app.steps": ("steps",),
     "app.script": ("run_recipe",),
     "app.recipe": ("load_recipe",),
     "app.shapes": ("llama3", "qwen25"),
@@ -80,6 +94,7 @@ _HOMES = {
         "StorageConfig",
         "TrainConfig",
     ),
+    "engine.events": ("Sample", "SampleMetrics", "StepMetrics", "ValidationMetrics"),
     "storage.errors": ("UserError",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

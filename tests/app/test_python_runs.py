@@ -1,0 +1,194 @@
+"""Runs from Python: callbacks, ways to stop, a run as an iterator, and what a run has told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipe_texts import tiny_recipe
+
+import penstock
+from penstock.app.checkpoints import committed_step
+from penstock.engine import validation
+
+
+def recipe(**changes: dict[str, Any]) -> penstock.Recipe:
+    """Four steps on random tokens, the second and the fourth of them validated."""
+    train = {"steps": 4, "validate_every": 2} | changes.pop("train", {})
+    data = {"source": "random", "path": None, "validation_documents": 8, "tokenizer_vocab_size": 300}
+    budgets = {"gpu": "64MiB", "ram": "64MiB"}
+    return tiny_recipe(model={"vocab_size": 300}, data=data, train=train, budgets=budgets, **changes)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def state(run: Path) -> tuple[str, int | None]:
+    """What a run is, and the step that it has committed."""
+    return penstock.Run(run).state, committed_step(run)
+
+
+def test_callbacks_are_told_what_the_run_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[Any] = []
+    lines: list[str] = []
+    run = penstock.train(
+        recipe(), run_dir="run", on_step=told.append, on_validation=told.append, on_message=lines.append
+    )
+    kinds = [(type(one).__name__, one.step) for one in told]
+    assert kinds == [
+        *(("StepMetrics", 1), ("StepMetrics", 2), ("ValidationMetrics", 2)),
+        *(("StepMetrics", 3), ("StepMetrics", 4), ("ValidationMetrics", 4)),
+    ]
+    found = penstock.Run("run")
+    assert found.path == run
+    assert [m for m in told if isinstance(m, penstock.StepMetrics)] == list(found.metrics())
+    measured = [dataclasses.astuple(m) for m in told if isinstance(m, penstock.ValidationMetrics)]
+    assert measured == [dataclasses.astuple(m) for m in found.validations()]
+    assert (found.state, found.step, found.recipe.name) == ("finished", 4, "tiny")
+    assert found.summary()["steps"] == 4
+    assert lines[0] == "run directory run"
+    assert any(line.startswith("trained to step 4") for line in lines)
+    assert "\x1b" not in "".join(lines)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_callback_stops_the_run_with_its_step_committed() -> None:
+    def on_step(metrics: penstock.StepMetrics) -> None:
+        if metrics.step == 2:
+            raise penstock.StopTraining
+
+    run = penstock.train(recipe(), run_dir="run", on_step=on_step)
+    assert state(run) == ("stopped", 2)
+    steps: list[int] = []
+    penstock.resume(run, on_step=lambda metrics: steps.append(metrics.step))
+    assert steps == [3, 4]
+    assert state(run) == ("finished", 4)
+
+
+def test_a_run_may_be_stopped_before_its_first_step() -> None:
+    def on_message(line: str) -> None:
+        raise penstock.StopTraining
+
+    assert state(penstock.train(recipe(), run_dir="run", on_message=on_message)) == ("stopped", None)
+
+
+def test_what_a_callback_raises_comes_out_with_its_own_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def on_step(metrics: penstock.StepMetrics) -> None:
+        if metrics.step == 3:
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine") as raised:
+        penstock.train(recipe(storage={"checkpoint_every": 1}), run_dir="run", on_step=on_step)
+    assert raised.traceback[-1].name == "on_step"
+    assert "the generation of step 2 is intact" in raised.value.__notes__[0]
+    assert state(Path("run")) == ("failed", 2)
+    last = [json.loads(line) for line in Path("run/log.jsonl").read_text().splitlines()][-1]
+    assert "in on_step" in last["text"]
+    penstock.resume("run")
+    assert [m.step for m in penstock.Run("run").metrics()] == [1, 2, 3, 4]
+
+
+def test_control_c_stops_at_a_step_with_that_step_committed(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    def on_step(metrics: penstock.StepMetrics) -> None:
+        if metrics.step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        penstock.train(recipe(), run_dir="run", on_step=on_step)
+    assert state(Path("run")) == ("stopped", 2)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "stopped after step 2; go on with" in capsys.readouterr().out
+
+
+def test_outside_the_main_thread_no_handler_is_installed() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    seen: list[Any] = []
+
+    def work() -> None:
+        try:
+            penstock.train(
+                recipe(), run_dir="run", on_step=lambda metrics: seen.append(signal.getsignal(signal.SIGINT))
+            )
+        except BaseException as error:
+            seen.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before] * 4
+    assert state(Path("run")) == ("finished", 4)
+
+
+def test_a_run_is_an_iterator_over_its_steps() -> None:
+    validations: list[int] = []
+    found = [m.step for m in penstock.steps(recipe(), run_dir="run", on_validation=lambda v: validations.append(v.step))]
+    assert found == [1, 2, 3, 4]
+    assert validations == [2, 4]
+    assert state(Path("run")) == ("finished", 4)
+
+
+def test_whoever_leaves_the_loop_stops_the_run_at_that_step() -> None:
+    for metrics in penstock.steps(recipe(), run_dir="left"):
+        if metrics.step == 2:
+            break
+    assert state(Path("left")) == ("stopped", 2)
+    with pytest.raises(ZeroDivisionError):
+        for metrics in penstock.steps(recipe(), run_dir="failed"):
+            metrics.step / 0
+    assert state(Path("failed")) == ("stopped", 1)
+
+
+def test_what_cannot_be_trained_is_raised_where_it_is_iterated() -> None:
+    with pytest.raises(penstock.UserError, match=r"train\.lr"):
+        next(penstock.steps(recipe(), overrides=["train.lr=-1"]))
+
+
+def test_lines_that_are_none_are_left_out_and_null_is_nan() -> None:
+    run = penstock.train(recipe(train={"steps": 1}), run_dir="run", on_message=lambda line: None)
+    with (run / "metrics.jsonl").open("a") as file:
+        line = json.loads((run / "metrics.jsonl").read_text())
+        for change in ({"step": 2, "loss": None}, {"step": 3, "loss": "high"}, {"step": 4, "lr": 1.5}):
+            file.write(json.dumps(line | change) + "\n")
+        file.write("{}\n[torn")
+    found = list(penstock.Run(run).metrics())
+    assert [m.step for m in found] == [1, 2, 4]
+    assert math.isnan(found[1].loss)
+    with pytest.raises(penstock.UserError, match="no such run"):
+        penstock.Run("nowhere")
+
+
+def test_a_run_that_ended_early_says_so_and_has_nothing_to_resume(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, losses = validation.validate, {1: 2.0, 2: 3.0, 3: 3.0, 4: 1.5}
+    monkeypatch.setattr(validation, "validate", lambda s: dataclasses.replace(real(s), loss=losses[s.step]))
+    tried = recipe(
+        train={"validate_every": 1, "early_stopping_patience": 2},
+        storage={"keep_best": True},
+        after={"export": True},
+    )
+    run = penstock.train(tried, run_dir="run")
+    said = capsys.readouterr().out
+    assert "ended early after step 3: no gain in 2 validations; best 2 at step 1" in said
+    assert state(run) == ("finished", 3)
+    summary = penstock.Run(run).summary()
+    assert summary["ended_early"] == {"validations": 2, "best": 2.0, "best_step": 1}
+    assert summary["validation_loss"] == {"last": 3.0, "best": 2.0, "best_step": 1}
+    assert (run / "export" / "config.json").exists()
+    with pytest.raises(penstock.UserError, match=r"nothing to resume, unless train\.early_stopping_patience=2 is raise"):
+        penstock.resume(run)
+    penstock.export(run, "best", checkpoint="best")
+    penstock.resume(run, overrides=["train.early_stopping_patience=3"])
+    assert state(run) == ("finished", 4)
+    assert penstock.Run(run).summary()["ended_early"] is None
+    assert [m.step for m in penstock.Run(run).validations()] == [1, 2, 3, 4]
