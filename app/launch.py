@@ -241,9 +241,7 @@ def require_inputs(recipe: Recipe) -> None:
         raise UserError("; ".join(missing))
 
 
-def run_training(
-    run: RunDir, *, resume: bool, checkpoint: str | None = None, guest: Callbacks | None = None
-) -> None:
+def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None, guest: Callbacks | None = None) -> None:
     """Train the run's recipe to its end, or until a signal stops it; then export and sample as the recipe says.
 
     A resumed run goes on from its last generation, or from that of `checkpoint`. Everything that a reader of the run

@@ -102,6 +102,7 @@ def test_a_whole_run(cli: Cli) -> None:
         "lanes",
         "drives",
         "gpu_memory",
+        "ended_early",
         "validation_loss",
     }
     found = status(run)

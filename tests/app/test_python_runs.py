@@ -130,10 +130,10 @@ def test_outside_the_main_thread_no_handler_is_installed() -> None:
 
 
 def test_a_run_is_an_iterator_over_its_steps() -> None:
-    validations: list[int] = []
-    found = [m.step for m in penstock.steps(recipe(), run_dir="run", on_validation=lambda v: validations.append(v.step))]
+    measured: list[Any] = []
+    found = [m.step for m in penstock.steps(recipe(), run_dir="run", on_validation=measured.append)]
     assert found == [1, 2, 3, 4]
-    assert validations == [2, 4]
+    assert [m.step for m in measured] == [2, 4]
     assert state(Path("run")) == ("finished", 4)
 
 
@@ -143,8 +143,7 @@ def test_whoever_leaves_the_loop_stops_the_run_at_that_step() -> None:
             break
     assert state(Path("left")) == ("stopped", 2)
     with pytest.raises(ZeroDivisionError):
-        for metrics in penstock.steps(recipe(), run_dir="failed"):
-            metrics.step / 0
+        print([metrics.step / 0 for metrics in penstock.steps(recipe(), run_dir="failed")])
     assert state(Path("failed")) == ("stopped", 1)
 
 
@@ -185,7 +184,7 @@ def test_a_run_that_ended_early_says_so_and_has_nothing_to_resume(
     assert summary["ended_early"] == {"validations": 2, "best": 2.0, "best_step": 1}
     assert summary["validation_loss"] == {"last": 3.0, "best": 2.0, "best_step": 1}
     assert (run / "export" / "config.json").exists()
-    with pytest.raises(penstock.UserError, match=r"nothing to resume, unless train\.early_stopping_patience=2 is raise"):
+    with pytest.raises(penstock.UserError, match=r"nothing to resume, unless train\.early_stopping"):
         penstock.resume(run)
     penstock.export(run, "best", checkpoint="best")
     penstock.resume(run, overrides=["train.early_stopping_patience=3"])

@@ -76,7 +76,10 @@ def train(recipe: Recipe, *, run_dir: Path, observer: Any, resume: bool, checkpo
     observer.on_progress(Progress([last], end, []))
     tiers = {name: {"budget_bytes": 2**30, "peak_bytes": 2**29} for name in ("gpu", "ram", "nvme")}
     lanes = {"h2d": {"busy_s": 0.5, "bytes": 4096}, "compute": {"busy_s": 1.0, "bytes": 0}}
-    return SimpleNamespace(tiers=tiers, lanes=lanes, drives=[], gpu_memory=None, stopped=step < train.steps, steps=step)
+    stopped = step < train.steps
+    return SimpleNamespace(
+        tiers=tiers, lanes=lanes, drives=[], gpu_memory=None, stopped=stopped, early_end=None, steps=step
+    )
 
 
 def goes_on(observer: Any, step: int) -> bool:
