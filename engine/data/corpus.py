@@ -285,7 +285,7 @@ def _fill(writer: CorpusWriter, part: DataConfig, encoder: Encoder, sizes: Mappi
     return bad
 
 
-_VERSION = 1
+_VERSION = 2
 """Of what is made of the same files by the same tokenizer; another one finds nothing that was kept."""
 
 

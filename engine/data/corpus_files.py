@@ -3,7 +3,7 @@
 `tokens.bin` holds the ids of all documents end to end, `documents.npy` where each begins, `tokens.crc32c` the CRC-32C
 (uint32, little-endian) of every BLOCK_BYTES of tokens.bin, and `meta.json` what they are, with the checksums of the
 other two and one of its own. Where some token does not count 1 as a target there is `weights.bin` too, float32 per
-token, with `weights.crc32c`.
+token, with `weights.crc32c`. `origins.npy` and `origins.json` say where each document comes from (engine.data.origins).
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.engine.data.origins import Origins, OriginsWriter
 from penstock.engine.data.span_files import BLOCK_BYTES as BLOCK_BYTES
 from penstock.engine.data.span_files import COPY_BYTES, BlockSums, SpanFile, SpanWriter, damage, read_sums
 from penstock.storage.disk import atomic_write
@@ -29,10 +31,12 @@ from penstock.storage.untrusted import Size, open_regular, parse_object, printab
 
 META, TOKENS, SUMS, DOCUMENTS = "meta.json", "tokens.bin", "tokens.crc32c", "documents.npy"
 WEIGHTS, WEIGHT_SUMS = "weights.bin", "weights.crc32c"
-CORPUS_FILES = (META, TOKENS, SUMS, DOCUMENTS, WEIGHTS, WEIGHT_SUMS)
+ORIGINS, ORIGIN_NAMES = "origins.npy", "origins.json"
+CORPUS_FILES = (META, TOKENS, SUMS, DOCUMENTS, WEIGHTS, WEIGHT_SUMS, ORIGINS, ORIGIN_NAMES)
 
 _MOST_META_BYTES = 1 << 20
 _MOST_BYTES = 1 << 50
+_MOST_NAMES_BYTES = 1 << 30
 
 
 class SourceFile(NamedTuple):
@@ -74,6 +78,8 @@ class CorpusInfo:
     """Of documents.npy, likewise."""
     weights_crc32c: str = ""
     """Of weights.crc32c; empty where every token counts 1."""
+    origins_crc32c: list[str] = field(default_factory=list)
+    """Of origins.npy and origins.json; none where an earlier version made the corpus."""
     num_trained: Size | None = None
     """Tokens that are a target: those of weights above 0 that begin no document. None where it was not counted."""
     part_documents: list[Size] = field(default_factory=list)
@@ -142,6 +148,32 @@ class TokenCorpus:
         self.tokens = Tokens(folder, info, sums)
         self.weights = Weights(folder, info) if info.weights_crc32c else None
 
+    def document_at(self, token: int) -> int:
+        """Number of the document that a token belongs to, from 0."""
+        return int(np.searchsorted(self.starts, token, side="right")) - 1
+
+    @cached_property
+    def origins(self) -> Origins | None:
+        """Where its documents come from; None where an earlier version made it. UserError where that is damaged."""
+        if not self.info.origins_crc32c:
+            return None
+        packed, names = (self._origin_file(number) for number in (0, 1))
+        try:
+            found = Origins.of(_array(packed, self.info.num_documents), names)
+        except ValueError as error:
+            raise damage(self.folder / ORIGINS, f"it does not say where documents come from ({error})") from error
+        return found
+
+    def _origin_file(self, number: int) -> bytes:
+        path, wanted = self.folder / (ORIGINS, ORIGIN_NAMES)[number], self.info.origins_crc32c[number]
+        try:
+            content = read_regular(path, most_bytes=8 * self.info.num_documents + _MOST_NAMES_BYTES)
+        except (OSError, ValueError) as error:
+            raise damage(path, f"it cannot be read ({error})") from error
+        if (crc := hex_crc(content)) != wanted:
+            raise damage(path, f"it has CRC-32C {crc}, and {wanted} was written")
+        return content
+
     @classmethod
     def open(cls, folder: Path) -> TokenCorpus:
         """Open a folder made by `prepare_corpus` or `random_corpus`; all but the tokens is checked.
@@ -171,7 +203,8 @@ class TokenCorpus:
 def verify_corpus(folder: Path) -> int:
     """Read and check every file of a corpus; the bytes read. Raises UserError naming what is damaged."""
     corpus = TokenCorpus.open(folder)
-    names = (META, SUMS, DOCUMENTS, WEIGHT_SUMS)
+    _ = corpus.origins
+    names = (META, SUMS, DOCUMENTS, WEIGHT_SUMS, ORIGINS, ORIGIN_NAMES)
     others = sum((folder / name).stat().st_size for name in names if (folder / name).is_file())
     weights = 0 if corpus.weights is None else corpus.weights.verify()
     return corpus.tokens.verify() + weights + others
@@ -203,6 +236,8 @@ def _info(values: dict[str, Any]) -> CorpusInfo:
         raise ValueError("one of two checksums is missing")
     if info.weights_crc32c and not info.sums_crc32c:
         raise ValueError("weights without checksums")
+    if len(info.origins_crc32c) not in (0, 2):
+        raise ValueError("one of two checksums of where documents come from is missing")
     if info.part_documents and sum(info.part_documents) != info.num_documents:
         raise ValueError(f"parts of {sum(info.part_documents)} documents, and {info.num_documents} in all")
     return info
@@ -274,6 +309,7 @@ class CorpusWriter:
         self._total = self._trained = 0
         self._max = (-1, "")
         self._parts: list[int] = []
+        self._origins = OriginsWriter()
 
     @property
     def num_documents(self) -> int:
@@ -281,7 +317,8 @@ class CorpusWriter:
         return len(self._starts) - 1
 
     def append(self, document: str, ids: NDArray[Any], last: bool, weights: NDArray[np.float32] | None = None) -> None:
-        """Add `ids` to the present document, which ends with them where they are its `last`.
+        """Add `ids` to the present document, which ends with them where they are its `last`; it comes from where the
+        `document` that it ends with does.
 
         `weights`, one per id: how much each counts as a target; None: 1.
         """
@@ -295,6 +332,7 @@ class CorpusWriter:
         self._total += len(ids)
         if last:
             self._starts.append(self._total)
+            self._origins.add(document)
 
     def _append_weights(self, count: int, weights: NDArray[np.float32] | None) -> None:
         if weights is None and self._weights is None:
@@ -330,6 +368,9 @@ class CorpusWriter:
         np.save(documents, np.asarray(self._starts, dtype="<i8"))
         atomic_write(self._folder / DOCUMENTS, documents.getvalue())
         atomic_write(self._folder / SUMS, sums)
+        origins = self._origins.finish()
+        for name, of_name in zip((ORIGINS, ORIGIN_NAMES), origins, strict=True):
+            atomic_write(self._folder / name, of_name)
         weight_sums = b""
         if self._weights is not None:
             weight_content, weight_sums = self._weights.finish()
@@ -347,6 +388,7 @@ class CorpusWriter:
             sums_crc32c=hex_crc(sums),
             documents_crc32c=hex_crc(documents.getvalue()),
             weights_crc32c=hex_crc(weight_sums) if weight_sums else "",
+            origins_crc32c=[hex_crc(content) for content in origins],
             num_trained=self._trained,
             part_documents=self._parts,
             skipped_rows=skipped_rows,

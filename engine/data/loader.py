@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,8 @@ class MicroBatch:
     """[T] float32: how much the loss of each label counts, above 0 where there is one; None: 1 for all."""
     filled: int | None = None
     """Tokens of the stream before its padding, all of which is at the end; None: there is none."""
+    sources: list[int] = field(default_factory=list)
+    """Where in the corpus each document's first token is, as many as `lengths`; none where they are of no corpus."""
 
 
 class DataLoader:
@@ -202,6 +204,10 @@ class DataLoader:
         return int(self._pieces.tokens(self._order[index : index + 1], self._sequence_length)[0])
 
     @property
+    def corpus(self) -> TokenCorpus:
+        return self._corpus
+
+    @property
     def exhausted(self) -> bool:
         return not self._endless and self._epoch_ended
 
@@ -309,6 +315,7 @@ class _Stream:
     """[T] those of the labels; 1 where there is none."""
     documents: list[int]
     lengths: list[int]
+    sources: list[int]
 
     @classmethod
     def empty(cls, tokens: int, corpus: TokenCorpus) -> _Stream:
@@ -318,6 +325,7 @@ class _Stream:
             np.full(tokens, IGNORE_LABEL, dtype=np.int64),
             np.zeros(tokens, dtype=np.int64),
             None if corpus.weights is None else np.ones(tokens, dtype=np.float32),
+            [],
             [],
             [],
         )
@@ -336,6 +344,7 @@ class _Stream:
             self.weights[at : at + targets] = np.where(weights == 0, 1, weights)
         self.documents.append(at)
         self.lengths.append(count)
+        self.sources.append(start)
 
     def micro_batch(self, filled: int | None) -> MicroBatch:
         weighted = self.weights is not None and bool((self.weights != 1).any())
@@ -349,6 +358,7 @@ class _Stream:
             max_position=int(self.positions.max()),
             weights=torch.from_numpy(self.weights) if weighted else None,
             filled=filled,
+            sources=self.sources,
         )
 
 
