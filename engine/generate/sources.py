@@ -19,7 +19,7 @@ from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file
 from penstock.engine.hf.conversion import Conversion
 from penstock.engine.hf.weights import FLOAT_DTYPES, CheckpointLayout, read_constants
 from penstock.engine.model.anatomy import take_apart
-from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.model.spec import ModelSpec, block_of, layouts
 from penstock.engine.optim.base import MASTER
 from penstock.storage.arena import empty_aligned
 from penstock.storage.checkpoints import checkpoint_folder, read_checkpoint
@@ -90,11 +90,11 @@ class FolderSource:
         return torch.Size(shape).numel() * FLOAT_DTYPES[dtype].itemsize
 
     def stored_bytes(self, buffer: str) -> int:
-        return sum(self._bytes(name) for one in self._layout.of_buffer[buffer] for name in one.sources)
+        return sum(self._bytes(name) for one in self._layout.of_block[block_of(buffer)] for name in one.sources)
 
     def read(self, buffer: str, out: Tensor) -> None:
         views = self._flat[buffer].views(out)
-        work = [self._threads.submit(self._convert, one, views) for one in self._layout.of_buffer[buffer]]
+        work = [self._threads.submit(self._convert, one, views) for one in self._layout.of_block[block_of(buffer)]]
         for future in work:
             future.result()
 
@@ -132,7 +132,9 @@ class RunSource:
                 recipe.data, origin, run_dir / "data" / "tokenizer", recipe.model.added_tokens
             )
             vocabulary = self.tokenizer.vocab_size if self.tokenizer else None
-            self.spec = take_apart(with_vocabulary(model_config(recipe, vocabulary), recipe, vocabulary))
+            config = with_vocabulary(model_config(recipe, vocabulary), recipe, vocabulary)
+            adapter = recipe.adapter if recipe.adapter.is_used else None
+            self.spec = take_apart(config, recipe.train.freeze, adapter)
             checksum = self._store.meta.get("constants")
             self.constants = read_constants_file(root / CONSTANTS_FILE, checksum, self.spec.constants)
         except BaseException:

@@ -199,8 +199,8 @@ class Initializer:
         self._sites = skeleton.parameter_sites(self._model, exclude=" ")
 
     def values(self, buffer: str) -> dict[str, Tensor]:
-        """One flat buffer's parameters by name, the same whatever is frozen. UserError naming one that the model does not
-        initialise."""
+        """One flat buffer's parameters by name, the same whatever is frozen. UserError naming one that the model does
+        not initialise."""
         block = block_of(buffer)
         digest = hashlib.sha256(f"{self._seed}/{block}".encode()).digest()
         members = [param for name in buffers_of_blocks(self._spec)[block] for param in self._spec.buffers[name]]
