@@ -25,7 +25,10 @@ _DIMENSIONS = ["part", "element"]
 
 @dataclass(slots=True, eq=False)
 class Array:
-    """An array and its state: one committed slot (none before the first commit) and one that is written to."""
+    """An array and its state: one committed slot (none before the first commit) and one that is written to.
+
+    A fixed one is written once, and once more where it moves to other drives.
+    """
 
     spec: ArraySpec
     form: ChunkFormat
@@ -53,6 +56,17 @@ class Array:
     @property
     def name(self) -> str:
         return f"{self.spec.buffer}/{self.spec.kind}"
+
+    @property
+    def lasts(self) -> bool:
+        """Whether what is committed is never written again."""
+        return self.spec.fixed and self.slot is not None and self.layout == self.target
+
+    def slots(self) -> tuple[int, ...]:
+        """The slots that need room where `target` is."""
+        if not self.scratch and not self.spec.fixed:
+            return (0, 1)
+        return (self.slot or 0,) if self.lasts else (self.next_slot(),)
 
     def next_slot(self) -> int:
         """The slot that no committed generation uses."""
@@ -98,9 +112,14 @@ class Array:
         assert self.slot is not None, self.name
         return Stored(self.slot, tuple(drive.id for drive in self.layout), self.crcs)
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot on all drives."""
+        return len(self.parts) * self.form.file_bytes
+
     def disk_bytes(self) -> int:
-        """Bytes on all drives: two slots, or one for scratch."""
-        return len(self.parts) * self.form.file_bytes * (1 if self.scratch else 2)
+        """Bytes on all drives: two slots, or one of scratch or where it is fixed."""
+        return self.slot_bytes * (1 if self.scratch or self.spec.fixed else 2)
 
     def zarr_json(self) -> bytes:
         """The zarr3 metadata of one slot, the same on every drive; parts of other drives read as zeros there."""
@@ -127,7 +146,7 @@ def make_folders(arrays: Iterable[Array], drives: Iterable[Drive]) -> None:
     for array in arrays:
         content = array.zarr_json()
         for drive in drives:
-            for slot in (0,) if array.scratch else (0, 1):
+            for slot in array.slots():
                 folder = array.folder(drive, slot)
                 path = folder / "zarr.json"
                 with reporting(folder, "making the folder of an array"):
@@ -155,7 +174,7 @@ def remove_arrays(folder: Path) -> None:
 def sweep_strays(array: Array, drives: Iterable[Drive]) -> None:
     """Remove chunk files of `array` that lie where its striping over other drives once put them."""
     numbers = range(len(array.parts))
-    kept = {array.next(part)[1] for part in numbers}
+    kept = {array.next(part)[1] for part in numbers if not array.lasts}
     if array.slot is not None:
         kept |= {array.committed(part)[1] for part in numbers}
     for drive in drives:

@@ -203,7 +203,8 @@ def place_restored(
     """Put the files of checkpoint `name`, of manifest `kept`, into the slots that no generation uses; not synced.
 
     Returns where the arrays then lie, and the files. They stay on the drives that they are on where the store has
-    those, so that links do. UserError when a file or a drive is missing, or the disk fails.
+    those, so that links do; fixed arrays, which no generation changes, stay as they are. UserError when a file or a
+    drive is missing, or the disk fails.
     """
     folder = drives.root / CHECKPOINTS / name
     found = locate(kept, folder, [drive.folder for drive in drives])
@@ -212,6 +213,10 @@ def place_restored(
     jobs: list[tuple[Drive, Path, Path]] = []
     for number, (spec, stored) in enumerate(kept.arrays.items()):
         array = arrays[spec]
+        if spec.fixed:
+            _require_same_content(name, kept, array, stored)
+            result[spec] = array.stored()
+            continue
         layout = tuple(drives.by_id[id] for id in stored.drives) if stay else array.target
         result[spec] = Stored(array.next_slot(), tuple(drive.id for drive in layout), stored.crcs)
         for part in range(len(array.parts)):
@@ -228,6 +233,14 @@ def place_restored(
     make_folders(arrays.values(), {drive for drive, _, _ in jobs})
     place(drives, [(drive, source, target) for drive, target, source in jobs])
     return result, [(drive, target) for drive, target, _ in jobs]
+
+
+def _require_same_content(name: str, kept: Manifest, array: Array, stored: Stored) -> None:
+    if stored.crcs != array.crcs:
+        raise UserError(
+            f"checkpoint '{name}' (generation {kept.generation}): array {array.name}, which is written once, is not "
+            "this run's; restore it into the run that it was made of"
+        )
 
 
 def delete_checkpoint(root: Path, name: str) -> None:

@@ -54,6 +54,7 @@ def copy_state(root: Path, drives: Sequence[Path]) -> int:
         current = Manifest.read(root)
         ownership.find_drives(current, root, [], to_change=False)
         ids: dict[str, Path] = {}
+        placed: _Placed = {}
         total = 0
         # The state itself comes last: as long as it is another's, nothing is trained here.
         for path in (*sorted((root / CHECKPOINTS).glob(f"[!.]*/{manifest.FILE_NAME}")), root / manifest.FILE_NAME):
@@ -65,7 +66,7 @@ def copy_state(root: Path, drives: Sequence[Path]) -> int:
             for folder in foreign:
                 locks.take(folder)
             ids = ids or _claim(targets, foreign, content.store, root, locks)
-            total += _copy(content, path.parent, root, found, ids)
+            total += _copy(content, path.parent, root, found, ids, placed)
     except OSError as error:
         raise disk_error(error, Path(error.filename or root), "copying the state") from error
     finally:
@@ -98,8 +99,17 @@ def _claim(targets: Sequence[Path], foreign: Sequence[Path], store: str, root: P
     return ids
 
 
-def _copy(content: Manifest, place: Path, root: Path, found: Mapping[str, Path], ids: Mapping[str, Path]) -> int:
-    """Copy all that `content`, the manifest in folder `place`, names, and name the copies there; their bytes."""
+_Placed = dict[tuple[int, int, int], Path]
+"""(device of the copy, device and inode of its source) -> the copy."""
+
+
+def _copy(
+    content: Manifest, place: Path, root: Path, found: Mapping[str, Path], ids: Mapping[str, Path], placed: _Placed
+) -> int:
+    """Copy all that `content`, the manifest in folder `place`, names, and name the copies there; their bytes.
+
+    What generations share is copied once: `placed` has the copies so far, and gets these.
+    """
     inner = Path() if content.checkpoint is None else Path(CHECKPOINTS, content.checkpoint)
     bases = {id: folder / inner for id, folder in ids.items()}
     order = tuple(ids)
@@ -119,8 +129,11 @@ def _copy(content: Manifest, place: Path, root: Path, found: Mapping[str, Path],
             jobs[base / below / "zarr.json"] = found[stored.drives[0]] / below / "zarr.json"
             owners[base / below] = ids[id]
         arrays[spec] = Stored(stored.slot, order, stored.crcs)
+    keys = {target: _shared_key(target, source, owners) for target, source in jobs.items()}
+    jobs = {target: placed.get(keys[target], source) for target, source in jobs.items()}
     _require_room(jobs, owners)
     _place(jobs, owners)
+    placed.update((key, target) for target, key in keys.items())
     for id, base in bases.items():
         if content.checkpoint is not None:
             write_identity(base, Identity.of(content.store, id, root, content.checkpoint))
@@ -129,6 +142,11 @@ def _copy(content: Manifest, place: Path, root: Path, found: Mapping[str, Path],
     publish(copied.prepare(place), place / manifest.FILE_NAME)
     copied.back_up({place, *bases.values()} if content.checkpoint is None else set(bases.values()) - {place})
     return total
+
+
+def _shared_key(target: Path, source: Path, owners: Mapping[Path, Path]) -> tuple[int, int, int]:
+    status = source.stat()
+    return owners[target.parent].stat().st_dev, status.st_dev, status.st_ino
 
 
 def _require_room(jobs: Mapping[Path, Path], owners: Mapping[Path, Path]) -> None:

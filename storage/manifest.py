@@ -48,6 +48,8 @@ class ArraySpec:
     """float32 or bfloat16."""
     part_numel: int
     """Most elements of one part (one chunk file), a multiple of layout.ALIGN_NUMEL."""
+    fixed: bool = False
+    """Whether it is written for the first generation and never again, so that all generations share one slot."""
 
     def __post_init__(self) -> None:
         assert self.dtype in _ITEM_BYTES, self.dtype
@@ -99,6 +101,7 @@ class _Array(Struct):
     slot: Literal[0, 1]
     drives: Annotated[tuple[str, ...], Meta(min_length=1)]
     crc32c: tuple[_Crc, ...]
+    fixed: bool = False
 
 
 class _File(Struct):
@@ -158,7 +161,7 @@ class Manifest:
             "drives": to_builtins(self.drives),
             "arrays": [
                 {
-                    **asdict(spec),
+                    **{name: value for name, value in asdict(spec).items() if name != "fixed" or value},
                     "shape": [len(spec.parts()), part_numel_even(spec.numel, spec.part_numel)],
                     "slot": stored.slot,
                     "drives": stored.drives,
@@ -235,7 +238,7 @@ def _array(item: _Array, drives: set[str]) -> tuple[ArraySpec, Stored]:
     parts = -(-item.numel // part_numel_even(item.numel, item.part_numel))
     sound = drives.issuperset(item.drives) and len(item.crc32c) == parts
     _require(sound, f"array {item.buffer}/{item.kind} is on an unknown drive, or has not one checksum a part")
-    spec = ArraySpec(item.buffer, item.kind, item.numel, item.dtype, item.part_numel)
+    spec = ArraySpec(item.buffer, item.kind, item.numel, item.dtype, item.part_numel, item.fixed)
     return spec, Stored(item.slot, item.drives, tuple(int(crc, 16) for crc in item.crc32c))
 
 

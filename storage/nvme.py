@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from penstock.storage import checkpoints, chunk, manifest, ownership
+from penstock.storage.arena import empty_aligned
 from penstock.storage.arrays import Array, make_folders, remove_arrays
 from penstock.storage.disk import disk_error, fsync_dir, fsync_file, publish, reporting, require_writable
 from penstock.storage.drives import (
@@ -190,6 +191,7 @@ class NvmeStore:
                     store._room.require_to_write(store._arrays.values(), "the state that moves there", shared=False)
                 current.back_up({drive.folder for drive in store._drives} - {root})
                 store._settle()
+                store._move_fixed()
                 store.warnings += said + ownership.unlisted(root, [drive.folder for drive in store._drives])
         except BaseException:
             locks.release()
@@ -304,6 +306,7 @@ class NvmeStore:
         with self._lock:
             self._require_sound()
             assert array.scratch or not self._committing, f"{array.name} is written during a commit"
+            assert not array.lasts, f"{array.name} is written once"
             drive, path = array.next(part)
             assert path not in self._writing, f"{path} is written twice at once"
             assert path not in self._reading, f"{path} is written while it is read"
@@ -446,6 +449,14 @@ class NvmeStore:
         """Give the arrays their folders on every active drive, and every drive its identity, durably."""
         make_folders(self._arrays.values(), self._drives.active)
         self._drives.identify()
+
+    def _move_fixed(self) -> None:
+        """Write what is fixed and lies on other drives than new state does; the next commit finds it there."""
+        for array in self._committable():
+            for part, (start, stop) in enumerate(array.parts if array.spec.fixed and not array.lasts else ()):
+                values = empty_aligned(stop - start, getattr(torch, array.spec.dtype))
+                self.read(array.spec.buffer, array.spec.kind, part, values).result()
+                self.write(array.spec.buffer, array.spec.kind, part, values).result()
 
     def _sync(self, chunks: Iterable[tuple[Drive, Path]]) -> None:
         """Make chunk files durable: first their data, then the entries of their folders."""

@@ -41,7 +41,7 @@ class Room:
 
     def require_checkpoint(self, arrays: Collection[Array], count: int, what: str) -> None:
         """Room for one more checkpoint of the committed `arrays`, when there are `count` already."""
-        size = sum(array.disk_bytes() // 2 for array in arrays if not array.scratch)
+        size = sum(array.slot_bytes for array in arrays if not array.scratch and not array.spec.fixed)
         self._require_budget(size, self._held(arrays) + size * count, what)
         self.require_to_write(arrays, what, shared=True)
 
@@ -52,7 +52,7 @@ class Room:
         """
         needs = self._nothing()
         for array in arrays:
-            for slot in () if array.scratch else (0, 1):
+            for slot in () if array.scratch or array.lasts else array.slots():
                 for part in range(len(array.parts)):
                     drive, path = array.chunk(array.target, slot, part)
                     with contextlib.suppress(OSError):
