@@ -51,6 +51,7 @@ def _digest(recipe: Recipe) -> str:
         "versions": [importlib.metadata.version(name) for name in ("penstock", "torch", "transformers")],
         "code": code_digest(Path(engine.__path__[0]) / room for room in _CODE),
         "model": asdict(recipe.model),
+        "adapter": asdict(recipe.adapter),
         "config": config,
         "vocab_size": recipe.data.tokenizer_vocab_size,
         "sequence_length": recipe.data.sequence_length,

@@ -31,6 +31,7 @@ from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import SearchResult
 from penstock.engine.generate.prompts import prepare_prompts
 from penstock.engine.hf import weights
+from penstock.engine.hf.adapter_folder import Start, open_start
 from penstock.engine.hf.config import model_config, random_vocabulary, with_vocabulary
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file, write_constants
 from penstock.engine.machine.affinity import place_threads
@@ -42,6 +43,7 @@ from penstock.engine.machine.precision import with_compute_dtype
 from penstock.engine.machine.presets import this_machine
 from penstock.engine.machine.profile import Machine
 from penstock.engine.machine.reservations import Reservation
+from penstock.engine.model.adapter_values import with_adapter
 from penstock.engine.model.anatomy import Initializer, initial_constants, model_spec
 from penstock.engine.model.check import check_model
 from penstock.engine.model.router import router_coefficient
@@ -87,6 +89,11 @@ def open_session(
     with checklist.step("taking the model apart"):
         spec = model_spec(config, recipe)
         router_coefficient(spec.config, train.router_aux_loss, recurrent=spec.recurrent)  # or the run is refused
+    start = None
+    if recipe.adapter.start is not None and not resume:
+        start = open_start(Path(recipe.adapter.start).expanduser(), spec, recipe.model.path)
+        for said in start.said:
+            observer.on_message(said)
     loader = make_loader(prepared.corpus, spec, recipe)
     validation = make_validation(prepared.corpus, spec, recipe)
     _describe(observer, spec, prepared, loader, device)
@@ -172,7 +179,7 @@ def open_session(
                 undo.callback(store.close)
                 if new_rows is not None:
                     observer.on_message(new_rows.describe(len(recipe.model.added_tokens)))
-                _fill_new(store, spec, recipe, loader, identity, new_rows)
+                _fill_new(store, spec, recipe, loader, identity, new_rows, start)
         for warning in store.warnings:
             observer.on_message(warning)
         if recorded is not None:
@@ -331,7 +338,7 @@ def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoade
 
 def _refuse_unless_exact(spec: ModelSpec, train: TrainConfig, plan: Plan, observer: Observer) -> None:
     """The self-check: a model is trained only if its streamed gradients are those of transformers."""
-    result = check_model(spec.config, pieces=plan.streamed, router_aux_loss=train.router_aux_loss)
+    result = check_model(spec.config, pieces=plan.streamed, router_aux_loss=train.router_aux_loss, adapter=spec.adapter)
     if not result.ok:
         raise UserError(f"self-check of model type {result.model_type} failed, so it is not trained: {result.reason}")
     observer.on_message(
@@ -360,6 +367,7 @@ def _fill_new(
     loader: DataLoader,
     identity: dict[str, Any],
     new_rows: weights.NewRows | None,
+    start: Start | None,
 ) -> None:
     """Commit the imported or initialised model as the first generation; closes the store where that fails."""
     try:
@@ -371,7 +379,11 @@ def _fill_new(
         else:
             constants = initial_constants(spec)
             initializer = Initializer(spec, recipe.train.seed, recipe.model.embedding_std)
-            buffers = ((name, initializer.values(name)) for name in spec.buffers)
+            base = spec.buffers if spec.adapter is None else (name for name in spec.buffers if name in spec.frozen)
+            buffers = ((name, initializer.values(name)) for name in base)
+        if spec.adapter is not None:
+            values, dtype = None if start is None else start.values(), compute_dtype(recipe.train)
+            buffers = with_adapter(spec, buffers, seed=recipe.train.seed, dtype=dtype, start=values)
         crc = write_constants(store.root / CONSTANTS_FILE, constants)
         fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity | {"constants": crc}))
     except BaseException:

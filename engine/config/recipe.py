@@ -107,6 +107,18 @@ class Recipe:
                 f"train.validate_every: {self.train.validate_every}, but no documents are held out to validate on; set "
                 "data.validation_documents, or leave train.validate_every out",
             )
+        if isinstance(self.adapter, AdapterConfig) and isinstance(self.train, TrainConfig):
+            require(
+                not self.adapter.is_used or not self.train.freeze,
+                "train.freeze: an adapter is trained, and all of the model beside it is frozen as it is; leave "
+                "train.freeze out, and say in adapter.targets what has an adapter",
+            )
+        if isinstance(self.adapter, AdapterConfig) and isinstance(self.model, ModelConfig):
+            require(
+                not self.adapter.is_used or not self.model.added_tokens,
+                "model.added_tokens: their rows of the embedding would never be trained, as an adapter's base is "
+                "frozen; leave the tokens out, or train the model itself with adapter.method=none",
+            )
         if isinstance(self.adapter, AdapterConfig) and isinstance(self.after, AfterConfig):
             require(
                 not self.after.export_merged or self.adapter.is_used,

@@ -140,8 +140,29 @@ class StoredAdapter:
         )
 
 
-def read_start(folder: Path, spec: ModelSpec, model_path: str | None) -> tuple[dict[str, Tensor], list[str]]:
-    """The values of an adapter folder, float32 by the spec's names, and what is to be said of it.
+@dataclass(frozen=True)
+class Start:
+    """An adapter to go on from, found to be the recipe's."""
+
+    reader: CheckpointReader
+    keys: dict[str, str]
+    """Parameter -> its key in the file."""
+    said: list[str]
+    """What is to be said of it."""
+
+    def values(self) -> dict[str, Tensor]:
+        """All of them, float32. UserError where one is not finite."""
+        found = {name: self.reader.read(key).float() for name, key in self.keys.items()}
+        for name, tensor in found.items():
+            if not tensor.isfinite().all():
+                raise UserError(
+                    f"{self.reader.folder}: '{self.keys[name]}' holds a value that is not finite; take another adapter"
+                )
+        return found
+
+
+def open_start(folder: Path, spec: ModelSpec, model_path: str | None) -> Start:
+    """The adapter folder that a recipe goes on from, of which no value is read yet.
 
     Raises UserError where the folder is broken, its adapter is another than the recipe's, or belongs to another base.
     """
@@ -179,11 +200,7 @@ def read_start(folder: Path, spec: ModelSpec, model_path: str | None) -> tuple[d
             f"adapter.targets: {folder} has nothing for '{_module(missing)}', which the recipe adapts; name the "
             f"targets of that adapter: {', '.join(_shown(section.targets))}"
         )
-    values = {param.name: reader.read(key).float() for key, param in wanted.items()}
-    broken = next((name for name, tensor in values.items() if not tensor.isfinite().all()), None)
-    if broken is not None:
-        raise UserError(f"{folder}: '{peft_key(broken)}' holds a value that is not finite; take another adapter")
-    return values, said
+    return Start(reader, {param.name: key for key, param in wanted.items()}, said)
 
 
 def _require_same_base(stored: StoredAdapter, model_path: str | None) -> list[str]:

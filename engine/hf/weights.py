@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from penstock.engine.data.tokenizer import TOKENIZER_FILES, TextTokenizer
 from penstock.engine.hf.conversion import Conversion, ConversionPlan, Stored, transformers_layout
 from penstock.engine.model import skeleton
+from penstock.engine.model.adapters import is_adapter, plain_name
 from penstock.engine.model.anatomy import initial_constants
 from penstock.engine.model.spec import ModelSpec, block_of, buffers_of_blocks
 from penstock.storage.disk import atomic_write, require_writable
@@ -67,6 +68,7 @@ def import_blocks(
     reader: CheckpointReader, spec: ModelSpec, new_rows: NewRows | None = None
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Every buffer of `spec` in order with its fp32 parameters by state-dict name; one block is in memory at a time.
+    Of a model with an adapter only the base's.
 
     `new_rows`: of the tables by token id, which may be smaller in the checkpoint.
 
@@ -90,6 +92,8 @@ def _import_blocks(
     for block, buffers in buffers_of_blocks(spec).items():
         values = dict(_read_block(reader, layout, block))
         for buffer in buffers:
+            if all(is_adapter(param.name) for param in spec.buffers[buffer]):
+                continue
             if new_rows is not None:
                 _grow(values, spec, buffer, new_rows, tables)
             yield buffer, {param.name: values[param.name] for param in spec.buffers[buffer]}
@@ -97,7 +101,7 @@ def _import_blocks(
 
 def _grow(values: dict[str, Tensor], spec: ModelSpec, buffer: str, new_rows: NewRows, tables: set[str]) -> None:
     for param in spec.buffers[buffer]:
-        if param.name in tables:
+        if plain_name(param.name) in tables:
             values[param.name] = new_rows.fill(values[param.name], param.shape[0])
         elif tuple(values[param.name].shape) != tuple(param.shape):
             raise UserError(
@@ -120,7 +124,8 @@ def read_constants(
     layout = CheckpointLayout(spec, reader, stored)
     constants: dict[str, Tensor] = {}
     for conversion in layout.of_constants:
-        constants |= _convert(reader, layout, conversion)
+        made = _convert(reader, layout, conversion)
+        constants |= {layout.canonical[name]: tensor for name, tensor in made.items()}
     return constants
 
 
@@ -164,9 +169,15 @@ class CheckpointLayout:
         self._rows = {param.name: param.shape for params in spec.buffers.values() for param in params}
         self.stored = {n: Stored(dtype, shape, str(reader.file(n))) for n, (dtype, shape) in reader.tensors.items()}
         self.plan = ConversionPlan(model, self.stored)
-        self.canonical = _canonical_names(model)
-        """State-dict name to the name under which the parameter stands in its buffer."""
-        owner = {param.name: block_of(buffer) for buffer, params in spec.buffers.items() for param in params}
+        owner = {
+            param.name: block_of(buffer)
+            for buffer, params in spec.buffers.items()
+            for param in params
+            if not is_adapter(param.name)
+        }
+        named = {plain_name(name): name for name in (*owner, *spec.constants)}
+        self.canonical = {name: named.get(first, first) for name, first in _canonical_names(model).items()}
+        """The model's state-dict name to the name under which the parameter stands in its buffer."""
         self.of_block: dict[str, list[Conversion]] = {block: [] for block in buffers_of_blocks(spec)}
         self.of_constants: list[Conversion] = []
         self.kept = list(self.plan.unused)

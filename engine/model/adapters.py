@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -204,6 +203,8 @@ def inject(model: PreTrainedModel, layers: str, adapter: AdapterConfig) -> None:
     """
     from peft import inject_adapter_in_model
 
+    from penstock.engine.model.peft_layers import make_compilable
+
     targets = find_targets(model, layers, adapter)
     if not targets.modules and not targets.parameters:
         return
@@ -213,16 +214,7 @@ def inject(model: PreTrainedModel, layers: str, adapter: AdapterConfig) -> None:
         inject_adapter_in_model(_peft_config(adapter, targets.modules, targets.parameters), model, NAME)
     for parameter in trained:
         parameter.requires_grad_(True)
-    for name, module in model.named_modules():
-        if name.endswith(f".{MAGNITUDE}.{NAME}"):
-            # peft's way there passes a square matrix as large as the module's input through both.
-            module.get_lora_weight = _product
-
-
-def _product(lora_A: nn.Module, lora_B: nn.Module, adapter_name: str | None = None) -> Tensor:
-    """The sum's own matrix, which DoRA takes the length of rows of; no gradient passes it."""
-    with torch.no_grad():
-        return lora_B.get_parameter("weight") @ lora_A.get_parameter("weight")
+    make_compilable(model)
 
 
 def exported_config(model: PreTrainedModel, layers: str, adapter: AdapterConfig, base: str | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 
 from penstock.engine.config import AdapterConfig, Recipe
 from penstock.engine.model import adapters, skeleton
-from penstock.engine.model.adapters import is_adapter
+from penstock.engine.model.adapters import is_adapter, plain_name
 from penstock.engine.model.freezing import frozen_names, require_some_trained
 from penstock.engine.model.graph_size import find_graph_bytes
 from penstock.engine.model.shrink import shrink
@@ -199,13 +199,15 @@ class Initializer:
         self._sites = skeleton.parameter_sites(self._model, exclude=" ")
 
     def values(self, buffer: str) -> dict[str, Tensor]:
-        """One flat buffer's parameters by name, the same whatever is frozen. UserError naming one that the model does
-        not initialise."""
+        """One flat buffer's parameters by name, the same whatever is frozen; of a model with an adapter the base's.
+
+        Raises UserError naming one that the model does not initialise.
+        """
         block = block_of(buffer)
         digest = hashlib.sha256(f"{self._seed}/{block}".encode()).digest()
         members = [param for name in buffers_of_blocks(self._spec)[block] for param in self._spec.buffers[name]]
-        params = sorted(members, key=lambda param: param.name)
-        places = [self._sites[param.name][0] for param in params]
+        params = sorted((p for p in members if not is_adapter(p.name)), key=lambda param: param.name)
+        places = [self._sites[plain_name(param.name)][0] for param in params]
         on_meta = [module._parameters[key] for module, key in places]
         # Post-order, as transformers does it: a module's own initialiser overrules its children's.
         if block.startswith("layers."):
@@ -222,7 +224,7 @@ class Initializer:
                 for module, key in places:
                     if self._embedding_std is not None and module is self._model.get_input_embeddings():
                         nn.init.normal_(module.get_parameter(key), std=self._embedding_std)
-            values = {p.name: skeleton.site_parameter(self._sites[p.name]).detach() for p in params}
+            values = {p.name: skeleton.site_parameter(self._sites[plain_name(p.name)]).detach() for p in params}
         finally:
             for (module, key), parameter in zip(places, on_meta, strict=True):
                 module._parameters[key] = parameter
@@ -239,7 +241,7 @@ def initial_constants(spec: ModelSpec) -> dict[str, Tensor]:
 
     Raises UserError naming a constant that only a checkpoint can give.
     """
-    model = _build(spec.config)
+    model = _build(spec.config, spec.adapter)
     skeleton.materialise_buffers(model, model.named_modules(), torch.device("cpu"))
     constants = {name: tensor for name, tensor in model.named_buffers() if name in spec.constants}
     for name, tensor in constants.items():
