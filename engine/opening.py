@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.select import attention_report
 from penstock.engine.config import (
+    AdapterConfig,
     Recipe,
     StorageConfig,
     TrainConfig,
@@ -159,6 +160,7 @@ def open_session(
                 )
                 undo.callback(store.close)
                 require_record(store)
+                _require_same_adapter(store, recipe)
                 _require_same_state(store, found.plan)
                 if checkpoint is not None:
                     store.restore(checkpoint)
@@ -344,6 +346,21 @@ def _refuse_unless_exact(spec: ModelSpec, train: TrainConfig, plan: Plan, observ
     observer.on_message(
         f"self-check: gradients equal transformers' own (relative error {result.max_rel_error:.1e})", detail=True
     )
+
+
+def _require_same_adapter(store: NvmeStore, recipe: Recipe) -> None:
+    """UserError unless the adapter section makes the model that the store's generation was trained as."""
+    before = store.meta.get("fields")
+    if not isinstance(before, dict):
+        return
+    usual = AdapterConfig()
+    for name in ("method", "rank", "alpha", "targets"):
+        was, now = before.get(f"adapter.{name}", getattr(usual, name)), getattr(recipe.adapter, name)
+        if was != now:
+            raise UserError(
+                f"adapter.{name}: {now} in the recipe, {was} in the run: the state in {store.root} is of that adapter; "
+                f"restore adapter.{name}, or begin a new run"
+            )
 
 
 def _require_same_state(store: NvmeStore, plan: Plan) -> None:

@@ -135,6 +135,22 @@ def workspace_bytes(spec: ModelSpec, tokens: int, compute_bytes: int, logits_byt
     return worst
 
 
+def adapter_workspace(spec: ModelSpec, compute_bytes: int) -> int:
+    """What peft's layers make beside that which is as large as a matrix of the base, in the block where it is most.
+
+    Dora's is as long as each matrix's rows are measured: the sum, its share and the whole, one matrix at a time. Of
+    experts there is the whole stack with the adapter in it, and gradients of that, until backward has passed it.
+    """
+    worst = 0
+    for block in spec.blocks if spec.adapter is not None else ():
+        params = [param for name in block.buffers for param in spec.buffers[name] if ".base_layer." in param.name]
+        stacks = sum(param.numel for param in params if len(param.shape) == 3)
+        matrix = max((param.numel for param in params if len(param.shape) == 2), default=0)
+        dora = spec.adapter is not None and spec.adapter.method == "dora"
+        worst = max(worst, 3 * stacks + (3 * matrix if dora else 0))
+    return worst * compute_bytes
+
+
 def overhead_bytes(step_tokens: int) -> int:
     """GPU memory that a run of `step_tokens` tokens a step takes beside its slots and the temporaries of its ops.
 

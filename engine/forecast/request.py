@@ -12,6 +12,7 @@ from penstock.engine.forecast.problem import (
     DTYPE_BYTES,
     HOLES_BYTES,
     LOGITS_BYTES,
+    adapter_workspace,
     attention_workspace,
     block_shapes,
     kept_generations,
@@ -63,6 +64,7 @@ class PlanRequest:
         optimizer, compute_bytes = find_optimizer(train), DTYPE_BYTES[train.compute_dtype]
         tokens = data.sequence_length if spec.recurrent else chunk_tokens
         temporaries = workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[self.device_type])
+        temporaries += adapter_workspace(spec, compute_bytes)
         if self.device_type == "cuda":
             stream_tokens = train.micro_batch_size * data.sequence_length
             temporaries += attention_workspace(spec, tokens, stream_tokens, deterministic=train.deterministic)

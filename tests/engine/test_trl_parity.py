@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import adapted
 import pytest
 import tiny
 import torch
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from penstock.engine.config import DataConfig, ModelConfig
+from penstock.engine.config import AdapterConfig, DataConfig, ModelConfig
 from penstock.engine.export import export
 from penstock.engine.hf.config import make_config
 
@@ -74,6 +76,11 @@ def model_folder(folder: Path, model_type: str) -> Path:
     return folder
 
 
+def adapter_of(model: Path) -> Path:
+    """Where the adapter is that a case with one goes on from."""
+    return model.with_name("adapter")
+
+
 @dataclass(frozen=True)
 class Case:
     """What both are asked for."""
@@ -83,6 +90,13 @@ class Case:
     trained: Literal["assistant", "all"] = "assistant"
     packing: Literal["none", "best_fit"] = "none"
     """Packed, a step is all conversations: both choose rows by best fit, but in another order."""
+    adapter: Literal["lora", "dora", "rslora"] | None = None
+    """Both go on from one adapter that plain peft wrote, none of whose values is zero."""
+
+    @property
+    def train(self) -> dict[str, Any]:
+        """SFTTrainer's weight decay is of dora's magnitudes as well, which are no matrices."""
+        return TRAIN | ({"weight_decay": 0.0} if self.adapter == "dora" else {})
 
     @property
     def rows(self) -> int:
@@ -134,14 +148,14 @@ def theirs(
         max_steps=STEPS,
         per_device_train_batch_size=case.rows,
         gradient_accumulation_steps=MICRO_BATCHES,
-        learning_rate=TRAIN["lr"],
+        learning_rate=case.train["lr"],
         lr_scheduler_type=case.schedule,
         warmup_steps=0,
         optim="adamw_torch",
         adam_beta1=TRAIN["beta1"],
         adam_beta2=TRAIN["beta2"],
         adam_epsilon=TRAIN["eps"],
-        weight_decay=TRAIN["weight_decay"],
+        weight_decay=case.train["weight_decay"],
         max_grad_norm=TRAIN["clip_norm"],
         assistant_only_loss=case.trained == "assistant",
         packing=case.packing == "best_fit",
@@ -155,8 +169,9 @@ def theirs(
         disable_tqdm=True,
         logging_strategy="no",
     )
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     trainer = Recorded(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager"),
+        model=base if case.adapter is None else PeftModel.from_pretrained(base, adapter_of(model), is_trainable=True),
         args=config,
         train_dataset=Dataset.from_list(rows),
         processing_class=PreTrainedTokenizerFast.from_pretrained(model),
@@ -164,7 +179,8 @@ def theirs(
     trainer.train()
     # A micro-batch's loss is its share of the mean over all targets of the step.
     steps = [sum(losses[i : i + MICRO_BATCHES]) for i in range(0, len(losses), MICRO_BATCHES)]
-    return steps, rates[::MICRO_BATCHES], {n: p.detach() for n, p in trainer.model.named_parameters()}
+    weights = get_peft_model_state_dict(trainer.model) if case.adapter else dict(trainer.model.named_parameters())
+    return steps, rates[::MICRO_BATCHES], {name: tensor.detach() for name, tensor in weights.items()}
 
 
 def ours(model: Path, file: Path, folder: Path, case: Case) -> tuple[list[float], list[float], dict[str, Tensor]]:
@@ -176,6 +192,9 @@ def ours(model: Path, file: Path, folder: Path, case: Case) -> tuple[list[float]
     observer = tiny.Silent(stop_after=STEPS)
     sections: dict[str, Any] = {
         "model": ModelConfig(path=str(model)),
+        "adapter": AdapterConfig()
+        if case.adapter is None
+        else adapted.section(case.adapter, start=str(adapter_of(model))),
         "data": DataConfig(
             source="messages",
             path=str(file),
@@ -192,24 +211,34 @@ def ours(model: Path, file: Path, folder: Path, case: Case) -> tuple[list[float]
             global_batch_size=case.rows * MICRO_BATCHES,
             micro_batch_size=case.rows,
             chunk_tokens=100,
-            **TRAIN,
+            **case.train,
         ),
     }
     tiny.train_run(folder / "run", observer, **sections)
     export(folder / "run", tiny.recipe(**sections), out_dir=folder / "out")
-    weights = load_file(folder / "out" / "model.safetensors")
+    name = "model" if case.adapter is None else "adapter_model"
+    weights = load_file(folder / "out" / f"{name}.safetensors")
     return [m.loss for m in observer.metrics], [m.lr for m in observer.metrics], weights
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "case",
-    [Case("qwen3", "linear"), Case("llama", "cosine", trained="all"), Case("llama", "linear", packing="best_fit")],
-    ids=lambda case: f"{case.model_type}-{case.trained}-{case.packing}",
+    [
+        Case("qwen3", "linear"),
+        Case("llama", "cosine", trained="all"),
+        Case("llama", "linear", packing="best_fit"),
+        *(Case(model_type, "linear", adapter=method) for model_type in SHAPES for method in adapted.METHODS),
+    ],
+    ids=lambda case: f"{case.model_type}-{case.adapter or case.trained}-{case.packing}",
 )
 def test_twenty_steps_equal_those_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model, file = model_folder(tmp_path / "model", case.model_type), tmp_path / "rows.jsonl"
+    if case.adapter is not None:
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        settings = adapted.peft_config(adapted.section(case.adapter), "all-linear")
+        adapted.adapted(base, settings).save_pretrained(adapter_of(model))
     rows = conversations(file, case.conversations)
     expected_losses, expected_rates, expected = theirs(model, rows, tmp_path / "trl", case)
     losses, rates, weights = ours(model, file, tmp_path, case)

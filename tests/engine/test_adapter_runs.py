@@ -1,0 +1,206 @@
+"""Runs that train an adapter: exports as peft reads them, adapters to go on from, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import adapted
+import pytest
+import tiny
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from penstock.engine.config import AdapterConfig, ModelConfig
+from penstock.engine.export import export
+from penstock.storage.errors import UserError
+
+STEPS = 3
+IDS = torch.arange(40)[None] % 97
+
+
+def model_folder(folder: Path, model_type: str, dtype: torch.dtype = torch.float32) -> Path:
+    adapted.base(adapted.config(model_type)).to(dtype).save_pretrained(folder)
+    return folder
+
+
+def sections(model: Path, adapter: AdapterConfig, **changes: Any) -> dict[str, Any]:
+    train = {"steps": STEPS, "lr": 2e-2, "warmup_steps": 0} | changes
+    return {"model": ModelConfig(path=str(model)), "adapter": adapter, "train": tiny.training(**train)}
+
+
+def loaded(model: Path, adapter: Path | None = None) -> Any:
+    base = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager").eval()
+    return base if adapter is None else PeftModel.from_pretrained(base, adapter).eval()
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits.float()
+
+
+CASES = [
+    ("llama", "lora", ["all-linear", "embed_tokens", "lm_head"]),
+    ("qwen3", "dora", ["q_proj", "down_proj"]),
+    ("gemma3_text", "rslora", ["model.layers.1.*"]),
+    ("qwen3_moe", "lora", ["all-linear", "gate", "gate_up_proj"]),
+]
+
+
+@pytest.mark.parametrize(("model_type", "method", "targets"), CASES, ids=[case[0] for case in CASES])
+def test_exports_are_what_peft_makes_of_them(tmp_path: Path, model_type: str, method: str, targets: list[str]) -> None:
+    model = model_folder(tmp_path / "model", model_type)
+    run = sections(model, adapted.section(method, targets=targets))
+    observer = tiny.Silent()
+    tiny.train_run(tmp_path / "run", observer, **run)
+    assert observer.metrics[-1].loss < observer.metrics[0].loss
+
+    done = export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "adapter")
+    assert done.num_trained < done.num_params
+    export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "merged", merged=True)
+    theirs = loaded(model, tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        model
+    )
+    with_adapter = logits(theirs)
+    assert (with_adapter - logits(loaded(model))).abs().max() > 1e-2, "nothing was learnt"
+    assert torch.allclose(logits(loaded(tmp_path / "merged")), with_adapter, atol=1e-4)
+
+    merged = dict(theirs.merge_and_unload().named_parameters())
+    ours = dict(loaded(tmp_path / "merged").named_parameters())
+    assert ours.keys() == merged.keys()
+    for name, parameter in ours.items():
+        assert torch.equal(parameter, merged[name]), name
+    names = {file.name for file in model.iterdir()} | {"model.safetensors"}
+    assert {file.name for file in (tmp_path / "merged").iterdir()} == names
+    assert load_file(tmp_path / "merged" / "model.safetensors").keys() == load_file(model / "model.safetensors").keys()
+
+
+def test_a_merge_keeps_the_bases_dtype(tmp_path: Path) -> None:
+    """A base in bfloat16 trained in float32: merged in bfloat16, as peft does it with the base as it is loaded."""
+    model = model_folder(tmp_path / "model", "llama", torch.bfloat16)
+    run = sections(model, adapted.section("dora"))
+    tiny.train_run(tmp_path / "run", tiny.Silent(), **run)
+    export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "adapter")
+    export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "merged", merged=True)
+    expected = PeftModel.from_pretrained(loaded(model), tmp_path / "adapter").merge_and_unload()
+    assert expected.dtype == torch.bfloat16
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(found[name], parameter), name
+
+
+def test_a_run_goes_on_from_an_adapter(tmp_path: Path) -> None:
+    """The first loss is that of the model with the adapter; a checkpoint's export is of its step."""
+    model = model_folder(tmp_path / "model", "llama")
+    first = sections(model, adapted.section("dora"))
+    tiny.train_run(tmp_path / "first", tiny.Silent(), **first)
+    export(tmp_path / "first", tiny.recipe(**first), out_dir=tmp_path / "adapter")
+    second = sections(model, adapted.section("dora", start=str(tmp_path / "adapter")))
+    observer = tiny.Silent(asks={1: "early"})
+    tiny.train_run(tmp_path / "second", observer, storage=tiny.storage(checkpoint_every=1), **second)
+    fresh = tiny.Silent()
+    tiny.train_run(tmp_path / "fresh", fresh, **first)
+    assert observer.metrics[0].loss < fresh.metrics[0].loss - 0.01
+    recipe = tiny.recipe(**second)
+    assert export(tmp_path / "second", recipe, out_dir=tmp_path / "early", checkpoint="early").step == 1
+    early, late = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("early", "adapter"))
+    assert early.keys() == late.keys()
+    assert not all(torch.equal(early[name], late[name]) for name in early)
+
+
+def _other_base(folder: Path) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({name: tensor.repeat(1, 2) for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def _changed(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+
+    return change
+
+
+def _without_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def _cut(folder: Path) -> None:
+    content = (folder / "adapter_model.safetensors").read_bytes()
+    (folder / "adapter_model.safetensors").write_bytes(content[:-9])
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "no adapter_config.json is there"),
+    "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors"),
+    "no JSON": (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json: not readable"),
+    "no LoRA": (_changed(peft_type="IA3"), "an adapter of type IA3; only LoRA is known"),
+    "patterns": (_changed(rank_pattern={"q_proj": 2}), "rank_pattern is set"),
+    "rank": (_changed(r=8), "adapter.rank: 4 in the recipe, 8 in "),
+    "alpha": (_changed(lora_alpha=7), "adapter.alpha: 6.0 in the recipe, 7.0 in "),
+    "method": (_changed(use_dora=True), "adapter.method: lora in the recipe, dora in "),
+    "shapes": (_other_base, "the adapter belongs to another base"),
+    "targets": (_without_a_tensor, "has nothing for 'model.layers.0.self_attn.k_proj', which the recipe adapts"),
+    "cut": (_cut, "truncated"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model and an adapter of it by plain peft."""
+    folder = tmp_path_factory.mktemp("start")
+    model = model_folder(folder / "model", "llama")
+    settings = adapted.peft_config(adapted.section("lora"), ["k_proj", "q_proj"])
+    adapted.adapted(loaded(model), settings).save_pretrained(folder / "adapter")
+    return model, folder / "adapter"
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_folders_that_no_run_goes_on_from(tmp_path: Path, folders: tuple[Path, Path], broken: str) -> None:
+    model, whole = folders
+    shutil.copytree(whole, tmp_path / "adapter")
+    change, message = BROKEN[broken]
+    change(tmp_path / "adapter")
+    adapter = adapted.section("lora", targets=["q_proj", "k_proj"], start=str(tmp_path / "adapter"))
+    with pytest.raises(UserError) as refusal:
+        tiny.train_run(tmp_path / "run", tiny.Silent(), **sections(model, adapter))
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert not (tmp_path / "run" / "state").exists()
+
+
+def test_another_adapter_is_no_resumption(tmp_path: Path, folders: tuple[Path, Path]) -> None:
+    model, _ = folders
+    run = sections(model, adapted.section("lora", targets=["q_proj"]))
+    tiny.train_run(tmp_path / "run", tiny.Silent(stop_after=1), **run)
+    for changes, message in (
+        ({"alpha": 8.0}, "adapter.alpha: 8.0 in the recipe, 6.0 in the run"),
+        ({"rank": 2}, "adap"),
+    ):
+        other = run | {"adapter": adapted.section("lora", targets=["q_proj"], **changes)}
+        with pytest.raises(UserError, match=message):
+            tiny.train_run(tmp_path / "run", tiny.Silent(), resume=True, **other)
+    observer = tiny.Silent()
+    tiny.train_run(tmp_path / "run", observer, resume=True, **run)
+    assert [m.step for m in observer.metrics] == [2, 3]
+
+
+def test_an_adapter_beside_random_weights_is_exported_merged(tmp_path: Path) -> None:
+    run = {"adapter": adapted.section("lora"), "train": tiny.training(steps=1)}
+    tiny.train_run(tmp_path / "run", tiny.Silent(), **run)
+    with pytest.raises(UserError, match="random weights that only this run has; export it merged"):
+        export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+    export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "merged", merged=True)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
