@@ -373,7 +373,7 @@ def export(
 
     Of a running run a checkpoint is made first, at its next step, and stays.
     """
-    from penstock.app.model_card import adapter_base, other_programs
+    from penstock.app.model_card import adapter_config, other_programs
 
     path = find_run(run)
     made, said = api.export_named(path, out_dir, checkpoint, dtype, max_shard_size, push, merged)
@@ -382,7 +382,7 @@ def export(
             printable(f"checkpoint {made} stays; once the run is over: ")
             + shell("penstock", "checkpoint", path, made, "--delete")
         )
-    for line in [*said, *other_programs(out_dir, adapter_base(out_dir))]:
+    for line in [*said, *other_programs(out_dir, adapter_config(out_dir))]:
         typer.echo(printable(line))
 
 

@@ -64,7 +64,7 @@ def card_text(folder: Path, run_path: Path, recipe: Recipe, exported: Exported) 
         f'tokenizer = AutoTokenizer.from_pretrained("{folder.name}")',
         "```",
         "",
-        *(f"{line}  " for line in other_programs(folder.name, adapter_base(folder))),
+        *(f"{line}  " for line in other_programs(folder.name, adapter_config(folder))),
         "",
         "## Made by",
         "",
@@ -112,21 +112,23 @@ def _loading(folder: str, recipe: Recipe, exported: Exported) -> list[str]:
     ]
 
 
-def adapter_base(folder: Path) -> str | None:
-    """What an exported folder calls the model that its adapter belongs to; None for the folder of a whole model."""
+def adapter_config(folder: Path) -> dict[str, Any] | None:
+    """What an exported adapter's folder says of it; None for the folder of a whole model."""
     file = folder / "adapter_config.json"
-    if not file.is_file():
-        return None
-    return str(parse_object(file.read_bytes()).get("base_model_name_or_path"))
+    return parse_object(file.read_bytes()) if file.is_file() else None
 
 
-def other_programs(folder: Path | str, base: str | None = None) -> list[str]:
-    """How an exported folder comes to other programs, a line each; `base`: the model that an adapter's belongs to."""
-    if base is not None:
-        name = Path(folder).name
+def other_programs(folder: Path | str, adapter: dict[str, Any] | None = None) -> list[str]:
+    """How an exported folder comes to other programs, a line each; `adapter`: what `adapter_config` says of it."""
+    if adapter is not None:
+        if adapter["use_dora"]:
+            return ["for vLLM, llama.cpp and Ollama, which know no DoRA: export it with --merged"]
+        base = str(adapter["base_model_name_or_path"])
+        option = "--base" if Path(base).is_dir() else "--base-model-id"
+        lora = shell("vllm", "serve", base, "--enable-lora", "--lora-modules", f"{Path(folder).name}={folder}")
         return [
-            f"for vLLM: {shell('vllm', 'serve', base, '--enable-lora', '--lora-modules', f'{name}={folder}')}",
-            f"for llama.cpp, if it has this architecture: {shell('python', 'convert_lora_to_gguf.py', folder)}",
+            f"for vLLM: {lora} --max-lora-rank {adapter['r']}",
+            f"for llama.cpp: {shell('python', 'convert_lora_to_gguf.py', folder, option, base)}",
         ]
     gguf = shell("python", "convert_hf_to_gguf.py", folder, "--outtype", "bf16")
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,15 @@ from penstock.app.cli import main
 from penstock.app.hub_push import require_push
 from penstock.app.recipe import from_dict
 from penstock.app.rundir import read_recipe
-from penstock.engine.config import AfterConfig, BudgetConfig, DataConfig, ModelConfig, Recipe, TrainConfig
+from penstock.engine.config import (
+    AdapterConfig,
+    AfterConfig,
+    BudgetConfig,
+    DataConfig,
+    ModelConfig,
+    Recipe,
+    TrainConfig,
+)
 from penstock.storage.errors import UserError
 
 
@@ -147,3 +156,45 @@ def test_a_push_that_fails_is_one_line_and_leaves_the_folder(
 def test_a_recipe_pushes_only_an_export() -> None:
     with pytest.raises(UserError, match=r"after\.push: .* set after\.export=true"):
         AfterConfig(push="me/tuned")
+
+
+@pytest.fixture(scope="module")
+def adapter_run(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with an adapter, which is exported and asked to go on with a prompt at the end."""
+    recipe = read_recipe(run)
+    recipe = replace(
+        recipe,
+        adapter=AdapterConfig(method="lora", rank=2, targets=["q_proj"]),
+        after=AfterConfig(export=True, sample_prompt="some text", sample_tokens=3),
+    )
+    return penstock.train(recipe, run_dir=tmp_path_factory.mktemp("adapter") / "run")
+
+
+def test_an_adapter_is_exported_as_its_folder_or_merged(
+    adapter_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = adapter_run / "export"
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == "small/llama"
+    assert (out / "tokenizer.json").exists()
+    card = (out / "README.md").read_text()
+    front = card.split("---\n")[1]
+    assert "library_name: peft" in front
+    assert "base_model: small/llama" in front
+    assert "base_model_relation: adapter" in front
+    assert "A lora adapter of " in card
+    assert 'PeftModel.from_pretrained(base, "export")' in card
+    assert main(["export", str(adapter_run), str(tmp_path / "merged"), "--merged", "--dtype", "fp32"]) == 0
+    assert "convert_hf_to_gguf.py" in capsys.readouterr().out
+    assert {t.dtype for t in load_file(tmp_path / "merged" / "model.safetensors").values()} == {torch.float32}
+    assert "with a lora adapter merged in" in (tmp_path / "merged" / "README.md").read_text()
+    assert main(["export", str(adapter_run), str(tmp_path / "adapter"), "--dtype", "bf16"]) == 0
+    assert "vllm serve small/llama --enable-lora" in capsys.readouterr().out
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+
+
+def test_a_run_without_an_adapter_has_nothing_to_merge(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "this run trains no adapter" in refusal(capsys, "export", str(run), str(tmp_path / "out"), "--merged")
+    assert not (tmp_path / "out").exists()
