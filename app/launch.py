@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from penstock.app import control
+from penstock.app import control, samples_view
 from penstock.app.callbacks import CallbackError, Callbacks
 from penstock.app.checkpoints import CheckpointRequests, committed_step, export_folder
 from penstock.app.early_end import nothing_left
@@ -113,8 +113,11 @@ class _RunObserver:
         self._callbacks.validation(metrics)
 
     def on_sample(self, metrics: SampleMetrics) -> None:
+        self._log.samples(metrics)
         for sample in metrics.samples:
-            self._log.message(f"step {metrics.step}: {sample.prompt!r} -> {sample.text!r}")
+            self._log.message(samples_view.sample_text(metrics.step, sample))
+        for line in samples_view.console_lines(metrics):
+            self._display.message(line)
         self._callbacks.sample(metrics)
 
     def on_message(self, text: str, *, detail: bool = False) -> None:
@@ -363,6 +366,7 @@ def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[floa
         if (step_s := number(line.get("step_s"))) is not None:
             steps_s.append(step_s)
     validation, maps, damaged = _validation(path)
+    samples, damaged_samples = samples_view.first_and_last(path)
     summary = {
         "steps": result.steps if last_step is None else last_step,
         "tokens": tokens,
@@ -370,6 +374,7 @@ def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[floa
         "last_loss": losses[-1] if losses else None,
         "validation_loss": validation,
         **({"recall": [found._asdict() for found in maps]} if maps else {}),
+        **({} if samples is None else {"samples": samples}),
         **mean.fields(),
         "step_s_median": statistics.median(steps_s) if steps_s else None,
         "tiers": result.tiers,
@@ -378,7 +383,8 @@ def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[floa
         "gpu_memory": result.gpu_memory,
         "ended_early": None if result.early_end is None else result.early_end._asdict(),
     }
-    return summary, losses[-_LAST_STEPS:], [warning for warning in (log.warning(), damaged) if warning is not None]
+    warnings = (log.warning(), damaged, damaged_samples)
+    return summary, losses[-_LAST_STEPS:], [warning for warning in warnings if warning is not None]
 
 
 def _validation(path: Path) -> tuple[dict[str, Any] | None, list[RecallMap], str | None]:

@@ -31,8 +31,9 @@ from penstock.app.run_files import (
     whole_lines,
 )
 from penstock.app.rundir import State, spans_text
+from penstock.app.samples_view import samples_line
 from penstock.app.speed import MeanSpeed
-from penstock.engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics
+from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, StepMetrics, ValidationMetrics
 from penstock.storage.disk import disk_error, prepare_file, publish
 from penstock.storage.temperature import disk_temperature
 from penstock.storage.untrusted import open_regular, printable
@@ -68,7 +69,8 @@ class _Step(NamedTuple):
     """Fields of its line: the run's mean speed up to it."""
 
 
-_Item = _Step | ValidationMetrics | list[Span] | _Message
+_Line = _Step | ValidationMetrics | SampleMetrics
+_Item = _Line | list[Span] | _Message
 
 
 class RunLog:
@@ -144,6 +146,9 @@ class RunLog:
         return self._mean
 
     def validation(self, metrics: ValidationMetrics) -> None:
+        self._queue.put(metrics)
+
+    def samples(self, metrics: SampleMetrics) -> None:
         self._queue.put(metrics)
 
     def progress(self, progress: Progress) -> None:
@@ -235,15 +240,13 @@ class RunLog:
 
     def _write(self, item: _Item) -> None:
         file: TextIO | None
-        if isinstance(item, _Step | ValidationMetrics):
-            name, told = ("metrics.jsonl", item.metrics) if isinstance(item, _Step) else ("validation.jsonl", item)
+        if isinstance(item, _Line):
             if not self._dropped:
                 self._dropped = True
-                # A validation is of the step before the one that this process begins with.
-                self._drop_steps("metrics.jsonl", told.step + (name == "validation.jsonl"))
-                self._drop_steps("validation.jsonl", told.step)
+                self._drop_done_again(item)
+            name, line = _line_of(item)
             file = self._file(name)
-            file.write(json_text(_finite(dataclasses.asdict(told) | (item.mean if isinstance(item, _Step) else {}))))
+            file.write(json_text(_finite(line)))
         elif isinstance(item, _Message):
             file = self._file("log.jsonl", cut=True)
             file.write(json_text(item._asdict()))
@@ -263,6 +266,16 @@ class RunLog:
             cut_torn_line(path)
         file = self._files[name] = os.fdopen(open_append(path), "a")
         return file
+
+    def _drop_done_again(self, first: _Line) -> None:
+        """Drop what this process writes again, whose first line is to be `first`.
+
+        Validation and samples are of the step before the one that it begins with, and in this order.
+        """
+        step = first.metrics.step if isinstance(first, _Step) else first.step
+        self._drop_steps("metrics.jsonl", step + (not isinstance(first, _Step)))
+        self._drop_steps("validation.jsonl", step + isinstance(first, SampleMetrics))
+        self._drop_steps("samples.jsonl", step)
 
     def _drop_steps(self, name: str, first_step: int) -> None:
         warning = drop_steps(self._path / name, first_step)
@@ -300,6 +313,15 @@ class RunLog:
         if not done:
             line |= {"detail": item.detail, "fraction": item.fraction}
         return line
+
+
+def _line_of(item: _Line) -> tuple[str, dict[str, Any]]:
+    """The file that it goes to, and its line there."""
+    if isinstance(item, _Step):
+        return "metrics.jsonl", dataclasses.asdict(item.metrics) | item.mean
+    if isinstance(item, SampleMetrics):
+        return "samples.jsonl", samples_line(item)
+    return "validation.jsonl", dataclasses.asdict(item)
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

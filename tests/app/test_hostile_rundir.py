@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 from bad_run_files import OBSTACLES
 from cli_process import Cli, json_lines, wait_until
-from test_run_log import metrics, told, validation
+from test_run_log import metrics, samples, told, validation
 
 import penstock.app.rundir
 from penstock.app import control
@@ -39,7 +39,7 @@ from penstock.engine.config import Recipe
 from penstock.engine.events import Span
 from penstock.storage.errors import UserError
 
-LINES = ("metrics.jsonl", "validation.jsonl", "spans.jsonl", "log.jsonl")
+LINES = ("metrics.jsonl", "validation.jsonl", "samples.jsonl", "spans.jsonl", "log.jsonl")
 WRITTEN = (*LINES, "status.json.tmp")
 
 
@@ -74,6 +74,7 @@ def test_a_run_writes_to_files_of_its_own_only(run: Path, target: Path, name: st
                 log.message("a word")
                 log.step(metrics(step))
                 log.validation(validation(step, 1.0))
+                log.samples(samples(step, "text"))
             log.drain()
             log.check()
         finally:

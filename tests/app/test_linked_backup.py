@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_run_log import metrics, span, told, validation
+from test_run_log import metrics, samples, span, told, validation
 
 from penstock.app.checkpoints import make_checkpoint, scrub_run
 from penstock.app.run_log import RunLog
@@ -22,7 +22,7 @@ from penstock.storage.manifest import ArraySpec
 from penstock.storage.nvme import NvmeStore
 
 SPEC = ArraySpec("embed", "master", 1000, "float32", 2048)
-GROWING = ("log.jsonl", "metrics.jsonl", "spans.jsonl", "validation.jsonl")
+GROWING = ("log.jsonl", "metrics.jsonl", "samples.jsonl", "spans.jsonl", "validation.jsonl")
 
 
 @pytest.fixture
@@ -50,6 +50,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def write(log: RunLog, step: int) -> None:
     log.step(metrics(step))
     log.validation(validation(step, 1.0))
+    log.samples(samples(step, "text"))
     log.progress(told(span(step, 1.0, 2.0, step)))
     log.message(f"step {step}")
 

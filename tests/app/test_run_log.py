@@ -12,7 +12,16 @@ from cli_process import json_lines, wait_until
 import penstock.app.run_log
 from penstock.app.run_files import JsonLines
 from penstock.app.run_log import RunLog, continue_spans
-from penstock.engine.events import Preparing, Progress, Span, StepMetrics, UnderWay, ValidationMetrics
+from penstock.engine.events import (
+    Preparing,
+    Progress,
+    Sample,
+    SampleMetrics,
+    Span,
+    StepMetrics,
+    UnderWay,
+    ValidationMetrics,
+)
 
 FIELDS: dict[str, Any] = {
     "grad_norm": 0.5,
@@ -208,6 +217,43 @@ def test_a_resumed_run_replaces_steps_done_again_and_goes_on_in_time(tmp_path: P
 
 def validation(step: int, loss: float) -> ValidationMetrics:
     return ValidationMetrics(step=step, loss=loss, tokens=11, seconds=0.5, time=1234.5)
+
+
+def samples(step: int, text: str) -> SampleMetrics:
+    return SampleMetrics(
+        step=step, samples=[Sample(prompt="a", text=text, tokens=3, ended=False)], seconds=0.5, time=1234.5
+    )
+
+
+@pytest.mark.parametrize("resumed_at", [1, 2])
+def test_samples_have_a_file_of_their_own_that_a_resumed_run_replaces(tmp_path: Path, resumed_at: int) -> None:
+    """It begins with those of its step where they are due, behind the validation of that step."""
+    log = RunLog(tmp_path, total_steps=9)
+    for step in (1, 2, 3, 4):
+        log.step(metrics(step, loss=10.0))
+        log.validation(validation(step, 10.0))
+        if step % 2 == 0:
+            log.samples(samples(step, f"first {step}"))
+    log.close("failed")
+    log = RunLog(tmp_path, total_steps=9, step=resumed_at)
+    if resumed_at == 2:
+        log.samples(samples(2, "again 2"))
+    log.step(metrics(resumed_at + 1, loss=20.0))
+    log.close("failed")
+    found = [(line["step"], line["samples"][0]["text"]) for line in json_lines(tmp_path / "samples.jsonl")]
+    assert found == ([(2, "again 2")] if resumed_at == 2 else [])
+    assert [line["step"] for line in json_lines(tmp_path / "validation.jsonl")] == list(range(1, resumed_at + 1))
+    assert [line["step"] for line in json_lines(tmp_path / "metrics.jsonl")] == list(range(1, resumed_at + 2))
+
+
+def test_a_line_of_samples_is_never_too_long_to_be_read(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, total_steps=9)
+    long = [Sample(prompt="\n" * 10**6, text="Ж" * 10**6, tokens=10**6, ended=False) for _ in range(5)]
+    log.samples(SampleMetrics(step=1, samples=long, seconds=0.5, time=1234.5))
+    log.close("finished")
+    (line,) = JsonLines(tmp_path / "samples.jsonl")
+    assert [sample["text"][:3] for sample in line["samples"]] == ["ЖЖЖ"] * 5
+    assert line["samples"][0]["text"].endswith("...")
 
 
 @pytest.mark.parametrize(("resumed_at", "again"), [(2, True), (2, False), (1, False)])
