@@ -20,6 +20,7 @@ import penstock
 from penstock.app import api, control, finetune_commands
 from penstock.app.bench.commands import bench_cli
 from penstock.app.checkpoints import delete_checkpoint_of, make_checkpoint, scrub_run
+from penstock.app.evaluation import command as eval_command
 from penstock.app.hub_names import stay_offline
 from penstock.app.loading import loading
 from penstock.app.options import JsonOption, RecipeArgument, SetOption, complete_recipes
@@ -86,6 +87,9 @@ def penstock_command(
 
 
 cli.command(epilog="Example: penstock finetune ~/models/Qwen3-8B talks.jsonl --epochs 2")(finetune_commands.finetune)
+cli.command("eval", epilog="Example: penstock eval ~/models/Qwen3-8B --tasks needles --lengths 8k,32k")(
+    eval_command.evaluate
+)
 cli.command(epilog="Example: penstock data ~/models/Qwen3-8B talks.jsonl --show 5")(finetune_commands.data)
 
 

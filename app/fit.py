@@ -94,7 +94,7 @@ def ask(
 
     if tokens is not None and data is not None:
         raise UserError("--tokens and --data: both say how many tokens there are; give one of them")
-    lengths = CONTEXTS if contexts is None else tuple(sorted({_context(text) for text in contexts.split(",")}))
+    lengths = CONTEXTS if contexts is None else context_sizes(contexts, "--contexts")
     number = TOKENS if tokens is None else parse_count(tokens, "--tokens", _DECIMAL, MOST_STEPS)
     source = ""
     if data is not None:
@@ -110,11 +110,12 @@ def ask(
     )
 
 
-def _context(text: str) -> int:
-    found = parse_count(text, "--contexts", _BINARY, MOST_TOKENS)
-    if found < 2:
-        raise UserError(f"--contexts {text}: a context has at least 2 tokens")
-    return found
+def context_sizes(text: str, option: str) -> tuple[int, ...]:
+    """Contexts such as 8k,64k, ascending, each of at least 2 tokens. Raises UserError naming the option."""
+    found = {parse_count(one, option, _BINARY, MOST_TOKENS): one for one in text.split(",")}
+    if (least := min(found)) < 2:
+        raise UserError(f"{option} {found[least]}: a context has at least 2 tokens")
+    return tuple(sorted(found))
 
 
 def parse_count(text: str, option: str, suffixes: dict[str, int], most: int) -> int:

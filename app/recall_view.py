@@ -23,6 +23,8 @@ class RecallMap(NamedTuple):
     right: tuple[tuple[int, ...], ...]
     """[length][depth]"""
     asked: tuple[tuple[int, ...], ...]
+    title: str | None = None
+    """What stands above it; None: the step."""
 
     @property
     def share(self) -> float:
@@ -57,20 +59,25 @@ def _counts(values: Any) -> TypeGuard[list[int]]:
 
 def map_width(found: RecallMap) -> int:
     """Cells that `map_rows` needs."""
-    return max(_TITLE, _LABEL + _CELL * found.depths)
+    return max(_TITLE, _label(found) + _CELL * found.depths)
+
+
+def _label(found: RecallMap) -> int:
+    return max(_LABEL, *(len(f"{length:,}") + 1 for length in found.lengths))
 
 
 def map_rows(found: RecallMap, glyphs: Glyphs) -> list[Row]:
     """A title, the depths, and a row of percents for each length; the block before a number rises with it."""
-    when = "before training" if found.step == 0 else f"after step {found.step:,}"
+    when = found.title or ("before training" if found.step == 0 else f"after step {found.step:,}")
+    label = _label(found)
     bands = (f"{100 * depth // found.depths}%".rjust(_CELL) for depth in range(found.depths))
     rows: list[Row] = [
         [(f"{found.share:.0%} right ", "title"), (when, "dim")],
-        [("tokens".rjust(_LABEL - 1), "dim"), (" " + "".join(bands), "dim")],
+        [("tokens".rjust(label - 1), "dim"), (" " + "".join(bands), "dim")],
     ]
     for length, right, asked in zip(found.lengths, found.right, found.asked, strict=True):
         cells = (_cell(*pair, glyphs) for pair in zip(right, asked, strict=True))
-        rows.append([(f"{length:,}".rjust(_LABEL - 1) + " ", "text"), *cells])
+        rows.append([(f"{length:,}".rjust(label - 1) + " ", "text"), *cells])
     return [exactly(row, map_width(found)) for row in rows]
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.app.api import export, finetune, plan, resume, train
     from penstock.app.callbacks import StopTraining
+    from penstock.app.evaluation.public import evaluate
     from penstock.app.reader import Run
     from penstock.app.recipe import load_recipe
     from penstock.app.script import run_recipe
@@ -63,6 +64,7 @@ __all__ = [
     "UserError",
     "ValidationMetrics",
     "__version__",
+    "evaluate",
     "export",
     "finetune",
     "llama3",
@@ -78,6 +80,7 @@ __all__ = [
 _HOMES = {
     "app.api": ("export", "finetune", "plan", "resume", "train"),
     "app.callbacks": ("StopTraining",),
+    "app.evaluation.public": ("evaluate",),
     "app.reader": ("Run",),
     "app.steps": ("steps",),
     "app.script": ("run_recipe",),

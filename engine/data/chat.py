@@ -128,11 +128,12 @@ class ChatTemplate:
         spans = [Span(start, stop, weights[turn]) for turn, start, stop in found]
         return Rendered(view.text, spans, weights[counted[-1]] if ends and counted[-1] == turns[-1] else 0.0)
 
-    def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The conversation so far, up to where the assistant is to write. Raises UserError where it is refused."""
+    def prompt(self, messages: Sequence[dict[str, Any]], *, goes_on: bool = False) -> str:
+        """The conversation so far, up to where the assistant is to write; `goes_on`: its turn has begun, by the last
+        message. Raises UserError where it is refused."""
         try:
             view = _View(self.texts["default"], list(messages), Conversation("chat", list(messages)), self._special)
-            return view.prompt()
+            return view.prompt(goes_on)
         except RowError as error:
             raise UserError(str(error)) from error
 
@@ -173,8 +174,9 @@ class _View:
         self.text, spans = self._render(len(messages))
         self.generated = spans if self._has_markers else None
 
-    def _render(self, count: int, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        """The first `count` messages, with the generation `prompt` behind them or without."""
+    def _render(self, count: int, prompt: bool = False, goes_on: bool = False) -> tuple[str, list[tuple[int, int]]]:
+        """The first `count` messages, with the generation `prompt` behind them or without; `goes_on`: up to the end of
+        the last one's text."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -185,6 +187,7 @@ class _View:
                 chat_template=self._template,
                 return_assistant_tokens_mask=self._has_markers,
                 add_generation_prompt=prompt,
+                continue_final_message=goes_on,
                 **self._special,
             )
         except Exception as error:  # a template raises what it likes
@@ -194,9 +197,9 @@ class _View:
             ) from error
         return texts[0], spans[0] if self._has_markers else []
 
-    def prompt(self) -> str:
-        """All messages, with the generation prompt behind them."""
-        return self._render(len(self._messages), prompt=True)[0]
+    def prompt(self, goes_on: bool) -> str:
+        """All messages, with the generation prompt behind them, or without an end of the last one's turn."""
+        return self._render(len(self._messages), prompt=not goes_on, goes_on=goes_on)[0]
 
     def marked(self, turns: list[int], counted: list[int]) -> list[tuple[int, int, int]]:
         """(turn, start, stop) of what generation markers tell of the turns `counted`.

@@ -129,6 +129,11 @@ class TextTokenizer:
         """Ids of the tokens that no merging of a text makes: special ones, and others that were added."""
         return frozenset(self._tokenizer.added_tokens_decoder)
 
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that are no text: those that `decode` of transformers leaves out where it is told to."""
+        return frozenset(number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special)
+
     @property
     def special_tokens(self) -> dict[str, str]:
         """What chat templates know: `bos_token`, `eos_token`, ... -> the token's text."""

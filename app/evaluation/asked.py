@@ -1,0 +1,202 @@
+"""A model as evaluations ask it: texts in, log-likelihoods and continuations out, in batches of so many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+from penstock.engine.data.chat import ChatTemplate
+from penstock.engine.data.tokenizer import TextTokenizer
+from penstock.engine.generate.decode import Continuation, Decoding, OnToken
+from penstock.engine.generate.forecast import Estimate
+from penstock.storage.errors import UserError
+
+BATCH_TOKENS = 16384
+"""Tokens that are read while weights stream by once, unless more or fewer are asked for."""
+_UNKNOWN_CONTEXT = 2048
+"""Tokens of a window where a model names no limit, as lm-evaluation-harness has it."""
+_TAIL_TOKENS = 16
+"""Beside as many tokens as a stop text has characters: the end of a text in which a new stop text is looked for."""
+
+Pair = tuple[Sequence[int], Sequence[int]]
+OnDone = Callable[[int], None]
+"""Told of how many requests more are done."""
+Enough = Callable[[int, str], bool]
+
+
+class Model(Protocol):
+    """What an evaluation needs of engine/generate/streamed.py: StreamedModel."""
+
+    @property
+    def tokenizer(self) -> TextTokenizer | None: ...
+
+    @property
+    def template(self) -> ChatTemplate | None: ...
+
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+
+    @property
+    def context(self) -> int | None: ...
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], decoding: Decoding, on_token: OnToken | None = None
+    ) -> list[Continuation]: ...
+
+    def loglikelihoods(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]: ...
+
+    def estimate(self, prompt_tokens: int, sequences: int, new_tokens: int) -> Estimate: ...
+
+
+class Writing(NamedTuple):
+    """How texts are continued."""
+
+    new_tokens: int
+    until: tuple[str, ...] = ()
+    """A text ends before the first of these."""
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+class Requests(NamedTuple):
+    """What will be asked."""
+
+    likelihoods: int = 0
+    likelihood_tokens: int = 0
+    texts: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    """At most of each text."""
+
+    @property
+    def total(self) -> int:
+        return self.likelihoods + self.texts
+
+
+class Asked:
+    """A model that is asked texts.
+
+    Attributes: `tokenizer`, `template` (of chats; None: there is none), `limit` (tokens that the model takes; None: not
+    known), `context` (tokens of a window), `prefix_id` (what stands before a text without context),
+    `end_id`, `batch_tokens`.
+    """
+
+    def __init__(self, model: Model, *, batch_tokens: int = BATCH_TOKENS, seed: int = 0) -> None:
+        """Raises UserError where the model has no tokenizer."""
+        if model.tokenizer is None:
+            raise UserError("the model has no tokenizer, and tasks are texts; put tokenizer files beside its weights")
+        self._model, self._seed = model, seed
+        self.tokenizer: TextTokenizer = model.tokenizer
+        self.template = model.template
+        self.batch_tokens = batch_tokens
+        self.limit = model.context
+        self.context = _UNKNOWN_CONTEXT if model.context is None else model.context
+        self.end_id = self.tokenizer.eos_id
+        bos = self.tokenizer.bos_id
+        self.prefix_id = self.end_id if bos is None else bos
+        self._prefix = self.tokenizer.decode([self.prefix_id])
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids, behind a begin-of-text token where the tokenizer puts one and the text has none; not `special`."""
+        ids = self.tokenizer.encode_batch([text])[0]
+        if special and self.tokenizer.puts_bos and not (self._prefix and text.startswith(self._prefix)):
+            assert self.tokenizer.bos_id is not None
+            return [self.tokenizer.bos_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text, without special tokens."""
+        special = self.tokenizer.special_ids
+        return self.tokenizer.decode([token for token in ids if token not in special])
+
+    def estimate(self, count: int, tokens: int, new_tokens: int) -> tuple[float, Estimate]:
+        """Seconds that `count` requests of `tokens` tokens in all take, each continued by `new_tokens` (0: only read),
+        and what one batch of them takes."""
+        mean = max(1, round(tokens / count))
+        each = max(1, min(count, self.batch_tokens // (mean + new_tokens)))
+        one = self._model.estimate(mean, each, max(1, new_tokens))
+        return -(-count // each) * (one.total_s if new_tokens else one.first_s), one
+
+    def loglikelihoods(self, pairs: Sequence[Pair], on_done: OnDone) -> list[tuple[float, bool]]:
+        """For each (context ids, continuation ids), neither empty: the sum of the continuation's log-probabilities, and
+        whether it is what greedy decoding gives. A context that is too long loses its beginning."""
+        cut = [self._cut(*pair) for pair in pairs]
+        found: dict[int, tuple[float, bool]] = {}
+        for batch in batches([len(context) + len(continuation) for context, continuation in cut], self.batch_tokens):
+            found |= dict(zip(batch, self._model.loglikelihoods([cut[i] for i in batch]), strict=True))
+            on_done(len(batch))
+        return [found[i] for i in range(len(pairs))]
+
+    def _cut(self, context: Sequence[int], continuation: Sequence[int]) -> Pair:
+        if len(continuation) > self.context:
+            raise UserError(
+                f"a continuation of {len(continuation):,} tokens is longer than the model's context of {self.context:,}"
+            )
+        # The last token is scored and not read, so that there is room for one more.
+        return context[-(self.context + 1 - len(continuation)) :], continuation
+
+    def write(
+        self, prompts: Sequence[Sequence[int]], writing: Writing, on_done: OnDone, enough: Enough | None = None
+    ) -> list[str]:
+        """Continue each prompt, until `enough` says so of (which prompt, its text so far); one that leaves no room
+        loses its beginning. Raises UserError where the new tokens alone have no room."""
+        room = self.context - writing.new_tokens
+        if room < 1:
+            raise UserError(
+                f"{writing.new_tokens:,} new tokens leave no room for a prompt in a context of {self.context:,} tokens"
+            )
+        cut = [list(ids[-room:]) for ids in prompts]
+        decoding = Decoding(
+            new_tokens=writing.new_tokens,
+            temperature=writing.temperature,
+            top_p=writing.top_p,
+            stop_ids=self._model.stop_ids | {self.end_id},
+        )
+        found: dict[int, str] = {}
+        for number, batch in enumerate(batches([len(ids) + writing.new_tokens for ids in cut], self.batch_tokens)):
+            drawn = replace(decoding, seed=self._seed + number)
+            made = self._model.generate([cut[i] for i in batch], drawn, Ends(self, batch, writing.until, enough))
+            found |= {i: before(self.decode(one.ids), writing.until) for i, one in zip(batch, made, strict=True)}
+            on_done(len(batch))
+        return [found[i] for i in range(len(prompts))]
+
+
+class Ends:
+    """Ends sequences in which a text of `until` has come, or of which `enough` says so: an OnToken."""
+
+    def __init__(self, asked: Asked, places: Sequence[int], until: Sequence[str], enough: Enough | None) -> None:
+        """`places`: which prompt each sequence continues, as `enough` counts them."""
+        self._asked, self._places, self._until, self._enough = asked, places, until, enough
+        self._ids: list[list[int]] = [[] for _ in places]
+        self._tail = max(map(len, until), default=0) + _TAIL_TOKENS
+
+    def __call__(self, sequence: int, token: int) -> bool:
+        ids = self._ids[sequence]
+        ids.append(token)
+        if self._enough is not None and self._enough(self._places[sequence], self._asked.decode(ids)):
+            return True
+        return self._has_one(ids[-self._tail :]) and (len(ids) <= self._tail or self._has_one(ids))
+
+    def _has_one(self, ids: Sequence[int]) -> bool:
+        text = self._asked.decode(ids) if self._until else ""
+        return any(stop in text for stop in self._until)
+
+
+def before(text: str, until: Sequence[str]) -> str:
+    """The text up to the first of `until`."""
+    return text[: min((place for stop in until if (place := text.find(stop)) >= 0), default=len(text))]
+
+
+def batches(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Places of `sizes`, larger ones first, in groups that add up to `most` at most, or of one that is larger."""
+    group: list[int] = []
+    total = 0
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        if group and total + sizes[place] > most:
+            yield group
+            group, total = [], 0
+        group.append(place)
+        total += sizes[place]
+    if group:
+        yield group

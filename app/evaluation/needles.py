@@ -1,0 +1,102 @@
+"""The built-in tasks: needles in text (engine/data/retrieval.py), by length and depth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from penstock.app.evaluation.asked import Asked, OnDone, Requests, Writing
+from penstock.app.recall_view import RecallMap
+from penstock.engine.data.chat import ChatTemplate
+from penstock.engine.data.retrieval import KINDS, Haystacks, Kind, Question, found_values, questions, recall
+from penstock.storage.errors import UserError
+
+NAMES: dict[str, tuple[Kind, ...]] = {"needles": KINDS} | {f"needles_{kind}": (kind,) for kind in KINDS}
+"""Name of a task -> what it hides."""
+_LENGTHS = (4096, 8192)
+
+
+def default_lengths(context: int) -> tuple[int, ...]:
+    """Lengths where none are given: those of RULER's that are short, or the context where that is shorter."""
+    return tuple(length for length in _LENGTHS if length <= context) or (context,)
+
+
+def make_questions(asked: Asked, haystacks: Haystacks, chat: ChatTemplate | None) -> list[tuple[Question, list[int]]]:
+    """The questions and their prompts as token ids.
+
+    Raises UserError where a length is more than the model's context, or has no room for a question.
+    """
+    if asked.limit is not None and (longest := max(haystacks.lengths)) > asked.limit:
+        raise UserError(f"--lengths {longest:,}: the model's context has {asked.limit:,} tokens; ask for no more")
+    if haystacks.new_tokens >= asked.context:
+        raise UserError(f"--answer-tokens {haystacks.new_tokens:,}: the context has {asked.context:,}; ask for fewer")
+
+    def prompt(question: Question) -> list[int]:
+        if chat is None:
+            return asked.encode(f"{question.text}\n{question.begun}")
+        return asked.encode(chat.prompt([{"role": "user", "content": question.text}]) + question.begun)
+
+    made = questions(
+        haystacks, lambda text: len(asked.encode(text, special=False)), lambda question: len(prompt(question))
+    )
+    return [(question, prompt(question)) for question in made]
+
+
+def ask_needles(
+    asked: Asked,
+    haystacks: Haystacks,
+    chat: ChatTemplate | None,
+    *,
+    tell: Callable[[Requests], None],
+    on_done: OnDone,
+) -> dict[str, Any]:
+    """Ask for the needles; JSON: of each kind its `recall` and, by length and depth, the values that were `right` and
+    all that were `asked`. An answer is not gone on with once all of its values are in it."""
+    made = make_questions(asked, haystacks, chat)
+    asks = [question for question, _ in made]
+    tell(Requests(0, 0, len(made), sum(len(ids) for _, ids in made), haystacks.new_tokens))
+    answers = asked.write(
+        [ids for _, ids in made],
+        Writing(haystacks.new_tokens),
+        on_done,
+        lambda place, text: all(found_values(asks[place], text)),
+    )
+    options = asdict(haystacks)
+    del options["kinds"]
+    return {"options": options, "kinds": {kind: _scores(haystacks, kind, asks, answers) for kind in haystacks.kinds}}
+
+
+def _scores(haystacks: Haystacks, kind: Kind, asks: list[Question], answers: list[str]) -> dict[str, Any]:
+    rows = {length: ([0] * haystacks.depths, [0] * haystacks.depths) for length in haystacks.lengths}
+    scores: dict[int, list[float]] = {length: [] for length in haystacks.lengths}
+    for question, answer in zip(asks, answers, strict=True):
+        if question.kind != kind:
+            continue
+        right, asked = rows[question.length]
+        for depth, found in zip(question.depths, found_values(question, answer), strict=True):
+            right[depth] += found
+            asked[depth] += 1
+        scores[question.length].append(recall(question, answer))
+    by_length = [sum(found) / len(found) for found in scores.values()]
+    return {
+        "lengths": list(rows),
+        "right": [right for right, _ in rows.values()],
+        "asked": [asked for _, asked in rows.values()],
+        "recall_by_length": by_length,
+        "recall": sum(by_length) / len(by_length),
+    }
+
+
+def maps(found: Mapping[str, Any]) -> dict[str, RecallMap]:
+    """Of each kind in what `ask_needles` made, its map."""
+    return {
+        kind: RecallMap(
+            0,
+            tuple(one["lengths"]),
+            tuple(map(tuple, one["right"])),
+            tuple(map(tuple, one["asked"])),
+            f"needles, {kind}",
+        )
+        for kind, one in found["kinds"].items()
+    }

@@ -1,0 +1,131 @@
+"""`penstock.evaluate`: what `penstock eval` does, from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from penstock.app import hub
+from penstock.app.fit import context_sizes
+from penstock.app.hub_names import on_hub
+from penstock.app.rundir import RunDir, find_run, read_recipe
+from penstock.engine.config import parse_bytes
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import printable
+
+if TYPE_CHECKING:
+    from penstock.engine.generate.streamed import StreamedModel
+
+
+def evaluate(
+    where: str | Path,
+    tasks: Sequence[str],
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    include_path: str | Path | None = None,
+    chat: bool = False,
+    system: str | None = None,
+    lengths: Sequence[int] | None = None,
+    depths: int = 5,
+    samples: int = 2,
+    answer_tokens: int = 128,
+    filler: str = "essay",
+    batch_tokens: int | None = None,
+    seed: int = 0,
+    checkpoint: str | None = None,
+    gpu: str | int | None = None,
+    ram: str | int | None = None,
+    device: str = "auto",
+    out: str | Path | None = None,
+    svg: str | Path | None = None,
+) -> dict[str, Any]:
+    """Ask a run, by its directory or its name below runs/, or a model folder; the results, as `penstock eval --json`.
+
+    `tasks`: of lm-evaluation-harness, or `needles`, which takes `lengths` (tokens), `depths`, `samples`,
+    `answer_tokens` and `filler`. `limit`: the first documents of each task; `num_fewshot`: examples before each
+    question; `include_path`: a folder of tasks; `chat`: prompts under the model's chat template, `system` before them.
+    `batch_tokens`: read while weights stream by once. `checkpoint`: of a run, None its last generation; `gpu`, `ram`:
+    what may be used of each.
+    Results of a run are kept in its evals/, and written to `out`; heat maps to `svg`. Raises UserError.
+    """
+    from penstock.app.evaluation.asked import BATCH_TOKENS
+    from penstock.app.evaluation.run import Wanted, ask_all, described, keep, require_possible
+
+    wanted = Wanted(
+        tasks=tuple(dict.fromkeys(tasks)),
+        limit=limit,
+        num_fewshot=num_fewshot,
+        include_path=None if include_path is None else Path(include_path).expanduser(),
+        chat=chat,
+        system=system,
+        lengths=None if lengths is None else tuple(lengths),
+        depths=depths,
+        samples=samples,
+        answer_tokens=answer_tokens,
+        filler=cast(Any, filler),
+        batch_tokens=BATCH_TOKENS if batch_tokens is None else batch_tokens,
+        seed=seed,
+    )
+    require_possible(wanted)
+    files = [None if file is None else _new_file(file, option) for file, option in ((out, "--out"), (svg, "--svg"))]
+    budgets = [None if text is None else parse_bytes(text, option) for text, option in ((gpu, "--gpu"), (ram, "--ram"))]
+    model, run = find_model(where)
+
+    def opened() -> Any:
+        return _open(model, run, checkpoint, budgets, device)
+
+    found = described(ask_all(opened, wanted), wanted, str(where), checkpoint)
+    return found | {"files": [str(file) for file in keep(found, run, *files)]}
+
+
+@contextmanager
+def _open(
+    model: Path, run: Path | None, checkpoint: str | None, budgets: Sequence[int | None], device: str
+) -> Iterator[StreamedModel]:
+    """The model; a run is locked meanwhile unless a checkpoint of it is asked."""
+    from penstock.app.checkpoints import checkpoint_named
+    from penstock.engine.generate.streamed import StreamedModel
+
+    options: Any = {"gpu_bytes": budgets[0], "ram_bytes": budgets[1], "device": device}
+    with ExitStack() as stack:
+        if run is not None:
+            checkpoint = checkpoint_named(run, checkpoint)
+            if checkpoint is None:
+                stack.enter_context(RunDir.open(run, read_only=True))
+            options |= {"recipe": read_recipe(run), "checkpoint": checkpoint}
+        elif checkpoint is not None:
+            raise UserError(f"--checkpoint {printable(checkpoint)}: {printable(model)} is no run; leave it out")
+        yield stack.enter_context(StreamedModel.open(model, **options))
+
+
+def find_model(where: str | Path) -> tuple[Path, Path | None]:
+    """The folder of a model, or of a run, and the run if it is one. UserError for what is neither."""
+    path = Path(where).expanduser()
+    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return path, None
+    if path.is_dir() and not (path / "recipe.json").is_file():
+        raise UserError(
+            f"{printable(path)}: no model: it is neither a run, which has a recipe.json, nor a Hugging Face folder, "
+            "which has a config.json"
+        )
+    if on_hub(where) is not None and not path.exists():
+        return hub.model_folder(where), None
+    run = find_run(str(where))
+    return run, run
+
+
+def _new_file(file: str | Path, option: str) -> Path:
+    path = Path(file).expanduser()
+    if path.is_dir():
+        raise UserError(f"{option} {printable(path)}: is a folder; name a file")
+    if not path.parent.is_dir():
+        raise UserError(f"{option} {printable(path)}: its folder does not exist; make it first")
+    return path
+
+
+def parse_lengths(text: str | None) -> tuple[int, ...] | None:
+    """Lengths as `--lengths` takes them: 4k,8k,131072."""
+    return None if text is None else context_sizes(text, "--lengths")

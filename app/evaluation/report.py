@@ -1,0 +1,123 @@
+"""What an evaluation says: before it begins, on the way, and in the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.app.evaluation.asked import Asked, Requests
+from penstock.app.evaluation.needles import maps
+from penstock.app.finetune_view import Watch, print_rows
+from penstock.app.recall_view import map_rows
+from penstock.app.rows import ASCII, UNICODE, Row
+from penstock.engine.events import Preparing
+from penstock.storage.units import bytes_text, duration_text, seconds_text
+from penstock.storage.untrusted import printable
+
+_TELL_S = 60.0
+"""Between two lines on the way, where there is no terminal for a bar."""
+
+
+class Told:
+    """Tells people what is asked and how far it is: a bar on a terminal, a line a minute elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._watch = console, Watch(console, lines=False)
+        self._total = self._done = 0
+        self._began = self._last = 0.0
+
+    def __enter__(self) -> Told:
+        self._watch.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch.__exit__(kind, error, trace)
+
+    def say(self, text: str) -> None:
+        self._console.print(printable(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def asks(self, asked: Asked, requests: Requests) -> None:
+        """Say what will be asked and about how long it takes."""
+        self._total, self._done = requests.total, 0
+        self._began = self._last = time.perf_counter()
+        self.say(before_line(asked, requests))
+        self._show()
+
+    def done(self, count: int) -> None:
+        """So many requests more are done."""
+        self._done += count
+        self._show()
+
+    def _show(self) -> None:
+        now = time.perf_counter()
+        share = self._done / self._total if self._total else 1.0
+        eta = duration_text((now - self._began) * (1 - share) / share) if share else "n/a"
+        detail = f"{self._done:,} of {self._total:,}  ETA {eta}"
+        self._watch.on_prepare(Preparing("asking", "progress", now - self._began, detail, share))
+        if not self._console.is_terminal and now - self._last >= _TELL_S:
+            self._last = now
+            self.say(f"asked {detail}")
+
+
+def before_line(asked: Asked, requests: Requests) -> str:
+    """How much will be asked, how long that takes about, what that is bound by and where the weights are."""
+    what, seconds, estimates = [], 0.0, []
+    if requests.likelihoods:
+        what.append(f"{requests.likelihoods:,} log-likelihoods, {requests.likelihood_tokens:,} tokens")
+        estimates.append(asked.estimate(requests.likelihoods, requests.likelihood_tokens, 0))
+    if requests.texts:
+        written = f"{requests.texts:,} texts of at most {requests.new_tokens:,} tokens"
+        what.append(f"{written} behind {requests.prompt_tokens:,}")
+        estimates.append(asked.estimate(requests.texts, requests.prompt_tokens, requests.new_tokens))
+    if not estimates:
+        return "nothing to ask"
+    seconds, (_, one) = sum(found for found, _ in estimates), estimates[-1]
+    where = ", ".join(f"{bytes_text(size)} in {tier}" for tier, size in one.weights.items() if size)
+    guess = "; this machine was never probed, so that is a guess" if one.assumed else ""
+    most = "at most " if requests.texts else ""
+    return (
+        f"asking {' and '.join(what)}: about {most}{duration_text(seconds)}, bound by {one.bound_by}{guess}; "
+        f"up to {asked.batch_tokens:,} tokens a pass, one about {seconds_text(one.first_s)}; weights: {where or 'n/a'}"
+    )
+
+
+def print_report(found: Mapping[str, Any], console: Console) -> None:
+    """Print the metrics as a table, and needles as heat maps."""
+    if found["tasks"] or found["groups"]:
+        console.print(_table(found))
+    if (needles := found["needles"]) is not None:
+        glyphs = ASCII if console.options.ascii_only else UNICODE
+        rows: list[Row] = [[("share of hidden numbers in the answers, by length, and by depth of each number", "text")]]
+        for one in maps(needles).values():
+            rows += [[], *map_rows(one, glyphs)]
+        print_rows(rows, console)
+        for kind, one in needles["kinds"].items():
+            console.print(f"needles, {kind}: {one['recall']:.1%}", markup=False, highlight=False)
+
+
+def _table(found: Mapping[str, Any]) -> Table:
+    table = Table(header_style="bold")
+    for name in ("task", "shots", "documents", "metric", "value", "stderr"):
+        table.add_column(name, overflow="fold", justify="left" if name in ("task", "metric") else "right")
+    for name, task in [*found["tasks"].items(), *found["groups"].items()]:
+        first = [printable(name), _count(task["num_fewshot"]), _count(task["documents"])]
+        for one in task["metrics"]:
+            metric = one["metric"] if one["filter"] == "none" else f"{one['metric']} ({one['filter']})"
+            table.add_row(*first, printable(metric), _figure(one["value"]), _figure(one["stderr"]))
+            first = ["", "", ""]
+    return table
+
+
+def _count(value: int | None) -> str:
+    return "n/a" if value is None else f"{value:,}"
+
+
+def _figure(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:,.1f}"

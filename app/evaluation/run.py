@@ -1,0 +1,191 @@
+"""Evaluating a run or a model folder: what is asked is made out first, then the model is opened and asked."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rich.console import Console
+
+import penstock
+from penstock.app.evaluation import needles
+from penstock.app.evaluation.asked import BATCH_TOKENS, Asked, Model
+from penstock.app.evaluation.report import Told
+from penstock.app.evaluation.svg import heat_maps
+from penstock.app.run_files import json_text
+from penstock.engine.data.chat import ChatTemplate
+from penstock.engine.data.retrieval import FILLERS, KINDS, Filler, Haystacks
+from penstock.storage.disk import atomic_write
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import printable
+
+if TYPE_CHECKING:
+    from penstock.app.evaluation.harness import TaskNames
+
+_NAME_CHARS = 60
+
+
+class Opener(Protocol):
+    """Opens the model of a folder or a run."""
+
+    def __call__(self) -> AbstractContextManager[Model]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What to ask, as `penstock eval` takes it."""
+
+    tasks: tuple[str, ...]
+    limit: int | None = None
+    num_fewshot: int | None = None
+    include_path: Path | None = None
+    chat: bool = False
+    system: str | None = None
+    lengths: tuple[int, ...] | None = None
+    depths: int = 5
+    samples: int = 2
+    answer_tokens: int = 128
+    filler: Filler = "essay"
+    batch_tokens: int = BATCH_TOKENS
+    seed: int = 0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of needles that are asked for."""
+        asked = {kind for name in self.tasks for kind in needles.NAMES.get(name, ())}
+        return tuple(kind for kind in KINDS if kind in asked)
+
+    @property
+    def harness(self) -> list[str]:
+        """Tasks that are not built in."""
+        return [name for name in self.tasks if name not in needles.NAMES]
+
+
+def require_possible(wanted: Wanted) -> None:
+    """Raise UserError for options that mean nothing, before anything is loaded."""
+    if not wanted.tasks:
+        raise UserError(f"--tasks: none is named; name some of the harness's, or {', '.join(needles.NAMES)}")
+    if wanted.filler not in FILLERS:
+        raise UserError(f"--filler {printable(wanted.filler)}: write {' or '.join(FILLERS)}")
+    for option, value, least in (
+        ("--limit", wanted.limit, 1),
+        ("--num-fewshot", wanted.num_fewshot, 0),
+        ("--depths", wanted.depths, 1),
+        ("--samples", wanted.samples, 1),
+        ("--answer-tokens", wanted.answer_tokens, 1),
+        ("--batch-tokens", wanted.batch_tokens, 1),
+    ):
+        if value is not None and value < least:
+            raise UserError(f"{option} {value}: at least {least} is wanted")
+
+
+def find_harness_tasks(wanted: Wanted) -> TaskNames | None:
+    """The tasks that are not built in; None where there are none. UserError where no harness is, or no such task."""
+    if not wanted.harness:
+        return None
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            f"--tasks {printable(','.join(wanted.harness))}: needs lm-evaluation-harness, which is not installed: "
+            f"pip install 'penstock[eval]'; built in are {', '.join(needles.NAMES)}"
+        )
+    from penstock.app.evaluation.harness import find_tasks
+
+    return find_tasks(wanted.harness, wanted.include_path, tuple(needles.NAMES))
+
+
+def ask_all(open_model: Opener, wanted: Wanted) -> dict[str, Any]:
+    """Ask everything; the results as JSON, with `tasks`, `groups` and `needles`. What is going on is told on stderr."""
+    require_possible(wanted)
+    index = find_harness_tasks(wanted)
+    found: dict[str, Any] = {"tasks": {}, "groups": {}, "needles": None}
+    began = time.perf_counter()
+    with Told(Console(file=sys.stderr)) as told, open_model() as model:
+        asked = Asked(model, batch_tokens=wanted.batch_tokens, seed=wanted.seed)
+        chat = _template(asked) if wanted.chat else None
+        if wanted.kinds:
+            haystacks = _haystacks(wanted, asked.context)
+            found["needles"] = needles.ask_needles(
+                asked, haystacks, chat, tell=lambda requests: told.asks(asked, requests), on_done=told.done
+            )
+        if index is not None:
+            from penstock.app.evaluation.harness import TaskOptions, ask_tasks
+
+            options = TaskOptions(limit=wanted.limit, num_fewshot=wanted.num_fewshot, chat=chat, system=wanted.system)
+            found |= ask_tasks(
+                asked,
+                index,
+                options,
+                tell=lambda requests: told.asks(asked, requests),
+                say=told.say,
+                on_done=told.done,
+            )
+    return found | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def _haystacks(wanted: Wanted, context: int) -> Haystacks:
+    return Haystacks(
+        kinds=tuple(kind for kind in KINDS if kind in wanted.kinds),
+        lengths=needles.default_lengths(context) if wanted.lengths is None else tuple(sorted(set(wanted.lengths))),
+        depths=wanted.depths,
+        samples=wanted.samples,
+        new_tokens=wanted.answer_tokens,
+        filler=wanted.filler,
+        seed=wanted.seed,
+    )
+
+
+def _template(asked: Asked) -> ChatTemplate:
+    if asked.template is None:
+        raise UserError(f"--chat: {printable(asked.tokenizer.folder)} has no chat template; leave --chat out")
+    return asked.template
+
+
+def file_name(tasks: Sequence[str]) -> str:
+    """Of results: what was asked, and when."""
+    words = re.sub(r"[^\w.+-]+", "-", "+".join(tasks)).strip("-.")[:_NAME_CHARS] or "tasks"
+    return f"{words}-{datetime.now():%Y%m%d-%H%M%S}.json"
+
+
+def keep(found: dict[str, Any], run: Path | None, out: Path | None, svg: Path | None) -> list[Path]:
+    """Write results to the run's evals/ and to `out`, and the heat maps to `svg`; the files that were written.
+
+    Of one that cannot be written stderr is told: the results are still to be shown.
+    """
+    text = json_text(found, indent=1)
+    wanted = [] if run is None else [(run / "evals" / file_name(found["asked"]), text)]
+    wanted += [] if out is None else [(out, text)]
+    if svg is not None and found["needles"] is not None:
+        maps = list(needles.maps(found["needles"]).values())
+        wanted.append((svg, heat_maps(maps, f"{found['model']}: numbers found")))
+    written = []
+    for file, content in wanted:
+        try:
+            if run is not None and file.parent == run / "evals":
+                file.parent.mkdir(exist_ok=True)
+            atomic_write(file, content)
+            written.append(file)
+        except OSError as error:
+            print(printable(f"{file}: not written ({error.strerror})"), file=sys.stderr)
+    return written
+
+
+def described(found: dict[str, Any], wanted: Wanted, model: str, checkpoint: str | None) -> dict[str, Any]:
+    """The results with what was asked of which model, when and by which version."""
+    about = {"penstock": penstock.__version__, "model": model, "checkpoint": checkpoint, "time": time.time()}
+    options = {
+        "limit": wanted.limit,
+        "num_fewshot": wanted.num_fewshot,
+        "chat": wanted.chat,
+        "system": wanted.system,
+        "batch_tokens": wanted.batch_tokens,
+        "seed": wanted.seed,
+    }
+    return about | {"asked": list(wanted.tasks), "options": options} | found

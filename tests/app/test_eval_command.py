@@ -1,0 +1,159 @@
+"""`penstock eval` and `penstock.evaluate`: what is said first, what is printed and kept, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_model import make_chat_model
+from recipe_texts import tiny_recipe
+from small_tasks import make_tasks
+
+import penstock
+from penstock.app.cli import main
+from penstock.app.rundir import RunDir
+from penstock.storage.errors import UserError
+
+NEEDLES = ("--tasks", "needles", "--lengths", "600,800", "--depths", "3", "--samples", "1", "--answer-tokens", "6")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_chat_model(tmp_path_factory.mktemp("eval") / "model")
+
+
+def test_needles_are_printed_kept_and_drawn(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", str(folder), *NEEDLES, "--chat", "--out", "found.json", "--svg", "found.svg"]) == 0
+    said = capsys.readouterr()
+    assert "asking 18 texts of at most 6 tokens behind" in said.err
+    assert "bound by" in said.err
+    for kind in ("single", "multikey", "multivalue"):
+        assert f"needles, {kind}: 0.0%" in said.out
+    found = json.loads(Path("found.json").read_text())
+    assert found["needles"]["kinds"]["multivalue"]["lengths"] == [600, 800]
+    assert found["needles"]["kinds"]["multivalue"]["asked"] == [[4, 4, 4], [4, 4, 4]]
+    assert found["options"]["chat"] is True
+    assert Path("found.svg").read_text().count("<rect") == 1 + 3 * 2 * 3
+
+
+def test_a_model_that_says_the_numbers_finds_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its recall is the share of them that it says, and it is not asked for more once it has said them."""
+    from penstock.app.evaluation.asked import Asked
+
+    told: list[int] = []
+
+    def write(self: Asked, prompts: Any, writing: Any, on_done: Any, enough: Any) -> list[str]:
+        answers = []
+        for place, ids in enumerate(prompts):
+            text = self.decode(ids)
+            numbers = [word.strip(".") for word in text.split() if word.strip(".").isdigit()]
+            answers.append(" ".join(numbers[:2]))
+            told.append(enough(place, " ".join(numbers)))
+        return answers
+
+    monkeypatch.setattr(Asked, "write", write)
+    found = penstock.evaluate(folder, ["needles_multivalue", "needles_single"], lengths=[800], depths=2, samples=2)
+    kinds = found["needles"]["kinds"]
+    assert kinds["single"]["recall"] == 1.0
+    assert kinds["multivalue"]["recall"] == 0.5
+    assert kinds["multivalue"]["right"] != kinds["multivalue"]["asked"]
+    assert all(told)
+
+
+def test_tasks_of_a_folder_are_printed_and_are_json(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = make_tasks(tmp_path / "tasks")
+    arguments = ["eval", str(folder), "--tasks", "fruit_choice,fruit_written", "--include-path", str(tasks)]
+    assert main([*arguments, "--limit", "3"]) == 0
+    said = capsys.readouterr()
+    assert "asking 12 log-likelihoods" in said.err
+    assert "3 texts of at most 12 tokens" in said.err
+    assert "fruit_choice" in said.out
+    assert "acc_norm" in said.out
+    assert main([*arguments, "--limit", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["tasks"]) == {"fruit_choice", "fruit_written"}
+    assert found["tasks"]["fruit_choice"]["documents"] == 2
+
+
+def test_results_of_a_run_are_kept_in_its_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "needles.txt").write_text("One of the secret numbers of the amber anchor is 1234567. " * 99)
+    run = penstock.train(tiny_recipe(data={"sequence_length": 400}), run_dir="run")
+    capsys.readouterr()
+    arguments = ["eval", "run", "--tasks", "needles_single", "--lengths", "400", "--depths", "2", "--samples", "1"]
+    assert main([*arguments, "--answer-tokens", "4", "--gpu", "64MiB", "--ram", "64MiB"]) == 0
+    (kept,) = (run / "evals").iterdir()
+    assert f"written to {kept.relative_to(tmp_path)}" in capsys.readouterr().out
+    found = json.loads(kept.read_text())
+    assert kept.name.startswith("needles_single-")
+    assert found["asked"] == ["needles_single"]
+    assert found["needles"]["kinds"]["single"]["asked"] == [[1, 1]]
+    with RunDir.open(run), pytest.raises(UserError, match="in use"):
+        penstock.evaluate(run, ["needles"])
+    kept.unlink()
+    (run / "evals").rmdir()
+    (run / "evals").symlink_to(tmp_path / "corpus")
+    with pytest.raises(UserError, match="evals: is a link"):
+        penstock.evaluate(run, ["needles"])
+
+
+def test_results_are_not_lost_where_they_cannot_be_kept(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.app.evaluation.run.atomic_write", full)
+        assert main(["eval", str(folder), *NEEDLES, "--out", str(tmp_path / "found.json")]) == 0
+    said = capsys.readouterr()
+    assert "needles, multikey: 0.0%" in said.out
+    assert "found.json: not written (No space left on device)" in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "needles", "--lengths", "2048"], "--lengths 2,048: the model's context has 1,024 tokens"),
+        (["--tasks", "needles", "--lengths", "200"], "--lengths 200: no room for what is hidden"),
+        (["--tasks", "needles", "--lengths", "many"], "--lengths many: not a number"),
+        (["--tasks", "needles", "--filler", "poems"], "--filler poems: write essay or noise"),
+        (["--tasks", ","], "--tasks: none is named"),
+        (["--tasks", "needles", "--depths", "0"], "--depths 0: at least 1"),
+        (["--tasks", "needles", "--out", "nowhere/found.json"], "its folder does not exist"),
+        (["--tasks", "needles", "--gpu", "lots"], "--gpu: 'lots' is not a size"),
+        (["--tasks", "needles", "--checkpoint", "step-3"], "step-3"),
+    ],
+)
+def test_bad_input_is_one_line(
+    folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(folder), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_what_is_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for where, message in ((tmp_path, "neither a run, which has a recipe.json"), (tmp_path / "x", "no such run")):
+        assert main(["eval", str(where), "--tasks", "needles"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_without_the_harness_it_is_said_how_to_get_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else found(name))
+    with pytest.raises(UserError, match=r"needs lm-evaluation-harness, .*: pip install 'penstock\[eval\]'"):
+        penstock.evaluate(folder, ["hellaswag"])
