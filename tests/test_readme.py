@@ -17,7 +17,7 @@ from penstock.engine.data.tokenizer import train_tokenizer
 from penstock.tui.capture import BEGIN, END, SETTINGS
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/guide.md", "CONTRIBUTING.md")
+PAGES = ("README.md", "docs/guide.md", "CONTRIBUTING.md", "docs/evaluate.md")
 LINE = re.compile(r"^(?:\$ )?penstock (.+)$|`penstock ([^`\n]+)`", re.M)
 SMALL = ["train.steps=1", "data.sequence_length=64", "train.chunk_tokens=32", "train.compile=off", "train.device=cpu"]
 SMALL += ["budgets.gpu=8MiB", "budgets.ram=16MiB", "budgets.nvme=1GiB", "storage.part_bytes=64KiB"]
@@ -35,7 +35,7 @@ def block(page: str, containing: str) -> list[str]:
     return next(lines for text in blocks if containing in text for lines in [text.strip().splitlines()])
 
 
-@pytest.mark.parametrize(("page", "least"), [(PAGES[0], 5), (PAGES[1], 25), (PAGES[2], 0)])
+@pytest.mark.parametrize(("page", "least"), [(PAGES[0], 5), (PAGES[1], 25), (PAGES[2], 0), (PAGES[3], 4)])
 def test_commands_and_their_options_exist(page: str, least: int) -> None:
     lines = found(page)
     assert len(lines) >= least
