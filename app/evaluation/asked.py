@@ -12,7 +12,7 @@ from penstock.engine.generate.decode import Continuation, Decoding, OnToken
 from penstock.engine.generate.forecast import Estimate
 from penstock.storage.errors import UserError
 
-BATCH_TOKENS = 16384
+BATCH_TOKENS = 32768
 """Tokens that are read while weights stream by once, unless more or fewer are asked for."""
 _UNKNOWN_CONTEXT = 2048
 """Tokens of a window where a model names no limit, as lm-evaluation-harness has it."""

@@ -48,7 +48,7 @@ def evaluate(
     seed: Annotated[int, typer.Option(metavar="N", help="Of needles, and of what is drawn.")] = 0,
     batch_tokens: Annotated[
         int | None,
-        typer.Option("--batch-tokens", metavar="N", help="Read while the weights stream by once; default 16,384."),
+        typer.Option("--batch-tokens", metavar="N", help="Read while the weights stream by once; default 32,768."),
     ] = None,
     checkpoint: Annotated[
         str | None, typer.Option(metavar="NAME", help="Of a run: this checkpoint, not the last generation.")

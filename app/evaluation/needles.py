@@ -22,8 +22,10 @@ def default_lengths(context: int) -> tuple[int, ...]:
     return tuple(length for length in _LENGTHS if length <= context) or (context,)
 
 
-def make_questions(asked: Asked, haystacks: Haystacks, chat: ChatTemplate | None) -> list[tuple[Question, list[int]]]:
-    """The questions and their prompts as token ids.
+def make_questions(
+    asked: Asked, haystacks: Haystacks, chat: ChatTemplate | None, system: str | None
+) -> list[tuple[Question, list[int]]]:
+    """The questions and their prompts as token ids, behind a `system` message or text.
 
     Raises UserError where a length is more than the model's context, or has no room for a question.
     """
@@ -34,8 +36,9 @@ def make_questions(asked: Asked, haystacks: Haystacks, chat: ChatTemplate | None
 
     def prompt(question: Question) -> list[int]:
         if chat is None:
-            return asked.encode(f"{question.text}\n{question.begun}")
-        return asked.encode(chat.prompt([{"role": "user", "content": question.text}]) + question.begun)
+            return asked.encode("".join([f"{system}\n\n" if system else "", question.text, "\n", question.begun]))
+        messages = [{"role": "system", "content": system}] if system else []
+        return asked.encode(chat.prompt([*messages, {"role": "user", "content": question.text}]) + question.begun)
 
     made = questions(
         haystacks, lambda text: len(asked.encode(text, special=False)), lambda question: len(prompt(question))
@@ -47,13 +50,14 @@ def ask_needles(
     asked: Asked,
     haystacks: Haystacks,
     chat: ChatTemplate | None,
+    system: str | None,
     *,
     tell: Callable[[Requests], None],
     on_done: OnDone,
 ) -> dict[str, Any]:
     """Ask for the needles; JSON: of each kind its `recall` and, by length and depth, the values that were `right` and
     all that were `asked`. An answer is not gone on with once all of its values are in it."""
-    made = make_questions(asked, haystacks, chat)
+    made = make_questions(asked, haystacks, chat, system)
     asks = [question for question, _ in made]
     tell(Requests(0, 0, len(made), sum(len(ids) for _, ids in made), haystacks.new_tokens))
     answers = asked.write(

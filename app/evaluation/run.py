@@ -113,7 +113,12 @@ def ask_all(open_model: Opener, wanted: Wanted) -> dict[str, Any]:
         if wanted.kinds:
             haystacks = _haystacks(wanted, asked.context)
             found["needles"] = needles.ask_needles(
-                asked, haystacks, chat, tell=lambda requests: told.asks(asked, requests), on_done=told.done
+                asked,
+                haystacks,
+                chat,
+                wanted.system,
+                tell=lambda requests: told.asks(asked, requests),
+                on_done=told.done,
             )
         if index is not None:
             from penstock.app.evaluation.harness import TaskOptions, ask_tasks

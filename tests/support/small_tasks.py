@@ -42,11 +42,19 @@ metric_list:
   - metric: byte_perplexity
   - metric: bits_per_byte
 """
+GROUP = """
+group: fruits
+task: [fruit_choice, fruit_written]
+aggregate_metric_list:
+  - metric: acc
+  - metric: exact_match
+metadata: {version: 2.0}
+"""
 TASKS = ("fruit_choice", "fruit_written", "fruit_text")
 
 
 def make_tasks(folder: Path) -> Path:
-    """Tasks of the three kinds of question, on eight documents beside them."""
+    """Tasks of the three kinds of question, on eight documents beside them, and a group of two."""
     folder.mkdir(parents=True)
     documents = []
     for number, fruit in enumerate(FRUITS):
@@ -60,4 +68,5 @@ def make_tasks(folder: Path) -> Path:
         name = text.split()[1]
         where = f"dataset_path: json\ndataset_kwargs: {json.dumps(data)}\nmetadata: {{version: 1.0}}\n"
         (folder / f"{name}.yaml").write_text(text + where)
+    (folder / "fruits.yaml").write_text(GROUP)
     return folder
