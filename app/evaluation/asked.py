@@ -10,10 +10,9 @@ from penstock.engine.data.chat import ChatTemplate
 from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.engine.generate.decode import Continuation, Decoding, OnToken
 from penstock.engine.generate.forecast import Estimate
+from penstock.engine.generate.streamed import SCORED_TOKENS
 from penstock.storage.errors import UserError
 
-BATCH_TOKENS = 32768
-"""Tokens that are read while weights stream by once, unless more or fewer are asked for."""
 _UNKNOWN_CONTEXT = 2048
 """Tokens of a window where a model names no limit, as lm-evaluation-harness has it."""
 _TAIL_TOKENS = 16
@@ -44,7 +43,7 @@ class Model(Protocol):
         self, prompts: Sequence[Sequence[int]], decoding: Decoding, on_token: OnToken | None = None
     ) -> list[Continuation]: ...
 
-    def loglikelihoods(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]: ...
+    def loglikelihoods(self, pairs: Sequence[Pair], *, batch_tokens: int) -> list[tuple[float, bool]]: ...
 
     def estimate(self, prompt_tokens: int, sequences: int, new_tokens: int) -> Estimate: ...
 
@@ -82,7 +81,7 @@ class Asked:
     `end_id`, `batch_tokens`.
     """
 
-    def __init__(self, model: Model, *, batch_tokens: int = BATCH_TOKENS, seed: int = 0) -> None:
+    def __init__(self, model: Model, *, batch_tokens: int = SCORED_TOKENS, seed: int = 0) -> None:
         """Raises UserError where the model has no tokenizer."""
         if model.tokenizer is None:
             raise UserError("the model has no tokenizer, and tasks are texts; put tokenizer files beside its weights")
@@ -124,7 +123,8 @@ class Asked:
         cut = [self._cut(*pair) for pair in pairs]
         found: dict[int, tuple[float, bool]] = {}
         for batch in batches([len(context) + len(continuation) for context, continuation in cut], self.batch_tokens):
-            found |= dict(zip(batch, self._model.loglikelihoods([cut[i] for i in batch]), strict=True))
+            some = self._model.loglikelihoods([cut[i] for i in batch], batch_tokens=self.batch_tokens)
+            found |= dict(zip(batch, some, strict=True))
             on_done(len(batch))
         return [found[i] for i in range(len(pairs))]
 

@@ -51,8 +51,8 @@ def evaluate(
     what may be used of each.
     Results of a run are kept in its evals/, and written to `out`; heat maps to `svg`. Raises UserError.
     """
-    from penstock.app.evaluation.asked import BATCH_TOKENS
     from penstock.app.evaluation.run import Wanted, ask_all, described, keep, require_possible
+    from penstock.engine.generate.streamed import SCORED_TOKENS
 
     wanted = Wanted(
         tasks=tuple(dict.fromkeys(tasks)),
@@ -66,7 +66,7 @@ def evaluate(
         samples=samples,
         answer_tokens=answer_tokens,
         filler=cast(Any, filler),
-        batch_tokens=BATCH_TOKENS if batch_tokens is None else batch_tokens,
+        batch_tokens=SCORED_TOKENS if batch_tokens is None else batch_tokens,
         seed=seed,
     )
     require_possible(wanted)

@@ -81,9 +81,9 @@ def before_line(asked: Asked, requests: Requests) -> str:
     seconds, (_, one) = sum(found for found, _ in estimates), estimates[-1]
     where = ", ".join(f"{bytes_text(size)} in {tier}" for tier, size in one.weights.items() if size)
     guess = "; this machine was never probed, so that is a guess" if one.assumed else ""
-    most = "at most " if requests.texts else ""
+    most = " at most" if requests.texts else ""
     return (
-        f"asking {' and '.join(what)}: about {most}{duration_text(seconds)}, bound by {one.bound_by}{guess}; "
+        f"asking {' and '.join(what)}: about {seconds_text(seconds)}{most}, bound by {one.bound_by}{guess}; "
         f"up to {asked.batch_tokens:,} tokens a pass, one about {seconds_text(one.first_s)}; weights: {where or 'n/a'}"
     )
 
@@ -98,8 +98,6 @@ def print_report(found: Mapping[str, Any], console: Console) -> None:
         for one in maps(needles).values():
             rows += [[], *map_rows(one, glyphs)]
         print_rows(rows, console)
-        for kind, one in needles["kinds"].items():
-            console.print(f"needles, {kind}: {one['recall']:.1%}", markup=False, highlight=False)
 
 
 def _table(found: Mapping[str, Any]) -> Table:

@@ -17,12 +17,13 @@ from rich.console import Console
 
 import penstock
 from penstock.app.evaluation import needles
-from penstock.app.evaluation.asked import BATCH_TOKENS, Asked, Model
+from penstock.app.evaluation.asked import Asked, Model
 from penstock.app.evaluation.report import Told
 from penstock.app.evaluation.svg import heat_maps
 from penstock.app.run_files import json_text
 from penstock.engine.data.chat import ChatTemplate
 from penstock.engine.data.retrieval import FILLERS, KINDS, Filler, Haystacks
+from penstock.engine.generate.streamed import SCORED_TOKENS
 from penstock.storage.disk import atomic_write
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import printable
@@ -54,7 +55,7 @@ class Wanted:
     samples: int = 2
     answer_tokens: int = 128
     filler: Filler = "essay"
-    batch_tokens: int = BATCH_TOKENS
+    batch_tokens: int = SCORED_TOKENS
     seed: int = 0
 
     @property

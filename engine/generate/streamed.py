@@ -37,7 +37,7 @@ from penstock.storage.errors import UserError
 
 _LEAST_ROOM = 1024
 """Tokens of keys and values that a chat has room for at first: growing by a little moves weights each time."""
-_SCORED_TOKENS = 32768
+SCORED_TOKENS = 32768
 """Of a batch of log-likelihoods, at most, unless one pair alone has more."""
 
 
@@ -221,11 +221,14 @@ class StreamedModel:
 
     # ------------------------------------------------------------------ scoring
 
-    def loglikelihoods(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
+    def loglikelihoods(
+        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, batch_tokens: int = SCORED_TOKENS
+    ) -> list[tuple[float, bool]]:
         """Per (context ids, continuation ids), neither empty: the natural logarithm of the continuation's probability
         behind the context, and whether greedy decoding would give it.
 
-        Batched so that weights are streamed once for many tokens. Raises UserError for a pair beyond the context.
+        Batched so that weights are streamed once for `batch_tokens` at most. Raises UserError for a pair beyond the
+        context.
         """
         for number, (context, continuation) in enumerate(pairs, 1):
             assert context, "a pair without a context"
@@ -242,7 +245,7 @@ class StreamedModel:
         batch: list[int] = []
         for i in order:
             size = sum(len(pairs[j][0]) + len(pairs[j][1]) for j in (*batch, i))
-            if batch and size > _SCORED_TOKENS:
+            if batch and size > batch_tokens:
                 self._score(pairs, batch, found)
                 batch = []
             batch.append(i)

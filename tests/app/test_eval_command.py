@@ -35,7 +35,7 @@ def test_needles_are_printed_kept_and_drawn(
     assert "asking 18 texts of at most 6 tokens behind" in said.err
     assert "bound by" in said.err
     for kind in ("single", "multikey", "multivalue"):
-        assert f"needles, {kind}: 0.0%" in said.out
+        assert f"0% right needles, {kind}" in said.out
     found = json.loads(Path("found.json").read_text())
     assert found["needles"]["kinds"]["multivalue"]["lengths"] == [600, 800]
     assert found["needles"]["kinds"]["multivalue"]["asked"] == [[4, 4, 4], [4, 4, 4]]
@@ -119,7 +119,7 @@ def test_results_are_not_lost_where_they_cannot_be_kept(
         patch.setattr("penstock.app.evaluation.run.atomic_write", full)
         assert main(["eval", str(folder), *NEEDLES, "--out", str(tmp_path / "found.json")]) == 0
     said = capsys.readouterr()
-    assert "needles, multikey: 0.0%" in said.out
+    assert "0% right needles, multikey" in said.out
     assert "found.json: not written (No space left on device)" in said.err
 
 
