@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 from collections.abc import Sequence
 from html import escape
 
@@ -28,6 +29,11 @@ def heat_maps(maps: Sequence[RecallMap], heading: str) -> str:
     )
 
 
+def _colour(share: float) -> str:
+    """From red for nothing to green for all, light enough for dark text."""
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(share / 3, 0.72, 0.55))
+
+
 def _panel(found: RecallMap, left: int) -> str:
     parts = [f'<text x="{left}" y="{_TOP - 14}">{escape(found.title or "")}: {found.share:.0%} found</text>']
     for row, length in enumerate(found.lengths):
@@ -36,7 +42,7 @@ def _panel(found: RecallMap, left: int) -> str:
         for depth in range(found.depths):
             right, asked = found.right[row][depth], found.asked[row][depth]
             x, said = left + depth * float(_CELL_W), f"{100 * right // asked}%" if asked else "-"
-            fill = f"hsl({120 * right // asked} 55% 72%)" if asked else _GREY
+            fill = _colour(right / asked) if asked else _GREY
             parts.append(f'<rect x="{x}" y="{y}" width="{_CELL_W - 2}" height="{_CELL_H - 2}" fill="{fill}"/>')
             parts.append(f'<text x="{x + _CELL_W / 2 - 1}" y="{y + 21}" text-anchor="middle">{said}</text>')
     bottom = _TOP + len(found.lengths) * _CELL_H + 16

@@ -7,6 +7,7 @@ import importlib.util
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from chat_model import make_chat_model
@@ -40,7 +41,8 @@ def test_needles_are_printed_kept_and_drawn(
     assert found["needles"]["kinds"]["multivalue"]["lengths"] == [600, 800]
     assert found["needles"]["kinds"]["multivalue"]["asked"] == [[4, 4, 4], [4, 4, 4]]
     assert found["options"]["chat"] is True
-    assert Path("found.svg").read_text().count("<rect") == 1 + 3 * 2 * 3
+    drawn = ElementTree.parse("found.svg").getroot()
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}rect"))) == 1 + 3 * 2 * 3
 
 
 def test_a_model_that_says_the_numbers_finds_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
