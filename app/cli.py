@@ -427,6 +427,23 @@ def trace(
     typer.echo(printable(f"{count:,} spans written to {out}; open it at https://ui.perfetto.dev"))
 
 
+@cli.command(epilog="Example: penstock track runs/quickstart-20260101-120000 --to tensorboard")
+def track(
+    run: RunArgument,
+    to: Annotated[
+        list[str] | None,
+        typer.Option("--to", metavar="NAME", help="trackio, wandb, tensorboard or mlflow; default the recipe's."),
+    ] = None,
+) -> None:
+    """Send to trackers what they lack of a run: one that was away while it ran, or one that it never had."""
+    from penstock.app.rundir import read_recipe
+    from penstock.app.trackers.track import track as send
+
+    path = find_run(run)
+    for line in send(path, to or read_recipe(path).trackers):
+        typer.echo(printable(line))
+
+
 _PLACES = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO}
     | {errno.EISDIR, errno.ENOTDIR}

@@ -27,6 +27,8 @@ from penstock.app.run_log import Level, RunLog
 from penstock.app.rundir import RunDir, read_info
 from penstock.app.signals import GuestSignals, StopRequested, StopSignals
 from penstock.app.speed import MeanSpeed
+from penstock.app.trackers.attach import Trackers
+from penstock.app.trackers.require import require_trackers
 from penstock.engine.config import AfterConfig, Recipe, drive_folders, parse_bytes
 from penstock.engine.events import (
     Preparing,
@@ -66,6 +68,7 @@ class _RunObserver:
         self._first_s: float | None = None
         self._last_s = 0.0
         self._step_spans = StepLanes()
+        self.trackers = Trackers(run.path, run.recipe.trackers, self.tell)
 
     @property
     def wall_s(self) -> float:
@@ -87,6 +90,7 @@ class _RunObserver:
         self.tell(plan_line(plan))
         self._log.watch_drives(drive_folders(self._run.path, self._run.recipe.storage))
         self._log.set_state("running")
+        self.trackers.begin()
 
     def on_progress(self, progress: Progress) -> None:
         self._log.progress(progress)
@@ -157,6 +161,12 @@ class _RunObserver:
         if self.signals.requested.is_set() or self._callbacks.stopping:
             return "stop"
         return control.wanted(self._run.path)
+
+    def close(self, state: Ended, error: str | None = None) -> None:
+        """Tell the run's end, once the trackers have been given what is in its files."""
+        self._log.flush()
+        self.trackers.finish(state)
+        self._log.close(state, error)
 
     def on_pause(self, paused: bool) -> None:
         self._log.set_state("paused" if paused else "running")
@@ -233,9 +243,9 @@ def require_data(recipe: Recipe) -> None:
 
 
 def require_inputs(recipe: Recipe) -> None:
-    """Raise UserError, one line, for all that a run of the recipe needs and does not find: weights and text."""
+    """Raise UserError, one line, for all that a run of the recipe needs and lacks: weights, text and trackers."""
     missing = []
-    for require in (require_weights, require_data):
+    for require in (require_weights, require_data, lambda recipe: require_trackers(recipe.trackers)):
         try:
             require(recipe)
         except UserError as error:
@@ -267,6 +277,7 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None, gu
         and (why := nothing_left(run.path, step, recipe.train.early_stopping_patience)) is not None
     ):
         raise UserError(why)
+    require_trackers(recipe.trackers)
     control.forget(run.path)
     log = RunLog(run.path, recipe.train.steps, step)
     display = Display(Console() if guest is None else guest.console(), recipe.train.steps, step)
@@ -278,29 +289,29 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None, gu
             result = _train(recipe, run.path, observer, resume, checkpoint)
             go_on = f"stopped after step {result.steps}; go on with: {shell('penstock', 'resume', run.path)}"
             log.message(go_on if result.stopped else f"finished after step {result.steps}")
-            log.drain()
+            log.flush()
             log.check()
             summary, last_losses, warnings = _summary(run.path, result)
             atomic_write(run.path / "summary.json", json_text(summary, indent=2))
-            log.close("stopped" if result.stopped else "finished")
+            observer.close("stopped" if result.stopped else "finished")
         except StopRequested:
             observer.tell(f"stopped before the first step; go on with: {shell('penstock', 'resume', run.path)}")
-            log.close("stopped")
+            observer.close("stopped")
             return
         except KeyboardInterrupt:
             log.message("interrupted; the last committed generation is intact")
-            log.close("stopped")
+            observer.close("stopped")
             raise
         except CallbackError as failed:
             log.message(failed.text(), "error")
-            log.close("failed", f"a callback raised {type(failed.error).__name__}: {failed.error}")
+            observer.close("failed", f"a callback raised {type(failed.error).__name__}: {failed.error}")
             step, way = committed_step(run.path) or 0, shell("penstock", "resume", run.path)
             failed.error.add_note(f"the generation of step {step:,} is intact; go on with: {way}")
             raise failed.error from failed.error.__cause__
         except BaseException as error:
             known = error if isinstance(error, UserError) else used_up(error)
             log.message(str(known) if known else traceback.format_exc(), "error")
-            log.close("failed", str(known) if known else f"{type(error).__name__}: {error}")
+            observer.close("failed", str(known) if known else f"{type(error).__name__}: {error}")
             raise
         finally:
             display.close()

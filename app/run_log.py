@@ -83,7 +83,7 @@ class RunLog:
         self._path = path
         self._status: dict[str, Any] = {"state": "preparing", "pid": os.getpid(), "host": socket.gethostname()}
         self._status |= {"started": time.time(), "step": step, "total_steps": total_steps}
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | threading.Event | None] = queue.SimpleQueue()
         self._status_lock = threading.Lock()
         self._disks: dict[str, Sequence[str]] = {}
         self._queued_spans = 0
@@ -182,6 +182,13 @@ class RunLog:
         if failure is not None:
             raise failure
 
+    def flush(self) -> None:
+        """Return once all that was handed over is written, or the thread has ended, which `check` tells."""
+        written = threading.Event()
+        self._queue.put(written)
+        while self._thread.is_alive() and not written.wait(0.1):
+            pass
+
     def drain(self) -> None:
         """Write what is pending and end the thread: metrics and spans are complete."""
         if self._thread.is_alive():
@@ -226,6 +233,9 @@ class RunLog:
                 continue
             if item is None:
                 break
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
             try:
                 self._write(item)
             except Exception as error:  # heartbeats and later lines go on, the run ends

@@ -56,7 +56,10 @@ STALE_S = 10.0
 LEFT_BY_LAUNCHER = {"recipe.json", "run.lock", "output.log"}
 """What may be in the directory of a run that has not begun."""
 
-OWN_FOLDERS = ("data", "requests", "state", "state/checkpoints", "state/scratch", "export", "evals")
+OWN_FOLDERS = (
+    *("data", "requests", "state", "state/checkpoints", "state/scratch", "export", "evals"),
+    *("trackers", "tensorboard"),
+)
 """Folders of a run: real ones, or somebody else's files would be written and deleted through them."""
 
 OWN_FILES = (

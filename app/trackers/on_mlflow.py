@@ -1,0 +1,123 @@
+"""MLflow, at MLFLOW_TRACKING_URI."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from penstock.app.trackers.base import PROJECT, STREAMS, About, End, Line, Stream, Tracker
+from penstock.app.trackers.figures import flat, samples_text
+from penstock.storage.untrusted import one_line
+
+_DEFAULTS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "GIT_PYTHON_REFRESH": "quiet",
+}
+"""Its own retries would take minutes of which nobody hears."""
+_MOST_METRICS = 1000
+"""Of one request; the server's limit."""
+_MOST_PARAMS = 100
+_PARAM_CHARS = 500
+_ENDS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "crashed": "FAILED"}
+_MARK = "penstock.sent."
+"""Tags with the last step of each stream: written with the figures, so that none is sent twice."""
+
+
+class MLflow(Tracker):
+    """Each request has arrived when it returns."""
+
+    name = "mlflow"
+
+    def __init__(self, about: About, known: dict[str, Any]) -> None:
+        super().__init__(about, known)
+        for name, value in _DEFAULTS.items():
+            os.environ.setdefault(name, value)
+        self._client: Any = None
+
+    def place(self) -> str:
+        where = os.environ.get("MLFLOW_TRACKING_URI") or os.getcwd()
+        return f"{where} {self._experiment}"
+
+    @property
+    def _experiment(self) -> str:
+        return os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+
+    @property
+    def _run(self) -> str:
+        return str(self.known["id"])
+
+    def open(self, first_step: int) -> None:
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient()
+        if self.known:
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID") or self._experiment_id()
+        made = {f"penstock.{name}": value for name, value in self.about.made_with.items()}
+        name = os.environ.get("MLFLOW_RUN_NAME") or self.about.name
+        run = self._client.create_run(experiment, run_name=name, tags=made).info
+        self.known |= {"id": run.run_id, "at": self._at(run)}
+        self._params()
+
+    def _experiment_id(self) -> str:
+        found = self._client.get_experiment_by_name(self._experiment)
+        return str(self._client.create_experiment(self._experiment) if found is None else found.experiment_id)
+
+    def _at(self, run: Any) -> str:
+        import mlflow
+
+        uri = mlflow.get_tracking_uri()
+        if uri.startswith("http"):
+            return f"{uri.rstrip('/')}/#/experiments/{run.experiment_id}/runs/{run.run_id}"
+        return f"run {run.run_id} at {uri}"
+
+    def _params(self) -> None:
+        from mlflow.entities import Param
+
+        params = [Param(name, str(value)[:_PARAM_CHARS]) for name, value in flat(self.about.config).items()]
+        for start in range(0, len(params), _MOST_PARAMS):
+            self._client.log_batch(self._run, params=params[start : start + _MOST_PARAMS])
+
+    def received(self) -> dict[Stream, int]:
+        tags = self._client.get_run(self._run).data.tags
+        return {stream: int(tags.get(f"{_MARK}{stream}", -1)) for stream in STREAMS if stream != "samples"}
+
+    def send(self, lines: list[Line]) -> None:
+        from mlflow.entities import Metric
+
+        batch: list[Any] = []
+        marks: dict[str, str] = {}
+        for line in lines:
+            if len(batch) + len(line.values) > _MOST_METRICS:
+                self._log(batch, marks)
+                batch, marks = [], {}
+            at = int(line.time * 1000)
+            batch += [Metric(name, value, at, line.step) for name, value in line.values.items()]
+            if line.stream != "samples":
+                marks[f"{_MARK}{line.stream}"] = str(line.step)
+        self._log(batch, marks)
+        for line in lines:
+            if line.samples:
+                self._text(samples_text(line.samples), f"samples/step-{line.step}.md")
+
+    def _log(self, metrics: list[Any], marks: dict[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        if metrics:
+            self._client.log_batch(self._run, metrics=metrics, tags=[RunTag(*mark) for mark in marks.items()])
+
+    def _text(self, text: str, name: str) -> None:
+        """Write an artifact, which has a store of its own: figures arrive without it too."""
+        try:
+            self._client.log_text(self._run, text, name)
+        except Exception as error:
+            self.remarks.append(f"its artifact store does not take samples and summary ({one_line(error, 200)})")
+
+    def close(self, end: End) -> None:
+        if self.about.summary is not None:
+            self._text(json.dumps(self.about.summary, indent=1), "summary.json")
+        self._client.set_terminated(self._run, _ENDS[end])

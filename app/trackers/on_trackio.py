@@ -1,0 +1,114 @@
+"""Trackio: in TRACKIO_DIR on this machine, on a Space (TRACKIO_SPACE_ID) or a server (TRACKIO_SERVER_URL)."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+import warnings
+from typing import Any
+
+from penstock.app.trackers.base import PROJECT, About, End, Line, Stream, Tracker, TrackerError
+from penstock.storage.untrusted import one_line, shell
+
+_SERVER_S = 15
+_SAID_BYTES = 2000
+_DRAIN_S = 60
+"""Until what was handed over is on disk or sent."""
+
+
+class Trackio(Tracker):
+    """trackio's threads write what is handed over to its database here, or send it; what a server or a Space does not
+    take waits in that database and is sent by trackio when it comes back."""
+
+    name = "trackio"
+
+    def __init__(self, about: About, known: dict[str, Any]) -> None:
+        super().__init__(about, known)
+        self._run: Any = None
+        self._space = os.environ.get("TRACKIO_SPACE_ID") or ""
+        self._server = "" if self._space else os.environ.get("TRACKIO_SERVER_URL") or ""
+        self._project = os.environ.get("TRACKIO_PROJECT") or PROJECT
+
+    def place(self) -> str:
+        where = self._space or self._server.partition("?")[0] or os.environ.get("TRACKIO_DIR") or "trackio"
+        return f"{where} {self._project}"
+
+    def open(self, first_step: int) -> None:
+        self._require_server()
+        import trackio
+
+        warnings.showwarning = self._warned  # type: ignore[assignment]  # what it does not raise, it warns of
+        name = str(self.known.get("id") or f"{self.about.name}-{uuid.uuid4().hex[:6]}")
+        self._run = trackio.init(
+            project=self._project,
+            name=name,
+            resume="allow",
+            config={**self.about.config, "made_with": self.about.made_with},
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        self.known |= {"id": name, "at": self._at()}
+
+    def _at(self) -> str:
+        if self._space:
+            return f"https://huggingface.co/spaces/{self._space}"
+        return self._server.partition("?")[0] or f"see it with: {shell('trackio', 'show', '--project', self._project)}"
+
+    def received(self) -> dict[Stream, int]:
+        following = getattr(self._run, "_next_step", None)
+        return {} if self._space or self._server or not isinstance(following, int) else {"metrics": following - 1}
+
+    def send(self, lines: list[Line]) -> None:
+        import trackio
+
+        self._require_server()
+        for line in lines:
+            values: dict[str, Any] = dict(line.values)
+            if line.samples:
+                rows = [[one["prompt"], one["text"]] for one in line.samples]
+                values["samples"] = trackio.Table(columns=["prompt", "text"], data=rows)
+            self._run.log(values, step=line.step)
+
+    def flush(self) -> None:
+        deadline = time.monotonic() + _DRAIN_S
+        while getattr(self._run, "_queued_logs", None) or getattr(self._run, "_sending_batch", None):
+            if time.monotonic() > deadline:
+                raise TrackerError(f"it has not written in {_DRAIN_S} s what it was handed")
+            time.sleep(0.05)
+
+    def close(self, end: End) -> None:
+        if self.about.summary is not None:
+            import trackio
+
+            self._run.log({"summary": trackio.Markdown(f"{end}\n\n```json\n{json.dumps(self.about.summary)}\n```")})
+        self._run.finish()
+
+    def _warned(self, message: Warning | str, *_: Any) -> None:
+        self.remarks.append(one_line(message, 300))
+
+    def _require_server(self) -> None:
+        """Raise where the server of TRACKIO_SERVER_URL does not take what is sent, an empty list: trackio would keep
+        figures to itself."""
+        if not self._server:
+            return
+        parts = urllib.parse.urlsplit(self._server)
+        token = dict(urllib.parse.parse_qsl(parts.query)).get("write_token") or os.environ.get("TRACKIO_WRITE_TOKEN")
+        request = urllib.request.Request(
+            f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}/api/bulk_log",
+            data=json.dumps({"args": [], "kwargs": {"logs": [], "hf_token": None}}).encode(),
+            headers={"Content-Type": "application/json", "X-Trackio-Write-Token": token or ""},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=_SERVER_S) as answer:
+                answer.read()
+        except urllib.error.HTTPError as error:
+            said = one_line(error.read(_SAID_BYTES).decode(errors="replace"))
+            if error.code in (401, 403) or "write_token" in said:
+                raise TrackerError("it refuses the write token; set TRACKIO_WRITE_TOKEN to the server's") from error
+            raise TrackerError(f"its server answers {error.code} {error.reason}") from error

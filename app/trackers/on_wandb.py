@@ -1,0 +1,99 @@
+"""Weights & Biases, with a server or offline, as WANDB_MODE says."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from typing import Any
+
+from penstock.app.run_files import whole
+from penstock.app.trackers.base import PROJECT, About, End, Line, Stream, Tracker, TrackerError
+from penstock.app.trackers.figures import flat
+from penstock.app.trackers.record import FOLDER
+from penstock.storage.untrusted import one_line, shell
+
+INIT_S = 30
+"""Until a server that does not answer counts as one that is away."""
+_STEP = "train/global_step"
+"""The axis of all charts: wandb's own counter counts what was sent."""
+_QUIET: dict[str, Any] = {
+    "silent": True,
+    "console": "off",
+    "disable_git": True,
+    "disable_code": True,
+    "disable_job_creation": True,
+    "x_disable_stats": True,
+    "x_disable_meta": True,
+    "x_disable_machine_info": True,
+    "x_save_requirements": False,
+    "init_timeout": INIT_S,
+}
+"""What is sent is what the run directory holds: nothing of this machine, and nothing of the sending process."""
+
+
+class Wandb(Tracker):
+    """wandb's own process keeps what is handed over in files and sends it, again and again where it has to."""
+
+    name = "wandb"
+
+    def __init__(self, about: About, known: dict[str, Any]) -> None:
+        super().__init__(about, known)
+        self._run: Any = None
+
+    def place(self) -> str:
+        names = ("WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_PROJECT")
+        return " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name)) or "wandb"
+
+    def open(self, first_step: int) -> None:
+        import wandb
+
+        own = {name: value for name, value in _QUIET.items() if name in wandb.Settings.model_fields}
+        own_id = str(self.known.get("id") or uuid.uuid4().hex[:12])
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT") or PROJECT,
+                name=os.environ.get("WANDB_NAME") or self.about.name,
+                id=own_id,
+                resume="allow",
+                dir=os.environ.get("WANDB_DIR") or str(self.about.path / FOLDER),
+                config={**self.about.config, "made_with": self.about.made_with},
+                settings=wandb.Settings(**own),
+                allow_val_change=True,
+            )
+        except wandb.errors.AuthenticationError as error:
+            raise TrackerError(f"it refuses this login ({one_line(error, 120)}); log in with `wandb login`") from error
+        self._run.define_metric(_STEP)
+        self._run.define_metric("*", step_metric=_STEP)
+        # wandb counts what it was sent; offline it does not know what it was sent before.
+        rows = max(self._run.step, whole(self.known.get("rows")) or 0) if self._offline else self._run.step
+        self.known |= {"id": own_id, "at": self._at(), "rows": rows}
+
+    @property
+    def _offline(self) -> bool:
+        return bool(self._run.settings.mode not in ("online", "shared", "run"))
+
+    def _at(self) -> str:
+        folder = os.path.dirname(self._run.dir)
+        return f"offline; send it with: {shell('wandb', 'sync', folder)}" if self._offline else str(self._run.url)
+
+    def received(self) -> dict[Stream, int]:
+        if self._offline:
+            return {}
+        last = self._run.summary.get(_STEP)
+        return {"metrics": int(last) if isinstance(last, int | float) else -1}
+
+    def send(self, lines: list[Line]) -> None:
+        import wandb
+
+        for line in lines:
+            values: dict[str, Any] = {**line.values, _STEP: line.step}
+            if line.samples:
+                rows = [[line.step, one["prompt"], one["text"]] for one in line.samples]
+                values["samples"] = wandb.Table(columns=["step", "prompt", "text"], data=rows)
+            self._run.log(values, step=self.known["rows"])
+            self.known["rows"] += 1
+
+    def close(self, end: End) -> None:
+        if self.about.summary is not None:
+            self._run.summary.update({f"summary/{key}": value for key, value in flat(self.about.summary).items()})
+        self._run.finish(exit_code=0 if end in ("finished", "stopped") else 1)
