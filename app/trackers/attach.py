@@ -196,7 +196,7 @@ class Trackers:
 
     def _tell_unsent(self, tracker: _Attached) -> None:
         again = shell("penstock", "track", self._run)
-        what = unsent(self._run, tracker.name) or "the end of the run was not sent"
+        what = unsent(self._run, tracker.name) or "what it was sent last may not have arrived"
         self._tell(f"tracker {tracker.name}: {what} ({tracker.problem}); nothing is lost, send it: {again}", "warning")
 
 

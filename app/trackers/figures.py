@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from html import escape
 from typing import Any
 
 from penstock.app.run_files import MOST_SECONDS, number
@@ -66,14 +67,21 @@ def _samples(samples: object) -> list[dict[str, Any]]:
 
 def samples_text(samples: list[dict[str, Any]]) -> str:
     """Samples as Markdown, each behind its prompt."""
-    parts = []
-    for one in samples:
-        end = "" if one["ended"] else " ..."
-        parts.append(f"**{_indented(one['prompt'])}**\n\n{_indented(one['text'])}{end}\n")
+    parts = (f"**{_plain(one['prompt'])}**\n\n{_plain(one['text'])}{_end(one)}\n" for one in samples)
     return "\n---\n\n".join(parts)
 
 
-def _indented(text: str) -> str:
+def samples_html(samples: list[dict[str, Any]]) -> str:
+    """The same as HTML."""
+    parts = (f"<b>{escape(one['prompt'])}</b>{escape(one['text'])}{_end(one)}" for one in samples)
+    return "<hr>".join(f'<div style="white-space: pre-wrap">{part}</div>' for part in parts)
+
+
+def _end(sample: dict[str, Any]) -> str:
+    return "" if sample["ended"] else " ..."
+
+
+def _plain(text: str) -> str:
     """Text that Markdown shows as it is."""
     return "".join(f"\\{char}" if char in "\\`*_{}[]<>#|" else char for char in text)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from typing import Any
 
 from penstock.app.run_files import whole
 from penstock.app.trackers.base import PROJECT, About, End, Line, Stream, Tracker, TrackerError
-from penstock.app.trackers.figures import flat
+from penstock.app.trackers.figures import flat, samples_html
 from penstock.app.trackers.record import FOLDER
 from penstock.storage.untrusted import one_line, shell
 
@@ -16,6 +17,7 @@ INIT_S = 30
 """Until a server that does not answer counts as one that is away."""
 _STEP = "train/global_step"
 """The axis of all charts: wandb's own counter counts what was sent."""
+_REFUSED = re.compile(r"\b40[13]\b")
 _QUIET: dict[str, Any] = {
     "silent": True,
     "console": "off",
@@ -26,6 +28,7 @@ _QUIET: dict[str, Any] = {
     "x_disable_meta": True,
     "x_disable_machine_info": True,
     "x_save_requirements": False,
+    "symlink": False,
     "init_timeout": INIT_S,
 }
 """What is sent is what the run directory holds: nothing of this machine, and nothing of the sending process."""
@@ -45,6 +48,7 @@ class Wandb(Tracker):
         return " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name)) or "wandb"
 
     def open(self, first_step: int) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         own = {name: value for name, value in _QUIET.items() if name in wandb.Settings.model_fields}
@@ -60,8 +64,10 @@ class Wandb(Tracker):
                 settings=wandb.Settings(**own),
                 allow_val_change=True,
             )
-        except wandb.errors.AuthenticationError as error:
-            raise TrackerError(f"it refuses this login ({one_line(error, 120)}); log in with `wandb login`") from error
+        except wandb.errors.Error as error:
+            if isinstance(error, wandb.errors.AuthenticationError) or _REFUSED.search(str(error)):
+                raise TrackerError("it refuses this login; log in with `wandb login`, or set WANDB_API_KEY") from error
+            raise TrackerError(f"its server does not answer as it should ({one_line(error, 160)})") from error
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
         # wandb counts what it was sent; offline it does not know what it was sent before.
@@ -88,8 +94,7 @@ class Wandb(Tracker):
         for line in lines:
             values: dict[str, Any] = {**line.values, _STEP: line.step}
             if line.samples:
-                rows = [[line.step, one["prompt"], one["text"]] for one in line.samples]
-                values["samples"] = wandb.Table(columns=["step", "prompt", "text"], data=rows)
+                values["samples"] = wandb.Html(samples_html(line.samples))  # a table would be an artifact of its own
             self._run.log(values, step=self.known["rows"])
             self.known["rows"] += 1
 

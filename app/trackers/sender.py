@@ -248,7 +248,7 @@ def describe(error: BaseException) -> str:
     """An error of a tracker in a line."""
     if isinstance(error, TrackerError | UserError):
         return one_line(error)
-    return f"{type(error).__name__}: {one_line(error, 300)}".removesuffix(": ")
+    return f"{type(error).__name__}: {one_line(error, 200)}".removesuffix(": ")
 
 
 def work(run: Path, name: str, *, once: bool, say: Say) -> int:
