@@ -9,7 +9,7 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
@@ -162,7 +162,7 @@ class _RunObserver:
             return "stop"
         return control.wanted(self._run.path)
 
-    def close(self, state: Ended, error: str | None = None) -> None:
+    def close(self, state: Literal["finished", "stopped", "failed"], error: str | None = None) -> None:
         """Tell the run's end, once the trackers have been given what is in its files."""
         self._log.flush()
         self.trackers.finish(state)
