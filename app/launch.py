@@ -35,6 +35,7 @@ from penstock.engine.events import (
     Progress,
     SampleMetrics,
     Span,
+    Spike,
     StepMetrics,
     ValidationMetrics,
     Want,
@@ -123,6 +124,10 @@ class _RunObserver:
         for line in samples_view.console_lines(metrics):
             self._display.message(line)
         self._callbacks.sample(metrics)
+
+    def on_spike(self, spike: Spike) -> None:
+        self._log.spike(spike)
+        self.tell(spike.words(), "warning")
 
     def on_message(self, text: str, *, detail: bool = False) -> None:
         self._log.message(text)

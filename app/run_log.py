@@ -33,7 +33,7 @@ from penstock.app.run_files import (
 from penstock.app.rundir import State, spans_text
 from penstock.app.samples_view import samples_line
 from penstock.app.speed import MeanSpeed
-from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, StepMetrics, ValidationMetrics
+from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, Spike, StepMetrics, ValidationMetrics
 from penstock.storage.disk import disk_error, prepare_file, publish
 from penstock.storage.temperature import disk_temperature
 from penstock.storage.untrusted import open_regular, printable
@@ -69,7 +69,7 @@ class _Step(NamedTuple):
     """Fields of its line: the run's mean speed up to it."""
 
 
-_Line = _Step | ValidationMetrics | SampleMetrics
+_Line = _Step | Spike | ValidationMetrics | SampleMetrics
 _Item = _Line | list[Span] | _Message
 
 
@@ -150,6 +150,9 @@ class RunLog:
 
     def samples(self, metrics: SampleMetrics) -> None:
         self._queue.put(metrics)
+
+    def spike(self, spike: Spike) -> None:
+        self._queue.put(spike)
 
     def progress(self, progress: Progress) -> None:
         """Hand over the spans that ended, and what is under way."""
@@ -283,7 +286,8 @@ class RunLog:
         Validation and samples are of the step before the one that it begins with, and in this order.
         """
         step = first.metrics.step if isinstance(first, _Step) else first.step
-        self._drop_steps("metrics.jsonl", step + (not isinstance(first, _Step)))
+        for name in ("metrics.jsonl", "spikes.jsonl"):
+            self._drop_steps(name, step + (not isinstance(first, _Step)))
         self._drop_steps("validation.jsonl", step + isinstance(first, SampleMetrics))
         self._drop_steps("samples.jsonl", step)
 
@@ -331,6 +335,8 @@ def _line_of(item: _Line) -> tuple[str, dict[str, Any]]:
         return "metrics.jsonl", dataclasses.asdict(item.metrics) | item.mean
     if isinstance(item, SampleMetrics):
         return "samples.jsonl", samples_line(item)
+    if isinstance(item, Spike):
+        return "spikes.jsonl", dataclasses.asdict(item)
     return "validation.jsonl", dataclasses.asdict(item)
 
 

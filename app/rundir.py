@@ -64,8 +64,8 @@ OWN_FOLDERS = (
 
 OWN_FILES = (
     *("recipe.json", "plan.json", "calibration.json", "status.json", "status.json.tmp", "control.json", "summary.json"),
-    *("metrics.jsonl", "validation.jsonl", "samples.jsonl", "spans.jsonl", "log.jsonl", "predicted.jsonl"),
-    *("output.log", "run.lock"),
+    *("metrics.jsonl", "validation.jsonl", "samples.jsonl", "spikes.jsonl", "spans.jsonl", "log.jsonl"),
+    *("predicted.jsonl", "output.log", "run.lock"),
 )
 
 _RECIPE_BYTES = 1 << 24

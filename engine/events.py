@@ -181,6 +181,58 @@ class SampleMetrics:
     """Unix seconds at their end."""
 
 
+@dataclass(kw_only=True, slots=True)
+class StepDocument:
+    """A document, or a piece of one, that a step was trained on."""
+
+    document: int
+    """Its number in the corpus, from 0."""
+    where: str | None
+    """Where it comes from, as `chats.jsonl:12`, `part.parquet:row 12` or a file; None where that is not known."""
+    first_token: int
+    """Of the document, with which its piece begins."""
+    tokens: int
+    """Of it in the step."""
+    loss: float | None
+    """Mean loss of the chunks of tokens that it lies in, nats, which may hold others too; None where nothing of them is
+    trained, or the loss is not a number."""
+    excerpt: str
+    """How the piece begins; empty for random tokens."""
+
+    def words(self) -> str:
+        name = self.where or f"document {self.document:,}"
+        excerpt = f": {self.excerpt!r}" if self.excerpt else ""
+        return f"{name} ({self.tokens:,} tokens{excerpt})"
+
+
+@dataclass(kw_only=True, slots=True)
+class Spike:
+    """A step whose loss leapt, or is not finite, and the documents that it was trained on."""
+
+    step: int
+    loss: float
+    """Of the step, nats; not a number where a value of the step is not finite."""
+    expected: float | None
+    """Running mean of the losses before it, nats; None where there were too few."""
+    documents: list[StepDocument]
+    """Those of the highest loss first, 64 at most."""
+    num_documents: int
+    """All that were in the step."""
+    time: float
+    """Unix seconds."""
+
+    def words(self) -> str:
+        """One sentence, with the first documents."""
+        if math.isfinite(self.loss) and self.expected is not None:
+            what = f"the loss leapt to {self.loss:.4g} from a running mean of {self.expected:.4g}"
+        else:
+            what = "a value is not finite"
+        named = [one.words() for one in self.documents[:3]]
+        more = self.num_documents - len(named)
+        rest = f" and {more:,} more (spikes.jsonl)" if more > 0 else ""
+        return f"step {self.step:,}: {what}; trained on {', '.join(named)}{rest}"
+
+
 class Preparing(NamedTuple):
     """One item of what is prepared before the first step (engine/preparing.py)."""
 
@@ -224,6 +276,9 @@ class Observer(Protocol):
 
     def on_validation(self, metrics: ValidationMetrics) -> None:
         """The validation loss has been measured: after `on_step` of its step, or first of all on a resumed run."""
+
+    def on_spike(self, spike: Spike) -> None:
+        """The loss of a step leapt: after its `on_step`, or before what is not finite in it ends the run."""
 
     def on_sample(self, metrics: SampleMetrics) -> None:
         """Samples have been written: after `on_step` of their step and `on_validation`, or first of all on a resumed

@@ -221,6 +221,7 @@ def open_session(
             lanes=lanes,
             validation=validation,
             prompts=prompts,
+            tokenizer=prepared.tokenizer,
             checklist=checklist,
             reservation=reservation,
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import platform
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -16,8 +18,10 @@ import torch
 import transformers
 
 from penstock.engine.config import Recipe, config_digest, given_fields
+from penstock.engine.data.documents import step_documents
 from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
-from penstock.engine.events import ValidationMetrics, step_name
+from penstock.engine.data.tokenizer import TextTokenizer
+from penstock.engine.events import Spike, ValidationMetrics, step_name
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.gains import EarlyEnd, Gains
 from penstock.engine.generate.prompts import Prompts
@@ -32,7 +36,7 @@ from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.executor import GPU_LANES
 from penstock.engine.runtime.failures import explain
 from penstock.engine.runtime.guard import MemoryGuard
-from penstock.engine.runtime.health import LossWatch
+from penstock.engine.runtime.health import LossSpikes, LossWatch
 from penstock.engine.runtime.lanes import Lanes
 from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
 from penstock.engine.runtime.runtime import Runtime
@@ -64,6 +68,7 @@ class Session:
         lanes: Lanes,
         validation: ValidationSet | None = None,
         prompts: Prompts | None = None,
+        tokenizer: TextTokenizer | None = None,
         checklist: Checklist | None = None,
         reservation: Reservation | None = None,
     ) -> None:
@@ -96,6 +101,11 @@ class Session:
         """(name asked for, step, why not) of checkpoints asked for, as they are made."""
         self._watch = LossWatch(recipe.storage.keep_good, store.meta.get("loss_mean"))
         self._loss_was_good = True
+        self._spikes = LossSpikes(store.meta.get("losses"))
+        self._tokenizer = tokenizer
+        self._data: StepData | None = None
+        self.spikes: deque[Spike] = deque()
+        """Steps whose loss leapt, to be told."""
         self._gains = Gains.of(store.meta.get("validation"))
         self.remeasures = False
         """Whether the step that this process began with has a validation loss that its generation cannot tell, as the
@@ -229,6 +239,7 @@ class Session:
         if self.recipe.train.validate_every is not None:
             meta["validation"] = self._gains.to_json()
         self._records[self.step] = meta
+        self._data = data
         self.remeasures = False
         self.runtime.begin(self.step, data)
 
@@ -272,6 +283,35 @@ class Session:
                     f"checkpoint {name} is of a step that is done again now; the next generation that is the best "
                     "takes its place"
                 )
+
+    def look_for_spike(self) -> None:
+        """Take the loss of the step that has ended: one that leapt is to be told, with the step's documents."""
+        data = self._data
+        if data is None or not data.num_targets:
+            return
+        expected = self._spikes.expected
+        if self._spikes.take(data.loss):
+            self.spikes.append(self._spike(data, expected))
+        self._records[self.step]["losses"] = self._spikes.to_json()
+
+    def look_at_failure(self) -> None:
+        """Where the step that was under way has a value that is not finite, its documents are to be told."""
+        data = self._data
+        if data is not None and data.chunk_losses and math.isnan(data.loss):
+            self.spikes.append(self._spike(data, self._spikes.expected))
+
+    def _spike(self, data: StepData, expected: float | None) -> Spike:
+        documents, count = step_documents(
+            self.loader.corpus, self._tokenizer, data.micro_batches, data.cut, data.chunk_losses
+        )
+        return Spike(
+            step=self.step,
+            loss=data.loss,
+            expected=expected,
+            documents=documents,
+            num_documents=count,
+            time=time.time(),
+        )
 
     def take_validation(self, metrics: ValidationMetrics) -> None:
         """Take the validation loss of the step that has ended; the lowest so far makes its generation the best one.

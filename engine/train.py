@@ -77,6 +77,7 @@ def train_step(session: Session) -> StepMetrics:
     session.executor.wait(ops[-1].id)  # the one synchronisation point: loss and gradient norm are known
     step_s = time.perf_counter() - started
     session.observe(step, data.loss)
+    session.look_for_spike()
     nvme_read, nvme_written = session.take_traffic()
     return StepMetrics(
         step=step,
@@ -107,6 +108,8 @@ def train(
                 result = _run(session, observer)
         except DivergedError as error:
             session.executor.close()  # a commit on its way ends first
+            session.look_at_failure()
+            _tell_spikes(session, observer)
             if not (resume or session.steps_told):
                 raise
             raise DivergedError(
@@ -166,6 +169,7 @@ def _run(session: Session, observer: Observer) -> TrainResult:
             metrics.time, metrics.tier_bytes = time.time(), live.tier_bytes()
             metrics.warmup = len(steps) < WARMUP_STEPS
             observer.on_step(metrics)
+            _tell_spikes(session, observer)
             session.steps_told += 1
             steps.append(metrics)
             if len(steps) == 1:
@@ -235,6 +239,11 @@ def _goes_on(session: Session, observer: Observer) -> bool:
         if want == "run":
             observer.on_pause(False)
     return want == "run"
+
+
+def _tell_spikes(session: Session, observer: Observer) -> None:
+    while session.spikes:
+        observer.on_spike(session.spikes.popleft())
 
 
 def _report_checkpoints(session: Session, observer: Observer) -> None:

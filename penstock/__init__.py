@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         StorageConfig,
         TrainConfig,
     )
-    from penstock.engine.events import Sample, SampleMetrics, StepMetrics, ValidationMetrics
+    from penstock.engine.events import Sample, SampleMetrics, Spike, StepMetrics, ValidationMetrics
     from penstock.storage.errors import UserError
 
 __version__ = "0.1.0"
@@ -57,6 +57,7 @@ __all__ = [
     "Sample",
     "SampleMetrics",
     "SamplesConfig",
+    "Spike",
     "StepMetrics",
     "StopTraining",
     "StorageConfig",
@@ -97,7 +98,7 @@ _HOMES = {
         "StorageConfig",
         "TrainConfig",
     ),
-    "engine.events": ("Sample", "SampleMetrics", "StepMetrics", "ValidationMetrics"),
+    "engine.events": ("Sample", "SampleMetrics", "Spike", "StepMetrics", "ValidationMetrics"),
     "storage.errors": ("UserError",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -49,6 +49,8 @@ class StepData(Batch):
     """Data position after the step."""
     loss: float = math.nan
     grad_norm: float = math.nan
+    chunk_losses: dict[int, float] = field(default_factory=dict)
+    """Index of a chunk -> sum of its targets' negative log-likelihood by their weights, nats."""
     scalars: dict[str, Any] = field(default_factory=dict)
     """The optimizer's scalars by device type."""
 

@@ -123,6 +123,8 @@ class BlockOps:
         data = self._views.steps[op.step]
         self._to_host(self._report, self._report_on_host)
         losses, squares, marks = (part.double() for part in self._split_report(self._report_on_host))
+        of_chunk = losses.tolist()
+        data.chunk_losses = {index: of_chunk[index] for index in data.cut}
         if (culprit := first_not_finite(self._views.plan, losses, squares, marks)) is not None:
             raise DivergedError(f"step {op.step}: {culprit} is not finite")
         data.loss = mean_by_weight(float(losses[list(data.cut)].sum()), data.total_weight)

@@ -13,6 +13,13 @@ LARGEST = math.sqrt(torch.finfo(torch.float32).max)
 """Of a master weight, 1.8e19: the square of a larger one is infinite in float32, and so is every norm that it is in."""
 _DECAY = 0.95
 """Of the running mean of losses, per step."""
+_LEAST_STEPS = 20
+"""Before which no loss is a spike: the mean is not known yet."""
+_CHANGES = 5.0
+"""Mean changes from one step to the next above the mean from which a loss is a spike; of normally distributed losses
+5.6 sigma, whether or not they are falling."""
+_LEAST_SHARE = 0.1
+"""Of the mean that a spike lies above it at least: losses that hardly vary are no reason to look."""
 
 
 def require_usable(kind: str, block: str, step: int, values: Tensor) -> None:
@@ -44,3 +51,44 @@ class LossWatch:
         limit = self._multiple * self.mean if self.mean else math.inf  # 0: of steps that had nothing to train
         self.mean = loss if not self.mean else _DECAY * self.mean + (1 - _DECAY) * min(loss, limit)
         return loss <= limit
+
+
+class LossSpikes:
+    """Says of a loss whether it leapt out of those before it; one that did moves what is expected little.
+
+    Of losses that stay high only the first leapt.
+    """
+
+    def __init__(self, record: object = None) -> None:
+        """`record`: what `to_json` of a generation says; anything else begins anew."""
+        self._mean, self._change, self._last, self._seen, self._is_high = 0.0, 0.0, 0.0, 0, False
+        wanted = [float, float, float, int, bool]
+        if not isinstance(record, list) or [type(value) for value in record] != wanted:
+            return
+        if all(math.isfinite(value) for value in record[:3]) and record[3] >= 0:
+            self._mean, self._change, self._last, self._seen, self._is_high = record
+
+    def to_json(self) -> list[float | int]:
+        """Running means of the losses and of the size of their changes, and the last loss, nats; how many there were;
+        whether the last was high."""
+        return [self._mean, self._change, self._last, self._seen, self._is_high]
+
+    @property
+    def expected(self) -> float | None:
+        """The running mean, once enough losses are known."""
+        return self._mean if self._seen >= _LEAST_STEPS else None
+
+    def take(self, loss: float) -> bool:
+        """Take the loss of a step that had targets; whether it is a spike."""
+        if not math.isfinite(loss):
+            return True
+        known = self._seen >= _LEAST_STEPS
+        limit = self._mean + max(_CHANGES * self._change, _LEAST_SHARE * self._mean) if known else math.inf
+        counted = min(loss, limit)
+        weight = max(1 - _DECAY, 1 / (self._seen + 1))
+        self._mean += weight * (counted - self._mean)
+        if self._seen:
+            self._change += max(1 - _DECAY, 1 / self._seen) * (abs(counted - self._last) - self._change)
+        self._last, self._seen = counted, self._seen + 1
+        was_high, self._is_high = self._is_high, loss > limit
+        return self._is_high and not was_high

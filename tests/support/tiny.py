@@ -29,7 +29,7 @@ from penstock.engine.config import (
     parse_bytes,
 )
 from penstock.engine.data.prepare import make_loader, make_validation, prepare_data
-from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, StepMetrics, ValidationMetrics, Want
+from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, Spike, StepMetrics, ValidationMetrics, Want
 from penstock.engine.forecast.problem import DTYPE_BYTES
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import dimensions
@@ -68,6 +68,7 @@ class Silent:
         self.metrics: list[StepMetrics] = []
         self.validations: list[ValidationMetrics] = []
         self.samples: list[SampleMetrics] = []
+        self.spikes: list[Spike] = []
         self.spans: list[Span] = []
         self.plan: dict[str, Any] = {}
         self.prepared: list[Preparing] = []
@@ -92,6 +93,9 @@ class Silent:
 
     def on_sample(self, metrics: SampleMetrics) -> None:
         self.samples.append(metrics)
+
+    def on_spike(self, spike: Spike) -> None:
+        self.spikes.append(spike)
 
     def on_message(self, text: str, *, detail: bool = False) -> None:
         self.messages.append(text)
