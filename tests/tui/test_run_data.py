@@ -194,6 +194,35 @@ def test_alerts_of_a_running_run(first: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "nvme is 97% full, which the plan did not foresee" in found
 
 
+def test_a_loss_that_leapt_is_told_with_its_documents_for_some_steps(
+    first: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.app.rundir.is_live", lambda path: True)
+    status = {"state": "running", "step": 12, "total_steps": 99, "heartbeat": time.time()}
+    (first / "status.json").write_text(json.dumps(status))
+    documents = [
+        {"where": "chats.jsonl:7", "document": 6},
+        {"where": None, "document": 41},
+        {"where": "c", "document": 1},
+    ]
+    append(first / "spikes.jsonl", {"step": 11, "loss": 9.0, "documents": documents, "num_documents": 5})
+    data = read(first)
+    told = "the loss leapt in step 11, trained on chats.jsonl:7, document 41 and 3 more"
+    assert told in [alert.text for alert in alerts(data)]
+    line = lines_of(first / "metrics.jsonl")[-1]
+    append(first / "metrics.jsonl", line | {"step": 31})
+    data.poll()
+    assert told not in [alert.text for alert in alerts(data)]
+
+
+def test_a_run_that_ended_early_says_why(first: Path) -> None:
+    summary = json.loads((first / "summary.json").read_text())
+    ended = {"validations": 3, "best": 2.31, "best_step": 6}
+    (first / "summary.json").write_text(json.dumps(summary | {"ended_early": ended}))
+    found = [alert.text for alert in alerts(read(first))]
+    assert found == ["ended early after step 12: no gain in 3 validations; best 2.31 at step 6"]
+
+
 JSON = ["[" * 100_000, "null", "[]", "{}", '{"state": ["x"], "step": "y"}', '"', "-1e999"]
 
 

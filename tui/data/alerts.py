@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from penstock.app.early_end import early_end_in
 from penstock.storage.units import duration_text, figure
-from penstock.tui.data.fields import number, objects, text
+from penstock.tui.data.fields import number, objects, text, whole
 from penstock.tui.data.run_data import RunData
 from penstock.tui.data.tiers import FULL_SHARE, Tier, tiers
 
 Z_ALERT = 5.0
 """Standard deviations above the mean of the steps before from which a value is a spike."""
+
+SPIKE_STEPS = 20
+"""For so many steps it is told that a loss leapt."""
 
 _STALL_S = 30.0
 
@@ -33,6 +37,8 @@ def alerts(data: RunData) -> list[Alert]:
             found.append(
                 Alert(f"{label} {figure(data.metrics.last(name))} is {score:.0f} sigma above the last steps", "warn")
             )
+    if (leapt := spike(data)) is not None:
+        found.append(leapt)
     if data.metrics.rows and data.metrics.last("loss") is None:
         found.append(Alert(f"the loss of step {data.metrics.last_step:,} is not a number", "bad"))
     stalled = stall(data)
@@ -56,11 +62,28 @@ def _of_state(data: RunData) -> list[Alert]:
     if state == "crashed":
         kept = "" if data.committed_step is None else f"; R goes on from step {data.committed_step:,}"
         return [Alert((first_line(data.error) or "its process is gone") + kept, "bad")]
+    if state == "finished" and (ended := early_end_in(data.summary)) is not None:
+        return [Alert(ended.words(data.step), "warn")]
     if state == "stale" and data.silent_s is None:
         return [Alert("its last sign of life is of the future, and its process holds the run: a clock was set", "warn")]
     if state == "stale":
         return [Alert(f"no sign of life for {duration_text(data.silent_s)}, but its process holds the run", "warn")]
     return []
+
+
+def spike(data: RunData) -> Alert | None:
+    """That the loss of one of the last steps leapt, and what it was trained on."""
+    step = whole(data.spike, "step")
+    if step is None or not 0 <= data.metrics.last_step - step < SPIKE_STEPS:
+        return None
+    named = [
+        place or f"document {number:,}"
+        for one in objects(data.spike, "documents")[:2]
+        if (place := text(one, "where")) or (number := whole(one, "document")) is not None
+    ]
+    more = (whole(data.spike, "num_documents") or 0) - len(named)
+    documents = ", ".join(named) + (f" and {more:,} more" if more > 0 else "")
+    return Alert(f"the loss leapt in step {step:,}" + (f", trained on {documents}" if named else ""), "warn")
 
 
 def first_line(words: str | None) -> str:

@@ -83,6 +83,8 @@ class RunData:
         self.log: deque[LogLine] = deque(maxlen=LOG_LINES)
         self.num_log = 0
         """Lines ever added to `log`."""
+        self.spike: dict[str, Any] = {}
+        """The last line of spikes.jsonl."""
         self.checkpoints: list[Checkpoint] = []
         self.committed_step: int | None = None
         self.problems: list[str] = []
@@ -98,6 +100,7 @@ class RunData:
         self._metrics = MetricsReader(path)
         self._spans_tail = JsonTail(path / "spans.jsonl", start_bytes=SPANS_BYTES)
         self._log_tail = JsonTail(path / "log.jsonl", start_bytes=LOG_BYTES)
+        self._spikes_tail = JsonTail(path / "spikes.jsonl", start_bytes=LOG_BYTES)
         self._output_read = False
         self._why_gone: str | None = None
 
@@ -224,7 +227,7 @@ class RunData:
                 self.behind = any(tail.behind for tail in (self._metrics.tail, self._spans_tail, self._log_tail))
                 if not self.behind or time.monotonic() > deadline:
                     break
-            changed |= self._read_predicted()
+            changed |= self._read_predicted() | self._read_spikes()
         self._find_state()
         self._say_problems()
         if before != (self.exists, self.state):
@@ -304,6 +307,14 @@ class RunData:
         self._count_damage("log.jsonl", tail.damaged)
         output = not tail.behind and self._read_output()
         return {"log"} if lines or output else set()
+
+    def _read_spikes(self) -> set[str]:
+        tail = self._spikes_tail
+        lines = tail.read()
+        if lines or tail.began_anew:
+            self.spike = lines[-1] if lines else {}
+        self._count_damage("spikes.jsonl", tail.damaged)
+        return {"status"} if lines or tail.began_anew else set()
 
     def _read_output(self) -> bool:
         """The end of output.log, once, where a process died without a word."""
