@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 import penstock
-from penstock.app import api, control, finetune_commands
+from penstock.app import api, control, finetune_commands, sample_command
 from penstock.app.bench.commands import bench_cli
 from penstock.app.checkpoints import delete_checkpoint_of, make_checkpoint, scrub_run
 from penstock.app.evaluation import command as eval_command
@@ -91,6 +91,7 @@ cli.command("eval", epilog="Example: penstock eval ~/models/Qwen3-8B --tasks nee
     eval_command.evaluate
 )
 cli.command(epilog="Example: penstock data ~/models/Qwen3-8B talks.jsonl --show 5")(finetune_commands.data)
+cli.command(epilog="Example: penstock sample ~/models/Qwen3-8B --prompt 'Once upon a time'")(sample_command.sample)
 
 
 @cli.command(epilog="Example: penstock train quickstart --set train.steps=20")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.app.evaluation.public import evaluate
     from penstock.app.reader import Run
     from penstock.app.recipe import load_recipe
+    from penstock.app.sampling import sample
     from penstock.app.script import run_recipe
     from penstock.app.shapes import llama3, qwen25
     from penstock.app.steps import steps
@@ -74,6 +75,7 @@ __all__ = [
     "qwen25",
     "resume",
     "run_recipe",
+    "sample",
     "steps",
     "train",
 ]
@@ -86,6 +88,7 @@ _HOMES = {
     "app.steps": ("steps",),
     "app.script": ("run_recipe",),
     "app.recipe": ("load_recipe",),
+    "app.sampling": ("sample",),
     "app.shapes": ("llama3", "qwen25"),
     "engine.config": (
         "AdapterConfig",

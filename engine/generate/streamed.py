@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -34,6 +35,7 @@ from penstock.engine.machine.precision import cpu_has_bfloat16
 from penstock.engine.model.anatomy import context_of
 from penstock.engine.model.runner import ModelRunner
 from penstock.storage.errors import UserError
+from penstock.storage.units import bytes_text, params_text
 
 _LEAST_ROOM = 1024
 """Tokens of keys and values that a chat has room for at first: growing by a little moves weights each time."""
@@ -158,11 +160,7 @@ class StreamedModel:
         `reuse`: of a single prompt that begins as the one before did, keys and values that are still there count; they
         are kept for the next. Raises UserError for a prompt that leaves no room in the context.
         """
-        for number, prompt in enumerate(prompts, 1):
-            if self.context is not None and len(prompt) >= self.context:
-                raise UserError(
-                    f"prompt {number}: {len(prompt):,} tokens, and the model's context is {self.context:,}; shorten it"
-                )
+        self.require_context(prompts)
         self.passes_s = []
         found: list[Continuation] = []
         for group in self._groups([len(prompt) + decoding.new_tokens for prompt in prompts]):
@@ -179,6 +177,14 @@ class StreamedModel:
         if not reuse:
             self._forget()
         return found
+
+    def require_context(self, prompts: Sequence[Sequence[int]]) -> None:
+        """UserError for a prompt that leaves no room in the context."""
+        for number, prompt in enumerate(prompts, 1):
+            if self.context is not None and len(prompt) >= self.context:
+                raise UserError(
+                    f"prompt {number}: {len(prompt):,} tokens, and the model's context is {self.context:,}; shorten it"
+                )
 
     def _groups(self, totals: Sequence[int]) -> Iterator[Sequence[int]]:
         """Sequences that are read together: as many as find room for keys and values; one alone needs none."""
@@ -297,24 +303,35 @@ class StreamedModel:
 
     # ------------------------------------------------------------------ room and time
 
+    def describe(self) -> str:
+        """The model and what it is computed in, in words."""
+        dtype, total = str(self.dtype).removeprefix("torch."), sum(self._sizes.buffers.values())
+        return f"{params_text(self.spec.num_params)} parameters in {dtype}, {bytes_text(total)}"
+
     def estimate(self, prompt_tokens: int, sequences: int, new_tokens: int) -> Estimate:
         """How long it would take to give `sequences` prompts, of `prompt_tokens` each, `new_tokens` more."""
-        placement = self._try_place(sequences * (prompt_tokens + new_tokens))
+        groups = list(self._groups([prompt_tokens + new_tokens] * sequences))
+        placement = self._try_place(sum(groups[0]))
         machine = machine_here(self._where)
-        return forecast(
-            self.spec,
-            self._sizes,
-            placement,
-            {name: self._source.stored_bytes(name) for name in self.spec.buffers},
-            machine,
-            cuda=self.device.type == "cuda",
-            where=describe(placement, self._sizes, self.device.type),
-            assumed=is_assumed(machine),
-            filled=self.passes > 0,
-            prompt_tokens=prompt_tokens,
-            sequences=sequences,
-            new_tokens=new_tokens,
-        )
+
+        def of(group: Sequence[int], filled: bool) -> Estimate:
+            return forecast(
+                self.spec,
+                self._sizes,
+                placement,
+                {name: self._source.stored_bytes(name) for name in self.spec.buffers},
+                machine,
+                cuda=self._apart,
+                where=describe(placement, self._sizes, self.device.type),
+                assumed=is_assumed(machine),
+                filled=filled,
+                prompt_tokens=prompt_tokens,
+                sequences=len(group),
+                new_tokens=new_tokens,
+            )
+
+        first = of(groups[0], self.passes > 0)
+        return replace(first, total_s=first.total_s + sum(of(group, True).total_s for group in groups[1:]))
 
     def _try_place(self, kv_tokens: int, *, keeps: bool = True) -> Placement:
         return place(

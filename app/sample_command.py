@@ -1,0 +1,107 @@
+"""`penstock sample`: what it takes and prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import printable
+
+GpuOption = Annotated[
+    str | None, typer.Option("--gpu", metavar="SIZE", help="GPU memory to use, as 20GiB; default what is free.")
+]
+RamOption = Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="RAM to use; default what is free.")]
+AskedArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|FOLDER",
+        help="Run directory, or its name below runs/; a Hugging Face folder, or the name of a model on the hub.",
+    ),
+]
+
+
+def sample(
+    model: AskedArgument,
+    prompts: Annotated[
+        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue; several are read together.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File whose whole text is a prompt; - is standard input.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Talk with it in the terminal, by its tokenizer's chat template.")
+    ] = False,
+    tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="At most so many tokens of each; default 64, in a chat 1024.")
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="Draw tokens; 0, the default, always takes the likeliest.")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", metavar="P", help="Draw of the likeliest that make up P.")] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the draws.")] = 0,
+    checkpoint: Annotated[
+        str | None, typer.Option("--checkpoint", metavar="NAME", help="Of a run: ask this checkpoint.")
+    ] = None,
+    gpu: GpuOption = None,
+    ram: RamOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, when all is done.")] = False,
+) -> None:
+    """Continue text, or chat, by a model that need not fit in memory: its weights are streamed.
+
+    What lives where and how long it will take is said before it starts, on standard error.
+    """
+    from penstock.app import sampling
+
+    given = [*(prompts or []), *([sampling.read_prompt(prompt_file)] if prompt_file is not None else [])]
+    if chat == bool(given):
+        raise UserError("give --prompt TEXT, --prompt-file FILE or --chat" + (": a chat takes no prompts" * chat))
+    if chat and as_json:
+        raise UserError("--json: a chat prints no JSON; leave one of them out")
+    with sampling.opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram) as found:
+        decoding = sampling.decoding_of(
+            found, (1024 if chat else 64) if tokens is None else tokens, temperature, top_p, seed
+        )
+        if chat:
+            sampling.chat(found, decoding, _ask, on_start=_remark, on_text=_show)
+            return
+        alone = len(given) == 1 and not as_json
+
+        def begin(text: str) -> None:
+            _remark(text)
+            if alone:
+                _show(given[0])
+
+        def more(sequence: int, text: str) -> None:
+            if alone:
+                _show(text)
+
+        samples = sampling.continued(found, given, decoding, on_start=begin, on_text=more)
+        if as_json:
+            print(json.dumps(sampling.as_json(found, samples)))
+        elif alone:
+            print()
+        else:
+            for number, one in enumerate(samples, 1):
+                print(printable(f"[{number}] {one.prompt}{one.text}\n"))
+        _remark(sampling.took(found))
+
+
+def _remark(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def _show(text: str) -> None:
+    print(printable(text), end="", flush=True)
+
+
+def _ask() -> str | None:
+    """The next message; None at the end of the input. A Ctrl-C at the prompt ends the chat, too."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except (EOFError, KeyboardInterrupt):
+        return None

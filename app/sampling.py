@@ -1,0 +1,239 @@
+"""Text by streamed weights: models and runs opened to be asked, prompts continued, a chat."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.app.checkpoints import checkpoint_named
+from penstock.app.hub import model_folder
+from penstock.app.hub_names import is_hub
+from penstock.app.loading import loading
+from penstock.app.rundir import RunDir, find_run, is_live, read_recipe
+from penstock.engine.config import parse_bytes
+from penstock.storage.errors import UserError
+from penstock.storage.units import seconds_text
+from penstock.storage.untrusted import shell
+
+if TYPE_CHECKING:
+    from penstock.engine.generate.decode import Decoding
+    from penstock.engine.generate.streamed import StreamedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What was put behind a prompt."""
+
+    prompt: str
+    text: str
+    """Without the prompt."""
+    ids: list[int]
+    prompt_tokens: int
+    ended: bool
+    """At an end of text, or of the context; else it has all the tokens that were asked for."""
+
+
+@contextmanager
+def opened(
+    given: str | Path,
+    *,
+    checkpoint: str | None = None,
+    gpu: str | int | None = None,
+    ram: str | int | None = None,
+    device: str = "auto",
+) -> Iterator[StreamedModel]:
+    """A run, by its directory or its name below runs/, or a model: a Hugging Face folder or a name on the hub.
+
+    `gpu`, `ram`: sizes as recipes have them; None: what is free. Of a run that is running a checkpoint can be read.
+    Raises UserError for what is neither.
+    """
+    gpu_bytes = None if gpu is None else parse_bytes(gpu, "--gpu")
+    ram_bytes = None if ram is None else parse_bytes(ram, "--ram")
+    folder = _model(given)
+    if folder is not None and checkpoint is not None:
+        raise UserError(f"--checkpoint: {folder} is a model's folder; only runs have checkpoints")
+    with ExitStack() as stack:
+        run = None if folder is not None else find_run(str(given))
+        if run is not None:
+            checkpoint = checkpoint_named(run, checkpoint)
+            if checkpoint is None:
+                _require_idle(run)
+                stack.enter_context(RunDir.open(run, read_only=True))
+        with loading():
+            from penstock.engine.generate.streamed import StreamedModel
+
+        recipe = None if run is None else read_recipe(run)
+        where = folder if run is None else run
+        assert where is not None
+        yield stack.enter_context(
+            StreamedModel.open(
+                where, recipe=recipe, checkpoint=checkpoint, gpu_bytes=gpu_bytes, ram_bytes=ram_bytes, device=device
+            )
+        )
+
+
+def _model(given: str | Path) -> Path | None:
+    """The folder of a model, fetched where it is on the hub; None where a run is meant."""
+    if is_hub(str(given)):
+        return model_folder(given)
+    path = Path(given).expanduser()
+    if (path / "recipe.json").is_file():
+        return None
+    if (path / "config.json").is_file():
+        return path
+    if path.is_dir():
+        raise UserError(f"{path}: is neither a run, without recipe.json, nor a model's folder, without config.json")
+    return None
+
+
+def _require_idle(run: Path) -> None:
+    if is_live(run):
+        raise UserError(
+            f"{run}: is running; keep a checkpoint of it (`{shell('penstock', 'checkpoint', run, 'now')}`), then give "
+            "--checkpoint now"
+        )
+
+
+def continued(
+    model: StreamedModel,
+    prompts: Sequence[str],
+    decoding: Decoding,
+    *,
+    on_start: Callable[[str], None] | None = None,
+    on_text: Callable[[int, str], None] | None = None,
+) -> list[Sample]:
+    """Continue texts, batched. `on_start` is told what lives where and how long it will take; `on_text` gets (prompt,
+    more text) as it comes."""
+    from penstock.engine.generate.text import TextStream
+
+    tokenizer = model.tokenizer
+    ids = [model.encode(prompt) for prompt in prompts]
+    model.require_context(ids)
+    assert tokenizer is not None
+    streams = [TextStream(tokenizer, prompt) for prompt in ids]
+    tell = on_text or (lambda sequence, text: None)
+    if on_start is not None:
+        estimate = model.estimate(max(map(len, ids)), len(ids), decoding.new_tokens)
+        on_start(f"{model.describe()}: {estimate.where}; {estimate.describe()}")
+    found = model.generate(ids, decoding, lambda sequence, token: tell(sequence, streams[sequence].add(token)))
+    for sequence, stream in enumerate(streams):
+        tell(sequence, stream.end())
+    return [
+        Sample(prompt, stream.text, some.ids, len(tokens), some.ended)
+        for prompt, stream, some, tokens in zip(prompts, streams, found, ids, strict=True)
+    ]
+
+
+def took(model: StreamedModel) -> str:
+    """What the last call really took, in words."""
+    first, later = model.passes_s[:1], model.passes_s[1:]
+    said = f"{len(model.passes_s):,} passes in {seconds_text(sum(model.passes_s))}"
+    if later:
+        said += f": {seconds_text(sum(later) / len(later))} a token, {seconds_text(first[0])} for the first"
+    return said
+
+
+def chat(
+    model: StreamedModel,
+    decoding: Decoding,
+    ask: Callable[[], str | None],
+    *,
+    on_start: Callable[[str], None] | None = None,
+    on_text: Callable[[str], None],
+) -> list[dict[str, str]]:
+    """Answer what `ask` gives, message by message, until that is None; the conversation.
+
+    `on_text` gets the answer as it comes; a KeyboardInterrupt meanwhile ends the answer, not the chat.
+    """
+    from penstock.engine.generate.text import TextStream
+
+    model.encode_chat([{"role": "user", "content": "?"}])  # says so where it cannot chat
+    messages: list[dict[str, str]] = []
+    assert model.tokenizer is not None
+    while (said := ask()) is not None:
+        if not said.strip():
+            continue
+        messages.append({"role": "user", "content": said})
+        ids = model.encode_chat(messages)
+        model.require_context([ids])
+        if on_start is not None and len(messages) == 1:
+            estimate = model.estimate(len(ids), 1, decoding.new_tokens)
+            on_start(f"{model.describe()}: {estimate.where}; {estimate.describe()}")
+        stream = TextStream(model.tokenizer, ids)
+
+        def told(sequence: int, token: int, stream: TextStream = stream) -> None:
+            on_text(stream.add(token))
+
+        try:
+            model.generate([ids], decoding, told, reuse=True)
+        except KeyboardInterrupt:
+            on_text(" [stopped]")
+        on_text(stream.end() + "\n")
+        messages.append({"role": "assistant", "content": stream.text})
+    return messages
+
+
+def decoding_of(model: StreamedModel, tokens: int, temperature: float, top_p: float, seed: int) -> Decoding:
+    """Raises UserError for values that nothing can be drawn with."""
+    from penstock.engine.generate.decode import Decoding
+
+    if tokens < 1:
+        raise UserError(f"--tokens: {tokens}; at least one")
+    if not 0 <= temperature <= 100:
+        raise UserError(f"--temperature: {temperature:g}; 0, for the likeliest token, to 100")
+    if not 0 < top_p <= 1:
+        raise UserError(f"--top-p: {top_p:g}; above 0, and at most 1")
+    return Decoding(new_tokens=tokens, temperature=temperature, top_p=top_p, seed=seed, stop_ids=model.stop_ids)
+
+
+def sample(
+    model: str | Path,
+    prompts: str | Sequence[str],
+    *,
+    tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    checkpoint: str | None = None,
+    gpu: str | int | None = None,
+    ram: str | int | None = None,
+    on_text: Callable[[int, str], None] | None = None,
+) -> list[str]:
+    """Continue one text or several, batched, by a run or a model whose weights are streamed; the texts behind them.
+
+    `model`: a run's directory or name, a Hugging Face folder or a name on the hub. `tokens`: at most so many of each.
+    `temperature`: 0 takes the likeliest token, always. `gpu`, `ram`: what may be used of each, as "20GiB"; None: what
+    is free. `on_text` gets (number of the prompt, more text) as it comes. Raises UserError.
+    """
+    given = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not given:
+        return []
+    with opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram) as found:
+        decoding = decoding_of(found, tokens, temperature, top_p, seed)
+        return [one.text for one in continued(found, given, decoding, on_text=on_text)]
+
+
+def read_prompt(file: Path) -> str:
+    """The text of a file, or of standard input where it is `-`."""
+    try:
+        return sys.stdin.read() if str(file) == "-" else file.expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--prompt-file: {file} cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--prompt-file: {file} is not UTF-8 text") from None
+
+
+def as_json(model: StreamedModel, samples: Sequence[Sample]) -> dict[str, Any]:
+    """What `penstock sample --json` prints."""
+    return {
+        "samples": [
+            {"prompt": s.prompt, "text": s.text, "ids": s.ids, "prompt_tokens": s.prompt_tokens, "ended": s.ended}
+            for s in samples
+        ],
+        "passes": len(model.passes_s),
+        "seconds": sum(model.passes_s),
+    }

@@ -1,0 +1,154 @@
+"""`penstock sample`: what it prints, a chat, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from chat_model import make_chat_model
+from cli_process import refusal
+from recipe_texts import tiny_recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import penstock
+from penstock.app.cli import main
+from penstock.app.rundir import RunLock
+from penstock.app.sampling import chat, decoding_of, opened
+from penstock.storage.untrusted import printable
+
+SMALL = ["--gpu", "1GiB", "--ram", "1GiB"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_chat_model(tmp_path_factory.mktemp("models") / "talker", max_position_embeddings=256)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "corpus").mkdir()
+    (folder / "corpus" / "a.txt").write_text("def f(x):\n    return x\n" * 200)
+    recipe = tiny_recipe(train={"steps": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return penstock.train(recipe, run_dir="run").resolve()
+
+
+def by_transformers(model: Path, prompt: str, tokens: int) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    with torch.no_grad():
+        made = AutoModelForCausalLM.from_pretrained(model).generate(ids, max_new_tokens=tokens, do_sample=False)
+    return str(tokenizer.decode(made[0, ids.shape[1] :]))
+
+
+def test_texts_are_continued_and_what_it_takes_is_said_first(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ["What colour has the apple?", "The"]
+    expected = [by_transformers(model, prompt, 6) for prompt in prompts]
+    assert penstock.sample(model, prompts, tokens=6, gpu="1GiB", ram="1GiB") == expected
+
+    assert main(["sample", str(model), "--prompt", prompts[0], "--tokens", "6", *SMALL]) == 0
+    said = capsys.readouterr()
+    assert said.out == prompts[0] + expected[0] + "\n"
+    before, after = said.err.strip().split("\n")[-2:]
+    assert "parameters in float32" in before
+    assert "stay in memory; keys and values stay in memory; about " in before
+    assert " a token, " in before
+    assert "bound by" in before
+    assert after.startswith("6 passes in ")
+
+    arguments = ["--prompt", prompts[0], "--prompt", prompts[1], "--tokens", "6", "--json"]
+    assert main(["sample", str(model), *arguments, *SMALL]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["text"] for one in found["samples"]] == expected
+    assert found["passes"] == 6
+
+
+def test_a_run_is_asked_as_it_is_and_by_its_checkpoint(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = penstock.export(run, tmp_path / "export")
+    expected = by_transformers(out, "def", 5)
+    file = tmp_path / "prompt"
+    file.write_text("def")
+    assert main(["sample", str(run), "--prompt-file", str(file), "--tokens", "5", *SMALL]) == 0
+    assert capsys.readouterr().out == printable(f"def{expected}\n")
+    assert main(["checkpoint", str(run), "kept"]) == 0
+    lock = RunLock(run)
+    try:
+        said = refusal(capsys, "sample", str(run), "--prompt", "def")
+        assert "is running; keep a checkpoint of it" in said
+        assert penstock.sample(run, "def", tokens=5, checkpoint="kept", gpu="1GiB", ram="1GiB") == [expected]
+    finally:
+        lock.release()
+
+
+def test_a_chat_reads_what_is_new_and_answers_by_the_template(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+    said = iter(["What colour has the apple?", "", "And the pear?", None])
+    with opened(model, gpu="1GiB", ram="1GiB") as found:
+        decoding = decoding_of(found, 5, 0.0, 1.0, 0)
+        messages = chat(found, decoding, lambda: next(said), on_text=shown.append)
+        prompt = found.encode_chat(messages[:3])
+        assert found.tokenizer is not None
+        with torch.no_grad():
+            whole = AutoModelForCausalLM.from_pretrained(model).generate(
+                torch.tensor([prompt]), max_new_tokens=5, do_sample=False
+            )
+        expected = whole[0, len(prompt) :].tolist()
+    ended = set(expected) & found.stop_ids
+    assert not ended
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    assert messages[3]["content"] == AutoTokenizer.from_pretrained(model).decode(expected)
+    assert "".join(shown) == "".join(message["content"] + "\n" for message in messages[1::2])
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("What colour has the apple?\n"))
+    assert main(["sample", str(model), "--chat", "--tokens", "5", *SMALL]) == 0
+    assert capsys.readouterr().out == messages[1]["content"] + "\n"
+
+
+def test_what_it_refuses(
+    model: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line each."""
+    bare, mute, empty, unborn = (tmp_path / name for name in ("bare", "mute", "empty", "unborn"))
+    make_chat_model(mute, template=None)
+    shutil.copytree(model, bare)
+    for file in bare.glob("*token*"):
+        file.unlink()
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    empty.mkdir()
+    unborn.mkdir()
+    shutil.copy(run / "recipe.json", unborn)
+    monkeypatch.chdir(tmp_path)
+
+    def refused(*arguments: str) -> str:
+        return refusal(capsys, "sample", *arguments)
+
+    asks = ["--prompt", "x"]
+    assert "prompt 1: " in (said := refused(str(model), "--prompt", "apple " * 300))
+    assert "and the model's context is 256; shorten it" in said
+    assert "there is no tokenizer" in refused(str(bare), *asks)
+    assert "has no chat template" in refused(str(mute), "--chat")
+    assert "neither a run, without recipe.json, nor a model's folder" in refused("empty", *asks)
+    assert "nothing: no such run" in refused("nothing", *asks)
+    assert "unborn" in refused("unborn", *asks)
+    assert "only runs have checkpoints" in refused(str(model), *asks, "--checkpoint", "x")
+    assert "checkpoint" in refused(str(run), *asks, "--checkpoint", "never")
+    assert "--gpu: 1MiB do not hold one block" in (said := refused(str(model), *asks, "--gpu", "1MiB"))
+    assert "give at least " in said
+    assert "--gpu: 'much' is not a size" in refused(str(model), *asks, "--gpu", "much")
+    assert "give --prompt TEXT, --prompt-file FILE or --chat" in refused(str(model))
+    assert "a chat takes no prompts" in refused(str(model), "--chat", *asks)
+    assert "--top-p: 0; above 0" in refused(str(model), *asks, "--top-p", "0")
+    assert "--temperature: -1" in refused(str(model), *asks, "--temperature", "-1")
+    assert "--tokens: 0" in refused(str(model), *asks, "--tokens", "0")
+    assert "an empty prompt" in refused(str(model), "--prompt", "")
+    assert "cannot be read" in refused(str(model), "--prompt-file", "nowhere")
