@@ -18,7 +18,9 @@ _WORK_SHARE = 0.25
 _MOST_CHUNK, _LEAST_CHUNK = 4096, 16
 """Tokens that pass through a layer at once."""
 _FIXED_BYTES = 16 << 20
-"""Libraries' workspaces and what else does not grow with anything."""
+"""What does not grow with anything."""
+_LIBRARY_BYTES = 32 << 20
+"""On a GPU, the workspace of its libraries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,9 @@ def place(
     most = max(sum(sizes.buffers[name] for name in block) for block in sizes.blocks)
     kv_bytes, layer_bytes = kv_tokens * sizes.kv_token_bytes, kv_tokens * sizes.kv_layer_bytes
     work = min(int(gpu_bytes * _WORK_SHARE), _MOST_CHUNK * sizes.token_bytes)
+    own = _FIXED_BYTES + (_LIBRARY_BYTES if staged else 0)
     least, chunk = (
-        (_FIXED_BYTES + sizes.logits_bytes + tokens * sizes.token_bytes + most + layer_bytes, tokens)
+        (own + sizes.logits_bytes + tokens * sizes.token_bytes + most + layer_bytes, tokens)
         for tokens in (_LEAST_CHUNK, max(_LEAST_CHUNK, work // sizes.token_bytes))
     )
     fixed, chunk_tokens = chunk if chunk[0] <= gpu_bytes else least

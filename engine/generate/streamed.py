@@ -217,7 +217,7 @@ class StreamedModel:
         totals = [max(totals[0], _room(totals[0]))] if reuse else list(totals)
         placement = self._place(sum(totals))
         kept = Kept(self.spec, totals, placement.keys_values, dtype=self.dtype, device=self.device, apart=self._apart)
-        self._reading = _Reading(self, kept, placement.chunk_tokens, len(prompts))
+        self._reading = _Reading(self, kept, placement.chunk_tokens, self._logits_rows(placement), len(prompts))
         return self._reading, [0] * len(prompts)
 
     def _forget(self) -> None:
@@ -270,7 +270,7 @@ class StreamedModel:
         rows = [Row(number, 0, ids) for number, ids in enumerate(texts)]
         lengths = [len(ids) for ids in texts]
         placement = self._place(sum(lengths), keeps=False)
-        at_once = max(1, self._logits_rows(placement))
+        at_once = self._logits_rows(placement)
 
         def finish(x: Tensor, pieces: Sequence[tuple[int, int, Place]], logits: Callable[[Tensor], Tensor]) -> None:
             wanted, targets, owners = [], [], []
@@ -299,7 +299,7 @@ class StreamedModel:
 
     def _logits_rows(self, placement: Placement) -> int:
         """Rows of logits in the memory that a chunk's activations had."""
-        return placement.chunk_tokens * self._sizes.token_bytes // self._sizes.logits_bytes
+        return max(1, placement.chunk_tokens * self._sizes.token_bytes // self._sizes.logits_bytes)
 
     # ------------------------------------------------------------------ room and time
 
@@ -389,11 +389,11 @@ def _room(tokens: int) -> int:
 class _Reading:
     """A Forward over some sequences: what has been read of each, and their keys and values where they are kept."""
 
-    def __init__(self, model: StreamedModel, kept: Kept, chunk_tokens: int, sequences: int) -> None:
+    def __init__(self, model: StreamedModel, kept: Kept, chunk_tokens: int, logits_rows: int, sequences: int) -> None:
         self.kept = kept
         self.ids: list[list[int]] = [[] for _ in range(sequences)]
         """What has been read of each."""
-        self._model, self._chunk_tokens = model, chunk_tokens
+        self._model, self._chunk_tokens, self._logits_rows = model, chunk_tokens, logits_rows
         self._tables: list[list[bytes]] = [[] for _ in range(sequences)]
         """Of models whose rotary tables depend on the length: those that each sequence's keys were turned by."""
 
@@ -405,9 +405,10 @@ class _Reading:
 
         def finish(x: Tensor, pieces: Sequence[tuple[int, int, Place]], logits: Callable[[Tensor], Tensor]) -> None:
             last = [(row, first + place.length - 1) for row, first, place in pieces if place.end == len(ids[row])]
-            if last:
-                made = logits(x[torch.tensor([at for _, at in last], device=x.device)]).float()
-                found.update(zip((row for row, _ in last), made, strict=True))
+            for start in range(0, len(last), self._logits_rows):
+                some = last[start : start + self._logits_rows]
+                made = logits(x[torch.tensor([at for _, at in some], device=x.device)]).float()
+                found.update(zip((row for row, _ in some), made, strict=True))
 
         try:
             self._model._pass(work, self.kept, self._chunk_tokens, finish)

@@ -147,6 +147,7 @@ def test_tiers_and_chunks_change_no_token(
     made, count = save(CONFIGS[family], tmp_path), 4
     expected = by_transformers(made, PROMPTS, count)
     monkeypatch.setattr("penstock.engine.generate.placement._FIXED_BYTES", 0)
+    monkeypatch.setattr("penstock.engine.generate.placement._LIBRARY_BYTES", 0)
     monkeypatch.setattr("penstock.engine.generate.placement._LEAST_CHUNK", 3)
     least = least_gpu(tmp_path, 64)
     seen = set()
