@@ -66,7 +66,14 @@ CONFIGS: dict[str, PretrainedConfig] = {
         linear_value_head_dim=8,
     ),
 }
-PROMPTS = [[int(token) for token in torch.randint(1, 211, (length,))] for length in (5, 23, 1, 17)]
+
+
+def prompt_of(length: int) -> list[int]:
+    found = torch.randint(1, 211, (length,), generator=torch.Generator().manual_seed(length))
+    return [int(token) for token in found]
+
+
+PROMPTS = [prompt_of(length) for length in (5, 23, 1, 17)]
 ROOMY = {"gpu_bytes": 1 << 30, "ram_bytes": 1 << 30}
 
 
@@ -214,8 +221,9 @@ def test_a_run_and_its_checkpoint_are_read_as_their_exports(tmp_path: Path) -> N
 
 def test_sequences_end_at_stop_ids_and_at_the_end_of_the_context(tmp_path: Path) -> None:
     made = save(CONFIGS["llama"], tmp_path)
-    long = [int(token) for token in torch.randint(1, 211, (124,))]
+    long = prompt_of(124)
     expected = by_transformers(made, [long, PROMPTS[0]], 4)
+    assert expected[1][2] not in expected[0] + expected[1][:2]
     with StreamedModel.open(tmp_path, **ROOMY, device="cpu") as ours:
         stop = frozenset({expected[1][2]})
         found = ours.generate([long, PROMPTS[0]], Decoding(new_tokens=9, stop_ids=stop))
@@ -226,7 +234,7 @@ def test_sequences_end_at_stop_ids_and_at_the_end_of_the_context(tmp_path: Path)
 
 
 def test_draws_depend_on_seed_sequence_and_position_alone() -> None:
-    logits = torch.randn(2, 40)
+    logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(0))
     settings = Decoding(new_tokens=30, temperature=1.0, seed=3)
 
     def forward(rows: Any) -> torch.Tensor:
