@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,12 @@ def test_every_public_name_is_there_for_users_and_for_type_checkers() -> None:
         assert getattr(penstock, name) is not None
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         exec("from penstock import nothing")
+
+
+def test_every_public_name_is_on_the_page_of_the_api() -> None:
+    page = (REPOSITORY / "docs" / "python.md").read_text()
+    missing = [name for name in penstock.__all__ if not re.search(rf"\b{re.escape(name)}", page)]
+    assert not missing
 
 
 def test_importing_it_loads_nothing_else(tmp_path: Path) -> None:
