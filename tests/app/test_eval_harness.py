@@ -118,6 +118,17 @@ def test_weights_stream_by_once_for_a_batch(model: StreamedModel) -> None:
     assert found[1][0] < found[2][0] == found[3][0] < found[4][0] < found[0][0] < 0
 
 
+def test_a_text_that_is_enough_is_not_gone_on_with(model: StreamedModel) -> None:
+    asked = Asked(model)
+    prompts = [asked.encode("The apple is"), asked.encode("What colour")]
+    whole = asked.write(prompts, Writing(12), lambda _: None)
+    passes = model.passes
+    some = asked.write(prompts, Writing(12), lambda _: None, lambda place, text: len(text) > 2 * place)
+    assert [len(text) > 2 * place for place, text in enumerate(some)] == [True, True]
+    assert all(text.startswith(part) and len(part) < len(text) for text, part in zip(whole, some, strict=True))
+    assert model.passes - passes < passes
+
+
 def test_local_tasks_ask_nobody(model: StreamedModel, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
@@ -157,6 +168,11 @@ def test_what_is_not_done_is_refused_in_a_line(
     with pytest.raises(UserError, match="200 new tokens leave no room for a prompt in a context of 160"):
         asked.write([[1, 2]], Writing(200), lambda _: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    lost = "task: lost\ndataset_path: json\ndataset_kwargs: {data_files: nowhere.jsonl}\noutput_type: multiple_choice\n"
+    (tasks / "lost.yaml").write_text(lost)
+    index = find_tasks(["lost"], tasks)
+    with pytest.raises(UserError, match=r"--tasks lost: cannot be loaded: .*nowhere.jsonl"):
+        ask_tasks(asked, index, TaskOptions(), tell=pytest.fail, say=pytest.fail, on_done=lambda _: None)
     (tasks / "remote.yaml").write_text("task: remote\ndataset_path: nobody/nothing\noutput_type: multiple_choice\n")
     index = find_tasks(["remote"], tasks)
     with pytest.raises(UserError, match="HF_HUB_OFFLINE is set and data of it is not in the cache"):
