@@ -119,8 +119,9 @@ class Costs:
         self._launch, self._merged = LAUNCH_S["cpu" if machine.gpu is None else "gpu"], merged
         self._blocks = {block.name: block for block in plan.blocks}
         self._same = dict(zip(self._blocks, representatives(plan.blocks), strict=True))
-        own = {block.name: block.buffers for block in plan.blocks}
-        self._numel = {name: sum(plan.buffers[b].numel for b in buffers) for name, buffers in own.items()}
+        own = {block.name: [plan.buffers[name] for name in block.buffers] for block in plan.blocks}
+        self._numel = {name: sum(b.numel for b in buffers) for name, buffers in own.items()}
+        self._trained = {name: sum(b.numel for b in buffers if not b.frozen) for name, buffers in own.items()}
         self._pairs: dict[tuple[Any, ...], int] = {}
         self._known: dict[tuple[Any, ...], float] = {}
         self._nvme_read, self._nvme_write = machine.nvme_read_bytes_per_s, machine.nvme_write_bytes_per_s
@@ -278,20 +279,25 @@ class Costs:
             moved = round(passes[1] * tokens * graph)
         if work.sums_gradients:
             # Gradients leave the products in the compute dtype and are added to float32 sums.
-            moved += times * self._numel[block.name] * (p.compute_bytes + 2 * FP32)
+            moved += times * self._trained[block.name] * (p.compute_bytes + 2 * FP32)
         if work.pairs is not None:
             seconds += self._attention(op, pairs, *work.pairs)
         launches = 1 if passes[1] <= 1 else 2
         return launches * times * self._launch + seconds + moved / machine.gpu_copy_bytes_per_s
 
     def _matmul_passes(self, op: Op, block: BlockShape) -> tuple[float, float]:
-        """FLOPs a token of an op's matrix products, and their share of a forward pass through the layer."""
+        """FLOPs a token of an op's matrix products, and how many forward passes through the layer its elementwise work
+        comes to: it is the same whether or not weights are trained, which spares the products of their gradients."""
         matmul, projection = block.matmul_flops_per_token, block.projection_flops_per_token
         work = op.action.work
-        flops = work.matmul * matmul + work.projection * projection
+        flops = (work.matmul + work.gradients) * matmul + (work.projection + work.projection_gradients) * projection
         if work.recompute and a.SAVED_GRAPH not in op.flags:
             flops += matmul - block.unread_flops_per_token
-        return flops, flops / matmul if matmul else 0.0 if work.one_chunk_of_keys else 1.0
+        if not matmul:
+            return flops, 0.0 if work.one_chunk_of_keys else 1.0
+        frozen = block.frozen_flops_per_token / matmul
+        spared = frozen * (work.gradients * matmul + work.projection_gradients * projection)
+        return flops - spared, flops / matmul
 
     def _attention(self, op: Op, pairs: int, per_q: int, per_out: int) -> float:
         block = self._blocks[op.block]

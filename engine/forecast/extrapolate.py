@@ -128,7 +128,8 @@ def num_ops(plan: Plan) -> int:
     chunk_ops = 14 * len(plan.chunks) * len(plan.blocks)
     if plan.streamed:
         chunk_ops += 4 * len(plan.chunks) * plan.window_chunks * len(plan.blocks)
-    return chunk_ops + sum(4 * b.num_parts for b in plan.buffers.values() if b.state != "gpu")
+    read = sum(b.num_parts for b in plan.buffers.values() if b.frozen and b.weights == "nvme")
+    return chunk_ops + read + sum(4 * b.num_parts for b in plan.buffers.values() if b.state in ("ram", "nvme"))
 
 
 def _runs(plan: Plan) -> list[_Run]:
@@ -290,8 +291,9 @@ def _extended(plan: Plan, runs: list[_Run], found: Simulation) -> Simulation:
             continue
         names = [plan.blocks[i].name for i in run.blocks]
         pace = _pace([ends[name, True] for name in names], run)
-        first, last = run.period, 3 * run.period
-        pace += (ends[names[first], False] - ends[names[last], False]) / 2
+        if plan.blocks[run.blocks[0]].backward:
+            first, last = run.period, 3 * run.period
+            pace += (ends[names[first], False] - ends[names[last], False]) / 2
         step_s += run.dropped * pace
         inner = names[run.period :]
         for lane in busy:

@@ -5,6 +5,9 @@ weight of a matrix product costs 2 a token forward and 4 backward; attention cos
 of a head's q.k and p.v forward, twice that backward. Only the pairs that a causal query really sees count, document by
 document; norms, activations, the embedding's lookup and the softmax do not, nor does anything that is recomputed.
 
+Weights that are never trained cost no gradient of their own, and below the lowest block with something to be trained
+there is no backward.
+
 Executed FLOPs add what is recomputed: the matrix products that backward's graph needs, attention of layers that
 save their input only, and q.k, which every flash kernel's backward computes once more.
 """
@@ -15,12 +18,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.attention.pairs import visible_pairs
-from penstock.engine.model.spec import EMBED, AttentionShape, BlockSpec, ModelSpec
+from penstock.engine.model.spec import EMBED, AttentionShape, BlockSpec, ModelSpec, block_of
 from penstock.engine.plan.plan import Filled, Plan
 from penstock.storage.layout import ParamSpec
 
 BACKWARD = 2
-"""A backward pass costs this many forward passes: gradients of the inputs and of the weights."""
+"""A backward pass costs this many forward passes: gradients of the inputs and of the weights, as far as these are
+trained."""
 
 
 def matmul_flops(spec: ModelSpec) -> int:
@@ -46,8 +50,21 @@ def block_matmul(spec: ModelSpec, block: BlockSpec) -> int:
     return sum(_matmul(spec, name, param) for name in block.buffers for param in spec.buffers[name])
 
 
+def trained_matmul(spec: ModelSpec, block: BlockSpec) -> int:
+    """Those of `block_matmul` by weights that are trained."""
+    trained = [name for name in block.buffers if name not in spec.frozen]
+    return sum(_matmul(spec, name, param) for name in trained for param in spec.buffers[name])
+
+
+def backward_matmul(spec: ModelSpec, index: int) -> int:
+    """Backward FLOPs of block `index`'s matrix products for one token: of the inputs' and the weights' gradients."""
+    if index < spec.lowest_trained:
+        return 0
+    return block_matmul(spec, spec.blocks[index]) + trained_matmul(spec, spec.blocks[index])
+
+
 def _matmul(spec: ModelSpec, buffer: str, param: ParamSpec) -> int:
-    if buffer == EMBED and param.shape[0] != spec.vocab_size:
+    if block_of(buffer) == EMBED and param.shape[0] != spec.vocab_size:
         return 0  # beside the shared token table there may be one of positions
     if len(param.shape) == 2:
         return 2 * param.numel
@@ -65,8 +82,10 @@ def attention_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
 def model_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
     """FLOPs of forward and backward over documents of these lengths in tokens, padding excluded."""
     lengths = list(lengths)
-    forward = sum(lengths) * matmul_flops(spec) + attention_flops(spec, lengths)
-    return (1 + BACKWARD) * forward
+    backward = sum(backward_matmul(spec, index) for index in range(1, len(spec.blocks)))
+    attended = (shape for index, shape in enumerate(spec.attention, start=1) if index >= spec.lowest_trained)
+    attention = attention_flops(spec, lengths) + BACKWARD * sum(_pair_flops(s, lengths, 1, 1) for s in attended)
+    return sum(lengths) * (matmul_flops(spec) + backward) + attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +121,16 @@ def executed_flops(spec: ModelSpec, plan: Plan, lengths: Iterable[int], filled: 
         block = spec.blocks[index]
         once = block_matmul(spec, block)
         again = once - unread_matmul(spec, block, spec.unread[index - 1])
-        passes = 2 if index in plan.recomputed else 1
+        passes, below = (2 if index in plan.recomputed else 1), index < spec.lowest_trained
         extra = projection_matmul(spec, shape) * (passes - 1 + plan.streamed)
         for chunk, count in tokens.items():
-            layer_matmul += count * (once * (1 + BACKWARD) + extra)
-            if (index, chunk) not in plan.saved_graphs:
+            layer_matmul += count * (once + backward_matmul(spec, index) + extra)
+            if not below and (index, chunk) not in plan.saved_graphs:
                 layer_matmul += count * again
         forward += passes * _pair_flops(shape, lengths, 1, 1)
-        backward += _pair_flops(shape, lengths, 3, 2)
-    head = sum(lengths) * block_matmul(spec, spec.blocks[-1]) * (1 + BACKWARD)
+        backward += 0 if below else _pair_flops(shape, lengths, 3, 2)
+    last = len(spec.blocks) - 1
+    head = sum(lengths) * (block_matmul(spec, spec.blocks[last]) + backward_matmul(spec, last))
     return StepFlops(layer_matmul, head, forward, backward)
 
 

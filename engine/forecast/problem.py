@@ -8,7 +8,7 @@ from dataclasses import replace
 from penstock.engine.attention import workspace
 from penstock.engine.config import Recipe, SamplesConfig
 from penstock.engine.forecast.costs import representatives
-from penstock.engine.forecast.flops import block_matmul, projection_matmul, unread_matmul
+from penstock.engine.forecast.flops import block_matmul, projection_matmul, trained_matmul, unread_matmul
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.plan.problem import (
     BYTES_PER_TOKEN,
@@ -62,11 +62,14 @@ def block_shapes(spec: ModelSpec, dtype: str) -> tuple[BlockShape, ...]:
     """The blocks as the planner sees them, computing in `dtype`, for which spec.graph_bytes has been found."""
     shapes, item = [], DTYPE_BYTES[dtype]
     for i, block in enumerate(spec.blocks):
+        matmul = 0 if block.role == "embed" else block_matmul(spec, block)
         plain = BlockShape(
             name=block.name,
             role=block.role,
             buffers=block.buffers,
-            matmul_flops_per_token=0 if block.role == "embed" else block_matmul(spec, block),
+            backward=i >= spec.lowest_trained,
+            matmul_flops_per_token=matmul,
+            frozen_flops_per_token=matmul and matmul - trained_matmul(spec, block),
         )
         if block.role == "layer":
             graph, unread = spec.graph_bytes[dtype][i - 1], unread_matmul(spec, block, spec.unread[i - 1])
@@ -117,13 +120,15 @@ def workspace_bytes(spec: ModelSpec, tokens: int, compute_bytes: int, logits_byt
     """Estimate of the temporaries of the largest compute op.
 
     A layer's backward holds the output of every projection, twice for the elementwise work between them, eight
-    hidden states, and the gradients of its parameters before they are summed. Experts count for the tokens routed to
-    them. The head holds its logits in the compute dtype, replaced by their gradient, and some rows in float32.
+    hidden states, and the gradients of its trained parameters before they are summed. Experts count for the tokens
+    routed to them. The head holds its logits in the compute dtype, replaced by their gradient, and some rows in
+    float32.
     """
     worst = 0
     for block in spec.blocks:
         params = [param for name in block.buffers for param in spec.buffers[name]]
-        gradients = sum(param.numel for param in params) * compute_bytes
+        trained = [param for name in block.buffers if name not in spec.frozen for param in spec.buffers[name]]
+        gradients = sum(param.numel for param in trained) * compute_bytes
         if block.role == "layer":
             widths = sum(p.shape[0] for p in params if len(p.shape) == 2)
             widths += sum(spec.experts_per_token * p.shape[1] for p in params if len(p.shape) == 3)

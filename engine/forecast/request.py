@@ -53,7 +53,7 @@ class PlanRequest:
     """Of the prompts of the recipe's samples; None: as many as they can be."""
 
     def __post_init__(self) -> None:
-        lr_factors(self.recipe.train, depths(self.spec))  # its refusals come before anything is made
+        lr_factors(self.recipe.train, depths(self.spec), self.spec.frozen_params)  # before anything is made
 
     def problem(self, chunk_tokens: int) -> PlanInput:
         """What the planner has to solve with chunks of that length."""
@@ -81,6 +81,7 @@ class PlanRequest:
                     part_numel=part_numel_even(layout.numel, part_bytes // FP32)
                     if optimizer.granularity == "element"
                     else layout.numel,
+                    frozen=name in spec.frozen,
                 )
                 for name, layout in flat.items()
             ),

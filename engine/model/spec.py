@@ -118,10 +118,11 @@ def buffers_of_blocks(spec: ModelSpec) -> dict[str, list[str]]:
 
 
 def depths(spec: ModelSpec) -> dict[str, int]:
-    """Parameter -> blocks from the head down to its own: 0 in the head, 1 in the last layer, most in the embedding,
-    whether or not the head shares it."""
+    """Trained parameter -> blocks from the head down to its own: 0 in the head, 1 in the last layer, most in the
+    embedding, whether or not the head shares it."""
     numbers = {block.name: len(spec.blocks) - 1 - i for i, block in enumerate(spec.blocks)}
-    return {param.name: numbers[block_of(buffer)] for buffer, params in spec.buffers.items() for param in params}
+    trained = ((numbers[buffer], params) for buffer, params in spec.buffers.items() if buffer not in spec.frozen)
+    return {param.name: number for number, params in trained for param in params}
 
 
 def layouts(spec: ModelSpec) -> dict[str, FlatLayout]:

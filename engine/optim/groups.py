@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,11 @@ _NEAREST = 3
 """Names that a refused pattern is answered with."""
 
 
-def lr_factors(train: TrainConfig, depths: Mapping[str, int]) -> dict[str, float]:
+def lr_factors(train: TrainConfig, depths: Mapping[str, int], frozen: Collection[str] = ()) -> dict[str, float]:
     """Parameter -> factor on the learning rate; empty where the recipe gives none.
 
-    `depths`: parameter -> blocks between it and the head (see engine/model/spec.py: depths). A factor is that of
+    `depths`: parameter -> blocks between it and the head (see engine/model/spec.py: depths), of those that are trained;
+    `frozen`: the others. A factor is that of
     the first pattern of `lr_groups` that fits the name, times `layer_lr_decay` to the power of the depth (BEiT, arXiv
     2106.08254, section 3.2; ELECTRA, arXiv 2003.10555, appendix B). Raises UserError for a pattern that no parameter
     goes by.
@@ -37,15 +38,17 @@ def lr_factors(train: TrainConfig, depths: Mapping[str, int]) -> dict[str, float
     first = {name: next((p for p in groups if fnmatchcase(name, p)), None) for name in depths}
     for pattern in groups:
         if pattern not in first.values():
-            raise UserError(_fits_none(pattern, list(depths)))
+            raise UserError(_fits_none(pattern, list(depths), frozen))
     return {name: (1.0 if p is None else groups[p]) * decay ** depths[name] for name, p in first.items()}
 
 
-def _fits_none(pattern: str, names: list[str]) -> str:
+def _fits_none(pattern: str, names: list[str], frozen: Collection[str]) -> str:
     """Why a pattern counts for no parameter."""
     told = one_line(pattern)
     if any(fnmatchcase(name, pattern) for name in names):
         return f"train.lr_groups: '{told}' counts for no parameter, as patterns before it take all; put it before them"
+    if any(fnmatchcase(name, pattern) for name in frozen):
+        return f"train.lr_groups: '{told}' fits frozen parameters only, which have no learning rate; leave it out"
     return f"train.lr_groups: '{told}' fits no parameter; the nearest are {nearest(pattern, names)}"
 
 

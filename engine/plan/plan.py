@@ -8,7 +8,7 @@ size or a place.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from penstock.engine.plan.problem import (
     SAMPLE_STAGES,
     UPDATE_PARTS,
     BlockShape,
+    BufferShape,
     PlanInput,
     PlanOptions,
     Pool,
@@ -39,10 +40,16 @@ class BufferPlan:
     part_numel: int
     pool: Pool
     weights: Tier
-    state: Tier
-    """Tier of the optimizer's state: master weights and what it keeps beside them."""
-    gradient: Tier
-    """Tier in which the complete gradient waits for the optimizer."""
+    """On NVMe a frozen buffer's are those of the committed state, any other's are scratch."""
+    state: Tier | None
+    """Tier of the optimizer's state: master weights and what it keeps beside them; None of a frozen buffer."""
+    gradient: Tier | None
+    """Tier in which the complete gradient waits for the optimizer; None of a frozen buffer."""
+
+    @property
+    def frozen(self) -> bool:
+        """Never trained: there are weights only."""
+        return self.state is None
 
     @property
     def num_parts(self) -> int:
@@ -167,8 +174,14 @@ class Plan:
         return sum(self.record(block, chunk).values())
 
     @property
-    def part_numel(self) -> int:
-        return max(buffer.part_numel for buffer in self.buffers.values())
+    def state_part_numel(self) -> int:
+        """Elements of the largest part of a buffer that is trained."""
+        return state_part_numel(self.buffers.values())
+
+    @property
+    def part_stage_bytes(self) -> int:
+        """Bytes of a slot in RAM for one part of any kind."""
+        return part_stage_bytes(self.buffers.values(), self.problem.compute_bytes)
 
     def _saved(self) -> dict[str, dict[str, Any]]:
         """Buffer -> chunks of its layer by what is saved of them, and those whose records are not in RAM."""
@@ -181,6 +194,11 @@ class Plan:
                 found[block.name] = {"activation_checkpointing": saved, "spilled": spilled[i], "saved_on_gpu": held[i]}
         return found
 
+    def _item_bytes(self, buffer: BufferPlan) -> int:
+        """Bytes of one parameter's weights and state, gradient excluded."""
+        state = 0 if buffer.frozen else len(self.problem.state_kinds) * FP32
+        return self.problem.compute_bytes + state
+
     def to_json(self) -> dict[str, Any]:
         """The plan for people and files: tier of every kind of every block, slots, bytes per tier."""
         saved = self._saved()
@@ -191,7 +209,8 @@ class Plan:
                     "weights": b.weights,
                     "state": b.state,
                     "gradient": b.gradient,
-                    "bytes": b.numel * (self.problem.compute_bytes + len(self.problem.state_kinds) * FP32),
+                    "bytes": b.numel * self._item_bytes(b),
+                    "frozen": b.frozen,
                     **saved[b.name],
                 }
                 for b in self.buffers.values()
@@ -214,6 +233,16 @@ class Plan:
             "activation_stages": self.activation_stages,
             "tiers": {name: asdict(tier) for name, tier in self.tiers.items()},
         }
+
+
+def state_part_numel(buffers: Iterable[BufferShape | BufferPlan]) -> int:
+    """Elements of the largest part among the `buffers` that are trained."""
+    return max(buffer.part_numel for buffer in buffers if not buffer.frozen)
+
+
+def part_stage_bytes(buffers: Iterable[BufferShape | BufferPlan], compute_bytes: int) -> int:
+    """Bytes that any part of any kind of the `buffers` fits."""
+    return max(buffer.part_numel * (compute_bytes if buffer.frozen else FP32) for buffer in buffers)
 
 
 def _counts(keys: frozenset[tuple[int, int]]) -> Counter[int]:
@@ -257,9 +286,11 @@ def aligned(nbytes: int) -> int:
 def record(problem: PlanInput, block: int, tokens: int, recomputed: bool, has_graph: bool) -> dict[str, int]:
     """Kind -> bytes, in whole pages, of what is put aside for backward of `tokens` tokens of a layer.
 
-    x: its input; saved: attention's output and log-sum-exp; kv: keys and values.
+    x: its input; saved: attention's output and log-sum-exp; kv: keys and values. Nothing where there is no backward.
     """
     shape = problem.blocks[block]
+    if not shape.backward:
+        return {}
     per_token = {
         "x": 0 if has_graph else problem.hidden_size * problem.compute_bytes,
         "saved": 0 if has_graph or recomputed else shape.saved_bytes_per_token,
@@ -341,9 +372,10 @@ def attention_regions(
     """
     tokens = [chunk.end - chunk.start for chunk in chunks if chunk.micro_batch == 0]
     blocks = problem.blocks
+    unsaved = any(block.attends and not block.backward for block in blocks)
     wanted = {
         "saved": _widest(blocks, "saved_bytes_per_token") * recomputing,
-        "kv": _widest(blocks, "kv_bytes_per_token") * (streamed and (recomputing or spilling)),
+        "kv": _widest(blocks, "kv_bytes_per_token") * (streamed and (recomputing or spilling or unsaved)),
         "dkv": _widest(blocks, "kv_numel_per_token") * FP32 * streamed,
     }
     return {name: [aligned(n * size) for n in tokens] if size else [] for name, size in wanted.items()}

@@ -16,14 +16,17 @@ from penstock.engine.plan.plan import (
     attention_regions,
     cut_chunks,
     gib,
+    part_stage_bytes,
     record,
     sample_regions,
+    state_part_numel,
     window_bytes,
 )
 from penstock.engine.plan.problem import (
     FP32,
     HIDDEN_SLOTS,
     LAST_GOOD,
+    LAYER_POOLS,
     POOLS,
     SAVED_SLOTS,
     BlockShape,
@@ -65,14 +68,14 @@ class _Planner:
         self.max_chunk = max(c.end - c.start for c in self.chunks)
         self.window_chunks = max(c.local for c in self.chunks) + 1
         self.layers = [i for i, block in enumerate(p.blocks) if block.role == "layer"]
-        self.attending = [i for i in self.layers if p.blocks[i].attends]
-        layers = [buffers for i in self.layers for buffers in p.blocks[i].buffers]
-        numel = {b.name: b.numel for b in p.buffers}
-        self.layer_numel = max(numel[name] for name in layers)
-        self.pool: dict[str, Pool] = {n: POOLS[size > self.layer_numel] for n, size in numel.items()}
-        self.in_order = sorted(p.buffers, key=lambda b: self.pool[b.name] != "layer")
-        """Buffers in the order in which they find a place: layers first, embedding and head, which are large, last."""
-        self.part_numel = max(b.part_numel for b in p.buffers)
+        self.saving = [i for i in self.layers if p.blocks[i].backward]
+        """Layers that save anything for a backward."""
+        self.attending = [i for i in self.saving if p.blocks[i].attends]
+        self.pool = _pools(p)
+        self.in_order = sorted(p.buffers, key=lambda b: (self.pool[b.name] not in LAYER_POOLS, not b.frozen))
+        """Buffers in the order in which they find a place: layers first, embedding and head, which are large, last; of
+        either the frozen ones first, which have more traffic a byte."""
+        self.part_numel = state_part_numel(p.buffers)
         self.samples = sample_regions(p)
         self.ram_budget = p.ram_budget - p.reader_bytes - self.samples.ram_bytes
         # A block that computes with several buffers holds them all at once.
@@ -106,9 +109,10 @@ class _Planner:
             if not members:
                 continue
             numel[pool] = max(b.numel for b in members)
-            layer = pool == "layer"
+            layer = pool in LAYER_POOLS
             weights[pool] = min(len(members), self.at_once[pool] + layer * self.choice.spare_slots)
-            gradients[pool] = min(len(members), self.at_once[pool] + layer)
+            if not members[0].frozen:
+                gradients[pool] = min(len(members), self.at_once[pool] + layer)
         return weights, gradients, numel
 
     def gpu_parts(self, resident: set[str]) -> dict[str, int]:
@@ -116,10 +120,11 @@ class _Planner:
         p = self.problem
         weights, gradients, numel = self.slots(resident)
         saved = max(b.saved_bytes_per_token for b in p.blocks)
+        trained = sum(b.numel for b in p.buffers if b.name in resident and not b.frozen)
         held = sum(b.numel for b in p.buffers if b.name in resident)
         pools = POOLS
         parts = {
-            "resident blocks": held * (p.compute_bytes + (1 + len(p.state_kinds)) * FP32),
+            "resident blocks": held * p.compute_bytes + trained * (1 + len(p.state_kinds)) * FP32,
             "weight slots": sum(weights[k] * aligned(numel[k] * p.compute_bytes) for k in pools),
             "gradient slots": sum(gradients[k] * aligned(numel[k] * FP32) for k in pools),
             "K/V window": sum(map(sum, window_bytes(p, self.max_chunk, self.streamed).values())),
@@ -172,7 +177,7 @@ class _Planner:
     def keepable(self) -> list[tuple[int, int]]:
         """(block, chunk) in the order in which backward wants them; none of a layer whose attention runs again."""
         graphs = [block.graph_bytes_per_token for block in self.problem.blocks]
-        known = [i for i in self.layers if graphs[i] is not None and i not in self.recomputed]
+        known = [i for i in self.saving if graphs[i] is not None and i not in self.recomputed]
         return [(i, chunk.index) for i in reversed(known) for chunk in reversed(self.chunks)]
 
     def keep_all(self) -> None:
@@ -180,7 +185,7 @@ class _Planner:
         self.saved_graphs.update(self.keepable())
         self.graphs_bytes = sum(self.graph_bytes(*key) for key in self.saved_graphs)
         need = self.gpu_need(set())
-        unknown = [p.blocks[i].name for i in self.layers if p.blocks[i].graph_bytes_per_token is None]
+        unknown = [p.blocks[i].name for i in self.saving if p.blocks[i].graph_bytes_per_token is None]
         if unknown:
             raise BudgetError(
                 f"train.activation_checkpointing: what {unknown[0]} would have to keep is not known, so 'none' is not "
@@ -235,13 +240,13 @@ class _Planner:
         return sum(aligned((chunk.end - chunk.start) * hidden) for chunk in self.chunks)
 
     def backward_order(self) -> Iterator[tuple[int, int]]:
-        """(block, chunk) of all layers, backward's first ones first."""
-        return ((i, chunk.index) for i in reversed(self.layers) for chunk in reversed(self.chunks))
+        """(block, chunk) of all layers that backward passes, its first ones first."""
+        return ((i, chunk.index) for i in reversed(self.saving) for chunk in reversed(self.chunks))
 
     def records_bytes(self) -> int:
         """Bytes of all saved activations outside the GPU."""
         touched = {i for i, _ in self.saved_on_gpu | self.saved_graphs}
-        sizes = (self.layer_bytes(i) for i in self.layers if i not in touched)
+        sizes = (self.layer_bytes(i) for i in self.saving if i not in touched)
         partial = (
             self.record_bytes(i, c.index) for i in touched for c in self.chunks if (i, c.index) not in self.saved_on_gpu
         )
@@ -270,7 +275,8 @@ class _Planner:
         p = self.problem
         part = self.part_numel
         gradient = p.gradient_bytes if grad_on_nvme else 0
-        return aligned(part * FP32) * len(self.problem.state_kinds) + aligned(part * gradient), aligned(part * FP32)
+        state = aligned(part * FP32) * len(self.problem.state_kinds) + aligned(part * gradient)
+        return state, aligned(part_stage_bytes(p.buffers, p.compute_bytes))
 
     def block_bytes(self, spilling: bool) -> int:
         """RAM of one block's pass over a micro-batch, whatever is saved: see attention_regions."""
@@ -286,19 +292,20 @@ class _Planner:
         rest = [b for b in self.in_order if b.name not in self.resident]
         p = self.problem
         sizes = {"weights": p.compute_bytes, "gradient": p.gradient_bytes, "state": len(p.state_kinds) * FP32}
-        everything = sum(aligned(b.numel * s) for b in rest for s in sizes.values())
+        kinds = {b.name: ["weights"] if b.frozen else list(sizes) for b in rest}
+        everything = sum(aligned(b.numel * sizes[kind]) for b in rest for kind in kinds[b.name])
         part_stage = self.stage_bytes(False)[1]
         # GPU-resident state passes through part stages when it is checkpointed.
         through = 2 if self.resident else 0
         activations = self.stream_bytes() + self.records_bytes() + self.block_bytes(False)
         if activations + everything + through * part_stage <= self.ram_budget:
-            tiers: dict[str, dict[str, Tier]] = {b.name: {k: "ram" for k in sizes} for b in rest}
+            tiers: dict[str, dict[str, Tier]] = {b.name: dict.fromkeys(kinds[b.name], "ram") for b in rest}
             parts = {"activations": activations, "resident blocks": everything, "stages": through * part_stage}
             return _RamPlacement(tiers, parts, part_stages=through)
         spilling = self.choice.ram_first != "activations"
         placement = self._stages(spilling)
         for buffer in rest:
-            placement.tiers[buffer.name] = dict.fromkeys(sizes, "nvme")
+            placement.tiers[buffer.name] = dict.fromkeys(kinds[buffer.name], "nvme")
         left = self.ram_budget - sum(placement.parts.values())
         for item, size in self._items(rest, sizes, spilling):
             if size > left:
@@ -316,21 +323,28 @@ class _Planner:
     def _items(
         self, rest: list[BufferShape], sizes: dict[str, int], spilling: bool
     ) -> Iterator[tuple[tuple[int, int] | tuple[str, str], int]]:
-        """(buffer, kind) and (block, chunk) of records with their bytes, in the order in which RAM takes them."""
+        """(buffer, kind) and (block, chunk) of records with their bytes, in the order in which RAM takes them.
 
-        def of_kinds(*kinds: str) -> Iterator[tuple[tuple[str, str], int]]:
-            return (((b.name, kind), aligned(b.numel * sizes[kind])) for kind in kinds for b in rest)
+        A byte of frozen weights saves as much reading as a byte of state, and no writing: it comes after it, but where
+        weights are to be first.
+        """
+        trained, frozen = ([b for b in rest if b.frozen is which] for which in (False, True))
 
-        yield from of_kinds("weights")
-        if self.choice.ram_first == "state":
-            yield from of_kinds("gradient", "state")
+        def of_kinds(of: list[BufferShape], *kinds: str) -> Iterator[tuple[tuple[str, str], int]]:
+            return (((b.name, kind), aligned(b.numel * sizes[kind])) for kind in kinds for b in of)
+
+        first = self.choice.ram_first
+        yield from of_kinds(trained, "weights")
+        if first != "weights":
+            yield from of_kinds(trained, "gradient", "state")
+        yield from of_kinds(frozen, "weights")
         if spilling:
             order = (
                 key for key in self.backward_order() if key not in self.saved_graphs and key not in self.saved_on_gpu
             )
             yield from ((key, self.record_bytes(*key)) for key in order)
-        if self.choice.ram_first != "state":
-            yield from of_kinds("gradient", "state")
+        if first == "weights":
+            yield from of_kinds(trained, "gradient", "state")
 
     def _stages(self, spilling: bool) -> _RamPlacement:
         """What passes through RAM: the hidden states, one block's pass, parts of state and, if `spilling`, records.
@@ -338,7 +352,7 @@ class _Planner:
         A saved graph needs its keys and values in RAM all the same. Raises BudgetError where that alone is too much.
         """
         p, stages = self.problem, self.choice.stages
-        own = ACTIVATION_STAGES[stages] if spilling else 0
+        own = ACTIVATION_STAGES[stages] if spilling and self.saving else 0
         longest = max(self.chunks, key=lambda c: c.end - c.start).index
         widest = max(max(self.record(i, longest).values(), default=0) for i in self.layers)
         stream, passing = self.stream_bytes(), self.block_bytes(spilling)
@@ -380,7 +394,9 @@ class _Planner:
                 numel=shape.numel,
                 part_numel=shape.part_numel,
                 pool=self.pool[shape.name],
-                **kinds,
+                weights=kinds["weights"],
+                state=None if shape.frozen else kinds["state"],
+                gradient=None if shape.frozen else kinds["gradient"],
             )
         weights, gradients, numel = self.slots(self.resident)
         gpu = self.gpu_parts(self.resident)
@@ -416,7 +432,8 @@ class _Planner:
     # ------------------------------------------------------------------ NVMe
 
     def nvme_parts(self, buffers: dict[str, BufferPlan], spilled: set[tuple[int, int]]) -> dict[str, int]:
-        """Bytes of disk by use. Every buffer's state has two slots, wherever it lives; see storage/chunk.py."""
+        """Bytes of disk by use. A trained buffer's state has two slots, wherever it lives, and a frozen one's weights
+        have one; see storage/chunk.py."""
         p = self.problem
 
         def on_disk(buffer: BufferPlan, item: int) -> int:
@@ -426,7 +443,10 @@ class _Planner:
         parts = {
             "state, two generations": 2 * generation,
             "kept generations": p.kept_generations * generation,
-            "weights": sum(on_disk(b, p.compute_bytes) for b in buffers.values() if b.weights == "nvme"),
+            **({"frozen weights": frozen} if (frozen := frozen_bytes(p)) else {}),
+            "weights": sum(
+                on_disk(b, p.compute_bytes) for b in buffers.values() if b.weights == "nvme" and not b.frozen
+            ),
             "gradients": sum(on_disk(b, p.gradient_bytes) for b in buffers.values() if b.gradient == "nvme"),
             "spilled activations": sum(self.record_bytes(*key) for key in spilled),
         }
@@ -446,20 +466,36 @@ class _Planner:
         return parts
 
 
+def _pools(problem: PlanInput) -> dict[str, Pool]:
+    """Buffer -> the slots that it takes: a small embedding or head takes those of the layers."""
+    layers = {name for block in problem.blocks if block.role == "layer" for name in block.buffers}
+    most = {False: 0, True: 0}
+    """Elements of the largest layer's buffer of those that are trained and of those that are frozen."""
+    for buffer in problem.buffers:
+        if buffer.name in layers:
+            most[buffer.frozen] = max(most[buffer.frozen], buffer.numel)
+    return {b.name: POOLS[2 * (b.numel > most[b.frozen]) + b.frozen] for b in problem.buffers}
+
+
 def generation_bytes(problem: PlanInput) -> int:
-    """Bytes on disk of one generation of the state."""
-    files = [-(-buffer.numel // buffer.part_numel) * _file_bytes(buffer) for buffer in problem.buffers]
-    return len(problem.state_kinds) * sum(files)
+    """Bytes on disk of what one generation of the state does not share with others."""
+    return len(problem.state_kinds) * sum(_file_bytes(b, FP32) for b in problem.buffers if not b.frozen)
 
 
-def _file_bytes(buffer: BufferShape) -> int:
-    return ChunkFormat(buffer.part_numel * FP32).file_bytes
+def frozen_bytes(problem: PlanInput) -> int:
+    """Bytes on disk of the frozen weights, which all generations share."""
+    return sum(_file_bytes(b, problem.compute_bytes) for b in problem.buffers if b.frozen)
+
+
+def _file_bytes(buffer: BufferShape, item_bytes: int) -> int:
+    return -(-buffer.numel // buffer.part_numel) * ChunkFormat(buffer.part_numel * item_bytes).file_bytes
 
 
 def state_exceeds_disk(problem: PlanInput) -> bool:
     """Whether the generations of the state alone are more than the drives hold, whatever a plan chooses."""
     generations = 2 + problem.kept_generations
-    return problem.nvme_budget is not None and generations * generation_bytes(problem) > problem.nvme_budget
+    need = generations * generation_bytes(problem) + frozen_bytes(problem)
+    return problem.nvme_budget is not None and need > problem.nvme_budget
 
 
 def make_plan(problem: PlanInput, choice: PlanOptions) -> Plan:

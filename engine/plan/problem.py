@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Tier = Literal["gpu", "ram", "nvme"]
-Pool = Literal["layer", "embedding and head"]
+Pool = Literal["layer", "frozen layer", "embedding and head", "frozen embedding and head"]
 Role = Literal["embed", "layer", "head"]
 Checkpointing = Literal["auto", "full", "selective", "none"]
 """What forward saves of a layer for backward: its input; also keys, values, attention's output and log-sum-exp; or all
@@ -37,7 +37,10 @@ BYTES_PER_TOKEN = 7 * 8
 """Device memory of a token in a fetched step, at most: the tensors of engine/model/tokens.py."""
 INPUTS_CACHE_BYTES = 64 * 2**20
 """Rotary tables and the like of recent chunks are kept on the device up to this size; beyond it they are made again."""
-POOLS: tuple[Pool, ...] = ("layer", "embedding and head")
+POOLS: tuple[Pool, ...] = ("layer", "frozen layer", "embedding and head", "frozen embedding and head")
+"""Slots on the GPU by what they are for. Frozen buffers, of which there may be gigabytes beside the few megabytes of
+what is trained, have slots of their own."""
+LAYER_POOLS: tuple[Pool, ...] = ("layer", "frozen layer")
 HIDDEN_SLOTS = 6
 """Activations of one chunk on the GPU: x, dy and dx or y of the running op, x and dy of the next, one leaving."""
 SAVED_SLOTS = 3
@@ -59,6 +62,8 @@ class BufferShape:
     """Elements, padding included."""
     part_numel: int
     """Elements of one part (chunk file); the last part may be shorter."""
+    frozen: bool = False
+    """Never trained: weights only, written once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +73,10 @@ class BlockShape:
     name: str
     role: Role
     buffers: tuple[str, ...]
-    """Flat buffers whose weights it computes with: its own, which bears its name, and shared ones."""
+    """Flat buffers whose weights it computes with: its own, of which that of the trained parameters bears its name, and
+    shared ones."""
+    backward: bool = True
+    """Whether backward passes through it: it or a block below it has something to be trained."""
     out_bytes_per_token: int = 0
     """Saved attention output, compute dtype; 0 where the layer has no attention."""
     lse_bytes_per_token: int = 0
@@ -89,6 +97,8 @@ class BlockShape:
     """What autograd keeps of a forward of this layer, weights excluded; None: not known, so it is never saved."""
     matmul_flops_per_token: int = 0
     """FLOPs of its matrix products forward; experts count for the tokens routed to them."""
+    frozen_flops_per_token: int = 0
+    """Those of them by weights that are never trained, which have no gradient of their own."""
     unread_flops_per_token: int = 0
     """Those of them that a forward which is repeated in backward leaves out."""
     projection_flops_per_token: int = 0

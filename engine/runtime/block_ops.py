@@ -78,7 +78,8 @@ class BlockOps:
         x, weights, gradients = views.hidden(op.slots[a.X], chunk), views.weights(op), views.gradients(op)
         loss, dx = self._runner.head(weights, x, views.tokens(op), scale, gradients, self._logits_bytes, z_loss=z_loss)
         self._losses[op.index] = loss
-        views.hidden(op.slots[a.OUT], chunk).copy_(dx)
+        if a.OUT in op.slots:  # else nothing below is trained
+            views.hidden(op.slots[a.OUT], chunk).copy_(dx)
 
     def mark(self, op: Op) -> None:
         """Note a value that is finite if the output of a block's op is; "clip" names the first that is not.

@@ -97,7 +97,7 @@ def calibrate(
         torch.cuda.synchronize(device)  # the lanes' streams come after it
     up = executor.call("h2d", lambda: _copy_rate(there, host, device))
     down = executor.call("d2h", lambda: _copy_rate(host, there, device))
-    updates = any(buffer.state != "gpu" for buffer in plan.buffers.values())
+    updates = any(buffer.state in ("ram", "nvme") for buffer in plan.buffers.values())
     rate = executor.call("optimizer", lambda: _update_rate(plan, optimizer, train, runner.dtype)) if updates else None
     return Calibration(
         samples={kind: tuple(found) for kind, found in samples.items()},
@@ -257,7 +257,7 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor, device: torch.device)
 
 def _update_rate(plan: Plan, optimizer: Optimizer, train: TrainConfig, dtype: torch.dtype) -> float:
     """Parameters that the optimizer updates per second in RAM."""
-    numel = min(plan.part_numel, UPDATE_NUMEL)
+    numel = min(plan.state_part_numel, UPDATE_NUMEL)
     state = {kind: torch.full((numel,), 1e-3, dtype=torch.float32) for kind in plan.problem.state_kinds}
     gradient = torch.full((numel,), 1e-3).to(torch.float32 if plan.problem.gradient_bytes == FP32 else torch.bfloat16)
     weights, cpu = torch.empty(numel, dtype=dtype), torch.device("cpu")

@@ -172,7 +172,12 @@ class LayerOps:
             x, inputs = views.hidden(op.slots[a.X], chunk), views.layer_inputs(op, chunk)
             state = None if shape is None else self._state(op, *self._saved(op, shape))
             dx = self._layers.backward(layer, weights, x, dy, inputs, state, gradients)
-        views.hidden(op.slots[a.OUT], chunk).copy_(dx)
+        self._hand_down(op, dx)
+
+    def _hand_down(self, op: Op, dx: Tensor) -> None:
+        """The gradient of a layer's input to its slot, unless nothing below is trained."""
+        if a.OUT in op.slots:
+            self._views.hidden(op.slots[a.OUT], self._views.chunk(op)).copy_(dx)
 
     def _backward_saved(self, op: Op, weights: dict[str, Tensor], dy: Tensor, gradients: dict[str, Tensor]) -> Tensor:
         """Backward through a saved graph that is not cut."""
@@ -289,7 +294,7 @@ class LayerOps:
         self._graph = None
         if a.SAVED_GRAPH in op.flags:
             self._release(op)
-        views.hidden(op.slots[a.OUT], chunk).copy_(dx)
+        self._hand_down(op, dx)
 
     # ------------------------------------------------------------------ links
 

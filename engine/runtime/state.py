@@ -17,32 +17,38 @@ from penstock.engine.optim.base import MASTER
 from penstock.engine.plan.plan import BufferPlan, Plan
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
 from penstock.storage.arena import empty_aligned
-from penstock.storage.layout import FlatLayout, part_ranges
+from penstock.storage.layout import FlatLayout
 from penstock.storage.manifest import ArraySpec
 from penstock.storage.nvme import NvmeStore
 
+WEIGHTS = "weights"
+"""Kind of what is computed with: committed of a frozen buffer, scratch of any other on NVMe."""
 _PARTS_AT_ONCE = 8
 """Parts of state that are read into RAM at once: enough for several drives."""
 
 
 def state_arrays(plan: Plan) -> list[ArraySpec]:
-    """What a generation holds: every kind of state of every buffer, wherever it lives while training.
+    """What a generation holds: every kind of state of every buffer, wherever it lives while training; of a frozen one
+    the weights, which all generations share.
 
-    The compute weights are the rounded master and are made from it again.
+    The compute weights of the others are the rounded master and are made from it again.
     """
-    return [
-        ArraySpec(buffer.name, kind, buffer.numel, "float32", buffer.part_numel)
-        for buffer in plan.buffers.values()
-        for kind in plan.problem.state_kinds
-    ]
+    arrays = []
+    for b in plan.buffers.values():
+        if b.frozen:
+            dtype = {2: "bfloat16", 4: "float32"}[plan.problem.compute_bytes]
+            arrays.append(ArraySpec(b.name, WEIGHTS, b.numel, dtype, b.part_numel, fixed=True))
+        else:
+            arrays += [ArraySpec(b.name, kind, b.numel, "float32", b.part_numel) for kind in plan.problem.state_kinds]
+    return arrays
 
 
 def scratch_arrays(plan: Plan, compute_dtype: str, gradient_dtype: str) -> list[ArraySpec]:
     """What lives on NVMe only while a run runs: compute weights and waiting gradients that the plan placed there."""
     arrays = []
     for buffer in plan.buffers.values():
-        if buffer.weights == "nvme":
-            arrays.append(ArraySpec(buffer.name, "weights", buffer.numel, compute_dtype, buffer.part_numel))
+        if buffer.weights == "nvme" and not buffer.frozen:
+            arrays.append(ArraySpec(buffer.name, WEIGHTS, buffer.numel, compute_dtype, buffer.part_numel))
         if buffer.gradient == "nvme":
             arrays.append(ArraySpec(buffer.name, "gradient", buffer.numel, gradient_dtype, buffer.part_numel))
     return arrays
@@ -54,7 +60,8 @@ def fill_store(
     layouts: dict[str, FlatLayout],
     meta: dict[str, Any],
 ) -> None:
-    """Write the first generation: master weights from `buffers` (one at a time), all other state zero."""
+    """Write the first generation: master weights from `buffers` (one at a time), all other state zero; of what is
+    frozen the weights, rounded."""
     specs = {(spec.buffer, spec.kind): spec for spec in store.arrays()}
     total, written = sum(layout.numel for layout in layouts.values()), 0
     for name, tensors in buffers:
@@ -62,12 +69,15 @@ def fill_store(
         flat = empty_aligned(layout.numel, torch.float32).zero_()
         for param, view in layout.views(flat).items():
             view.copy_(tensors[param])
-        ranges = part_ranges(layout.numel, specs[name, MASTER].part_numel)
+        kinds = [kind for buffer, kind in specs if buffer == name]
+        main = MASTER if MASTER in kinds else WEIGHTS
+        dtype = getattr(torch, specs[name, main].dtype)
+        values = flat if dtype == torch.float32 else empty_aligned(layout.numel, dtype).copy_(flat)
+        ranges = specs[name, main].parts()
         zeros = empty_aligned(max(end - start for start, end in ranges), torch.float32).zero_()
         for part, (start, end) in enumerate(ranges):
-            futures = [store.write(name, MASTER, part, flat[start:end])]
-            others = [kind for buffer, kind in specs if buffer == name and kind != MASTER]
-            futures += [store.write(name, kind, part, zeros[: end - start]) for kind in others]
+            futures = [store.write(name, main, part, values[start:end])]
+            futures += [store.write(name, kind, part, zeros[: end - start]) for kind in kinds if kind != main]
             for future in futures:
                 future.result()
             written += end - start
@@ -85,7 +95,9 @@ def load_memory(store: NvmeStore, plan: Plan, gpu: GpuMemory, ram: RamMemory, co
     total, asked = sum(buffer.numel for buffer in plan.buffers.values()), 0
     for buffer in plan.buffers.values():
         for part in range(buffer.num_parts):
-            if buffer.state == "ram":
+            if buffer.frozen:
+                loading.frozen(buffer, part)
+            elif buffer.state == "ram":
                 loading.in_place(buffer, part)
             else:
                 loading.through_stages(buffer, part)
@@ -103,9 +115,9 @@ class _Loading:
     ) -> None:
         self._store, self._gpu, self._ram = store, gpu, ram
         self._device, self._kinds = gpu.hidden[0].device, plan.problem.state_kinds
-        self._stages = [stage.view(torch.float32) for stage in ram.part_stages]
+        self._dtype, self._stages = compute_dtype, ram.part_stages
         self._turn = itertools.cycle(self._stages)
-        self._rounded = empty_aligned(plan.part_numel, compute_dtype)
+        self._rounded = empty_aligned(plan.state_part_numel, compute_dtype)
         self._reading: deque[tuple[list[Future[None]], Callable[[], None]]] = deque()
 
     def in_place(self, buffer: BufferPlan, part: int) -> None:
@@ -120,7 +132,7 @@ class _Loading:
         start, end = buffer.part(part)
         memory, resident = self._gpu.buffers[buffer.name], buffer.state == "gpu"
         for kind in self._kinds if resident else (MASTER,):
-            rows = next(self._turn)[: end - start]
+            rows = self._stage(end - start, torch.float32)
 
             def then(kind: str = kind, rows: Tensor = rows) -> None:
                 if resident:
@@ -130,6 +142,27 @@ class _Loading:
                 wait_for_copies(self._device)  # the stage is another part's next
 
             self._read(buffer, part, {kind: rows}, then, len(self._stages))
+
+    def frozen(self, buffer: BufferPlan, part: int) -> None:
+        """Weights of a frozen buffer, which stay on NVMe where that is their place."""
+        start, end = buffer.part(part)
+        if buffer.weights == "nvme":
+            return
+        if buffer.weights == "ram":
+            target = self._ram.buffers[buffer.name][WEIGHTS][start:end]
+            self._read(buffer, part, {WEIGHTS: target}, lambda: None, _PARTS_AT_ONCE)
+            return
+        rows, target = self._stage(end - start, self._dtype), self._gpu.buffers[buffer.name][WEIGHTS][start:end]
+
+        def then() -> None:
+            target.copy_(rows, non_blocking=True)
+            wait_for_copies(self._device)
+
+        self._read(buffer, part, {WEIGHTS: rows}, then, len(self._stages))
+
+    def _stage(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The next stage, as so many elements."""
+        return next(self._turn)[: numel * dtype.itemsize].view(dtype)
 
     def finish(self) -> None:
         while self._reading:
@@ -163,9 +196,10 @@ class _Loading:
 
 
 def read_parameters(store: NvmeStore, name: str, layout: FlatLayout) -> dict[str, Tensor]:
-    """Master weights, float32, of one buffer of the committed generation, by parameter name."""
-    spec = next(spec for spec in store.arrays() if (spec.buffer, spec.kind) == (name, MASTER))
-    flat = empty_aligned(layout.numel, torch.float32)
-    for part, (start, end) in enumerate(part_ranges(layout.numel, spec.part_numel)):
-        store.read(name, MASTER, part, flat[start:end]).result()
-    return layout.views(flat)
+    """Master weights of one buffer of the committed generation, or the weights of a frozen one, float32, by parameter
+    name."""
+    spec = next(spec for spec in store.arrays() if spec.buffer == name and spec.kind in (MASTER, WEIGHTS))
+    flat = empty_aligned(layout.numel, getattr(torch, spec.dtype))
+    for part, (start, end) in enumerate(spec.parts()):
+        store.read(name, spec.kind, part, flat[start:end]).result()
+    return layout.views(flat.float())

@@ -65,9 +65,11 @@ class Views:
         return views
 
     def gradients(self, op: Op) -> dict[str, Tensor]:
-        """float32 gradients of every buffer of the op's block, zeroed where this op is the first to add to them."""
+        """float32 gradients of what is trained of the op's block, zeroed where this op is the first to add to them."""
         views: dict[str, Tensor] = {}
         for name in self._blocks[op.block][1].buffers:
+            if self.plan.buffers[name].frozen:
+                continue
             slot = op.slots[a.gradient_of(name)]
             if a.zero(name) in op.flags:
                 self.flat("gradient", name, slot).zero_()

@@ -73,6 +73,10 @@ class Work:
     """Times the forward FLOPs of all matrix products."""
     projection: int = 0
     """Times those of queries, keys and values."""
+    gradients: int = 0
+    """Times those of all matrix products by weights that are trained."""
+    projection_gradients: int = 0
+    """Times those of queries, keys and values, as far as their weights are trained."""
     recompute: bool = False
     """And those that backward's graph needs once more, where the graph was not saved."""
     pairs: tuple[int, int] | None = None
@@ -236,7 +240,7 @@ LAYER_BACKWARD = _compute(
     "layer_backward",
     "backward",
     "runs a layer backward",
-    Work(matmul=2, recompute=True, pairs=(6, 4), sums_gradients=True),
+    Work(matmul=1, gradients=1, recompute=True, pairs=(6, 4), sums_gradients=True),
     reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_KV, r.GPU_SAVED),
     writes=(r.GPU_HIDDEN,),
     adds=(r.GPU_GRADIENT, r.GPU_DKV, r.GPU_GRAPH),
@@ -271,7 +275,7 @@ LAYER_BACKWARD_TOP = _compute(
     "layer_backward_top",
     "backward",
     "runs what follows a layer's attention backward",
-    Work(matmul=2, projection=-2, recompute=True, sums_gradients=True),
+    Work(matmul=1, projection=-1, gradients=1, projection_gradients=-1, recompute=True, sums_gradients=True),
     reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SAVED),
     writes=(r.GPU_QUERIES, r.GPU_DOUT),
     adds=(r.GPU_GRADIENT, r.GPU_GRAPH),
@@ -288,7 +292,7 @@ LAYER_BACKWARD_BOTTOM = _compute(
     "layer_backward_bottom",
     "backward",
     "runs a layer's projections backward",
-    Work(projection=2),
+    Work(projection=1, projection_gradients=1),
     reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_PARTIAL, r.GPU_DKV),
     writes=(r.GPU_HIDDEN,),
     adds=(r.GPU_GRADIENT, r.GPU_GRAPH),
@@ -297,7 +301,7 @@ HEAD = _compute(
     "head",
     "backward",
     "computes the loss, forward and backward",
-    Work(matmul=3, sums_gradients=True),
+    Work(matmul=2, gradients=1, sums_gradients=True),
     reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN),
     writes=(r.GPU_HIDDEN, r.GPU_LOSSES),
     adds=(r.GPU_GRADIENT,),

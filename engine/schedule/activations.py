@@ -47,6 +47,9 @@ class ActivationSchedule:
             for block in plan.blocks
         ]
         """Per block: kind of activation -> bytes of a token."""
+        without = {i for i, block in enumerate(plan.blocks) if not block.backward}
+        self._unsaved = plan.recomputed | without
+        """Layers whose attention is not saved: backward makes it again, or there is none."""
         self._on_nvme: set[tuple[str, int, int]] = set()
         """(kind, block, chunk) of the activations on NVMe."""
         self._window: list[Any] = [None] * plan.window_chunks
@@ -120,7 +123,8 @@ class ActivationSchedule:
     def _hidden_region(self, kind: str, layer: int, chunk: Chunk) -> Resource:
         """Where a hidden state waits: a layer's saved input in its record, all else in RAM in the chunk's stream."""
         key = (layer, chunk.index)
-        saved = kind == "x" and self._plan.blocks[layer].role == "layer"
+        block = self._plan.blocks[layer]
+        saved = kind == "x" and block.role == "layer" and block.backward
         if saved and key not in self._plan.spilled and key not in self._plan.saved_graphs:
             return r.record("x", *key)
         return r.place(r.RAM_BOUNDARY, chunk.index)
@@ -177,8 +181,9 @@ class ActivationSchedule:
         return slot
 
     def store_saved(self, layer: int, chunk: Chunk, slot: int, mode: Mode) -> None:
-        """Attention's output and log-sum-exp leave, unless backward makes them again or keeps them where they are."""
-        key, recomputed = (layer, chunk.index), layer in self._plan.recomputed
+        """Attention's output and log-sum-exp leave, unless backward makes them again, has them where they are or never
+        comes."""
+        key, recomputed = (layer, chunk.index), layer in self._unsaved
         if mode == "evaluate" or key in self._plan.saved_graphs or (recomputed and mode == "forward"):
             return
         region = r.place(r.RAM_WINDOW_SAVED, chunk.local) if recomputed else r.record("saved", *key)
@@ -220,8 +225,8 @@ class ActivationSchedule:
         self._window[chunk.local] = self.content(layer, chunk)
 
     def store_window(self, layer: int, chunk: Chunk) -> None:
-        """Keys and values leave, unless backward makes them again."""
-        if layer not in self._plan.recomputed:
+        """Keys and values leave, unless backward makes them again or never comes."""
+        if layer not in self._unsaved:
             region = r.record("kv", layer, chunk.index)
             self._store_part("kv", "forward", layer, chunk, r.kv(chunk.local), region, {})
 
@@ -246,7 +251,7 @@ class ActivationSchedule:
         before = micro_batches.index(chunk.micro_batch) - 1
         if before < 0:
             layer -= 1
-        if layer < 1 or layer in self._plan.recomputed:
+        if layer < 1 or layer in self._unsaved:
             return
         following = self.streams[micro_batches[before]]
         behind = following[chunk.local + 1 :][::-1] if self.ends_stream(chunk) else []
@@ -275,14 +280,14 @@ class ActivationSchedule:
 
     def _kv_region(self, layer: int, chunk: Chunk) -> Resource:
         """Where keys and values wait in RAM to be streamed: in their record, or in the block's window."""
-        if layer in self._plan.recomputed or (layer, chunk.index) in self._plan.spilled:
+        if layer in self._unsaved or (layer, chunk.index) in self._plan.spilled:
             return r.place(r.RAM_WINDOW_KV, chunk.local)
         return r.record("kv", layer, chunk.index)
 
     def store_kv(self, layer: int, chunk: Chunk, slot: int, mode: Mode) -> None:
         """Keys and values in `slot` leave, to be streamed by later chunks and in backward."""
         region = self._kv_region(layer, chunk)
-        if self.ends_stream(chunk) and (mode == "evaluate" or (mode == "forward" and layer in self._plan.recomputed)):
+        if self.ends_stream(chunk) and (mode == "evaluate" or (mode == "forward" and layer in self._unsaved)):
             return  # nobody reads them, or backward makes them again before
         if region[0] == r.RAM_WINDOW_KV:
             self._window[chunk.local] = self.content(layer, chunk)

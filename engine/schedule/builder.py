@@ -107,9 +107,9 @@ class ScheduleBuilder:
         self._activations = ActivationSchedule(plan, self._emitter)
         self._samples = SampleSchedule(plan, self._emitter)
         self._last_user: dict[str, int] = {}
-        """Buffer -> the block that is the last to add to its gradient."""
+        """Buffer that is trained -> the block that is the last to add to its gradient."""
         for index, block in reversed(list(enumerate(plan.blocks))):
-            self._last_user |= dict.fromkeys(block.buffers, index)
+            self._last_user |= {name: index for name in block.buffers if not plan.buffers[name].frozen}
 
     @property
     def uncommitted(self) -> bool:
@@ -237,6 +237,8 @@ class ScheduleBuilder:
         # The head goes in backward's order: its last gradients are the first ones needed.
         visits.append(("head", head, chunks[::-1]))
         for layer in range(head - 1, -1, -1):
+            if not plan.blocks[layer].backward:
+                break  # nothing is trained from here on down
             if layer not in plan.recomputed:
                 visits.append(("backward", layer, chunks[::-1]))
                 continue
@@ -293,7 +295,7 @@ class ScheduleBuilder:
         complete = task.chunk.index == 0 if task.mode == "backward" else task.mode == "head"
         if complete:
             for name in block.buffers:
-                if self._last_user[name] == task.layer:
+                if self._last_user.get(name) == task.layer:
                     self._state.close_gradient(name)
 
     # ------------------------------------------------------------------ one block, one chunk
@@ -317,9 +319,11 @@ class ScheduleBuilder:
         block, chunk, activations = self._plan.blocks[task.layer], task.chunk, self._activations
         operands = self._operands(task)
         onward = task.mode in ("forward", "evaluate", "generate")
+        again = task.mode in ("forward", "recompute") and block.backward
         kind, layer = ("x", task.layer + 1) if onward else ("dy", task.layer - 1)
         slots = dict(loaded)
-        if 0 <= layer < len(self._plan.blocks) and task.mode != "recompute":
+        wanted = 0 <= layer < len(self._plan.blocks) and (onward or self._plan.blocks[layer].backward)
+        if wanted and task.mode != "recompute":
             slots[a.OUT] = activations.hidden.take((kind, *activations.content(layer, chunk)))
         if task.mode == "generate":
             self._compute_generated(task, operands, slots)
@@ -333,9 +337,9 @@ class ScheduleBuilder:
             activations.store_hidden(kind, task.mode, layer, chunk, slots[a.OUT])
         for role in loaded.keys() & {a.X, a.DY}:
             # The input of a layer is read again in backward.
-            activations.hidden.release(loaded[role], keep=role == a.X and task.mode in ("forward", "recompute"))
+            activations.hidden.release(loaded[role], keep=role == a.X and again)
         if a.SAVED in slots:
-            activations.saved.release(slots[a.SAVED], keep=task.mode in ("forward", "recompute"))
+            activations.saved.release(slots[a.SAVED], keep=again)
 
     def _operands(self, task: _Task) -> _Operands:
         block, state = self._plan.blocks[task.layer], self._state
@@ -343,7 +347,7 @@ class ScheduleBuilder:
         for name in block.buffers:
             operands.weights.append(state.weights(name))
             operands.weight_slots[name] = state.weight_slot.get(name, WHOLE)
-            if task.mode in ("head", "backward"):
+            if task.mode in ("head", "backward") and not self._plan.buffers[name].frozen:
                 if state.open_gradient(name):
                     operands.zero.append(a.zero(name))
                 operands.gradient_slots[a.gradient_of(name)] = state.gradient_slot[name]

@@ -171,9 +171,11 @@ class StateSchedule:
     def update(self, name: str, *, write_through: bool) -> None:
         """Apply the gradient that waits, if one does, to `name` part by part, and write back what lives on NVMe.
 
-        With `write_through` all of it is written, for the generation about to be committed.
+        With `write_through` all of it is written, for the generation about to be committed. Nothing of a frozen buffer.
         """
         buffer = self._plan.buffers[name]
+        if buffer.frozen:
+            return
         if self.waiting is not None:
             self._apply(buffer, self.waiting)
         step = self._newest

@@ -64,6 +64,9 @@ class Replay:
             return
         found = self.held[op.reads[0]]
         assert found[:4] == content, op
+        if not self.plan.blocks[content[1]].backward:
+            assert verb != "spill", "saved for no backward"
+            assert op.writes[0][0] not in r.RECORDS, "saved for no backward"
         self.held[op.writes[0]] = found
         if verb == "spill":
             self.spilled.add((content[1], op.index))
@@ -137,7 +140,9 @@ class Replay:
             assert a.OUT not in op.slots
         elif op.action.phase in ("forward", "evaluate", "generate"):
             self.held[r.hidden(op.slots[a.OUT])] = ("x", block + 1, op.index, batch)
-        elif block > 0:
+        elif block == 0 or not self.plan.blocks[block - 1].backward:
+            assert a.OUT not in op.slots
+        else:
             self.held[r.hidden(op.slots[a.OUT])] = ("dy", block - 1, op.index, batch)
 
     def _attend_whole(self, op: Op) -> None:

@@ -51,8 +51,13 @@ def problem(
     sliding: frozenset[int] = frozenset(),
     graph_bytes: int | None = 700,
     samples: SampleSpace | None = None,
+    frozen: frozenset[int] = frozenset(),
+    halves: frozenset[int] = frozenset(),
 ) -> PlanInput:
-    """A small model with four pages of parameters per layer and `edge` of them in embedding and head."""
+    """A small model with four pages of parameters per layer and `edge` of them in embedding and head.
+
+    Of the blocks `frozen`, by index, nothing is trained, but for the last layer; of those in `halves` a page is.
+    """
     blocks = [BlockShape(name="embed", role="embed", buffers=("embed",))]
     for i in range(layers):
         attends = i not in without_attention
@@ -81,9 +86,10 @@ def problem(
     sizes = {"embed": edge * 2048} | {f"layers.{i}": 4 * 2048 for i in range(layers)}
     if own_head:
         sizes["head"] = 2048 if tied else edge * 2048
+    blocks, buffers = _freeze(blocks, sizes, frozen - {layers}, halves)
     return PlanInput(
         blocks=tuple(blocks),
-        buffers=tuple(BufferShape(name=n, numel=s, part_numel=min(s, 4096)) for n, s in sizes.items()),
+        buffers=tuple(buffers),
         hidden_size=HIDDEN,
         compute_bytes=2,
         gradient_bytes=4,
@@ -106,12 +112,47 @@ def problem(
     )
 
 
+def _freeze(
+    blocks: list[BlockShape], sizes: dict[str, int], frozen: frozenset[int], halves: frozenset[int]
+) -> tuple[list[BlockShape], list[BufferShape]]:
+    """The blocks and their buffers, of `sizes`, with what is frozen in buffers of its own."""
+    wholly = {blocks[i].name for i in frozen if i < len(blocks)}
+    partly = {blocks[i].name for i in halves if i < len(blocks)} - wholly
+    split: dict[str, dict[str, int]] = {}
+    for name, size in sizes.items():
+        stays = size if name in wholly else max(2048, size - 2048) if name in partly else 0
+        trained = 0 if name in wholly else 2048 if name in partly else size
+        split[name] = {n: s for n, s in ((name, trained), (f"{name}.frozen", stays)) if s}
+    buffers = [
+        BufferShape(name=n, numel=s, part_numel=min(s, 4096), frozen=n.endswith(".frozen"))
+        for found in split.values()
+        for n, s in found.items()
+    ]
+    names = [tuple(n for own in block.buffers for n in split[own]) for block in blocks]
+    lowest = next(i for i, found in enumerate(names) if any(not n.endswith(".frozen") for n in found))
+    shapes = [
+        replace(
+            block,
+            buffers=found,
+            backward=i >= lowest,
+            frozen_flops_per_token=block.matmul_flops_per_token
+            * sum(n.endswith(".frozen") for n in found)
+            // len(found)
+            if found
+            else 0,
+        )
+        for i, (block, found) in enumerate(zip(blocks, names, strict=True))
+    ]
+    return shapes, buffers
+
+
 spaces = st.none() | st.builds(
     SampleSpace,
     lengths=st.lists(st.integers(2, 90), min_size=1, max_size=3).map(tuple),
     keeps=st.booleans(),
     vocabulary=st.just(50),
 )
+some_blocks = st.just(frozenset[int]()) | st.frozensets(st.integers(0, 6))
 general = st.builds(
     problem,
     layers=st.integers(1, 5),
@@ -135,6 +176,8 @@ general = st.builds(
     sliding=st.frozensets(st.integers(0, 4), max_size=2),
     graph_bytes=st.sampled_from([None, 300, 3000]),
     samples=spaces,
+    frozen=some_blocks,
+    halves=some_blocks,
 )
 streaming = st.builds(
     problem,
@@ -153,6 +196,8 @@ streaming = st.builds(
     sliding=st.frozensets(st.integers(0, 2), max_size=2),
     graph_bytes=st.sampled_from([None, 300, 3000]),
     samples=spaces,
+    frozen=some_blocks,
+    halves=some_blocks,
 )
 problems = st.one_of(general, streaming)
 

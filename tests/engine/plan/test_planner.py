@@ -15,6 +15,7 @@ from penstock.engine.forecast.search import dimensions
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import KV_SLOTS, PlanInput, PlanOptions, RamFirst
+from penstock.storage.chunk import ChunkFormat
 from penstock.storage.errors import BudgetError
 
 ORDERS: tuple[RamFirst, ...] = ("activations", "weights", "state")
@@ -44,7 +45,8 @@ def test_every_tier_adds_up_to_a_peak_within_its_budget(plan: Plan) -> None:
 @sampled(50, 200)
 @given(planned())
 def test_what_is_saved_of_a_chunk_is_in_one_place(plan: Plan) -> None:
-    layers = {(i, c.index) for i, block in enumerate(plan.blocks) if block.role == "layer" for c in plan.chunks}
+    passed = [i for i, block in enumerate(plan.blocks) if block.role == "layer" and block.backward]
+    layers = {(i, c.index) for i in passed for c in plan.chunks}
     assert plan.spilled <= layers
     assert plan.saved_on_gpu <= layers
     assert plan.saved_graphs <= layers
@@ -111,8 +113,48 @@ def test_with_more_of_a_tier_a_choice_gives_all_that_it_gave_with_less(plan: Pla
     for less, found in ((plan, more), (more, both)):
         assert found.spilled <= less.spilled
         for name, buffer in less.buffers.items():
-            for kind in ("weights", "gradient", "state"):
+            for kind in ("weights",) if buffer.frozen else ("weights", "gradient", "state"):
                 assert TIERS.index(getattr(found.buffers[name], kind)) <= TIERS.index(getattr(buffer, kind))
+
+
+def test_what_is_frozen_takes_room_for_its_weights_alone() -> None:
+    """Layers of four pages, of which one is trained, below them one and an embedding that are frozen whole: the bytes
+    of each tier counted by hand."""
+    page, kinds = 2048, 3
+    frozen, trained = 8 * page + 4 * page + 2 * 3 * page, 2 * page + 8 * page
+    shape = {"frozen": frozenset({0, 1}), "halves": frozenset({2, 3})}
+    roomy = made(**shape)
+    assert {b.weights for b in roomy.buffers.values()} == {"gpu"}
+    assert roomy.tiers["gpu"].parts["resident blocks"] == 2 * (frozen + trained) + 4 * (1 + kinds) * trained
+    in_ram = made(gpu_budget=floor("gpu", **shape), **shape)
+    assert in_ram.tiers["ram"].parts["resident blocks"] == 2 * (frozen + trained) + (4 + 4 * kinds) * trained
+    assert in_ram.weight_slot_numel["layer"] == page
+    assert in_ram.weight_slot_numel["frozen layer"] == 4 * page
+    assert in_ram.gradient_slots["frozen layer"] == in_ram.gradient_slots["frozen embedding and head"] == 0
+    for plan in (roomy, in_ram):
+        files = {n: b.num_parts * ChunkFormat(b.part_numel * 2).file_bytes for n, b in plan.buffers.items() if b.frozen}
+        assert plan.tiers["nvme"].parts["frozen weights"] == sum(files.values())
+        assert plan.tiers["nvme"].parts["weights"] == 0
+        assert {i for i, _ in plan.saved_graphs | plan.saved_on_gpu | plan.spilled} <= {2, 3}
+        assert not plan.record(1, 0)
+    blocks = {block["name"]: block for block in in_ram.to_json()["blocks"]}
+    assert blocks["layers.1"]["bytes"] == 14 * page
+    assert (blocks["layers.1.frozen"]["bytes"], blocks["layers.1.frozen"]["frozen"]) == (6 * page, True)
+    assert (blocks["layers.1.frozen"]["state"], blocks["layers.1.frozen"]["gradient"]) == (None, None)
+
+
+def test_state_has_ram_before_frozen_weights_do() -> None:
+    """A byte of either spares as much reading, and that of state writing as well; unless weights are to be first."""
+    shape: dict[str, Any] = {"frozen": frozenset({0, 1, 4}), "halves": frozenset({2, 3}), "layers": 3}
+    gpu = floor("gpu", **shape)
+    state = sum(b.numel for b in made(**shape).buffers.values() if not b.frozen) * 18
+    for first in ("activations", "state", "weights"):
+        choice = PlanOptions(ram_first=first)
+        need = floor("ram", choice, gpu_budget=gpu, **shape)
+        plan = made(choice, gpu_budget=gpu, ram_budget=need + state, **shape)
+        tiers = {b.state for b in plan.buffers.values() if not b.frozen}
+        assert tiers == ({"nvme"} if first == "weights" else {"ram"})
+        assert "nvme" in {b.weights for b in plan.buffers.values() if b.frozen} or first == "weights"
 
 
 def test_the_gpu_goes_to_what_the_choice_says() -> None:

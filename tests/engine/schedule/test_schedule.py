@@ -161,13 +161,17 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
             for name in block.buffers:
                 buffer = plan.buffers[name]
                 # One update of the waiting gradient lies between any two steps, and before a validation.
-                assert version[name] == newest
+                assert version[name] == (0 if buffer.frozen else newest)
                 if buffer.weights != "gpu":
-                    assert held[r.weight_slot(buffer.pool, op.slots[name])] == (name, newest)
+                    assert held[r.weight_slot(buffer.pool, op.slots[name])] == (name, version[name])
     chunks = len(plan.chunks)
     assert set(computed.values()) == {1}
-    assert len(computed) == 3 * chunks * (2 * (len(plan.blocks) - 1) + 1)
+    passes_of_step = len(plan.blocks) + sum(block.backward for block in plan.blocks[:-1])
+    assert len(computed) == 3 * chunks * passes_of_step
     for buffer in plan.buffers.values():
+        if buffer.frozen:
+            assert not any(name == buffer.name for _, name in updated)
+            continue
         parts = 1 if buffer.state == "gpu" else buffer.num_updates
         assert [updated[step, buffer.name] for step in (1, 2, 3)] == [parts] * 3
         ranges = [buffer.update(index) for index in range(buffer.num_updates)]
@@ -182,6 +186,23 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
     chunks_of_pass = min(2, chunks) + 1
     assert len(generated) == (plan.problem.samples is not None) * 3 * (chunks_of_pass * (len(plan.blocks) - 1) + 2)
     assert_generations(plan, ops, passes)
+
+
+@sampled(25, 100)
+@given(planned())
+def test_what_is_frozen_is_read_and_nothing_else(plan: Plan) -> None:
+    """Of a frozen buffer there is nothing to write; below the lowest block that is trained there is no backward."""
+    frozen = {name for name, buffer in plan.buffers.items() if buffer.frozen}
+    backward = {block.name for block in plan.blocks if block.backward}
+    reads = {a.LOAD_WEIGHTS, a.LOAD_WEIGHTS_PART, a.READ_WEIGHTS, a.READ_WEIGHTS_WHOLE}
+    for op in steps_of(plan, 2):
+        assert op.block not in frozen or op.action in reads, op
+        assert frozen.isdisjoint(name for place in op.writes for name in place[1:] if place[0] != r.GPU_WEIGHTS), op
+        assert not any(a.gradient_of(name) in op.slots or a.zero(name) in op.flags for name in frozen), op
+        assert op.action.phase not in ("backward", "recompute") or op.action.kind or op.block in backward, op
+    for name in frozen:
+        assert (plan.buffers[name].state, plan.buffers[name].gradient) == (None, None)
+        assert plan.gradient_slots[plan.buffers[name].pool] == 0
 
 
 def pieces_of(plan: Plan, op: Op) -> tuple[int, int]:
@@ -215,7 +236,7 @@ def assert_generations(plan: Plan, ops: list[Op], passes: dict[int, list[int]]) 
             written[op.step, op.block] += 1
         if op.action is a.COMMIT:
             for buffer in plan.buffers.values():
-                kinds = 3 if buffer.state == "gpu" else 1
+                kinds = 0 if buffer.frozen else 3 if buffer.state == "gpu" else 1
                 assert written[op.step, buffer.name] == kinds * buffer.num_parts
     assert [op.step for op in ops if op.action is a.COMMIT] == [2, 3]
 
@@ -271,7 +292,8 @@ def test_padding_is_left_out_of_the_schedule(
             for block in plan.blocks:
                 found = {key[-1] for key in computed if key[:2] == (step, batch) and key[3] == block.name}
                 assert found == {chunk.index for chunk in chunks}
-    parts = {buffer.name: 1 if buffer.state == "gpu" else buffer.num_updates for buffer in plan.buffers.values()}
+    trained = [buffer for buffer in plan.buffers.values() if not buffer.frozen]
+    parts = {buffer.name: 1 if buffer.state == "gpu" else buffer.num_updates for buffer in trained}
     for step in (1, 2):
         updates = Counter(op.block for op in ops if op.action.phase == "update" and op.step == step)
         assert updates == parts, "a step updates everything, whatever it holds"
