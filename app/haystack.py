@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 _AROUND = 2
 """Words shown on either side of what was asked."""
 
 
-def haystack_line(folder: Path, length: int, seed: int) -> str:
+def haystack_line(folder: Path, length: int, seed: int, base: str | None = None) -> str:
     """How a model folder answers a haystack of `length` tokens that the run with this `data.seed` never had, in words.
+
+    `base`: the model that an adapter's folder belongs to.
 
     The haystack is text that the folder's own tokenizer reads; its last question is told.
     """
     import numpy as np
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
 
+    from penstock.app.exported import load_exported
     from penstock.engine.data.needles import VOCABULARY, haystack
 
-    disable_progress_bar()
     ids, weights = haystack(length, np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, length]))))
     words = [VOCABULARY[number] for number in ids]
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
-    )
+    tokenizer, model = load_exported(folder, base)
     inputs = tokenizer(" ".join(words), return_tensors="pt", return_token_type_ids=False)
     with torch.no_grad():
         likeliest = model(**inputs).logits[0].argmax(dim=-1).tolist()

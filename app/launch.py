@@ -335,13 +335,13 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None, gu
         for line in export_run(run.path, recipe, folder):
             display.message(line)
         if recipe.after.sample_prompt is not None:
-            text = sample_text(folder, recipe.after.sample_prompt, recipe.after.sample_tokens)
             most = recipe.after.sample_tokens
+            text = sample_text(folder, recipe.after.sample_prompt, most, recipe.model.path)
             display.message(f"sample, at most {most} tokens by transformers behind the prompt: {text!r}")
         if recipe.data.source == "needles":
             from penstock.app.haystack import haystack_line
 
-            display.message(haystack_line(folder, recipe.data.sequence_length, recipe.data.seed))
+            display.message(haystack_line(folder, recipe.data.sequence_length, recipe.data.seed, recipe.model.path))
     look = shell("penstock", "watch", short_path(run.path))
     display.message(f"look closer: {look}; all figures and messages: summary.json, metrics.jsonl and log.jsonl there")
 
@@ -463,21 +463,18 @@ def require_new_folder(folder: Path) -> None:
         raise UserError(f"{folder}: exists and is not empty; choose another folder for the export")
 
 
-def sample_text(folder: Path, prompt: str, num_tokens: int) -> str:
+def sample_text(folder: Path, prompt: str, num_tokens: int, base: str | None = None) -> str:
     """`prompt` and at most `num_tokens` more, up to the end of text, drawn by plain transformers from a model folder.
 
+    `base`: the model that an adapter's folder belongs to.
     The draw is seeded (temperature 0.7, the 40 likeliest tokens); the most likely continuation of a model that has
     trained for minutes is a row of newlines.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
-    )
+    from penstock.app.exported import load_exported
+
+    tokenizer, model = load_exported(folder, base)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     torch.manual_seed(0)
     with torch.no_grad():
