@@ -27,6 +27,9 @@ LEARNING_RATES = (
 """Parameters below which -> peak learning rate. Alpaca, whose parameters were all trained, took 2e-5 for 7B and 1e-5
 for 13B with a cosine and 3 % of warm-up; models of today have seen more and keep what they know at less. Smaller models
 take more. The master weights are float32, so that no step is lost in rounding."""
+ADAPTER_RATE = 10
+"""An adapter learns best at some ten times the rate of the model itself, whatever its rank ("LoRA Without Regret",
+Thinking Machines Lab, 2025)."""
 WARMUP = 0.03
 """Of the steps."""
 EPOCHS = ((10 * 10**6, 3), (100 * 10**6, 2), (math.inf, 1))
@@ -144,7 +147,12 @@ def _steps(made: _Made, found: Found, epochs: float | None) -> None:
 def _optimizer(made: _Made, found: Found) -> None:
     steps = made.value("train.steps")
     rate = next(rate for most, rate in LEARNING_RATES if found.num_params < most)
-    made.set("train.lr", rate, f"usual for {params_text(found.num_params)} parameters, all of them trained")
+    size = params_text(found.num_params)
+    if made.given.get("adapter.method", "none") == "none":
+        made.set("train.lr", rate, f"usual for {size} parameters, all of them trained")
+    else:
+        rate = float(f"{rate * ADAPTER_RATE:g}")
+        made.set("train.lr", rate, f"an adapter beside {size} parameters: {ADAPTER_RATE} times what they would take")
     made.set("train.warmup_steps", min(steps - 1, math.ceil(WARMUP * steps)), f"{WARMUP:.0%} of the steps")
     made.set("train.lr_schedule", "cosine", "down to a tenth at the end")
     made.set("train.weight_decay", 0.01, "little, for a short training")

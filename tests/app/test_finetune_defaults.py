@@ -108,3 +108,9 @@ def test_what_the_user_sets_stays_and_the_rest_follows() -> None:
 
 def test_every_choice_has_its_reason() -> None:
     assert all(item.why for item in choose(found([500] * 1000), {}))
+
+
+def test_an_adapter_takes_ten_times_the_rate() -> None:
+    items = {item.key: item for item in choose(found([500] * 1000, num_params=7 * 10**9), {"adapter.method": "lora"})}
+    assert items["train.lr"].value == 1e-4
+    assert "an adapter" in items["train.lr"].why
