@@ -57,10 +57,7 @@ CASES = [
 def test_exports_are_what_peft_makes_of_them(tmp_path: Path, model_type: str, method: str, targets: list[str]) -> None:
     model = model_folder(tmp_path / "model", model_type)
     run = sections(model, adapted.section(method, targets=targets))
-    observer = tiny.Silent()
-    tiny.train_run(tmp_path / "run", observer, **run)
-    assert observer.metrics[-1].loss < observer.metrics[0].loss
-
+    tiny.train_run(tmp_path / "run", tiny.Silent(), **run)
     done = export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "adapter")
     assert done.num_trained < done.num_params
     export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "merged", merged=True)
