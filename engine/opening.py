@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,7 @@ from penstock.storage.nvme import NvmeStore
 from penstock.storage.readers import Readers, find_readers
 from penstock.storage.safetensors_io import CheckpointReader
 from penstock.storage.units import size_text
+from penstock.storage.untrusted import one_line
 
 _LOOKED_AT = 5
 """Batches of which `typical_batch` takes the middle one."""
@@ -161,7 +163,7 @@ def open_session(
                 undo.callback(store.close)
                 require_record(store)
                 _require_same_adapter(store, recipe)
-                _require_same_state(store, found.plan)
+                _require_same_state(store, found.plan, recipe)
                 if checkpoint is not None:
                     store.restore(checkpoint)
                     require_record(store)
@@ -329,8 +331,9 @@ def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoade
         broken = for_gpus and not torch.cuda.is_available()
         reason = f" ({why_no_cuda()})" if broken else ""
         observer.on_message(f"no GPU{reason}: computing on CPU, and the gpu tier is ordinary memory", detail=not broken)
+    trained = f" of which {spec.num_trained:,} are trained," if spec.frozen else ""
     observer.on_message(
-        f"model: {spec.model_type}, {spec.num_params:,} parameters, {len(spec.attention)} layers, {device}"
+        f"model: {spec.model_type}, {spec.num_params:,} parameters,{trained} {len(spec.attention)} layers, {device}"
     )
     for remark in remarks(device):
         observer.on_message(remark)
@@ -364,8 +367,9 @@ def _require_same_adapter(store: NvmeStore, recipe: Recipe) -> None:
             )
 
 
-def _require_same_state(store: NvmeStore, plan: Plan) -> None:
+def _require_same_state(store: NvmeStore, plan: Plan, recipe: Recipe) -> None:
     """UserError unless the store holds what the plan wants."""
+    _require_same_frozen(store, plan, recipe)
     wanted = {(a.buffer, a.kind): a for a in state_arrays(plan)}
     held = {(a.buffer, a.kind): a for a in store.arrays()}
     if wanted.keys() != held.keys() or any(wanted[key].numel != held[key].numel for key in wanted):
@@ -376,6 +380,28 @@ def _require_same_state(store: NvmeStore, plan: Plan) -> None:
             f"storage.part_bytes: the state in {store.root} is cut into parts of up to {size_text(part_bytes)}, which "
             f"a resumed run cannot change; restore storage.part_bytes={size_text(part_bytes)}"
         )
+
+
+def _require_same_frozen(store: NvmeStore, plan: Plan, recipe: Recipe) -> None:
+    """UserError where the parameters that the store holds as frozen are others than the plan's."""
+    wanted, held = ({a.buffer: a for a in arrays if a.fixed} for arrays in (state_arrays(plan), store.arrays()))
+    if {name: a.numel for name, a in wanted.items()} != {name: a.numel for name, a in held.items()}:
+        fields = store.meta.get("fields")
+        before = fields if isinstance(fields, dict) else {}
+        adapter = before.get("adapter.method", "none")
+        name, was = "train.freeze", before.get("train.freeze", [])
+        if adapter != recipe.adapter.method:
+            name, was = "adapter.method", adapter
+        raise UserError(
+            f"{name}: the run in {store.root} began with {one_line(json.dumps(was))}, so that other parameters are "
+            "trained there, which a resumed run cannot change; restore it, or start a new run from an export"
+        )
+    for name in held.keys() & wanted.keys():
+        if held[name].dtype != wanted[name].dtype:
+            raise UserError(
+                f"train.compute_dtype: the frozen weights in {store.root} are kept in {held[name].dtype}, which a "
+                f"resumed run cannot change; set train.compute_dtype={held[name].dtype}"
+            )
 
 
 def _fill_new(

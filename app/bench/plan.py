@@ -131,9 +131,9 @@ def compare(run_dir: Path) -> dict[str, Any]:
 
 
 def _state(blocks: Sequence[Mapping[str, Any]]) -> str:
-    """Where the state lives: `ram`, or `gpu 20%, nvme 80%` of its bytes."""
+    """Where the state lives, or frozen weights: `ram`, or `gpu 20%, nvme 80%` of its bytes."""
     total = sum(block["bytes"] for block in blocks)
-    shares = {tier: sum(b["bytes"] for b in blocks if b["state"] == tier) / total for tier in TIERS}
+    shares = {tier: sum(b["bytes"] for b in blocks if (b["state"] or b["weights"]) == tier) / total for tier in TIERS}
     return ", ".join(tier if share == 1 else f"{tier} {share:.0%}" for tier, share in shares.items() if share)
 
 

@@ -190,8 +190,10 @@ def _scaled_peaks(full: Plan, share: float, on_gpu: bool) -> tuple[int, int]:
     layers = {name for block in full.blocks if block.role == "layer" for name in block.buffers}
     compute, waiting = full.problem.compute_bytes, full.problem.gradient_bytes
     sizes = {"weights": compute, "gradient": waiting, "state": len(full.problem.state_kinds) * FP32}
-    resident = [full.buffers[name].numel for name in layers if full.buffers[name].state == "gpu"]
-    resident_bytes = sum(resident) * (compute + (1 + len(full.problem.state_kinds)) * FP32)
+    resident = [full.buffers[name] for name in layers if full.buffers[name].weights == "gpu"]
+    trained = sum(buffer.numel for buffer in resident if not buffer.frozen)
+    resident_bytes = sum(buffer.numel for buffer in resident) * compute
+    resident_bytes += trained * (1 + len(full.problem.state_kinds)) * FP32
     graphs_bytes = full.tiers["gpu"].parts["saved graphs"]
     gone = _gone(resident_bytes, len(resident), share) + _gone(graphs_bytes, len(full.saved_graphs), share)
     state = sum(
@@ -245,9 +247,11 @@ def _require_disk(plan: Plan, train: TrainConfig, folder: Path, *, whole_state: 
 
 
 def nvme_bytes(plan: Plan, train: TrainConfig, *, whole_state: bool = True) -> int:
-    """Bytes on drives of a run of `plan`: two generations of the state (all, or what lives there), and scratch."""
-    held = [b for b in plan.buffers.values() if whole_state or b.state == "nvme"]
-    state = sum(buffer.numel for buffer in held) * len(plan.problem.state_kinds) * FP32
+    """Bytes on drives of a run of `plan`: two generations of the state (all, or what lives there), frozen weights once,
+    and scratch."""
+    held = [b for b in plan.buffers.values() if whole_state or "nvme" in (b.state, b.weights if b.frozen else None)]
+    state = sum(buffer.numel for buffer in held if not buffer.frozen) * len(plan.problem.state_kinds) * FP32
+    frozen = sum(buffer.numel for buffer in held if buffer.frozen) * plan.problem.compute_bytes
     sizes = {"bfloat16": 2, "float32": 4}
     scratch = sum(a.numel * sizes[a.dtype] for a in scratch_arrays(plan, train.compute_dtype, train.gradient_dtype))
-    return int(2 * state * FREE_MARGIN) + scratch + plan.spill_bytes
+    return int((2 * state + frozen) * FREE_MARGIN) + scratch + plan.spill_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.optim.base import MASTER
 from penstock.engine.plan.plan import Plan
-from penstock.engine.runtime.state import fill_store, state_arrays
+from penstock.engine.runtime.state import WEIGHTS, fill_store, state_arrays
 from penstock.storage.layout import FlatLayout
+from penstock.storage.manifest import ArraySpec
 from penstock.storage.nvme import NvmeStore
 from penstock.storage.readers import Readers
 
@@ -32,9 +35,9 @@ class DrawnState:
         self._pool = torch.randn(_POOL_NUMEL, generator=torch.Generator().manual_seed(0)) * _STD
 
     def fill(self, buffer: str, kind: str, part: int, out: Tensor) -> None:
-        """Write part `part` of a kind of a buffer into `out`, float32."""
+        """Write part `part` of a kind of a buffer into `out`; weights are those of a frozen one."""
         out.zero_()
-        if kind != "master":
+        if kind not in (MASTER, WEIGHTS):
             return
         start, end = self._plan.buffers[buffer].part(part)
         layout = self._layouts[buffer]
@@ -67,20 +70,21 @@ class DrawnState:
 
 
 class DrawnStore:
-    """An NvmeStore that holds only the state that the plan puts on NVMe; all other state is drawn when it is read.
+    """An NvmeStore that holds only what the plan puts on NVMe; all other state is drawn when it is read.
 
     To be opened with and trained from; what it does not hold cannot be committed.
     """
 
-    def __init__(self, store: NvmeStore, drawn: DrawnState) -> None:
+    def __init__(self, store: NvmeStore, drawn: DrawnState, arrays: Sequence[ArraySpec]) -> None:
+        """`arrays`: what a store of the whole state would hold."""
         self._store, self._drawn = store, drawn
-        self._held = {(array.buffer, array.kind) for array in store.arrays()}
+        self._made = {(array.buffer, array.kind) for array in arrays if array not in store.arrays()}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
-        if kind in ("weights", "gradient") or (buffer, kind) in self._held:
+        if (buffer, kind) not in self._made:
             return self._store.read(buffer, kind, part, out)
         self._drawn.fill(buffer, kind, part, out)
         done: Future[None] = Future()
@@ -96,7 +100,9 @@ def open_drawn(
     readers: Readers,
 ) -> DrawnStore:
     """A store in `root` whose first generation is a new model."""
-    arrays = [array for array in state_arrays(plan) if plan.buffers[array.buffer].state == "nvme"]
+    whole = state_arrays(plan)
+    tiers = {name: buffer.weights if buffer.frozen else buffer.state for name, buffer in plan.buffers.items()}
+    arrays = [array for array in whole if tiers[array.buffer] == "nvme"]
     store = NvmeStore.create(root, arrays, budget_bytes=None, readers=readers)
     drawn = DrawnState(plan, layouts)
     held = dict.fromkeys(array.buffer for array in arrays)
@@ -105,4 +111,4 @@ def open_drawn(
     except BaseException:
         store.close()
         raise
-    return DrawnStore(store, drawn)
+    return DrawnStore(store, drawn, whole)

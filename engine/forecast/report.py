@@ -15,6 +15,7 @@ from penstock.engine.forecast.simulate import Simulation
 from penstock.engine.machine.peaks import hfu, mfu, peak_flops
 from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import Filled, Plan
+from penstock.engine.plan.planner import frozen_bytes, generation_bytes
 from penstock.engine.plan.problem import FP32, PlanOptions
 from penstock.engine.schedule.actions import LANES
 from penstock.storage.chunk import ChunkFormat
@@ -136,6 +137,7 @@ def _task_json(task: PlanRequest, machine: Machine, tokens_per_step: int) -> dic
         "model": {
             "type": spec.model_type,
             "params": spec.num_params,
+            "trained_params": spec.num_trained,
             "active_params": active_params(spec),
             "layers": len(spec.attention),
         },
@@ -156,9 +158,9 @@ def whole_run(
     """
     steps, every = task.recipe.train.steps, task.recipe.storage.checkpoint_every
     kinds = len(plan.problem.state_kinds)
-    resident = [buffer for buffer in plan.buffers.values() if buffer.state != "nvme"]
+    resident = [buffer for buffer in plan.buffers.values() if buffer.state in ("gpu", "ram")]
     through = sum(buffer.num_parts * _state_files(buffer.part_numel, kinds) for buffer in resident)
-    whole = sum(buffer.num_parts * _state_files(buffer.part_numel, kinds) for buffer in plan.buffers.values())
+    whole = generation_bytes(plan.problem) + frozen_bytes(plan.problem)
     commits = -(-steps // every)
     validations = 0 if task.recipe.train.validate_every is None else -(-steps // task.recipe.train.validate_every)
     idle_s = max(0.0, simulation.step_s - simulation.busy_s["nvme_write"])

@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ def import_blocks(
 def _import_blocks(
     reader: CheckpointReader, layout: CheckpointLayout, spec: ModelSpec, new_rows: NewRows | None
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    tables = set() if new_rows is None else _vocabulary_tables(skeleton.build(spec.config))
+    tables = set() if new_rows is None else skeleton.vocabulary_tables(skeleton.build(spec.config))
     for block, buffers in buffers_of_blocks(spec).items():
         values = dict(_read_block(reader, layout, block))
         for buffer in buffers:
@@ -108,13 +108,6 @@ def _grow(values: dict[str, Tensor], spec: ModelSpec, buffer: str, new_rows: New
                 f"model.added_tokens: model type '{spec.model_type}' has one more table by token id, "
                 f"'{param.name}', and Penstock cannot grow it; leave the tokens out"
             )
-
-
-def _vocabulary_tables(model: PreTrainedModel) -> set[str]:
-    """Names of the parameters with a row for each token: the input embedding, the head and its bias."""
-    modules: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    found = {id(p) for module in modules if module is not None for p in module.parameters(recurse=False)}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in found}
 
 
 def read_constants(

@@ -20,7 +20,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from penstock.engine.config import AdapterConfig, Recipe
 from penstock.engine.model import adapters, skeleton
 from penstock.engine.model.adapters import is_adapter, plain_name
-from penstock.engine.model.freezing import frozen_names, require_some_trained
+from penstock.engine.model.freezing import frozen_names, require_rows_trained, require_some_trained
 from penstock.engine.model.graph_size import find_graph_bytes
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.spec import (
@@ -112,6 +112,8 @@ def model_spec(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
                 f"model.num_kv_heads: {shape.heads} query heads cannot share {shape.kv_heads} key and value heads; "
                 "give a divisor of model.num_heads"
             )
+    if recipe.model.added_tokens and spec.frozen:
+        require_rows_trained(spec)
     validate_context(spec, recipe.data.sequence_length)
     find_graph_bytes(spec, recipe.train.compute_dtype)
     return spec

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+from penstock.engine.model import skeleton
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.optim.groups import nearest
 from penstock.storage.errors import UserError
@@ -22,6 +23,15 @@ def frozen_names(names: Sequence[str], patterns: Iterable[str]) -> frozenset[str
             )
         found.update(fitting)
     return frozenset(found)
+
+
+def require_rows_trained(spec: ModelSpec) -> None:
+    """UserError where the rows that added tokens get would stay what they begin as."""
+    for name in sorted(skeleton.vocabulary_tables(skeleton.build(spec.config)) & spec.frozen_params):
+        raise UserError(
+            f"model.added_tokens: the rows of new tokens are to be trained, but train.freeze freezes {name}; leave it "
+            "out, or add no tokens"
+        )
 
 
 def require_some_trained(spec: ModelSpec) -> None:

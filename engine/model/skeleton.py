@@ -336,6 +336,13 @@ def parameter_sites(model: nn.Module, exclude: str) -> dict[str, list[tuple[nn.M
     return sites
 
 
+def vocabulary_tables(model: PreTrainedModel) -> set[str]:
+    """Names of the parameters with a row for each token: the input embedding, the head and its bias."""
+    modules: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    found = {id(p) for module in modules if module is not None for p in module.parameters(recurse=False)}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in found}
+
+
 def first_parameter(layer: nn.Module) -> str:
     """Name of the layer's hidden state argument."""
     return next(iter(inspect.signature(layer.forward).parameters))

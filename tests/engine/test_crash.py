@@ -36,6 +36,8 @@ from penstock.storage.retention import automatic_name
 STEPS = 5
 KILLS = samples(6, 18)
 """For each of three placements."""
+FROZEN_KILLS = samples(3, 30)
+"""Of a run of which half is frozen."""
 FEW_KILLS = samples(1, 3)
 """Of an import, and of an export."""
 
@@ -51,10 +53,18 @@ PHASES = {
 }
 """Phase -> actions at one of which the process dies; "opening" is the time before the first op."""
 
-PLACEMENTS = [(tiny.FLOOR, tiny.FLOOR, 1), (1_100_000, 1_000_000, 1), (tiny.FLOOR, tiny.FLOOR, 2)]
+HALVES = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]
+PLACEMENTS = [
+    (tiny.FLOOR, tiny.FLOOR, 1, [], KILLS),
+    (1_100_000, 1_000_000, 1, [], KILLS),
+    (tiny.FLOOR, tiny.FLOOR, 2, [], KILLS),
+    (tiny.FLOOR, tiny.FLOOR, 2, HALVES, FROZEN_KILLS),
+]
 
 
-def train_until_killed(folder: Path, seed: int | None, gpu: str | int, ram: str | int, num_drives: int) -> None:
+def train_until_killed(
+    folder: Path, seed: int | None, gpu: str | int, ram: str | int, num_drives: int, freeze: list[str]
+) -> None:
     """Train to the end, committing every other step; with a seed, die by SIGKILL at a moment drawn from it."""
     chance = random.Random(seed)
     phase = chance.choice([*PHASES, "commit", "opening"])
@@ -63,7 +73,7 @@ def train_until_killed(folder: Path, seed: int | None, gpu: str | int, ram: str 
     delay_s = chance.random() * 3e-3
     if seed is not None and phase == "opening":
         threading.Thread(target=_die, args=(folder, phase, chance.random() * 0.4), daemon=True).start()
-    settings = tiny.training(steps=STEPS, global_batch_size=1)
+    settings = tiny.training(steps=STEPS, global_batch_size=1, freeze=freeze)
     kept = tiny.storage(checkpoint_every=2, keep_last=2)
     drives = [folder / "state", folder / "second"][:num_drives]
     with tiny.session(folder, t=settings, s=kept, gpu=gpu, ram=ram, drives=drives) as session:
@@ -105,21 +115,27 @@ def run_child(processes: ForkServerContext, act: Callable[..., None], *args: Any
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("gpu", "ram", "drives"), PLACEMENTS)
+@pytest.mark.parametrize(("gpu", "ram", "drives", "freeze", "kills"), PLACEMENTS)
 def test_kill_9_at_random_moments_resumes_bit_for_bit(
-    tmp_path: Path, processes: ForkServerContext, gpu: str | int, ram: str | int, drives: int
+    tmp_path: Path,
+    processes: ForkServerContext,
+    gpu: str | int,
+    ram: str | int,
+    drives: int,
+    freeze: list[str],
+    kills: int,
 ) -> None:
-    assert run_child(processes, train_until_killed, tmp_path / "straight", None, gpu, ram, drives) == 0
+    assert run_child(processes, train_until_killed, tmp_path / "straight", None, gpu, ram, drives, freeze) == 0
     expected = tiny.digest_of(tmp_path / "straight")
     died: Counter[str] = Counter()
     finished = seed = 0
-    while died.total() < KILLS or not finished:
+    while died.total() < kills or not finished:
         folder = tmp_path / f"run{finished}"
         folder.mkdir(exist_ok=True)
         before = committed_step(folder)
         # Every run gets through in the end: past some kills it is left alone.
-        kill = seed if died.total() < KILLS else None
-        exitcode = run_child(processes, train_until_killed, folder, kill, gpu, ram, drives)
+        kill = seed if died.total() < kills else None
+        exitcode = run_child(processes, train_until_killed, folder, kill, gpu, ram, drives, freeze)
         seed += 1
         assert exitcode in (0, -signal.SIGKILL), exitcode
         if exitcode:

@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
@@ -178,16 +178,16 @@ def train_run(
 
 
 @cache
-def _spec(config_json: str) -> ModelSpec:
-    spec = take_apart(make_config(json.loads(config_json), "test"))
+def _spec(config_json: str, freeze: tuple[str, ...]) -> ModelSpec:
+    spec = take_apart(make_config(json.loads(config_json), "test"), freeze)
     for dtype in DTYPE_BYTES:
         find_graph_bytes(spec, dtype)
     return spec
 
 
-def spec_of(config: PretrainedConfig) -> ModelSpec:
-    """The model taken apart, once per config."""
-    return _spec(config.to_json_string(use_diff=False))
+def spec_of(config: PretrainedConfig, freeze: Sequence[str] = ()) -> ModelSpec:
+    """The model taken apart, once per config and what is frozen."""
+    return _spec(config.to_json_string(use_diff=False), tuple(freeze))
 
 
 def plan_of(
@@ -255,7 +255,7 @@ def session(
     prepared = prepare_data(run, folder / "data")
     corpus = prepared.corpus
     vocabulary = run.model.vocab_size if prepared.tokenizer is None else prepared.tokenizer.vocab_size
-    spec = spec_of(model_config(run, vocabulary))
+    spec = spec_of(model_config(run, vocabulary), train.freeze)
     prompts = prepare_prompts(run, prepared.tokenizer, spec)
     lengths = None if prompts is None else tuple(map(len, prompts.ids))
     readers = select_readers("auto", device, drives or [folder])
@@ -365,7 +365,7 @@ def digest(store: NvmeStore) -> str:
     """A hash of every byte of the committed generation."""
     total = hashlib.sha256()
     for array in sorted(store.arrays(), key=lambda array: (array.buffer, array.kind)):
-        total.update(stored(store, array).numpy().tobytes())
+        total.update(stored(store, array).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 
@@ -384,16 +384,17 @@ def live_digest(session: Session) -> str:
     """A hash of the state as training left it, on whatever tier, committed or not."""
     total = hashlib.sha256()
     for array in sorted(session.store.arrays(), key=lambda array: (array.buffer, array.kind)):
-        tier = session.plan.buffers[array.buffer].state
+        buffer = session.plan.buffers[array.buffer]
+        tier = buffer.weights if buffer.state is None else buffer.state
         memory = {"gpu": session.gpu.buffers, "ram": session.ram.buffers, "nvme": {}}[tier].get(array.buffer)
         whole = stored(session.store, array) if memory is None else memory[array.kind][: array.numel]
-        total.update(whole.numpy().tobytes())
+        total.update(whole.view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 
 def stored(store: NvmeStore, array: ArraySpec) -> Tensor:
     """An array of the committed generation."""
-    whole = torch.empty(array.numel)
+    whole = torch.empty(array.numel, dtype=getattr(torch, array.dtype))
     for part, (start, end) in enumerate(array.parts()):
         store.read(array.buffer, array.kind, part, whole[start:end]).result()
     return whole

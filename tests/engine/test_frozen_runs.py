@@ -1,0 +1,176 @@
+"""Runs of which a part is frozen: the same bits on every tier, and of what is frozen weights and nothing else."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from samples import samples
+
+from penstock.engine.forecast.problem import LOGITS_BYTES
+from penstock.engine.machine.device import compute_dtype
+from penstock.engine.model.reference import Training
+from penstock.engine.model.runner import ModelRunner
+from penstock.engine.optim.base import MASTER
+from penstock.engine.session import Session
+from penstock.engine.train import train_step
+from penstock.storage.errors import UserError
+from penstock.storage.nvme import NvmeStore
+
+HALVES = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]
+"""Half of every layer, and of the lowest blocks everything."""
+TOP = ["*embed_tokens*", "*.layers.*"]
+"""All but the head and the norm before it."""
+TIERS = [("1GiB", "1GiB"), (tiny.FLOOR, "1GiB"), (tiny.FLOOR, tiny.FLOOR), (700_000, 420_000)]
+"""As tiny.TIERS, for what a frozen model needs: all on the GPU, in RAM, on NVMe, some of it on each."""
+
+
+def frozen(**changes: Any) -> Any:
+    return tiny.training(**({"freeze": HALVES} | changes))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"chunk_tokens": 20},
+        {"chunk_tokens": 9, "kv_window": "streamed"},
+        {"chunk_tokens": 9, "activation_checkpointing": "none"},
+        {"chunk_tokens": 9, "activation_checkpointing": "full"},
+        {"chunk_tokens": 20, "freeze": TOP},
+    ],
+    ids=str,
+)
+def test_placement_and_delays_change_no_bit(tmp_path: Path, policy: dict[str, Any]) -> None:
+    digests, tiers = set(), set()
+    whole = policy.get("activation_checkpointing") == "none"
+    for number, (gpu, ram) in enumerate([*TIERS[:1], ("1GiB", tiny.FLOOR)] if whole else TIERS):
+        for seed in range(samples(1, 10)):
+            t = frozen(compute_dtype="bfloat16", **policy)
+            with tiny.session(tmp_path / f"{number}-{seed}", t=t, gpu=gpu, ram=ram) as session:
+                tiny.delay(session, random.Random(f"{policy} {number} {seed}"))
+                tiers |= {b.weights for b in session.plan.buffers.values() if b.frozen}
+                tiny.steps(session, 2)
+                digests.add(tiny.digest(session.store))
+    assert len(digests) == 1
+    assert tiers == ({"gpu"} if whole else {"gpu", "ram", "nvme"})
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("freeze", [HALVES, TOP, ["*norm*"]], ids=["halves", "top", "norms"])
+def test_the_engine_gives_the_references_bits(tmp_path: Path, freeze: list[str], dtype: str, tied: bool) -> None:
+    t = frozen(freeze=freeze, micro_batch_size=1, chunk_tokens=20, clip_norm=1e-3, compute_dtype=dtype)
+    tied_top = tied and freeze == TOP
+    with tiny.session(tmp_path, m=tiny.model(tie_embeddings=tied), t=t, gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
+        assert (session.spec.lowest_trained == len(session.spec.blocks) - 1) == (freeze == TOP)
+        assert not tied_top or set(session.spec.blocks[-1].buffers) == {"head", "embed.frozen"}
+        training, expected = reference(session)
+        steps = tiny.steps(session, 3)
+        weights = tiny.parameters(session.store, session.spec)
+    assert [(m.loss, m.grad_norm) for m in steps] == expected
+    masters = training.by_name({buffer: kinds[MASTER] for buffer, kinds in training.state.items()})
+    stays = {name: weight.float() for name, weight in training.by_name(training.weights).items()}
+    assert weights.keys() == stays.keys() > masters.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, masters.get(name, stays[name])), name
+    assert all(norm > 1e-3 for _, norm in expected), "nothing to clip"
+
+
+def reference(session: Session) -> tuple[Training, list[tuple[float, float]]]:
+    """The session's next steps by the reference, and the loss and gradient norm of each."""
+    train, cursor = session.recipe.train, session.loader.cursor
+    runner = ModelRunner(session.spec, device="cpu", dtype=compute_dtype(train))
+    training = Training(runner, train, tiny.parameters(session.store, session.spec))
+    results = [
+        training.step(session.loader.next_step(), session.plan.max_chunk_tokens, LOGITS_BYTES["cpu"]) for _ in range(3)
+    ]
+    session.loader.seek(cursor)
+    return training, results
+
+
+@pytest.mark.parametrize(("gpu", "ram"), TIERS)
+def test_what_is_frozen_has_weights_and_nothing_is_written_of_it(
+    tmp_path: Path, gpu: str | int, ram: str | int
+) -> None:
+    """Counted per tier: memory by kind, and files and bytes on the drive over three commits."""
+    t, s = frozen(compute_dtype="bfloat16"), tiny.storage(checkpoint_every=1)
+    with tiny.session(tmp_path, t=t, s=s, gpu=gpu, ram=ram) as session:
+        plan, root = session.plan, session.store.root
+        stays = [buffer for buffer in plan.buffers.values() if buffer.frozen]
+        assert {b.name for b in stays} == session.spec.frozen
+        for buffer in stays:
+            for tier, memory in (("gpu", session.gpu.buffers), ("ram", session.ram.buffers)):
+                held = memory[buffer.name]
+                assert set(held) == ({"weights"} if buffer.weights == tier else set())
+                assert all(tensor.numel() * tensor.element_size() == 2 * buffer.numel for tensor in held.values())
+        files = {path: os.stat(path) for path in root.glob("*.frozen/*/*/c.*.0")}
+        assert {path.parts[-3] for path in files} == {"weights"}
+        assert len(files) == sum(buffer.num_parts for buffer in stays)
+        before = session.store.traffic()[root].bytes_written
+        for _ in range(3):
+            train_step(session)
+        session.finish()
+        spans = session.executor.take_spans()
+        moved = session.store.traffic()[root].bytes_written - before
+        names = {buffer.name for buffer in stays}
+        assert {span.lane for span in spans if span.block in names} <= {"nvme_read", "h2d"}
+        after = {path: os.stat(path) for path in root.rglob("*.frozen/*/*/c.*.0") if "checkpoints" not in path.parts}
+        kinds = ("st_ino", "st_mtime_ns", "st_size")
+        assert [[getattr(after[p], k) for k in kinds] for p in after] == [
+            [getattr(files[p], k) for k in kinds] for p in after
+        ]
+        assert after.keys() == files.keys()
+        written = sum(span.bytes for span in spans if span.lane == "nvme_write")
+        trained = sum(b.numel for b in plan.buffers.values() if not b.frozen)
+        assert 3 * 12 * trained <= written <= 3 * (12 + 2 + 4) * trained + 3 * plan.spill_bytes
+        assert moved >= written
+
+
+def test_a_frozen_run_goes_on_from_checkpoints_and_only_as_it_began(tmp_path: Path) -> None:
+    storage = tiny.storage(checkpoint_every=1, keep_last=2, keep_good=None)
+    t = frozen(steps=6, compute_dtype="bfloat16")
+    straight, again = tiny.Silent(), tiny.Silent()
+    tiny.train_run(tmp_path, straight, train=t, storage=storage)
+    expected = tiny.digest_of(tmp_path)
+    tiny.train_run(tmp_path, again, train=t, storage=storage, resume=True, checkpoint="step-000005")
+    assert [m.loss for m in again.metrics] == [m.loss for m in straight.metrics[5:]]
+    assert tiny.digest_of(tmp_path) == expected
+    assert "of which" in next(text for text in straight.messages if text.startswith("model: "))
+    for changes, said in (
+        ({"freeze": []}, r"train\.freeze: the run in .* began with \[\"\*embed_tokens"),
+        ({"freeze": HALVES[:2]}, r"train\.freeze: .*which a resumed run cannot change"),
+        ({"compute_dtype": "float32"}, r"train\.compute_dtype: .*kept in bfloat16.* set train\.compute_dtype=bfloat16"),
+    ):
+        other = frozen(**({"steps": 8, "compute_dtype": "bfloat16"} | changes))
+        with pytest.raises(UserError, match=said):
+            tiny.train_run(tmp_path, tiny.Silent(), train=other, resume=True, storage=storage)
+    assert tiny.digest_of(tmp_path) == expected
+    with closing(NvmeStore.open(tmp_path / "state", read_only=True)) as store:
+        store.verify()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"freeze": ["*.atn.*"]}, "train.freeze: '*.atn.*' fits no parameter; the nearest are"),
+        ({"freeze": ["*"]}, "parameters are frozen, so nothing is left to be trained"),
+        (
+            {"freeze": ["*.mlp.*"], "lr_groups": {"*.mlp.*": 0.1}},
+            "train.lr_groups: '*.mlp.*' fits frozen parameters only, which have no learning rate; leave it out",
+        ),
+    ],
+)
+def test_what_cannot_be_frozen_is_said_before_anything_is_written(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        tiny.train_run(tmp_path, tiny.Silent(), train=tiny.training(**changes))
+    assert not (tmp_path / "state").exists()
