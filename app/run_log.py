@@ -286,8 +286,9 @@ class RunLog:
         Validation and samples are of the step before the one that it begins with, and in this order.
         """
         step = first.metrics.step if isinstance(first, _Step) else first.step
+        begun = step + (not isinstance(first, _Step | Spike))
         for name in ("metrics.jsonl", "spikes.jsonl"):
-            self._drop_steps(name, step + (not isinstance(first, _Step)))
+            self._drop_steps(name, begun)
         self._drop_steps("validation.jsonl", step + isinstance(first, SampleMetrics))
         self._drop_steps("samples.jsonl", step)
 
