@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from penstock.app.run_files import JsonLines, read_object
 from penstock.app.rundir import find_run, read_info, read_recipe
 from penstock.engine.config import Recipe
-from penstock.engine.events import Spike, StepMetrics, ValidationMetrics
+from penstock.engine.events import SampleMetrics, Spike, StepMetrics, ValidationMetrics
 from penstock.storage.untrusted import typed
 
 _Line = TypeVar("_Line")
@@ -56,6 +56,10 @@ class Run:
     def validations(self) -> Iterator[ValidationMetrics]:
         """The validation losses so far, in order."""
         return self._lines("validation.jsonl", ValidationMetrics)
+
+    def samples(self) -> Iterator[SampleMetrics]:
+        """What the model wrote so far, in order; texts beyond what a line may hold are cut."""
+        return self._lines("samples.jsonl", SampleMetrics)
 
     def spikes(self) -> Iterator[Spike]:
         """The steps whose loss leapt, in order, with the documents that they were trained on."""

@@ -298,7 +298,8 @@ class Session:
         """Where the step that was under way has a value that is not finite, its documents are to be told."""
         data = self._data
         if data is not None and data.chunk_losses and math.isnan(data.loss):
-            self.spikes.append(self._spike(data, self._spikes.expected))
+            with suppress(UserError):  # what ends the run is told, not what else is wrong
+                self.spikes.append(self._spike(data, self._spikes.expected))
 
     def _spike(self, data: StepData, expected: float | None) -> Spike:
         documents, count = step_documents(

@@ -37,6 +37,7 @@ def test_a_notebook_runs(tmp_path: Path, notebook: Path, monkeypatch: pytest.Mon
         "trained to step",
         "best validation loss: {",
         "'After May comes' -> ",
+        "samples kept: [20, 40, 60]",
         "After Friday comes",
     ):
         assert part in said

@@ -18,6 +18,8 @@ from penstock.engine.events import (
     Sample,
     SampleMetrics,
     Span,
+    Spike,
+    StepDocument,
     StepMetrics,
     UnderWay,
     ValidationMetrics,
@@ -244,6 +246,38 @@ def test_samples_have_a_file_of_their_own_that_a_resumed_run_replaces(tmp_path: 
     assert found == ([(2, "again 2")] if resumed_at == 2 else [])
     assert [line["step"] for line in json_lines(tmp_path / "validation.jsonl")] == list(range(1, resumed_at + 1))
     assert [line["step"] for line in json_lines(tmp_path / "metrics.jsonl")] == list(range(1, resumed_at + 2))
+
+
+@pytest.mark.parametrize("first", ["step", "spike"])
+def test_spikes_have_a_file_of_their_own_that_a_resumed_run_replaces(tmp_path: Path, first: str) -> None:
+    """What is not finite ends a step without a line of its own: then the spike is what a process tells first."""
+
+    def spike(step: int, loss: float) -> Spike:
+        told = StepDocument(document=3, where="a.jsonl:4", first_token=0, tokens=9, loss=None, excerpt="")
+        return Spike(step=step, loss=loss, expected=1.0, documents=[told], num_documents=2, time=12.5)
+
+    log = RunLog(tmp_path, 9)
+    for step in (1, 2, 3):
+        log.step(metrics(step))
+        log.spike(spike(step, 4.0))
+    log.close("failed")
+    log = RunLog(tmp_path, 9, 2)
+    if first == "step":
+        log.step(metrics(3))
+    log.spike(spike(3, float("nan")))
+    log.close("failed")
+    lines = json_lines(tmp_path / "spikes.jsonl")
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 4.0), (2, 4.0), (3, None)]
+    document = {"document": 3, "where": "a.jsonl:4", "first_token": 0, "tokens": 9, "loss": None, "excerpt": ""}
+    assert lines[2] == {
+        "step": 3,
+        "loss": None,
+        "expected": 1.0,
+        "documents": [document],
+        "num_documents": 2,
+        "time": 12.5,
+    }
+    assert [line["step"] for line in json_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3][: 2 + (first == "step")]
 
 
 def test_a_line_of_samples_is_never_too_long_to_be_read(tmp_path: Path) -> None:
