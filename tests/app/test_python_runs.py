@@ -14,7 +14,7 @@ import pytest
 from recipe_texts import tiny_recipe
 
 import penstock
-from penstock.app.checkpoints import committed_step
+from penstock.app.checkpoints import committed_step, make_checkpoint
 from penstock.engine import validation
 
 
@@ -187,6 +187,9 @@ def test_a_run_that_ended_early_says_so_and_has_nothing_to_resume(
     with pytest.raises(penstock.UserError, match=r"nothing to resume, unless train\.early_stopping"):
         penstock.resume(run)
     penstock.export(run, "best", checkpoint="best")
+    for name in ("best", "best-{step}"):
+        with pytest.raises(penstock.UserError, match=r"best-N and best for storage\.keep_best; choose another"):
+            make_checkpoint(run, name)
     penstock.resume(run, overrides=["train.early_stopping_patience=3"])
     assert state(run) == ("finished", 4)
     assert penstock.Run(run).summary()["ended_early"] is None
