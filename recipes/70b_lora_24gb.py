@@ -1,8 +1,8 @@
 """A LoRA adapter on Llama-3.3-70B, its weights in bfloat16 and not quantised, at 65,536 tokens on one GPU of 24 GB.
 
 GPU    24 GB
-RAM    64 GB; with 128 GB a third less is read from the drive
-NVMe   200 GB: the weights once, as they are streamed, and the adapter's state
+RAM    64 GB; with 128 GB half as many activations go to the drive
+NVMe   400 GB: the weights once, as they are streamed, and activations that RAM does not hold
 Model  models/Llama-3.3-70B-Instruct (Hugging Face folder), or --from-scratch
 Use    your own text: --set data.path=FILE with a {"text": ...} on each line; it brings none
 
@@ -18,7 +18,7 @@ recipe = Recipe(
     model=llama3("3.3-70B-Instruct"),
     adapter=AdapterConfig(method="lora", rank=16, alpha=32),
     data=DataConfig(source="jsonl", sequence_length=65_536),
-    train=TrainConfig(steps=200, global_batch_size=4, lr=1e-4, warmup_steps=10, weight_decay=0.0),
+    train=TrainConfig(steps=200, lr=1e-4, warmup_steps=10, weight_decay=0.0),
     storage=StorageConfig(checkpoint_every=10),
     after=AfterConfig(export=True),
 )

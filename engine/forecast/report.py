@@ -205,7 +205,12 @@ _WORDS: dict[str, dict[Any, str]] = {
         "records": "saved activations on the GPU first",
     },
     "recompute": {"none": "attention saved", "half": "half of attention recomputed", "all": "attention recomputed"},
-    "ram_first": {"activations": "no activation on NVMe", "weights": "weights first", "state": "state first"},
+    "ram_first": {
+        "activations": "no activation on NVMe",
+        "weights": "weights first",
+        "state": "state first",
+        "records": "saved activations before frozen weights",
+    },
     "stages": {4: "four parts in flight", 2: "two parts in flight"},
     "spare_slots": {1: "one layer fetched ahead", 2: "two layers fetched ahead"},
 }

@@ -100,7 +100,7 @@ def dimensions(problem: PlanInput, num_chunks: int) -> dict[str, list[Any]]:
         "streamed": streamed[problem.kv_window],
         "gpu_first": gpu_first,
         "recompute": recompute.get(problem.activation_checkpointing, ["none"]),
-        "ram_first": ["activations", "weights", "state"],
+        "ram_first": ["activations", "weights", "state", *["records"] * any(b.frozen for b in problem.buffers)],
         "stages": [4, 2],
         "spare_slots": [1, 2],
     }

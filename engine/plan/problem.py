@@ -20,9 +20,10 @@ half for each; graphs alone, as the update of resident blocks takes time of what
 then resident blocks. Graphs are saved only where no record goes to NVMe."""
 Recompute = Literal["none", "half", "all"]
 """Whose attention backward recomputes: no layer's, the first half's, which wait longest, or every layer's."""
-RamFirst = Literal["activations", "weights", "state"]
+RamFirst = Literal["activations", "weights", "state", "records"]
 """What RAM is filled with: all records, so that none goes to NVMe, then weights, gradients, state; or weights, records,
-gradients, state; or weights, gradients, state, records. What is not there moves twice a step, weights thrice."""
+gradients, state; or weights, gradients, state, records; or these with records before frozen weights, which a drive only
+reads. What is not there moves twice a step, weights thrice."""
 
 FP32 = 4
 LAST_GOOD = "last good generation"

@@ -157,6 +157,22 @@ def test_state_has_ram_before_frozen_weights_do() -> None:
         assert "nvme" in {b.weights for b in plan.buffers.values() if b.frozen} or first == "weights"
 
 
+def test_records_have_ram_before_frozen_weights_do_where_the_choice_says_so() -> None:
+    shape: dict[str, Any] = {"frozen": frozenset({0, 1, 4}), "halves": frozenset({2, 3}), "layers": 3}
+    gpu = floor("gpu", **shape)
+    state = sum(b.numel for b in made(**shape).buffers.values() if not b.frozen) * 18
+    plans = {}
+    for first in ("state", "records"):
+        choice = PlanOptions(ram_first=first)
+        least = floor("ram", choice, gpu_budget=gpu, **shape)
+        spilled = sum(made(choice, gpu_budget=gpu, ram_budget=least, **shape).record_bytes(*key) for key in [(2, 0)])
+        plans[first] = made(choice, gpu_budget=gpu, ram_budget=least + state + 3 * spilled, **shape)
+    most = {first: len(plan.spilled) for first, plan in plans.items()}
+    assert most["records"] < most["state"]
+    assert sum(b.weights == "ram" for b in plans["records"].buffers.values() if b.frozen) == 0
+    assert sum(b.weights == "ram" for b in plans["state"].buffers.values() if b.frozen) > 0
+
+
 def test_the_gpu_goes_to_what_the_choice_says() -> None:
     shape = {"activation_checkpointing": "auto", "edge": 16, "row_tokens": 512, "chunk_tokens": 64}
     budget = floor("gpu", **shape) + 1_100_000
