@@ -110,6 +110,19 @@ def test_control_c_stops_at_a_step_with_that_step_committed(capsys: pytest.Captu
     assert "stopped after step 2; go on with" in capsys.readouterr().out
 
 
+def test_a_second_control_c_does_not_wait_and_leaves_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.app.signals._SAME_REQUEST_S", -1.0)
+
+    def on_step(metrics: penstock.StepMetrics) -> None:
+        if metrics.step == 3:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        penstock.train(recipe(storage={"checkpoint_every": 1}), run_dir="run", on_step=on_step)
+    assert state(Path("run")) == ("stopped", 2)
+
+
 def test_outside_the_main_thread_no_handler_is_installed() -> None:
     before = signal.getsignal(signal.SIGINT)
     seen: list[Any] = []
