@@ -150,6 +150,12 @@ def _head(page: Page, forecast: dict[str, Any], status: str) -> None:
             f"{forecast['tokens_per_step']:,} tokens a step, context {forecast['context']:,}",
             "text",
         )
+    if frozen := forecast.get("frozen"):
+        page.wrapped(
+            f"frozen: {params_text(frozen['params'])} of {params_text(forecast['model']['params'])} parameters, "
+            f"weights only, {frozen['param_bytes']} bytes each instead of {frozen['trained_param_bytes']}",
+            "text",
+        )
     if forecast.get("note"):
         page.wrapped(f"{page.glyphs.diamond} {forecast['note']}", "warn")
 
@@ -318,18 +324,33 @@ def _refusal(page: Page, forecast: dict[str, Any], keys: bool, advising: bool) -
 
 def _block_map(page: Page, forecast: dict[str, Any]) -> None:
     """One cell a block, the first at the left: in which tier its weights, state and gradient live."""
-    blocks = forecast["blocks"]
+    blocks = [_together(members) for members in by_block(forecast["blocks"]).values()]
     marks = "█▒░" if page.glyphs.braille else "grn"  # told apart without colours
     page.head("blocks", "  ".join(f"{mark} {tier}" for tier, mark in zip(TIERS, marks, strict=True)))
     for target in TARGETS:
         cells = min(len(blocks), page.width - 10)
         row: Row = [(f"{target:<10}", "dim")]
-        places = [str(blocks[index * len(blocks) // cells][target]) for index in range(cells)]
+        places = [blocks[index * len(blocks) // cells][target] for index in range(cells)]
         for tier, run in itertools.groupby(places):
-            mark = marks[TIERS.index(tier)] if tier in TIERS else "?"
-            row.append((mark * len(list(run)), f"tier.{tier}"))
+            mark = marks[TIERS.index(tier)] if tier in TIERS else "?" if tier else _free(page.glyphs)
+            row.append((mark * len(list(run)), f"tier.{tier}" if tier else "axis"))
         page.line(row)
-    page.wrapped(f"saved for backward: {', '.join(_saved(blocks, forecast['chunks']))}", "dim")
+    page.wrapped(f"saved for backward: {', '.join(_saved(forecast['blocks'], forecast['chunks']))}", "dim")
+
+
+def by_block(blocks: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Block -> its buffers: of what is trained, and of what is frozen."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for buffer in blocks:
+        found.setdefault(buffer.get("block") or buffer["name"], []).append(buffer)
+    return found
+
+
+def _together(buffers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Where a block lives: most of its weights, and the state and gradient of what is trained; None: it has none."""
+    largest = max(buffers, key=lambda buffer: buffer["bytes"])
+    trained = next((buffer for buffer in buffers if not buffer.get("frozen")), None)
+    return {"weights": largest["weights"]} | {k: trained and trained[k] for k in ("state", "gradient")}
 
 
 def _block_table(page: Page, forecast: dict[str, Any], most: int) -> None:
@@ -354,8 +375,10 @@ def _alike(blocks: Sequence[dict[str, Any]], most: int) -> list[tuple[list[dict[
     """Runs of blocks that are treated alike; where these are more than `most`, blocks of like placement wherever they
     lie (True), then of all layers."""
 
+    blocks = sorted(blocks, key=lambda block: bool(block.get("frozen")))  # what is frozen comes last
+
     def stem(block: dict[str, Any]) -> tuple[Any, ...]:
-        return (block["name"].rsplit(".", 1)[0],)
+        return (_block_name(block).rsplit(".", 1)[0], block.get("frozen"))
 
     def place(block: dict[str, Any]) -> tuple[Any, ...]:
         return (*stem(block), *(block[target] for target in TARGETS))
@@ -379,13 +402,18 @@ def _alike(blocks: Sequence[dict[str, Any]], most: int) -> list[tuple[list[dict[
 
 def _block_row(members: list[dict[str, Any]], chunks: int, apart: bool) -> tuple[list[str], list[str]]:
     """The cells of a row of blocks, and what is saved of them."""
-    first, last = members[0]["name"], members[-1]["name"]
+    first, last = _block_name(members[0]), _block_name(members[-1])
     name = first
     if len(members) > 1:
         end = last.rsplit(".", 1)[-1]
         name = f"{len(members)} of {first}-{end}" if apart else f"{first} - {end}"
-    tiers = [_joined(block[target] for block in members) for target in TARGETS]
+    name += ", frozen" if members[0].get("frozen") else ""
+    tiers = [_joined(block[target] or "-" for block in members) for target in TARGETS]
     return [name, *tiers, bytes_text(sum(block["bytes"] for block in members))], _saved(members, chunks)
+
+
+def _block_name(buffer: dict[str, Any]) -> str:
+    return str(buffer.get("block") or buffer["name"])
 
 
 def _joined(values: Iterable[str]) -> str:

@@ -57,6 +57,7 @@ def forecast(
     return plan.to_json() | {
         "fits": True,
         **_task_json(task, machine, tokens),
+        **_frozen_json(task, plan),
         "step_s": step_s,
         "tokens_per_s": tokens / step_s,
         "bound_by": simulation.bound_by,
@@ -146,6 +147,16 @@ def _task_json(task: PlanRequest, machine: Machine, tokens_per_step: int) -> dic
         "steps": task.recipe.train.steps,
         "budgets": task.budgets.why,
     }
+
+
+def _frozen_json(task: PlanRequest, plan: Plan) -> dict[str, Any]:
+    """What is frozen, and what that saves: bytes of a parameter that is, and of one that is trained."""
+    spec, p = task.spec, plan.problem
+    if not spec.frozen:
+        return {}
+    trained = p.compute_bytes + p.gradient_bytes + len(p.state_kinds) * FP32
+    params = spec.num_params - spec.num_trained
+    return {"frozen": {"params": params, "param_bytes": p.compute_bytes, "trained_param_bytes": trained}}
 
 
 def whole_run(

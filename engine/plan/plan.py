@@ -184,14 +184,18 @@ class Plan:
         return part_stage_bytes(self.buffers.values(), self.problem.compute_bytes)
 
     def _saved(self) -> dict[str, dict[str, Any]]:
-        """Buffer -> chunks of its layer by what is saved of them, and those whose records are not in RAM."""
+        """Buffer, the first of its layer -> chunks by what is saved of them, and those whose records are not in RAM."""
         kept, spilled, held = _counts(self.saved_graphs), _counts(self.spilled), _counts(self.saved_on_gpu)
         found = {name: {"activation_checkpointing": {}, "spilled": 0, "saved_on_gpu": 0} for name in self.buffers}
         for i, block in enumerate(self.blocks):
-            if block.role == "layer" and block.name in found:
+            if block.role == "layer" and block.backward and block.buffers:
                 rest = "full" if i in self.recomputed or not block.attends else "selective"
                 saved = {"none": kept[i], "selective": 0, "full": 0} | {rest: len(self.chunks) - kept[i]}
-                found[block.name] = {"activation_checkpointing": saved, "spilled": spilled[i], "saved_on_gpu": held[i]}
+                found[block.buffers[0]] = {
+                    "activation_checkpointing": saved,
+                    "spilled": spilled[i],
+                    "saved_on_gpu": held[i],
+                }
         return found
 
     def _item_bytes(self, buffer: BufferPlan) -> int:
@@ -200,12 +204,14 @@ class Plan:
         return self.problem.compute_bytes + state
 
     def to_json(self) -> dict[str, Any]:
-        """The plan for people and files: tier of every kind of every block, slots, bytes per tier."""
+        """The plan for people and files: tier of every kind of every buffer, slots, bytes per tier."""
         saved = self._saved()
+        owner = {name: block.name for block in reversed(self.blocks) for name in block.buffers}
         return {
             "blocks": [
                 {
                     "name": b.name,
+                    "block": owner[b.name],
                     "weights": b.weights,
                     "state": b.state,
                     "gradient": b.gradient,
@@ -217,7 +223,7 @@ class Plan:
             ],
             "chunks": len(self.chunks),
             "chunk_tokens": self.max_chunk_tokens,
-            "layer_chunks": len(self.chunks) * sum(block.role == "layer" for block in self.blocks),
+            "layer_chunks": len(self.chunks) * sum(b.role == "layer" and b.backward for b in self.blocks),
             "spilled_activations": {"chunks": len(self.spilled), "bytes": self.spill_bytes},
             "saved_on_gpu": {
                 "chunks": len(self.saved_on_gpu),

@@ -146,6 +146,36 @@ def test_blocks_that_alternate_are_still_few_rows(width: int) -> None:
     assert re.search(r"88 of layers\.0-87 +gpu/ram/nvme", text)
 
 
+def half_frozen() -> dict[str, Any]:
+    """`fitting` with the embedding frozen, and of each layer all but a thousandth."""
+    forecast = fitting()
+    blocks = []
+    for block in forecast["blocks"]:
+        weights = {"name": f"{block['name']}.frozen", "block": block["name"], "frozen": True, "state": None}
+        weights |= {"gradient": None, "weights": "nvme", "bytes": GIB, "activation_checkpointing": {}}
+        if block["name"] != "embed":
+            blocks.append(block | {"block": block["name"], "frozen": False, "bytes": GIB // 1000})
+        if block["name"] != "head":
+            blocks.append(weights)
+    frozen = {"params": 122_000_000_000, "param_bytes": 2, "trained_param_bytes": 18}
+    return forecast | {"blocks": blocks, "frozen": frozen}
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_what_is_frozen_is_said_in_a_row_and_told_apart(width: int) -> None:
+    text = shown(half_frozen(), width)
+    assert_one_screen(text, width)
+    said = "frozen: 122 B of 123 B parameters, weights only, 2 bytes each instead of 18"
+    assert said in flat(text)
+    table = [flat(line) for line in text.splitlines()]
+    assert any(row.startswith("layers.0 - 87, frozen nvme - - 88.0 GiB") for row in table)
+    assert any(row.startswith("embed, frozen nvme - - 1.0 GiB") for row in table)
+    drawn = rows(half_frozen(), 110)
+    assert said in drawn
+    lines = [line.split()[1] for line in drawn.splitlines() if line.startswith(("weights ", "state "))]
+    assert lines == ["░" * 89 + "█", "·" + "░" * 88 + "▒"], "of a block its larger weights; no state of the embedding"
+
+
 @pytest.mark.parametrize("width", [80, 100])
 def test_reasons_fill_the_screen_and_the_rest_is_counted(width: int) -> None:
     forecast = fitting()

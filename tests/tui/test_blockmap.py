@@ -61,6 +61,32 @@ def test_gradients_and_state_go_where_ops_bring_them(kind: str, ops: list[tuple[
         assert places(found, kind)["layers.0"] == place
 
 
+def test_a_frozen_block_has_weights_and_shares_no_slot_with_what_is_trained() -> None:
+    """A column for each block: of one that is frozen in part the weights of its larger buffer, which is the frozen one
+    here, and the state and gradient of the other."""
+    blocks: list[dict[str, Any]] = []
+    for name in ("embed", "layers.0", "layers.1", "layers.2"):
+        frozen = {"name": f"{name}.frozen", "block": name, "frozen": True, "weights": "ram", "bytes": 900}
+        blocks.append(frozen | {"state": None, "gradient": None})
+        if name != "embed":
+            trained = {"name": name, "block": name, "frozen": False, "weights": "gpu", "state": "nvme", "bytes": 100}
+            blocks.append(trained | {"gradient": "ram"})
+    found = BlockPlaces({"blocks": blocks, "weight_slots": {"layer": 1, "frozen layer": 2}})
+    assert [(block.name, block.num_bytes) for block in found.snapshot()] == [
+        ("embed", 900), ("layers.0", 1000), ("layers.1", 1000), ("layers.2", 1000)
+    ]  # fmt: skip
+    found.add([ended("load_weights", f"layers.{i}.frozen") for i in range(3)])
+    assert list(places(found, "weights").values()) == ["ram", "ram", "gpu", "gpu"]
+    found.add([ended("load_weights", "layers.0"), ended("update", "layers.2"), ended("layer_backward", "layers.1")])
+    assert list(places(found, "weights").values()) == ["ram", "ram", "gpu", "gpu"]
+    assert places(found, "gradient") == {"embed": "", "layers.0": "", "layers.1": "gpu", "layers.2": ""}
+    assert places(found, "state") == {"embed": "", "layers.0": "nvme", "layers.1": "nvme", "layers.2": "nvme"}
+    found.add([ended("embed_backward", "embed")])
+    assert places(found, "gradient")["embed"] == ""
+    now = {"h2d": [{"op": "load_weights", "block": "layers.1.frozen"}]}
+    assert {block.name: block.moving for block in found.snapshot(now)}["layers.1"] == {"weights": "in"}
+
+
 def test_ops_under_way_are_in_flight() -> None:
     found = BlockPlaces(plan(2))
     now = {"h2d": [{"op": "load_weights", "block": "layers.1"}], "compute": [{"op": "layer_forward", "block": "embed"}]}

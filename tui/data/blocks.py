@@ -20,6 +20,8 @@ Kind = Literal["weights", "state", "gradient"]
 
 _OUTER = "embedding and head"
 """Pool of the slots of what is no layer."""
+_FROZEN = "frozen "
+"""Begins the pools of what is never trained."""
 NOWHERE = ""
 """Place of a gradient that does not exist."""
 
@@ -55,17 +57,30 @@ class BlockPlaces:
     def __init__(self, plan: Mapping[str, Any]) -> None:
         self._home: dict[str, dict[str, str]] = {}
         self._num_bytes: dict[str, float | None] = {}
-        for block in objects(plan, "blocks")[:_MOST_BLOCKS]:
-            name = text(block, "name")
-            if name:
-                self._home[name] = {kind: text(block, kind) or "" for kind in KINDS}
-                self._num_bytes[name] = number(block, "bytes")
-        slots = {  # "edge": in the plans of older runs
-            "layer": whole(plan, "weight_slots", "layer") or 0,
-            _OUTER: whole(plan, "weight_slots", _OUTER) or whole(plan, "weight_slots", "edge") or 0,
-        }
+        self._block_of: dict[str, str] = {}
+        """Buffer -> its block: what is frozen of a block has a buffer of its own."""
+        self._frozen: dict[str, bool] = {}
+        """Block -> whether its larger buffer, whose weights are shown for both, is the frozen one."""
+        largest: dict[str, float] = {}
+        for buffer in objects(plan, "blocks")[:_MOST_BLOCKS]:
+            name, size = text(buffer, "name"), number(buffer, "bytes")
+            if not name:
+                continue
+            block, frozen = text(buffer, "block") or name, buffer.get("frozen") is True
+            self._block_of[name] = block
+            home = self._home.setdefault(block, dict.fromkeys(KINDS, ""))
+            home |= {} if frozen else {kind: text(buffer, kind) or "" for kind in ("state", "gradient")}
+            if block not in largest or (size or 0) > largest[block]:
+                home["weights"], largest[block], self._frozen[block] = text(buffer, "weights") or "", size or 0, frozen
+            known = self._num_bytes.get(block, 0.0)
+            self._num_bytes[block] = None if size is None or known is None else known + size
+        slots = {}
+        for kind in ("", _FROZEN):  # "edge": in the plans of older runs
+            slots[kind + "layer"] = whole(plan, "weight_slots", kind + "layer") or 0
+            slots[kind + _OUTER] = whole(plan, "weight_slots", kind + _OUTER) or 0
+        slots[_OUTER] = slots[_OUTER] or whole(plan, "weight_slots", "edge") or 0
         self._slots = {pool: max(1, count) for pool, count in slots.items()}
-        self._has_outer_pool = slots[_OUTER] > 0
+        self._outer_pools = {pool for pool, count in slots.items() if count and pool.endswith(_OUTER)}
         self._on_gpu: dict[str, OrderedDict[str, None]] = {pool: OrderedDict() for pool in slots}
         """Weights in slots, by pool, oldest first."""
         self._place: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
@@ -86,30 +101,35 @@ class BlockPlaces:
         if len(self._recent) > 2000:
             del self._recent[:-1000]
 
-    def _follow(self, op: str, block: str) -> None:
-        if block not in self._home:
-            return
-        action = action_of(op)
-        if action is None:
+    def _follow(self, op: str, name: str) -> None:
+        block, action = self._block_of.get(name, name), action_of(op)
+        if block not in self._home or action is None:
             return
         if (move := action.move) is not None:
             home = self._home[block][move.kind]
-            if move.kind == "weights" and move.to == "gpu" and home != "gpu":
+            if move.kind == "weights" and move.to == "gpu" and home != "gpu" and self._stands_for(name):
                 self._take_slot(block)
             elif move.kind in ("gradient", "state"):
                 self._place[move.kind][block] = home if move.to == "home" else move.to
             if op == READ_STATE and self._place["gradient"].get(block) == "nvme":
                 self._place["gradient"][block] = "ram"
-        elif action.work.sums_gradients:
+        elif action.work.sums_gradients and self._home[block]["gradient"]:
             self._place["gradient"][block] = "gpu"
         elif action.phase == "update":
             self._place["gradient"][block] = NOWHERE
             pool = self._on_gpu[self._pool(block)]
-            if self._home[block]["weights"] != "gpu":
+            if self._home[block]["weights"] != "gpu" and self._stands_for(name):
                 pool.pop(block, None)  # an older version
 
+    def _stands_for(self, buffer: str) -> bool:
+        """Whether the weights of a buffer are those shown for its block."""
+        block = self._block_of.get(buffer, buffer)
+        return (buffer != block) is self._frozen[block]
+
     def _pool(self, block: str) -> str:
-        return "layer" if block.startswith("layers.") or not self._has_outer_pool else _OUTER
+        kind = _FROZEN if self._frozen[block] else ""
+        outer = kind + _OUTER
+        return kind + "layer" if block.startswith("layers.") or outer not in self._outer_pools else outer
 
     def _take_slot(self, block: str) -> None:
         pool = self._pool(block)
@@ -135,8 +155,9 @@ class BlockPlaces:
                     place["weights"] = "gpu"
             blocks[name] = BlockPlace(name, home, place, num_bytes=self._num_bytes[name])
         for op, name in self._under_way(now, clock_s) if live else ():
-            if name in blocks:
-                _apply(blocks[name], op)
+            block = self._block_of.get(name, name)
+            if block in blocks:
+                _apply(blocks[block], op)
         return list(blocks.values())
 
     def _under_way(self, now: Mapping[str, Any] | None, clock_s: float | None) -> Iterable[tuple[str, str]]:
@@ -164,6 +185,7 @@ def _apply(block: BlockPlace, op: str) -> None:
         block.doing = "update"
     elif action.phase == "backward":
         block.doing = "backward"
-        block.place["gradient"] = "gpu"
+        if block.home["gradient"]:
+            block.place["gradient"] = "gpu"
     elif action.phase in ("forward", "evaluate"):
         block.doing = block.doing or "forward"
