@@ -422,9 +422,7 @@ def _fill_new(
             buffers: Iterable[tuple[str, dict[str, Tensor]]] = weights.import_blocks(reader, spec, new_rows)
         else:
             constants = initial_constants(spec)
-            initializer = Initializer(spec, recipe.train.seed, recipe.model.embedding_std)
-            base = spec.buffers if spec.adapter is None else (name for name in spec.buffers if name in spec.frozen)
-            buffers = ((name, initializer.values(name)) for name in base)
+            buffers = Initializer(spec, recipe.train.seed, recipe.model.embedding_std).buffers()
         if spec.adapter is not None:
             values, dtype = None if start is None else start.values(), compute_dtype(recipe.train)
             buffers = with_adapter(spec, buffers, seed=recipe.train.seed, dtype=dtype, start=values)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -199,6 +199,11 @@ class Initializer:
         self._model = _build(spec.config)  # once: with a thousand layers it takes seconds
         self._layers = skeleton.find_layers(self._model)[1]
         self._sites = skeleton.parameter_sites(self._model, exclude=" ")
+
+    def buffers(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """All flat buffers in order, of a model with an adapter only the base's; one is in memory at a time."""
+        adapted = self._spec.adapter is not None
+        return ((b, self.values(b)) for b in self._spec.buffers if not adapted or b in self._spec.frozen)
 
     def values(self, buffer: str) -> dict[str, Tensor]:
         """One flat buffer's parameters by name, the same whatever is frozen; of a model with an adapter the base's.

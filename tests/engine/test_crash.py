@@ -23,7 +23,7 @@ from samples import samples
 from transformers import AutoModelForCausalLM
 
 from penstock.engine import opening
-from penstock.engine.config import ModelConfig
+from penstock.engine.config import AdapterConfig, ModelConfig
 from penstock.engine.export import export
 from penstock.engine.hf import weights
 from penstock.engine.hf.config import model_config
@@ -37,7 +37,7 @@ STEPS = 5
 KILLS = samples(6, 18)
 """For each of three placements."""
 FROZEN_KILLS = samples(3, 30)
-"""Of a run of which half is frozen."""
+"""Of a run of which half is frozen, and of one of an adapter."""
 FEW_KILLS = samples(1, 3)
 """Of an import, and of an export."""
 
@@ -59,13 +59,17 @@ PLACEMENTS = [
     (1_100_000, 1_000_000, 1, [], KILLS),
     (tiny.FLOOR, tiny.FLOOR, 2, [], KILLS),
     (tiny.FLOOR, tiny.FLOOR, 2, HALVES, FROZEN_KILLS),
+    (tiny.FLOOR, tiny.FLOOR, 2, AdapterConfig(method="dora", rank=2), FROZEN_KILLS),
 ]
 
 
 def train_until_killed(
-    folder: Path, seed: int | None, gpu: str | int, ram: str | int, num_drives: int, freeze: list[str]
+    folder: Path, seed: int | None, gpu: str | int, ram: str | int, num_drives: int, frozen: list[str] | AdapterConfig
 ) -> None:
-    """Train to the end, committing every other step; with a seed, die by SIGKILL at a moment drawn from it."""
+    """Train to the end, committing every other step; with a seed, die by SIGKILL at a moment drawn from it.
+
+    `frozen`: patterns of what is not trained, or an adapter beside which nothing is.
+    """
     chance = random.Random(seed)
     phase = chance.choice([*PHASES, "commit", "opening"])
     often = {"commit": 3, "head": 4, "forward": 40, "activations": 40}.get(phase, 30)
@@ -73,10 +77,11 @@ def train_until_killed(
     delay_s = chance.random() * 3e-3
     if seed is not None and phase == "opening":
         threading.Thread(target=_die, args=(folder, phase, chance.random() * 0.4), daemon=True).start()
+    adapter, freeze = (None, frozen) if isinstance(frozen, list) else (frozen, [])
     settings = tiny.training(steps=STEPS, global_batch_size=1, freeze=freeze)
     kept = tiny.storage(checkpoint_every=2, keep_last=2)
     drives = [folder / "state", folder / "second"][:num_drives]
-    with tiny.session(folder, t=settings, s=kept, gpu=gpu, ram=ram, drives=drives) as session:
+    with tiny.session(folder, t=settings, s=kept, gpu=gpu, ram=ram, drives=drives, adapter=adapter) as session:
         lock = threading.Lock()
 
         def watched(op: Op) -> None:
@@ -115,17 +120,17 @@ def run_child(processes: ForkServerContext, act: Callable[..., None], *args: Any
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("gpu", "ram", "drives", "freeze", "kills"), PLACEMENTS)
+@pytest.mark.parametrize(("gpu", "ram", "drives", "frozen", "kills"), PLACEMENTS)
 def test_kill_9_at_random_moments_resumes_bit_for_bit(
     tmp_path: Path,
     processes: ForkServerContext,
     gpu: str | int,
     ram: str | int,
     drives: int,
-    freeze: list[str],
+    frozen: list[str] | AdapterConfig,
     kills: int,
 ) -> None:
-    assert run_child(processes, train_until_killed, tmp_path / "straight", None, gpu, ram, drives, freeze) == 0
+    assert run_child(processes, train_until_killed, tmp_path / "straight", None, gpu, ram, drives, frozen) == 0
     expected = tiny.digest_of(tmp_path / "straight")
     died: Counter[str] = Counter()
     finished = seed = 0
@@ -135,7 +140,7 @@ def test_kill_9_at_random_moments_resumes_bit_for_bit(
         before = committed_step(folder)
         # Every run gets through in the end: past some kills it is left alone.
         kill = seed if died.total() < kills else None
-        exitcode = run_child(processes, train_until_killed, folder, kill, gpu, ram, drives, freeze)
+        exitcode = run_child(processes, train_until_killed, folder, kill, gpu, ram, drives, frozen)
         seed += 1
         assert exitcode in (0, -signal.SIGKILL), exitcode
         if exitcode:

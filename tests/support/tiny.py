@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from penstock.engine.config import AdapterConfig as AdapterConfig
 from penstock.engine.config import BudgetConfig as BudgetConfig
 from penstock.engine.config import (
     DataConfig,
@@ -36,6 +37,8 @@ from penstock.engine.forecast.search import dimensions
 from penstock.engine.generate.prompts import prepare_prompts
 from penstock.engine.hf.config import make_config, model_config
 from penstock.engine.machine.budgets import Budgets
+from penstock.engine.machine.device import compute_dtype
+from penstock.engine.model.adapter_values import with_adapter
 from penstock.engine.model.anatomy import Initializer, take_apart
 from penstock.engine.model.graph_size import find_graph_bytes
 from penstock.engine.model.spec import ModelSpec, layouts
@@ -178,16 +181,18 @@ def train_run(
 
 
 @cache
-def _spec(config_json: str, freeze: tuple[str, ...]) -> ModelSpec:
-    spec = take_apart(make_config(json.loads(config_json), "test"), freeze)
+def _spec(config_json: str, freeze: tuple[str, ...], adapter_json: str | None) -> ModelSpec:
+    adapter = None if adapter_json is None else AdapterConfig(**json.loads(adapter_json))
+    spec = take_apart(make_config(json.loads(config_json), "test"), freeze, adapter)
     for dtype in DTYPE_BYTES:
         find_graph_bytes(spec, dtype)
     return spec
 
 
-def spec_of(config: PretrainedConfig, freeze: Sequence[str] = ()) -> ModelSpec:
-    """The model taken apart, once per config and what is frozen."""
-    return _spec(config.to_json_string(use_diff=False), tuple(freeze))
+def spec_of(config: PretrainedConfig, freeze: Sequence[str] = (), adapter: AdapterConfig | None = None) -> ModelSpec:
+    """The model taken apart, once per config, what is frozen and adapter."""
+    used = adapter is not None and adapter.is_used
+    return _spec(config.to_json_string(use_diff=False), tuple(freeze), json.dumps(asdict(adapter)) if used else None)
 
 
 def plan_of(
@@ -247,15 +252,16 @@ def session(
     drives: list[Path] | None = None,
     gpu_first: GpuFirst = "blocks",
     samples: SamplesConfig | None = None,
+    adapter: AdapterConfig | None = None,
 ) -> Session:
     """A session at the last generation in `folder`, or at a new first one."""
     sections = {"model": m or model(), "data": d or data(), "train": t or training(), "storage": s or storage()}
-    run = recipe(**sections, samples=samples or SamplesConfig())
+    run = recipe(**sections, samples=samples or SamplesConfig(), adapter=adapter or AdapterConfig())
     train = run.train
     prepared = prepare_data(run, folder / "data")
     corpus = prepared.corpus
     vocabulary = run.model.vocab_size if prepared.tokenizer is None else prepared.tokenizer.vocab_size
-    spec = spec_of(model_config(run, vocabulary), train.freeze)
+    spec = spec_of(model_config(run, vocabulary), train.freeze, adapter)
     prompts = prepare_prompts(run, prepared.tokenizer, spec)
     lengths = None if prompts is None else tuple(map(len, prompts.ids))
     readers = select_readers("auto", device, drives or [folder])
@@ -267,8 +273,9 @@ def session(
         store = NvmeStore.open(root, drives=drives, readers=readers)
     else:
         store = NvmeStore.create(root, state_arrays(plan), budget_bytes=None, drives=drives, readers=readers)
-        initializer = Initializer(spec, train.seed)
-        buffers = ((name, initializer.values(name)) for name in spec.buffers)
+        buffers = Initializer(spec, train.seed).buffers()
+        if spec.adapter is not None:
+            buffers = with_adapter(spec, buffers, seed=train.seed, dtype=compute_dtype(train))
         fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity))
     return Session(
         spec=spec,
