@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from penstock.engine.config import AdapterConfig, ModelConfig
 from penstock.engine.export import export
+from penstock.engine.forecast.problem import LOGITS_BYTES
+from penstock.engine.model.reference import Training
+from penstock.engine.model.runner import ModelRunner
+from penstock.engine.optim.base import MASTER
 from penstock.storage.errors import UserError
 
 STEPS = 3
@@ -201,3 +206,39 @@ def test_an_adapter_beside_random_weights_is_exported_merged(tmp_path: Path) -> 
     assert not (tmp_path / "adapter").exists()
     export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "merged", merged=True)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_every_placement_gives_the_references_bits(tmp_path: Path, method: str) -> None:
+    """Of the adapter's state and the step in plain words; nothing of the base is written after it was there."""
+    adapter, train = adapted.section(method), tiny.training(steps=STEPS, clip_norm=0.2, warmup_steps=0)
+    found = []
+    for number, (gpu, ram) in enumerate([*tiny.TIERS[:3], ("1GiB", "1GiB")]):
+        delayed = random.Random(number) if number else None
+        with tiny.session(tmp_path / str(number), t=train, gpu=gpu, ram=ram, adapter=adapter) as session:
+            assert {array.buffer for array in session.store.arrays() if array.kind == MASTER} == {
+                "layers.0",
+                "layers.1",
+                "layers.2",
+            }
+            if number == 0:
+                runner = ModelRunner(session.spec, device="cpu", dtype=torch.float32)
+                plain = Training(runner, train, tiny.parameters(session.store, session.spec))
+                cursor, chunk = session.loader.cursor, session.plan.max_chunk_tokens
+                expected = [plain.step(session.loader.next_step(), chunk, LOGITS_BYTES["cpu"]) for _ in range(STEPS)]
+                session.loader.seek(cursor)
+            if delayed is not None:
+                tiny.delay(session, delayed)
+            assert [(m.loss, m.grad_norm) for m in tiny.steps(session, STEPS)] == expected
+            found.append(tiny.digest(session.store))
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("saved", ["none", "full"])
+def test_other_ways_to_save_activations_give_the_same(tmp_path: Path, saved: str) -> None:
+    losses = []
+    for way in ("selective", saved):
+        train = tiny.training(steps=STEPS, activation_checkpointing=way)
+        with tiny.session(tmp_path / way, t=train, adapter=adapted.section("dora")) as session:
+            losses.append([metrics.loss for metrics in tiny.steps(session, STEPS)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
