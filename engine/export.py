@@ -21,7 +21,6 @@ from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.spec import ModelSpec, buffers_of_blocks, layouts
 from penstock.engine.runtime.state import read_parameters
 from penstock.storage.checkpoints import checkpoint_folder, read_checkpoint
-from penstock.storage.errors import UserError
 from penstock.storage.layout import FlatLayout
 from penstock.storage.nvme import NvmeStore
 
@@ -54,12 +53,13 @@ def export(
     merged: bool = False,
 ) -> Exported:
     """Write the last committed generation of a run, or a checkpoint's, as a Hugging Face folder, block by block; of a
-    run that trains an adapter a folder of that, or with `merged` the base with it merged in.
+    run that trains an adapter a folder of that, or the base with it merged in: with `merged`, and where the base is
+    random weights that nobody else has.
 
     `dtype` of the trained tensors: a torch dtype's name, or auto: each as in the model that the run began with, an
     adapter's float32. Nothing is written to the run directory or its drives. A checkpoint may be read while the run is
     running. Raises UserError when the run has no generation yet, `out_dir` cannot be written, or float16 holds a value
-    not; and for an adapter that nobody else could use, or that cannot be merged.
+    not; and for an adapter that cannot be merged.
     """
     root = state_folder(run_dir)
     folder = root
@@ -81,8 +81,9 @@ def export(
         def parameters(name: str) -> Mapping[str, Tensor]:
             return read_parameters(store, name, flat[name])
 
+        alone = adapter is not None and not merged and origin is None
+        merged = merged or alone
         if adapter is not None and not merged:
-            _require_base(recipe)
             write_adapter(
                 out_dir,
                 spec,
@@ -115,6 +116,8 @@ def export(
                 convert=dtype != "auto",
                 max_shard_bytes=max_shard_bytes,
             )
+            if alone:
+                remarks.append("merged: the adapter stands beside random weights, which nobody else has")
         step = store.meta.get("step")
         return Exported(
             step=step if isinstance(step, int) else None,
@@ -126,14 +129,6 @@ def export(
         )
     finally:
         store.close()
-
-
-def _require_base(recipe: Recipe) -> None:
-    if recipe.model.path is None:
-        raise UserError(
-            "export: the adapter stands beside random weights that only this run has; export it merged "
-            "(penstock export --merged, or after.export_merged=true)"
-        )
 
 
 def _merging(spec: ModelSpec, read: weights.ReadBuffer, dtypes: Callable[[str], torch.dtype]) -> weights.ReadBuffer:

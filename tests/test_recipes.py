@@ -36,6 +36,7 @@ BILLIONS = {
     "32b_workstation": 32.764,
     "32b_512k": 32.764,
     "70b_gh200": 70.554,
+    "70b_lora_24gb": 70.554,
     "120b_gh200": 122.610,
     "120b_moe": 116.829,
 }
@@ -71,9 +72,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_there_are_thirteen() -> None:
+def test_there_are_fourteen() -> None:
     assert {path.stem for path in RECIPES} == BILLIONS.keys()
-    assert (len(RECIPES), len(MISSIONS)) == (13, 10)
+    assert (len(RECIPES), len(MISSIONS)) == (14, 11)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

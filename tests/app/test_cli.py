@@ -294,7 +294,7 @@ def test_the_version_is_told(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        ("penstock tra", ["train", "trace"]),
+        ("penstock tra", ["train", "trace", "track"]),
         ("penstock train 7b_5", ["7b_512k", "7b_512k_24gb"]),
         ("penstock resume ou", ["out-1"]),
     ],

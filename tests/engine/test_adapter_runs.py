@@ -201,10 +201,11 @@ def test_another_adapter_is_no_resumption(tmp_path: Path, folders: tuple[Path, P
 def test_an_adapter_beside_random_weights_is_exported_merged(tmp_path: Path) -> None:
     run = {"adapter": adapted.section("lora"), "train": tiny.training(steps=1)}
     tiny.train_run(tmp_path / "run", tiny.Silent(), **run)
-    with pytest.raises(UserError, match="random weights that only this run has; export it merged"):
-        export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "adapter")
-    assert not (tmp_path / "adapter").exists()
-    export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "merged", merged=True)
+    told = export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "merged")
+    assert (told.adapter, told.remarks) == (
+        None,
+        ["merged: the adapter stands beside random weights, which nobody else has"],
+    )
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
 
 

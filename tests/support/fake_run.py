@@ -95,12 +95,21 @@ def goes_on(observer: Any, step: int) -> bool:
 
 
 def export(
-    run_dir: Path, recipe: Recipe, *, out_dir: Path, checkpoint: str | None, dtype: str, max_shard_bytes: int
+    run_dir: Path,
+    recipe: Recipe,
+    *,
+    out_dir: Path,
+    checkpoint: str | None,
+    dtype: str,
+    max_shard_bytes: int,
+    merged: bool,
 ) -> SimpleNamespace:
     committed = (run_dir / "state" / "committed").read_text()
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "config.json").write_text(committed)
-    return SimpleNamespace(step=int(committed), num_params=1, model_type="none", remarks=[])
+    return SimpleNamespace(
+        step=int(committed), num_params=1, num_trained=1, model_type="none", adapter=None, remarks=[]
+    )
 
 
 if __name__ == "__main__":
