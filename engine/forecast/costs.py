@@ -269,7 +269,8 @@ class Costs:
         work, passes = op.action.work, self._matmul_passes(op, block)
         seconds = passes[0] * tokens / machine.matmul_flops
         # Few tokens: reading the weights takes longer than multiplying by them.
-        weights = times * self._numel[block.name] * p.compute_bytes * passes[1] / machine.gpu_copy_bytes_per_s
+        reads = passes[0] / block.matmul_flops_per_token if block.matmul_flops_per_token else passes[1]
+        weights = times * self._numel[block.name] * p.compute_bytes * reads / machine.gpu_copy_bytes_per_s
         seconds = max(seconds, weights)
         if block.role == "head":
             vocabulary = block.matmul_flops_per_token // (2 * p.hidden_size)

@@ -295,9 +295,10 @@ def _extended(plan: Plan, runs: list[_Run], found: Simulation) -> Simulation:
             first, last = run.period, 3 * run.period
             pace += (ends[names[first], False] - ends[names[last], False]) / 2
         step_s += run.dropped * pace
-        inner = names[run.period :]
+        inner = run.blocks[run.period :]
+        owners = dict.fromkeys(name for i in inner for name in (plan.blocks[i].name, *plan.blocks[i].buffers))
         for lane in busy:
-            busy[lane] += run.dropped * sum(work[name, lane] for name in inner) * run.period / len(inner)
-            total[lane] += run.dropped * sum(moved[name, lane] for name in inner) * run.period // len(inner)
+            busy[lane] += run.dropped * sum(work[name, lane] for name in owners) * run.period / len(inner)
+            total[lane] += run.dropped * sum(moved[name, lane] for name in owners) * run.period // len(inner)
     step_s = max(step_s, *busy.values())
     return replace(found, step_s=step_s, busy_s=busy, bytes=total)

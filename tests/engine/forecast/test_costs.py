@@ -93,6 +93,22 @@ def test_a_layer_backward() -> None:
     assert seconds(zeroing) == pytest.approx(expected + NUMEL * 4 / 1e8, rel=1e-4)
 
 
+def test_a_layer_backward_of_which_half_is_frozen() -> None:
+    """Half of the products, by this problem's shares, have no gradient of their weights; a page of parameters has."""
+    plan = a_plan(halves=frozenset({2}))
+    attention = 2_080 * 4 * (6 * 8 + 4 * 8) / 1e9
+    matmul = 64 * (LAYER - UNREAD + LAYER + LAYER // 2) / 1e9
+    passes = (LAYER - UNREAD + 2 * LAYER) / LAYER
+    sums = 2048 * (2 + 2 * 4) / 1e8
+    expected = 2 * LAUNCH + matmul + attention + (passes * 64 * GRAPH_BYTES) / 1e8 + sums
+    assert seconds(op_of("layer_backward"), plan) == pytest.approx(expected, rel=1e-4)
+    # Frozen whole it only passes a gradient on; forward costs what it does.
+    plan = a_plan(frozen=frozenset({2}), layers=4)
+    expected += -64 * (LAYER // 2) / 1e9 - sums
+    assert seconds(op_of("layer_backward"), plan) == pytest.approx(expected, rel=1e-4)
+    assert seconds(op_of("layer_forward"), plan) == pytest.approx(seconds(op_of("layer_forward")))
+
+
 def test_few_tokens_wait_for_the_weights() -> None:
     fast = {"matmul_flops": 1e15}
     with_weights = LAUNCH + WEIGHTS_S + 64 * GRAPH_BYTES / 1e8 + 2_080 * 4 * 32 / 2e9

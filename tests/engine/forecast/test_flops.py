@@ -23,10 +23,13 @@ from penstock.engine.session import Session
 from penstock.engine.train import train_step
 
 
-def spec(model_type: str, **overrides: Any) -> ModelSpec:
+def spec(model_type: str, freeze: list[str] | None = None, **overrides: Any) -> ModelSpec:
     """Of two layers."""
     model = tiny.model(model_type=model_type, num_layers=2, vocab_size=96, overrides=overrides)
-    return tiny.spec_of(model_config(tiny.recipe(model=model), None))
+    return tiny.spec_of(model_config(tiny.recipe(model=model), None), freeze or [])
+
+
+HALVES = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]
 
 
 def test_a_qwen3_by_hand() -> None:
@@ -37,6 +40,22 @@ def test_a_qwen3_by_hand() -> None:
     # A document of 3 tokens has 6 visible pairs: 2 layers x 2 FLOP x 4 heads x (8 + 8) x 6.
     assert attention_flops(model, [3]) == 2 * 2 * 4 * 16 * 6
     assert model_flops(model, [3, 1]) == 3 * (4 * forward + 2 * 2 * 4 * 16 * 7)
+
+
+def test_what_is_frozen_costs_no_gradient_of_its_weights_by_hand() -> None:
+    """The embedding, the first layer and the MLP of the second are frozen: backward ends with the second."""
+    attention, mlp, head = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 48, 32 * 96
+    model = spec("qwen3", HALVES)
+    forward = 2 * (2 * (attention + mlp) + head)
+    backward = 2 * (attention + mlp) + 2 * attention + 2 * 2 * head
+    assert matmul_flops(model) == forward
+    # Of the two layers' attention, which is 2 x 4 x 16 a pair, one goes backward, at twice that.
+    assert model_flops(model, [3, 1]) == 4 * (forward + backward) + 2 * 4 * 16 * 7 * (2 + 2)
+    again = 2 * (attention + mlp) - 2 * 48 * 32
+    found = executed_flops(model, plan_of(model), [5, 3])
+    assert found.layer_matmul == 8 * (4 * (attention + mlp) + 2 * (attention + mlp) + 2 * attention + again)
+    assert found.head_matmul == 8 * 6 * head
+    assert (found.attention_forward, found.attention_backward) == (2 * 2 * 4 * 16 * 21, 2 * 4 * 40 * 21)
 
 
 def plan_of(model: ModelSpec, **changes: Any) -> Plan:
@@ -137,6 +156,21 @@ def counted_step(session: Session) -> tuple[int, list[int]]:
     session.loader.seek(session.store.meta["cursor"])
     train_step(session)
     return counter.flops, lengths
+
+
+@pytest.mark.parametrize("kv_window", ["whole", "streamed"])
+@pytest.mark.parametrize("checkpointing", ["full", "selective", "none"])
+def test_a_frozen_step_computes_what_the_formula_says(tmp_path: Path, checkpointing: str, kv_window: str) -> None:
+    t = tiny.training(steps=1, chunk_tokens=20, activation_checkpointing=checkpointing, kv_window=kv_window)
+    t = replace(t, freeze=HALVES)
+    with tiny.session(tmp_path, d=tiny.data(sequence_length=192), t=t) as session:
+        attention.COUNTS.reset()
+        products, lengths = counted_step(session)
+        expected = executed_flops(session.spec, session.plan, lengths)
+    head = expected.head_matmul * (sum(lengths) - len(lengths)) // sum(lengths)
+    assert products == pytest.approx(expected.layer_matmul + head, rel=0.01)
+    assert attention.COUNTS.forward_flops == expected.attention_forward
+    assert attention.COUNTS.backward_flops == expected.attention_backward
 
 
 @pytest.mark.parametrize("kv_window", ["whole", "streamed"])

@@ -187,6 +187,8 @@ DEEP = {
     "chunks of two micro-batches": deep(24, gpu_budget=1, micro_batches=10, row_tokens=192),
     "every other window slides": deep(36, sliding=frozenset(range(0, 36, 2)), gpu_budget=1, ram_budget=2_000_000),
     "one window in six is full": deep(60, sliding=BUT_EVERY_SIXTH, gpu_budget=1),
+    "frozen but for a part of each": deep(32, frozen=frozenset({0, 33}), halves=frozenset(range(33)), gpu_budget=1),
+    "frozen below, on NVMe": deep(32, frozen=frozenset(range(9)), gpu_budget=1, ram_budget=1),
     "sliding windows below": deep(30, sliding=frozenset(range(14)), gpu_budget=1),
 }
 RATES = {

@@ -46,6 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "experts": (MOE, {}, tiny.FLOOR),
     "automatic": ({}, {"activation_checkpointing": "auto"}, "1GiB"),
     "bfloat16": ({}, {"compute_dtype": "bfloat16"}, tiny.FLOOR),
+    "frozen halves": ({}, {"freeze": ["*embed*", "*.layers.0.*", "*.mlp.*"]}, tiny.FLOOR),
 }
 """Model, settings, budget of the GPU."""
 
@@ -56,7 +57,7 @@ def measured(
     """A plan, its batch's documents, and what is measured of it."""
     t, cpu = tiny.training(**settings), tiny.CPU
     run = tiny.recipe(model=tiny.model(**model), train=t)
-    spec = tiny.spec_of(model_config(run, None))
+    spec = tiny.spec_of(model_config(run, None), t.freeze)
     plan = tiny.plan_of(spec, run, gpu, "1GiB")
     plan = make_plan(plan.problem, replace(plan.choice, **choice))
     loader = make_loader(prepare_data(run, folder).corpus, spec, run)
@@ -82,7 +83,7 @@ def test_every_kind_of_compute_op_is_timed(tmp_path: Path, case: str) -> None:
     assert {sample.tokens for samples in found.samples.values() for sample in samples} == {plan.max_chunk_tokens}
     assert all(rate is not None and rate > 0 for rate in (found.h2d_bytes_per_s, found.d2h_bytes_per_s))
     # The update in RAM is measured, which takes a compilation, where the plan has one.
-    assert (found.update_params_per_s is not None) == any(b.state != "gpu" for b in plan.buffers.values())
+    assert (found.update_params_per_s is not None) == any(b.state in ("ram", "nvme") for b in plan.buffers.values())
     # The plan's step can be told from it.
     calibrated = simulate(plan, Costs(plan, GENERIC, found, documents), GENERIC, documents)
     assert calibrated.busy_s["compute"] > 0
@@ -170,11 +171,12 @@ def test_calibration_gives_the_plans_memory_back(tmp_path: Path, monkeypatch: py
     assert not [slot for slot in slots if slot() is not None]
 
 
-def test_nothing_is_compiled_after_calibration(tmp_path: Path) -> None:
+@pytest.mark.parametrize("freeze", [[], pytest.param(["*embed*", "*.layers.0.*", "*.mlp.*"], marks=pytest.mark.long)])
+def test_nothing_is_compiled_after_calibration(tmp_path: Path, freeze: list[str]) -> None:
     """Every graph that the steps need is there when they begin."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters["stats"]
-    with tiny.session(tmp_path, t=tiny.training(compile="on"), ram="16MiB", gpu=tiny.FLOOR) as session:
+    with tiny.session(tmp_path, t=tiny.training(compile="on", freeze=freeze), ram="16MiB", gpu=tiny.FLOOR) as session:
         runtime, loader, t = session.runtime, session.loader, session.recipe.train
         compute = session.layouts, runtime.runner, runtime.optimizer
         cursor = loader.cursor
