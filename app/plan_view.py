@@ -33,7 +33,12 @@ _STYLES = {"good": "green", "bad": "red", "warn": "yellow", "accent": "cyan", "e
 _STYLES |= {"dim": "dim", "axis": "dim", "lane": "cyan", "tier": "cyan"}
 _SAVED = {"none": "graph", "selective": "attention", "full": "input"}
 """train.activation_checkpointing -> what forward saves."""
-_POOLS = {"layer": "layers", "edge": "embedding and head"}
+_POOLS = {
+    "layer": "layers",
+    "frozen layer": "frozen layers",
+    "frozen embedding and head": "frozen tables",
+    "edge": "embedding and head",
+}
 """Pools of slots whose names in plan.json are not what people read; an older run's has `edge`."""
 _SLOTS = {
     "weight slots": "weight_slots",

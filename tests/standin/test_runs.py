@@ -81,6 +81,16 @@ def test_delays_change_no_bit_of_the_state(tmp_path: Path, reader: str) -> None:
     assert [run["refusals"] for run in runs] == [0, 0]
 
 
+def test_a_run_of_which_half_is_frozen_keeps_its_bits_however_late_a_stream_is(tmp_path: Path) -> None:
+    """Weights that are read from the committed state into slots of their own, beside those that are trained."""
+    freeze = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]
+    wanted = with_train(STREAMED, calibrate=False, activation_checkpointing="selective", freeze=freeze)
+    runs = [trained(tmp_path / us, wanted, STANDIN_DELAY_US=us) for us in ("0", "500")]
+    assert {run["committed_step"] for run in runs} == {runs[0]["steps"]}
+    assert len({run["digest"] for run in runs}) == 1
+    assert [run["refusals"] for run in runs] == [0, 0]
+
+
 @pytest.mark.parametrize("us", ["0", "500"])
 def test_a_killed_run_is_resumed_to_the_same_bits(tmp_path: Path, us: str) -> None:
     wanted = with_train(STREAMED, calibrate=False, steps=8)
