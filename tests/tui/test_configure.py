@@ -216,10 +216,10 @@ async def test_every_key_of_the_table(ui: Opened, monkeypatch: pytest.MonkeyPatc
 
 async def test_sections_filter_and_reset(ui: Opened) -> None:
     form = ui.form
-    await ui.press("right_square_bracket", "right_square_bracket")
+    await ui.press("right_square_bracket", "right_square_bracket", "right_square_bracket")
     assert form.current.key == "data.source"
     await ui.press("left_square_bracket")
-    assert form.current.key == "model.path"
+    assert form.current.key == "adapter.method"
     await ui.press("slash", *"lr_sch", "enter")
     assert form.current.key == "train.lr_schedule"
     await ui.press("right", "space", "left")
