@@ -135,6 +135,11 @@ ACTIONS: tuple[Action, ...] = (
     Action("run", "pane_blocks", "4", "Blocks", "Go to the block map; again: it alone, and back."),
     Action("run", "pane_log", "5", "Log", "Go to the log; again: it alone, and back."),
     Action("run", "pane_plan", "6", "Plan", "Go to the planned step beside the last one; again: it alone, and back."),
+    Action("run", "pane_samples", "7", "Samples", "Go to what the model writes; again: it alone, and back."),
+    Action("run", "samples_older", "left_square_bracket", "Older samples", "Of the step before that has samples."),
+    Action("run", "samples_newer", "right_square_bracket", "Newer samples", "Of the next step that has samples."),
+    Action("run", "prompt_next", "n", "Next prompt", "What the model wrote behind the next prompt."),
+    Action("run", "prompt_previous", "N", "Prompt before", "What the model wrote behind the prompt before."),
     Action("run", "zoom_in", "w,plus", "Zoom in", "Of the lanes, or of the loss where it has the focus."),
     Action("run", "zoom_out", "s,minus", "Zoom out", "Of the lanes, or of the loss where it has the focus."),
     Action("run", "pan_left", "a,left", "Pan left", "Of the lanes, or of the loss where it has the focus."),
@@ -183,7 +188,8 @@ GROUPS: dict[str, dict[str, str]] = {
     "run": {
         "the run": "save_checkpoint pause resume stop export",
         "what is shown": "freeze timeline predicted log_scale outliers axis filter_log",
-        "panes": "pane_loss pane_lanes pane_tiers pane_blocks pane_log pane_plan",
+        "panes": "pane_loss pane_lanes pane_tiers pane_blocks pane_log pane_plan pane_samples",
+        "samples": "samples_older samples_newer prompt_next prompt_previous",
         "closer": "zoom_in zoom_out pan_left pan_right fit lane_up lane_down next_span previous_span",
     },
     "timeline": {

@@ -56,6 +56,10 @@ def screen(pilot: Pilot[None]) -> RunScreen:
     return cast("RunScreen", pilot.app.screen)
 
 
+USUAL = [name for name in PANES if name != "samples"]
+"""Panes of a run that writes no samples."""
+
+
 def drawn(widget: LineWidget) -> str:
     """What a widget shows, as text."""
     return plain(widget.rows(max(1, widget.size.width), max(1, widget.size.height)))
@@ -81,7 +85,7 @@ async def test_a_finished_run(first: Path) -> None:
         assert f"loss {loss:.4f}" in kpi(screen)
         assert "MFU n/a" in kpi(screen)
         assert "ETA" not in kpi(screen)
-        assert shown(screen) == list(PANES)
+        assert shown(screen) == USUAL
         assert "grad norm" in drawn(screen.loss)
         assert "compute" in drawn(screen.lanes)
         assert "%" in drawn(screen.pane("tiers"))
@@ -130,7 +134,7 @@ async def test_narrow_terminals_drop_panes_in_order(first: Path) -> None:
         (80, 24): ["loss", "lanes"],
         (80, 28): ["loss", "lanes", "log"],
         (120, 24): ["loss", "lanes", "tiers", "blocks"],
-        (200, 60): list(PANES),
+        (200, 60): USUAL,
         (80, 60): ["loss", "lanes", "tiers", "blocks", "log"],
     }
     async with opened(first, (20, 5)) as (pilot, screen):
@@ -147,7 +151,7 @@ async def test_a_number_focuses_its_pane_and_again_gives_it_the_screen(first: Pa
     async with opened(first) as (pilot, screen):
         await pilot.press("5")
         assert screen.log_pane.has_focus
-        assert len(shown(screen)) == len(PANES)
+        assert len(shown(screen)) == len(USUAL)
         await pilot.press("5")
         await pilot.pause()
         assert shown(screen) == ["log"]
@@ -155,7 +159,7 @@ async def test_a_number_focuses_its_pane_and_again_gives_it_the_screen(first: Pa
         await pilot.pause()
         await pilot.press("5", "5")
         await pilot.pause()
-        assert shown(screen) == list(PANES)
+        assert shown(screen) == USUAL
     async with opened(first, (80, 24)) as (pilot, screen):
         await pilot.press("3")  # no room for it but alone
         await pilot.pause()
@@ -407,3 +411,49 @@ async def test_what_is_found_in_haystacks_stands_beside_the_loss(first: Path, ro
             assert max(len(line) for line in text.splitlines()) == screen.loss.size.width
     async with opened(run, (60, 24)) as (_, screen):
         assert "right" not in drawn(screen.loss)
+
+
+async def test_samples_are_shown_step_by_step_and_prompt_by_prompt(first: Path, root: Path) -> None:
+    """The newest ones as they come, until one looks at older ones; what a model writes commands no terminal."""
+    run = root / "runs" / "sampled"
+    shutil.copytree(first, run)
+
+    def write(step: int, *texts: str) -> None:
+        samples = [{"prompt": f"prompt {n}", "text": t, "tokens": 9, "ended": n == 1} for n, t in enumerate(texts)]
+        with (run / "samples.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "samples": samples, "seconds": 1.0, "time": 0.0}) + "\n")
+
+    async with opened(run, (120, 48)) as (pilot, screen):
+        assert "samples" not in shown(screen)
+        await pilot.press("n")
+        assert any("writes no samples" in note.message for note in pilot.app._notifications)
+        for step in (4, 8):
+            write(step, f"first at {step}", f"second at {step} \x1b[31mred\nbelow")
+        await real_runs.until(lambda: len(screen.data.samples) == 2 and "samples" in shown(screen), pilot.pause)
+        pane = screen.pane("samples")
+        assert re.match(r"step 8  prompt 1 of 2  9 tokens, cut off +1 older: \[", drawn(pane))
+        await pilot.press("n")
+        text = drawn(pane)
+        assert "ended by the model" in text
+        assert text.index("prompt 1\n" if "prompt 1\n" in text else "prompt 1 ") < text.index("second at 8")
+        assert "\x1b" not in text
+        assert any(line.startswith("below") for line in text.splitlines())
+        await pilot.press("left_square_bracket")
+        assert "second at 4" in drawn(pane)
+        write(12, "first at 12", "second at 12")
+        await real_runs.until(lambda: len(screen.data.samples) == 3, pilot.pause)
+        await pilot.pause(0.3)
+        assert "second at 4" in drawn(pane)
+        assert "2 newer: ]" in drawn(pane)
+        await pilot.press("right_square_bracket", "right_square_bracket", "N")
+        assert "first at 12" in drawn(pane)
+        write(16, "first at 16", "second at 16")
+        await real_runs.until(lambda: "first at 16" in drawn(pane), pilot.pause)
+        await pilot.press("7", "7")
+        await pilot.pause()
+        assert shown(screen) == ["samples"]
+        assert max(len(line) for line in drawn(pane).splitlines()) == pane.size.width
+    (run / "samples.jsonl").write_text('{"step": 4}\n[]\n{"step": 5, "samples": [{"text": 7}]}\n')
+    async with opened(run, (120, 48)) as (pilot, screen):
+        await real_runs.until(lambda: len(screen.data.samples) == 1, pilot.pause)
+        assert "samples.jsonl: 2 lines are damaged" in " ".join(screen.data.problems)

@@ -25,5 +25,5 @@ async def test_it_is_shown_and_its_key_goes_there(tmp_path: Path) -> None:
         pane = screen.pane("best")
         assert plain(pane.rows(40, 1)).strip() == f"best loss {best:.4f}"
         assert pane.region.height > 0
-        await pilot.press("7")
+        await pilot.press("8")
         assert screen.focused is pane

@@ -16,6 +16,7 @@ from penstock.storage.untrusted import printable
 from penstock.tui.data.blocks import BlockPlace, BlockPlaces
 from penstock.tui.data.fields import get, number, objects, text, whole
 from penstock.tui.data.metrics import MetricsLog, MetricsReader
+from penstock.tui.data.sample_log import SampleReader, Samples
 from penstock.tui.data.spans import SpanStore
 
 SPANS_BYTES = 24 << 20
@@ -98,6 +99,7 @@ class RunData:
         self._wrong: dict[str, str] = {}
         """What is wrong by what is concerned."""
         self._metrics = MetricsReader(path)
+        self._samples = SampleReader(path)
         self._spans_tail = JsonTail(path / "spans.jsonl", start_bytes=SPANS_BYTES)
         self._log_tail = JsonTail(path / "log.jsonl", start_bytes=LOG_BYTES)
         self._spikes_tail = JsonTail(path / "spikes.jsonl", start_bytes=LOG_BYTES)
@@ -114,6 +116,11 @@ class RunData:
     def metrics(self) -> MetricsLog:
         """Its steps and validations."""
         return self._metrics.log
+
+    @property
+    def samples(self) -> list[Samples]:
+        """What the model wrote, step by step, ascending."""
+        return self._samples.found
 
     @property
     def silent_s(self) -> float | None:
@@ -211,7 +218,7 @@ class RunData:
     def poll(self) -> set[str]:
         """Read what is new, for a fraction of a second at most; the parts that changed.
 
-        Of `status`, `plan`, `metrics`, `spans`, `predicted`, `log`, `checkpoints`, `problems`.
+        Of `status`, `plan`, `metrics`, `samples`, `spans`, `predicted`, `log`, `checkpoints`, `problems`.
         """
         deadline = time.monotonic() + _POLL_S
         before, problems = (self.exists, self.state), self.problems
@@ -223,8 +230,9 @@ class RunData:
             self._find_state()
             changed |= self._read_checkpoints()
             while True:
-                changed |= self._read_metrics() | self._read_spans() | self._read_log()
-                self.behind = any(tail.behind for tail in (self._metrics.tail, self._spans_tail, self._log_tail))
+                changed |= self._read_metrics() | self._read_samples() | self._read_spans() | self._read_log()
+                tails = (self._metrics.tail, self._samples.tail, self._spans_tail, self._log_tail)
+                self.behind = any(tail.behind for tail in tails)
                 if not self.behind or time.monotonic() > deadline:
                     break
             changed |= self._read_predicted() | self._read_spikes()
@@ -285,6 +293,11 @@ class RunData:
         added = self._metrics.read()
         self._count_damage("metrics.jsonl", self._metrics.damaged)
         return {"metrics"} if added else set()
+
+    def _read_samples(self) -> set[str]:
+        added = self._samples.read()
+        self._count_damage("samples.jsonl", self._samples.damaged)
+        return {"samples"} if added else set()
 
     def _read_spans(self) -> set[str]:
         tail = self._spans_tail

@@ -32,6 +32,7 @@ from penstock.tui.widgets.log_pane import LogPane
 from penstock.tui.widgets.loss_chart import LossChart
 from penstock.tui.widgets.pipeline import PipelineBar
 from penstock.tui.widgets.plan_table import PlanTable
+from penstock.tui.widgets.samples_pane import SamplesPane
 from penstock.tui.widgets.tier_gauges import TierGauges
 
 
@@ -64,6 +65,8 @@ class Pane(NamedTuple):
     """Cells, or a share as Textual writes it."""
     news: frozenset[str] = frozenset()
     """What RunData.poll may have found that it is drawn again for, where `_show` has no rule of its own."""
+    has_what: Callable[[RunData], bool] = lambda data: True
+    """Whether the run has what it shows; without, it is there only alone."""
 
 
 PANES = {
@@ -97,8 +100,16 @@ PANES = {
         lambda room: 13,
         news=frozenset({"metrics", "plan"}),
     ),
+    "samples": Pane(
+        SamplesPane,
+        False,
+        lambda room: room.height >= 40,
+        lambda room: 7 if room.height < 48 else 10,
+        news=frozenset({"samples", "plan"}),
+        has_what=lambda data: bool(data.samples),
+    ),
 }
-"""In the order of their keys, 1 to 6, and of their places in their column."""
+"""In the order of their keys, 1 to 7, and of their places in their column."""
 
 _TICK_S = 0.5
 """What only time changes (time to the end, drive rates, silence) is drawn so often."""
@@ -144,6 +155,7 @@ class RunScreen(LaneKeys, PenstockScreen):
         self.frozen = False
         self.maximised: str | None = None
         """The pane that has the screen for itself."""
+        self._had_samples = False
         self._ticked_at = 0.0
         self._draws_blocks = True
         self._refused: set[str] = set()
@@ -195,7 +207,8 @@ class RunScreen(LaneKeys, PenstockScreen):
         """Which panes there is room for, and how high they are."""
         room = Room(*self.app.size)
         shown = {
-            name: pane.fits(room) if self.maximised is None else name == self.maximised for name, pane in PANES.items()
+            name: pane.fits(room) and pane.has_what(self.data) if self.maximised is None else name == self.maximised
+            for name, pane in PANES.items()
         }
         for name, pane in PANES.items():
             widget = self.pane(name)
@@ -246,6 +259,10 @@ class RunScreen(LaneKeys, PenstockScreen):
             self.query_one("#pipeline", PipelineBar).update()
         if changed & {"metrics", "plan", "spans", "tick"} and (data.is_live or changed != {"tick"}):
             self._redraw("tiers")
+        has_samples = bool(data.samples)
+        if has_samples != self._had_samples:
+            self._had_samples = has_samples
+            self._arrange()
         for name, pane in PANES.items():
             if changed & pane.news:
                 self._redraw(name)
@@ -354,6 +371,26 @@ class RunScreen(LaneKeys, PenstockScreen):
 
     def action_timeline(self) -> None:
         self.penstock.open_timeline(self.data.path, self.loss.cursor_step())
+
+    def action_samples_older(self) -> None:
+        self._samples(lambda pane: pane.go(-1), "these are the oldest samples")
+
+    def action_samples_newer(self) -> None:
+        self._samples(lambda pane: pane.go(1), "these are the newest samples")
+
+    def action_prompt_next(self) -> None:
+        self._samples(lambda pane: pane.next_prompt(1), "there is one prompt only")
+
+    def action_prompt_previous(self) -> None:
+        self._samples(lambda pane: pane.next_prompt(-1), "there is one prompt only")
+
+    def _samples(self, move: Callable[[SamplesPane], bool], why_not: str) -> None:
+        """Move in the samples, which come up where they are not seen."""
+        pane = self.query_one(SamplesPane)
+        if not pane.display and self.data.samples:
+            self._go_to("samples")
+        elif not move(pane):
+            self.say(why_not if self.data.samples else pane.nothing)
 
     def action_filter_log(self) -> None:
         if not self.log_pane.display:
