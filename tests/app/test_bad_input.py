@@ -131,3 +131,26 @@ def test_the_catalogue_is_large() -> None:
 def test_a_bad_input_is_one_message(name: str, tmp_path: Path) -> None:
     found = run(INPUTS[name], tmp_path)
     assert faults(INPUTS[name], found) == [], found
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (['adapter.targets=["q_porj"]'], "adapter.targets: 'q_porj' matches no module of the model; near it: q_proj"),
+        (["adapter.rank=100000"], "adapter.rank: 100000 is larger than the least side of 'model.layers.0."),
+        (["adapter.rank=0"], "adapter.rank: 0 must be at least 1"),
+        (["adapter.targets=[]"], "adapter.targets: the list is empty"),
+        (["adapter.start=nowhere"], "nowhere: no adapter_config.json is there"),
+        (
+            ['train.freeze=["*lora_A*"]'],
+            "train.freeze: an adapter is trained, and all of the model beside it is frozen",
+        ),
+        (['model.added_tokens=["<new>"]'], "model.added_tokens: their rows of the embedding would never be trained"),
+        (["after.export_merged=true"], "after.export_merged: true, but nothing is exported"),
+        (["adapter.method=none", "adapter.start=nowhere"], "adapter.start: an adapter to go on from, but"),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_does_not_fit(refused: Train, tmp_path: Path, settings: list[str], message: str) -> None:
+    assert message in refused("adapter.method=lora", *settings)
+    assert not list(tmp_path.glob("runs/*/state/manifest.json"))
