@@ -52,6 +52,7 @@ def _digest(recipe: Recipe) -> str:
         "code": code_digest(Path(engine.__path__[0]) / room for room in _CODE),
         "model": asdict(recipe.model),
         "adapter": asdict(recipe.adapter),
+        "freeze": recipe.train.freeze,
         "config": config,
         "vocab_size": recipe.data.tokenizer_vocab_size,
         "sequence_length": recipe.data.sequence_length,

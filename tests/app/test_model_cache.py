@@ -69,6 +69,7 @@ def test_it_is_taken_apart_once(folder: Path, recipe: Recipe) -> None:
         ("model", {"overrides": {"rope_theta": 1e6}}),
         ("data", {"sequence_length": 4096}),
         ("data", {"tokenizer_vocab_size": 5000}),
+        ("train", {"freeze": ["*.mlp.*"]}),
         ("train", {"compute_dtype": "float32"}),
     ],
 )

@@ -16,6 +16,7 @@ BEST_120B = Case("120b_gh200", "gh200-480")
 STREAMED_7B = Case("7b_512k_24gb", "rtx4090-64")
 WEIGHTS_ON_NVME = Case("32b_workstation", "rtx4090-64")
 STAGED = Case("32b_workstation", "rtx4090-64", device_reads=False)
+ADAPTER_70B = Case("70b_lora_24gb", "rtx4090-128", device_reads=False)
 
 ACTIVATIONS = {"load_x", "store_x", "load_dy", "store_dy", "load_saved", "store_saved", "load_kv", "store_kv"}
 STATE = {"load_weights", "store_gradient", "update"}
@@ -29,6 +30,7 @@ EXPECTED = {
     "24gb": ACTIVATIONS | STATE | {"load_dkv", "store_dkv", "spill_kv", "unspill_kv", "spill_saved", "unspill_saved"},
     "direct": {"read_weights_whole", "write_weights"},
     "staged": {"read_weights", "load_weights_part"},
+    "adapter": ACTIVATIONS | STATE | {"read_weights", "load_weights_part"},
 }
 """What each plan below is there for: actions that it must have."""
 
@@ -103,6 +105,18 @@ def test_weights_from_nvme(name: str, case: Case) -> None:
         run.step(2, passes=len(run.plan.blocks) // 2)
         check(run, name)
         assert ({"read_weights_whole"} if name == "staged" else {"read_weights"}).isdisjoint(run.watch.actions)
+
+
+def test_an_adapter_on_70b_with_24_gb() -> None:
+    """Frozen weights from NVMe, in slots of their own beside the adapter's, which is in RAM."""
+    with replay(ADAPTER_70B, 3) as run:
+        plan = run.plan
+        stays = [buffer for buffer in plan.buffers.values() if buffer.frozen]
+        assert "nvme" in {buffer.weights for buffer in stays}
+        assert plan.weight_slot_numel["frozen layer"] > 100 * plan.weight_slot_numel["layer"]
+        run.step(1)
+        run.finish()
+        check(run, "adapter")
 
 
 def test_every_copy_between_host_and_device_is_in_some_plan() -> None:

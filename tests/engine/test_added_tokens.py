@@ -109,3 +109,17 @@ def test_a_tokenizer_beyond_the_embedding_is_refused_with_the_way_out(tmp_path: 
     data = DataConfig(source="text", path=str(text_file(tmp_path)), sequence_length=16)
     with pytest.raises(UserError, match=r"beyond the model's vocabulary of 200; .*model\.added_tokens"):
         tiny.train_run(tmp_path / "run", tiny.Silent(), model=ModelConfig(path=str(origin)), data=data)
+
+
+@pytest.mark.parametrize("pattern", ["*embed_tokens*", "lm_head*"])
+def test_rows_that_would_never_be_trained_are_not_added(tmp_path: Path, pattern: str) -> None:
+    origin = as_users_have_it(tmp_path / "origin", "llama", False)
+    sections = {
+        "model": ModelConfig(path=str(origin), added_tokens=ADDED),
+        "data": DataConfig(source="text", path=str(text_file(tmp_path)), sequence_length=16),
+        "train": tiny.training(freeze=[pattern]),
+    }
+    said = rf"model\.added_tokens: the rows of new tokens are to be trained, but train\.freeze freezes .*{pattern[1:6]}"
+    with pytest.raises(UserError, match=said):
+        tiny.train_run(tmp_path / "run", tiny.Silent(), **sections)
+    assert not (tmp_path / "run" / "state").exists()

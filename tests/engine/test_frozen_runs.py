@@ -6,15 +6,21 @@ import os
 import random
 import re
 from contextlib import closing
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file
 from samples import samples
+from transformers import AutoModelForCausalLM
 
+from penstock.engine.config import ModelConfig
+from penstock.engine.export import export
 from penstock.engine.forecast.problem import LOGITS_BYTES
+from penstock.engine.hf.config import model_config
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.model.reference import Training
 from penstock.engine.model.runner import ModelRunner
@@ -174,3 +180,29 @@ def test_what_cannot_be_frozen_is_said_before_anything_is_written(
     with pytest.raises(UserError, match=re.escape(said)):
         tiny.train_run(tmp_path, tiny.Silent(), train=tiny.training(**changes))
     assert not (tmp_path / "state").exists()
+
+
+def test_an_export_has_the_imported_bits_of_what_is_frozen(tmp_path: Path) -> None:
+    """Experts of which one half is frozen, where the checkpoint has them one by one: a conversion makes parameters of
+    both of a block's buffers."""
+    overrides = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    shape = tiny.model(model_type="qwen3_moe", overrides=overrides)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(model_config(tiny.recipe(model=shape), None), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    freeze = ["*embed_tokens*", "*.layers.0.*", "*gate_up_proj", "*.self_attn.*"]
+    run: dict[str, Any] = {
+        "model": ModelConfig(path=str(tmp_path / "model")),
+        "train": frozen(steps=2, freeze=freeze, compute_dtype="bfloat16"),
+    }
+    tiny.train_run(tmp_path / "run", tiny.Silent(), **run)
+    exported = export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "out")
+    assert exported.num_params == sum(parameter.numel() for parameter in model.parameters())
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
+    assert before.keys() == after.keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    stays = {
+        name for name in before if any(fnmatch(name, p) for p in freeze) or ".gate_proj" in name or ".up_proj" in name
+    }
+    assert stays <= same
+    assert {name for name in before if ".1.mlp.experts" in name and "down_proj" in name}.isdisjoint(same)
