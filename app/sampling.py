@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.app.checkpoints import checkpoint_named
+from penstock.app.exported import base_folder
 from penstock.app.hub import model_folder
 from penstock.app.hub_names import is_hub
 from penstock.app.loading import loading
@@ -71,7 +72,13 @@ def opened(
         assert where is not None
         yield stack.enter_context(
             StreamedModel.open(
-                where, recipe=recipe, checkpoint=checkpoint, gpu_bytes=gpu_bytes, ram_bytes=ram_bytes, device=device
+                where,
+                recipe=recipe,
+                checkpoint=checkpoint,
+                gpu_bytes=gpu_bytes,
+                ram_bytes=ram_bytes,
+                device=device,
+                base=None if run is not None else base_folder(where),
             )
         )
 
@@ -83,7 +90,7 @@ def _model(given: str | Path) -> Path | None:
     path = Path(given).expanduser()
     if (path / "recipe.json").is_file():
         return None
-    if (path / "config.json").is_file():
+    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         return path
     if path.is_dir():
         raise UserError(f"{path}: is neither a run, without recipe.json, nor a model's folder, without config.json")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.app import hub
+from penstock.app.exported import base_folder
 from penstock.app.fit import context_sizes
 from penstock.app.hub_names import on_hub
 from penstock.app.rundir import RunDir, find_run, read_recipe
@@ -98,6 +99,8 @@ def _open(
             options |= {"recipe": read_recipe(run), "checkpoint": checkpoint}
         elif checkpoint is not None:
             raise UserError(f"--checkpoint {printable(checkpoint)}: {printable(model)} is no run; leave it out")
+        else:
+            options["base"] = base_folder(model)
         yield stack.enter_context(StreamedModel.open(model, **options))
 
 

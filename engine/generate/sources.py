@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.config import Recipe, drive_folders, state_folder
+from penstock.engine.config import AdapterConfig, Recipe, drive_folders, state_folder
 from penstock.engine.data.corpus import kept_tokenizer
 from penstock.engine.data.tokenizer import TOKENIZER_FILES, TextTokenizer, load_tokenizer
 from penstock.engine.hf.config import model_config, read_config, with_vocabulary
@@ -63,9 +63,10 @@ class Source(Protocol):
 class FolderSource:
     """A Hugging Face folder, read tensor by tensor; what layout the model wants is made on the way."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises UserError for a folder that is no model, or none that can be read exactly."""
-        self.spec = take_apart(read_config(folder))
+    def __init__(self, folder: Path, adapter: AdapterConfig | None = None) -> None:
+        """`adapter`: part of the model, and not in the folder. Raises UserError for a folder that is no model, or none
+        that can be read exactly."""
+        self.spec = take_apart(read_config(folder), adapter=adapter)
         self._reader = CheckpointReader(folder)
         self._layout = CheckpointLayout(self.spec, self._reader)
         self._flat = layouts(self.spec)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from penstock.engine.config import DataConfig, Recipe, TrainConfig
 from penstock.engine.data.chat import ChatTemplate, find_template
 from penstock.engine.data.tokenizer import TextTokenizer
+from penstock.engine.generate.adapter_source import AdapterSource
 from penstock.engine.generate.attend import Place
 from penstock.engine.generate.decode import Continuation, Decoding, OnToken, Row, decode
 from penstock.engine.generate.forecast import Estimate, forecast
@@ -26,6 +27,7 @@ from penstock.engine.generate.passes import run_pass
 from penstock.engine.generate.placement import Placement, Sizes, describe, place
 from penstock.engine.generate.sources import FolderSource, RunSource, Source, stop_ids
 from penstock.engine.generate.weights import Weights
+from penstock.engine.hf.adapter_folder import is_adapter_folder
 from penstock.engine.hf.weights import FLOAT_DTYPES
 from penstock.engine.machine.budgets import free_budgets
 from penstock.engine.machine.device import configure, resolve_device
@@ -96,15 +98,23 @@ class StreamedModel:
         ram_bytes: int | None = None,
         device: str = "auto",
         dtype: str = "auto",
+        base: Path | None = None,
     ) -> StreamedModel:
         """A Hugging Face folder; with a `recipe` the run directory of that: its last generation, or a checkpoint's.
 
+        An adapter's folder is one as well, with the model in `base` (None: where the adapter says that it is).
         `gpu_bytes`, `ram_bytes`: what may be used of each; None: what is free. `device`: auto, cpu or cuda. `dtype`:
         auto, float32, bfloat16 or float16. Raises UserError for what is no model, for a run that another process has
         open, and for budgets that are too small for anything.
         """
         found = resolve_device(TrainConfig(steps=1, device=device))  # type: ignore[arg-type]
-        source: Source = FolderSource(where) if recipe is None else RunSource(where, recipe, checkpoint)
+        source: Source
+        if recipe is not None:
+            source = RunSource(where, recipe, checkpoint)
+        else:
+            source = AdapterSource(where, base) if is_adapter_folder(where) else FolderSource(where)
+        if isinstance(source, AdapterSource):
+            where = source.base  # it knows what ends a text
         data = DataConfig() if recipe is None else recipe.data
         try:
             chosen = FLOAT_DTYPES[dtype] if dtype != "auto" else source.usual_dtype

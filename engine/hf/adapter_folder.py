@@ -130,7 +130,10 @@ class StoredAdapter:
         if not isinstance(rank, int) or isinstance(alpha, bool) or not isinstance(alpha, int | float):
             raise UserError(f"{where}: r and lora_alpha are no numbers; copy or download it again")
         modules, parameters = config.get("target_modules") or [], config.get("target_parameters") or []
-        targets = [modules] if isinstance(modules, str) else [*modules]
+        if isinstance(modules, str):  # a regular expression: what it fits is in the file
+            reader = CheckpointReader(self.folder, single=WEIGHTS_NAME)
+            modules = sorted({_module(key) for key in reader.tensors if adapters.is_adapter(key)})
+        targets = [*modules]
         targets += [str(name).removesuffix(".weight") for name in parameters]
         return AdapterConfig(
             method=method,  # type: ignore[arg-type]

@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM
 from penstock.engine.config import AdapterConfig, ModelConfig
 from penstock.engine.export import export
 from penstock.engine.forecast.problem import LOGITS_BYTES
+from penstock.engine.generate.decode import Decoding
+from penstock.engine.generate.streamed import StreamedModel
 from penstock.engine.model.reference import Training
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.optim.base import MASTER
@@ -164,7 +166,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("start")
     model = model_folder(folder / "model", "llama")
     settings = adapted.peft_config(adapted.section("lora"), ["k_proj", "q_proj"])
-    adapted.adapted(loaded(model), settings).save_pretrained(folder / "adapter")
+    theirs = adapted.adapted(loaded(model), settings)
+    for name, parameter in theirs.named_parameters():
+        parameter.data.mul_(20 if "lora_B" in name else 1)
+    theirs.save_pretrained(folder / "adapter")
     return model, folder / "adapter"
 
 
@@ -243,3 +248,25 @@ def test_other_ways_to_save_activations_give_the_same(tmp_path: Path, saved: str
         with tiny.session(tmp_path / way, t=train, adapter=adapted.section("dora")) as session:
             losses.append([metrics.loss for metrics in tiny.steps(session, STEPS)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_streamed_weights_of_an_adapters_folder(tmp_path: Path, folders: tuple[Path, Path]) -> None:
+    """Log-likelihoods are those of peft and transformers, and not the base's alone; so is greedy text."""
+    model, adapter = folders
+    context, rest = IDS[0, :7].tolist(), IDS[0, 7:30].tolist()
+
+    def expected(whole: Any) -> float:
+        found = logits(whole)[0].log_softmax(dim=-1)
+        return float(sum(found[6 + place, token] for place, token in enumerate(rest)))
+
+    theirs = loaded(model, adapter)
+    text = theirs.generate(IDS[:, :7], max_new_tokens=8, do_sample=False)[0, 7:].tolist()
+    with StreamedModel.open(adapter, device="cpu") as streamed:
+        ((found, _),) = streamed.loglikelihoods([(context, rest)])
+        assert streamed.generate([context], Decoding(new_tokens=8))[0].ids == text
+    assert found == pytest.approx(expected(theirs), abs=1e-4)
+    assert abs(found - expected(loaded(model))) > 1e-2
+    shutil.copytree(adapter, tmp_path / "adapter")
+    _changed(base_model_name_or_path="nowhere")(tmp_path / "adapter")
+    with pytest.raises(UserError, match="the adapter's base nowhere is not there"):
+        StreamedModel.open(tmp_path / "adapter", device="cpu")
