@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,4 +39,6 @@ def load_exported(folder: Path, base: str | None) -> tuple[Any, Any]:
 
     assert base is not None, "an adapter's folder, and no base"
     model = AutoModelForCausalLM.from_pretrained(Path(base).expanduser(), use_safetensors=True, **local)
-    return tokenizer, PeftModel.from_pretrained(model, str(folder)).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of what one of the two libraries asks the other
+        return tokenizer, PeftModel.from_pretrained(model, str(folder)).eval()
