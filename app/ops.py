@@ -11,8 +11,9 @@ from penstock.engine.schedule.actions import ACTIONS, Action
 
 STEP_END = a.CLIP.name
 """The op with whose end a step ends: loss and gradient norm are known."""
-VALIDATION_END = a.EVALUATE.name
-"""The op with which a validation ends; it lies between a step's end and the next one's first op."""
+BETWEEN_STEPS = {a.EVALUATE.name: "validating", a.TAKE_LOGITS.name: "writing samples"}
+"""The ops with which a validation, and each token of samples, end, and what was done then: between a step's end and the
+next one's first op."""
 READ_STATE = a.READ_STATE.name
 
 _OLD_NAMES = {
@@ -36,7 +37,7 @@ def op_name(op: str) -> str:
     return op if found is None else found.name
 
 
-PARTS = ("forward", "backward", "update", "validation")
+PARTS = ("forward", "backward", "update", "validation", "samples")
 """The parts of a step, in the order of a legend."""
 
 

@@ -37,6 +37,7 @@ _COLOURS = {
     "part.backward": ("#f2b8a6", "#a34a2c"),
     "part.update": ("#cfe07a", "#5f6c00"),
     "part.validation": ("#c9bdf2", "#6a55b0"),
+    "part.samples": ("#8fd9c8", "#1f7a68"),
     "stall": ("#ff6b5e", "#b3261e"),
     "tier.gpu": ("#e69f00", "#a86f00"),
     "tier.ram": ("#009e73", "#00795a"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from samples import sampled
 
 from penstock.app.lanes import LANES
+from penstock.app.ops import PARTS
 from penstock.app.rows import ASCII, UNICODE, Glyphs, plain
 from penstock.tui.data.parts import UPDATE, parts_of
 from penstock.tui.data.spans import Busy, SpanStore, SpanView, StepWindow
@@ -101,6 +102,8 @@ def test_parts_of_a_step_stand_above_the_lanes_and_in_them() -> None:
     assert plain(rows[1:2])[11:91] == "▏update   ▏F+U      ▏forward            ▏backward".ljust(80)
     assert [token for _, token in rows[1][1:4]] == ["box.part.update", "box.part.forward", "box.part.backward"]
     assert parts_of(view, view.rows_between(0, 8)).tolist() == [UPDATE, 0, 0, 1, 1, 1]
+    written = view_of(span("h2d", 0, 1, op="load_weights", bytes=9), span("compute", 1, 2, op="layer_generate"))
+    assert parts_of(written, written.rows_between(0, 2)).tolist() == [PARTS.index("samples")] * 2
     assert plain(lanes_rows(7 + 24 + 5, 9, scene, ASCII)[1:2])[7:31] == "|U |F |F    |backward   "
     many = [span("compute", i / 8, (i + 1) / 8, op=f"layer_{'forward' if i < 80 else 'backward'}") for i in range(160)]
     many += [span("d2h", i / 8, (i + 0.5) / 8, op="store_gradient", bytes=9) for i in range(100, 160)]

@@ -175,13 +175,18 @@ def test_lines_of_a_file_with_dependencies() -> None:
     assert store.view.row_of_id(-1) is None
 
 
-def test_a_validation_at_a_steps_beginning() -> None:
+def test_a_validation_and_samples_at_a_steps_beginning() -> None:
     store = SpanStore()
     clip = {"op": "clip", "block": "all"}
     store.add([span("compute", 0, 1), span("optimizer", 1, 2, **clip)])
-    assert store.view.validating_s(StepWindow(1, 0.0, 2.0)) == 0
+    assert store.view.between_s(StepWindow(1, 0.0, 2.0)) == (0, "")
     store.add([span("compute", 2, 3, op="head_score"), span("optimizer", 3, 3.5, op="score")])
     store.add([span("optimizer", 5, 6, step=2, **clip)])
     first, second = store.view.steps()
-    assert store.view.validating_s(first) == 0
-    assert store.view.validating_s(second) == 1.5
+    assert store.view.between_s(first) == (0, "")
+    assert store.view.between_s(second) == (1.5, "validating")
+    store.add([span("optimizer", 6.1, 6.2, op="take_logits"), span("optimizer", 6.3, 6.5, op="take_logits")])
+    store.add([span("compute", 6.6, 7, op="layer_forward"), span("optimizer", 7, 8, step=3, **clip)])
+    third = store.view.steps()[2]
+    assert store.view.between_s(third) == (0.5, "writing samples")
+    assert store.view.between_s(StepWindow(3, 2.0, 8.0)) == (4.5, "validating and writing samples")

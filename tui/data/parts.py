@@ -1,4 +1,4 @@
-"""Which part of a step the ops of a run are work for: forward, backward, update, validation.
+"""Which part of a step the ops of a run are work for: forward, backward, update, validation, samples.
 
 What several parts need, such as weights on their way, belongs to the part that computes with it: what comes in to the
 op that computes next in the run's own order, what goes out to the one before.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.app.lanes import LANES
-from penstock.app.ops import STEP_END, VALIDATION_END, op_name
+from penstock.app.ops import BETWEEN_STEPS, STEP_END, op_name
 from penstock.app.run_files import span_of
 
 MAX_LANES = 24
@@ -233,13 +233,17 @@ class SpanView:
         rows = self.rows_of(lane)
         return rows[(self.start_s[rows] <= time_s) & (self.end_s[rows] > time_s)]
 
-    def validating_s(self, window: StepWindow) -> float:
-        """Seconds at a step's beginning until the validation of the step before had ended; 0 where there was none."""
-        if VALIDATION_END not in self.ops:
-            return 0.0
-        ended = self.op == self.ops.index(VALIDATION_END)
-        ends = self.end_s[ended & (self.end_s > window.start_s) & (self.end_s < window.end_s)]
-        return float(ends.max()) - window.start_s if len(ends) else 0.0
+    def between_s(self, window: StepWindow) -> tuple[float, str]:
+        """Seconds at a step's beginning until validation and samples of the step before had ended, and which there
+        were, for people; 0 where there were none."""
+        until_s, words = window.start_s, []
+        for op in BETWEEN_STEPS.keys() & set(self.ops):
+            ends = self.end_s[self.op == self.ops.index(op)]
+            ends = ends[(ends > window.start_s) & (ends < window.end_s)]
+            if len(ends):
+                until_s = max(until_s, float(ends.max()))
+                words.append(BETWEEN_STEPS[op])
+        return until_s - window.start_s, " and ".join(sorted(words))
 
     def figures(self, step: StepWindow) -> dict[str, float]:
         """Lane -> bytes a second of a step; of a lane that moves nothing the share of it in which it was busy."""

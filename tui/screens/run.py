@@ -53,6 +53,10 @@ class Room(NamedTuple):
         return not self.wide and self.height >= 44
 
 
+def _always(data: RunData) -> bool:
+    return True
+
+
 class Pane(NamedTuple):
     """One pane; its key is in tui/actions.py, as `pane_NAME`."""
 
@@ -65,8 +69,8 @@ class Pane(NamedTuple):
     """Cells, or a share as Textual writes it."""
     news: frozenset[str] = frozenset()
     """What RunData.poll may have found that it is drawn again for, where `_show` has no rule of its own."""
-    has_what: Callable[[RunData], bool] = lambda data: True
-    """Whether the run has what it shows; without, it is there only alone."""
+    has_what: Callable[[RunData], bool] = _always
+    """Whether the run has what it shows, in a height that is a number of cells; without, it is there only alone."""
 
 
 PANES = {
@@ -210,10 +214,13 @@ class RunScreen(LaneKeys, PenstockScreen):
             name: pane.fits(room) and pane.has_what(self.data) if self.maximised is None else name == self.maximised
             for name, pane in PANES.items()
         }
+        # What not every run has takes its height from the panes that all have.
+        added = {name: pane.height(room) for name, pane in PANES.items() if pane.has_what is not _always}
+        rest = room._replace(height=room.height - sum(int(cells) for name, cells in added.items() if shown[name]))
         for name, pane in PANES.items():
             widget = self.pane(name)
             widget.display = shown[name]
-            widget.styles.height = "1fr" if name == self.maximised else pane.height(room)
+            widget.styles.height = "1fr" if name == self.maximised else pane.height(room if name in added else rest)
         self._draws_blocks = shown["blocks"]
         pipeline = self.query_one("#pipeline", PipelineBar)
         rows = height_for(*room)

@@ -322,9 +322,9 @@ class LaneView(LineWidget, can_focus=True):
         if step is None:
             return "lanes"
         which = f"step {step.step}" if self._step is not None else f"last step {step.step},"
-        validating_s = self.view.validating_s(step)
-        validating = f", {seconds_text(validating_s)} of it validating" if validating_s else ""
-        return f"lanes  {which} {seconds_text(step.end_s - step.start_s)}{validating}"
+        between_s, doing = self.view.between_s(step)
+        between = f", {seconds_text(between_s)} of it {doing}" if between_s else ""
+        return f"lanes  {which} {seconds_text(step.end_s - step.start_s)}{between}"
 
     def _status(self, length_s: float) -> str:
         how = "held, " if self.frozen else "live, " if self.mode == "live" and self._running else ""
