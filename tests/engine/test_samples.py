@@ -16,10 +16,12 @@ from tiny_plans import PLANS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.engine import samples, validation
-from penstock.engine.config import DataConfig, ModelConfig, SamplesConfig
+from penstock.engine.config import AdapterConfig, DataConfig, ModelConfig, SamplesConfig
 from penstock.engine.events import SampleMetrics, Want
-from penstock.engine.generate.prompts import prepare_prompts
+from penstock.engine.export import export
+from penstock.engine.generate.prompts import Prompts, prepare_prompts
 from penstock.engine.hf.config import model_config
+from penstock.engine.hf.constants import CONSTANTS_FILE, write_constants
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
 from penstock.storage.errors import UserError
@@ -60,15 +62,17 @@ def run(session: Session) -> tuple[list[tuple[float, float]], list[SampleMetrics
     return steps, written, tiny.digest(session.store)
 
 
-def plain(session: Session) -> list[list[int]]:
+def plain(session: Session) -> list[str]:
     """What transformers writes greedily behind each prompt, one after the other, with the committed weights."""
-    prompts = session.prompts
-    assert prompts is not None
     model = AutoModelForCausalLM.from_config(session.spec.config, attn_implementation="eager", dtype=torch.float32)
     model.load_state_dict(tiny.parameters(session.store, session.spec), strict=False)
-    model.eval()
+    return texts_by(model.eval(), session.prompts)
+
+
+def texts_by(model: Any, prompts: Prompts | None) -> list[str]:
+    assert prompts is not None
     found = []
-    for ids in prompts.ids:
+    for number, ids in enumerate(prompts.ids):
         whole = model.generate(
             torch.tensor([ids]),
             max_new_tokens=prompts.config.tokens,
@@ -76,7 +80,7 @@ def plain(session: Session) -> list[list[int]]:
             eos_token_id=sorted(prompts.stop_ids),
             pad_token_id=0,
         )[0].tolist()
-        found.append(whole[len(ids) :])
+        found.append(prompts.text(number, whole[len(ids) :]))
     return found
 
 
@@ -97,7 +101,7 @@ def test_it_is_what_transformers_writes_and_changes_no_bit(tmp_path: Path, text:
         peak = session.ram.arena.used_bytes, session.gpu.arena.used_bytes
         found = run(session)
         assert (session.ram.arena.used_bytes, session.gpu.arena.used_bytes) == peak
-        expected_texts = [session.prompts.text(i, ids) for i, ids in enumerate(plain(session))]
+        expected_texts = plain(session)
     assert found[0] == expected[0]
     assert found[2] == expected[2]
     assert all(of_tier["samples"] > 0 for of_tier in parts.values())
@@ -136,7 +140,7 @@ def test_families_write_what_transformers_writes(tmp_path: Path, text: Path, fam
     budgets = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR}
     with tiny.session(tmp_path, m=made, t=t, d=data_of(text), samples=wanted(), **budgets) as session:
         _, written, _ = run(session)
-        expected = [session.prompts.text(i, ids) for i, ids in enumerate(plain(session))]
+        expected = plain(session)
     assert [one.text for one in written[-1].samples] == expected
 
 
@@ -247,3 +251,33 @@ def test_what_cannot_be_sampled_is_refused_before_anything_is_made(
     with pytest.raises(UserError, match=message):
         train_run(tmp_path, tiny.Silent(), text, model=tiny.model(**model), data=given, samples=wanted(**asked))
     assert not (tmp_path / "state").exists()
+
+
+HALVES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "adapter": ({"method": "dora", "rank": 2, "targets": ["q_proj", "down_proj"]}, {}, tiny.FLOOR),
+    "frozen, resident": ({}, {"freeze": ["model.layers.0.*", "model.embed_tokens.*"]}, "1GiB"),
+    "frozen, on NVMe": ({}, {"freeze": ["model.layers.0.*", "lm_head.*"]}, tiny.FLOOR),
+}
+"""Adapter, settings and budgets: what is never trained is sampled as well."""
+
+
+@pytest.mark.parametrize("name", cases(HALVES, "adapter", "frozen, on NVMe"))
+def test_what_is_frozen_or_adapted_writes_what_its_export_writes(tmp_path: Path, text: Path, name: str) -> None:
+    adapter, policy, budget = HALVES[name]
+    least = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR} if budget == tiny.FLOOR else {}
+    sections = {
+        "m": tiny.model(**MODEL),
+        "d": data_of(text),
+        "t": tiny.training(steps=2, **policy),
+        "adapter": AdapterConfig(**adapter),
+    }
+    with tiny.session(tmp_path / "off", **sections, **least) as session:
+        expected = run(session)
+    with tiny.session(tmp_path / "on", samples=wanted(), **sections, **least) as session:
+        found = run(session)
+        prompts, recipe = session.prompts, session.recipe
+    assert (found[0], found[2]) == (expected[0], expected[2])
+    write_constants(tmp_path / "on" / "state" / CONSTANTS_FILE, {})
+    export(tmp_path / "on", recipe, out_dir=tmp_path / "export", dtype="float32", merged=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", attn_implementation="eager").eval()
+    assert [sample.text for sample in found[1][-1].samples] == texts_by(model, prompts)
