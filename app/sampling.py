@@ -56,7 +56,7 @@ def opened(
     ram_bytes = None if ram is None else parse_bytes(ram, "--ram")
     folder = _model(given)
     if folder is not None and checkpoint is not None:
-        raise UserError(f"--checkpoint: {folder} is a model's folder; only runs have checkpoints")
+        raise UserError(f"--checkpoint {checkpoint}: {folder} is a model's folder; only runs have checkpoints")
     with ExitStack() as stack:
         run = None if folder is not None else find_run(str(given))
         if run is not None:

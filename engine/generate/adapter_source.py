@@ -25,7 +25,6 @@ class AdapterSource(FolderSource):
         if base is None and (stored.base is None or not folder_of_base.is_dir()):
             raise UserError(f"{folder}: the adapter's base {stored.base} is not there; copy or download it there")
         super().__init__(folder_of_base, stored.section)
-        self.base = folder_of_base
         if any(has_model_file(folder, name) for name in TOKENIZER_FILES):
             self.tokenizer = load_tokenizer(folder)
         self._values = open_start(folder, self.spec, None).values()

@@ -45,6 +45,8 @@ class Source(Protocol):
     constants: dict[str, Tensor]
     """Values of `spec.constants`, those that are known."""
     tokenizer: TextTokenizer | None
+    origin: Path | None
+    """The folder of the model, or of the one that a run began with."""
     usual_dtype: torch.dtype
     """What the parameters are computed with if nobody says otherwise."""
 
@@ -66,6 +68,7 @@ class FolderSource:
     def __init__(self, folder: Path, adapter: AdapterConfig | None = None) -> None:
         """`adapter`: part of the model, and not in the folder. Raises UserError for a folder that is no model, or none
         that can be read exactly."""
+        self.origin: Path | None = folder
         self.spec = take_apart(read_config(folder), adapter=adapter)
         self._reader = CheckpointReader(folder)
         self._layout = CheckpointLayout(self.spec, self._reader)
@@ -128,9 +131,9 @@ class RunSource:
             folder = checkpoint_folder(root, checkpoint)
         self._store = NvmeStore.open(folder, drives=drive_folders(run_dir, recipe.storage), read_only=True)
         try:
-            origin = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
+            self.origin = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
             self.tokenizer = kept_tokenizer(
-                recipe.data, origin, run_dir / "data" / "tokenizer", recipe.model.added_tokens
+                recipe.data, self.origin, run_dir / "data" / "tokenizer", recipe.model.added_tokens
             )
             vocabulary = self.tokenizer.vocab_size if self.tokenizer else None
             config = with_vocabulary(model_config(recipe, vocabulary), recipe, vocabulary)
@@ -182,10 +185,10 @@ class RunSource:
         self._store.close()
 
 
-def stop_ids(where: Path, config: Any, tokenizer: TextTokenizer | None) -> frozenset[int]:
+def stop_ids(where: Path | None, config: Any, tokenizer: TextTokenizer | None) -> frozenset[int]:
     """Tokens that end a text: those of a model folder's generation_config.json or the config, and the tokenizer's."""
     found: list[Any] = [config.eos_token_id, config.get_text_config(decoder=True).eos_token_id]
-    if has_model_file(where, "generation_config.json"):
+    if where is not None and has_model_file(where, "generation_config.json"):
         try:
             found.append(parse_object(read_model_file(where, "generation_config.json", 1 << 20)).get("eos_token_id"))
         except ValueError as error:

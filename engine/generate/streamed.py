@@ -70,9 +70,10 @@ class StreamedModel:
         self.spec, self.device, self.dtype = source.spec, device, dtype
         self.tokenizer: TextTokenizer | None = source.tokenizer
         self.template: ChatTemplate | None = None if self.tokenizer is None else find_template(data, self.tokenizer)
-        self.stop_ids, self.context = stop_ids(where, self.spec.config, self.tokenizer), context_of(self.spec)
+        self.stop_ids = stop_ids(source.origin, self.spec.config, self.tokenizer)
+        self.context = context_of(self.spec)
         self.passes, self.passes_s = 0, list[float]()
-        self._where, self._source = where, source
+        self._where, self._source, self._data = where, source, data
         self._apart = memory_is_apart(device)
         self._sizes = Sizes.of(self.spec, dtype.itemsize)
         budgets = free_budgets(device, gpu_bytes=gpu_bytes, ram_bytes=ram_bytes)
@@ -113,8 +114,6 @@ class StreamedModel:
             source = RunSource(where, recipe, checkpoint)
         else:
             source = AdapterSource(where, base) if is_adapter_folder(where) else FolderSource(where)
-        if isinstance(source, AdapterSource):
-            where = source.base  # it knows what ends a text
         data = DataConfig() if recipe is None else recipe.data
         try:
             chosen = FLOAT_DTYPES[dtype] if dtype != "auto" else source.usual_dtype
@@ -132,11 +131,12 @@ class StreamedModel:
         return model
 
     def encode(self, text: str) -> list[int]:
-        """A prompt's token ids, as the tokenizer begins a text. Raises UserError where there is no tokenizer."""
+        """A prompt's token ids, begun as the tokenizer begins a text, or the run's recipe. Raises UserError where there
+        is no tokenizer."""
         tokenizer = self._tokenizer()
         ids = tokenizer.encode_batch([text])[0]
-        if tokenizer.puts_bos and tokenizer.bos_id is not None:
-            ids = [tokenizer.bos_id, *ids]
+        if self._data.bos == "on" or (self._data.bos == "auto" and tokenizer.puts_bos):
+            ids = [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *ids]
         if not ids:
             raise UserError("an empty prompt: this tokenizer begins a text with no token; give at least one character")
         return ids
