@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from penstock.app import hub
-from penstock.app.exported import base_folder
 from penstock.app.fit import context_sizes
 from penstock.app.hub_names import on_hub
-from penstock.app.rundir import RunDir, find_run, read_recipe
-from penstock.engine.config import parse_bytes
+from penstock.app.rundir import find_run
+from penstock.app.sampling import opened
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import printable
-
-if TYPE_CHECKING:
-    from penstock.engine.generate.streamed import StreamedModel
 
 
 def evaluate(
@@ -72,36 +67,13 @@ def evaluate(
     )
     require_possible(wanted)
     files = [None if file is None else _new_file(file, option) for file, option in ((out, "--out"), (svg, "--svg"))]
-    budgets = [None if text is None else parse_bytes(text, option) for text, option in ((gpu, "--gpu"), (ram, "--ram"))]
     model, run = find_model(where)
 
-    def opened() -> Any:
-        return _open(model, run, checkpoint, budgets, device)
+    def ask() -> Any:
+        return opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram, device=device)
 
-    found = described(ask_all(opened, wanted), wanted, str(where), checkpoint)
+    found = described(ask_all(ask, wanted), wanted, str(where), checkpoint)
     return found | {"files": [str(file) for file in keep(found, run, *files)]}
-
-
-@contextmanager
-def _open(
-    model: Path, run: Path | None, checkpoint: str | None, budgets: Sequence[int | None], device: str
-) -> Iterator[StreamedModel]:
-    """The model; a run is locked meanwhile unless a checkpoint of it is asked."""
-    from penstock.app.checkpoints import checkpoint_named
-    from penstock.engine.generate.streamed import StreamedModel
-
-    options: Any = {"gpu_bytes": budgets[0], "ram_bytes": budgets[1], "device": device}
-    with ExitStack() as stack:
-        if run is not None:
-            checkpoint = checkpoint_named(run, checkpoint)
-            if checkpoint is None:
-                stack.enter_context(RunDir.open(run, read_only=True))
-            options |= {"recipe": read_recipe(run), "checkpoint": checkpoint}
-        elif checkpoint is not None:
-            raise UserError(f"--checkpoint {printable(checkpoint)}: {printable(model)} is no run; leave it out")
-        else:
-            options["base"] = base_folder(model)
-        yield stack.enter_context(StreamedModel.open(model, **options))
 
 
 def find_model(where: str | Path) -> tuple[Path, Path | None]:

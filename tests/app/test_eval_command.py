@@ -102,7 +102,7 @@ def test_results_of_a_run_are_kept_in_its_directory(
     assert kept.name.startswith("needles_single-")
     assert found["asked"] == ["needles_single"]
     assert found["needles"]["kinds"]["single"]["asked"] == [[1, 1]]
-    with RunDir.open(run), pytest.raises(UserError, match="in use"):
+    with RunDir.open(run), pytest.raises(UserError, match="is running; keep a checkpoint of it"):
         penstock.evaluate(run, ["needles"])
     kept.unlink()
     (run / "evals").rmdir()
