@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from penstock.app.checkpoints import checkpoint_named
 from penstock.app.exported import base_folder
 from penstock.app.hub import model_folder
-from penstock.app.hub_names import is_hub
+from penstock.app.hub_names import on_hub
 from penstock.app.loading import loading
 from penstock.app.rundir import RunDir, find_run, is_live, read_recipe
 from penstock.engine.config import parse_bytes
 from penstock.storage.errors import UserError
 from penstock.storage.units import seconds_text
-from penstock.storage.untrusted import shell
+from penstock.storage.untrusted import printable, shell
 
 if TYPE_CHECKING:
     from penstock.engine.generate.decode import Decoding
@@ -54,11 +54,10 @@ def opened(
     """
     gpu_bytes = None if gpu is None else parse_bytes(gpu, "--gpu")
     ram_bytes = None if ram is None else parse_bytes(ram, "--ram")
-    folder = _model(given)
-    if folder is not None and checkpoint is not None:
-        raise UserError(f"--checkpoint {checkpoint}: {folder} is a model's folder; only runs have checkpoints")
+    where, run = find_model(given)
+    if run is None and checkpoint is not None:
+        raise UserError(f"--checkpoint {checkpoint}: {where} is a model's folder; only runs have checkpoints")
     with ExitStack() as stack:
-        run = None if folder is not None else find_run(str(given))
         if run is not None:
             checkpoint = checkpoint_named(run, checkpoint)
             if checkpoint is None:
@@ -68,8 +67,6 @@ def opened(
             from penstock.engine.generate.streamed import StreamedModel
 
         recipe = None if run is None else read_recipe(run)
-        where = folder if run is None else run
-        assert where is not None
         yield stack.enter_context(
             StreamedModel.open(
                 where,
@@ -83,18 +80,20 @@ def opened(
         )
 
 
-def _model(given: str | Path) -> Path | None:
-    """The folder of a model, fetched where it is on the hub; None where a run is meant."""
-    if is_hub(str(given)):
-        return model_folder(given)
-    path = Path(given).expanduser()
-    if (path / "recipe.json").is_file():
-        return None
+def find_model(where: str | Path) -> tuple[Path, Path | None]:
+    """The folder of a model, or of a run, and the run if it is one. UserError for what is neither."""
+    path = Path(where).expanduser()
     if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        return path
-    if path.is_dir():
-        raise UserError(f"{path}: is neither a run, without recipe.json, nor a model's folder, without config.json")
-    return None
+        return path, None
+    if path.is_dir() and not (path / "recipe.json").is_file():
+        raise UserError(
+            f"{printable(path)}: no model: it is neither a run, which has a recipe.json, nor a Hugging Face folder, "
+            "which has a config.json"
+        )
+    if on_hub(where) is not None and not path.exists():
+        return model_folder(where), None
+    run = find_run(str(where))
+    return run, run
 
 
 def _require_idle(run: Path) -> None:

@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.app import hub
 from penstock.app.fit import context_sizes
-from penstock.app.hub_names import on_hub
-from penstock.app.rundir import find_run
-from penstock.app.sampling import opened
+from penstock.app.sampling import find_model, opened
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import printable
 
@@ -74,22 +71,6 @@ def evaluate(
 
     found = described(ask_all(ask, wanted), wanted, str(where), checkpoint)
     return found | {"files": [str(file) for file in keep(found, run, *files)]}
-
-
-def find_model(where: str | Path) -> tuple[Path, Path | None]:
-    """The folder of a model, or of a run, and the run if it is one. UserError for what is neither."""
-    path = Path(where).expanduser()
-    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        return path, None
-    if path.is_dir() and not (path / "recipe.json").is_file():
-        raise UserError(
-            f"{printable(path)}: no model: it is neither a run, which has a recipe.json, nor a Hugging Face folder, "
-            "which has a config.json"
-        )
-    if on_hub(where) is not None and not path.exists():
-        return hub.model_folder(where), None
-    run = find_run(str(where))
-    return run, run
 
 
 def _new_file(file: str | Path, option: str) -> Path:
