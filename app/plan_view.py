@@ -475,11 +475,17 @@ def _slots(page: Page, forecast: dict[str, Any]) -> None:
 
 
 def _end(page: Page, forecast: dict[str, Any]) -> None:
-    """What the whole run writes, and its validations."""
+    """What the whole run writes, and its validations and samples."""
     run = forecast.get("run") or {}
     page.head("whole run", f"{forecast['steps']:,} steps in {duration_text(run.get('seconds'))}")
     if run.get("validations"):
         page.wrapped(f"{run['validations']:,} validations of {seconds_text(run['validation_s'])} in it", "text")
+    if samples := run.get("samples"):
+        page.wrapped(
+            f"samples: {samples['prompts']:,} x {samples['tokens']:,} tokens every {samples['every']:,} steps, about "
+            f"{seconds_text(samples['seconds'])} each",
+            "text",
+        )
     for text, alike in itertools.groupby(map(_drive, run.get("drives") or [])):
         count = len(list(alike))
         page.wrapped(f"{count} drives, each {text.removeprefix('drive: ')}" if count > 1 else text, "text")

@@ -8,7 +8,7 @@ or three layers.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.engine.forecast.costs import Calibration, Costs, representatives
@@ -17,7 +17,8 @@ from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import BufferPlan, Chunk, Filled, Plan
 from penstock.engine.plan.problem import HIDDEN_SLOTS
 from penstock.engine.schedule import actions as a
-from penstock.engine.schedule.builder import ScheduleBuilder
+from penstock.engine.schedule.builder import Documents, ScheduleBuilder
+from penstock.engine.schedule.ops import Op
 
 FULL_OPS = 1_500
 """Steps of about so many ops are simulated whole."""
@@ -76,6 +77,46 @@ def estimate_evaluation(
     full: bool = False,
 ) -> float:
     """Seconds that a validation's pass over as much as a step has takes; what it updates, the next step need not."""
+
+    def emit(builder: ScheduleBuilder, documents: Documents, chunks: Sequence[Chunk]) -> Iterator[list[Op]]:
+        return builder.evaluate(1, 1, documents=documents, chunks=chunks)
+
+    return _pass_seconds(emit, plan, machine, calibration, documents, filled, full)
+
+
+def estimate_samples(
+    plan: Plan, machine: Machine, calibration: Calibration | None = None, *, new_tokens: int, full: bool = False
+) -> float:
+    """Seconds that the samples of a step take, with `new_tokens` behind each prompt: a pass over the prompts, and one
+    for each further token, as it is halfway through."""
+    space = plan.problem.samples
+    assert space is not None
+    rows, window = len(space.lengths), plan.window_tokens
+    prompts, so_far = sum(space.lengths) - rows * new_tokens, sum(space.lengths) - rows * new_tokens // 2
+
+    def seconds(tokens: int, read_tokens: int) -> float:
+        def emit(builder: ScheduleBuilder, documents: Documents, chunks: Sequence[Chunk]) -> Iterator[list[Op]]:
+            last = chunks[-1].index
+            return builder.generate(1, -1, chunks=chunks, wanted=[last], read_tokens=read_tokens)
+
+        times, micro_batches = -(-tokens // (window * plan.problem.micro_batches)), plan.problem.micro_batches
+        filled = [max(0, min(window, -(-tokens // times) - window * i)) for i in range(micro_batches)]
+        return times * _pass_seconds(emit, plan, machine, calibration, None, filled, full)
+
+    later_s = seconds(rows, so_far) if space.keeps else seconds(so_far, 0)
+    return seconds(prompts, 0) + (new_tokens - 1) * later_s
+
+
+def _pass_seconds(
+    emit: Callable[[ScheduleBuilder, Documents, Sequence[Chunk]], Iterator[list[Op]]],
+    plan: Plan,
+    machine: Machine,
+    calibration: Calibration | None,
+    documents: Documents | None,
+    filled: Filled | None,
+    full: bool,
+) -> float:
+    """Seconds of the pass forward that `emit` makes of documents and chunks."""
     runs: list[_Run] = []
     small, joined = plan, plan.row_documents if documents is None else documents
     if full or num_ops(plan) <= FULL_OPS:
@@ -85,8 +126,7 @@ def estimate_evaluation(
         more_than = HIDDEN_SLOTS
         runs, small, joined, filled, costs = _small(plan, machine, calibration, documents, filled, more_than)
     clocks, chunks = Clocks(machine), small.filled_chunks(filled)
-    passes = ScheduleBuilder(small).evaluate(1, 1, documents=joined, chunks=chunks)
-    clocks.run([op for ops in passes for op in ops], costs)
+    clocks.run([op for ops in emit(ScheduleBuilder(small), joined, chunks) for op in ops], costs)
     ends = {op.block: end for op, _, end in clocks.times if op.lane == "compute"}
     dropped_s = sum(run.dropped * _pace([ends[plan.blocks[i].name] for i in run.blocks], run) for run in runs)
     return clocks.times[-1][2] + dropped_s

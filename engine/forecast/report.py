@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.forecast.costs import Calibration
-from penstock.engine.forecast.extrapolate import estimate, estimate_evaluation, num_ops
+from penstock.engine.forecast.extrapolate import estimate, estimate_evaluation, estimate_samples, num_ops
 from penstock.engine.forecast.flops import active_params, executed_flops, model_flops
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import SearchResult, promised_s
@@ -49,6 +49,7 @@ def forecast(
     elif simulation is None:
         simulation = predict(plan, machine, calibration, documents, filled)
     validation_s = validation_seconds(task, machine, plan, calibration, documents, filled)
+    samples_s = samples_seconds(task, machine, plan, calibration)
     lengths = [n for m in batch for n in m.lengths] if batch is not None else rows(task)
     step_s = promised_s(simulation.step_s)
     tokens = sum(m.num_targets for m in batch) if batch is not None else sum(lengths)
@@ -74,7 +75,7 @@ def forecast(
         "executed_flops": done,
         "mfu": mfu(wanted, step_s, peak),
         "hfu": hfu(done, step_s, peak),
-        "run": whole_run(task, machine, plan, simulation, validation_s),
+        "run": whole_run(task, machine, plan, simulation, validation_s, samples_s),
         "reasons": reasons(found),
         "calibrated": calibration is not None,
     }
@@ -106,6 +107,14 @@ def validation_seconds(
     passes = -(-(train.validation_sequences or train.global_batch_size) // train.global_batch_size)
     seconds = estimate_evaluation(plan, machine, calibration, documents, filled, full=num_ops(plan) <= WHOLE_OPS)
     return passes * seconds
+
+
+def samples_seconds(task: PlanRequest, machine: Machine, plan: Plan, calibration: Calibration | None = None) -> float:
+    """Seconds that the samples of a step add to the run; 0 where the recipe asks for none."""
+    if plan.problem.samples is None:
+        return 0.0
+    full = num_ops(plan) <= WHOLE_OPS
+    return estimate_samples(plan, machine, calibration, new_tokens=task.recipe.samples.tokens, full=full)
 
 
 def refusal(task: PlanRequest, machine: Machine, error: BudgetError) -> dict[str, Any]:
@@ -160,9 +169,14 @@ def _frozen_json(task: PlanRequest, plan: Plan) -> dict[str, Any]:
 
 
 def whole_run(
-    task: PlanRequest, machine: Machine, plan: Plan, simulation: Simulation, validation_s: float = 0.0
+    task: PlanRequest,
+    machine: Machine,
+    plan: Plan,
+    simulation: Simulation,
+    validation_s: float = 0.0,
+    samples_s: float = 0.0,
 ) -> dict[str, Any]:
-    """Seconds of all steps with their commits and validations, and what is written to each drive by the end.
+    """Seconds of all steps with their commits, validations and samples, and what is written to each drive by the end.
 
     A commit writes through the state that is not on NVMe; the drive works on it while the next step computes, so that
     it costs time only as far as that step leaves the drive none. The first generation is written before the first step.
@@ -174,6 +188,8 @@ def whole_run(
     whole = generation_bytes(plan.problem) + frozen_bytes(plan.problem)
     commits = -(-steps // every)
     validations = 0 if task.recipe.train.validate_every is None else -(-steps // task.recipe.train.validate_every)
+    samples = _samples(task, samples_s)
+    between_s = validations * validation_s + (samples["times"] * samples_s if samples else 0.0)
     idle_s = max(0.0, simulation.step_s - simulation.busy_s["nvme_write"])
     held_up_s = max(0.0, through / machine.nvme_write_bytes_per_s - idle_s)
     per_step = simulation.bytes["nvme_write"]
@@ -194,11 +210,27 @@ def whole_run(
             }
         )
     return {
-        "seconds": steps * promised_s(simulation.step_s) + commits * held_up_s + validations * validation_s,
+        "seconds": steps * promised_s(simulation.step_s) + commits * held_up_s + between_s,
         "commits": commits,
         "validations": validations,
         "validation_s": validation_s,
+        "samples": samples,
         "drives": shares,
+    }
+
+
+def _samples(task: PlanRequest, seconds: float) -> dict[str, Any] | None:
+    """What samples are written, how often, and how long they take each time; None where the recipe asks for none."""
+    config = task.recipe.samples
+    if config.every is None:
+        return None
+    times = -(-task.recipe.train.steps // config.every)
+    return {
+        "every": config.every,
+        "prompts": len(config.prompts),
+        "tokens": config.tokens,
+        "times": times,
+        "seconds": seconds,
     }
 
 

@@ -1,6 +1,7 @@
 """`penstock plan`: what a recipe is told before anything is launched."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,27 @@ def test_validations_count(small: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert some["seconds"] == pytest.approx(without["seconds"] + 4 * some["validation_s"])
     assert main(["plan", str(small), "--set", held, "--set", "train.validate_every=30"]) == 0
     assert "4 validations of" in capsys.readouterr().out
+
+
+def test_samples_count(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan without a tokenizer takes them for as many tokens as they can be; the memory they need is set aside."""
+
+    def found(*settings: str) -> dict[str, Any]:
+        given = [word for setting in settings for word in ("--set", setting)]
+        return dict(planned(capsys, str(small), *given)[1])
+
+    asked = ("samples.every=30", 'samples.prompts=["one", "and two"]', "samples.tokens=8")
+    without, some, more = found(), found(*asked), found(*asked[:2], "samples.tokens=16")
+    assert without["run"]["samples"] is None
+    told = some["run"]["samples"]
+    assert told | {"seconds": 0} == {"every": 30, "prompts": 2, "tokens": 8, "times": 4, "seconds": 0}
+    assert some["run"]["seconds"] == pytest.approx(without["run"]["seconds"] + 4 * told["seconds"])
+    assert 1.5 * told["seconds"] < more["run"]["samples"]["seconds"] < 2.5 * told["seconds"]
+    for tier in ("gpu", "ram"):
+        assert without["tiers"][tier]["parts"].get("samples", 0) == 0
+        assert 0 < some["tiers"][tier]["parts"]["samples"] <= more["tiers"][tier]["parts"]["samples"]
+    assert main(["plan", str(small), *(word for setting in asked for word in ("--set", setting))]) == 0
+    assert re.search(r"samples: 2 x 8 tokens every 30 steps, about [\d.]+ m?s each", capsys.readouterr().out)
 
 
 def test_the_screen_and_the_trace(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
