@@ -17,6 +17,7 @@ RECIPE = recipe_text(
     data={"validation_documents": 1},
     train={"steps": 30, "lr": 1e-2, "validate_every": 5, "validation_sequences": 3, "calibrate": True},
     storage={"checkpoint_every": 5},
+    samples={"every": 15, "prompts": ["def ", "import os"], "tokens": 4},
     after={"export": True, "sample_prompt": "def ", "sample_tokens": 8},
 )
 
@@ -56,7 +57,11 @@ def test_a_run_leaves_every_figure(whole_run: tuple[Path, str]) -> None:
             "plan: weights in ",
             "step 1 of 30  loss ",
             "step 10 of 30  loss ",
+            "step 15: 'def ' -> ",
+            "step 15: 'import os' -> ",
             "step 20 of 30  loss ",
+            "step 30: 'def ' -> ",
+            "step 30: 'import os' -> ",
             "trained to step 30, ",
             f"mean {summary['mean_tokens_per_s']:,.0f} tokens/s, ",
             "exported to whole/export",
@@ -80,6 +85,13 @@ def test_a_run_leaves_every_figure(whole_run: tuple[Path, str]) -> None:
     plan = json.loads((path / "plan.json").read_text())["run"]
     assert plan["validations"] == 6
     assert plan["validation_s"] > 0
+    written = json_lines(path / "samples.jsonl")
+    assert [line["step"] for line in written] == [15, 30]
+    assert all(len(line["samples"]) == 2 and line["seconds"] > 0 for line in written)
+    assert summary["samples"] == {"first": written[0], "last": written[-1]}
+    assert plan["samples"]["times"] == 2
+    said = [line["text"] for line in json_lines(path / "log.jsonl")]
+    assert f"step 30: 'def ' -> {written[-1]['samples'][0]['text']!r}" in said
     spans = json_lines(path / "spans.jsonl")
     for lane, figures in summary["lanes"].items():
         own = [span for span in spans if span["lane"] == lane]
@@ -106,6 +118,8 @@ def test_a_stopped_run_resumes_to_the_same_losses_and_export(cli: Cli, whole_run
     cli.run("resume", "again")
     assert losses(again) == losses(path)
     assert validations(again) == validations(path)
+    texts = [[line["samples"] for line in json_lines(run / "samples.jsonl")] for run in (again, path)]
+    assert texts[0] == texts[1]
     assert (again / "export" / "model.safetensors").read_bytes() == (path / "export" / "model.safetensors").read_bytes()
 
 

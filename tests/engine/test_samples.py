@@ -188,6 +188,15 @@ def test_a_resumed_run_writes_the_same_samples(tmp_path: Path, text: Path, stop_
     assert {tier for tier in plan if plan[tier]["parts"].get("samples")} == {"gpu", "ram"}
 
 
+def test_a_run_that_ends_early_writes_samples_of_its_last_step(tmp_path: Path, text: Path) -> None:
+    train = {"steps": 9, "validate_every": 1, "validation_sequences": 2, "early_stopping_patience": 1, "lr": 10.0}
+    observer = tiny.Silent()
+    data = data_of(text, validation_documents=3)
+    train_run(tmp_path, observer, text, data=data, train=tiny.training(**train), samples=wanted(every=100))
+    assert len(observer.metrics) < 9
+    assert [one.step for one in observer.samples] == [observer.metrics[-1].step]
+
+
 def test_a_paused_run_writes_its_samples_when_it_goes_on(tmp_path: Path, text: Path) -> None:
     class Pausing(tiny.Silent):
         def __init__(self) -> None:
