@@ -16,6 +16,7 @@ BEST_120B = Case("120b_gh200", "gh200-480")
 STREAMED_7B = Case("7b_512k_24gb", "rtx4090-64")
 WEIGHTS_ON_NVME = Case("32b_workstation", "rtx4090-64")
 STAGED = Case("32b_workstation", "rtx4090-64", device_reads=False)
+SAMPLED_7B = Case("7b_512k", "gh200-480", prompt_tokens=(300, 40, 1))
 ADAPTER_70B = Case("70b_lora_24gb", "rtx4090-128", device_reads=False)
 
 ACTIVATIONS = {"load_x", "store_x", "load_dy", "store_dy", "load_saved", "store_saved", "load_kv", "store_kv"}
@@ -25,6 +26,14 @@ EXPECTED = {
     "best": ACTIVATIONS | STATE | {"checkpoint_state", "commit"},
     "resident": ACTIVATIONS | {"update_on_gpu", "stage_state", "checkpoint_staged"},
     "validated": {"embed_evaluate", "layer_evaluate", "head_evaluate", "evaluate"},
+    "sampled": {
+        "embed_generate",
+        "layer_generate",
+        "head_generate",
+        "take_logits",
+        "load_sample_kv",
+        "store_sample_kv",
+    },
     "120b": {"load_weights", "store_gradient_part", "write_gradient", "read_state", "write_state", "layer_recompute"}
     | SPILLS,
     "24gb": ACTIVATIONS | STATE | {"load_dkv", "store_dkv", "spill_kv", "unspill_kv", "spill_saved", "unspill_saved"},
@@ -72,6 +81,15 @@ def test_7b_validated_between_two_steps() -> None:
         run.evaluate(1, 1)
         run.finish()
         check(run, "validated")
+
+
+def test_samples_of_7b_between_two_steps() -> None:
+    """Their keys and values come to the GPU and leave it; prompts of unequal length lie end to end."""
+    with replay(SAMPLED_7B, 4) as run:
+        run.step(1)
+        run.sample(1)
+        run.finish()
+        check(run, "sampled")
 
 
 def test_120b_on_a_gh200() -> None:

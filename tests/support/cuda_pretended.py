@@ -241,6 +241,9 @@ class Pretended(TorchFunctionMode):
             Tensor.square: self._reduce(Tensor.square),
             torch.linalg.vector_norm: self._reduce(torch.linalg.vector_norm),
             Tensor.__setitem__: self._set,
+            Tensor.index_select: self._select,
+            Tensor.index_copy_: self._index_copy,
+            Tensor.float: self._float,
             Tensor.device.__get__: self._device_of,  # type: ignore[attr-defined]
         }
         for make in (torch.empty, torch.zeros, torch.empty_like):
@@ -325,6 +328,24 @@ class Pretended(TorchFunctionMode):
             return self.scratch(1, dtype=kwargs.get("dtype", tensor.dtype))[0]
 
         return reduced
+
+    def _select(self, tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+        assert dim == 0
+        assert self.on_device(tensor)
+        self.use(tensor, index, write=False)
+        return self.scratch(index.numel(), *tensor.shape[1:], dtype=tensor.dtype)
+
+    def _index_copy(self, tensor: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+        assert self.on_device(tensor)
+        self.use(index, source, write=False)
+        self.use(tensor, write=True)
+        return tensor
+
+    def _float(self, tensor: Tensor) -> Tensor:
+        if not self.on_device(tensor):
+            return tensor.float()
+        self.use(tensor, write=False)
+        return self.scratch(*tensor.shape, dtype=torch.float32)
 
     def _set(self, tensor: Tensor, index: Any, value: Any) -> None:
         if not self.on_device(tensor):

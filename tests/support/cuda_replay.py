@@ -26,7 +26,7 @@ from penstock.app.plan import recipe_task
 from penstock.app.recipe import load_recipe
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, AttentionState, Gradients, Operands
-from penstock.engine.config import TrainConfig
+from penstock.engine.config import SamplesConfig, TrainConfig
 from penstock.engine.data.loader import MicroBatch
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.hf.config import model_config
@@ -41,7 +41,8 @@ from penstock.engine.optim.adamw import Scalars, scalars
 from penstock.engine.optim.base import UpdateRange
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import PlanOptions
-from penstock.engine.runtime.batch import BatchCarrier, StepData
+from penstock.engine.runtime import sample_ops
+from penstock.engine.runtime.batch import BatchCarrier, SampleRow, StepData
 from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
 from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.schedule.builder import ScheduleBuilder
@@ -50,6 +51,8 @@ from penstock.storage.arena import HostArena
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 Tensors = Mapping[str, Tensor]
+NEW_TOKENS = 8
+"""Written behind each prompt."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class Case:
     choice: PlanOptions | None = None
     """None: what the search finds best."""
     device_reads: bool = True
+    prompt_tokens: tuple[int, ...] = ()
+    """Of the prompts behind which samples are written; none are where it is empty."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,10 @@ def planned(case: Case) -> Planned:
     """Plan a case; outside of `pretended`, which a model on the meta device is not made for."""
     machine, task = recipe_task(load_recipe(RECIPES / f"{case.recipe}.py"), case.machine)
     recipe = task.recipe
+    if case.prompt_tokens:
+        samples = SamplesConfig(every=1, prompts=["a"] * len(case.prompt_tokens), tokens=NEW_TOKENS)
+        recipe = replace(recipe, samples=samples)
+        task = replace(task, recipe=recipe, prompt_tokens=case.prompt_tokens)
     spec = model_spec(model_config(recipe, recipe.data.tokenizer_vocab_size), recipe)  # a kept one has no config
     task = replace(task, spec=spec, device_reads=case.device_reads)
     plan = task.search(machine).plan if case.choice is None else task.plan(case.choice)
@@ -131,7 +140,20 @@ class Arithmetic:
             tokens.labels.numel(), dtype=torch.bool
         )
 
+    def logits(self, weights: Tensors, x: Tensor) -> Tensor:
+        self._cuda.use(*weights.values(), x, write=False)
+        return self._cuda.scratch(x.shape[0], self.spec.vocab_size, dtype=self.dtype)
+
     # ------------------------------------------------------------------ LayerRunner
+
+    def forward_by(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Any) -> Tensor:
+        self._read(weights, inputs, x)
+        places, kept = handler
+        for place, mine in zip(places, kept, strict=True):
+            for tensor in mine:
+                self._cuda.use(tensor[place.start : place.end], write=True)
+                self._cuda.use(tensor[: place.end], write=False)
+        return self._result(x.shape[0])
 
     def documents(self, index: int, documents: Sequence[int], tokens: int) -> Sequence[int]:
         return documents
@@ -370,6 +392,27 @@ class Replay:
         self.watch.wait(last)
         self.runtime.end_evaluation(batch)
 
+    def sample(self, step: int) -> None:
+        """As engine.samples: a pass over the prompts, and one for a token behind each."""
+        assert self.plan.problem.samples is not None
+        self.runtime.drop_tokens()
+        lengths = [length - NEW_TOKENS for length in self.plan.problem.samples.lengths]
+        prompts = [SampleRow(i, 0, range(length), wanted=True) for i, length in enumerate(lengths)]
+        tokens = [SampleRow(i, length, [1], wanted=True) for i, length in enumerate(lengths)]
+        for batch, (rows, read) in enumerate([(prompts, {}), (tokens, dict(enumerate(lengths)))], start=1):
+            data = self._carrier.samples([rows], read)
+            self.runtime.begin_samples(-batch, data)
+            last: dict[str, int] = {}
+            passes = self.builder.generate(
+                step, -batch, chunks=[data.chunks[0].chunk], wanted=[0], read_tokens=sum(read.values())
+            )
+            for ops in passes:
+                self.perform(ops)
+                last |= {op.lane: op.id for op in ops}
+            for op in last.values():
+                self.watch.wait(op)
+            self.runtime.end_samples(-batch)
+
     def finish(self) -> None:
         self.perform(self.builder.finish(commit=True))
 
@@ -410,6 +453,7 @@ def replay(case: Case, layers: int | None = None) -> Iterator[Replay]:
     with pretended(Watch()) as cuda, pytest.MonkeyPatch.context() as patch:
         replay = Replay(shapes, cuda, layers)
         compute = replay.arithmetic
+        patch.setattr(sample_ops, "rows_handler", lambda places, kept, chunk: (places, kept))
         patch.setattr(attention, "forward_handler", compute.handler)
         patch.setattr(attention, "attend", compute.attend)
         patch.setattr(attention, "merge_", compute.merge)
