@@ -12,6 +12,7 @@ import uuid
 import warnings
 from typing import Any
 
+from penstock.app.run_files import whole
 from penstock.app.trackers.base import PROJECT, About, End, Line, Stream, Tracker, TrackerError
 from penstock.storage.untrusted import one_line, shell
 
@@ -86,7 +87,9 @@ class Trackio(Tracker):
         if self.about.summary is not None:
             import trackio
 
-            self._run.log({"summary": trackio.Markdown(f"{end}\n\n```json\n{json.dumps(self.about.summary)}\n```")})
+            text = f"{end}\n\n```json\n{json.dumps(self.about.summary)}\n```"
+            step = whole(self.about.summary.get("steps"))  # its own next one would be taken for a step that it has
+            self._run.log({"summary": trackio.Markdown(text)}, step=0 if step is None else step)
         self._run.finish()
 
     def _warned(self, message: Warning | str, *_: Any) -> None:

@@ -71,7 +71,9 @@ class Wandb(Tracker):
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
         # wandb counts what it was sent; offline it does not know what it was sent before.
-        rows = max(self._run.step, whole(self.known.get("rows")) or 0) if self._offline else self._run.step
+        rows = max(self._run.step, self._run.starting_step)
+        if self._offline:
+            rows = max(rows, whole(self.known.get("rows")) or 0)
         self.known |= {"id": own_id, "at": self._at(), "rows": rows}
 
     @property

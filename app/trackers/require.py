@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import configparser
+import importlib.metadata
 import importlib.util
 import netrc
 import os
+import re
 import urllib.parse
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from penstock.storage.errors import UserError
 
-_PACKAGES = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow-skinny"}
-"""Tracker -> what is installed for it: mlflow alone pins pyarrow to what the data readers have left behind."""
+_PACKAGES = {
+    "trackio": ("trackio", (0, 40)),
+    "wandb": ("wandb", (0, 20)),
+    "tensorboard": ("tensorboard", (2, 18)),
+    "mlflow": ("mlflow-skinny", (3, 0)),
+}
+"""Tracker -> what is installed for it, from which version on, as pyproject.toml has it. mlflow-skinny is mlflow's client;
+mlflow as a whole pins pyarrow to what the data readers have left behind, and pip then takes a mlflow of long ago."""
 _WANDB = "https://api.wandb.ai"
 _WANDB_OFFLINE = ("offline", "dryrun", "disabled")
 
@@ -23,12 +31,32 @@ def require_trackers(trackers: Iterable[str]) -> None:
     imported, and nobody is asked."""
     wrong = []
     for name in trackers:
-        if importlib.util.find_spec(name) is None:
-            wrong.append(f"{name} is not installed; `pip install {_PACKAGES[name]}`")
+        if (problem := _package(name)) is not None:
+            wrong.append(f"{name} {problem}")
         elif (problem := _LOGINS.get(name, lambda: None)()) is not None:
             wrong.append(f"{name}: {problem}")
     if wrong:
         raise UserError(f"trackers: {'; '.join(wrong)}, or leave it out of trackers")
+
+
+def _package(name: str) -> str | None:
+    """What is wrong with a tracker's package; None where nothing is."""
+    package, least = _PACKAGES[name]
+    if importlib.util.find_spec(name) is None:
+        return f"is not installed; `pip install {package}`"
+    version = _version(package) or _version(name)
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version or "")[:2])
+    if numbers and numbers < least:
+        at_least = f"{package}>={'.'.join(map(str, least))}"
+        return f"{version} is too old; `pip uninstall {name}`, then `pip install '{at_least}'`"
+    return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _wandb() -> str | None:

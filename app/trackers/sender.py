@@ -47,6 +47,7 @@ LOCK_S = 15.0
 _NICE = 10
 _VERSIONS = ("penstock", "torch", "transformers", "peft")
 _GIT_S = 5.0
+_ERROR_CHARS = 200
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -245,10 +246,12 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """An error of a tracker in a line."""
+    """An error of a tracker in a line; a long one by what has caused it."""
     if isinstance(error, TrackerError | UserError):
         return one_line(error)
-    return f"{type(error).__name__}: {one_line(error, 200)}".removesuffix(": ")
+    while len(str(error)) > _ERROR_CHARS and (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return f"{type(error).__name__}: {one_line(error, _ERROR_CHARS)}".removesuffix(": ")
 
 
 def work(run: Path, name: str, *, once: bool, say: Say) -> int:

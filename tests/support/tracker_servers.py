@@ -143,6 +143,7 @@ class WandbServer(StandIn):
         counts = {"logLineCount": 0, "historyLineCount": len(rows), "eventsLineCount": 0}
         tail = json.dumps([json.dumps(rows[-1])] if rows else [])
         texts = {"summaryMetrics": json.dumps(self.summary.get(run, {})), "historyTail": tail, "eventsTail": "[]"}
+        texts["wandbConfig"] = json.dumps({"t": 1})  # without it the run counts as one that has not begun
         config = json.dumps(self.config.get(run, {}))
         return {"id": run, "name": run, "displayName": run, "config": config, "tags": [], "notes": ""} | counts | texts
 
