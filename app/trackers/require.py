@@ -20,7 +20,7 @@ _PACKAGES = {
     "tensorboard": ("tensorboard", (2, 18)),
     "mlflow": ("mlflow-skinny", (3, 0)),
 }
-"""Tracker -> what is installed for it, from which version on, as pyproject.toml has it. mlflow-skinny is mlflow's client;
+"""Tracker -> what is installed for it and the oldest version, as in pyproject.toml. mlflow-skinny is mlflow's client;
 mlflow as a whole pins pyarrow to what the data readers have left behind, and pip then takes a mlflow of long ago."""
 _WANDB = "https://api.wandb.ai"
 _WANDB_OFFLINE = ("offline", "dryrun", "disabled")

@@ -1,0 +1,150 @@
+"""Runs with trackers: whatever becomes of these, a run ends as it does without any."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_process import FAKE, done, json_lines, refusal, started, steps, wait_until
+from recipe_texts import recipe_text, tiny_recipe
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import digest_of
+from tracker_servers import SERVERS, StandIn, WandbServer, environment
+
+import penstock
+from penstock.app.trackers import attach
+
+CLIENTS = {"trackio", "wandb", "mlflow"}
+DATA = {"source": "random", "path": None, "tokenizer_vocab_size": 300}
+SMALL = {"model": {"vocab_size": 300}, "data": DATA, "budgets": {"gpu": "64MiB", "ram": "64MiB"}}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*os.environ]:
+        if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_")):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def warnings(run: Path, tracker: str) -> list[str]:
+    """What a run's log says of a tracker."""
+    told = [line["text"] for line in json_lines(run / "log.jsonl") if line["level"] == "warning"]
+    return [text for text in told if text.startswith(f"tracker {tracker}: ")]
+
+
+def of_place(record: Path) -> dict[str, Any]:
+    """What a run keeps of a tracker with one place."""
+    (place,) = json.loads(record.read_text())["places"].values()
+    return dict(place)
+
+
+def has_steps(record: Path) -> bool:
+    return record.exists() and "metrics" in of_place(record)["sent"]
+
+
+def test_no_trouble_of_a_tracker_reaches_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One never answers, one answers 500, one is down, and one works."""
+    recipe = tiny_recipe(train={"steps": 4}, **SMALL)
+    plain = penstock.train(recipe, run_dir="plain")
+    imported = CLIENTS & sys.modules.keys()
+    monkeypatch.setattr(attach, "FINISH_S", 2.0)
+    servers: dict[str, StandIn] = {}
+
+    def on_step(metrics: penstock.StepMetrics) -> None:
+        if metrics.step == 4:
+            assert all(server.reached.wait(60) for server in servers.values())
+
+    with ExitStack() as stack:
+        for name, mood in (("wandb", "hangs"), ("mlflow", "fails")):
+            servers[name] = stack.enter_context(SERVERS[name](mood))
+            for key, value in environment(name, servers[name].url).items():
+                monkeypatch.setenv(key, value)
+        for key, value in environment("trackio", "http://127.0.0.1:1").items():
+            monkeypatch.setenv(key, value)
+        followed = dataclasses.replace(recipe, trackers=["wandb", "mlflow", "trackio", "tensorboard"])
+        run = penstock.train(followed, run_dir="run", on_step=on_step)
+    assert CLIENTS & sys.modules.keys() == imported
+    assert (penstock.Run(run).state, digest_of(run)) == ("finished", digest_of(plain))
+    assert [m.loss for m in penstock.Run(run).metrics()] == [m.loss for m in penstock.Run(plain).metrics()]
+    assert warnings(run, "tensorboard") == []
+    for name in CLIENTS:
+        *before, last = warnings(run, name)
+        assert last.startswith(f"tracker {name}: steps 1 to 4 were not sent (")
+        assert [text for text in before if "it is tried again" not in text] == []
+        assert len(before) <= 1, "a failure while the run runs is told once"
+    found = EventAccumulator(str(run / "tensorboard"))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [
+        (m.step, pytest.approx(m.loss)) for m in penstock.Run(run).metrics()
+    ]
+
+
+def test_samples_of_a_run_are_what_a_tracker_gets() -> None:
+    """The real lines of a run's samples, not made up ones."""
+    Path("corpus").mkdir()
+    for name in "abcd":
+        Path(f"corpus/{name}.txt").write_text("one day it rained and rained " * 100)
+    recipe = tiny_recipe(
+        train={"steps": 2, "validate_every": 2},
+        data={"validation_documents": 1},
+        samples={"prompts": ["one day"], "every": 2, "tokens": 4},
+        budgets=SMALL["budgets"],
+    )
+    run = penstock.train(dataclasses.replace(recipe, trackers=["tensorboard"]), run_dir="run")
+    (line,) = json_lines(run / "samples.jsonl")
+    found = EventAccumulator(str(run / "tensorboard"))
+    found.Reload()
+    (event,) = found.Tensors("samples/text_summary")
+    assert (event.step, event.wall_time) == (2, line["time"])
+    text = event.tensor_proto.string_val[0].decode()
+    assert text.startswith("**one day**\n\n")
+    assert [event.step for event in found.Scalars("validation/perplexity")] == [2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
+def test_a_run_that_was_ended_and_resumed_is_one_run_of_its_trackers(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for the engine trains; the trackers are sent every step once."""
+    text = recipe_text(train={"steps": 60}, **SMALL).replace("trackers=[]", "trackers=['tensorboard', 'wandb']")
+    Path("recipe.py").write_text(text)
+    run = tmp_path / "run"
+    records = [run / "trackers" / f"{tracker}.json" for tracker in ("tensorboard", "wandb")]
+    with WandbServer() as server:
+        settings = environment("wandb", server.url)
+        process = started(tmp_path, *FAKE, "train", "recipe.py", "--run-dir", "run", FAKE_STEP_S="0.1", **settings)
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 4, 60)
+        wait_until(lambda: all(map(has_steps, records)), 60)
+        process.send_signal(number)
+        done(process, -number if number == signal.SIGKILL else 0)
+        done(started(tmp_path, *FAKE, "resume", "run", **settings))
+        assert steps(run) == list(range(1, 61))
+        ((name, rows),) = server.rows.items()
+        sent = [row["train/global_step"] for row in rows if "train/loss" in row]
+        assert sent == steps(run)
+        assert server.exit_codes == {name: 0}
+    found = EventAccumulator(str(run / "tensorboard"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("train/loss")] == steps(run)
+    assert [of_place(record)["ended"] for record in records] == ["finished", "finished"]
+
+
+def test_a_run_does_not_begin_without_its_trackers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", os.getcwd())
+    text = recipe_text(train={"steps": 1}, **SMALL).replace("trackers=[]", "trackers=['wandb']")
+    Path("recipe.py").write_text(text)
+    assert "wandb: nobody is logged in; `wandb login`" in refusal(capsys, "train", "recipe.py", "--run-dir", "run")
+    monkeypatch.setattr("penstock.app.trackers.require._version", lambda package: "0.9.1")
+    assert "wandb 0.9.1 is too old" in refusal(capsys, "train", "recipe.py", "--run-dir", "run")
+    assert "wandb" in refusal(capsys, "train", "recipe.py", "--set", 'trackers=["comet"]', "--run-dir", "run")
+    assert [path.name for path in Path().iterdir()] == ["recipe.py"]
