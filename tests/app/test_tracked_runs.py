@@ -19,6 +19,7 @@ from tiny import digest_of
 from tracker_servers import SERVERS, StandIn, WandbServer, environment
 
 import penstock
+from penstock.app.cli import main
 from penstock.app.trackers import attach
 
 CLIENTS = {"trackio", "wandb", "mlflow"}
@@ -55,7 +56,7 @@ def test_no_trouble_of_a_tracker_reaches_the_run(monkeypatch: pytest.MonkeyPatch
     recipe = tiny_recipe(train={"steps": 4}, **SMALL)
     plain = penstock.train(recipe, run_dir="plain")
     imported = CLIENTS & sys.modules.keys()
-    monkeypatch.setattr(attach, "FINISH_S", 2.0)
+    monkeypatch.setattr(attach, "FINISH_S", 3.0)
     servers: dict[str, StandIn] = {}
 
     def on_step(metrics: penstock.StepMetrics) -> None:
@@ -126,6 +127,9 @@ def test_a_run_that_was_ended_and_resumed_is_one_run_of_its_trackers(
         process.send_signal(number)
         done(process, -number if number == signal.SIGKILL else 0)
         done(started(tmp_path, *FAKE, "resume", "run", **settings))
+        for key, value in settings.items():
+            monkeypatch.setenv(key, value)
+        assert main(["track", "run"]) == 0
         assert steps(run) == list(range(1, 61))
         ((name, rows),) = server.rows.items()
         sent = [row["train/global_step"] for row in rows if "train/loss" in row]
