@@ -42,7 +42,7 @@ def require_trackers(trackers: Iterable[str]) -> None:
 def _package(name: str) -> str | None:
     """What is wrong with a tracker's package; None where nothing is."""
     package, least = _PACKAGES[name]
-    if importlib.util.find_spec(name) is None:
+    if not _can_be_imported(name):
         return f"is not installed; `pip install {package}`"
     version = _version(package) or _version(name)
     numbers = tuple(int(part) for part in re.findall(r"\d+", version or "")[:2])
@@ -50,6 +50,12 @@ def _package(name: str) -> str | None:
         at_least = f"{package}>={'.'.join(map(str, least))}"
         return f"{version} is too old; `pip uninstall {name}`, then `pip install '{at_least}'`"
     return None
+
+
+def _can_be_imported(name: str) -> bool:
+    """A folder of that name where somebody works, as wandb makes one, is no package."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def _version(package: str) -> str | None:
@@ -106,7 +112,7 @@ def _trackio() -> str | None:
 
 
 def _mlflow() -> str | None:
-    if os.environ.get("MLFLOW_TRACKING_URI") or importlib.util.find_spec("sqlalchemy") is not None:
+    if os.environ.get("MLFLOW_TRACKING_URI") or _can_be_imported("sqlalchemy"):
         return None
     return "nobody says where to; set MLFLOW_TRACKING_URI to a server's address"
 

@@ -69,6 +69,15 @@ FILES = [
 ]
 
 
+ORIGINS = ["data/corpus/origins.npy", "data/corpus/origins.json"]
+"""They say where documents come from, and no token: a run goes on without them, and says of a spike less."""
+
+
+@pytest.mark.parametrize("damaged", ORIGINS, indirect=True)
+def test_scrub_refuses_by_the_files_name(damaged: Path, here: Path, capsys: Captured) -> None:
+    assert damaged.name in refusal(capsys, "scrub", "run")
+
+
 @pytest.mark.parametrize("damaged", FILES, indirect=True)
 def test_resume_and_scrub_refuse_by_the_files_name(damaged: Path, here: Path, capsys: Captured) -> None:
     before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file() and "state" in path.parts}
@@ -80,7 +89,7 @@ def test_resume_and_scrub_refuse_by_the_files_name(damaged: Path, here: Path, ca
 def test_what_no_test_damages_is_not_needed(here: Path) -> None:
     """Beside FILES a run has logs, reports, and in state/ what tests/storage damages: chunk files and copies."""
     names = {str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()}
-    assert {name for name in names - set(FILES) if not name.startswith("state/")} == {
+    assert {name for name in names - {*FILES, *ORIGINS} if not name.startswith("state/")} == {
         "log.jsonl",
         "metrics.jsonl",
         "plan.json",
@@ -90,7 +99,7 @@ def test_what_no_test_damages_is_not_needed(here: Path) -> None:
         "status.json",
         "summary.json",
     }
-    assert set(FILES) <= names
+    assert {*FILES, *ORIGINS} <= names
 
 
 def test_a_corpus_that_is_deleted_is_made_again(here: Path, capsys: Captured, tmp_path: Path) -> None:

@@ -301,7 +301,7 @@ def _settings() -> Iterator[Bad]:
             values = ["maybe", "2"]
         elif "int" in hint and "str" not in hint:
             values = ["x", "1.5", "9" * 25, "9" * 5000] + (["1e23"] if "float" not in hint else [])
-            values += [] if field.key == "train.seed" else ["-1"]
+            values += [] if field.key in ("train.seed", "samples.seed") else ["-1"]
         elif "float" in hint:
             values = ["x", "nan", "inf", "1e999"]
             values += [] if field.key in ("train.lr", "train.weight_decay") else ["-1"]

@@ -158,6 +158,7 @@ def test_kinds() -> None:
         "storage.keep_best",
         "samples.chat",
         "after.export",
+        "after.export_merged",
     }
     assert kinds["data.source"] == kinds["train.activation_checkpointing"] == "choice"
     assert kinds["budgets.gpu"] == kinds["name"] == kinds["train.clip_norm"] == "text"
