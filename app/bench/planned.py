@@ -211,7 +211,7 @@ what was then measured is in [planning.md](planning.md).
 penstock bench planned
 ```
 made this page and the heat map. Sizes are binary; NVMe holds two generations of the
-state. "Written per step" is what a step writes to all drives together.
+state, and the last good one where there is room. "Written per step" is what a step writes to all drives together.
 """
 _GRID = """
 ## Models and contexts

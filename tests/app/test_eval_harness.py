@@ -168,6 +168,7 @@ def test_what_is_not_done_is_refused_in_a_line(
     with pytest.raises(UserError, match="200 new tokens leave no room for a prompt in a context of 160"):
         asked.write([[1, 2]], Writing(200), lambda _: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("PENSTOCK_OFFLINE_BY_DEFAULT", raising=False)  # as if the command line had not been imported
     lost = "task: lost\ndataset_path: json\ndataset_kwargs: {data_files: nowhere.jsonl}\noutput_type: multiple_choice\n"
     (tasks / "lost.yaml").write_text(lost)
     index = find_tasks(["lost"], tasks)
