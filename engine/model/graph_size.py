@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.engine.model import skeleton
-from penstock.engine.model.layers import LayerInputs, LayerRunner, Projection
+from penstock.engine.model.layer_graph import Projection
+from penstock.engine.model.layers import LayerInputs, LayerRunner
 from penstock.engine.model.skeleton import LayerCall, Skeleton
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.layout import FlatLayout

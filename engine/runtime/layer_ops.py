@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, AttentionState, Gradients, KeptAttention, Operands
-from penstock.engine.model.layers import LayerGraph, Projection
+from penstock.engine.model.layer_graph import LayerGraph, Projection
 from penstock.engine.model.spec import AttentionShape
 from penstock.engine.plan.plan import Chunk
 from penstock.engine.runtime.handlers import handles

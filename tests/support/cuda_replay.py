@@ -32,7 +32,8 @@ from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.model.anatomy import model_spec
-from penstock.engine.model.layers import LayerInputs, Projection
+from penstock.engine.model.layer_graph import Projection
+from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.skeleton import LayerCall
 from penstock.engine.model.spec import ModelSpec, layouts
@@ -260,7 +261,7 @@ class Arithmetic:
 
 
 class Graph:
-    """engine.model.layers.LayerGraph without a graph, of the size that the plan expects."""
+    """engine.model.layer_graph.LayerGraph without a graph, of the size that the plan expects."""
 
     def __init__(
         self, owner: Arithmetic, cuda: Pretended, tokens: int, nbytes: int, projection: Projection | None
