@@ -111,23 +111,12 @@ def test_it_is_what_transformers_writes_and_changes_no_bit(tmp_path: Path, text:
     assert found[1][0].samples != found[1][1].samples
 
 
-HYBRID = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({"model_type": "llama"}, {}),
     "gemma3_text": ({"overrides": {"sliding_window": 8, "sliding_window_pattern": 2}}, {"kv_window": "streamed"}),
     "qwen3_moe": ({"overrides": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}}, {}),
     "gpt_oss": ({"overrides": {"num_local_experts": 4, "sliding_window": 8}}, {}),
-    "qwen3_next": ({"overrides": HYBRID}, {"chunk_tokens": 96}),
+    "qwen3_next": ({"overrides": tiny.HYBRID}, {"chunk_tokens": 96}),
 }
 """Model and settings by type: sliding windows, sinks, experts, and state from token to token."""
 
@@ -245,7 +234,7 @@ def test_what_is_asked_of_a_chat_is_in_its_template(tmp_path: Path) -> None:
             r"samples\.tokens: 10 behind prompt 3, of 89 tokens, make 99, but the model's positions end at 64; shorten",
         ),
         (
-            MODEL | {"model_type": "qwen3_next", "overrides": HYBRID, "max_position": 200},
+            MODEL | {"model_type": "qwen3_next", "overrides": tiny.HYBRID, "max_position": 200},
             {"source": "text"},
             {"tokens": 20},
             r"prompt 3, of 89 tokens, make 109, but this model carries state .* at most 96 .*data\.sequence_length",

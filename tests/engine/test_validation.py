@@ -121,17 +121,6 @@ def test_a_generation_may_be_committed_in_a_validation_or_behind_it(
 
 
 TINY_SET: dict[str, Any] = {"d": tiny.data(validation_documents=3, sequence_length=48)}
-HYBRID = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "few documents": ({}, {"validation_sequences": 8}, TINY_SET),
     "few documents, streamed": ({}, {"validation_sequences": 8} | STREAMED, TINY_SET),
@@ -148,7 +137,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"activation_checkpointing": "full"},
         {},
     ),
-    "state from token to token": ({"model_type": "qwen3_next", "overrides": HYBRID}, {"chunk_tokens": 48}, {}),
+    "state from token to token": ({"model_type": "qwen3_next", "overrides": tiny.HYBRID}, {"chunk_tokens": 48}, {}),
 }
 """Model, settings and data: documents that fill less than was asked for count once; other numbers, other layers."""
 HELD = {"few documents", "few documents, two rows", "bfloat16"}

@@ -62,6 +62,18 @@ FLOOR = "floor"
 """As a budget: the least that the planner accepts."""
 TIERS = [("1GiB", "1GiB"), (FLOOR, "1GiB"), (FLOOR, FLOOR), (1_100_000, 750_000)]
 """Budgets of GPU and RAM: all state on the GPU, in RAM, on NVMe, some of it on each."""
+HYBRID = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+"""Fields of a small qwen3_next, whose layers carry state from token to token but for one."""
 
 
 class Silent:
