@@ -10,6 +10,7 @@ from penstock.engine.data.chat import find_template
 from penstock.engine.data.encode import Encoder
 from penstock.engine.data.tokenizer import TOKENIZER_FILES, TextTokenizer, load_tokenizer
 from penstock.engine.generate.sources import stop_ids
+from penstock.engine.generate.text import text_behind
 from penstock.engine.model.anatomy import context_of
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.errors import UserError
@@ -33,10 +34,8 @@ class Prompts:
         return [len(ids) + self.config.tokens for ids in self.ids]
 
     def text(self, prompt: int, ids: list[int]) -> str:
-        """What `ids` say behind a prompt: some tokenizers write a token in the middle of a text in another way."""
-        before = self.tokenizer.decode(self.ids[prompt])
-        whole = self.tokenizer.decode([*self.ids[prompt], *ids])
-        return whole.removeprefix(before) if whole.startswith(before) else self.tokenizer.decode(ids)
+        """What `ids` say behind a prompt."""
+        return text_behind(self.tokenizer, self.ids[prompt], ids)
 
     def describe(self) -> str:
         every, count, most = self.config.every, len(self.ids), max(map(len, self.ids))

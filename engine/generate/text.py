@@ -38,3 +38,12 @@ class TextStream:
         self._first, self._told = self._told, len(self._ids)
         self.text += more
         return more
+
+
+def text_behind(tokenizer: TextTokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """What `ids` say behind a prompt."""
+    stream = TextStream(tokenizer, prompt)
+    for token in ids:
+        stream.add(token)
+    stream.end()
+    return stream.text
