@@ -163,7 +163,7 @@ def open_session(
                 undo.callback(store.close)
                 require_record(store)
                 _require_same_adapter(store, recipe)
-                _require_same_state(store, found.plan, recipe)
+                _require_same_state(store, found.plan)
                 if checkpoint is not None:
                     store.restore(checkpoint)
                     require_record(store)
@@ -367,9 +367,9 @@ def _require_same_adapter(store: NvmeStore, recipe: Recipe) -> None:
             )
 
 
-def _require_same_state(store: NvmeStore, plan: Plan, recipe: Recipe) -> None:
+def _require_same_state(store: NvmeStore, plan: Plan) -> None:
     """UserError unless the store holds what the plan wants."""
-    _require_same_frozen(store, plan, recipe)
+    _require_same_frozen(store, plan)
     wanted = {(a.buffer, a.kind): a for a in state_arrays(plan)}
     held = {(a.buffer, a.kind): a for a in store.arrays()}
     if wanted.keys() != held.keys() or any(wanted[key].numel != held[key].numel for key in wanted):
@@ -382,19 +382,15 @@ def _require_same_state(store: NvmeStore, plan: Plan, recipe: Recipe) -> None:
         )
 
 
-def _require_same_frozen(store: NvmeStore, plan: Plan, recipe: Recipe) -> None:
+def _require_same_frozen(store: NvmeStore, plan: Plan) -> None:
     """UserError where the parameters that the store holds as frozen are others than the plan's."""
     wanted, held = ({a.buffer: a for a in arrays if a.fixed} for arrays in (state_arrays(plan), store.arrays()))
     if {name: a.numel for name, a in wanted.items()} != {name: a.numel for name, a in held.items()}:
         fields = store.meta.get("fields")
-        before = fields if isinstance(fields, dict) else {}
-        adapter = before.get("adapter.method", "none")
-        name, was = "train.freeze", before.get("train.freeze", [])
-        if adapter != recipe.adapter.method:
-            name, was = "adapter.method", adapter
+        was = fields.get("train.freeze", []) if isinstance(fields, dict) else []
         raise UserError(
-            f"{name}: the run in {store.root} began with {one_line(json.dumps(was))}, so that other parameters are "
-            "trained there, which a resumed run cannot change; restore it, or start a new run from an export"
+            f"train.freeze: the run in {store.root} began with {one_line(json.dumps(was))}, so that other parameters "
+            "are trained there, which a resumed run cannot change; restore it, or start a new run from an export"
         )
     for name in held.keys() & wanted.keys():
         if held[name].dtype != wanted[name].dtype:
