@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[1]
+PAGE = (REPOSITORY / "docs" / "EXTENDING.md").read_text()
 WALKS = sorted((REPOSITORY / "tests" / "walks").glob("walk_*.py"))
 STEP = re.compile(r"^(New file|In) `([\w/]+\.py)`:\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -29,14 +32,25 @@ def follow(page: str, root: Path) -> list[str]:
     return done
 
 
-def test_what_the_page_adds_works(tmp_path: Path) -> None:
-    """All walks pass in a copy of the repository in which the page was followed."""
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A copy of the repository in which the page was followed."""
     root = tmp_path / "copy"
     for name in ("app", "engine", "penstock", "storage", "tui", "tests"):
         shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPOSITORY / "pyproject.toml", root)
-    page = (REPOSITORY / "docs" / "EXTENDING.md").read_text()
-    assert len(follow(page, root)) == page.count("```python") > len(WALKS)
+    assert len(follow(PAGE, root)) == PAGE.count("```python") > len(WALKS)
+    return root
+
+
+def test_what_the_page_adds_has_its_places(root: Path) -> None:
+    for _, name, _ in STEP.findall(PAGE):
+        compile((root / name).read_text(), name, "exec")
+
+
+@pytest.mark.long
+def test_what_the_page_adds_works(root: Path) -> None:
+    """All walks pass."""
     arguments = ["-m", "pytest", "-vv", "-p", "no:cacheprovider", *(f"tests/walks/{walk.name}" for walk in WALKS)]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True)
@@ -49,5 +63,5 @@ def test_what_the_page_adds_works(tmp_path: Path) -> None:
 
 
 def test_there_are_six_walks() -> None:
-    headings = re.findall(r"^## (.*)$", (REPOSITORY / "docs" / "EXTENDING.md").read_text(), re.MULTILINE)
+    headings = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
     assert len(headings) == len(WALKS) == 6

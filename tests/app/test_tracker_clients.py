@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from cli_process import REPOSITORY, refusal
+from samples import cases
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tracked import end, made_up_run, write_steps
 from tracker_servers import SERVERS, Asked, MlflowServer, StandIn, TrackioServer, WandbServer, environment
@@ -199,7 +200,10 @@ TROUBLE = {
 }
 
 
-@pytest.mark.parametrize("server", TROUBLE, indirect=True, ids="-".join)
+FEW = ("wandb", "refuses"), ("mlflow", "fails"), ("trackio", "hangs")
+
+
+@pytest.mark.parametrize("server", cases(TROUBLE, *FEW), indirect=True, ids="-".join)
 def test_trouble_is_told_in_a_line_and_what_is_missing_is_sent_later(
     run: Path, server: StandIn, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,7 @@ from penstock.storage.retention import automatic_name
 STEPS = 5
 KILLS = samples(6, 18)
 """For each of three placements."""
-FROZEN_KILLS = samples(3, 30)
+FROZEN_KILLS = samples(2, 30)
 """Of a run of which half is frozen, and of one of an adapter."""
 FEW_KILLS = samples(1, 3)
 """Of an import, and of an export."""
