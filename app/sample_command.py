@@ -34,7 +34,8 @@ def sample(
         Path | None, typer.Option(metavar="FILE", help="File whose whole text is a prompt; - is standard input.")
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Talk with it in the terminal, by its tokenizer's chat template.")
+        bool,
+        typer.Option("--chat", help="By its tokenizer's chat template: answer the prompts, or talk in the terminal."),
     ] = False,
     tokens: Annotated[
         int | None, typer.Option(metavar="N", help="At most so many tokens of each; default 64, in a chat 1024.")
@@ -58,36 +59,37 @@ def sample(
     from penstock.app import sampling
 
     given = [*(prompts or []), *([sampling.read_prompt(prompt_file)] if prompt_file is not None else [])]
-    if chat == bool(given):
-        raise UserError("give --prompt TEXT, --prompt-file FILE or --chat" + (": a chat takes no prompts" * chat))
-    if chat and as_json:
-        raise UserError("--json: a chat prints no JSON; leave one of them out")
+    if not chat and not given:
+        raise UserError("give --prompt TEXT, --prompt-file FILE or --chat")
+    if as_json and not given:
+        raise UserError("--json: a talk prints no JSON; give --prompt TEXT")
     with sampling.opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram) as found:
         decoding = sampling.decoding_of(
             found, (1024 if chat else 64) if tokens is None else tokens, temperature, top_p, seed
         )
-        if chat:
+        if not given:
             sampling.chat(found, decoding, _ask, on_start=_remark, on_text=_show)
             return
+        between = "\n" if chat else ""
         alone = len(given) == 1 and not as_json
 
         def begin(text: str) -> None:
             _remark(text)
-            if alone:
+            if alone and not chat:
                 _show(given[0])
 
         def more(sequence: int, text: str) -> None:
             if alone:
                 _show(text)
 
-        samples = sampling.continued(found, given, decoding, on_start=begin, on_text=more)
+        samples = sampling.continued(found, given, decoding, chat=chat, on_start=begin, on_text=more)
         if as_json:
             print(json.dumps(sampling.as_json(found, samples)))
         elif alone:
-            print()
+            print(flush=True)
         else:
             for number, one in enumerate(samples, 1):
-                print(printable(f"[{number}] {one.prompt}{one.text}\n"))
+                _show(f"[{number}] {one.prompt}{between}{one.text}\n\n")
         _remark(sampling.took(found))
 
 

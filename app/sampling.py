@@ -109,15 +109,18 @@ def continued(
     prompts: Sequence[str],
     decoding: Decoding,
     *,
+    chat: bool = False,
     on_start: Callable[[str], None] | None = None,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Sample]:
-    """Continue texts, batched. `on_start` is told what lives where and how long it will take; `on_text` gets (prompt,
-    more text) as it comes."""
+    """Continue texts, batched; `chat`: answer each as a message. `on_start` is told what lives where and how long it
+    will take; `on_text` gets (prompt, more text) as it comes."""
     from penstock.engine.generate.text import TextStream
 
+    ids = [
+        model.encode_chat([{"role": "user", "content": prompt}]) if chat else model.encode(prompt) for prompt in prompts
+    ]
     tokenizer = model.tokenizer
-    ids = [model.encode(prompt) for prompt in prompts]
     model.require_context(ids)
     assert tokenizer is not None
     streams = [TextStream(tokenizer, prompt) for prompt in ids]
@@ -200,6 +203,7 @@ def sample(
     model: str | Path,
     prompts: str | Sequence[str],
     *,
+    chat: bool = False,
     tokens: int = 64,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -211,16 +215,17 @@ def sample(
 ) -> list[str]:
     """Continue one text or several, batched, by a run or a model whose weights are streamed; the texts behind them.
 
-    `model`: a run's directory or name, a Hugging Face folder or a name on the hub. `tokens`: at most so many of each.
-    `temperature`: 0 takes the likeliest token, always. `gpu`, `ram`: what may be used of each, as "20GiB"; None: what
-    is free. `on_text` gets (number of the prompt, more text) as it comes. Raises UserError.
+    `model`: a run's directory or name, a Hugging Face folder or a name on the hub. `chat`: the prompts are messages,
+    put into its tokenizer's chat template, and the texts answers. `tokens`: at most so many of each. `temperature`: 0
+    takes the likeliest token, always. `gpu`, `ram`: what may be used of each, as "20GiB"; None: what is free. `on_text`
+    gets (number of the prompt, more text) as it comes. Raises UserError.
     """
     given = [prompts] if isinstance(prompts, str) else list(prompts)
     if not given:
         return []
     with opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram) as found:
         decoding = decoding_of(found, tokens, temperature, top_p, seed)
-        return [one.text for one in continued(found, given, decoding, on_text=on_text)]
+        return [one.text for one in continued(found, given, decoding, chat=chat, on_text=on_text)]
 
 
 def read_prompt(file: Path) -> str:

@@ -112,6 +112,13 @@ def test_a_chat_reads_what_is_new_and_answers_by_the_template(
     monkeypatch.setattr("sys.stdin", io.StringIO("What colour has the apple?\n"))
     assert main(["sample", str(model), "--chat", "--tokens", "5", *SMALL]) == 0
     assert capsys.readouterr().out == messages[1]["content"] + "\n"
+    asks = ["--prompt", "What colour has the apple?"]
+    assert main(["sample", str(model), "--chat", *asks, "--tokens", "5", *SMALL]) == 0
+    assert capsys.readouterr().out == messages[1]["content"] + "\n"
+    assert main(["sample", str(model), "--chat", *asks, *asks, "--tokens", "5", *SMALL]) == 0
+    answers = "".join(f"[{number}] {asks[1]}\n{messages[1]['content']}\n\n" for number in (1, 2))
+    assert capsys.readouterr().out == answers
+    assert penstock.sample(model, asks[1], chat=True, tokens=5, gpu="1GiB", ram="1GiB") == [messages[1]["content"]]
 
 
 def test_what_it_refuses(
@@ -146,7 +153,7 @@ def test_what_it_refuses(
     assert "give at least " in said
     assert "--gpu: 'much' is not a size" in refused(str(model), *asks, "--gpu", "much")
     assert "give --prompt TEXT, --prompt-file FILE or --chat" in refused(str(model))
-    assert "a chat takes no prompts" in refused(str(model), "--chat", *asks)
+    assert "--json: a talk prints no JSON; give --prompt TEXT" in refused(str(model), "--chat", "--json")
     assert "--top-p: 0; above 0" in refused(str(model), *asks, "--top-p", "0")
     assert "--temperature: -1" in refused(str(model), *asks, "--temperature", "-1")
     assert "--tokens: 0" in refused(str(model), *asks, "--tokens", "0")
