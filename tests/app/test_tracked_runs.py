@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from cli_process import FAKE, done, json_lines, refusal, started, steps, wait_until
 from recipe_texts import recipe_text, tiny_recipe
+from samples import cases
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import digest_of
 from tracker_servers import SERVERS, StandIn, WandbServer, environment
@@ -110,7 +111,7 @@ def test_samples_of_a_run_are_what_a_tracker_gets() -> None:
     assert [event.step for event in found.Scalars("validation/perplexity")] == [2]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", cases([signal.SIGKILL, signal.SIGINT], signal.SIGKILL), ids=lambda one: one.name)
 def test_a_run_that_was_ended_and_resumed_is_one_run_of_its_trackers(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

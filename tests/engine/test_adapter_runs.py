@@ -15,6 +15,7 @@ import tiny
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from samples import cases
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -214,7 +215,7 @@ def test_an_adapter_beside_random_weights_is_exported_merged(tmp_path: Path) -> 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
 
 
-@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("method", cases(["lora", "dora"], "dora"))
 def test_every_placement_gives_the_references_bits(tmp_path: Path, method: str) -> None:
     """Of the adapter's state and the step in plain words; nothing of the base is written after it was there."""
     adapter, train = adapted.section(method), tiny.training(steps=STEPS, clip_norm=0.2, warmup_steps=0)

@@ -18,7 +18,7 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import samples
+from samples import cases, samples
 
 from penstock.engine import validation
 from penstock.engine.events import ValidationMetrics
@@ -91,7 +91,7 @@ def checkpoint_digest(folder: Path, name: str) -> str:
         return tiny.digest(kept)
 
 
-@pytest.mark.parametrize("every", [1000, 1, 2])
+@pytest.mark.parametrize("every", cases([1000, 1, 2], 1000, 2))
 def test_the_generation_of_the_lowest_validation_loss_is_kept(
     tmp_path: Path, losses: dict[int, float], every: int
 ) -> None:
@@ -118,7 +118,7 @@ def test_it_stands_beside_the_last_good_and_the_last_ones(tmp_path: Path, losses
     assert set(tiny.kept(tmp_path)) == {"best-000002", "good-000005", "step-000005", "step-000006"}
 
 
-@pytest.mark.parametrize("stop_after", [1, 3, 4, 5])
+@pytest.mark.parametrize("stop_after", cases([1, 3, 4, 5], 3, 4))
 def test_a_resumed_run_keeps_the_same_one(tmp_path: Path, losses: dict[int, float], stop_after: int) -> None:
     told(losses, [3.0, 2.0, 2.5, 1.5, 1.7, 1.6])
     run(tmp_path, stop_after)
@@ -183,7 +183,7 @@ def test_a_run_without_a_lower_loss_ends_with_its_step_committed(tmp_path: Path,
     assert best_step(tmp_path) == 2
 
 
-@pytest.mark.parametrize("stop_after", [1, 2, 3, 4])
+@pytest.mark.parametrize("stop_after", cases([1, 2, 3, 4], 2, 3))
 def test_patience_survives_a_stop(tmp_path: Path, losses: dict[int, float], stop_after: int) -> None:
     told(losses, [3.0, 2.0, 2.5, 2.2, 2.1])
     run(tmp_path, stop_after, train={"early_stopping_patience": 3}, storage={"checkpoint_every": 1})

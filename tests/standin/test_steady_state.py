@@ -2,7 +2,9 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
+import adapted
 import pytest
 import small_model
 import standin
@@ -10,6 +12,8 @@ import tiny
 import torch
 from torch._dynamo.utils import compilation_time_metrics, counters
 
+from penstock.engine import samples
+from penstock.engine.config import SamplesConfig
 from penstock.engine.schedule.actions import LANES, NORM
 from penstock.engine.train import train_step
 from penstock.storage.readers import KvikioReader
@@ -23,6 +27,15 @@ MIB = 1 << 20
 # (gpu, ram): everything on the GPU; state in RAM; state in RAM and on drives; the least that is accepted.
 TIERS = [("4GiB", "1GiB"), (tiny.FLOOR, "1GiB"), (tiny.FLOOR, 48 * MIB), (tiny.FLOOR, tiny.FLOOR)]
 
+LEAST: dict[str, Any] = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR}
+CASES: dict[str, dict[str, Any]] = {
+    **{f"{gpu}-{ram}": {"gpu": gpu, "ram": ram} for gpu, ram in TIERS},
+    "frozen": LEAST | {"t": small_model.training(freeze=["*embed_tokens*", "*.layers.0.*", "*.mlp.*"])},
+    "lora": LEAST | {"adapter": adapted.section("lora")},
+    "dora": {"gpu": "4GiB", "ram": "1GiB", "adapter": adapted.section("dora")},
+    "samples": LEAST | {"samples": SamplesConfig(every=1, prompts=["the mill", "a"], tokens=4)},
+}
+
 
 def compilations() -> int:
     """Frames that Dynamo has looked at, and everything that it and Inductor have timed of their work."""
@@ -34,22 +47,28 @@ def lane_of(thread: str) -> str:
     return "compute" if thread == AUTOGRAD else thread
 
 
-@pytest.mark.parametrize(("gpu", "ram"), TIERS)
-def test_no_step_after_the_second_stops_for_anything(tmp_path: Path, gpu: str | int, ram: str | int) -> None:
-    """Allowed: host lanes wait for events of the GPU's lanes, which is how they wait for what they read; the main
-    thread waits for the stream of its own that brings the next batch (BatchCarrier); in compatibility mode kvikio's
-    threads wait for streams of their own, and register one buffer a thread as they come to need them. Nothing else
-    waits, nothing allocates, nothing is copied from or to pageable memory, and nothing is compiled.
+@pytest.mark.parametrize("case", CASES)
+def test_no_step_after_the_second_stops_for_anything(tmp_path: Path, case: str) -> None:
+    """Samples are written before the steps that are watched.
+
+    Allowed: host lanes wait for events of the GPU's lanes, which is how they wait for what they read; the main thread
+    waits for the stream of its own that brings the next batch (BatchCarrier); in compatibility mode kvikio's threads
+    wait for streams of their own, and register one buffer a thread as they come to need them. Nothing else waits,
+    nothing allocates, nothing is copied from or to pageable memory, and nothing is compiled.
     """
     kinds = ("pageable_copy", "stream_sync", "device_sync", "event_sync", *ALLOCATIONS)
-    d = tiny.data(sequence_length=512)
+    sections = {"m": small_model.model(), "d": tiny.data(sequence_length=512), "t": small_model.training()}
+    if case == "samples":
+        text = tmp_path / "a.txt"
+        text.write_text("the mill turns the stone and the stone turns a wheel of the mill\n" * 300)
+        sections["m"] = small_model.model(vocab_size=None)
+        sections["d"] = tiny.data(source="text", path=str(text), tokenizer_vocab_size=300, sequence_length=512)
     storage = tiny.storage(part_bytes="256KiB")
-    session = tiny.session(
-        tmp_path, m=small_model.model(), d=d, t=small_model.training(), s=storage, gpu=gpu, ram=ram, device=CUDA
-    )
-    with session:
+    with tiny.session(tmp_path, s=storage, device=CUDA, **(sections | CASES[case])) as session:
         for _ in range(2):
             train_step(session)
+            if samples.due(session):
+                samples.write(session)
         session.executor.drain()
         compiled, before = compilations(), standin.counts()
         with standin.watched(*kinds) as calls:
