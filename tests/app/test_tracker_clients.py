@@ -24,8 +24,8 @@ from penstock.app.trackers.attach import Trackers, end_sender, start_sender, wor
 
 STEPS = list(range(1, 26))
 LIMIT_S = 300.0
-"""Of every wait, and of every sender: one that hangs is killed and so fails its test. Senders give way to all else: on a
-busy machine one takes half a minute to begin."""
+"""Of every wait, and of every sender: one that hangs is killed and so fails its test. Senders give way to all else: on
+a busy machine one takes half a minute to begin."""
 
 
 @pytest.fixture
