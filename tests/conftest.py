@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -18,11 +20,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "test_story" not in item.nodeid)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Waits for what a run in this process loads ahead in a thread: that makes loggers, all of which pytest goes
+    through as each phase of a test begins."""
+    try:
+        return (yield)
+    finally:
+        for thread in threading.enumerate():
+            if thread.name == "headers":
+                thread.join()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_of_this_machine() -> Iterator[None]:
     """Plans rest on assumed rates, not on what this machine's owner has measured, and leave nothing for the owner's
-    runs: they are the same everywhere."""
+    runs: they are the same everywhere. Each has a folder of its own: where a cache came first, no run of this process
+    would reserve its memory there, but beside those of the other workers."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"):
-            patch.setenv(name, folder)
+            place = Path(folder, name)
+            place.mkdir(mode=0o700)
+            patch.setenv(name, str(place))
         yield

@@ -7,6 +7,7 @@ import json
 import math
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,12 @@ def recipe(**changes: dict[str, Any]) -> penstock.Recipe:
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder, and Control-C as a program has it that was not started in a shell's background."""
     monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def state(run: Path) -> tuple[str, int | None]:
