@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 from penstock.app.finetune_data import Source, look_at, open_source
 from penstock.app.finetune_defaults import SAMPLE_TOKENS, Default, Found, choose
 from penstock.app.finetune_report import SAMPLES, length_figures, sample
+from penstock.app.loading import loading
 from penstock.app.recipe import apply_overrides, changes, from_dict, resolve_paths, save_recipe, to_dict
 from penstock.app.recipe_fields import parse_value
 from penstock.app.recipe_text import python_text
+from penstock.app.trackers.require import require_trackers
 from penstock.engine.config import RENAMED, DataConfig, ModelConfig, Recipe
 from penstock.storage.disk import atomic_write
 from penstock.storage.errors import UserError
@@ -78,8 +80,28 @@ def propose(
     recipe = _with(recipe, {item.key: item.value for item in prompt})
     chosen += prompt
     source.require_trainable(recipe)
+    _require_ready(recipe, source)
     report = data_report(source, recipe) | {"chosen": [item._asdict() for item in chosen], "recipe": changes(recipe)}
     return Proposal(recipe, chosen, report)
+
+
+def _require_ready(recipe: Recipe, source: Source) -> None:
+    """UserError for what a run of the recipe would refuse before its first step, when the recipe would be written."""
+    if not recipe.machine:
+        require_trackers(recipe.trackers)
+    if recipe.adapter.start is None and recipe.samples.every is None:
+        return
+    with loading():
+        from penstock.engine.generate.prompts import prepare_prompts
+        from penstock.engine.hf.adapter_folder import open_start
+        from penstock.engine.hf.config import model_config
+        from penstock.engine.model.anatomy import take_apart
+
+    adapter = recipe.adapter if recipe.adapter.is_used else None
+    spec = take_apart(model_config(recipe, None), recipe.train.freeze, adapter)
+    if recipe.adapter.start is not None:
+        open_start(Path(recipe.adapter.start).expanduser(), spec, recipe.model.path)
+    prepare_prompts(recipe, source.tokenizer, spec)
 
 
 def _opened(

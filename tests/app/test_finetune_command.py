@@ -37,6 +37,9 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("PENSTOCK_OFFLINE_BY_DEFAULT", raising=False)  # of a command before in this process
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HOME", str(tmp_path))  # where nobody is logged in to a tracker
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_DIR", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 
@@ -251,6 +254,19 @@ def taken_recipe(here: Path) -> list[str]:
     return ["tiny-chat", "talks.jsonl", "--out", "mine.py"]
 
 
+def other_adapter(here: Path) -> list[str]:
+    """An adapter to go on from whose model is twice as wide."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(here / "tiny-chat")
+    config.hidden_size *= 2
+    peft = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=2, target_modules=["q_proj"]))
+    peft.save_pretrained(here / "adapter")
+    own = settings("adapter.method=lora", "adapter.rank=2", "adapter.alpha=8", 'adapter.targets=["q_proj"]')(here)
+    return [*own, "--set", "adapter.start=adapter"]
+
+
 GOOD = json.dumps(talk(1))
 MUTE = json.dumps({"messages": [{"role": "user", "content": "hello"}]})
 BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
@@ -280,6 +296,13 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "the shortest document has 29 tokens",
     ),
     "a context beyond the model's": (settings("data.sequence_length=4096"), "max_position_embeddings 1024"),
+    "a tracker that nobody is logged in to": (settings('trackers=["wandb"]'), "wandb: nobody is logged in"),
+    "an adapter of another base": (other_adapter, "belongs to another base"),
+    "no adapter": (settings("adapter.method=lora", "adapter.start=nothing-here"), "nothing-here"),
+    "a prompt beyond the context": (
+        settings("samples.every=2", f'samples.prompts=["{"long " * 1024}"]'),
+        "shorten the prompt",
+    ),
     "an unknown field": (settings("train.learning_rate=1"), "train.lr"),
     "a wrong value": (settings("train.lr=much"), "must be a number"),
     "all held out": (settings("data.validation_documents=60"), "hold out fewer"),
