@@ -12,6 +12,10 @@ has, so that the model's state really streams: weights come from RAM, master wei
 """
 
 from penstock import AfterConfig, BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, run_recipe
+from penstock.engine.machine.precision import cpu_has_bfloat16
+
+# A CPU without bfloat16 computes in float32, which takes twice the room.
+GPU, RAM = ("23MiB", "25MiB") if cpu_has_bfloat16() else ("31MiB", "49MiB")
 
 recipe = Recipe(
     name="quickstart",
@@ -51,7 +55,7 @@ recipe = Recipe(
         validate_first=True,
         validation_sequences=8,
     ),
-    budgets=BudgetConfig(gpu="23MiB", ram="25MiB", nvme="1GiB"),
+    budgets=BudgetConfig(gpu=GPU, ram=RAM, nvme="1GiB"),
     storage=StorageConfig(part_bytes="64KiB", checkpoint_every=20, keep_good=None),
     after=AfterConfig(export=True),
 )
