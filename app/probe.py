@@ -98,7 +98,7 @@ def machine_table(machine: Machine) -> Table:
         ("cores, NUMA nodes", f"{machine.cores}, {machine.numa_nodes}"),
         ("RAM" if machine.gpu else "RAM as the ram tier", bytes_text(machine.ram_bytes)),
         ("GPU memory" if machine.gpu else "RAM as the gpu tier", bytes_text(machine.gpu_bytes)),
-        ("matrix products, bfloat16", f"{machine.matmul_flops / 1e12:,.3g} TFLOP/s"),
+        ("matrix products", f"{machine.matmul_flops / 1e12:,.3g} TFLOP/s"),
     ]
     for attention in machine.attention:
         forward, backward = (flops / 1e12 for flops in (attention.forward_flops, attention.backward_flops))

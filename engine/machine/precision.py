@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from penstock.engine.config import TrainConfig
 
 
 def with_compute_dtype(train: TrainConfig, device_type: str) -> TrainConfig:
     """The same with train.compute_dtype=auto decided for a device: of this machine, where it is a CPU."""
-    if train.compute_dtype != "auto":
-        return train
-    return replace(train, compute_dtype="bfloat16" if device_type == "cuda" or cpu_has_bfloat16() else "float32")
+    return train if train.compute_dtype != "auto" else replace(train, compute_dtype=usual_dtype(device_type))
+
+
+def usual_dtype(device_type: str) -> Literal["bfloat16", "float32"]:
+    """What train.compute_dtype=auto stands for there."""
+    return "bfloat16" if device_type == "cuda" or cpu_has_bfloat16() else "float32"
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -17,6 +17,7 @@ from penstock.engine.clock import clock
 from penstock.engine.config import TrainConfig
 from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.compilers import optimizer_compiles
+from penstock.engine.machine.precision import usual_dtype
 from penstock.engine.machine.profile import AttentionRate
 from penstock.engine.optim.base import UpdateRange, find_optimizer
 from penstock.storage.arena import HostArena
@@ -90,15 +91,19 @@ GPU_SIZES = Sizes(
 
 
 def matmul_flops(device: torch.device, sizes: Sizes, seconds: float) -> float:
-    """FLOP/s of the products of a layer's matrices with a chunk, forward and both gradients, in bfloat16."""
+    """FLOP/s of the products of a layer's matrices with a chunk, forward and both gradients.
+
+    In the dtype that train.compute_dtype=auto takes on this machine.
+    """
+    dtype = getattr(torch, usual_dtype(device.type))
     total_s = flops = 0.0
     for out_features, in_features in sizes.matrices:
         weight, x, dy = (
-            torch.randn(shape, device=device, dtype=torch.bfloat16)
+            torch.randn(shape, device=device, dtype=dtype)
             for shape in ((out_features, in_features), (sizes.rows, in_features), (sizes.rows, out_features))
         )
         for left, right in ((x, weight.t()), (dy, weight), (dy.t(), x)):
-            out = torch.empty(left.shape[0], right.shape[1], device=device, dtype=torch.bfloat16)
+            out = torch.empty(left.shape[0], right.shape[1], device=device, dtype=dtype)
 
             def product(left: Tensor = left, right: Tensor = right, out: Tensor = out) -> None:
                 torch.matmul(left, right, out=out)
@@ -129,9 +134,10 @@ def attention_rates(device: torch.device, sizes: Sizes, seconds: float) -> tuple
 def _attention_rate(device: torch.device, sizes: Sizes, head_dim: int, chunk: int, seconds: float) -> AttentionRate:
     start = sizes.earlier_tokens
     keys = start + chunk
+    dtype = getattr(torch, usual_dtype(device.type))
 
     def random(tokens: int, heads: int) -> Tensor:
-        return torch.randn(tokens, heads, head_dim, device=device, dtype=torch.bfloat16)
+        return torch.randn(tokens, heads, head_dim, device=device, dtype=dtype)
 
     q, dout = (random(chunk, sizes.heads) for _ in range(2))
     k, v = (random(keys, sizes.kv_heads) for _ in range(2))

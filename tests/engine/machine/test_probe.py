@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import cases
 
+from penstock.engine.attention import chunk as attention
 from penstock.engine.machine import probe_drives as drives
 from penstock.engine.machine.probe import planned_writes, probe
-from penstock.engine.machine.probe_compute import Sizes, optimizer_params_per_s
+from penstock.engine.machine.probe_compute import Sizes, attention_rates, matmul_flops, optimizer_params_per_s
 from penstock.engine.machine.profile import from_json
 from penstock.storage.errors import UserError
 
@@ -186,3 +188,28 @@ def test_an_update_that_fails_is_raised_where_it_is_awaited(monkeypatch: pytest.
     monkeypatch.setattr("penstock.engine.machine.probe_compute._updates_per_s", fails)
     with pytest.raises(ValueError, match="broken"):
         optimizer_params_per_s(torch.device("cpu"), TINY, 0.1)
+
+
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_products_and_attention_are_of_the_dtype_that_runs_take(
+    monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool
+) -> None:
+    """Where a CPU has no bfloat16, a product in it takes minutes and says nothing of runs, which take float32."""
+    taken = set()
+    real_matmul, real_attend = torch.matmul, attention.attend
+
+    def matmul(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        taken.update((left.dtype, right.dtype, out.dtype))
+        return real_matmul(left, right, out=out)
+
+    def attend(x: attention.Operands) -> Any:
+        taken.update((x.q.dtype, x.k.dtype, x.v.dtype))
+        return real_attend(x)
+
+    monkeypatch.setattr("penstock.engine.machine.precision.cpu_has_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr(torch, "matmul", matmul)
+    monkeypatch.setattr(attention, "attend", attend)
+    assert matmul_flops(torch.device("cpu"), TINY, 0.01) > 0
+    assert taken == {torch.bfloat16 if has_bfloat16 else torch.float32}
+    assert len(attention_rates(torch.device("cpu"), TINY, 0.01)) == 4
+    assert taken == {torch.bfloat16 if has_bfloat16 else torch.float32}
