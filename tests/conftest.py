@@ -11,13 +11,21 @@ from hypothesis import settings
 
 # Three workers and their children on two cores: threads of their own would wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+LONGEST = (
+    "test_story",
+    "test_random_programs",
+    "test_a_small_measurement",
+    "test_the_quickstart_finds",
+    "test_guides.py::test_commands_run",
+    "test_kill_9_at_random_moments",
+)
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest test begins first: at the end the other workers would wait for it."""
-    items.sort(key=lambda item: "test_story" not in item.nodeid)
+    """The longest tests begin first: at the end the other workers would wait for them."""
+    items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

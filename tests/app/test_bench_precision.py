@@ -38,10 +38,10 @@ def test_a_small_measurement(
 ) -> None:
     """At a rate at which a few steps show it."""
     monkeypatch.chdir(tmp_path)
-    report = precision.bench_precision(steps=20, before_steps=20, every=10, lr=1e-5, save=tmp_path / "found")
+    report = precision.bench_precision(steps=10, before_steps=10, every=5, lr=1e-5, save=tmp_path / "found")
     cases = report["cases"]
     assert list(cases) == list(precision.CASES)
-    assert all([row["step"] for row in rows] == [0, 10, 20] for rows in cases.values())
+    assert all([row["step"] for row in rows] == [0, 5, 10] for rows in cases.values())
     assert len({rows[0]["loss"] for rows in cases.values()}) == 1, "all start at the same weights"
     assert cases["masters"][-1]["loss"] == pytest.approx(cases["float32"][-1]["loss"], rel=2e-3)
     assert report["learnt"]["masters"] == pytest.approx(1, abs=0.1)
@@ -50,4 +50,4 @@ def test_a_small_measurement(
     assert cases["weights"][-1]["changed"] > cases["in_place"][-1]["changed"]
     assert json.loads((tmp_path / "found.json").read_text()) == report
     assert "<svg" in (tmp_path / "found.svg").read_text()[:500]
-    assert capsys.readouterr().out.startswith("20 steps at 1e-05, learnt of what float32 learns: float32 throughout")
+    assert capsys.readouterr().out.startswith("10 steps at 1e-05, learnt of what float32 learns: float32 throughout")

@@ -42,7 +42,7 @@ from penstock.storage.errors import UserError
 from penstock.storage.manifest import Manifest
 from penstock.storage.nvme import NvmeStore
 
-PROGRAMS = 500
+PROGRAMS = 200
 EXPLORED = int(os.environ.get("PENSTOCK_PROGRAMS", "0"))
 """That many programs which nobody has run yet, in place of the same ones each time."""
 STEPS = 20

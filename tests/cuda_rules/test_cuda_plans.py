@@ -125,6 +125,7 @@ def test_weights_from_nvme(name: str, case: Case) -> None:
         assert ({"read_weights_whole"} if name == "staged" else {"read_weights"}).isdisjoint(run.watch.actions)
 
 
+@pytest.mark.long
 def test_an_adapter_on_70b_with_24_gb() -> None:
     """Frozen weights from NVMe, in slots of their own beside the adapter's, which is in RAM."""
     with replay(ADAPTER_70B, 3) as run:

@@ -32,7 +32,7 @@ from penstock.storage.nvme import NvmeStore
 from penstock.storage.retention import Retention
 
 HELD_OUT = tiny.data(validation_documents=7)
-KILLS = samples(1, 30)
+KILLS = samples(1, 8)
 EVENTS = ("os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "open")
 """What changes a disk, as Python's audit hooks name it."""
 

@@ -92,7 +92,7 @@ def test_random_delays_change_no_bit(tmp_path: Path, policy: dict[str, Any], gpu
     """Runs of two steps with the ops of every lane delayed at random; of a step where the policy is another."""
     digests = set()
     tiers_only = len(policy) == 1
-    for seed in range(samples(3, 60) if tiers_only else samples(2, 12)):
+    for seed in range(samples(3, 20) if tiers_only else samples(2, 8)):
         with tiny.session(tmp_path, t=tiny.training(**policy), gpu=gpu, ram=ram) as session:
             tiny.delay(session, random.Random(f"{policy} {gpu} {ram} {seed}"))
             for _ in range(2 if tiers_only else 1):

@@ -25,7 +25,7 @@ from penstock.tui.synthetic import Writer
 CAPACITY = 20_000
 """Of the store: small, so that it is full many times over."""
 SPANS_PER_S = 300.0
-MINUTES = 10
+MINUTES = 6
 LOOK_S = 5
 """Between two looks at the files."""
 MIB = 1 << 20
