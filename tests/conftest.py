@@ -11,6 +11,9 @@ from hypothesis import settings
 
 # Three workers and their children on two cores: threads of their own would wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
 LONGEST = (
     "test_story",
     "test_random_programs",
@@ -19,8 +22,7 @@ LONGEST = (
     "test_guides.py::test_commands_run",
     "test_kill_9_at_random_moments",
 )
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+"""Parts of the names of tests that take more than a minute."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

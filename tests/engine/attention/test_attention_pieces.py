@@ -31,13 +31,13 @@ def visible(geometry: Geometry) -> Tensor:
 
 @st.composite
 def divided_stream(draw: st.DrawFn) -> tuple[int, list[int], int, int, int | None]:
-    total = draw(st.integers(1, 120))
+    total = draw(st.integers(1, 400))
     documents = sorted({0, *draw(st.lists(st.integers(0, total - 1), max_size=6))})
-    length = st.integers(1, total)
-    return total, documents, draw(length), draw(length), draw(st.none() | st.integers(1, 100))
+    length = st.integers(-(-total // 40), total)  # of at most 40 chunks and 40 pieces
+    return total, documents, draw(length), draw(length), draw(st.none() | st.integers(1, 300))
 
 
-@given(divided_stream(), st.sampled_from(["whole", "split"]), st.booleans(), st.none() | st.integers(1, 50))
+@given(divided_stream(), st.sampled_from(["whole", "split"]), st.booleans(), st.none() | st.integers(1, 100))
 @sampled(37, 150)
 def test_calls_cover_the_visible_keys_exactly_once(
     stream: tuple[int, list[int], int, int, int | None], how: Cut, segments: bool, keys_per_call: int | None

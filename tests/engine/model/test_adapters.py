@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import itertools
 
 import adapted
 import pytest
 import torch
+from compiled import compiled_afresh
 
 from penstock.engine.config import AdapterConfig
 from penstock.engine.model import skeleton
@@ -21,8 +21,6 @@ from penstock.storage.errors import UserError
 
 TARGETS = {"llama": ["all-linear", "embed_tokens", "lm_head"], "gemma3_text": ["all-linear", "embed_tokens"]}
 """Beside all linear modules of the layers, of shapes where that says something more."""
-COMPILED = [("llama", "dora"), ("gemma3_text", "rslora"), ("qwen3_moe", "lora")]
-"""Shapes and methods; each takes a minute of compiling."""
 
 
 def _documents() -> list[torch.Tensor]:
@@ -30,12 +28,24 @@ def _documents() -> list[torch.Tensor]:
     return [torch.randint(97, (length,), generator=generator) for length in (41, 22)]
 
 
+@pytest.mark.parametrize("method", adapted.METHODS)
+@pytest.mark.parametrize("model_type", adapted.SHAPES)
+def test_gradients_are_those_of_plain_peft(model_type: str, method: str) -> None:
+    check_gradients(model_type, method, compile=False)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("model_type", "method", "compile"),
-    [pytest.param(*case, False, id="-".join(case)) for case in itertools.product(adapted.SHAPES, adapted.METHODS)]
-    + [pytest.param(*case, True, id="-".join((*case, "compiled")), marks=pytest.mark.long) for case in COMPILED],
+    ("model_type", "method"), [("llama", "dora"), ("gemma3_text", "rslora"), ("qwen3_moe", "lora")]
 )
-def test_gradients_are_those_of_plain_peft(model_type: str, method: str, compile: bool) -> None:
+def test_gradients_of_compiled_layers_too(model_type: str, method: str) -> None:
+    """Some shapes and methods: each takes a minute of compiling."""
+    with compiled_afresh() as counters:
+        check_gradients(model_type, method, compile=True)
+        assert counters["unique_graphs"] > 0
+
+
+def check_gradients(model_type: str, method: str, *, compile: bool) -> None:
     shape = adapted.config(model_type)
     targets = ["all-linear"] if method == "dora" else TARGETS.get(model_type, ["all-linear"])
     adapter = adapted.section(method, targets=targets)
@@ -55,17 +65,12 @@ def test_gradients_are_those_of_plain_peft(model_type: str, method: str, compile
     spec = take_apart(shape, adapter=adapter)
     assert {p.name for params in spec.buffers.values() for p in params} == values.keys()
     assert {p.name for b, params in spec.buffers.items() if b not in spec.frozen for p in params} == expected.keys()
-    torch._dynamo.reset()  # a structure of another test's, compiled too often, would run eagerly
-    counters = torch._dynamo.utils.counters
-    counters.clear()
     runner = ModelRunner(spec, device="cpu", dtype=torch.float32, compile=compile)
     weights = {name: parameter.detach() for name, parameter in values.items()}
     gradients = {name: torch.zeros_like(weights[name]) for name in expected}
     forward_backward(runner, weights, gradients, [TokenStream.of(documents)], 19, 1 << 14)
     errors = relative_errors(gradients, expected)
     assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
-    assert (counters["stats"]["unique_graphs"] > 0) == compile
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("pieces", [False, True])

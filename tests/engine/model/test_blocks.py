@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import compiled_afresh
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
@@ -169,18 +170,15 @@ def test_compiled_template_serves_every_layer_without_recompiling() -> None:
     spec = take_apart(config)
     stream = [TokenStream.of(documents([64]))]
     eager = gradients(ModelRunner(spec, device="cpu", dtype=torch.float32), weights, stream, 32)
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    runner = ModelRunner(spec, device="cpu", dtype=torch.float32, compile=True)
-    compiled = gradients(runner, weights, stream, 32)
-    graphs = counters["stats"]["unique_graphs"]
-    again = gradients(runner, {name: w.clone() for name, w in weights.items()}, stream, 32)
-    assert graphs > 0
-    assert counters["stats"]["unique_graphs"] == graphs
+    with compiled_afresh() as counters:
+        runner = ModelRunner(spec, device="cpu", dtype=torch.float32, compile=True)
+        compiled = gradients(runner, weights, stream, 32)
+        graphs = counters["unique_graphs"]
+        again = gradients(runner, {name: w.clone() for name, w in weights.items()}, stream, 32)
+        assert graphs > 0
+        assert counters["unique_graphs"] == graphs
     assert compiled[0] == again[0] == pytest.approx(eager[0], rel=1e-5)
     assert max(relative_errors(compiled[1], eager[1]).values()) <= 1e-5
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
+from compiled import compiled_afresh
 
 from penstock.engine.data.prepare import make_loader, prepare_data
 from penstock.engine.forecast.costs import Calibration, Costs, op_kind
@@ -174,10 +174,9 @@ def test_calibration_gives_the_plans_memory_back(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("freeze", [[], pytest.param(["*embed*", "*.layers.0.*", "*.mlp.*"], marks=pytest.mark.long)])
 def test_nothing_is_compiled_after_calibration(tmp_path: Path, freeze: list[str]) -> None:
     """Every graph that the steps need is there when they begin."""
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters["stats"]
-    with tiny.session(tmp_path, t=tiny.training(compile="on", freeze=freeze), ram="16MiB", gpu=tiny.FLOOR) as session:
-        runtime, loader, t = session.runtime, session.loader, session.recipe.train
+    t = tiny.training(compile="on", freeze=freeze)
+    with compiled_afresh() as counters, tiny.session(tmp_path, t=t, ram="16MiB", gpu=tiny.FLOOR) as session:
+        runtime, loader = session.runtime, session.loader
         compute = session.layouts, runtime.runner, runtime.optimizer
         cursor = loader.cursor
         batch = loader.next_step()
@@ -187,7 +186,6 @@ def test_nothing_is_compiled_after_calibration(tmp_path: Path, freeze: list[str]
         assert before > 0
         tiny.steps(session, 3)
         assert counters["unique_graphs"] == before
-    torch._dynamo.reset()
 
 
 def test_a_compiler_without_room_for_its_files_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
