@@ -166,6 +166,7 @@ def computed_spec(name: str, context: int = 8192) -> ModelSpec:
     """What the model is made of, taken apart; loads PyTorch and transformers, and takes seconds."""
     from penstock.engine.hf.config import model_config
     from penstock.engine.model.anatomy import model_spec
+    from penstock.engine.model.graph_size import find_graph_bytes
 
     shape = KnownModel(name, _SHAPES[name](), spec=None).reaching(context)  # type: ignore[arg-type]
     recipe = Recipe(
@@ -173,7 +174,9 @@ def computed_spec(name: str, context: int = 8192) -> ModelSpec:
         model=replace(shape, path=None),
         data=DataConfig(source="random", sequence_length=context),
     )
-    return replace(model_spec(model_config(recipe, recipe.data.tokenizer_vocab_size), recipe), config=None)
+    spec = model_spec(model_config(recipe, recipe.data.tokenizer_vocab_size), recipe)
+    find_graph_bytes(spec, recipe.train.compute_dtype, compiled=True)
+    return replace(spec, config=None)
 
 
 def text() -> str:

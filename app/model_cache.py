@@ -27,12 +27,13 @@ _CODE = ("model", "attention", "hf")
 """Rooms of the engine whose code says what a model is made of."""
 
 
-def kept_spec(recipe: Recipe, make: Callable[[], ModelSpec]) -> ModelSpec:
+def kept_spec(recipe: Recipe, make: Callable[[], ModelSpec], *, compiled: bool = False) -> ModelSpec:
     """What the recipe's model is made of, without its `config`: as kept, else as `make` says, whose errors pass.
 
-    The recipe's compute dtype is decided. `make` depends on the recipe and the model's config.json alone.
+    The recipe's compute dtype is decided. `make` depends on the recipe and the model's config.json alone, and on
+    whether the graphs of `compiled` layers are wanted.
     """
-    folder, digest = cache_folder("models"), _digest(recipe)
+    folder, digest = cache_folder("models"), _digest(recipe, compiled)
     spec = None if folder is None else _read(folder, digest)
     if spec is None:
         spec = replace(make(), config=None)
@@ -42,7 +43,7 @@ def kept_spec(recipe: Recipe, make: Callable[[], ModelSpec]) -> ModelSpec:
     return spec
 
 
-def _digest(recipe: Recipe) -> str:
+def _digest(recipe: Recipe, compiled: bool) -> str:
     """Of everything that decides what the model is made of. UserError for a config.json that cannot be read."""
     config = None
     if recipe.model.path is not None and (path := Path(recipe.model.path).expanduser()).exists():
@@ -57,6 +58,7 @@ def _digest(recipe: Recipe) -> str:
         "vocab_size": recipe.data.tokenizer_vocab_size,
         "sequence_length": recipe.data.sequence_length,
         "compute_dtype": recipe.train.compute_dtype,
+        "compiled": compiled,
     }
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 

@@ -73,7 +73,6 @@ def plan_stages(recipe: Recipe, machine: str | None = None, *, trace: Path | Non
 
 def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, PlanRequest]:
     """The machine, and what has to be planned for it."""
-    from penstock.app.model_cache import kept_spec
     from penstock.engine.forecast.request import PlanRequest
     from penstock.engine.machine.precision import with_compute_dtype
     from penstock.engine.machine.presets import find_machine, this_machine
@@ -92,14 +91,11 @@ def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, PlanReque
     drives = [Path(drive).expanduser() for drive in recipe.storage.drives] or [Path.cwd()]
     budgets, device = run_budgets(recipe.budgets, where, drives, new=True, others=reserved()), where.type
     recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
-    return on, PlanRequest(
-        spec=kept_spec(recipe, lambda: _take_apart(recipe)), recipe=recipe, budgets=budgets, device_type=device
-    )
+    return on, PlanRequest(spec=_spec(recipe, device), recipe=recipe, budgets=budgets, device_type=device)
 
 
 def machine_task(recipe: Recipe, on: Machine, spec: ModelSpec | None = None) -> PlanRequest:
     """What has to be planned for a machine on which nothing else runs; `spec`: of the model, where it is known."""
-    from penstock.app.model_cache import kept_spec
     from penstock.engine.forecast.request import PlanRequest
     from penstock.engine.machine.budgets import machine_budgets
     from penstock.engine.machine.precision import with_compute_dtype
@@ -107,7 +103,7 @@ def machine_task(recipe: Recipe, on: Machine, spec: ModelSpec | None = None) -> 
     budgets, device = machine_budgets(recipe.budgets, on), "cpu" if on.gpu is None else "cuda"
     recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
     if spec is None:
-        spec = kept_spec(recipe, lambda: _take_apart(recipe))
+        spec = _spec(recipe, device)
     return PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type=device)
 
 
@@ -121,10 +117,24 @@ def forecast_or_refusal(task: PlanRequest, on: Machine) -> dict[str, Any]:
         return refusal(task, on, error)
 
 
-def _take_apart(recipe: Recipe) -> ModelSpec:
+def _spec(recipe: Recipe, device: str) -> ModelSpec:
+    """What the recipe's model is made of, and what graphs of its layers take on that kind of device."""
+    from penstock.app.model_cache import kept_spec
+
+    # A run on a GPU that compiles measures them; where nothing runs they are found.
+    compiled = device == "cuda" and recipe.train.compile != "off"
+    return kept_spec(recipe, lambda: _take_apart(recipe, compiled), compiled=compiled)
+
+
+def _take_apart(recipe: Recipe, compiled: bool) -> ModelSpec:
     """What the recipe's model is made of; loads PyTorch and transformers."""
     with loading():
         from penstock.engine.hf.config import model_config
         from penstock.engine.model.anatomy import model_spec
+        from penstock.engine.model.graph_size import find_graph_bytes
 
-    return model_spec(model_config(recipe, recipe.data.tokenizer_vocab_size), recipe)
+    config = model_config(recipe, recipe.data.tokenizer_vocab_size)
+    spec = model_spec(config, recipe)
+    if compiled:
+        find_graph_bytes(spec, recipe.train.compute_dtype, compiled=True)
+    return spec

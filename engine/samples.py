@@ -76,9 +76,9 @@ class _Passes:
         return logits[[row.sequence for row in rows]]
 
     def _passes(self, rows: Sequence[Row]) -> Iterator[list[list[SampleRow]]]:
-        """The rows in the places of the plan's chunks, as many of them to a pass as a step has; prompts that are
+        """The rows in the places of the plan's chunks, as many of them to a pass as a group has; prompts that are
         longer than a chunk are cut."""
-        room = [chunk.end - chunk.start for chunk in self._session.plan.chunks]
+        room = [chunk.end - chunk.start for chunk in self._session.plan.places]
         pieces: list[list[SampleRow]] = []
         left = 0
         for row in rows:

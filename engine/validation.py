@@ -52,7 +52,7 @@ def validate(session: Session) -> ValidationMetrics:
             tally.add(data.micro_batches, data.right)
 
     runtime.drop_tokens()
-    for number, micro_batches in enumerate(session.validation.passes(), start=1):
+    for number, micro_batches in enumerate(session.validation.passes(session.plan.group), start=1):
         if len(under_way) == 2:
             finish_pass()
         data = session.fetch_evaluation(micro_batches)

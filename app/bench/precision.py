@@ -235,7 +235,7 @@ class _Judge:
         for name, parameter in self._model.named_parameters():
             parameter.copy_(weights[name])
         loss, targets = 0.0, 0
-        for batches in self._validation.passes():
+        for batches in self._validation.passes(1):
             for batch in batches:
                 loss += float(_loss_sum(self._model, batch))
                 targets += batch.num_targets

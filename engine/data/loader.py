@@ -375,17 +375,17 @@ class ValidationSet:
     The documents are laid end to end as in training, each once: `most` micro-batches of them, or what they fill.
     """
 
-    def __init__(self, loader: DataLoader, *, num_documents: int, most: int, per_pass: int) -> None:
-        """`loader` is not endless; `per_pass` of its micro-batches are looked at together.
+    def __init__(self, loader: DataLoader, *, num_documents: int, most: int) -> None:
+        """`loader` is not endless.
 
         Raises UserError when there is no token whose likelihood could be measured.
         """
         self._loader = loader
         self._start = loader.cursor
-        self._most, self._per_pass = most, per_pass
+        self._most = most
         self.num_documents = num_documents
         self.num_micro_batches = self.num_targets = 0
-        for micro_batches_of_pass in self.passes():
+        for micro_batches_of_pass in self.passes(1):
             self.num_micro_batches += len(micro_batches_of_pass)
             self.num_targets += sum(m.num_targets for m in micro_batches_of_pass)
         if not self.num_targets:
@@ -394,13 +394,13 @@ class ValidationSet:
                 "another; hold out more"
             )
 
-    def passes(self) -> Iterator[list[MicroBatch]]:
-        """The micro-batches of a validation, as many at a time as a step has; the last time there may be fewer."""
+    def passes(self, per_pass: int) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of a validation, `per_pass` of them at a time; the last time there may be fewer."""
         self._loader.seek(self._start)
         left = self._most
         while left and not self._loader.exhausted:
             found: list[MicroBatch] = []
-            while left and len(found) < self._per_pass and not self._loader.exhausted:
+            while left and len(found) < per_pass and not self._loader.exhausted:
                 found.append(self._loader.next_micro_batch())
                 left -= 1
             yield found

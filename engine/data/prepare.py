@@ -78,5 +78,4 @@ def make_validation(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe) -> Val
         make_loader(corpus, spec, recipe, validation=True),
         num_documents=data.validation_documents,
         most=(train.validation_sequences or train.global_batch_size) // rows,
-        per_pass=train.global_batch_size // rows,
     )

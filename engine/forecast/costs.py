@@ -15,7 +15,7 @@ from msgspec import structs
 
 from penstock.engine.attention.pairs import chunk_pairs
 from penstock.engine.machine.profile import AttentionRate, Machine
-from penstock.engine.plan.plan import Filled, Plan
+from penstock.engine.plan.plan import Filled, Plan, leaving_bytes
 from penstock.engine.plan.problem import FP32, BlockShape
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.actions import ACTIONS, Cost
@@ -211,7 +211,11 @@ class Costs:
         key = (op_kind(op, self._same[op.block]), self.tokens(op), self.pairs(op))
         if key not in self._known:
             self._known[key] = self._measured(op) or self._formula(op) * self._correction
-        return self._known[key] + zeroing
+        leaving = 0.0
+        if a.GRAPH in op.slots and op.action.phase == "forward":  # read and written
+            moved = 2 * leaving_bytes(self._blocks[op.block], self.tokens(op))
+            leaving = moved / self._machine.gpu_copy_bytes_per_s
+        return self._known[key] + zeroing + leaving
 
     def _measured(self, op: Op) -> float | None:
         """From the samples of its kind: a time per token and one per pair where there are samples to tell them apart,
@@ -276,8 +280,8 @@ class Costs:
             vocabulary = block.matmul_flops_per_token // (2 * p.hidden_size)
             moved = HEAD_BYTES * vocabulary * tokens + (8 if work.sums_gradients else 2) * hidden
         else:
-            graph = block.graph_bytes_per_token or 30 * p.hidden_size * p.compute_bytes
-            moved = round(passes[1] * tokens * graph)
+            elementwise = block.elementwise_bytes_per_token or 30 * p.hidden_size * p.compute_bytes
+            moved = round(passes[1] * tokens * elementwise)
         if work.sums_gradients:
             # Gradients leave the products in the compute dtype and are added to float32 sums.
             moved += times * self._trained[block.name] * (p.compute_bytes + 2 * FP32)

@@ -7,6 +7,8 @@ or three layers.
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +16,7 @@ from dataclasses import dataclass, replace
 from penstock.engine.forecast.costs import Calibration, Costs, representatives
 from penstock.engine.forecast.simulate import Clocks, Simulation, simulate
 from penstock.engine.machine.profile import Machine
-from penstock.engine.plan.plan import BufferPlan, Chunk, Filled, Plan
+from penstock.engine.plan.plan import BufferPlan, Chunk, Filled, Plan, cut_chunks
 from penstock.engine.plan.problem import HIDDEN_SLOTS
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.builder import Documents, ScheduleBuilder
@@ -30,6 +32,10 @@ MOST_PARTS = 12
 """Parts of a buffer; where there are more, several are taken for one."""
 MOST_CHUNKS = 8
 """Chunks of a step; where there are more, several neighbours are taken for one."""
+MOST_PLACES = 4
+"""The same of a group, where there are several."""
+MOST_GROUPS = 3
+"""Groups simulated: the one before which all is updated, the one behind which gradients are complete, one between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,7 @@ def estimate(
         return simulate(plan, costs, machine, documents, filled, settled=settled)
     runs, small, joined, filled, costs = _small(plan, machine, calibration, documents, filled)
     found = simulate(small, costs, machine, joined, filled, settled=False)
-    return _extended(plan, runs, found)
+    return _extended(plan, runs, small, found)
 
 
 def estimate_evaluation(
@@ -81,7 +87,7 @@ def estimate_evaluation(
     def emit(builder: ScheduleBuilder, documents: Documents, chunks: Sequence[Chunk]) -> Iterator[list[Op]]:
         return builder.evaluate(1, 1, documents=documents, chunks=chunks)
 
-    return _pass_seconds(emit, plan, machine, calibration, documents, filled, full)
+    return plan.num_groups * _pass_seconds(emit, plan, machine, calibration, documents, filled, full)
 
 
 def estimate_samples(
@@ -99,8 +105,8 @@ def estimate_samples(
             last = chunks[-1].index
             return builder.generate(1, -1, chunks=chunks, wanted=[last], read_tokens=read_tokens)
 
-        times, micro_batches = -(-tokens // (window * plan.problem.micro_batches)), plan.problem.micro_batches
-        filled = [max(0, min(window, -(-tokens // times) - window * i)) for i in range(micro_batches)]
+        times = -(-tokens // (window * plan.group))
+        filled = [max(0, min(window, -(-tokens // times) - window * i)) for i in range(plan.problem.micro_batches)]
         return times * _pass_seconds(emit, plan, machine, calibration, None, filled, full)
 
     later_s = seconds(rows, so_far) if space.keeps else seconds(so_far, 0)
@@ -116,7 +122,7 @@ def _pass_seconds(
     filled: Filled | None,
     full: bool,
 ) -> float:
-    """Seconds of the pass forward that `emit` makes of documents and chunks."""
+    """Seconds of the pass forward that `emit` makes of documents and chunks of one group."""
     runs: list[_Run] = []
     small, joined = plan, plan.row_documents if documents is None else documents
     if full or num_ops(plan) <= FULL_OPS:
@@ -125,7 +131,7 @@ def _pass_seconds(
         # Where all chunks' hidden states fit their slots, none crosses the link.
         more_than = HIDDEN_SLOTS
         runs, small, joined, filled, costs = _small(plan, machine, calibration, documents, filled, more_than)
-    clocks, chunks = Clocks(machine), small.filled_chunks(filled)
+    clocks, chunks = Clocks(machine), [c for c in small.filled_chunks(filled) if c.micro_batch < small.group]
     clocks.run([op for ops in emit(ScheduleBuilder(small), joined, chunks) for op in ops], costs)
     ends = {op.block: end for op, _, end in clocks.times if op.lane == "compute"}
     dropped_s = sum(run.dropped * _pace([ends[plan.blocks[i].name] for i in run.blocks], run) for run in runs)
@@ -140,14 +146,16 @@ def _small(
     filled: Filled | None,
     more_than: int = 0,
 ) -> tuple[list[_Run], Plan, list[list[int]], Filled | None, Costs]:
-    """The plan with a few layers of each run, chunks and parts; its documents and padding, and what its ops cost.
+    """The plan with a few layers of each run, groups, chunks and parts; its documents and padding, and what its ops
+    cost.
 
-    It has `more_than` so many chunks if the plan has.
+    It has `more_than` so many chunks in a group if the plan has.
     """
     runs = _runs(plan)
+    plan, documents, filled = _few_groups(plan, documents, filled)
     shallow = _shallow(plan, [i for run in runs for i in run.blocks])
-    times = -(-len(plan.chunks) // MOST_CHUNKS)
-    while times > 1 and len(_few_chunks(shallow, times).chunks) <= more_than:
+    times = -(-plan.num_places // (MOST_CHUNKS if plan.num_groups == 1 else MOST_PLACES))
+    while times > 1 and _few_chunks(shallow, times).num_places <= more_than:
         times -= 1
     small = _few_parts(_few_chunks(shallow, times))
     joined, few_filled = _joined(plan, documents, filled, times)
@@ -175,7 +183,7 @@ def num_ops(plan: Plan) -> int:
 def _runs(plan: Plan) -> list[_Run]:
     """Blocks in order; layers in runs of equals."""
     counts: dict[str, dict[int, int]] = {}
-    for name in ("saved_graphs", "saved_on_gpu", "spilled"):
+    for name in ("saved_graphs", "graphs_aside", "saved_on_gpu", "spilled"):
         counts[name] = defaultdict(int)
         for block, _ in getattr(plan, name):
             counts[name][block] += 1
@@ -202,6 +210,24 @@ def _repeats(kinds: Sequence[object], start: int, period: int) -> int:
     while kinds[start + times * period : start + (times + 1) * period] == first:
         times += 1
     return times
+
+
+def _few_groups(
+    plan: Plan, documents: Sequence[Sequence[int]] | None, filled: Filled | None
+) -> tuple[Plan, Sequence[Sequence[int]] | None, Filled | None]:
+    """The plan with its first two groups and its last one, and the documents and the padding of these."""
+    if plan.num_groups <= MOST_GROUPS:
+        return plan, documents, filled
+    p, group = plan.problem, plan.group
+    members = [*range(2 * group), *range((plan.num_groups - 1) * group, p.micro_batches)]
+    problem = replace(p, micro_batches=len(members))
+    chunks = cut_chunks(len(members), p.rows, p.row_tokens, p.chunk_tokens, p.chunk_per_row)
+    few = replace(plan, problem=problem, chunks=chunks)
+    return (
+        few,
+        None if documents is None else [documents[i] for i in members],
+        None if filled is None else [filled[i] if i < len(filled) else 0 for i in members],
+    )
 
 
 def _few_parts(plan: Plan) -> Plan:
@@ -237,27 +263,33 @@ def _few_chunks(plan: Plan, times: int) -> Plan:
                     end=group[-1].end + shift[1],
                 )
             )
-    of = {c.index: _index_of(chunks, c, plan, batches) for c in plan.chunks}
+    of = {c.index: _index_of(chunks, c, plan, batches) for c in plan.places}
     sizes = Counter(of.values())
 
     def most(keys: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
         counts = Counter((block, of[chunk]) for block, chunk in keys)
         return frozenset(key for key, count in counts.items() if 2 * count >= sizes[key[1]])
 
+    on_gpu = most(plan.saved_on_gpu)
     return replace(
         plan,
         problem=problem,
+        choice=replace(plan.choice, group=plan.group // batches),
         chunks=tuple(chunks),
-        spilled=most(plan.spilled),
-        saved_on_gpu=most(plan.saved_on_gpu),
-        saved_graphs=most(plan.saved_graphs),
+        spilled=most(plan.spilled) - on_gpu,
+        saved_on_gpu=on_gpu,
+        saved_graphs=most(plan.saved_graphs) - on_gpu,
+        graphs_aside=most(plan.graphs_aside) - on_gpu,
     )
 
 
 def _group(plan: Plan, times: int) -> tuple[int, int]:
     """(chunks of a micro-batch, micro-batches) that become one chunk."""
     within = min(times, plan.window_chunks)
-    return within, min(plan.problem.micro_batches, -(-times // within))
+    batches = min(plan.group, -(-times // within))
+    while plan.num_groups > 1 and plan.group % batches:
+        batches -= 1
+    return within, batches
 
 
 def _index_of(chunks: list[Chunk], chunk: Chunk, plan: Plan, batches: int) -> int:
@@ -309,36 +341,53 @@ def _shallow(plan: Plan, blocks: list[int]) -> Plan:
         spilled=moved(plan.spilled),
         saved_on_gpu=moved(plan.saved_on_gpu),
         saved_graphs=moved(plan.saved_graphs),
+        graphs_aside=moved(plan.graphs_aside),
         recomputed=frozenset(number[block] for block in plan.recomputed if block in number),
     )
 
 
-def _extended(plan: Plan, runs: list[_Run], found: Simulation) -> Simulation:
-    """What the whole model takes, from the layers that were simulated."""
-    ends: dict[tuple[str, bool], float] = {}
-    work: dict[tuple[str, str], float] = defaultdict(float)
-    moved: dict[tuple[str, str], int] = defaultdict(int)
-    turn = min(span.start_s for span in found.spans if span.op == a.HEAD.name)
+def _extended(plan: Plan, runs: list[_Run], small: Plan, found: Simulation) -> Simulation:
+    """What the whole model and all groups take, from the layers and groups of `small` that were simulated."""
+    groups = [{chunk.index for chunk in group} for group in small.groups(small.chunks)]
+    number = {index: k for k, members in enumerate(groups) for index in members}
+    computed = [s for s in found.spans if s.lane == "compute" and s.chunk in number and s.op != a.UPDATE_ON_GPU.name]
+    group_ends = [max(s.end_s for s in computed if number[s.chunk] == k) for k in range(len(groups))]
+    turns = [
+        min(s.start_s for s in computed if number[s.chunk] == k and s.op == a.HEAD.name) for k in range(len(groups))
+    ]
+    ends: dict[tuple[int, str, bool], float] = {}
+    for span in computed:
+        k = number[span.chunk]
+        key = (k, span.block, span.end_s <= turns[k])
+        ends[key] = max(ends.get(key, 0.0), span.end_s)
+    # Other lanes run ahead of the one that computes, or behind it, by about the same in each group.
+    work: dict[tuple[int, str, str], float] = defaultdict(float)
+    moved: dict[tuple[int, str, str], int] = defaultdict(int)
     for span in found.spans:
-        work[span.block, span.lane] += span.end_s - span.start_s
-        moved[span.block, span.lane] += span.bytes
-        if span.lane == "compute" and span.op != a.UPDATE_ON_GPU.name:
-            key = (span.block, span.end_s <= turn)
-            ends[key] = max(ends.get(key, 0.0), span.end_s)
+        k = min(bisect_left(group_ends, span.start_s), len(groups) - 1)
+        work[k, span.block, span.lane] += span.end_s - span.start_s
+        moved[k, span.block, span.lane] += span.bytes
     step_s, busy, total = found.step_s, dict(found.busy_s), dict(found.bytes)
-    for run in runs:
-        if not run.dropped:
-            continue
+    more = plan.num_groups - len(groups)
+    """Groups that are like the second one and are not simulated."""
+    if more:
+        step_s += more * (group_ends[1] - group_ends[0])
+        for (k, _, lane), seconds in work.items():
+            busy[lane] += more * seconds * (k == 1)
+        for (k, _, lane), nbytes in moved.items():
+            total[lane] += more * nbytes * (k == 1)
+    for run, k in itertools.product([run for run in runs if run.dropped], range(len(groups))):
+        times = run.dropped * (1 + more * (k == 1))
         names = [plan.blocks[i].name for i in run.blocks]
-        pace = _pace([ends[name, True] for name in names], run)
+        pace = _pace([ends[k, name, True] for name in names], run)
         if plan.blocks[run.blocks[0]].backward:
             first, last = run.period, 3 * run.period
-            pace += (ends[names[first], False] - ends[names[last], False]) / 2
-        step_s += run.dropped * pace
+            pace += (ends[k, names[first], False] - ends[k, names[last], False]) / 2
+        step_s += times * pace
         inner = run.blocks[run.period :]
         owners = dict.fromkeys(name for i in inner for name in (plan.blocks[i].name, *plan.blocks[i].buffers))
         for lane in busy:
-            busy[lane] += run.dropped * sum(work[name, lane] for name in owners) * run.period / len(inner)
-            total[lane] += run.dropped * sum(moved[name, lane] for name in owners) * run.period // len(inner)
+            busy[lane] += times * sum(work[k, name, lane] for name in owners) * run.period / len(inner)
+            total[lane] += times * sum(moved[k, name, lane] for name in owners) * run.period // len(inner)
     step_s = max(step_s, *busy.values())
     return replace(found, step_s=step_s, busy_s=busy, bytes=total)

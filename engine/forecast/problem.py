@@ -9,7 +9,7 @@ from penstock.engine.attention import workspace
 from penstock.engine.config import Recipe, SamplesConfig
 from penstock.engine.forecast.costs import representatives
 from penstock.engine.forecast.flops import block_matmul, projection_matmul, trained_matmul, unread_matmul
-from penstock.engine.model.spec import ModelSpec
+from penstock.engine.model.spec import ModelSpec, graph_key
 from penstock.engine.plan.problem import (
     BYTES_PER_TOKEN,
     CUBLAS_WORKSPACE_BYTES,
@@ -58,9 +58,13 @@ def kept_generations(recipe: Recipe) -> int:
     return min(len(commits), storage.keep_last - 1 + for_good) + storage.keep_best
 
 
-def block_shapes(spec: ModelSpec, dtype: str) -> tuple[BlockShape, ...]:
-    """The blocks as the planner sees them, computing in `dtype`, for which spec.graph_bytes has been found."""
+def block_shapes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> tuple[BlockShape, ...]:
+    """The blocks as the planner sees them, computing in `dtype`, for which spec.graph_bytes has been found.
+
+    `compiled`: layers are, and so are their graphs where it is known what these take.
+    """
     shapes, item = [], DTYPE_BYTES[dtype]
+    graphs = spec.graph_bytes.get(graph_key(dtype, compiled), spec.graph_bytes[dtype])
     for i, block in enumerate(spec.blocks):
         matmul = 0 if block.role == "embed" else block_matmul(spec, block)
         plain = BlockShape(
@@ -72,8 +76,13 @@ def block_shapes(spec: ModelSpec, dtype: str) -> tuple[BlockShape, ...]:
             frozen_flops_per_token=matmul and matmul - trained_matmul(spec, block),
         )
         if block.role == "layer":
-            graph, unread = spec.graph_bytes[dtype][i - 1], unread_matmul(spec, block, spec.unread[i - 1])
-            plain = replace(plain, graph_bytes_per_token=graph, unread_flops_per_token=unread)
+            plain = replace(
+                plain,
+                graph_bytes_per_token=graphs[i - 1],
+                # What is saved of a layer that runs eagerly is what its operations hand on to one another.
+                elementwise_bytes_per_token=spec.graph_bytes[dtype][i - 1] or 0,
+                unread_flops_per_token=unread_matmul(spec, block, spec.unread[i - 1]),
+            )
         shape = spec.attention[i - 1] if block.role == "layer" else None
         if shape is None:
             shapes.append(plain)

@@ -73,7 +73,10 @@ class PlanRequest:
                 overhead_bytes(train.global_batch_size * data.sequence_length) + budgets.gpu // ALLOCATOR_SHARE
             )
         return PlanInput(
-            blocks=learned(block_shapes(spec, train.compute_dtype), self.graph_bytes or {}),
+            blocks=learned(
+                block_shapes(spec, train.compute_dtype, compiled=self.device_type == "cuda" and train.compile != "off"),
+                self.graph_bytes or {},
+            ),
             buffers=tuple(
                 BufferShape(
                     name=name,
@@ -106,6 +109,8 @@ class PlanRequest:
             kept_generations=kept_generations(recipe),
             samples=self.samples,
             last_good=storage.keep_good is not None,
+            # The loss of the routers' balance is over all of a step's tokens.
+            one_group=bool(spec.router_aux_loss if train.router_aux_loss is None else train.router_aux_loss),
         )
 
     @property

@@ -14,7 +14,7 @@ from penstock.engine.forecast.simulate import Simulation
 from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.plan.planner import make_plan, state_exceeds_disk
-from penstock.engine.plan.problem import KV_SLOTS, PlanInput, PlanOptions
+from penstock.engine.plan.problem import KV_SLOTS, GraphsAside, PlanInput, PlanOptions
 from penstock.storage.errors import BudgetError
 
 EXHAUSTIVE_OPS = 1_500
@@ -103,7 +103,25 @@ def dimensions(problem: PlanInput, num_chunks: int) -> dict[str, list[Any]]:
         "ram_first": ["activations", "weights", "state", *["records"] * any(b.frozen for b in problem.buffers)],
         "stages": [4, 2],
         "spare_slots": [1, 2],
+        "group": _groups(problem),
+        "graphs_aside": _graphs_aside(problem),
     }
+
+
+def _groups(problem: PlanInput) -> list[int]:
+    """Micro-batches of a group: all of a step, half of them, and so on."""
+    found = [0]
+    size = 1 if problem.one_group else problem.micro_batches
+    while size > 1:
+        found.append(size := -(-size // 2))
+    return found
+
+
+def _graphs_aside(problem: PlanInput) -> list[GraphsAside]:
+    known = any(b.backward and b.graph_bytes_per_token is not None for b in problem.blocks)
+    if not known or problem.kv_window == "streamed" or problem.activation_checkpointing not in ("auto", "none"):
+        return ["none"]
+    return ["none", "all"] if problem.activation_checkpointing == "none" else ["none", "room", "half", "all"]
 
 
 @dataclass(slots=True)
@@ -150,11 +168,25 @@ class _Search:
         return candidate
 
     def everything(self, chunk: int, values: dict[str, list[Any]], before: SearchResult | None) -> None:
+        """Every combination, of those in which some graphs leave the GPU or a step has groups the likely ones."""
         far = set() if before is None else before.far()
-        for combination in itertools.product(*values.values()):
+        fixed = values | {name: values[name][:1] for name in ("group", "graphs_aside")}
+        for combination in itertools.product(*fixed.values()):
             choice = PlanOptions(**dict(zip(values, combination, strict=True)))
             if (chunk, choice) not in far:
                 self.attempt(chunk, choice)
+
+    def by_groups(self, best: Candidate, chunks: list[int]) -> None:
+        """From `best` on, groups and what leaves the GPU of their graphs: neither pays without the other."""
+        values = dimensions(best.plan.problem, best.plan.window_chunks)
+        choices = (
+            replace(best.choice, group=group, graphs_aside=aside, gpu_first=gpu_first, ram_first=ram_first)
+            for group, aside in itertools.product(values["group"], values["graphs_aside"])
+            for gpu_first, ram_first in ((best.choice.gpu_first, best.choice.ram_first), ("graphs", "activations"))
+        )
+        found = [one for choice in choices if (one := self.attempt(best.chunk_tokens, choice)) is not None]
+        if found:
+            self.descend(min(found, key=rank), chunks)
 
     def descend(self, start: Candidate, chunks: list[int]) -> None:
         """Change one thing at a time, as long as that helps."""
@@ -189,10 +221,10 @@ def rank(candidate: Candidate) -> tuple[float, int, float]:
 
 def decisions(plan: Plan) -> tuple[Any, ...]:
     """Equal for plans that run the same schedule."""
-    buffers = tuple((b.weights, b.state, b.gradient) for b in plan.buffers.values())
-    sets = (plan.spilled, plan.recomputed, plan.saved_on_gpu, plan.saved_graphs)
+    buffers = tuple((b.weights, b.state, b.gradient, b.sums) for b in plan.buffers.values())
+    sets = (plan.spilled, plan.recomputed, plan.saved_on_gpu, plan.saved_graphs, plan.graphs_aside)
     slots = (plan.state_stages, plan.part_stages, plan.activation_stages, *plan.weight_slots.values())
-    return plan.max_chunk_tokens, buffers, sets, slots, plan.streamed
+    return plan.max_chunk_tokens, plan.group, buffers, sets, slots, plan.streamed
 
 
 def search(
@@ -233,6 +265,8 @@ def search(
             continue
         if num_ops(first) <= EXHAUSTIVE_OPS:
             hunt.everything(chunk, values, before)
+            if not hunt.tried:
+                hunt.attempt(chunk, first.choice)  # it may need groups, or graphs that leave
         else:
             fitting[chunk] = first
     if fitting:
@@ -240,7 +274,9 @@ def search(
         middling = max(START_CHUNK, problem.rows * problem.row_tokens // START_CHUNKS)
         start = min(fitting, key=lambda chunk: abs(chunk - middling))
         hunt.descend(hunt.candidate(start, fitting[start]), lengths)
-    if not hunt.tried:
+    if hunt.tried:
+        hunt.by_groups(min(hunt.tried, key=rank), lengths)
+    else:
         raise _least_lacking([error for chunk in lengths[:_FRUGAL_CHUNKS] for error in refusals[chunk]])
     best = min(hunt.tried, key=rank)
     if known is not None and known[0] in lengths:
@@ -270,9 +306,11 @@ def _frugal(problem: PlanInput, values: dict[str, list[Any]]) -> Plan | list[Bud
     """A plan that needs little of each tier, or why there is none."""
     refusals = []
     ends = {name: dict.fromkeys((found[0], found[-1])) for name, found in values.items()}
-    ways = itertools.product(ends["streamed"], ends["recompute"], values["ram_first"], ends["gpu_first"])
-    for streamed, recompute, ram_first, gpu_first in ways:
-        choice = PlanOptions(streamed=streamed, recompute=recompute, ram_first=ram_first, gpu_first=gpu_first)
+    ways = itertools.product(ends["group"], ends["streamed"], ends["recompute"], values["ram_first"], ends["gpu_first"])
+    for group, streamed, recompute, ram_first, gpu_first in ways:
+        choice = PlanOptions(
+            group=group, streamed=streamed, recompute=recompute, ram_first=ram_first, gpu_first=gpu_first
+        )
         try:
             return make_plan(problem, choice)
         except BudgetError as error:

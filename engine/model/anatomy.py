@@ -22,6 +22,7 @@ from penstock.engine.model import adapters, skeleton
 from penstock.engine.model.adapters import is_adapter, plain_name
 from penstock.engine.model.freezing import frozen_names, require_rows_trained, require_some_trained
 from penstock.engine.model.graph_size import find_graph_bytes
+from penstock.engine.model.router import own_coefficient
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.spec import (
     EMBED,
@@ -97,6 +98,7 @@ def take_apart(config: PretrainedConfig, freeze: Sequence[str] = (), adapter: Ad
         returns=tuple(returns),
         frozen=frozenset(name for name in buffers if name.endswith(FROZEN)),
         adapter=adapter,
+        router_aux_loss=own_coefficient(config),
     )
     require_some_trained(spec)
     return spec

@@ -1,47 +1,55 @@
-"""How much memory autograd keeps of a layer's forward, found by running the layer on the meta device."""
+"""How much memory a saved graph of a layer takes, found by running the layer on the meta device."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
 from torch.utils import _pytree as pytree
 
+from penstock.engine.attention.chunk import AttentionCall
 from penstock.engine.model import skeleton
-from penstock.engine.model.layer_graph import Projection
 from penstock.engine.model.layers import LayerInputs, LayerRunner
 from penstock.engine.model.skeleton import LayerCall, Skeleton
-from penstock.engine.model.spec import ModelSpec
+from penstock.engine.model.spec import ModelSpec, graph_key
 from penstock.storage.layout import FlatLayout
 
 _TOKENS = (64, 192)
 """Two lengths: what does not grow with the length (rotary constants, say) drops out."""
 
+_MOST_STRUCTURES = 1024
+
 META = torch.device("meta")
 
 
-def find_graph_bytes(spec: ModelSpec, dtype: str) -> None:
+def find_graph_bytes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> None:
     """Note in `spec.graph_bytes`, unless it is there, what a saved LayerGraph takes of each layer, in bytes a token.
 
-    Of a layer that runs eagerly, weights and log-sum-exp excluded; a compiled layer saves no more. None for a layer
-    that cannot run without data.
+    Of a layer that runs eagerly, weights and log-sum-exp excluded, or of a `compiled` one, which takes seconds per
+    structure and saves no more. None for a layer that cannot run without data.
     """
-    kind = (spec.config.to_json_string(use_diff=False), type(spec.config).__name__, dtype)
+    kind = (spec.config.to_json_string(use_diff=False), type(spec.config).__name__, dtype, compiled)
     key = (*kind, spec.frozen_params, repr(spec.adapter))
     if key not in _measured:
-        _measured[key] = _measure(spec, getattr(torch, dtype))
-    spec.graph_bytes[dtype] = _measured[key]
+        # Each structure is compiled for two lengths.
+        with dynamo_config.patch(recompile_limit=_MOST_STRUCTURES, accumulated_recompile_limit=_MOST_STRUCTURES):
+            _measured[key] = _measure(spec, getattr(torch, dtype), compiled)
+        if compiled:
+            torch._dynamo.reset()
+    spec.graph_bytes[graph_key(dtype, compiled)] = _measured[key]
 
 
 _measured: dict[Hashable, tuple[int | None, ...]] = {}
 
 
-def _measure(spec: ModelSpec, dtype: torch.dtype) -> tuple[int | None, ...]:
+def _measure(spec: ModelSpec, dtype: torch.dtype, compiled: bool) -> tuple[int | None, ...]:
     model = skeleton.build(spec.config, adapter=spec.adapter)
     prefix, layers = skeleton.find_layers(model)
-    runner = LayerRunner(spec, layers, prefix, device=META, dtype=dtype, compile=False)
+    runner = LayerRunner(spec, layers, prefix, device=META, dtype=dtype, compile=_backend() if compiled else False)
     # Every layer's arguments are made on the CPU, where positions have values.
     around = skeleton.build(spec.config, adapter=spec.adapter)
     frame = Skeleton(around, device=torch.device("cpu"), dtype=dtype, returns=list(spec.returns))
@@ -61,19 +69,49 @@ def _measure(spec: ModelSpec, dtype: torch.dtype) -> tuple[int | None, ...]:
     return tuple(found[index] for index in spec.structures)
 
 
+def _backend() -> Callable[..., Any]:
+    """What torch.compile makes of a layer up to its kernels: the same graphs forward and backward."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def as_it_is(module: Any, inputs: Any) -> Any:
+        return module
+
+    backend: Callable[..., Any] = aot_autograd(
+        fw_compiler=as_it_is,
+        bw_compiler=as_it_is,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    return backend
+
+
 def _graph_bytes(
     spec: ModelSpec, runner: LayerRunner, index: int, weights: dict[str, Tensor], tokens: int, inputs: LayerInputs
 ) -> int:
     shape = spec.attention[index]
 
-    def attend(p: Projection) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         assert shape is not None
-        return p.q.new_empty(tokens, shape.heads, shape.v_dim)
+        out: Tensor = _Attention.apply(q, k, v, (tokens, shape.heads, shape.v_dim))  # type: ignore[no-untyped-call]
+        return out
 
     x = torch.empty(tokens, spec.hidden_size, dtype=next(iter(weights.values())).dtype, device=META)
-    if shape is None:
-        return runner.keep(index, weights, x, inputs, None).nbytes
-    return runner.graph(index, weights, x, inputs, attend, keep=True).nbytes
+    return runner.keep(index, weights, x, inputs, None if shape is None else attend)[0].nbytes
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what attention in a saved graph keeps beside its output (engine/attention/chunk.py)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, size: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(q)
+        return q.new_empty(size)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise AssertionError("nothing goes backward on the meta device")
 
 
 def _inputs(frame: Skeleton, tokens: int) -> LayerInputs:

@@ -1,4 +1,8 @@
-"""The autograd graph of one decoder layer on one chunk, cut at its attention; it can outlive the weights' slot."""
+"""The autograd graph of one decoder layer on one chunk; it can outlive the weights' slot.
+
+It is cut at the layer's attention, where that is computed elsewhere, or whole. What a whole graph holds can leave for a
+flat slot and be looked up in another one when backward comes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from penstock.engine.attention.chunk import AttentionCall
 
@@ -30,9 +35,10 @@ class LayerGraph:
     `bottom` are told that they are.
     """
 
-    x: Tensor
-    """Leaf [1, n, hidden]."""
-    y: Tensor
+    x: Tensor | GradientEdge
+    """Leaf [1, n, hidden], or where its gradient arrives."""
+    y: Tensor | GradientEdge
+    """Output [n, hidden], or where its gradient begins."""
     names: Sequence[str]
     """State-dict names of the layer's trained parameters."""
     parameters: Sequence[Tensor]
@@ -42,7 +48,7 @@ class LayerGraph:
     """Attention's output, a leaf [n, heads, v_dim], where the graph is cut."""
     lse: Tensor | None = None
     """Its log-sum-exp [heads, n], where the graph is cut and kept."""
-    _weights: KeptWeights | None = None
+    _weights: SavedTensors | None = None
     """Where the graph is kept."""
     _project: Callable[[Mapping[str, Tensor]], Projection] | None = None
     """Makes the projection again, with a graph of its own down to x."""
@@ -50,7 +56,7 @@ class LayerGraph:
 
     def top(self, weights: Mapping[str, Tensor], dy: Tensor, grads: Mapping[str, Tensor]) -> Tensor | None:
         """Backward of what follows attention, for dy [n, hidden]; the gradient of attention's output."""
-        if self.projection is not None and _nodes([self.y]) & _nodes(self.projection[:3]):
+        if self.projection is not None and _nodes([self._tensor(self.y)]) & _nodes(self.projection[:3]):
             # What leads to attention leads past it too: this backward frees it, so the other needs a graph of its own.
             assert self._project is not None
             with torch.enable_grad():
@@ -79,14 +85,34 @@ class LayerGraph:
         return through[0] if self._dx is None else through.add_(self._dx)[0]
 
     @property
+    def output(self) -> Tensor:
+        """The output [n, hidden] of a graph that holds it."""
+        return self._tensor(self.y).detach()
+
+    @property
     def nbytes(self) -> int:
         """Memory of a kept graph, each storage once, and of its log-sum-exp."""
         assert self._weights is not None
         held = [self.x, self.y, *(self.projection or ())[:3], self.out, self.lse]
-        storages = self._weights.storages | {
-            t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held if t is not None
+        storages = self._weights.storages() | {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held if isinstance(t, Tensor)
         }
         return sum(storages.values())
+
+    def leave(self, slot: Tensor, also: Sequence[Tensor]) -> bool:
+        """Copy all that the graph holds, and `also`, to `slot`, uint8, and hold it no longer; whether it fits there."""
+        assert self._weights is not None
+        return self._weights.leave(slot, also)
+
+    def arrive(self, slot: Tensor) -> list[Tensor]:
+        """Backward finds in `slot` what was copied by `leave`; the tensors that were given to it, there."""
+        assert self._weights is not None
+        return self._weights.arrive(slot)
+
+    @staticmethod
+    def _tensor(end: Tensor | GradientEdge) -> Tensor:
+        assert isinstance(end, Tensor)
+        return end
 
     def dx(self) -> Tensor:
         """dx [n, hidden], after `top`, of a graph that is not cut."""
@@ -95,14 +121,14 @@ class LayerGraph:
 
     def _backward(
         self,
-        outputs: Sequence[Tensor],
+        outputs: Sequence[Tensor | GradientEdge],
         gradients: Sequence[Tensor],
-        wanted: Sequence[Tensor],
+        wanted: Sequence[Tensor | GradientEdge],
         weights: Mapping[str, Tensor],
     ) -> Sequence[Tensor | None]:
         if self._weights is not None:
             self._weights.now = weights
-        found: Sequence[Tensor | None] = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        found: Sequence[Tensor | None] = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)  # type: ignore[arg-type]
         return found
 
     def _add(self, found: Sequence[Tensor | None], grads: Mapping[str, Tensor]) -> None:
@@ -135,30 +161,105 @@ class _WeightView(NamedTuple):
     """Elements from that parameter's first one."""
 
 
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A tensor that a graph holds: itself, or where in a slot it is."""
+
+    tensor: Tensor | None
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    at: int = 0
+    """First byte in the slot."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the first element to behind the last one."""
+        if 0 in self.size:
+            return 0
+        return (1 + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))) * self.dtype.itemsize
+
+
 @dataclass(slots=True)
-class KeptWeights:
-    """Saved-tensor hooks that keep views of the weights as views, and count the rest."""
+class SavedTensors:
+    """Saved-tensor hooks that keep views of the weights as views, and what else there is until it leaves."""
 
     now: Mapping[str, Tensor]
     """Views of all parameters: one flat buffer holds those that are trained, another the frozen ones."""
     names: dict[int, str] = field(init=False)
-    """Storage of a flat buffer -> a parameter in it."""
-    storages: dict[int, int] = field(default_factory=dict)
-    """Storage (by its handle, which tensors without data have too) -> bytes, of all that the graph holds."""
+    """Storage of a flat buffer (by its handle, which tensors without data have too) -> a parameter in it."""
+    _held: list[_Held] = field(default_factory=list)
+    _also: list[_Held] = field(default_factory=list)
+    _slot: Tensor | None = None
+    """Where that is which has left, in backward."""
 
     def __post_init__(self) -> None:
         self.names = {tensor.untyped_storage()._cdata: name for name, tensor in self.now.items()}
 
-    def pack(self, tensor: Tensor) -> Tensor | _WeightView:
-        storage = tensor.untyped_storage()
-        if (name := self.names.get(storage._cdata)) is not None:
+    def pack(self, tensor: Tensor) -> _Held | _WeightView:
+        if (name := self.names.get(tensor.untyped_storage()._cdata)) is not None:
             offset = tensor.storage_offset() - self.now[name].storage_offset()
             return _WeightView(name, tensor.size(), tensor.stride(), offset)
-        self.storages[storage._cdata] = storage.nbytes()
-        return tensor
+        return self._hold(tensor)
 
-    def unpack(self, packed: Tensor | _WeightView) -> Tensor:
+    def _hold(self, tensor: Tensor) -> _Held:
+        self._held.append(held := _Held(tensor, tensor.dtype, tensor.size(), tensor.stride()))
+        return held
+
+    def unpack(self, packed: _Held | _WeightView) -> Tensor:
         if isinstance(packed, _WeightView):
             near = self.now[packed.name]
             return near.as_strided(packed.size, packed.stride, near.storage_offset() + packed.offset)
-        return packed
+        if packed.tensor is not None:
+            return packed.tensor
+        assert self._slot is not None
+        flat = self._slot[packed.at : packed.at + packed.nbytes].view(packed.dtype)
+        return flat.as_strided(packed.size, packed.stride, flat.storage_offset())
+
+    def storages(self) -> dict[int, int]:
+        """Storage -> bytes, of all that the graph holds."""
+        found = (held.tensor.untyped_storage() for held in self._held if held.tensor is not None)
+        return {storage._cdata: storage.nbytes() for storage in found}
+
+    def leave(self, slot: Tensor, also: Sequence[Tensor]) -> bool:
+        """See LayerGraph. Of each storage the bytes between the first and the last that are used are copied, once."""
+        self._also = [self._hold(tensor) for tensor in also]
+        ranges: dict[int, list[int]] = {}
+        leaving = [held for held in self._held if held.tensor is not None and held.tensor.device == slot.device]
+        for held in leaving:
+            start, storage = _start(held), held.tensor.untyped_storage()._cdata  # type: ignore[union-attr]
+            known = ranges.setdefault(storage, [start, start])
+            known[:] = min(known[0], start), max(known[1], start + held.nbytes)
+        places, end = {}, 0
+        for storage, (first, behind) in ranges.items():
+            places[storage] = end
+            end += -(-(behind - first) // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+        if end > slot.numel():
+            return False
+        for held in leaving:
+            assert held.tensor is not None
+            kept = held.tensor.untyped_storage()
+            first, behind = ranges[kept._cdata]
+            place = places[kept._cdata]
+            held.at = place + _start(held) - first
+            if kept._cdata in ranges and behind > first:
+                source = torch.empty(0, dtype=torch.uint8, device=slot.device).set_(kept)
+                slot[place : place + behind - first].copy_(source[first:behind])
+                ranges[kept._cdata] = [first, first]  # once
+        for held in leaving:
+            held.tensor = None
+        return True
+
+    def arrive(self, slot: Tensor) -> list[Tensor]:
+        self._slot = slot
+        return [self.unpack(held) for held in self._also]
+
+
+_SLOT_ALIGNMENT = 256
+"""What leaves starts at a multiple of so many bytes of its slot, as CUDA's allocations do."""
+
+
+def _start(held: _Held) -> int:
+    """First byte of a held tensor in its storage."""
+    assert held.tensor is not None
+    return int(held.tensor.storage_offset()) * held.dtype.itemsize

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, AttentionState
 from penstock.engine.model import skeleton
-from penstock.engine.model.layer_graph import KeptWeights, LayerGraph, Projection
+from penstock.engine.model.layer_graph import LayerGraph, Projection, SavedTensors
 from penstock.engine.model.recompute import for_backward
 from penstock.engine.model.router import RouterBalance
 from penstock.engine.model.skeleton import LayerCall
@@ -43,8 +45,39 @@ class LayerInputs:
         return sum(storages.values())
 
 
+class _Entry(torch.autograd.Function):
+    """x, with a graph that ends where its gradient arrives and does not hold it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
+        """`anchor` requires grad, so that what is computed of x has a graph."""
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None
+
+
+Compiled = bool | Callable[..., Any]
+"""Whether layers run through torch.compile, or by which backend of its own."""
+
+
 class _Projected(BaseException):
     """Leaves a layer at its attention call, with the projection as its argument."""
+
+
+def holding_little(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A module that torch.compile runs, whose graph does not hold what elementwise operations make of the rest.
+
+    By itself the partitioner holds what a product of backward reads, the normed input or silu(gate) * up, even where it
+    is made of what is held as well: 136 KB a token of a layer of 8B instead of 99.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with functorch_config.patch(ban_recompute_materialized_backward=False):
+            return compiled(*args, **kwargs)
+
+    return run
 
 
 class _Template:
@@ -58,7 +91,7 @@ class _Template:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        compile: bool,
+        compile: Compiled,
     ) -> None:
         """`frozen`: names in the layer of parameters that want no gradient."""
         for name, part in layer.named_modules():
@@ -74,16 +107,20 @@ class _Template:
         self.modules = (layer, twin)
         self.forward: Callable[..., Any]
         self.recompute: Callable[..., Any]
+        self.keep: Callable[..., Any]
+        """Forward with a graph to keep."""
         self.compile(compile)
 
         self._indices: dict[int, list[tuple[nn.Module, str, Any]]] = {}
 
-    def compile(self, compiled: bool) -> None:
+    def compile(self, compiled: Compiled) -> None:
         """Run through torch.compile from now on, or eagerly."""
         layer, twin = self.modules
         # One graph per chunk length: a general-size graph would also slow down the usual length.
-        self.forward = torch.compile(layer, dynamic=False) if compiled else layer
-        self.recompute = torch.compile(twin, dynamic=False) if compiled else twin
+        backend = "inductor" if compiled is True else compiled
+        self.forward = torch.compile(layer, dynamic=False, backend=backend) if backend else layer
+        self.recompute = torch.compile(twin, dynamic=False, backend=backend) if backend else twin
+        self.keep = holding_little(self.forward) if compiled else layer
 
     def adopt(self, index: int, layer: nn.Module) -> None:
         """Know of itself what `layer`, the model's layer `index`, knows of its place in the model."""
@@ -113,7 +150,7 @@ class LayerRunner:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        compile: bool,
+        compile: Compiled,
         balance: RouterBalance | None = None,
     ) -> None:
         """`layers`: those of a model on the meta device with its buffers on `device`; `prefix`: their name in it.
@@ -141,7 +178,7 @@ class LayerRunner:
                 for module in set(template.modules):
                     balance.listen(module)
 
-    def compile(self, compiled: bool) -> None:
+    def compile(self, compiled: Compiled) -> None:
         for template in self._templates.values():
             template.compile(compiled)
 
@@ -211,7 +248,7 @@ class LayerRunner:
         Never compiled: n may be another each time, and each would be a graph of its own.
         """
         with torch.no_grad():
-            return self._run(index, weights, x[None], inputs, handler, eager=True)
+            return self._run(index, weights, x[None], inputs, handler, self._template(index).modules[0])
 
     def backward(
         self,
@@ -307,8 +344,9 @@ class LayerRunner:
 
         graph = self._graph(index, weights, x, inputs, handle, keep=keep)
         graph.projection, graph.out = seen[0], leaves[0]
-        x = graph.x  # not the graph: what refers to itself lives until garbage is collected
-        graph._project = lambda weights: self._project(index, weights, x, inputs)
+        leaf = graph.x  # not the graph: what refers to itself lives until garbage is collected
+        assert isinstance(leaf, Tensor)
+        graph._project = lambda weights: self._project(index, weights, leaf, inputs)
         return graph
 
     def keep(
@@ -318,9 +356,25 @@ class LayerRunner:
         x: Tensor,
         inputs: LayerInputs,
         handler: attention.Handler | None,
-    ) -> LayerGraph:
-        """Run layer `index` on x [n, hidden] with a graph to keep, with attention by `handler` (None: none) in it."""
-        return self._graph(index, weights, x, inputs, handler, keep=True)
+    ) -> tuple[LayerGraph, Tensor]:
+        """Run layer `index` on x [n, hidden] with a graph to keep, with attention by `handler` (None: none) in it.
+
+        Returns the graph, which holds of x, and of what `handler` gives, what backward wants of it as it is, and the
+        output [n, hidden], which it does not hold.
+        """
+        template, hooks = self._template(index), SavedTensors(weights)
+        with torch.enable_grad():
+            entered: Tensor = _Entry.apply(x[None], torch.zeros((), device=x.device, requires_grad=True))  # type: ignore[no-untyped-call]
+            with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+                y = self._run(index, weights, entered, inputs, handler, template.keep)
+        graph = LayerGraph(
+            x=get_gradient_edge(entered),
+            y=get_gradient_edge(y),
+            names=[self._prefixes[index] + name for name in template.trained],
+            parameters=list(template.trained.values()),
+            _weights=hooks,
+        )
+        return graph, y.detach()
 
     def _graph(
         self,
@@ -334,13 +388,13 @@ class LayerRunner:
     ) -> LayerGraph:
         template = self._template(index)
         x = (x[None].clone() if keep else x[None].detach()).requires_grad_()
-        hooks = KeptWeights(weights)
+        hooks = SavedTensors(weights)
         with torch.enable_grad():
             if keep:
                 with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
-                    y = self._run(index, weights, x, inputs, handler)
+                    y = self._run(index, weights, x, inputs, handler, template.keep)
             else:
-                y = self._run(index, weights, x, inputs, handler, recompute=True)
+                y = self._run(index, weights, x, inputs, handler, template.recompute)
         return LayerGraph(
             x=x,
             y=y,
@@ -361,18 +415,16 @@ class LayerRunner:
         x: Tensor,
         inputs: LayerInputs,
         handler: attention.Handler | None,
-        *,
-        recompute: bool = False,
-        eager: bool = False,
+        run: Callable[..., Any] | None = None,
     ) -> Tensor:
-        """The layer's output [n, hidden] for x [1, n, hidden]."""
+        """The layer's output [n, hidden] for x [1, n, hidden], by `run`, one of its template's ways; None: forward."""
         template = self._template(index)
         template.bind(weights, self._prefixes[index])
         for name, buffer in template.buffers.items():
             buffer.data = self._buffers[index][name]
         template.adopt(index, self._layers[index])
         call = inputs.calls[index]
-        run = template.modules[0] if eager else template.recompute if recompute else template.forward
+        run = run or template.forward
         if handler is None:
             output = run(x, *call.args, **call.kwargs)
         else:

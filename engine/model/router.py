@@ -38,14 +38,19 @@ class Router:
     top_k: int
 
 
+def own_coefficient(config: PretrainedConfig) -> float:
+    """The weight that `config` itself gives the loss; 0 where it does not switch it on."""
+    text = config.get_text_config(decoder=True)
+    return float(text.router_aux_loss_coef) if getattr(text, "output_router_logits", False) else 0.0
+
+
 def router_coefficient(config: PretrainedConfig, wanted: float | None, *, recurrent: bool = False) -> float:
     """Weight of the load-balancing loss: what is `wanted`, else the config's where that switches the loss on; 0: none.
 
     Raises UserError where there is to be one and the model defines none, or carries a state from token to token.
     """
-    text = config.get_text_config(decoder=True)
     if wanted is None:
-        wanted = text.router_aux_loss_coef if getattr(text, "output_router_logits", False) else 0.0
+        wanted = own_coefficient(config)
     if not wanted:
         return 0.0
     kind = config.model_type

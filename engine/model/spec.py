@@ -85,8 +85,10 @@ class ModelSpec:
     adapter: AdapterConfig | None = None
     """The adapter that is part of the model (engine/model/adapters.py); parameters are named as in a model that has
     it."""
+    router_aux_loss: float = 0.0
+    """Weight that the model's config gives the load-balancing loss of its routers where it switches that on."""
     graph_bytes: dict[str, tuple[int | None, ...]] = field(default_factory=dict, compare=False, repr=False)
-    """Compute dtype -> per layer the bytes a token that a saved graph takes, where model/graph_size.py found them."""
+    """`graph_key` -> per layer the bytes a token that a saved graph takes, where model/graph_size.py found them."""
 
     @property
     def num_trained(self) -> int:
@@ -102,6 +104,11 @@ class ModelSpec:
     def lowest_trained(self) -> int:
         """Index of the lowest block that computes with anything trained: backward ends with it."""
         return next(i for i, block in enumerate(self.blocks) if not self.frozen.issuperset(block.buffers))
+
+
+def graph_key(dtype: str, compiled: bool) -> str:
+    """Key of ModelSpec.graph_bytes: the compute dtype, and whether layers are compiled."""
+    return f"{dtype}, compiled" if compiled else dtype
 
 
 def block_of(buffer: str) -> str:

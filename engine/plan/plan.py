@@ -8,14 +8,15 @@ size or a place.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from penstock.engine.plan.problem import (
     ALIGNMENT,
     DKV_SLOTS,
     FP32,
+    GRAPH_SLACK_BYTES,
     KV_SLOTS,
     SAMPLE_STAGES,
     UPDATE_PARTS,
@@ -26,6 +27,9 @@ from penstock.engine.plan.problem import (
     Pool,
     Tier,
 )
+
+Graph = Literal["gpu", "aside"] | None
+"""Where the saved graph of a layer's chunk is; None: it is not saved."""
 
 Filled = Sequence[int | None]
 """Per micro-batch its tokens before the padding that ends it; None: it has no padding."""
@@ -45,6 +49,9 @@ class BufferPlan:
     """Tier of the optimizer's state: master weights and what it keeps beside them; None of a frozen buffer."""
     gradient: Tier | None
     """Tier in which the complete gradient waits for the optimizer; None of a frozen buffer."""
+    sums: Tier | None = None
+    """Tier in which the float32 gradient summed so far waits for the step's next group; None where there is one group,
+    and of a frozen buffer."""
 
     @property
     def frozen(self) -> bool:
@@ -120,15 +127,19 @@ class Plan:
     """RAM slots that hold one saved activation on its way to or from NVMe."""
     activation_stage_bytes: int
     spilled: frozenset[tuple[int, int]]
-    """(block, chunk) whose saved activations live on NVMe between forward and backward."""
+    """(block, place) whose saved activations live on NVMe between forward and backward; for places see `places`."""
     recomputed: frozenset[int]
     """Layers of which only the input is saved: backward recomputes keys, values and attention."""
     saved_on_gpu: frozenset[tuple[int, int]]
-    """(block, chunk) whose saved activations stay on the compute device, as RAM has no room for them."""
+    """(block, place) whose saved activations stay on the compute device, as RAM has no room for them."""
     saved_graphs: frozenset[tuple[int, int]]
-    """(block, chunk) of which everything is saved, on the compute device: backward recomputes nothing."""
+    """(block, place) of which everything is saved: backward recomputes nothing."""
+    graphs_aside: frozenset[tuple[int, int]]
+    """Those of them whose graph leaves the compute device, as part of their saved activations."""
     streamed: bool
     """Keys and values pass through the compute device chunk by chunk; else those of a micro-batch are there whole."""
+    windows: int
+    """Windows for keys and values that are there whole; micro-batches take them in turn."""
     tiers: dict[str, TierPlan]
 
     @property
@@ -139,6 +150,40 @@ class Plan:
     def window_tokens(self) -> int:
         """Tokens of one micro-batch's stream: the length of the K/V window."""
         return self.problem.rows * self.problem.row_tokens
+
+    @property
+    def group(self) -> int:
+        """Micro-batches of a group; the step's last group may have fewer."""
+        return min(self.choice.group or self.problem.micro_batches, self.problem.micro_batches)
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.problem.micro_batches // self.group)
+
+    @property
+    def places(self) -> tuple[Chunk, ...]:
+        """The chunks of one group. What is saved of a chunk has the place of the chunk of that number; the chunks of
+        the groups that follow have the same places."""
+        return self.chunks[: self.num_places]
+
+    @property
+    def num_places(self) -> int:
+        return len(self.chunks) if self.num_groups == 1 else self.group * self.window_chunks
+
+    def place(self, chunk: int) -> int:
+        """The place, within its group, of the step's chunk of that index."""
+        return chunk % self.num_places
+
+    def groups(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+        """`chunks` of a step by group, in the order in which groups are computed: the step's last chunks first.
+
+        Backward goes through chunks from the last to the first. Gradients are thus summed in the same order, and with
+        the same bits, in however many groups, except those of a buffer that two blocks share.
+        """
+        found: dict[int, list[Chunk]] = {}
+        for chunk in chunks:
+            found.setdefault(chunk.micro_batch // self.group, []).append(chunk)
+        return [found[number] for number in sorted(found, reverse=True)]
 
     @property
     def row_documents(self) -> list[list[int]]:
@@ -162,16 +207,15 @@ class Plan:
     def window_chunks(self) -> int:
         return max(chunk.local for chunk in self.chunks) + 1
 
-    def record(self, block: int, chunk: int) -> dict[str, int]:
-        """Kind -> bytes of what is put aside for backward of a layer's chunk: x, saved, kv."""
-        c = self.chunks[chunk]
-        return record(
-            self.problem, block, c.end - c.start, block in self.recomputed, (block, chunk) in self.saved_graphs
-        )
+    def record(self, block: int, place: int) -> dict[str, int]:
+        """Kind -> bytes of what is put aside for backward of a layer's chunk: x, saved, kv, graph."""
+        c, key = self.chunks[place], (block, place)
+        graph = where_graph_is(key, self.saved_graphs, self.graphs_aside)
+        return record(self.problem, block, c.end - c.start, block in self.recomputed, graph)
 
-    def record_bytes(self, block: int, chunk: int) -> int:
+    def record_bytes(self, block: int, place: int) -> int:
         """Bytes of the record, each of its kinds in whole pages."""
-        return sum(self.record(block, chunk).values())
+        return sum(self.record(block, place).values())
 
     @property
     def state_part_numel(self) -> int:
@@ -190,7 +234,7 @@ class Plan:
         for i, block in enumerate(self.blocks):
             if block.role == "layer" and block.backward and block.buffers:
                 rest = "full" if i in self.recomputed or not block.attends else "selective"
-                saved = {"none": kept[i], "selective": 0, "full": 0} | {rest: len(self.chunks) - kept[i]}
+                saved = {"none": kept[i], "selective": 0, "full": 0} | {rest: self.num_places - kept[i]}
                 found[block.buffers[0]] = {
                     "activation_checkpointing": saved,
                     "spilled": spilled[i],
@@ -215,6 +259,7 @@ class Plan:
                     "weights": b.weights,
                     "state": b.state,
                     "gradient": b.gradient,
+                    "sums": b.sums,
                     "bytes": b.numel * self._item_bytes(b),
                     "frozen": b.frozen,
                     **saved[b.name],
@@ -223,7 +268,9 @@ class Plan:
             ],
             "chunks": len(self.chunks),
             "chunk_tokens": self.max_chunk_tokens,
-            "layer_chunks": len(self.chunks) * sum(b.role == "layer" and b.backward for b in self.blocks),
+            "groups": self.num_groups,
+            "group_tokens": self.group * self.window_tokens,
+            "layer_chunks": self.num_places * sum(b.role == "layer" and b.backward for b in self.blocks),
             "spilled_activations": {"chunks": len(self.spilled), "bytes": self.spill_bytes},
             "saved_on_gpu": {
                 "chunks": len(self.saved_on_gpu),
@@ -231,6 +278,10 @@ class Plan:
             },
             "recomputed_blocks": [self.blocks[i].name for i in sorted(self.recomputed)],
             "saved_graphs": {"chunks": len(self.saved_graphs), "bytes": self.tiers["gpu"].parts["saved graphs"]},
+            "graphs_aside": {
+                "chunks": len(self.graphs_aside),
+                "bytes": sum(self.record(*key)["graph"] for key in self.graphs_aside),
+            },
             "kv_window": "streamed" if self.streamed else "whole",
             "weight_slots": dict(self.weight_slots),
             "gradient_slots": dict(self.gradient_slots),
@@ -289,20 +340,44 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def record(problem: PlanInput, block: int, tokens: int, recomputed: bool, has_graph: bool) -> dict[str, int]:
+def where_graph_is(key: tuple[int, int], saved: Container[tuple[int, int]], aside: Container[tuple[int, int]]) -> Graph:
+    """Where the graph of the chunk `key` is, of which all those are `saved`, and those `aside` elsewhere."""
+    return None if key not in saved else "aside" if key in aside else "gpu"
+
+
+def record(problem: PlanInput, block: int, tokens: int, recomputed: bool, graph: Graph) -> dict[str, int]:
     """Kind -> bytes, in whole pages, of what is put aside for backward of `tokens` tokens of a layer.
 
-    x: its input; saved: attention's output and log-sum-exp; kv: keys and values. Nothing where there is no backward.
+    x: its input; saved: attention's output and log-sum-exp; kv: keys and values; graph: all that its graph holds, of
+    which x and saved are part. `graph`: where that is, if it is saved. Nothing where there is no backward.
     """
     shape = problem.blocks[block]
     if not shape.backward:
         return {}
     per_token = {
-        "x": 0 if has_graph else problem.hidden_size * problem.compute_bytes,
-        "saved": 0 if has_graph or recomputed else shape.saved_bytes_per_token,
+        "x": 0 if graph else problem.hidden_size * problem.compute_bytes,
+        "saved": 0 if graph or recomputed else shape.saved_bytes_per_token,
         "kv": 0 if recomputed else shape.kv_bytes_per_token,
     }
-    return {kind: aligned(tokens * size) for kind, size in per_token.items() if size}
+    found = {kind: aligned(tokens * size) for kind, size in per_token.items() if size}
+    return found | ({"graph": aligned(leaving_bytes(shape, tokens))} if graph == "aside" else {})
+
+
+def graph_bytes(block: BlockShape) -> int:
+    """Bytes a token of a saved graph of a layer, with attention's log-sum-exp."""
+    assert block.graph_bytes_per_token is not None
+    return block.graph_bytes_per_token + block.lse_bytes_per_token
+
+
+def leaving_bytes(block: BlockShape, tokens: int) -> int:
+    """Bytes of what a graph of `tokens` tokens holds where it is laid out in one piece."""
+    return tokens * graph_bytes(block) + GRAPH_SLACK_BYTES
+
+
+def graph_slot_bytes(problem: PlanInput, max_chunk: int) -> int:
+    """Bytes of a slot on the compute device for any layer's graph of one chunk on its way."""
+    shapes = [block for block in problem.blocks if block.graph_bytes_per_token is not None]
+    return aligned(max(leaving_bytes(block, max_chunk) for block in shapes))
 
 
 def gib(nbytes: int) -> str:
@@ -314,18 +389,19 @@ def _widest(blocks: tuple[BlockShape, ...], name: str) -> int:
     return max(widths)
 
 
-def window_bytes(problem: PlanInput, max_chunk: int, streamed: bool) -> dict[str, list[int]]:
+def window_bytes(problem: PlanInput, max_chunk: int, streamed: bool, windows: int) -> dict[str, list[int]]:
     """What attention reads and sums on the compute device: name -> bytes of each buffer, in whole pages.
 
-    Whole: keys and values of a micro-batch (kv) and their float32 gradients (dkv). Streamed: KV_SLOTS and DKV_SLOTS
-    chunks of them, and of the running chunk queries (q), the gradient of attention's output (dout), and in float32 the
-    partial output and its log-sum-exp, or the queries' gradient (partial, partial_lse).
+    Whole: keys and values of as many micro-batches as there are `windows` (kv), and float32 gradients of one (dkv).
+    Streamed: KV_SLOTS and DKV_SLOTS chunks of them, and of the running chunk queries (q), the gradient of attention's
+    output (dout), and in float32 the partial output and its log-sum-exp, or the queries' gradient (partial,
+    partial_lse).
     """
     blocks = problem.blocks
     kv, kv_numel = _widest(blocks, "kv_bytes_per_token"), _widest(blocks, "kv_numel_per_token")
     if not streamed:
         tokens = problem.rows * problem.row_tokens
-        return {"kv": [aligned(tokens * kv)], "dkv": [aligned(tokens * kv_numel * FP32)]}
+        return {"kv": [aligned(tokens * kv)] * windows, "dkv": [aligned(tokens * kv_numel * FP32)]}
     q, out = _widest(blocks, "q_numel_per_token"), _widest(blocks, "out_numel_per_token")
     return {
         "kv": [aligned(max_chunk * kv)] * KV_SLOTS,

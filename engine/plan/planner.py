@@ -10,20 +10,25 @@ from dataclasses import dataclass, field, replace
 
 from penstock.engine.plan.plan import (
     BufferPlan,
+    Graph,
     Plan,
     TierPlan,
     aligned,
     attention_regions,
     cut_chunks,
     gib,
+    graph_bytes,
+    graph_slot_bytes,
     part_stage_bytes,
     record,
     sample_regions,
     state_part_numel,
+    where_graph_is,
     window_bytes,
 )
 from penstock.engine.plan.problem import (
     FP32,
+    GRAPH_SLOTS,
     HIDDEN_SLOTS,
     LAST_GOOD,
     LAYER_POOLS,
@@ -40,6 +45,8 @@ from penstock.storage.chunk import ChunkFormat
 from penstock.storage.errors import BudgetError
 from penstock.storage.units import size_text
 
+SMALL_WINDOW = 4
+"""A window of keys and values is small where so many of them are no more than a layer's weights."""
 ACTIVATION_STAGES = {2: 2, 4: 9}
 """Choice.stages -> records on their way to or from NVMe at once."""
 
@@ -65,8 +72,11 @@ class _Planner:
         self.problem = p = problem
         self.choice = choice
         self.chunks = cut_chunks(p.micro_batches, p.rows, p.row_tokens, p.chunk_tokens, p.chunk_per_row)
+        self.group = min(choice.group or p.micro_batches, p.micro_batches)
+        self.places = tuple(c for c in self.chunks if c.micro_batch < self.group)
+        """The chunks of one group, whose saved activations those of the groups that follow take the place of."""
+        self.grouped = self.group < p.micro_batches
         self.max_chunk = max(c.end - c.start for c in self.chunks)
-        self.window_chunks = max(c.local for c in self.chunks) + 1
         self.layers = [i for i, block in enumerate(p.blocks) if block.role == "layer"]
         self.saving = [i for i in self.layers if p.blocks[i].backward]
         """Layers that save anything for a backward."""
@@ -83,20 +93,36 @@ class _Planner:
             pool: max(sum(self.pool[n] == pool for n in block.buffers) for block in p.blocks) for pool in POOLS
         }
         self.streamed = choice.streamed
+        self.windows = self.num_windows()
         self.resident: set[str] = set()
+        self.sums: set[str] = set()
+        """Buffers not resident whose gradient stays on the GPU from group to group."""
         self.saved_graphs: set[tuple[int, int]] = set()
+        self.graphs_aside: set[tuple[int, int]] = set()
         self.saved_on_gpu: set[tuple[int, int]] = set()
         self.graphs_bytes = self.on_gpu_bytes = 0
         """Bytes on the GPU of the saved graphs and of the saved activations there."""
         self._numbers: dict[BlockShape, int] = {}
         self._kinds = [self._numbers.setdefault(replace(b, name="", buffers=()), len(self._numbers)) for b in p.blocks]
         """Blocks of the same shape have the same number."""
-        self._sizes: dict[tuple[int, int, bool, bool], int] = {}
+        self._sizes: dict[tuple[int, int, bool, str | None], int] = {}
         self._layer_sizes: dict[tuple[int, bool], int] = {}
         count = {"none": 0, "half": -(-len(self.attending) // 2), "all": len(self.attending)}[choice.recompute]
         self.recomputed = set(self.attending[:count])
+        may_leave = p.activation_checkpointing in ("auto", "none") and not self.streamed
+        self.leaving = choice.graphs_aside != "none" and may_leave and bool(self.keepable())
+        """Whether graphs of some layer chunks may leave the GPU."""
 
     # ------------------------------------------------------------------ GPU
+
+    def num_windows(self) -> int:
+        """Two where they are small: the next micro-batch's keys and values need not wait until this one's have left."""
+        p = self.problem
+        if self.streamed or self.group == 1:
+            return 1
+        (one,) = window_bytes(p, self.max_chunk, False, 1)["kv"]
+        largest = max(b.numel for b in p.buffers if self.pool[b.name] in LAYER_POOLS) * p.compute_bytes
+        return 2 if one * SMALL_WINDOW <= largest else 1
 
     def slots(self, resident: set[str]) -> tuple[dict[Pool, int], dict[Pool, int], dict[Pool, int]]:
         """Weight slots, gradient slots and their elements per pool when `resident` buffers need none."""
@@ -110,9 +136,13 @@ class _Planner:
                 continue
             numel[pool] = max(b.numel for b in members)
             layer = pool in LAYER_POOLS
-            weights[pool] = min(len(members), self.at_once[pool] + layer * self.choice.spare_slots)
+            # Embedding and head are large: both have a slot only where layers have one more than they need.
+            spare = self.choice.spare_slots - (not layer)
+            weights[pool] = min(len(members), self.at_once[pool] + spare)
             if not members[0].frozen:
-                gradients[pool] = min(len(members), self.at_once[pool] + layer)
+                # Between groups sums leave and come back: one more is on its way.
+                summed = sum(b.name not in self.sums for b in members)
+                gradients[pool] = min(summed, self.at_once[pool] + layer * (1 + self.grouped))
         return weights, gradients, numel
 
     def gpu_parts(self, resident: set[str]) -> dict[str, int]:
@@ -127,20 +157,25 @@ class _Planner:
             "resident blocks": held * p.compute_bytes + trained * (1 + len(p.state_kinds)) * FP32,
             "weight slots": sum(weights[k] * aligned(numel[k] * p.compute_bytes) for k in pools),
             "gradient slots": sum(gradients[k] * aligned(numel[k] * FP32) for k in pools),
-            "K/V window": sum(map(sum, window_bytes(p, self.max_chunk, self.streamed).values())),
+            "K/V window": sum(map(sum, window_bytes(p, self.max_chunk, self.streamed, self.windows).values())),
             "activation slots": HIDDEN_SLOTS * aligned(self.max_chunk * p.hidden_size * p.compute_bytes)
             + SAVED_SLOTS * aligned(self.max_chunk * saved),
             "saved activations": self.on_gpu_bytes,
             "saved graphs": self.graphs_bytes,
             "workspace": p.workspace_bytes,
         }
+        if self.grouped:
+            parts["gradient sums"] = sum(b.numel for b in p.buffers if b.name in self.sums - resident) * FP32
+        if self.leaving:
+            parts["graph slots"] = GRAPH_SLOTS * graph_slot_bytes(p, self.max_chunk)
         return parts if p.samples is None else parts | {"samples": self.samples.gpu_bytes}
 
-    def graph_bytes(self, block: int, chunk: int) -> int:
+    def graph_bytes(self, block: int, place: int) -> int:
         """Bytes of one saved graph, with attention's log-sum-exp."""
-        shape, c = self.problem.blocks[block], self.chunks[chunk]
-        assert shape.graph_bytes_per_token is not None
-        return aligned((c.end - c.start) * (shape.graph_bytes_per_token + shape.lse_bytes_per_token))
+        c, shape, p = self.places[place], self.problem.blocks[block], self.problem
+        # A graph that is cut at attention holds the layer's output and its keys and values as well.
+        cut = p.hidden_size * p.compute_bytes + shape.kv_bytes_per_token if self.streamed else 0
+        return aligned((c.end - c.start) * (graph_bytes(shape) + cut))
 
     def gpu_need(self, resident: set[str]) -> int:
         return sum(self.gpu_parts(resident).values())
@@ -158,9 +193,9 @@ class _Planner:
                 need_bytes=need,
                 budget_bytes=p.gpu_budget,
             )
-        if p.activation_checkpointing == "none":
+        if p.activation_checkpointing == "none" and not self.leaving:
             self.keep_all()
-        left = p.gpu_budget - need if p.activation_checkpointing != "none" else p.gpu_budget - self.gpu_need(set())
+        left = p.gpu_budget - self.gpu_need(set())
         match self.choice.gpu_first:
             case "graphs":
                 self.keep(left) and self.reside(p.gpu_budget)
@@ -173,12 +208,34 @@ class _Planner:
                 self.keep(left)
             case "records":
                 self.hold(left) and self.reside(p.gpu_budget)
+        if self.grouped:
+            self.keep_sums(p.gpu_budget)
+        self.leave()
 
     def keepable(self) -> list[tuple[int, int]]:
-        """(block, chunk) in the order in which backward wants them; none of a layer whose attention runs again."""
+        """(block, place) in the order in which backward wants them; none of a layer whose attention runs again."""
         graphs = [block.graph_bytes_per_token for block in self.problem.blocks]
         known = [i for i in self.saving if graphs[i] is not None and i not in self.recomputed]
-        return [(i, chunk.index) for i in reversed(known) for chunk in reversed(self.chunks)]
+        return [(i, chunk.index) for i in reversed(known) for chunk in reversed(self.places)]
+
+    def keep_sums(self, budget: int) -> None:
+        """Let gradients stay on the GPU between groups as long as all there takes no more than `budget` bytes."""
+        for buffer in self.in_order:
+            if buffer.frozen or buffer.name in self.resident:
+                continue
+            self.sums.add(buffer.name)
+            if self.gpu_need(self.resident) > budget:
+                self.sums.discard(buffer.name)
+                return
+
+    def leave(self) -> None:
+        """Choose graphs that leave the GPU before RAM is filled; "room" is chosen when it has been."""
+        if not self.leaving or self.choice.graphs_aside == "room":
+            return
+        left = [key for key in self.keepable() if key not in self.saved_graphs and key not in self.saved_on_gpu]
+        count = len(left) if self.choice.graphs_aside == "all" else -(-len(left) // 2)
+        self.graphs_aside.update(left[:count])
+        self.saved_graphs.update(left[:count])
 
     def keep_all(self) -> None:
         p = self.problem
@@ -214,7 +271,9 @@ class _Planner:
 
     def keep(self, left: int) -> bool:
         """Keep graphs, backward's first ones first, while `left` bytes last; whether all that may be are."""
-        may = self.problem.activation_checkpointing == "auto" and self.choice.ram_first == "activations"
+        p = self.problem
+        free = p.activation_checkpointing == "auto" or (p.activation_checkpointing == "none" and self.leaving)
+        may = free and self.choice.ram_first == "activations"
         for key in self.keepable() if may else ():
             size = self.graph_bytes(*key)
             if size > left:
@@ -237,18 +296,18 @@ class _Planner:
     def stream_bytes(self) -> int:
         """The chunks of one block boundary: the hidden states going up, their gradients coming down."""
         hidden = self.problem.hidden_size * self.problem.compute_bytes
-        return sum(aligned((chunk.end - chunk.start) * hidden) for chunk in self.chunks)
+        return sum(aligned((chunk.end - chunk.start) * hidden) for chunk in self.places)
 
     def backward_order(self) -> Iterator[tuple[int, int]]:
-        """(block, chunk) of all layers that backward passes, its first ones first."""
-        return ((i, chunk.index) for i in reversed(self.saving) for chunk in reversed(self.chunks))
+        """(block, place) of all layers that backward passes, its first ones first."""
+        return ((i, chunk.index) for i in reversed(self.saving) for chunk in reversed(self.places))
 
     def records_bytes(self) -> int:
         """Bytes of all saved activations outside the GPU."""
         touched = {i for i, _ in self.saved_on_gpu | self.saved_graphs}
         sizes = (self.layer_bytes(i) for i in self.saving if i not in touched)
         partial = (
-            self.record_bytes(i, c.index) for i in touched for c in self.chunks if (i, c.index) not in self.saved_on_gpu
+            self.record_bytes(i, c.index) for i in touched for c in self.places if (i, c.index) not in self.saved_on_gpu
         )
         return sum(sizes) + sum(partial)
 
@@ -256,19 +315,22 @@ class _Planner:
         """Bytes of the records of a layer of which nothing is saved on the GPU."""
         key = (self._kinds[block], block in self.recomputed)
         if key not in self._layer_sizes:
-            self._layer_sizes[key] = sum(self.record_bytes(block, chunk.index) for chunk in self.chunks)
+            self._layer_sizes[key] = sum(self.record_bytes(block, chunk.index) for chunk in self.places)
         return self._layer_sizes[key]
 
-    def record_bytes(self, block: int, chunk: int) -> int:
-        c = self.chunks[chunk]
-        key = (self._kinds[block], c.end - c.start, block in self.recomputed, (block, chunk) in self.saved_graphs)
+    def graph_is(self, block: int, place: int) -> Graph:
+        return where_graph_is((block, place), self.saved_graphs, self.graphs_aside)
+
+    def record_bytes(self, block: int, place: int) -> int:
+        c = self.places[place]
+        key = (self._kinds[block], c.end - c.start, block in self.recomputed, self.graph_is(block, place))
         if key not in self._sizes:
-            self._sizes[key] = sum(self.record(block, chunk).values())
+            self._sizes[key] = sum(self.record(block, place).values())
         return self._sizes[key]
 
-    def record(self, block: int, chunk: int) -> dict[str, int]:
-        tokens = self.chunks[chunk].end - self.chunks[chunk].start
-        return record(self.problem, block, tokens, block in self.recomputed, (block, chunk) in self.saved_graphs)
+    def record(self, block: int, place: int) -> dict[str, int]:
+        tokens = self.places[place].end - self.places[place].start
+        return record(self.problem, block, tokens, block in self.recomputed, self.graph_is(block, place))
 
     def stage_bytes(self, grad_on_nvme: bool) -> tuple[int, int]:
         """Bytes of one state stage and of one part stage."""
@@ -280,7 +342,7 @@ class _Planner:
 
     def block_bytes(self, spilling: bool) -> int:
         """RAM of one block's pass over a micro-batch, whatever is saved: see attention_regions."""
-        regions = attention_regions(self.problem, self.chunks, self.streamed, bool(self.recomputed), spilling)
+        regions = attention_regions(self.problem, self.places, self.streamed, bool(self.recomputed), spilling)
         return sum(size for sizes in regions.values() for size in sizes)
 
     def place_ram(self) -> _RamPlacement:
@@ -290,10 +352,8 @@ class _Planner:
         has all that it had with less.
         """
         rest = [b for b in self.in_order if b.name not in self.resident]
-        p = self.problem
-        sizes = {"weights": p.compute_bytes, "gradient": p.gradient_bytes, "state": len(p.state_kinds) * FP32}
-        kinds = {b.name: ["weights"] if b.frozen else list(sizes) for b in rest}
-        everything = sum(aligned(b.numel * sizes[kind]) for b in rest for kind in kinds[b.name])
+        kinds = {b.name: ["weights"] if b.frozen else ["weights", "gradient", "state"] for b in rest}
+        everything = sum(self.kind_bytes(b, kind) for b in rest for kind in kinds[b.name])
         part_stage = self.stage_bytes(False)[1]
         # GPU-resident state passes through part stages when it is checkpointed.
         through = 2 if self.resident else 0
@@ -301,13 +361,15 @@ class _Planner:
         if activations + everything + through * part_stage <= self.ram_budget:
             tiers: dict[str, dict[str, Tier]] = {b.name: dict.fromkeys(kinds[b.name], "ram") for b in rest}
             parts = {"activations": activations, "resident blocks": everything, "stages": through * part_stage}
-            return _RamPlacement(tiers, parts, part_stages=through)
+            placement = _RamPlacement(tiers, parts, part_stages=through)
+            self.fill_room(placement, self.ram_budget - sum(parts.values()))
+            return placement
         spilling = self.choice.ram_first != "activations"
         placement = self._stages(spilling)
         for buffer in rest:
             placement.tiers[buffer.name] = dict.fromkeys(kinds[buffer.name], "nvme")
         left = self.ram_budget - sum(placement.parts.values())
-        for item, size in self._items(rest, sizes, spilling):
+        for item, size in self._items(rest, spilling):
             if size > left:
                 break
             left -= size
@@ -318,10 +380,36 @@ class _Planner:
             else:
                 placement.spilled.discard(item)
                 placement.parts["activations"] += size
+        self.fill_room(placement, left)
         return placement
 
+    def kind_bytes(self, buffer: BufferShape, kind: str) -> int:
+        """Bytes that a kind takes in RAM, in whole pages. Where a gradient waits between groups, it does in float32."""
+        p = self.problem
+        gradient = FP32 if self.sums_tier(buffer) == "ram" else p.gradient_bytes
+        sizes = {"weights": p.compute_bytes, "gradient": gradient, "state": len(p.state_kinds) * FP32}
+        return aligned(buffer.numel * sizes[kind])
+
+    def fill_room(self, placement: _RamPlacement, left: int) -> None:
+        """Let graphs leave for RAM, backward's first ones first, while `left` bytes last."""
+        if not self.leaving or self.choice.graphs_aside != "room":
+            return
+        for key in self.keepable():
+            if key in self.saved_graphs or key in self.saved_on_gpu:
+                continue
+            before = self.record_bytes(*key)
+            self.saved_graphs.add(key)
+            self.graphs_aside.add(key)
+            more = self.record_bytes(*key) - before
+            if more > left or key in placement.spilled:
+                self.saved_graphs.discard(key)
+                self.graphs_aside.discard(key)
+                return
+            left -= more
+            placement.parts["activations"] += more
+
     def _items(
-        self, rest: list[BufferShape], sizes: dict[str, int], spilling: bool
+        self, rest: list[BufferShape], spilling: bool
     ) -> Iterator[tuple[tuple[int, int] | tuple[str, str], int]]:
         """(buffer, kind) and (block, chunk) of records with their bytes, in the order in which RAM takes them.
 
@@ -332,23 +420,30 @@ class _Planner:
         trained, frozen = ([b for b in rest if b.frozen is which] for which in (False, True))
 
         def of_kinds(of: list[BufferShape], *kinds: str) -> Iterator[tuple[tuple[str, str], int]]:
-            return (((b.name, kind), aligned(b.numel * sizes[kind])) for kind in kinds for b in of)
+            return (((b.name, kind), self.kind_bytes(b, kind)) for kind in kinds for b in of)
 
         def records() -> Iterator[tuple[tuple[int, int], int]]:
-            elsewhere = self.saved_graphs | self.saved_on_gpu
+            elsewhere = (self.saved_graphs - self.graphs_aside) | self.saved_on_gpu
             return ((key, self.record_bytes(*key)) for key in self.backward_order() if key not in elsewhere)
 
         first = self.choice.ram_first
+        summed = [b for b in trained if self.sums_tier(b) == "ram"]
+        rest = [b for b in trained if b not in summed]
+        if self.grouped:  # first those that must be there
+            yield from of_kinds([*summed, *rest], "gradient")
+            rest = []
         yield from of_kinds(trained, "weights")
         if first != "weights":
-            yield from of_kinds(trained, "gradient", "state")
+            yield from of_kinds(rest, "gradient")
+            yield from of_kinds(trained, "state")
         if first == "records":
             yield from records()
         yield from of_kinds(frozen, "weights")
         if spilling and first != "records":
             yield from records()
         if first == "weights":
-            yield from of_kinds(trained, "gradient", "state")
+            yield from of_kinds(rest, "gradient")
+            yield from of_kinds(trained, "state")
 
     def _stages(self, spilling: bool) -> _RamPlacement:
         """What passes through RAM: the hidden states, one block's pass, parts of state and, if `spilling`, records.
@@ -357,27 +452,31 @@ class _Planner:
         """
         p, stages = self.problem, self.choice.stages
         own = ACTIVATION_STAGES[stages] if spilling and self.saving else 0
-        longest = max(self.chunks, key=lambda c: c.end - c.start).index
+        longest = max(self.places, key=lambda c: c.end - c.start).index
         widest = max(max(self.record(i, longest).values(), default=0) for i in self.layers)
+        if self.graphs_aside:
+            widest = max(widest, graph_slot_bytes(p, self.max_chunk))
         stream, passing = self.stream_bytes(), self.block_bytes(spilling)
-        pinned = sum(self.record_bytes(*key) for key in self.saved_graphs - self.saved_on_gpu)
+        in_place = self.saved_graphs - self.graphs_aside
+        pinned = sum(self.record_bytes(*key) for key in in_place)
         records = pinned if spilling else self.records_bytes()
         staged = stages * sum((self.stage_bytes(True)[0], self.stage_bytes(False)[1]))
-        need = stream + passing + records + staged + own * widest + p.reader_bytes + self.samples.ram_bytes
+        summed = [b for b in p.buffers if b.name not in self.resident and self.sums_tier(b) == "ram"]
+        sums = sum(self.kind_bytes(b, "gradient") for b in summed)
+        need = stream + passing + records + staged + own * widest + sums + p.reader_bytes + self.samples.ram_bytes
         if need > p.ram_budget:
             samples = f", samples {gib(self.samples.ram_bytes)}" if p.samples else ""
+            waiting = f", gradients between groups {gib(sums)}" if self.grouped else ""
             raise BudgetError(
                 f"budgets.ram: {gib(p.ram_budget)} cannot hold one block's working set of {gib(need)} (hidden states "
                 f"of the step {gib(stream)}, one block's pass {gib(passing)}, saved activations {gib(records)}, "
-                f"staging {gib(staged + own * widest)}{samples}); give at least {size_text(need)}, or lower "
+                f"staging {gib(staged + own * widest)}{waiting}{samples}); give at least {size_text(need)}, or lower "
                 "train.global_batch_size, data.sequence_length or storage.part_bytes",
                 tier="ram",
                 need_bytes=need,
                 budget_bytes=p.ram_budget,
             )
-        spilled = {
-            key for key in self.backward_order() if key not in self.saved_on_gpu and key not in self.saved_graphs
-        }
+        spilled = {key for key in self.backward_order() if key not in self.saved_on_gpu and key not in in_place}
         parts = {"activations": stream + passing + records + own * widest, "resident blocks": 0, "stages": staged}
         return _RamPlacement({}, parts, stages, stages, own, own and widest, spilled if spilling else set())
 
@@ -401,6 +500,7 @@ class _Planner:
                 weights=kinds["weights"],
                 state=None if shape.frozen else kinds["state"],
                 gradient=None if shape.frozen else kinds["gradient"],
+                sums=self.sums_tier(shape),
             )
         weights, gradients, numel = self.slots(self.resident)
         gpu = self.gpu_parts(self.resident)
@@ -421,7 +521,9 @@ class _Planner:
             recomputed=frozenset(self.recomputed),
             saved_on_gpu=frozenset(self.saved_on_gpu),
             saved_graphs=frozenset(self.saved_graphs),
+            graphs_aside=frozenset(self.graphs_aside),
             streamed=self.streamed,
+            windows=self.windows,
             tiers={
                 "gpu": TierPlan(budget_bytes=p.gpu_budget, peak_bytes=sum(gpu.values()), parts=gpu),
                 "ram": TierPlan(budget_bytes=p.ram_budget, peak_bytes=sum(ram.parts.values()), parts=ram.parts),
@@ -432,6 +534,11 @@ class _Planner:
                 ),
             },
         )
+
+    def sums_tier(self, buffer: BufferShape) -> Tier | None:
+        if not self.grouped or buffer.frozen:
+            return None
+        return "gpu" if buffer.name in self.resident | self.sums else "ram"
 
     # ------------------------------------------------------------------ NVMe
 

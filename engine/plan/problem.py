@@ -25,6 +25,10 @@ RamFirst = Literal["activations", "weights", "state", "records"]
 gradients, state; or weights, gradients, state, records; or these with records before frozen weights, which a drive only
 reads. What is not there moves twice a step, weights thrice."""
 
+GraphsAside = Literal["none", "room", "half", "all"]
+"""Of which layer chunks whose graph is not saved on the GPU it leaves for RAM or NVMe: as many as RAM has room for when
+all else has found its place, or half of them, or all, before anything else finds one; backward's first ones first."""
+
 FP32 = 4
 LAST_GOOD = "last good generation"
 """Part of the NVMe tier that is there where the disk has room for it."""
@@ -46,6 +50,10 @@ HIDDEN_SLOTS = 6
 """Activations of one chunk on the GPU: x, dy and dx or y of the running op, x and dy of the next, one leaving."""
 SAVED_SLOTS = 3
 """Attention outputs of one chunk on the GPU: the running op's, the next one's, one leaving."""
+GRAPH_SLOTS = 3
+"""Graphs of one chunk on the GPU that are on their way: the running op's, the next one's, one leaving."""
+GRAPH_SLACK_BYTES = 4 * ALIGNMENT
+"""Of a graph that is laid out in one piece: what does not grow with its tokens, and gaps between its tensors."""
 SAMPLE_STAGES = 2
 """Layers whose keys and values of the samples are on the GPU at once: the one that runs, the next one's."""
 KV_SLOTS = 4
@@ -95,7 +103,9 @@ class BlockShape:
     span_tokens: int | None = None
     """A query sees keys of its own span of so many tokens only, counted from the document's start; None: of all."""
     graph_bytes_per_token: int | None = None
-    """What autograd keeps of a forward of this layer, weights excluded; None: not known, so it is never saved."""
+    """What a saved graph of this layer holds, weights excluded; None: not known, so it is never saved."""
+    elementwise_bytes_per_token: int = 0
+    """Read and written by what is elementwise in a forward of this layer, about; 0: not known."""
     matmul_flops_per_token: int = 0
     """FLOPs of its matrix products forward; experts count for the tokens routed to them."""
     frozen_flops_per_token: int = 0
@@ -171,6 +181,8 @@ class PlanInput:
     """None: the run writes none."""
     last_good: bool = False
     """Whether the last good generation is to be kept beside these, where there is room."""
+    one_group: bool = False
+    """Backward needs what all of the step's forward finds, so that all micro-batches are one group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,4 +196,8 @@ class PlanOptions:
     stages: int = 2
     """Parts of state, and of weights or gradients, that are on their way to or from NVMe at once."""
     spare_slots: int = 1
-    """Weight slots for layers beyond those that one layer computes with: how many are fetched ahead."""
+    """Weight slots for layers beyond those that one layer computes with: how many are fetched ahead. One less for
+    embedding and head."""
+    group: int = 0
+    """Micro-batches that go forward and backward before the next ones do; 0: all of a step."""
+    graphs_aside: GraphsAside = "none"

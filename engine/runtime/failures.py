@@ -72,13 +72,26 @@ def _tokens(plan: Plan, index: int) -> str:
 
 
 def first_not_finite(plan: Plan, losses: Tensor, squares: Tensor, marks: Tensor) -> str | None:
-    """What first was not finite in a step, in the order of the passes; None if all was.
+    """What first was not finite in a step, in the order of groups and their passes; None if all was.
 
     losses [chunks]; squares [buffers]; marks [2, blocks, chunks], forward and backward.
     """
+    for group in plan.groups(plan.chunks):
+        first = group[0].index
+        members = slice(first, group[-1].index + 1)
+        if (found := _first_of_group(plan, losses[members], marks[:, :, members], first)) is not None:
+            return found
+    bad = (~squares.isfinite()).nonzero()
+    if bad.numel():
+        return f"the gradient of {list(plan.buffers)[int(bad[0])]}"
+    return None
+
+
+def _first_of_group(plan: Plan, losses: Tensor, marks: Tensor, first: int) -> str | None:
+    """The same of the chunks from `first` on alone."""
 
     def of_chunk(what: str, place: str, index: int) -> str:
-        return f"{what} of {place}[{index}] {_tokens(plan, index)}"
+        return f"{what} of {place}[{first + index}] {_tokens(plan, first + index)}"
 
     def first_mark(part: Tensor) -> tuple[int, int] | None:
         bad = (~part.isfinite()).nonzero()
@@ -90,9 +103,6 @@ def first_not_finite(plan: Plan, losses: Tensor, squares: Tensor, marks: Tensor)
     if bad.numel():
         return of_chunk("the loss", "head", int(bad[-1]))  # the head goes in backward's order
     if (mark := first_mark(marks[1].flip(0, 1))) is not None:
-        block, index = len(plan.blocks) - 1 - mark[0], len(plan.chunks) - 1 - mark[1]
+        block, index = len(plan.blocks) - 1 - mark[0], len(losses) - 1 - mark[1]
         return of_chunk("the gradient of the input", plan.blocks[block].name, index)
-    bad = (~squares.isfinite()).nonzero()
-    if bad.numel():
-        return f"the gradient of {list(plan.buffers)[int(bad[0])]}"
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,11 +13,23 @@ from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, AttentionState, Gradients, KeptAttention, Operands
 from penstock.engine.model.layer_graph import LayerGraph, Projection
 from penstock.engine.model.spec import AttentionShape
-from penstock.engine.plan.plan import Chunk
+from penstock.engine.plan.plan import Chunk, leaving_bytes
 from penstock.engine.runtime.handlers import handles
 from penstock.engine.runtime.views import Views, keys_and_values
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.ops import Op
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A graph that waits for backward."""
+
+    graph: LayerGraph | None
+    """None: it was larger than its slot, and backward recomputes it."""
+    attends: KeptAttention | None
+    """The attention in it."""
+    nbytes: int
+    """Bytes on the compute device that it holds itself."""
 
 
 class LayerOps:
@@ -27,8 +40,8 @@ class LayerOps:
         self._plan, self._gpu = views.plan, views.gpu
         self._layers, self._dtype = views.runner.layers, views.dtype
         self._shapes = views.runner.spec.attention
-        self._graphs: dict[tuple[int, int], tuple[LayerGraph, KeptAttention | None, int]] = {}
-        """(layer, chunk) -> the graph that waits for backward, the attention in it, and its bytes."""
+        self._graphs: dict[tuple[int, int], _Waiting] = {}
+        """(layer, chunk) -> the graph that waits for backward."""
         self.graphs_bytes = 0
         """Bytes of the graphs that wait."""
         self.graphs_peak_bytes = 0
@@ -49,10 +62,10 @@ class LayerOps:
         assert shape is not None
         return shape
 
-    def _window(self, kind: str, shape: AttentionShape) -> list[Tensor]:
+    def _window(self, kind: str, shape: AttentionShape, micro_batch: int) -> list[Tensor]:
         """Whole: K and V ("kv") or dK and dV ("dkv") of all tokens of the micro-batch."""
-        dtype = self._dtype if kind == "kv" else torch.float32
-        return keys_and_values(self._gpu.window[kind][0], self._plan.window_tokens, shape, dtype)
+        dtype, windows = self._dtype if kind == "kv" else torch.float32, self._gpu.window[kind]
+        return keys_and_values(windows[micro_batch % len(windows)], self._plan.window_tokens, shape, dtype)
 
     def _slot(self, kind: str, op: Op, shape: AttentionShape) -> list[Tensor]:
         """Streamed: K and V, or dK and dV, of the chunk in the op's slot."""
@@ -68,9 +81,10 @@ class LayerOps:
     def _queries(self, op: Op, shape: AttentionShape) -> Tensor:
         return self._typed("q", self._dtype, _tokens(self._views.chunk(op)), shape.heads, shape.qk_dim)
 
-    def _saved(self, op: Op, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-        """Attention output [tokens, heads, v_dim] and log-sum-exp [heads, tokens] of the op's chunk."""
-        raw, tokens = self._gpu.saved[op.slots[a.SAVED]], _tokens(self._views.chunk(op))
+    def _saved(self, op: Op, shape: AttentionShape, slot: int | None = None) -> tuple[Tensor, Tensor]:
+        """Attention output [tokens, heads, v_dim] and log-sum-exp [heads, tokens] of the op's chunk, in its slot."""
+        raw = self._gpu.saved[op.slots[a.SAVED] if slot is None else slot]
+        tokens = _tokens(self._views.chunk(op))
         lse_bytes = 4 * shape.heads * tokens
         out_bytes = tokens * shape.heads * shape.v_dim * self._dtype.itemsize
         lse = raw[:lse_bytes].view(torch.float32).view(shape.heads, tokens)
@@ -81,10 +95,10 @@ class LayerOps:
         """Attention of the op's chunk over the whole window, with its gradients in backward."""
         layer, chunk = self._layer(op)
         shape = self._shape(layer)
-        k, v = self._window("kv", shape)
+        k, v = self._window("kv", shape, chunk.micro_batch)
         state = AttentionState(k, v, out, lse, chunk.start, chunk.end, self._views.documents(op, chunk))
         if op.action is a.LAYER_BACKWARD:
-            state.dk, state.dv = self._window("dkv", shape)
+            state.dk, state.dv = self._window("dkv", shape, chunk.micro_batch)
             if a.ZERO_DKV in op.flags:  # of the stream's last chunk: what is behind it is padding
                 state.dk[: chunk.end].zero_()
                 state.dv[: chunk.end].zero_()
@@ -131,24 +145,60 @@ class LayerOps:
         weights, inputs = views.weights(op), views.layer_inputs(op, chunk)
         x, shape = views.hidden(op.slots[a.X], chunk), self._shapes[layer]
         attends: KeptAttention | None = None
+        leaves = a.GRAPH in op.slots
         if shape is None:
-            graph = self._layers.keep(layer, weights, x, inputs, None)
+            graph, y = self._layers.keep(layer, weights, x if leaves else x.clone(), inputs, None)
         elif self._plan.streamed:
             out, lse = self._saved(op, shape)
             graph = self._layers.graph(layer, weights, x, inputs, lambda p: out, keep=True)
-            graph.lse = lse.clone()
+            graph.lse, y = lse.clone(), graph.output
         else:
-            attends = KeptAttention(self._layers.in_blocks(layer, self._state(op, *self._saved(op, shape))))
-            graph = self._layers.keep(layer, weights, x, inputs, attends.forward)
-        self._graphs[layer, op.index] = graph, attends, graph.nbytes
-        self.graphs_bytes += graph.nbytes
-        self.graphs_peak_bytes = max(self.graphs_peak_bytes, self.graphs_bytes)
-        return graph.y.detach()
+            state = self._layers.in_blocks(layer, self._state(op, *self._saved(op, shape)))
+            attends = KeptAttention(state, copies=not leaves)
+            graph, y = self._layers.keep(layer, weights, x if leaves else x.clone(), inputs, attends.forward)
+        nbytes = graph.nbytes
+        self.graphs_peak_bytes = max(self.graphs_peak_bytes, self.graphs_bytes + nbytes)
+        waiting: LayerGraph | None = graph
+        if leaves:
+            nbytes = 0
+            also = [] if attends is None else [attends.state.out, attends.state.lse]
+            if not graph.leave(self._graph_slot(op), also):
+                waiting = None
+                self._put_down(op, x)
+        self._graphs[layer, op.index] = _Waiting(waiting, attends, nbytes)
+        self.graphs_bytes += nbytes
+        return y
 
-    def _release(self, op: Op) -> tuple[LayerGraph, KeptAttention | None]:
-        graph, attends, nbytes = self._graphs.pop((self._layer(op)[0], op.index))
-        self.graphs_bytes -= nbytes
-        return graph, attends
+    def _graph_slot(self, op: Op) -> Tensor:
+        """The bytes of the op's slot for a graph that are stored and loaded."""
+        block = self._plan.blocks[self._views.block_index(op.block)]
+        return self._gpu.graphs[op.slots[a.GRAPH]][: leaving_bytes(block, _tokens(self._views.chunk(op)))]
+
+    def _put_down(self, op: Op, x: Tensor) -> None:
+        """Of a graph larger than its slot what backward recomputes it from: the input, attention's output and
+        log-sum-exp."""
+        for target, source in zip(self._put(op), (x, *self._outputs(op)), strict=True):
+            target.copy_(source)
+
+    def _put(self, op: Op) -> list[Tensor]:
+        """Where these are in the op's slot for a graph."""
+        found, start = [], 0
+        x = self._views.hidden(0, self._views.chunk(op))
+        for like in (x, *self._outputs(op, 0)):
+            end = start + like.numel() * like.dtype.itemsize
+            found.append(self._graph_slot(op)[start:end].view(like.dtype).view(like.shape))
+            start = -(-end // 256) * 256
+        return found
+
+    def _outputs(self, op: Op, slot: int | None = None) -> tuple[Tensor, ...]:
+        """Attention's output and log-sum-exp in the op's slot for them, or in `slot`; nothing of a layer without."""
+        shape = self._shapes[self._layer(op)[0]]
+        return () if shape is None else self._saved(op, shape, slot)
+
+    def _release(self, op: Op) -> _Waiting:
+        waiting = self._graphs.pop((self._layer(op)[0], op.index))
+        self.graphs_bytes -= waiting.nbytes
+        return waiting
 
     @handles(a.LAYER_RECOMPUTE)
     def _recompute(self, op: Op) -> None:
@@ -181,10 +231,17 @@ class LayerOps:
 
     def _backward_saved(self, op: Op, weights: dict[str, Tensor], dy: Tensor, gradients: dict[str, Tensor]) -> Tensor:
         """Backward through a saved graph that is not cut."""
-        graph, attends = self._release(op)
+        waiting, layer = self._release(op), self._layer(op)[0]
+        graph, attends = waiting.graph, waiting.attends
+        if graph is None:
+            x, *outputs = self._put(op)
+            inputs = self._views.layer_inputs(op, self._views.chunk(op))
+            state = self._state(op, *outputs) if outputs else None
+            return self._layers.backward(layer, weights, x, dy, inputs, state, gradients)
+        found = graph.arrive(self._graph_slot(op)) if a.GRAPH in op.slots else []
         if attends is not None:
-            state = self._state(op, attends.state.out, attends.state.lse)
-            attends.state = self._layers.in_blocks(self._layer(op)[0], state)
+            out, lse = found or (attends.state.out, attends.state.lse)
+            attends.state = self._layers.in_blocks(layer, self._state(op, out, lse))
         graph.top(weights, dy, gradients)
         return graph.dx()
 
@@ -230,7 +287,9 @@ class LayerOps:
         weights, gradients, shape = views.weights(op), views.gradients(op), self._shape(layer)
         self._tell_routers(op)
         if a.SAVED_GRAPH in op.flags:
-            graph = self._graphs[layer, op.index][0]
+            waiting = self._graphs[layer, op.index].graph
+            assert waiting is not None
+            graph = waiting
         else:
             x, inputs = views.hidden(op.slots[a.X], chunk), views.layer_inputs(op, chunk)
             out = self._saved(op, shape)[0]
@@ -310,14 +369,15 @@ class LayerOps:
         elif kind == "kv":
             shape = self._shape(self._views.block_index(op.block) - 1)
             per_token = shape.kv_heads * (shape.qk_dim + shape.v_dim) * self._dtype.itemsize
-            tokens, start = op.nbytes // per_token, self._plan.chunks[op.index].start
+            tokens, chunk = op.nbytes // per_token, self._plan.chunks[op.index]
+            start = chunk.start
             if self._plan.streamed:
                 here = keys_and_values(self._gpu.window["kv"][op.slots["kv"]], tokens, shape, self._dtype)
             else:
-                here = [window[start : start + tokens] for window in self._window("kv", shape)]
+                here = [window[start : start + tokens] for window in self._window("kv", shape, chunk.micro_batch)]
             yield from zip(here, keys_and_values(aside, tokens, shape, self._dtype), strict=True)
         else:
-            slots = self._gpu.saved if kind == "saved" else self._gpu.window[kind]
+            slots = {"saved": self._gpu.saved, "graph": self._gpu.graphs}.get(kind) or self._gpu.window[kind]
             yield slots[op.slots[kind]][: op.nbytes], aside
 
     @handles(*a.LOAD.values(), *a.STORE.values())

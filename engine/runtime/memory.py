@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.engine.plan.plan import BufferPlan, Plan, attention_regions, sample_regions, window_bytes
-from penstock.engine.plan.problem import ALIGNMENT, HIDDEN_SLOTS, POOLS, SAVED_SLOTS, Pool, Tier
+from penstock.engine.plan.plan import (
+    BufferPlan,
+    Plan,
+    attention_regions,
+    graph_slot_bytes,
+    sample_regions,
+    window_bytes,
+)
+from penstock.engine.plan.problem import ALIGNMENT, GRAPH_SLOTS, HIDDEN_SLOTS, POOLS, SAVED_SLOTS, Pool, Tier
 from penstock.storage.arena import HostArena, empty_aligned
 
 
@@ -58,10 +65,12 @@ class GpuMemory:
     """Activation slots, compute dtype [max chunk tokens, hidden]."""
     saved: list[Tensor] = field(default_factory=list)
     """Log-sum-exp and attention output of one chunk, uint8."""
+    graphs: list[Tensor] = field(default_factory=list)
+    """What a layer's saved graph of one chunk holds, on its way, uint8."""
     window: dict[str, list[Tensor]] = field(default_factory=dict)
     """What attention reads and sums, uint8: see engine.plan.plan.window_bytes."""
     records: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
-    """(block, chunk) -> kind -> what is put aside for its backward and stays here, uint8: see plan.plan.record."""
+    """(block, place) -> kind -> what is put aside for its backward and stays here, uint8: see plan.plan.record."""
     sample_stages: list[Tensor] = field(default_factory=list)
     """Keys and values of the samples in one layer, uint8: see engine.plan.plan.sample_regions."""
     sample_logits: Tensor | None = None
@@ -75,9 +84,11 @@ class RamMemory:
     arena: HostArena
     buffers: dict[str, Resident] = field(default_factory=dict)
     records: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
-    """(block, chunk) -> kind -> what is put aside for its backward, uint8: see engine.plan.plan.record."""
+    """(block, place) -> kind -> what is put aside for its backward, uint8: see engine.plan.plan.record."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Buffer -> its gradient as it waits between groups, float32."""
     boundary: dict[int, Tensor] = field(default_factory=dict)
-    """chunk -> hidden state between two blocks, or its gradient [tokens, hidden]."""
+    """place -> hidden state between two blocks, or its gradient [tokens, hidden]."""
     window: dict[str, list[Tensor]] = field(default_factory=dict)
     """For each chunk of a micro-batch what one block's pass needs beside the records, uint8: see
     engine.plan.plan.attention_regions."""
@@ -113,12 +124,14 @@ def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -
 
     for buffer in plan.buffers.values():
         dtypes = _dtypes(plan, buffer, "gpu", compute_dtype, torch.float32)
+        if buffer.sums == "gpu":
+            dtypes["gradient"] = torch.float32
         gpu.buffers[buffer.name] = {kind: typed(buffer.numel, dtype) for kind, dtype in dtypes.items()}
     for pool in POOLS:
         numel = plan.weight_slot_numel[pool]
         gpu.weights[pool] = [typed(numel, compute_dtype) for _ in range(plan.weight_slots[pool])]
         gpu.gradients[pool] = [typed(numel, torch.float32) for _ in range(plan.gradient_slots[pool])]
-    sizes = window_bytes(problem, plan.max_chunk_tokens, plan.streamed)
+    sizes = window_bytes(problem, plan.max_chunk_tokens, plan.streamed, plan.windows)
     gpu.window = {name: [gpu.arena.slot(nbytes) for nbytes in each] for name, each in sizes.items()}
     for key in plan.saved_on_gpu:
         gpu.records[key] = {kind: gpu.arena.slot(nbytes) for kind, nbytes in plan.record(*key).items()}
@@ -127,6 +140,8 @@ def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -
     gpu.hidden = [typed(tokens * problem.hidden_size, compute_dtype).view(shape) for _ in range(HIDDEN_SLOTS)]
     saved = max(b.saved_bytes_per_token for b in plan.blocks)
     gpu.saved = [gpu.arena.slot(tokens * saved) for _ in range(SAVED_SLOTS)]
+    if "graph slots" in parts:
+        gpu.graphs = [gpu.arena.slot(graph_slot_bytes(problem, tokens)) for _ in range(GRAPH_SLOTS)]
     if problem.samples is not None:
         regions, of_logits = sample_regions(problem), (len(problem.samples.lengths), problem.samples.vocabulary)
         gpu.sample_stages = [gpu.arena.slot(nbytes) for nbytes in regions.stages]
@@ -144,8 +159,14 @@ def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torc
 
     for buffer in plan.buffers.values():
         name, dtypes = buffer.name, _dtypes(plan, buffer, "ram", compute_dtype, gradient_dtype)
+        if buffer.sums == "ram":
+            dtypes["gradient"] = torch.float32
         ram.buffers[name] = {kind: typed(f"{name}.{kind}", buffer.numel, dtype) for kind, dtype in dtypes.items()}
-    for chunk in plan.chunks:
+        if buffer.sums == "ram":
+            # What is complete takes the place of what was summed so far.
+            ram.sums[name] = ram.buffers[name]["gradient"]
+            ram.buffers[name]["gradient"] = ram.sums[name].view(gradient_dtype)[: buffer.numel]
+    for chunk in plan.places:
         tokens = chunk.end - chunk.start
         shape = (tokens, problem.hidden_size)
         hidden = tokens * problem.hidden_size
@@ -157,7 +178,7 @@ def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torc
             sizes = plan.record(*key).items()
             ram.records[key] = {kind: ram.arena.slot(f"{kind}.{block.name}.{chunk.index}", n) for kind, n in sizes}
     regions = attention_regions(
-        problem, plan.chunks, plan.streamed, bool(plan.recomputed), bool(plan.activation_stages)
+        problem, plan.places, plan.streamed, bool(plan.recomputed), bool(plan.activation_stages)
     )
     ram.window = {
         name: [ram.arena.slot(f"window.{name}.{i}", nbytes) for i, nbytes in enumerate(each)]

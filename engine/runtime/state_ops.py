@@ -81,6 +81,14 @@ class StateOps:
             start, end = buffer.part(part)
             waiting[start:end].copy_(flat[start:end].to(waiting.dtype), non_blocking=True)
 
+    @handles(a.STORE_SUM, a.LOAD_SUM)
+    def _move_sum(self, op: Op) -> None:
+        start, end = self._buffer(op).piece(op.index, op.slots[a.PIECES])
+        here = self._views.flat("gradient", op.block, op.slots[op.block])[start:end]
+        there = self._ram.sums[op.block][start:end]
+        target, source = (here, there) if op.action is a.LOAD_SUM else (there, here)
+        target.copy_(source, non_blocking=True)
+
     @handles(a.STORE_GRADIENT_PART)
     def _store_gradient_part(self, op: Op) -> None:
         start, end = self._part(op)

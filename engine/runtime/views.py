@@ -132,12 +132,13 @@ class Views:
         chunk in one block's pass, or the boundary between two blocks."""
         if a.STAGE in op.slots:
             return self.ram.activation_stages[op.slots[a.STAGE]][: op.nbytes]
-        key, kind = (self._blocks[op.block][0], op.index), op.action.kind
+        place, kind = self.plan.place(op.index), op.action.kind
+        key = (self._blocks[op.block][0], place)
         record = self.gpu.records.get(key) or self.ram.records.get(key) or {}
         if kind in record:
             region = record[kind]
         elif kind in self.ram.window:
             region = self.ram.window[kind][self.plan.chunks[op.index].local]
         else:
-            region = self.ram.boundary[op.index]
+            region = self.ram.boundary[place]
         return region.view(torch.uint8).view(-1)[: op.nbytes]

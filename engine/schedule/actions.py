@@ -18,7 +18,7 @@ Lane = Literal["nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"]
 LANES: tuple[Lane, ...] = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write")
 
 # Slots of an op, by role.
-X, DY, OUT, SAVED, KV, DKV = "x", "dy", "out", "saved", "kv", "dkv"
+X, DY, OUT, SAVED, KV, DKV, GRAPH = "x", "dy", "out", "saved", "kv", "dkv", "graph"
 SLOT = "slot"
 """Of a copy: the slot that it fills or empties."""
 STAGE, WEIGHTS_STAGE = "stage", "weights"
@@ -36,7 +36,7 @@ ZERO_DKV = "zero:dkv"
 FIRST, LAST = "first", "last"
 """Of a chunk's passes over chunks of keys."""
 SAVED_GRAPH = "saved_graph"
-"""The chunk's graph is saved from forward to backward."""
+"""The chunk's graph is saved from forward to backward; where a slot of role GRAPH is named, what it holds is there."""
 
 
 def gradient_of(buffer: str) -> str:
@@ -130,7 +130,7 @@ class Action:
     measured_as: str | None = None
     """Name of the action whose measured time stands for this one's."""
     kind: str = ""
-    """Which activation a copy, a spill or an unspill is about: x, dy, saved, kv or dkv."""
+    """Which activation a copy, a spill or an unspill is about: x, dy, saved, kv, dkv or graph."""
     move: Move | None = None
 
     @property
@@ -225,7 +225,7 @@ LAYER_FORWARD = _compute(
     "runs a layer forward",
     Work(matmul=1, pairs=(2, 2)),
     reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_KV),
-    writes=(r.GPU_HIDDEN, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH),
+    writes=(r.GPU_HIDDEN, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH, r.GPU_GRAPH_SLOT),
 )
 LAYER_EVALUATE = _evaluation(LAYER_FORWARD, r.GPU_HIDDEN, r.GPU_KV, r.GPU_SAVED)
 LAYER_RECOMPUTE = _compute(
@@ -241,7 +241,7 @@ LAYER_BACKWARD = _compute(
     "backward",
     "runs a layer backward",
     Work(matmul=1, gradients=1, recompute=True, pairs=(6, 4), sums_gradients=True),
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_KV, r.GPU_SAVED),
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH_SLOT),
     writes=(r.GPU_HIDDEN,),
     adds=(r.GPU_GRADIENT, r.GPU_DKV, r.GPU_GRAPH),
 )
@@ -352,6 +352,7 @@ _NAMES = {
     "saved": "attention's output",
     "kv": "keys and values",
     "dkv": "gradients of keys and values",
+    "graph": "a layer's saved graph",
 }
 _ON_GPU = {
     "x": (r.GPU_HIDDEN,),
@@ -359,6 +360,7 @@ _ON_GPU = {
     "saved": (r.GPU_SAVED,),
     "kv": (r.GPU_KV,),
     "dkv": (r.GPU_DKV,),
+    "graph": (r.GPU_GRAPH_SLOT,),
 }
 _IN_RAM = {
     "x": (r.RECORD_X, r.RAM_BOUNDARY, r.RAM_ACTIVATION_STAGE),
@@ -366,8 +368,9 @@ _IN_RAM = {
     "saved": (r.RECORD_SAVED, r.RAM_WINDOW_SAVED, r.RAM_ACTIVATION_STAGE),
     "kv": (r.RECORD_KV, r.RAM_WINDOW_KV, r.RAM_ACTIVATION_STAGE),
     "dkv": (r.RAM_WINDOW_DKV,),
+    "graph": (r.RECORD_GRAPH, r.RAM_ACTIVATION_STAGE),
 }
-_ON_NVME = {"x": (r.NVME_X,), "saved": (r.NVME_SAVED,), "kv": (r.NVME_KV,)}
+_ON_NVME = {"x": (r.NVME_X,), "saved": (r.NVME_SAVED,), "kv": (r.NVME_KV,), "graph": (r.NVME_GRAPH,)}
 
 
 def _of_kinds(
@@ -429,6 +432,20 @@ WRITE_WEIGHTS = _write(
 _GRADIENT_LEAVES = Move("gradient", "out", "home")
 STORE_GRADIENT = _store(
     "store_gradient", "copies a gradient from the GPU", r.GPU_GRADIENT, r.RAM_GRADIENT, _GRADIENT_LEAVES
+)
+STORE_SUM = _store(
+    "store_sum",
+    "copies a gradient that other groups add to from the GPU",
+    r.GPU_GRADIENT,
+    r.RAM_GRADIENT,
+    Move("gradient", "out", "ram"),
+)
+LOAD_SUM = _load(
+    "load_sum",
+    "copies a gradient back to the GPU, for the next group to add to",
+    r.RAM_GRADIENT,
+    r.GPU_GRADIENT,
+    Move("gradient", "in", "gpu"),
 )
 STORE_GRADIENT_PART = _store(
     "store_gradient_part",

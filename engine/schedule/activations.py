@@ -11,8 +11,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from penstock.engine.plan.plan import Chunk, Plan
-from penstock.engine.plan.problem import DKV_SLOTS, FP32, HIDDEN_SLOTS, KV_SLOTS, SAVED_SLOTS
+from penstock.engine.plan.plan import Chunk, Plan, leaving_bytes
+from penstock.engine.plan.problem import DKV_SLOTS, FP32, GRAPH_SLOTS, HIDDEN_SLOTS, KV_SLOTS, SAVED_SLOTS
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.ops import Emitter, Slots
@@ -34,6 +34,8 @@ class ActivationSchedule:
         self._emit = emitter.emit
         self.hidden = Slots("gpu.hidden", HIDDEN_SLOTS)
         self.saved = Slots("gpu.saved", SAVED_SLOTS)
+        self.graphs = Slots("gpu.graph_slot", GRAPH_SLOTS)
+        self._num_places = plan.num_places
         self._stages = Slots("ram.activation_stage", plan.activation_stages)
         hidden = plan.problem.hidden_size * plan.problem.compute_bytes
         self._bytes_per_token = [
@@ -51,12 +53,13 @@ class ActivationSchedule:
         self._unsaved = plan.recomputed | without
         """Layers whose attention is not saved: backward makes it again, or there is none."""
         self._on_nvme: set[tuple[str, int, int]] = set()
-        """(kind, block, chunk) of the activations on NVMe."""
-        self._window: list[Any] = [None] * plan.window_chunks
-        """Which (layer, chunk, step) each chunk's place in the window holds: on the compute device, or in RAM where
+        """(kind, block, place) of the activations on NVMe."""
+        self._window_chunks = plan.window_chunks
+        self._window: list[Any] = [None] * (plan.windows * plan.window_chunks)
+        """Which (layer, chunk, step) each chunk's place in the windows holds: on the compute device, or in RAM where
         keys and values are streamed."""
         self.streams: dict[int, list[Chunk]] = {}
-        """Micro-batch -> its chunks, of the batch being emitted; one without any is not there."""
+        """Micro-batch -> its chunks, of the group being emitted; one without any is not there."""
         self._documents: Sequence[Sequence[int]] | None = None
         """Per micro-batch of the batch being emitted the sorted starts of its documents, where they are known."""
         self.kv = Slots("gpu.kv", KV_SLOTS)
@@ -74,6 +77,10 @@ class ActivationSchedule:
         """Whether no chunk of its micro-batch comes after it."""
         return chunk is self.streams[chunk.micro_batch][-1]
 
+    def key(self, layer: int, chunk: Chunk) -> tuple[int, int]:
+        """A layer's chunk as the plan's sets name it."""
+        return layer, chunk.index % self._num_places
+
     def content(self, layer: int, chunk: Chunk) -> tuple[int, int, int, int]:
         """What a slot holds that belongs to a layer's chunk in the step being emitted."""
         return (layer, chunk.index, self._emitter.step, self._emitter.batch)
@@ -88,9 +95,12 @@ class ActivationSchedule:
         slots: dict[str, int],
     ) -> None:
         """Emit what brings an activation of a layer's chunk from one place to another."""
-        nbytes = (chunk.end - chunk.start) * self._bytes_per_token[layer][action.kind]
-        block = self._plan.blocks[layer].name
-        self._emit(action, block, chunk.index, reads=reads, writes=writes, nbytes=nbytes, slots=slots)
+        block, tokens = self._plan.blocks[layer], chunk.end - chunk.start
+        if action.kind == a.GRAPH:
+            nbytes = leaving_bytes(block, tokens)
+        else:
+            nbytes = tokens * self._bytes_per_token[layer][action.kind]
+        self._emit(action, block.name, chunk.index, reads=reads, writes=writes, nbytes=nbytes, slots=slots)
 
     # ------------------------------------------------------------------ hidden states
 
@@ -102,7 +112,7 @@ class ActivationSchedule:
         if slot is None:
             slot = self.hidden.take(content)
             slots = {a.SLOT: slot}
-            if mode in ("recompute", "backward") and kind == "x" and (layer, chunk.index) in self._plan.spilled:
+            if mode in ("recompute", "backward") and kind == "x" and self.key(layer, chunk) in self._plan.spilled:
                 slots[a.STAGE] = self._unspill("x", layer, chunk, keep=not last_use)
                 source: Resource = r.place(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
             else:
@@ -117,24 +127,26 @@ class ActivationSchedule:
         region = self._hidden_region(kind, layer, chunk)
         self._move(a.STORE[kind], layer, chunk, [r.hidden(slot)], [region], {a.SLOT: slot})
         self.hidden.release(slot, keep=True)
-        if kind == "x" and mode == "forward" and (layer, chunk.index) in self._plan.spilled:
+        key, plan = self.key(layer, chunk), self._plan
+        if kind == "x" and mode == "forward" and key in plan.spilled and key not in plan.saved_graphs:
             self._spill("x", layer, chunk, region, {})
 
     def _hidden_region(self, kind: str, layer: int, chunk: Chunk) -> Resource:
         """Where a hidden state waits: a layer's saved input in its record, all else in RAM in the chunk's stream."""
-        key = (layer, chunk.index)
+        key = self.key(layer, chunk)
         block = self._plan.blocks[layer]
         saved = kind == "x" and block.role == "layer" and block.backward
         if saved and key not in self._plan.spilled and key not in self._plan.saved_graphs:
             return r.record("x", *key)
-        return r.place(r.RAM_BOUNDARY, chunk.index)
+        return r.place(r.RAM_BOUNDARY, key[1])
 
     # ------------------------------------------------------------------ NVMe
 
     def _spill(self, kind: str, layer: int, chunk: Chunk, source: Resource, slots: dict[str, int]) -> None:
         """Write a saved activation to NVMe from where it waits in RAM."""
-        self._on_nvme.add((kind, layer, chunk.index))
-        self._move(a.SPILL[kind], layer, chunk, [source], [r.spilled(kind, layer, chunk.index)], slots)
+        key = self.key(layer, chunk)
+        self._on_nvme.add((kind, *key))
+        self._move(a.SPILL[kind], layer, chunk, [source], [r.spilled(kind, *key)], slots)
 
     def _unspill(self, kind: str, layer: int, chunk: Chunk, *, keep: bool = False) -> int:
         """Read a saved activation back; the stage that it is in, free for others once the next op has emptied it.
@@ -149,9 +161,10 @@ class ActivationSchedule:
     def _emit_unspill(
         self, kind: str, layer: int, chunk: Chunk, target: Resource, slots: dict[str, int], keep: bool
     ) -> None:
-        file = r.spilled(kind, layer, chunk.index)
+        key = self.key(layer, chunk)
+        file = r.spilled(kind, *key)
         if not keep:
-            self._on_nvme.remove((kind, layer, chunk.index))
+            self._on_nvme.remove((kind, *key))
         if keep:
             self._move(a.PEEK[kind], layer, chunk, [file], [target], slots)
         else:  # a file that goes with its content is written as well as read
@@ -159,9 +172,10 @@ class ActivationSchedule:
 
     def _discard(self, kind: str, layer: int, chunk: Chunk) -> None:
         """Remove an activation from NVMe, if it is there, because backward found it elsewhere."""
-        if (kind, layer, chunk.index) in self._on_nvme:
-            self._on_nvme.remove((kind, layer, chunk.index))
-            file = r.spilled(kind, layer, chunk.index)
+        key = self.key(layer, chunk)
+        if (kind, *key) in self._on_nvme:
+            self._on_nvme.remove((kind, *key))
+            file = r.spilled(kind, *key)
             self._emit(a.DISCARD[kind], self._plan.blocks[layer].name, chunk.index, writes=[file])
 
     # ------------------------------------------------------------------ attention's output and log-sum-exp
@@ -174,7 +188,7 @@ class ActivationSchedule:
             self._discard("saved", layer, chunk)
             return slot
         slot = self.saved.take(content)
-        region = r.record("saved", layer, chunk.index)
+        region = r.record("saved", *self.key(layer, chunk))
         if layer in self._plan.recomputed:
             region = r.place(r.RAM_WINDOW_SAVED, chunk.local)
         self._load_part("saved", layer, chunk, region, r.saved(slot), {a.SAVED: slot})
@@ -183,16 +197,37 @@ class ActivationSchedule:
     def store_saved(self, layer: int, chunk: Chunk, slot: int, mode: Mode) -> None:
         """Attention's output and log-sum-exp leave, unless backward makes them again, has them where they are or never
         comes."""
-        key, recomputed = (layer, chunk.index), layer in self._unsaved
+        key, recomputed = self.key(layer, chunk), layer in self._unsaved
         if mode == "evaluate" or key in self._plan.saved_graphs or (recomputed and mode == "forward"):
             return
         region = r.place(r.RAM_WINDOW_SAVED, chunk.local) if recomputed else r.record("saved", *key)
         self._store_part("saved", mode, layer, chunk, ("gpu.saved", slot), region, {"saved": slot})
 
+    # ------------------------------------------------------------------ saved graphs that leave
+
+    def load_graph(self, layer: int, chunk: Chunk) -> int:
+        """Slot with what a chunk's graph holds, loaded unless it is still there."""
+        content = self.content(layer, chunk)
+        slot = self.graphs.find(content)
+        if slot is not None:
+            self._discard("graph", layer, chunk)
+            return slot
+        slot = self.graphs.take(content)
+        region = r.record("graph", *self.key(layer, chunk))
+        self._load_part("graph", layer, chunk, region, r.graph_slot(slot), {a.GRAPH: slot})
+        return slot
+
+    def store_graph(self, layer: int, chunk: Chunk, slot: int) -> None:
+        """What a chunk's graph holds leaves its slot."""
+        region = r.record("graph", *self.key(layer, chunk))
+        self._store_part("graph", "forward", layer, chunk, r.graph_slot(slot), region, {a.GRAPH: slot})
+
+    # ------------------------------------------------------------------ to and from where records wait
+
     def _load_part(
         self, kind: str, layer: int, chunk: Chunk, region: Resource, target: Resource, slots: dict[str, int]
     ) -> None:
-        if (kind, layer, chunk.index) in self._on_nvme:
+        if (kind, *self.key(layer, chunk)) in self._on_nvme:
             slots[a.STAGE] = self._unspill(kind, layer, chunk)
             region = r.place(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
         self._move(a.LOAD[kind], layer, chunk, [region], [target], slots)
@@ -202,7 +237,7 @@ class ActivationSchedule:
     ) -> None:
         """Move to RAM; on to NVMe through a stage if the record is spilled."""
         spilled = (
-            (layer, chunk.index) in self._plan.spilled and layer not in self._plan.recomputed and mode != "evaluate"
+            self.key(layer, chunk) in self._plan.spilled and layer not in self._plan.recomputed and mode != "evaluate"
         )
         staged = spilled and region[0] != r.RAM_WINDOW_KV
         if staged:
@@ -216,28 +251,33 @@ class ActivationSchedule:
 
     # ------------------------------------------------------------------ keys and values, whole
 
+    def _place(self, chunk: Chunk) -> int:
+        """A chunk's place in the windows."""
+        return chunk.micro_batch % self._plan.windows * self._window_chunks + chunk.local
+
     def window(self, chunk: Chunk) -> list[Resource]:
-        """The places in the window of a chunk and of those before it."""
-        return [r.kv(i) for i in range(chunk.local + 1)]
+        """The places in its window of a chunk and of those before it."""
+        place = self._place(chunk)
+        return [r.kv(i) for i in range(place - chunk.local, place + 1)]
 
     def write_window(self, layer: int, chunk: Chunk) -> None:
         """The chunk's place in the window is about to be computed."""
-        self._window[chunk.local] = self.content(layer, chunk)
+        self._window[self._place(chunk)] = self.content(layer, chunk)
 
     def store_window(self, layer: int, chunk: Chunk) -> None:
         """Keys and values leave, unless backward makes them again or never comes."""
         if layer not in self._unsaved:
-            region = r.record("kv", layer, chunk.index)
-            self._store_part("kv", "forward", layer, chunk, r.kv(chunk.local), region, {})
+            region = r.record("kv", *self.key(layer, chunk))
+            self._store_part("kv", "forward", layer, chunk, r.kv(self._place(chunk)), region, {})
 
     def load_window(self, layer: int, chunk: Chunk) -> None:
         """Bring a chunk's keys and values to its place in the window, unless they are there."""
-        content = self.content(layer, chunk)
-        if self._window[chunk.local] == content or not self._plan.blocks[layer].attends:
+        content, place = self.content(layer, chunk), self._place(chunk)
+        if self._window[place] == content or not self._plan.blocks[layer].attends:
             self._discard("kv", layer, chunk)
             return
-        self._window[chunk.local] = content
-        self._load_part("kv", layer, chunk, r.record("kv", layer, chunk.index), r.kv(chunk.local), {})
+        self._window[place] = content
+        self._load_part("kv", layer, chunk, r.record("kv", *self.key(layer, chunk)), r.kv(place), {})
 
     def load_whole_window(self, layer: int, chunk: Chunk) -> None:
         """Bring keys and values of all chunks of a chunk's micro-batch."""
@@ -247,13 +287,15 @@ class ActivationSchedule:
     def load_window_ahead(self, layer: int, chunk: Chunk) -> None:
         """This chunk's place in the window is free for the chunk that needs it next, in backward's order; so are those
         behind it where its stream ends with it."""
-        micro_batches = list(self.streams)
-        before = micro_batches.index(chunk.micro_batch) - 1
-        if before < 0:
+        order, windows = list(self.streams)[::-1], self._plan.windows
+        turn = order.index(chunk.micro_batch) + 1
+        while order[turn % len(order)] % windows != chunk.micro_batch % windows:
+            turn += 1
+        if turn >= len(order):
             layer -= 1
         if layer < 1 or layer in self._unsaved:
             return
-        following = self.streams[micro_batches[before]]
+        following = self.streams[order[turn % len(order)]]
         behind = following[chunk.local + 1 :][::-1] if self.ends_stream(chunk) else []
         for other in [*behind, *following[chunk.local : chunk.local + 1]]:
             self.load_window(layer, other)
@@ -280,9 +322,10 @@ class ActivationSchedule:
 
     def _kv_region(self, layer: int, chunk: Chunk) -> Resource:
         """Where keys and values wait in RAM to be streamed: in their record, or in the block's window."""
-        if layer in self._unsaved or (layer, chunk.index) in self._plan.spilled:
+        key = self.key(layer, chunk)
+        if layer in self._unsaved or key in self._plan.spilled:
             return r.place(r.RAM_WINDOW_KV, chunk.local)
-        return r.record("kv", layer, chunk.index)
+        return r.record("kv", *key)
 
     def store_kv(self, layer: int, chunk: Chunk, slot: int, mode: Mode) -> None:
         """Keys and values in `slot` leave, to be streamed by later chunks and in backward."""
@@ -305,7 +348,7 @@ class ActivationSchedule:
     def restore_window(self, layer: int, chunk: Chunk) -> None:
         """Before backward of a micro-batch whose last chunk is `chunk`: spilled keys and values come back to RAM."""
         for other in reversed(self.streams[chunk.micro_batch]):
-            if ("kv", layer, other.index) not in self._on_nvme:
+            if ("kv", *self.key(layer, other)) not in self._on_nvme:
                 continue
             if self._window[other.local] == self.content(layer, other):
                 self._discard("kv", layer, other)

@@ -10,9 +10,11 @@ resource, and on nothing else: the optimizer's updates of step s run under the f
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from penstock.engine.plan.plan import Chunk, Plan
 from penstock.engine.plan.problem import Role
@@ -50,9 +52,20 @@ _Visit = tuple[Mode, int, list[Chunk]]
 """A pass of a block over chunks, in their order."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """Chunks that go forward and backward before those of the next group do."""
+
+    chunks: list[Chunk]
+    last: bool
+    """Whether gradients are complete behind it."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Task:
     """A block computing one chunk."""
+
+    group: _Group
 
     visit: int
     """Number of the pass over chunks that it belongs to."""
@@ -76,10 +89,11 @@ class _Operands:
     """Flags of the gradients that begin with this chunk."""
 
 
-def _in_order(visits: Sequence[_Visit]) -> list[_Task]:
+def _in_order(visits: Sequence[_Visit], group: _Group, first: int = 0) -> list[_Task]:
+    """The tasks of a group's passes, which are numbered from `first` on."""
     return [
-        _Task(visit, mode, layer, chunk, chunk is order[0], chunk is order[-1])
-        for visit, (mode, layer, order) in enumerate(visits)
+        _Task(group, visit, mode, layer, chunk, chunk is order[0], chunk is order[-1])
+        for visit, (mode, layer, order) in enumerate(visits, start=first)
         for chunk in order
     ]
 
@@ -106,6 +120,7 @@ class ScheduleBuilder:
         self._state = StateSchedule(plan, self._emitter)
         self._activations = ActivationSchedule(plan, self._emitter)
         self._samples = SampleSchedule(plan, self._emitter)
+        self._documents: Documents | None = None
         self._last_user: dict[str, int] = {}
         """Buffer that is trained -> the block that is the last to add to its gradient."""
         for index, block in reversed(list(enumerate(plan.blocks))):
@@ -142,8 +157,9 @@ class ScheduleBuilder:
         chunks: Sequence[Chunk] | None = None,
     ) -> Iterator[list[Op]]:
         """The same ops block by block, so that the lanes start on the first while the rest is being built."""
-        self._begin(step, 0, documents, self._plan.chunks if chunks is None else chunks)
-        for _ in self._passes(self._tasks(), commit_previous):
+        chunks = self._plan.chunks if chunks is None else chunks
+        self._begin(step, 0, documents, chunks)
+        for _ in self._passes(self._tasks(chunks), commit_previous):
             yield self._emitter.take()
         self._state.applied(committed=commit_previous)
         self._state.read_ahead(step)
@@ -162,18 +178,19 @@ class ScheduleBuilder:
     ) -> Iterator[list[Op]]:
         """Ops, block by block, that find the loss of the micro-batches of `documents` as of the end of step `step`.
 
-        There may be fewer of them than a step has; `chunks` as for a step. Ops that look at the tokens bear the number
+        There are no more of them than a group has; `chunks` as for a step. Ops that look at the tokens bear the number
         `batch`, which is above 0 and no other's after the step.
         """
         assert batch > 0
         if chunks is None:
-            chunks = [chunk for chunk in self._plan.chunks if chunk.micro_batch < len(documents)]
+            chunks = [chunk for chunk in self._plan.places if chunk.micro_batch < len(documents)]
         self._begin(step, batch, documents, chunks)
         chunks = list(chunks)
         head = len(self._plan.blocks) - 1
         visits: list[_Visit] = [("evaluate", layer, chunks) for layer in range(head)]
         # The head begins with the chunk that was computed last.
-        for _ in self._passes(_in_order([*visits, ("evaluate", head, chunks[::-1])]), commit_previous):
+        tasks = _in_order([*visits, ("evaluate", head, chunks[::-1])], _Group(chunks, True))
+        for _ in self._passes(tasks, commit_previous):
             yield self._emitter.take()
         self._state.applied(committed=commit_previous)
         self._emit(a.EVALUATE, "all", reads=[r.place(r.GPU_EVALUATIONS)], writes=[r.place(r.RAM_EVALUATION)])
@@ -191,7 +208,7 @@ class ScheduleBuilder:
     ) -> Iterator[list[Op]]:
         """Ops, block by block, that find the logits behind tokens of samples as of the end of step `step`.
 
-        `chunks`: new tokens of all sequences, in the places of as many of the plan's chunks, none longer than its own;
+        `chunks`: new tokens of all sequences, in the places of as many chunks of a group, none longer than its own;
         `wanted`: indices of those with a token behind which the logits are wanted, at least one; `read_tokens`: how
         many the passes before have kept keys and values of. `batch` is below 0 and no other's.
         """
@@ -202,16 +219,16 @@ class ScheduleBuilder:
         head = len(self._plan.blocks) - 1
         visits: list[_Visit] = [("generate", layer, chunks) for layer in range(head)]
         visits.append(("generate", head, [chunk for chunk in chunks[::-1] if chunk.index in wanted]))
-        for _ in self._passes(_in_order(visits), commit_previous):
+        for _ in self._passes(_in_order(visits, _Group(chunks, True)), commit_previous):
             yield self._emitter.take()
         self._state.applied(committed=commit_previous)
         self._emit(a.TAKE_LOGITS, "all", reads=[r.place(r.GPU_LOGITS)], writes=[r.place(r.RAM_LOGITS)])
         yield self._emitter.take()
 
     def _begin(self, step: int, batch: int, documents: Documents | None, chunks: Sequence[Chunk]) -> None:
-        assert chunks[0].index == 0, "the first chunk begins and ends what is done once a step"
+        assert chunks[0].index == 0, "a step goes through every block, whatever it holds"
         self._emitter.step, self._emitter.batch = step, batch
-        self._activations.begin(chunks, documents)
+        self._documents = documents
 
     def follow(self, step: int) -> None:
         """Go on as if step `step` had been carried out and all of it were done: its gradient waits."""
@@ -229,10 +246,17 @@ class ScheduleBuilder:
 
     # ------------------------------------------------------------------ passes over the blocks
 
-    def _tasks(self) -> list[_Task]:
+    def _tasks(self, chunks: Sequence[Chunk]) -> list[_Task]:
+        """Group by group, each forward and backward."""
+        tasks: list[_Task] = []
+        groups = self._plan.groups(chunks)
+        for members in groups:
+            visits = self._visits(members)
+            tasks += _in_order(visits, _Group(members, members is groups[-1]), tasks[-1].visit + 1 if tasks else 0)
+        return tasks
+
+    def _visits(self, chunks: list[Chunk]) -> list[_Visit]:
         plan, head = self._plan, len(self._plan.blocks) - 1
-        streams = list(self._activations.streams.values())
-        chunks = [chunk for stream in streams for chunk in stream]
         visits: list[_Visit] = [("forward", layer, chunks) for layer in range(head)]
         # The head goes in backward's order: its last gradients are the first ones needed.
         visits.append(("head", head, chunks[::-1]))
@@ -243,17 +267,19 @@ class ScheduleBuilder:
                 visits.append(("backward", layer, chunks[::-1]))
                 continue
             # One micro-batch at a time: its keys and values are in the window when its backward begins.
-            for stream in reversed(streams):
-                visits += [("recompute", layer, stream), ("backward", layer, stream[::-1])]
-        return _in_order(visits)
+            for _, stream in itertools.groupby(chunks[::-1], attrgetter("micro_batch")):
+                order = list(stream)
+                visits += [("recompute", layer, order[::-1]), ("backward", layer, order)]
+        return visits
 
     def _passes(self, tasks: list[_Task], commit: bool) -> Iterator[None]:
         """Emit the ops of all passes, with a pause after each."""
-        visits = [task.layer for task in tasks if task.first]
+        visits = [task for task in tasks if task.first]
         lengths = Counter(task.visit for task in tasks)
         weights = deque(self._prepare(visits, 0, commit, 1))
         turns = 1
         _emit_share(weights, turns)
+        self._activations.begin(tasks[0].group.chunks, self._documents)
         loaded = self._load(tasks[0])
         for task, following in zip(tasks, [*tasks[1:], None], strict=True):
             # The next operands travel while this op computes, unless this op makes them.
@@ -268,43 +294,56 @@ class ScheduleBuilder:
             if task.last:
                 assert not weights
                 self._leave(task)
+            if following is not None and following.group is not task.group:
+                self._activations.begin(following.group.chunks, self._documents)
             if following is not None:
                 loaded = self._load(following) if next_loaded is None else next_loaded
             if task.last:
                 yield
 
-    def _prepare(self, visits: list[int], visit: int, commit: bool, turns: int) -> list[Load]:
+    def _prepare(self, visits: list[_Task], visit: int, commit: bool, turns: int) -> list[Load]:
         """Update, where this step has not yet, the block of `visit`, ahead of its first op.
 
-        Returns what fetches its weights, to be emitted in `turns` turns.
+        Returns what fetches its weights, and the sums of its gradient, to be emitted in `turns` turns.
         """
         if visit >= len(visits):
             return []
-        block = self._plan.blocks[visits[visit]]
-        if visits.index(visits[visit]) == visit:
+        task = visits[visit]
+        block = self._plan.blocks[task.layer]
+        if task.group is visits[0].group and task.mode not in ("recompute", "backward"):
             if block.name in block.buffers:
                 self._state.update(block.name, write_through=commit)
             if commit and block.role == "head":
                 self._state.commit()
-        return self._state.fetch(block, turns)
+        loads = self._state.fetch(block, turns)
+        if task.mode in ("head", "backward"):
+            for name in block.buffers:
+                if not self._plan.buffers[name].frozen:
+                    loads += self._state.fetch_sum(name, turns)
+        return loads
 
     def _leave(self, task: _Task) -> None:
         """The block has seen all of the pass's chunks: its weights may go, and gradients that are complete do."""
         block = self._plan.blocks[task.layer]
         self._state.release(block)
-        complete = task.chunk.index == 0 if task.mode == "backward" else task.mode == "head"
-        if complete:
-            for name in block.buffers:
-                if self._last_user.get(name) == task.layer:
+        done = task.chunk is task.group.chunks[0] if task.mode == "backward" else task.mode == "head"
+        for name in block.buffers if done else ():
+            if self._last_user.get(name) == task.layer:
+                if task.group.last:
                     self._state.close_gradient(name)
+                else:
+                    self._state.suspend_gradient(name)
 
     # ------------------------------------------------------------------ one block, one chunk
 
     def _load(self, task: _Task) -> dict[str, int]:
         """Emit the loads of a task's activations; their slots by role."""
         block, layer, chunk = self._plan.blocks[task.layer], task.layer, task.chunk
-        has_graph = task.mode == "backward" and (layer, chunk.index) in self._plan.saved_graphs
+        key = self._activations.key(layer, chunk)
+        has_graph = task.mode == "backward" and key in self._plan.saved_graphs
         loaded: dict[str, int] = {}
+        if has_graph and key in self._plan.graphs_aside:
+            loaded[a.GRAPH] = self._activations.load_graph(layer, chunk)
         if task.mode == "generate" and task.first:
             self._samples.open(layer)
         if block.role != "embed" and not has_graph:
@@ -325,6 +364,9 @@ class ScheduleBuilder:
         wanted = 0 <= layer < len(self._plan.blocks) and (onward or self._plan.blocks[layer].backward)
         if wanted and task.mode != "recompute":
             slots[a.OUT] = activations.hidden.take((kind, *activations.content(layer, chunk)))
+        leaves = task.mode == "forward" and activations.key(task.layer, chunk) in self._plan.graphs_aside
+        if leaves:
+            slots[a.GRAPH] = activations.graphs.take(activations.content(task.layer, chunk))
         if task.mode == "generate":
             self._compute_generated(task, operands, slots)
         elif not block.attends:
@@ -333,6 +375,8 @@ class ScheduleBuilder:
             self._compute_streamed(task, operands, slots)
         else:
             self._compute_whole(task, operands, slots)
+        if leaves:
+            activations.store_graph(task.layer, chunk, slots[a.GRAPH])
         if a.OUT in slots:
             activations.store_hidden(kind, task.mode, layer, chunk, slots[a.OUT])
         for role in loaded.keys() & {a.X, a.DY}:
@@ -340,6 +384,8 @@ class ScheduleBuilder:
             activations.hidden.release(loaded[role], keep=role == a.X and again)
         if a.SAVED in slots:
             activations.saved.release(slots[a.SAVED], keep=again)
+        if a.GRAPH in slots:
+            activations.graphs.release(slots[a.GRAPH], keep=again)
 
     def _operands(self, task: _Task) -> _Operands:
         block, state = self._plan.blocks[task.layer], self._state
@@ -374,9 +420,16 @@ class ScheduleBuilder:
         flags = [*flags, *operands.zero]
         if a.OUT in slots:
             writes.append(r.hidden(slots[a.OUT]))
-        if not self._emitter.batch and (task.layer, task.chunk.index) in self._plan.saved_graphs:
-            writes.append(r.saved_graph(task.layer, task.chunk.index))
+        key = self._activations.key(task.layer, task.chunk)
+        if not self._emitter.batch and key in self._plan.saved_graphs:
+            writes.append(r.saved_graph(*key))
             flags.append(a.SAVED_GRAPH)
+            if a.GRAPH in slots:
+                held = r.graph_slot(slots[a.GRAPH])
+                if task.mode == "forward":
+                    writes.append(held)
+                else:
+                    reads.append(held)
         self._emit(
             action or _ACTIONS[block.role, task.mode],
             block.name,
@@ -460,10 +513,11 @@ class ScheduleBuilder:
 
     def _backward_streamed(self, task: _Task, operands: _Operands, slots: dict[str, int]) -> None:
         layer, chunk, activations = task.layer, task.chunk, self._activations
-        name, has_graph = self._plan.blocks[layer].name, (layer, chunk.index) in self._plan.saved_graphs
+        name, key = self._plan.blocks[layer].name, activations.key(layer, chunk)
+        has_graph = key in self._plan.saved_graphs
         if activations.ends_stream(chunk):
             activations.restore_window(layer, chunk)
-        graph = r.saved_graph(layer, chunk.index) if has_graph else r.place(r.GPU_GRAPH)
+        graph = r.saved_graph(*key) if has_graph else r.place(r.GPU_GRAPH)
         saved: list[Resource] = [] if has_graph else [r.saved(slots[a.SAVED])]
         inputs: list[Resource] = [r.hidden(slots[role]) for role in (a.X, a.DY) if role in slots]
         self._emit(

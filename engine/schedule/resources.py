@@ -18,6 +18,7 @@ GPU_QUERIES = "gpu.q"
 GPU_DOUT = "gpu.dout"
 GPU_PARTIAL = "gpu.partial"
 GPU_GRAPH = "gpu.graph"
+GPU_GRAPH_SLOT = "gpu.graph_slot"
 GPU_LOSSES = "gpu.losses"
 GPU_EVALUATIONS = "gpu.evaluations"
 GPU_LOGITS = "gpu.logits"
@@ -40,26 +41,29 @@ RAM_SAMPLE_KV = "ram.sample_kv"
 RECORD_X = "record.x"
 RECORD_SAVED = "record.saved"
 RECORD_KV = "record.kv"
+RECORD_GRAPH = "record.graph"
 NVME_WEIGHTS = "nvme.weights"
 NVME_GRADIENT = "nvme.gradient"
 NVME_STATE = "nvme.state"
 NVME_X = "nvme.x"
 NVME_SAVED = "nvme.saved"
 NVME_KV = "nvme.kv"
+NVME_GRAPH = "nvme.graph"
 GENERATION = "generation"
 
-RECORDS = (RECORD_X, RECORD_SAVED, RECORD_KV)
-"""What is put aside of a layer's chunk for its backward, wherever it waits; block and chunk follow."""
-_RECORD = {"x": RECORD_X, "saved": RECORD_SAVED, "kv": RECORD_KV}
-_SPILLED = {"x": NVME_X, "saved": NVME_SAVED, "kv": NVME_KV}
+RECORDS = (RECORD_X, RECORD_SAVED, RECORD_KV, RECORD_GRAPH)
+"""What is put aside of a layer's chunk for its backward, wherever it waits; block and place follow."""
+_RECORD = {"x": RECORD_X, "saved": RECORD_SAVED, "kv": RECORD_KV, "graph": RECORD_GRAPH}
+_SPILLED = {"x": NVME_X, "saved": NVME_SAVED, "kv": NVME_KV, "graph": NVME_GRAPH}
 
 
 def place(space: str, *where: str | int) -> Resource:
     """A piece of a space.
 
     By buffer: what is resident, and what a whole buffer has in RAM; with its part, and by itself its kind, on NVMe. By
-    pool and slot: weights and gradients on the compute device. By slot: stages in RAM. By chunk: the boundary between
-    two blocks, and, within its micro-batch, one layer's pass. By nothing: what there is one of.
+    pool and slot: weights and gradients on the compute device. By slot: stages in RAM. By the place of a chunk in its
+    group: the boundary between two blocks; by that in its micro-batch: one layer's pass. By nothing: what there is one
+    of.
     """
     return (space, *where)
 
@@ -89,16 +93,21 @@ def dkv(slot: int | None = None) -> Resource:
     return (GPU_DKV,) if slot is None else (GPU_DKV, slot)
 
 
-def saved_graph(block: int, chunk: int) -> Resource:
+def saved_graph(block: int, place: int) -> Resource:
     """The graph of a layer's chunk that waits for its backward."""
-    return (GPU_GRAPH, block, chunk)
+    return (GPU_GRAPH, block, place)
 
 
-def record(kind: str, block: int, chunk: int) -> Resource:
+def graph_slot(slot: int) -> Resource:
+    """What such a graph holds, on the compute device, on its way to or from elsewhere."""
+    return (GPU_GRAPH_SLOT, slot)
+
+
+def record(kind: str, block: int, place: int) -> Resource:
     """Part `kind` of the record of a layer's chunk."""
-    return (_RECORD[kind], block, chunk)
+    return (_RECORD[kind], block, place)
 
 
-def spilled(kind: str, block: int, chunk: int) -> Resource:
+def spilled(kind: str, block: int, place: int) -> Resource:
     """Part `kind` of a record on NVMe."""
-    return (_SPILLED[kind], block, chunk)
+    return (_SPILLED[kind], block, place)

@@ -42,7 +42,9 @@ class StateSchedule:
         self._ahead: dict[tuple[str, int], int] = {}
         """(buffer, part) -> state stage into which it has been read before its update's turn."""
         self.gradient_slot: dict[str, int] = {}
-        """Slot in which a buffer's gradient is being summed; WHOLE where it is resident."""
+        """Slot in which a buffer's gradient is being summed; WHOLE where it has a place of its own."""
+        self._begun: set[str] = set()
+        """Buffers of whose gradient there is a sum, in the step being emitted."""
 
     def _move(
         self,
@@ -134,23 +136,68 @@ class StateSchedule:
     def gradient(self, name: str) -> Resource:
         """Where the gradient of buffer `name` is being summed."""
         buffer = self._plan.buffers[name]
-        if buffer.gradient == "gpu":
+        if self.gradient_slot[name] == WHOLE:
             return r.place(r.GPU_GRADIENT, name)
         return r.place(r.GPU_GRADIENT, buffer.pool, self.gradient_slot[name])
 
     def open_gradient(self, name: str) -> bool:
-        """Make sure that `name` has a place for its gradient in this step; True when it is new and must be zeroed."""
-        if name in self.gradient_slot:
-            return False
+        """Make sure that `name` has a place for its gradient; True when there is no sum yet and it must be zeroed."""
+        new = name not in self._begun
+        if name not in self.gradient_slot:
+            if new:
+                self._place_gradient(name)
+            for load in self.fetch_sum(name, 1):
+                load()
+        self._begun.add(name)
+        return new
+
+    def _place_gradient(self, name: str) -> int:
         buffer = self._plan.buffers[name]
-        self.gradient_slot[name] = WHOLE if buffer.gradient == "gpu" else self._gradients[buffer.pool].take(name)
-        return True
+        own = "gpu" in (buffer.gradient, buffer.sums)
+        slot = self.gradient_slot[name] = WHOLE if own else self._gradients[buffer.pool].take(name)
+        return slot
+
+    def fetch_sum(self, name: str, turns: int) -> list[Load]:
+        """Where earlier groups summed a gradient of `name`, its place; what brings it there, as `fetch` does."""
+        if name in self.gradient_slot or name not in self._begun:
+            return []
+        buffer, slot = self._plan.buffers[name], self._place_gradient(name)
+        if slot == WHOLE:
+            return []
+        pieces = max(1, min(turns, buffer.numel * FP32 // LEAST_PIECE_BYTES))
+        return [partial(self._move_sum, a.LOAD_SUM, buffer, slot, index, pieces) for index in range(pieces)]
+
+    def _move_sum(self, action: a.Action, buffer: BufferPlan, slot: int, index: int, pieces: int) -> None:
+        """Copy one of `pieces` of a gradient between its slot and where it waits between groups."""
+        start, end = buffer.piece(index, pieces)
+        here, there = [r.place(r.GPU_GRADIENT, buffer.pool, slot)], [r.place(r.RAM_GRADIENT, buffer.name)]
+        self._emit(
+            action,
+            buffer.name,
+            index,
+            reads=there if action is a.LOAD_SUM else here,
+            writes=here if action is a.LOAD_SUM else there,
+            nbytes=(end - start) * FP32,
+            slots={buffer.name: slot, a.PIECES: pieces},
+        )
+
+    def suspend_gradient(self, name: str) -> None:
+        """The gradient of `name` waits for the step's next group."""
+        buffer = self._plan.buffers[name]
+        slot = self.gradient_slot.pop(name)
+        if slot == WHOLE:
+            return
+        pieces = max(1, buffer.numel * FP32 // LEAST_PIECE_BYTES)
+        for index in range(pieces):
+            self._move_sum(a.STORE_SUM, buffer, slot, index, pieces)
+        self._gradients[buffer.pool].release(slot)
 
     def close_gradient(self, name: str) -> None:
         """The gradient of `name` is complete: take its norm and move it to where it waits."""
         buffer = self._plan.buffers[name]
         source = [self.gradient(name)]
         slot = self.gradient_slot.pop(name)
+        self._begun.discard(name)
         self._emit(a.NORM, name, reads=source, writes=[r.place(r.GPU_NORMS)], slots={name: slot})
         if buffer.gradient == "gpu":
             return
@@ -164,7 +211,8 @@ class StateSchedule:
             self._move(a.STORE_GRADIENT_PART, buffer, part, source, staged, slots, item)
             self._move(a.WRITE_GRADIENT, buffer, part, staged, [r.place(r.NVME_GRADIENT, name, part)], slots, item)
             self._part_stages.release(stage)
-        self._gradients[buffer.pool].release(slot)
+        if slot != WHOLE:
+            self._gradients[buffer.pool].release(slot)
 
     # ------------------------------------------------------------------ optimizer
 

@@ -120,8 +120,8 @@ def test_a_validation_may_end_in_padding(tmp_path: Path) -> None:
             validation = session.validation
             assert validation is not None
             changed = WeightedLoader(validation._loader, [1.0, 0.5, 0.0, 0.0, 0.0], cut=cut)
-            passes = [[changed._changed(m) for m in micro_batches] for micro_batches in validation.passes()]
-            session.validation = type("Passes", (), {"passes": lambda self, found=passes: iter(found)})()
+            passes = [[changed._changed(m) for m in micro_batches] for micro_batches in validation.passes(4)]
+            session.validation = type("Passes", (), {"passes": lambda self, n, found=passes: iter(found)})()
             metrics = validate(session)
             session.finish()
             losses.append(metrics.loss)

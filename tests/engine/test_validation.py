@@ -47,7 +47,7 @@ def plain_loss(session: Session, weights: dict[str, Tensor]) -> tuple[float, int
     model.load_state_dict(weights, strict=False)
     total, targets = 0.0, 0
     with torch.no_grad():
-        for m in itertools.chain.from_iterable(session.validation.passes()):
+        for m in itertools.chain.from_iterable(session.validation.passes(session.plan.group)):
             total += float(sum(document_losses(model, m)))
             targets += int((m.labels != -100).sum())
     return total / targets, targets
@@ -183,7 +183,7 @@ def plain_accuracy(session: Session, weights: dict[str, Tensor]) -> float:
     model.load_state_dict(weights, strict=False)
     right = targets = 0
     with torch.no_grad():
-        for m in itertools.chain.from_iterable(session.validation.passes()):
+        for m in itertools.chain.from_iterable(session.validation.passes(session.plan.group)):
             for start, length in zip(m.documents, m.lengths, strict=False):
                 ids, labels = (tensor[start : start + length] for tensor in (m.ids, m.labels))
                 likeliest = model(ids[None]).logits[0].argmax(dim=-1)

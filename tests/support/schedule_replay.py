@@ -37,6 +37,9 @@ class Replay:
         self._sampled: dict[int, tuple[int, int]] = {}
         """Layer -> (step, batch) of the last pass that has added to what is kept of it for samples."""
         self._number = {block.name: i for i, block in enumerate(plan.blocks)}
+        self.sums: dict[Resource, tuple[str, tuple[int, ...]]] = {}
+        """Where a gradient is being summed, or waits between groups -> its buffer and the chunks that have been added;
+        of chunk i of block b the number (b, i)."""
 
     def _chunks(self, op: Op) -> dict[int, Chunk]:
         return self._cut.get((op.step, op.batch), self._whole)
@@ -44,6 +47,12 @@ class Replay:
     def perform(self, op: Op) -> None:
         if op.action in (a.LOAD_SAMPLE_KV, a.STORE_SAMPLE_KV):
             self._move_sample_kv(op)
+        elif op.action in (a.LOAD_SUM, a.STORE_SUM):
+            (source,), (target,) = op.reads, op.writes
+            assert self.sums[source][0] == op.block
+            self.sums[target] = self.sums[source]
+        elif op.action is a.NORM:
+            self._complete(op)
         elif op.action.kind:
             self._move(op.action.name.partition("_")[0], op.action.kind, op)
         elif op.lane == "compute" and op.index >= 0:
@@ -69,7 +78,7 @@ class Replay:
             assert op.writes[0][0] not in r.RECORDS, "saved for no backward"
         self.held[op.writes[0]] = found
         if verb == "spill":
-            self.spilled.add((content[1], op.index))
+            self.spilled.add((content[1], self.plan.place(op.index)))
 
     def _move_sample_kv(self, op: Op) -> None:
         (source,), (target,) = op.reads, op.writes
@@ -103,6 +112,11 @@ class Replay:
         chunk = self._chunks(op)[op.index]
         return [chunk.index - chunk.local + i for i in range(chunk.local + 1)]
 
+    def _places(self, op: Op) -> list[tuple[Resource, int]]:
+        """Where keys and values of these chunks are: micro-batches take the windows in turn."""
+        first = self._chunks(op)[op.index].micro_batch % self.plan.windows * self.plan.window_chunks
+        return [(r.kv(first + i), chunk) for i, chunk in enumerate(self._window(op))]
+
     def _attending(self, op: Op) -> bool:
         return self.plan.blocks[self._number[op.block]].attends
 
@@ -112,7 +126,8 @@ class Replay:
         """A block from its input to its output."""
         evaluates, backward = op.action.phase == "evaluate", op.action.phase == "backward" and op.action is not a.HEAD
         generates = op.action.phase == "generate"
-        has_graph = not op.batch and (self._number[op.block], op.index) in self.plan.saved_graphs
+        key = (self._number[op.block], self.plan.place(op.index))
+        has_graph = not op.batch and key in self.plan.saved_graphs
         assert evaluates == (op.batch > 0)
         assert generates == (op.batch < 0)
         assert not (op.batch and any(place[0] == r.GPU_GRAPH for place in op.writes))
@@ -123,6 +138,13 @@ class Replay:
         assert not backward or a.DY in op.slots
         if has_graph:
             self.graphs += -1 if backward else 1
+        assert (a.GRAPH in op.slots) == (has_graph and key in self.plan.graphs_aside)
+        if a.GRAPH in op.slots:
+            slot = r.graph_slot(op.slots[a.GRAPH])
+            if not backward:
+                self.held[slot] = self._content("graph", op)
+            self._wants(slot, self._content("graph", op), op)
+        self._add(op)
         if op.action in _BOTTOM_FORWARD:
             self._wants(r.saved(op.slots[a.SAVED]), self._content("saved", op), op)
         elif op.action in _WHOLE_FORWARD and self._attending(op):
@@ -130,8 +152,8 @@ class Replay:
         elif op.action is a.LAYER_BACKWARD_BOTTOM:
             self._own_gradients(op)
         elif op.action is a.LAYER_BACKWARD and self._attending(op):
-            for place, chunk in enumerate(self._window(op)):
-                self._wants(r.kv(place), self._content("kv", op, chunk), op)
+            for place, chunk in self._places(op):
+                self._wants(place, self._content("kv", op, chunk), op)
             if not has_graph:
                 self._wants(r.saved(op.slots[a.SAVED]), self._content("saved", op), op)
         block = self._number[op.block]
@@ -145,11 +167,38 @@ class Replay:
         else:
             self.held[r.hidden(op.slots[a.OUT])] = ("dy", block - 1, op.index, batch)
 
+    def _add(self, op: Op, *, begins: bool = False) -> None:
+        """The op's gradients join the sums in their places; `begins`: those of the rest of its chunk follow."""
+        for name in self.plan.blocks[self._number[op.block]].buffers:
+            if a.gradient_of(name) not in op.slots:
+                continue
+            place = self._sum_place(name, op.slots[a.gradient_of(name)])
+            assert place in op.writes
+            if a.zero(name) in op.flags:
+                self.sums[place] = (name, ())
+            assert self.sums[place][0] == name
+            if not begins:
+                self.sums[place] = (name, (*self.sums[place][1], (self._number[op.block], op.index)))
+
+    def _sum_place(self, name: str, slot: int) -> Resource:
+        pool = self.plan.buffers[name].pool
+        return r.place(r.GPU_GRADIENT, name) if slot < 0 else r.place(r.GPU_GRADIENT, pool, slot)
+
+    def _complete(self, op: Op) -> None:
+        """A gradient whose norm is taken has had every chunk of the step's added, the last ones first."""
+        name, found = self.sums.pop(self._sum_place(op.block, op.slots[op.block]))
+        assert name == op.block
+        chunks = sorted(self._chunks(op), reverse=True)
+        blocks = [i for i, block in enumerate(self.plan.blocks) if name in block.buffers]
+        assert sorted(found) == sorted((block, chunk) for block in blocks for chunk in chunks)
+        for block in blocks:
+            assert [chunk for one, chunk in found if one == block] == chunks
+
     def _attend_whole(self, op: Op) -> None:
-        *before, own = self._window(op)
-        for place, chunk in enumerate(before):
-            self._wants(r.kv(place), self._content("kv", op, chunk), op)
-        self.held[r.kv(len(before))] = self._content("kv", op, own)
+        *before, (here, own) = self._places(op)
+        for place, chunk in before:
+            self._wants(place, self._content("kv", op, chunk), op)
+        self.held[here] = self._content("kv", op, own)
         self.held[r.saved(op.slots[a.SAVED])] = self._content("saved", op)
 
     def _layer_recompute(self, op: Op) -> None:
@@ -187,6 +236,7 @@ class Replay:
         return {c for c in self._window(op) if seen & set(range(chunks[c].start, chunks[c].end))}
 
     def _layer_backward_top(self, op: Op) -> None:
+        self._add(op, begins=True)
         self._hidden("x", op)
         self._hidden("dy", op)
         if a.SAVED in op.slots:

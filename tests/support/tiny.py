@@ -43,7 +43,7 @@ from penstock.engine.model.anatomy import Initializer, take_apart
 from penstock.engine.model.graph_size import find_graph_bytes
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.plan.plan import Plan
-from penstock.engine.plan.problem import GpuFirst, PlanOptions
+from penstock.engine.plan.problem import GpuFirst, GraphsAside, PlanOptions
 from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.lanes import Lanes
 from penstock.engine.runtime.state import fill_store, read_parameters, state_arrays
@@ -215,6 +215,8 @@ def plan_of(
     device_reads: bool = True,
     gpu_first: GpuFirst = "blocks",
     prompt_tokens: tuple[int, ...] | None = None,
+    group: int = 0,
+    graphs_aside: GraphsAside = "none",
 ) -> Plan:
     """The plan within budgets, of which FLOOR takes the least that is accepted."""
     sizes = {
@@ -234,7 +236,9 @@ def plan_of(
         chunk = task.chunks[-1]
         window_chunks = -(-recipe.train.micro_batch_size * recipe.data.sequence_length // chunk)
         values = dimensions(task.problem(chunk), window_chunks)
-        options = PlanOptions(gpu_first=gpu_first, recompute=values["recompute"][0])
+        options = PlanOptions(
+            gpu_first=gpu_first, recompute=values["recompute"][0], group=group, graphs_aside=graphs_aside
+        )
         refusals: list[BudgetError] = []
         ways = itertools.product(values["streamed"], ("activations", "weights"), (4, 2))
         for streamed, ram_first, stages in ways:
@@ -263,6 +267,8 @@ def session(
     device_reads: bool = True,
     drives: list[Path] | None = None,
     gpu_first: GpuFirst = "blocks",
+    group: int = 0,
+    graphs_aside: GraphsAside = "none",
     samples: SamplesConfig | None = None,
     adapter: AdapterConfig | None = None,
 ) -> Session:
@@ -277,7 +283,8 @@ def session(
     prompts = prepare_prompts(run, prepared.tokenizer, spec)
     lengths = None if prompts is None else tuple(map(len, prompts.ids))
     readers = select_readers("auto", device, drives or [folder])
-    plan = plan_of(spec, run, gpu, ram, device_reads and readers.device is not None, gpu_first, lengths)
+    reads = device_reads and readers.device is not None
+    plan = plan_of(spec, run, gpu, ram, reads, gpu_first, lengths, group, graphs_aside)
     identity = run_identity(run)
     loader = make_loader(corpus, spec, run)
     root = folder / "state"

@@ -408,14 +408,14 @@ def test_documents_held_out_are_validated_on_and_never_trained_on(tmp_path_facto
     most = data.draw(st.integers(1, 60))
     if not targets:
         with pytest.raises(UserError, match=r"data\.validation_documents: .* no token that follows another"):
-            ValidationSet(loader(validation, False), num_documents=held_out, most=most, per_pass=per_pass)
+            ValidationSet(loader(validation, False), num_documents=held_out, most=most)
         return
     try:
-        chosen = ValidationSet(loader(validation, False), num_documents=held_out, most=most, per_pass=per_pass)
+        chosen = ValidationSet(loader(validation, False), num_documents=held_out, most=most)
     except UserError:
         assert most * rows * length < sum(map(len, documents))
         return
-    passes = [list(chosen.passes()) for _ in range(2)]
+    passes = [list(chosen.passes(per_pass)) for _ in range(2)]
     assert [len(p) for p in passes[0][:-1]] == [per_pass] * (len(passes[0]) - 1)
     batches = [batch for p in passes[0] for batch in p]
     assert len(batches) <= most

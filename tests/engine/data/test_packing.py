@@ -235,8 +235,8 @@ def test_validation_measures_each_document_once(tmp_path, how):
     corpus = make_corpus(tmp_path, unique_documents([5, 7, 3, 9, 12, 1]))
     held_out = np.asarray([1, 3, 5])
     loader = loader_of(corpus, 16, 2, packing=how, documents=held_out, endless=False)
-    validation = ValidationSet(loader, num_documents=3, most=10, per_pass=2)
-    twice = [[ids for p in validation.passes() for batch in p for ids in documents_of(batch)] for _ in range(2)]
+    validation = ValidationSet(loader, num_documents=3, most=10)
+    twice = [[ids for p in validation.passes(2) for batch in p for ids in documents_of(batch)] for _ in range(2)]
     assert twice[0] == twice[1]
     assert sorted(map(len, twice[0])) == [1, 7, 9]
     assert validation.num_targets == 6 + 8

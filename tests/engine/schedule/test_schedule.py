@@ -66,6 +66,7 @@ def steps_of(
         chunks = filled_chunks(plan.chunks, padding[step]) if step in padding else None
         ops += builder.step(step, commit_previous=step % 2 == 1, documents=documents, chunks=chunks)
         for number, count in enumerate((passes or {}).get(step, ()), start=1):
+            count = min(count, plan.group)
             looked_at = (documents or plan.row_documents)[:count]
             commit = number == 1 and count == 1 and step % 2 == 0  # else the next step commits, or the end
             chunks = filled_chunks(plan.chunks, padding[step][:count]) if step in padding else None
@@ -82,7 +83,7 @@ def steps_of(
 def samples_of(plan: Plan, builder: ScheduleBuilder, step: int) -> list[Op]:
     """A pass over two chunks of prompts, where there are two, and one over a single token; it commits what is due."""
     assert plan.problem.samples is not None
-    halves = [replace(c, start=0, end=max(1, (c.end - c.start) // 2)) for c in plan.chunks[:2]]
+    halves = [replace(c, start=0, end=max(1, (c.end - c.start) // 2)) for c in plan.places[:2]]
     read = sum(chunk.end for chunk in halves) if plan.problem.samples.keeps else 0
     ops: list[Op] = []
     for number, chunks in enumerate([halves, [replace(halves[0], end=1)]], start=1):
@@ -117,7 +118,7 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
         (r.RAM_STATE_STAGE,): plan.state_stages,
         (r.RAM_PART_STAGE,): plan.part_stages,
         (r.RAM_ACTIVATION_STAGE,): plan.activation_stages,
-        (r.GPU_KV,): KV_SLOTS if plan.streamed else plan.window_chunks,
+        (r.GPU_KV,): KV_SLOTS if plan.streamed else plan.windows * plan.window_chunks,
         (r.GPU_DKV,): DKV_SLOTS,
         (r.GPU_SAMPLE_KV,): SAMPLE_STAGES,
     }
@@ -178,12 +179,11 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
         assert [*ranges[0][:1], *(end for _, end in ranges)] == [*(start for start, _ in ranges), buffer.numel]
         staged = "nvme" in (buffer.weights, buffer.state, buffer.gradient)
         assert not staged or ranges == [buffer.part(part) for part in range(buffer.num_parts)]
-    micro_batches = plan.problem.micro_batches
-    looked_at = sum(min(count, micro_batches) for counts in passes.values() for count in counts)
+    looked_at = sum(min(count, plan.group) for counts in passes.values() for count in counts)
     assert set(evaluated.values()) <= {1}
     assert len(evaluated) == looked_at * plan.window_chunks * len(plan.blocks)
     assert set(generated.values()) <= {1}
-    chunks_of_pass = min(2, chunks) + 1
+    chunks_of_pass = min(2, plan.num_places) + 1
     assert len(generated) == (plan.problem.samples is not None) * 3 * (chunks_of_pass * (len(plan.blocks) - 1) + 2)
     assert_generations(plan, ops, passes)
 
@@ -260,7 +260,7 @@ def test_every_op_finds_what_it_wants_where_it_looks(
     assert replay.graphs == 0
 
 
-fillings = st.lists(st.lists(st.none() | st.integers(0, 160), min_size=3, max_size=3), min_size=2, max_size=2)
+fillings = st.lists(st.lists(st.none() | st.integers(0, 160), min_size=5, max_size=5), min_size=2, max_size=2)
 """Of two steps, per micro-batch: its tokens before the padding, in 160ths of its length."""
 
 
@@ -276,7 +276,7 @@ def test_padding_is_left_out_of_the_schedule(
     for step, counts in passes.items():
         if step <= 2:
             for number, count in enumerate(counts, start=1):
-                cut[step, number] = filled_chunks(plan.chunks, filled[step - 1][:count])
+                cut[step, number] = filled_chunks(plan.chunks, filled[step - 1][: min(count, plan.group)])
     ops = steps_of(plan, 2, plan.row_documents if known else None, passes, filled)
     replay = Replay(plan, plan.row_documents, cut)
     for op in ops:
@@ -337,6 +337,7 @@ def test_chunks_cover_each_micro_batch_once(
 
 
 SCARCE = {"gpu_budget": 1, "ram_budget": 1}
+AUTO = {"activation_checkpointing": "auto"}
 LONG = {"micro_batches": 1, "row_tokens": 512}
 PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "on the GPU, with samples": ({"samples": SampleSpace(lengths=(9, 4), keeps=True, vocabulary=50)}, PlanOptions()),
@@ -346,6 +347,8 @@ PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "on NVMe, recomputed": (SCARCE | {"activation_checkpointing": "full"}, PlanOptions(recompute="all")),
     "on NVMe, one chunk": (SCARCE | {"row_tokens": 64, "micro_batches": 1}, PlanOptions()),
     "on NVMe, streamed": (SCARCE | LONG, PlanOptions(streamed=True)),
+    "in groups, graphs in RAM": (AUTO | {"gpu_budget": 300_000}, PlanOptions(group=1, graphs_aside="all")),
+    "graphs on NVMe": (AUTO | SCARCE, PlanOptions(graphs_aside="all")),
 }
 """Problems and choices in which every action has its place."""
 

@@ -1,0 +1,60 @@
+"""A step cut into groups of micro-batches, and saved graphs that leave the GPU: the same gradients, whatever waits
+where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+MODEL = tiny.model()
+DATA = tiny.data()
+
+
+def training(**changes: Any) -> tiny.TrainConfig:
+    settings = {"global_batch_size": 5, "chunk_tokens": 7, "activation_checkpointing": "auto", "kv_window": "whole"}
+    return tiny.training(**settings | changes)
+
+
+def digest(folder: Path, **options: Any) -> tuple[list[float], list[float], str, Any]:
+    """Losses and gradient norms of two steps, what the last generation holds, and the plan."""
+    with tiny.session(folder, m=MODEL, d=DATA, **options) as session:
+        metrics = tiny.steps(session)
+        session.finish()
+        plan = session.plan
+        assert session.runtime.layer_ops.graphs_bytes == 0
+        assert session.gpu.arena.used_bytes + plan.tiers["gpu"].parts["workspace"] <= plan.tiers["gpu"].budget_bytes
+    return [m.loss for m in metrics], [m.grad_norm for m in metrics], tiny.digest_of(folder), plan
+
+
+TIERS = {"gpu": ("1GiB", "1GiB"), "ram": (tiny.FLOOR, "1GiB"), "nvme": (tiny.FLOOR, tiny.FLOOR)}
+
+
+@pytest.mark.parametrize("gradient_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_groups_compute_the_same_bits(tmp_path: Path, tier: str, gradient_dtype: str) -> None:
+    """Gradients are summed in the same order in however many groups, on the GPU or by way of RAM."""
+    gpu, ram = TIERS[tier]
+    options = {"t": training(activation_checkpointing="selective", gradient_dtype=gradient_dtype), "gpu": gpu}
+    *expected, _ = digest(tmp_path / "one", ram=ram, **options)
+    for group in (1, 2, 3):
+        *found, plan = digest(tmp_path / f"groups of {group}", ram=ram, group=group, **options)
+        assert plan.num_groups == -(-5 // group)
+        assert found == expected
+        sums = {buffer.sums for buffer in plan.buffers.values()}
+        assert sums == ({"gpu"} if tier == "gpu" else {"ram"})
+
+
+@pytest.mark.parametrize("group", [0, 2])
+@pytest.mark.parametrize("tier", ["ram", "nvme"])
+def test_graphs_that_leave_give_the_gradients_of_graphs_that_stay(tmp_path: Path, tier: str, group: int) -> None:
+    *expected, plan = digest(tmp_path / "stay", t=training(activation_checkpointing="none"))
+    assert not plan.graphs_aside
+    gpu, ram = TIERS[tier]
+    *found, plan = digest(tmp_path / "leave", t=training(), gpu=gpu, ram=ram, group=group, graphs_aside="all")
+    layers = {i for i, block in enumerate(plan.blocks) if block.role == "layer"}
+    assert plan.graphs_aside == {(i, chunk.index) for i in layers for chunk in plan.places}
+    assert plan.spilled == (plan.graphs_aside if tier == "nvme" else set())
+    assert found == expected
