@@ -21,16 +21,17 @@ products alone are no slower, and what hides behind a short run of the best shap
 
 **Attention**, TFLOP/s forward and backward:
 
-- Hopper: the figures of arXiv 2407.08608 (FlashAttention-3), H100 SXM5, half precision, 16k tokens. Forward is causal;
-  backward is published without a causal limit only. FlashAttention 4 is as fast as 3 on a GH200 (github.com/pytorch/
-  torchtitan, pull request 4413). These rates are sustained: ml_dataflow's steps at 512k tokens, of whose FLOPs
-  FlashAttention 3 has 90 %, reach 0.614 of the peak (`h100_8b_extra_long_results.csv`).
-- Blackwell, heads of 128: RTX 5090 at 400 W, forward ("Writing Speed-of-Light Flash Attention for 5090 in CUDA C++",
-  gau-nernst): cuDNN 203.6, flash-attn 2 190.6, torch's copy of it 186.7. RTX 5070 Ti (github.com/Dao-AILab/
-  flash-attention, issue 1981, 16k tokens): flash-attn 2 takes 51.43 ms forward and 131.34 ms backward, which has 2.5
-  times the FLOPs; FlashAttention 4 49.93 and 165.46 ms. Of cuDNN's backward nothing was found; it counts as
-  flash-attn's. Such runs are short: products reach 1.07 of the peak in one (main-horse.github.io, "Things I learned
-  digging into 5090 perf") and 0.921 in whole steps, so attention counts times 0.86, too.
+- Hopper: the figures of arXiv 2407.08608 (FlashAttention-3), H100 SXM5, half precision, 16k tokens, as others
+  transcribed them. Forward is causal; backward is published without a causal limit only. FlashAttention 4 is as fast
+  as 3 on a GH200 (github.com/pytorch/torchtitan, pull request 4413). These rates are sustained: ml_dataflow's steps
+  at 512k tokens, of whose FLOPs FlashAttention 3 has 90 %, reach 0.614 of the peak
+  (`h100_8b_extra_long_results.csv`).
+- Blackwell, heads of 128: RTX 5090 at 400 W, forward without a causal limit ("Writing Speed-of-Light Flash Attention
+  for 5090 in CUDA C++", gau-nernst): cuDNN 203.6, flash-attn 2 190.6, torch's copy of it 186.7. RTX 5070 Ti
+  (github.com/Dao-AILab/flash-attention, issue 1981, 16k tokens): flash-attn 2 takes 51.43 ms forward and 131.34 ms
+  backward, which has 2.5 times the FLOPs; FlashAttention 4 49.93 and 165.46 ms. Of cuDNN's backward nothing was
+  found; it counts as flash-attn's. Such runs are short: products reach 1.07 of the peak in one (main-horse.github.io,
+  "Things I learned digging into 5090 perf") and 0.921 in whole steps, so attention counts times 0.86, too.
 - Heads of 64 on Blackwell, and GB10: forward on a GB10, of 125 TFLOP/s (flash-attention, pull request 2474): torch's
   87.6, FlashAttention 4's 94.5; backward and short runs as above.
 - Ada: of flash-attn on an RTX 4090 no measurement was found that can be right (flash-attention's issue 477 has rates
