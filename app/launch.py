@@ -397,6 +397,7 @@ def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[floa
         "lanes": result.lanes,
         "drives": result.drives,
         "gpu_memory": result.gpu_memory,
+        "attention": result.attention,
         "ended_early": None if result.early_end is None else result.early_end._asdict(),
     }
     warnings = (log.warning(), damaged, damaged_samples)

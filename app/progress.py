@@ -220,6 +220,9 @@ def summary_lines(summary: dict[str, Any], last_losses: Sequence[float], wall_s:
     if wall_s > 0 and summary["lanes"]:
         lane, figures = max(summary["lanes"].items(), key=lambda lane: lane[1]["busy_s"])
         parts.append(f"{lane} busy {figures['busy_s'] / wall_s:.0%}")
+    attention = summary.get("attention") or {}
+    if attention.get("installed"):  # null without a GPU, where there is one kernel
+        parts.append("attention by " + ", ".join(f"{' and '.join(v)} {k}" for k, v in attention["chosen"].items() if v))
     tiers = summary["tiers"].items()
     parts.append(
         "held at most: " + ", ".join(f"{name} {of_text(t['peak_bytes'], t['budget_bytes'])}" for name, t in tiers)

@@ -36,6 +36,7 @@ from penstock.engine.hf import weights
 from penstock.engine.hf.adapter_folder import Start, open_start
 from penstock.engine.hf.config import model_config, random_vocabulary, with_vocabulary
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file, write_constants
+from penstock.engine.kernels import tell_kernels
 from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.budgets import run_budgets
 from penstock.engine.machine.compilers import Compilation, find_compilation
@@ -210,7 +211,7 @@ def open_session(
                 only = known if fixed else None
                 found = task.search(machine, calibration, documents, filled, known=known, only=only, before=found)
         reservation.settle(found.plan)
-        _tell_plan(observer, task, machine, found, calibration, batch)
+        _tell_plan(observer, task, machine, found, calibration, batch, device)
         session = Session(
             spec=spec,
             plan=found.plan,
@@ -262,12 +263,15 @@ def _tell_plan(
     found: SearchResult,
     calibration: Calibration | None,
     batch: Sequence[MicroBatch],
+    device: torch.device,
 ) -> None:
     """Kernels, and the forecast of the plan that was found."""
     kernels = [kernel for kernel in attention_report() if kernel["device"] != "cpu"]  # those are the self-check's
     for line in sorted({f"attention {kernel['direction']}: {kernel['chosen']}" for kernel in kernels}):
         observer.on_message(line, detail=True)
     documents, filled = [m.documents for m in batch], [m.filled for m in batch]
+    if device.type == "cuda":
+        tell_kernels(observer, device, machine, found.plan, documents, filled)
     simulation = predict(found.plan, machine, calibration, documents, filled)
     predicted = forecast(task, machine, found, calibration, batch, simulation)
     measured = None if calibration is None else calibration.to_json()

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from penstock.engine import samples, validation
+from penstock.engine.attention.select import chosen, installed
 from penstock.engine.config import Recipe
 from penstock.engine.events import WARMUP_STEPS, Observer, StepMetrics
 from penstock.engine.forecast.flops import model_flops
@@ -53,6 +56,9 @@ class TrainResult:
     gpu_memory: dict[str, int] | None
     """Peaks of the GPU's memory allocator: allocated_bytes, reserved_bytes, and fragmentation_bytes between them; None
     without a GPU."""
+    attention: dict[str, Any]
+    """installed: kernels for CUDA -> null, or why they are not there for this GPU, null without a GPU; chosen: forward,
+    backward -> kernels that ran."""
     stopped: bool
     """Whether the observer asked to stop before the last step."""
     early_end: EarlyEnd | None
@@ -200,9 +206,14 @@ def _run(session: Session, observer: Observer) -> TrainResult:
         lanes=live.lanes,
         drives=[],
         gpu_memory=None,
+        attention=_attention(session.device),
         stopped=not session.is_over,
         early_end=early_end,
     )
+
+
+def _attention(device: torch.device) -> dict[str, Any]:
+    return {"installed": installed(device) if device.type == "cuda" else None, "chosen": chosen(device.type)}
 
 
 def _validate(session: Session, observer: Observer) -> None:

@@ -28,6 +28,7 @@ REASONS: dict[str, str] = {
     "engine/attention/flash_attn.py:_flash2_arguments": _FLASH,
     "engine/attention/flash_attn.py:FlashAttention4._options": _FLASH,
     "engine/machine/device.py:why_no_cuda": "asks a torch that is built for CUDA why it finds no device",
+    "engine/opening.py:_tell_plan": "tells of CUDA's kernels; tests/engine/test_kernels.py gives them",
     "engine/opening.py:choose_kernels": "measures CUDA's kernels; on a CPU there is one",
     "engine/progress.py:memory_peaks": "the allocator's peak of a session on a GPU",
     "engine/runtime/calibrate.py:calibrate": (

@@ -95,7 +95,7 @@ def jobs(recipes: Mapping[str, Recipe], machines: Sequence[str]) -> Iterator[Job
             yield Job("recipe", label, recipe if own else unbound(recipe), machine, own)
     for figure in PUBLISHED:
         if figure.recipe in recipes and figure.machine in machines:
-            recipe = batched(recipes[figure.recipe], figure.context, figure.sequences)
+            recipe = batched(recipes[figure.recipe], figure.context, figure.sequences, figure.micro_batch)
             yield Job("published", figure.recipe, recipe, figure.machine, published=figure)
     for label, name in GRID_MODELS.items():
         if name not in recipes:
@@ -111,8 +111,9 @@ def unbound(recipe: Recipe) -> Recipe:
     return replace(recipe, budgets=BudgetConfig(), storage=replace(recipe.storage, nvme=None))
 
 
-def batched(recipe: Recipe, context: int, sequences: int) -> Recipe:
-    """The recipe's model, optimizer and precision with another batch; everything else is the plan's to choose.
+def batched(recipe: Recipe, context: int, sequences: int, micro_batch: int = 1) -> Recipe:
+    """The recipe's model, optimizer and precision with another batch, in micro-batches of so many sequences; everything
+    else is the plan's to choose.
 
     The rotary range is the context: a scaling rule changes no step's time.
     """
@@ -126,7 +127,7 @@ def batched(recipe: Recipe, context: int, sequences: int) -> Recipe:
         train=replace(
             free.train,
             global_batch_size=sequences,
-            micro_batch_size=1,
+            micro_batch_size=micro_batch,
             chunk_tokens=None,
             activation_checkpointing="auto",
             kv_window="auto",
@@ -226,8 +227,10 @@ _PUBLISHED = """
 ## Beside published figures
 
 Penstock's are **planned, not measured**, with full precision (float32 master weights and moments, 14 bytes a
-parameter); theirs are as published, with bfloat16 weights updated in place (MegaTrain) or everything in bfloat16, 8
-bytes a parameter (ml_dataflow). A plan that is faster than a measurement proves nothing until it is measured, too.
+parameter); theirs are as published, with bfloat16 weights updated in place (MegaTrain), everything in bfloat16, 8 bytes
+a parameter (ml_dataflow), master weights and moments in bfloat16 (LLMQ), or float32 master weights and moments in RAM
+(LLaMA-Factory on DeepSpeed ZeRO-3). Plans take the fastest attention kernel for the card to be installed. A plan that
+is faster than a measurement proves nothing until it is measured, too.
 
 | case | preset | Penstock, planned tokens/s | bound by | published tokens/s | by | on | source |
 |---|---|---|---|---|---|---|---|
@@ -236,7 +239,12 @@ _SOURCES = """
 MegaTrain's tokens/s are tokens over step time of its long-context table, as three readers transcribed it; its own
 TFLOP/s count causal attention as full. Its rows of up to 128k tokens are left out: were their attention over the
 whole context, they would exceed the GPU's peak. ml_dataflow's are the rows that its author recorded
-(github.com/als244/ml_dataflow, `bench/reproduce_results/recorded_data`).
+(github.com/als244/ml_dataflow, `bench/reproduce_results/recorded_data`), with flash-attn's deterministic backward,
+which is the slower one. LLMQ's are of its last step, LLaMA-Factory's what LLMQ's author found beside it
+(github.com/IST-DASLab/llmq): 512 sequences of 1,024 tokens a step (LLaMA-Factory's 14B: 520), in micro-batches of as
+many sequences as here, on one RTX 4090 in a machine whose RAM is not stated; 256 GB is what is planned. LLMQ's
+command for 7B names products in e4m3, but its rate is far from the 4,328 tokens/s that it publishes for them. Neither
+publishes 8,192 tokens on this card: those rows have as many tokens a step.
 """
 
 

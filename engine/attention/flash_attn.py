@@ -19,6 +19,8 @@ from penstock.engine.attention.backends import Gradients, Operands, Problem
 from penstock.engine.attention.spans import Geometry
 from penstock.engine.attention.torch_cuda import FlashKernel, round_up, segment_lengths, window_limits
 
+NOT_INSTALLED = "is not installed"
+
 
 @cache
 def _module(*names: str) -> Any:
@@ -29,7 +31,7 @@ def _module(*names: str) -> Any:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             missing = error.name is not None and name.startswith(error.name)
-            reason = reason or ("is not installed" if missing else f"cannot be imported: {error}")
+            reason = reason or (NOT_INSTALLED if missing else f"cannot be imported: {error}")
         except Exception as error:  # a package built for another torch, driver or GPU fails in any way
             reason = f"cannot be imported: {type(error).__name__}: {error}"
     return reason

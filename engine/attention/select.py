@@ -32,7 +32,7 @@ from penstock.engine.attention.backends import (
 from penstock.engine.attention.compute import group_backward, group_forward
 from penstock.engine.attention.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
 from penstock.engine.attention.spans import Call, Cut, Span, cut, spans
-from penstock.engine.attention.torch_cuda import TorchCudaFlash, TorchCudnn
+from penstock.engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn
 from penstock.engine.clock import elapsed_s
 
 BACKENDS: tuple[Backend, ...] = (
@@ -254,6 +254,21 @@ def attention_report() -> list[dict[str, Any]]:
         }
         for kind, ranking in _rankings.items()
     ]
+
+
+def installed(device: torch.device) -> dict[str, str | None]:
+    """Kernels for CUDA -> None where they are there for this GPU, else why they are not."""
+    return {backend.name: backend.absent(device) for backend in BACKENDS if isinstance(backend, CudaKernel)}
+
+
+def chosen(device_type: str) -> dict[str, list[str]]:
+    """ "forward" and "backward" -> names of the backends that have been chosen on devices of this type, in order."""
+    found: dict[str, list[str]] = {"forward": [], "backward": []}
+    for kind, ranking in _rankings.items():
+        name, names = ranking.strategies[0].backend.name, found[kind.direction]
+        if torch.device(kind.device).type == device_type and name not in names:
+            names.append(name)
+    return found
 
 
 def forget() -> None:

@@ -51,10 +51,8 @@ class CudaKernel:
     def refusal(self, problem: Problem) -> str | None:
         if problem.device.type != "cuda":
             return "computes on CUDA devices only"
-        major, minor = capability(problem.device)
-        if major not in self.capabilities:
-            wanted = ", ".join(f"{major}.x" for major in self.capabilities)
-            return f"needs compute capability {wanted}; this GPU has {major}.{minor}"
+        if (unfit := self._unfit(problem.device)) is not None:
+            return unfit
         if problem.dtype not in (torch.bfloat16, torch.float16):
             return f"does not take {problem.dtype}"
         if max(problem.qk_dim, problem.v_dim) > self.widest:
@@ -62,6 +60,17 @@ class CudaKernel:
         if problem.softcap and not self.softcap:
             return "has no soft-cap"
         return self._missing() or self._limit(problem)
+
+    def absent(self, device: torch.device) -> str | None:
+        """Why nothing at all can be computed with it on this GPU; None where it is there."""
+        return self._unfit(device) or self._missing()
+
+    def _unfit(self, device: torch.device) -> str | None:
+        major, minor = capability(device)
+        if major in self.capabilities:
+            return None
+        wanted = ", ".join(f"{major}.x" for major in self.capabilities)
+        return f"needs compute capability {wanted}; this GPU has {major}.{minor}"
 
     def _missing(self) -> str | None:
         """Why the package cannot be used on this machine."""

@@ -1,11 +1,15 @@
 """Machines that one may not own, from vendors' data sheets, and where this machine's measured profile is kept.
 
-A preset takes the sheets' figures times shares that kernels, links and drives reach in practice; each share is stated
-once, below. Sheets: NVIDIA's of every GPU (memory, bandwidth; peaks in machine.peaks), of Grace (LPDDR5X: 384 GB/s at
-480 GB) and of DGX Spark; AMD's of Ryzen (DDR5-5200 with two modules, DDR5-3600 with four; two channels) and of EPYC
-(12 channels of DDR5-4800); PCI-SIG's rates of 16 lanes, 31.5 GB/s (PCIe 4) and 63 GB/s (PCIe 5) each way; Samsung's of
-the drives below. Power limits are NVIDIA's: of a GeForce "total graphics power", of H100 PCIe and H200 SXM "max thermal
-design power", of GH200 that of the whole module (GPU, CPU and memory), of GB10 "TDP" of the chip, CPU included.
+A preset takes the sheets' figures times shares that kernels, links and drives reach in practice. Those of kernels are
+published measurements of each architecture (engine/machine/architectures.py): products, and the fastest attention
+kernel for the card, installed or not. Those of links, memories and drives are stated once, below.
+
+Sheets: NVIDIA's of every GPU (memory, bandwidth; peaks in machine.peaks), of Grace (LPDDR5X: 384 GB/s at 480 GB) and of
+DGX Spark; AMD's of Ryzen (DDR5-5200 with two modules, DDR5-3600 with four; two channels), of Threadripper 7960X (24
+cores, four channels of DDR5-5200: 166.4 GB/s) and of EPYC (12 channels of DDR5-4800); PCI-SIG's rates of 16 lanes, 31.5
+GB/s (PCIe 4) and 63 GB/s (PCIe 5) each way; Samsung's of the drives below. Power limits are NVIDIA's: of a GeForce
+"total graphics power", of H100 PCIe and H200 SXM "max thermal design power", of GH200 that of the whole module (GPU,
+CPU and memory), of GB10 "TDP" of the chip, CPU included.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from penstock.engine.machine.peaks import peak_flops
+from penstock.engine.machine.architectures import Shares, architecture, peak_of
 from penstock.engine.machine.profile import AttentionRate, Drive, Machine, load_machine
 from penstock.storage.errors import UserError
 
@@ -26,10 +30,10 @@ if TYPE_CHECKING:
 
 GIB, GB, TB, TERA = 2**30, 10**9, 10**12, 10**12
 
-MATMUL_SHARE = 0.70
-"""Of the peak in products of layer shapes: a Hopper under full load drops its clock."""
-ATTENTION_SHARES = {64: (0.45, 0.38), 128: (0.60, 0.50)}
-"""Of the peak by head size, forward and backward."""
+OTHER_MATMUL_SHARE = 0.70
+"""Of the peak in products of layer shapes, on GPUs of which engine.machine.architectures knows nothing; assumed."""
+OTHER_ATTENTION_SHARES = {64: (0.45, 0.38), 128: (0.60, 0.50)}
+"""Of the peak by head size, forward and backward; likewise."""
 ATTENTION_CHUNK_TOKENS = 4096
 LINK_SHARE = 0.85
 """Of a link's raw rate, which packets' headers are part of."""
@@ -79,18 +83,28 @@ PCIE4, PCIE5 = 31.5, 63.0
 """GB/s each way of 16 lanes."""
 
 
-def _gpu_rates(peak: float) -> dict[str, Any]:
-    """Rates of a GPU's kernels, by fields of Machine, where its data sheet gives `peak` FLOP/s."""
-    rates = [
+def attention_rates(peak: float, shares: Shares) -> tuple[AttentionRate, ...]:
+    """Rates of attention kernels that reach `shares` of `peak` FLOP/s."""
+    return tuple(
         AttentionRate(
             head_dim=head_dim,
             chunk_tokens=ATTENTION_CHUNK_TOKENS,
             forward_flops=peak * forward,
             backward_flops=peak * backward,
         )
-        for head_dim, (forward, backward) in ATTENTION_SHARES.items()
-    ]
-    return {"matmul_flops": peak * MATMUL_SHARE, "attention": tuple(rates)}
+        for head_dim, (forward, backward) in shares.items()
+    )
+
+
+def _gpu_rates(gpu: str, peak: float) -> dict[str, Any]:
+    """Rates of a GPU's kernels, by fields of Machine, where its data sheet gives `peak` FLOP/s.
+
+    Attention's are those of the fastest kernel for the card: a plan assumes that it is installed.
+    """
+    known = architecture(gpu)
+    matmul = OTHER_MATMUL_SHARE if known is None else known.matmul_share
+    attention = OTHER_ATTENTION_SHARES if known is None else known.fastest()
+    return {"matmul_flops": peak * matmul, "attention": attention_rates(peak, attention)}
 
 
 def _preset(
@@ -104,15 +118,14 @@ def _preset(
     duplex_share: float | None = None,
     cores: int,
     numa_nodes: int = 1,
-    peak: float | None = None,
     power_w: float | None = None,
     note: str = "",
 ) -> Machine:
-    """A machine from raw figures of data sheets; `peak` FLOP/s where engine.machine.peaks has none for `gpu`.
+    """A machine from raw figures of data sheets, its GPU one whose peak is known.
 
     Of a memory: its bytes and GB/s. A link is no faster than the RAM behind it, alone or both ways at once.
     """
-    peak = peak or peak_flops(gpu)
+    peak = peak_of(gpu)
     assert peak is not None, gpu
     (gpu_bytes, gpu_gb_per_s), (ram_bytes, ram_gb_per_s) = gpu_memory, ram
     link = min(link_gb_per_s, ram_gb_per_s)
@@ -125,7 +138,7 @@ def _preset(
         ram_bytes=ram_bytes,
         cores=cores,
         numa_nodes=numa_nodes,
-        **_gpu_rates(peak),
+        **_gpu_rates(gpu, peak),
         h2d_bytes_per_s=link * GB * LINK_SHARE,
         d2h_bytes_per_s=link * GB * LINK_SHARE,
         duplex_share=duplex,
@@ -204,6 +217,17 @@ PRESETS: dict[str, Machine] = {
             note="DDR5-3600, four modules; two Samsung 990 PRO of 4 TB, writing past their cache",
         ),
         _preset(
+            "rtx4090-256",
+            "NVIDIA GeForce RTX 4090",
+            (SAMSUNG_990_PRO,) * 2,
+            gpu_memory=(_visible(24), 1008),
+            ram=(256 * GIB, 166.4),
+            link_gb_per_s=PCIE4,
+            cores=24,
+            power_w=450,
+            note="Threadripper, four channels of DDR5-5200; two Samsung 990 PRO of 4 TB, writing past their cache",
+        ),
+        _preset(
             "rtx5090-192",
             "NVIDIA GeForce RTX 5090",
             (SAMSUNG_990_PRO,) * 2,
@@ -234,7 +258,6 @@ PRESETS: dict[str, Machine] = {
             link_gb_per_s=273 / 2,
             duplex_share=UNIFIED_DUPLEX_SHARE,
             cores=20,
-            peak=1000 * TERA / 2 / 4,
             power_w=140,
             note="bfloat16 rate derived, not published: 1 PFLOP/s FP4 with sparsity, halved for dense, a quarter for "
             "bfloat16; one memory of 128 GB, of which 40 GB count as the GPU's and 88 GB as RAM, and a copy between "
@@ -255,7 +278,7 @@ GENERIC = Machine(
     matmul_flops=2e11,
     attention=tuple(
         AttentionRate(head_dim=head_dim, chunk_tokens=1024, forward_flops=8e10, backward_flops=1e11)
-        for head_dim in ATTENTION_SHARES
+        for head_dim in OTHER_ATTENTION_SHARES
     ),
     h2d_bytes_per_s=8e9,
     d2h_bytes_per_s=8e9,
@@ -272,13 +295,13 @@ GENERIC = Machine(
 
 def generic_gpu(name: str) -> Machine:
     """Assumed rates of a machine whose GPU the driver calls `name`: its peak's shares, or those of 100 TFLOP/s."""
-    peak = peak_flops(name) or 100 * TERA
+    peak = peak_of(name) or 100 * TERA
     return structs.replace(
         GENERIC,
         name="generic-gpu",
         source=f"assumed: {name} behind PCIe 4; run `penstock probe` for this machine's own rates",
         gpu=name,
-        **_gpu_rates(peak),
+        **_gpu_rates(name, peak),
         h2d_bytes_per_s=PCIE4 * GB * LINK_SHARE,
         d2h_bytes_per_s=PCIE4 * GB * LINK_SHARE,
         duplex_share=PCIE_DUPLEX_SHARE,

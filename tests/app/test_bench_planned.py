@@ -82,6 +82,25 @@ def test_published_figures_name_recipes_and_presets_that_exist() -> None:
         assert figure.recipe in names
         assert figure.machine in PRESETS
         assert figure.source
+        assert figure.sequences % figure.micro_batch == 0
+
+
+def test_a_published_step_is_planned_in_its_own_micro_batches() -> None:
+    jobs = planned.jobs(recipes(), [*MACHINES, "rtx4090-256"])
+    found = {
+        (job.published.system, job.label, job.recipe.data.sequence_length): job.recipe.train
+        for job in jobs
+        if job.published is not None and job.machine == "rtx4090-256"
+    }
+    batches = {case: (train.global_batch_size, train.micro_batch_size) for case, train in found.items()}
+    assert batches == {
+        ("LLMQ", "7b_512k", 1024): (512, 16),
+        ("LLaMA-Factory, ZeRO-3 offload", "7b_512k", 1024): (512, 32),
+        ("LLMQ", "14b_workstation", 1024): (512, 32),
+        ("LLaMA-Factory, ZeRO-3 offload", "14b_workstation", 1024): (520, 20),
+        ("LLMQ", "7b_512k", 8192): (64, 2),
+        ("LLMQ", "14b_workstation", 8192): (64, 4),
+    }
 
 
 def test_rows_keep_what_the_page_shows() -> None:

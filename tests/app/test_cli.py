@@ -102,6 +102,7 @@ def test_a_whole_run(cli: Cli) -> None:
         "lanes",
         "drives",
         "gpu_memory",
+        "attention",
         "ended_early",
         "validation_loss",
     }

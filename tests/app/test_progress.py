@@ -190,6 +190,14 @@ def test_summary_shows_every_figure() -> None:
         "mean 3,457 tokens/s, 1.25 s a step; 0.123 TFLOP/s of the model; compute busy 75%; "
         "held at most: gpu 512 MiB of 1.0 GiB, nvme 0 of 0 B; 9.0 GiB written to /mnt/a/run, endurance used 3%",
     ]
+    chosen = {"forward": ["torch-cudnn", "torch-cuda-flash"], "backward": ["flash-attn-4"]}
+    on_gpu = summary | {"attention": {"installed": {"torch-cudnn": None}, "chosen": chosen}}
+    assert (
+        "; attention by torch-cudnn and torch-cuda-flash forward, flash-attn-4 backward; held"
+        in (summary_lines(on_gpu, [], wall_s=20.0)[1])
+    )
+    on_cpu = summary | {"attention": {"installed": None, "chosen": {"forward": ["torch-cpu-flash"], "backward": []}}}
+    assert summary_lines(on_cpu, [], wall_s=20.0) == summary_lines(summary, [], wall_s=20.0)
     unknown = dict.fromkeys(
         ("first_loss", "validation_loss", "mean_tokens_per_s", "mean_step_s", "mean_model_tflops_per_s")
     )

@@ -78,7 +78,7 @@ def train(recipe: Recipe, *, run_dir: Path, observer: Any, resume: bool, checkpo
     lanes = {"h2d": {"busy_s": 0.5, "bytes": 4096}, "compute": {"busy_s": 1.0, "bytes": 0}}
     stopped = step < train.steps
     return SimpleNamespace(
-        tiers=tiers, lanes=lanes, drives=[], gpu_memory=None, stopped=stopped, early_end=None, steps=step
+        tiers=tiers, lanes=lanes, drives=[], gpu_memory=None, attention={}, stopped=stopped, early_end=None, steps=step
     )
 
 

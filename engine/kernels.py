@@ -1,0 +1,124 @@
+"""What a run says of its attention kernels: which are there, which were chosen, what a missing one would bring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from msgspec import structs
+
+from penstock.engine.attention.flash_attn import NOT_INSTALLED
+from penstock.engine.attention.select import attention_report, installed
+from penstock.engine.events import Observer
+from penstock.engine.forecast.report import predict
+from penstock.engine.machine.architectures import Shares, architecture, peak_of
+from penstock.engine.machine.presets import attention_rates
+from penstock.engine.machine.profile import Machine
+from penstock.engine.plan.plan import Filled, Plan
+
+_INSTALL = {
+    "flash2": "pip install --no-build-isolation 'penstock[flash2]'",  # is built here, by the torch that is installed
+    "flash4": "pip install 'penstock[flash4]'",
+}
+
+
+class Faster(NamedTuple):
+    """A kernel that is not installed and would be faster on this card, by what is published."""
+
+    gpus: str
+    """What such cards are called."""
+    kernels: tuple[str, ...]
+    """One of them is enough."""
+    extra: str
+    """Of this package."""
+    now: Shares | None
+    """Shares of the peak that the fastest of the chosen kernels reach, by head size; None where of one nothing is
+    published."""
+    then: Shares
+    """With the one that is missing."""
+
+    def words(self, gain: float | None) -> str:
+        """The line of the log; `gain` is the part of a step's time that the plan expects to save."""
+        names = " or ".join(self.kernels)
+        if gain is None:
+            expected = "what it brings over the present kernel is not published"
+        else:
+            part = "less than 1%" if gain < 0.01 else f"{gain:.0%}"
+            expected = f"by published rates the plan expects {part} of a step's time from it"
+        missing = " and is not installed" if len(self.kernels) == 1 else ", and neither is installed"
+        return f"attention: {names} would be faster on {self.gpus}{missing}: {_INSTALL[self.extra]}; {expected}"
+
+
+def tell_kernels(
+    observer: Observer,
+    device: torch.device,
+    machine: Machine,
+    plan: Plan,
+    documents: Sequence[Sequence[int]] | None = None,
+    filled: Filled | None = None,
+) -> None:
+    """Say which kernels are installed for the GPU, and what a faster one that is missing would bring to this plan."""
+    observer.on_message(describe(installed(device)), detail=True)
+    faster = faster_kernel(machine.gpu, [kind for kind in attention_report() if kind["device"] != "cpu"])
+    if faster is not None:
+        observer.on_message(faster.words(expected_gain(faster, plan, machine, documents, filled)))
+
+
+def describe(there: Mapping[str, str | None]) -> str:
+    """Which kernels are installed for this GPU, and which are not and why: attention.select.installed in one line."""
+    usable = [name for name, reason in there.items() if reason is None]
+    others = [f"{name} {reason}" for name, reason in there.items() if reason is not None]
+    return "attention kernels installed: " + "; ".join([", ".join(usable) or "none", *others])
+
+
+def faster_kernel(gpu: str | None, report: Sequence[Mapping[str, Any]]) -> Faster | None:
+    """What is missing on the GPU that the driver calls `gpu`, by attention.select.attention_report.
+
+    None where nothing is known of the card, where the fastest kernel is installed or could not compute what is asked,
+    and where no slower one was chosen.
+    """
+    known = architecture(gpu)
+    if known is None:
+        return None
+    lacking = [kind for kind in report if all(kind["refused"].get(name) == NOT_INSTALLED for name in known.wanted)]
+    chosen = [
+        {kind["chosen"].partition(",")[0] for kind in lacking if kind["direction"] == direction}
+        for direction in ("forward", "backward")
+    ]
+    now: dict[int, tuple[float, float]] = {}
+    then: dict[int, tuple[float, float]] = {}
+    published = True
+    for head_dim in known.fastest():
+        wanted = [shares for name in known.wanted if (shares := known.shares(name, head_dim)) is not None]
+        rates = []
+        for index, names in enumerate(chosen):
+            present = [shares[index] for name in names if (shares := known.shares(name, head_dim)) is not None]
+            published = published and len(present) == len(names)
+            best = max(shares[index] for shares in wanted)
+            rates.append((max(present, default=best), max([*present, best])))
+        now[head_dim], then[head_dim] = (rates[0][0], rates[1][0]), (rates[0][1], rates[1][1])
+    if not lacking or (published and now == then):
+        return None
+    return Faster(f"{known.name} GPUs", known.wanted, known.extra, now if published else None, then)
+
+
+def expected_gain(
+    faster: Faster,
+    plan: Plan,
+    machine: Machine,
+    documents: Sequence[Sequence[int]] | None = None,
+    filled: Filled | None = None,
+) -> float | None:
+    """The part of a step's time that the missing kernel saves: the plan simulated at the published rates of both.
+
+    The machine's other rates are its profile's. None where the present kernel's rates or the card's peak are not known.
+    """
+    peak = None if machine.gpu is None else peak_of(machine.gpu)
+    if faster.now is None or peak is None:
+        return None
+    now, then = (
+        predict(plan, structs.replace(machine, attention=attention_rates(peak, shares)), None, documents, filled).step_s
+        for shares in (faster.now, faster.then)
+    )
+    return 1 - then / now

@@ -1,0 +1,197 @@
+"""What kernels reach on each GPU architecture, from published measurements: products, and attention kernel by kernel.
+
+All are shares of the data sheet's bfloat16 peak (engine/machine/peaks.py), under sustained load; none was measured by
+this project. A kernel is called as its backend (engine/attention/select.py).
+
+**Products** take the rate of whole training steps of 512 or 1,024 tokens, of whose FLOPs attention has 1 or 2 %: the
+products alone are no slower, and what hides behind a short run of the best shape does not count.
+
+- Hopper: 0.624, 32B on an H100 SXM5 that its power limit held at about 1.4 GHz (github.com/als244/ml_dataflow,
+  `bench/reproduce_results/recorded_data/h100_32b_short_results.csv`, last column: FLOPs with what is recomputed). Short
+  runs of the best shape: 0.803 on H100 and H200, 0.838 on GH200 (MAMF, github.com/stas00/ml-engineering,
+  `compute/accelerator/README.md`). Of an H100 PCIe, whose power limit is half as high, nothing was found.
+- Ada: 0.90, RTX 4090: LLMQ trains Qwen2.5-14B at 1,348 tokens/s in bfloat16 with every block recomputed
+  (github.com/IST-DASLab/llmq, `benchmarks/4090x1.md`), 8 FLOPs for each of 13.2e9 weights of layers and 6 for each of
+  0.78e9 of the head.
+- Ampere: 0.877, RTX 3090, 8B (ml_dataflow, `rtx3090_8b_short_results.csv`).
+- Blackwell: 0.921, RTX 5090, 8B (ml_dataflow, `rtx5090_8b_short_results.csv`).
+- Blackwell of data centres: of steps nothing was found; 0.776 is a short run's best (B200, MAMF), times Hopper's
+  0.624 / 0.803.
+- GB10: 0.71, CUTLASS in NVFP4, 356 of 500 TFLOP/s (forums.developer.nvidia.com, 359960); no bfloat16 rate was found.
+
+**Attention**, TFLOP/s forward and backward:
+
+- Hopper: the figures of arXiv 2407.08608 (FlashAttention-3), H100 SXM5, half precision, 16k tokens, as others
+  transcribed them. Forward is causal; backward is published without a causal limit only. FlashAttention 4 is as fast
+  as 3 on a GH200 (github.com/pytorch/torchtitan, pull request 4413). These rates are sustained: ml_dataflow's steps
+  at 512k tokens, of whose FLOPs FlashAttention 3 has 90 %, reach 0.614 of the peak
+  (`h100_8b_extra_long_results.csv`).
+- Blackwell, heads of 128: RTX 5090 at 400 W, forward without a causal limit ("Writing Speed-of-Light Flash Attention
+  for 5090 in CUDA C++", gau-nernst): cuDNN 203.6, flash-attn 2 190.6, torch's copy of it 186.7. RTX 5070 Ti
+  (github.com/Dao-AILab/flash-attention, issue 1981, 16k tokens): flash-attn 2 takes 51.43 ms forward and 131.34 ms
+  backward, which has 2.5 times the FLOPs; FlashAttention 4 49.93 and 165.46 ms. Of cuDNN's backward nothing was
+  found; it counts as flash-attn's. Such runs are short: products reach 1.07 of the peak in one (main-horse.github.io,
+  "Things I learned digging into 5090 perf") and 0.921 in whole steps, so attention counts times 0.86, too.
+- Heads of 64 on Blackwell, and GB10: forward on a GB10, of 125 TFLOP/s (flash-attention, pull request 2474): torch's
+  87.6, FlashAttention 4's 94.5; backward and short runs as above.
+- Ada: of flash-attn on an RTX 4090 no measurement was found that can be right (flash-attention's issue 477 has rates
+  above the peak). Its tensor cores take Blackwell's instruction, mma.sync, at the same half rate: Blackwell's shares.
+- Ampere: RTX A5000 (GA102), flash-attn 2, heads of 64, 8k tokens: 81.9 and 77.4 of 111.1 (github.com/gpu-mode/
+  ring-attention, issue 10). Wider heads are no slower, and a GeForce's products are at half that rate while its softmax
+  is not: its share is no lower.
+- Blackwell of data centres: FlashAttention 4, heads of 128, causal, 8k tokens: 1,418 and 1,209 (flash-attention, pull
+  request 2280; the card is not named and counts as the fastest, of 2,500); up to 1.3 times cuDNN (arXiv 2603.05451).
+
+ml_dataflow's long steps on GeForce are slower than that: it asks flash-attn 2 for its deterministic backward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.engine.machine.peaks import peak_flops
+
+Shares = Mapping[int, tuple[float, float]]
+"""Head size -> (forward, backward)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """GPUs of one architecture, and what kernels reach on them."""
+
+    name: str
+    gpus: str
+    """Pattern of their names as the driver reports them, without the maker's."""
+    matmul_share: float
+    """Of the peak in products of layer shapes."""
+    kernels: Mapping[str, Shares]
+    """Attention kernel -> shares of the peak by head size."""
+    wanted: tuple[str, ...]
+    """Of the kernels that do not come with torch the fastest here; one of them is enough."""
+    extra: str
+    """Of this package, which installs one of `wanted`."""
+    peak: float | None = None
+    """FLOP/s where engine.machine.peaks has none."""
+
+    def shares(self, kernel: str, head_dim: int) -> tuple[float, float] | None:
+        """Forward and backward shares of a kernel at the nearest head size; None where they are not known."""
+        known = self.kernels.get(kernel)
+        return None if known is None else known[min(known, key=lambda size: abs(size - head_dim))]
+
+    def fastest(self) -> dict[int, tuple[float, float]]:
+        """Shares of the fastest kernel by head size, which may be another one forward and backward."""
+        sizes = sorted({size for shares in self.kernels.values() for size in shares})
+        known = {size: [shares[size] for shares in self.kernels.values() if size in shares] for size in sizes}
+        return {size: (max(f for f, _ in pairs), max(b for _, b in pairs)) for size, pairs in known.items()}
+
+
+_H100, _RTX_5090, _GB10, _A5000, _GB200 = 989.5, 209.5, 125.0, 111.1, 2500.0
+"""Peaks in TFLOP/s, of which the measured rates below are shares."""
+_SUSTAINED = 0.921 / 1.07
+"""Of a short run."""
+_TORCH = 186.7 / 190.6
+"""torch's copy of flash-attn 2 over flash-attn 2."""
+_FLASH_2, _FLASH_4 = 2.5 * 51.43 / 131.34, 2.5 * 49.93 / 165.46
+"""A kernel's backward over its forward, in FLOP/s, on a GeForce."""
+
+
+def _short(tflops: float, peak: float, backward: float = _FLASH_2) -> tuple[float, float]:
+    """Shares of a kernel of which a short forward run is known, and its backward over its forward."""
+    share = tflops / peak * _SUSTAINED
+    return share, share * backward
+
+
+_HOPPER_3: Shares = {64: (473 / _H100, 474 / _H100), 128: (616 / _H100, 561 / _H100)}
+_HOPPER_2: Shares = {64: (299 / _H100, 291 / _H100), 128: (335 / _H100, 322 / _H100)}
+_GB10_TORCH, _GB10_4 = _short(87.6, _GB10), _short(94.5, _GB10, _FLASH_4)
+_FORWARD, _BACKWARD = _short(190.6, _RTX_5090)
+_MMA_SYNC: dict[str, Shares] = {
+    "torch-cudnn": {64: _GB10_TORCH, 128: (_short(203.6, _RTX_5090)[0], _BACKWARD)},
+    "flash-attn-2": {64: _short(87.6 / _TORCH, _GB10), 128: (_FORWARD, _BACKWARD)},
+    "torch-cuda-flash": {64: _GB10_TORCH, 128: _short(186.7, _RTX_5090)},
+}
+_AMPERE = (81.9 / _A5000, 77.4 / _A5000)
+_GB200_4 = (1418 / _GB200, 1209 / _GB200)
+
+ARCHITECTURES = (
+    Architecture(
+        name="Hopper",
+        gpus=r"(H100|H200|GH200)\b.*",
+        matmul_share=0.624,
+        kernels={
+            "flash-attn-3": _HOPPER_3,
+            "flash-attn-4": _HOPPER_3,
+            "torch-cudnn": {64: (388 / _H100, 433 / _H100), 128: (539 / _H100, 516 / _H100)},
+            "flash-attn-2": _HOPPER_2,
+            "torch-cuda-flash": _HOPPER_2,
+        },
+        wanted=("flash-attn-3", "flash-attn-4"),
+        extra="flash4",
+    ),
+    Architecture(
+        name="data-centre Blackwell",
+        gpus=r"(B200|B300|GB200|GB300)\b.*",
+        matmul_share=0.776 * 0.624 / 0.803,
+        kernels={
+            "flash-attn-4": {128: _GB200_4},
+            "torch-cudnn": {128: (_GB200_4[0] / 1.3, _GB200_4[1] / 1.3)},
+        },
+        wanted=("flash-attn-4",),
+        extra="flash4",
+    ),
+    Architecture(
+        name="Ada",
+        gpus=r"GeForce RTX 40\d\d\b.*",
+        matmul_share=0.90,
+        kernels=_MMA_SYNC,
+        wanted=("flash-attn-2",),
+        extra="flash2",
+    ),
+    Architecture(
+        name="Ampere",
+        gpus=r"GeForce RTX 30\d\d\b.*",
+        matmul_share=0.877,
+        kernels={
+            "flash-attn-2": {64: _AMPERE, 128: _AMPERE},
+            "torch-cuda-flash": {size: (_AMPERE[0] * _TORCH, _AMPERE[1] * _TORCH) for size in (64, 128)},
+        },
+        wanted=("flash-attn-2",),
+        extra="flash2",
+    ),
+    Architecture(
+        name="Blackwell",
+        gpus=r"GeForce RTX 50\d\d\b.*",
+        matmul_share=0.921,
+        kernels={**_MMA_SYNC, "flash-attn-4": {64: _GB10_4, 128: _short(190.6 * 51.43 / 49.93, _RTX_5090, _FLASH_4)}},
+        wanted=("flash-attn-2",),
+        extra="flash2",
+    ),
+    Architecture(
+        name="GB10",
+        gpus="GB10",
+        matmul_share=0.71,
+        kernels={
+            "flash-attn-4": {size: _GB10_4 for size in (64, 128)},
+            "torch-cudnn": {size: _GB10_TORCH for size in (64, 128)},
+            "torch-cuda-flash": {size: _GB10_TORCH for size in (64, 128)},
+        },
+        wanted=("flash-attn-4",),
+        extra="flash4",
+        peak=1000e12 / 2 / 4,
+    ),
+)
+"""GB10's peak is derived: 1 PFLOP/s FP4 with sparsity, halved for dense, a quarter for bfloat16."""
+
+
+def architecture(gpu: str | None) -> Architecture | None:
+    """The architecture of the GPU that the driver calls `gpu`; None where nothing is known of it."""
+    model = re.sub(r"^NVIDIA\s+", "", (gpu or "").strip())
+    return next((found for found in ARCHITECTURES if re.fullmatch(found.gpus, model)), None)
+
+
+def peak_of(gpu: str) -> float | None:
+    """FLOP/s by the data sheet, or derived from it; None where neither is known."""
+    found = architecture(gpu)
+    return peak_flops(gpu) or (None if found is None else found.peak)

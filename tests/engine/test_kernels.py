@@ -1,0 +1,173 @@
+"""What a run says of attention kernels: which are there, and what a missing one would bring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from msgspec import structs
+
+from penstock.engine import kernels
+from penstock.engine.attention import flash_attn as attention_flash
+from penstock.engine.attention import select as attention_select
+from penstock.engine.attention import torch_cuda as attention_cuda
+from penstock.engine.attention.flash_attn import NOT_INSTALLED
+from penstock.engine.attention.select import installed
+from penstock.engine.hf.config import model_config
+from penstock.engine.kernels import Faster, describe, expected_gain, faster_kernel, tell_kernels
+from penstock.engine.machine.architectures import architecture
+from penstock.engine.machine.presets import PRESETS
+from penstock.engine.plan.plan import Plan
+
+H200, RTX_4090, RTX_5090 = "NVIDIA H200", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 5090"
+NOTHING = dict.fromkeys(("flash-attn-2", "flash-attn-3", "flash-attn-4"), NOT_INSTALLED)
+
+
+def kind(direction: str, kernel: str, refused: dict[str, str] = NOTHING) -> dict[str, Any]:
+    """The fields of attention_report that matter."""
+    return {"device": "cuda:0", "direction": direction, "chosen": f"{kernel}, one call", "refused": refused}
+
+
+def report(forward: str, backward: str, refused: dict[str, str] = NOTHING) -> list[dict[str, Any]]:
+    return [kind("forward", forward, refused), kind("backward", backward, refused)]
+
+
+def test_hopper_without_flash_attention_3_or_4() -> None:
+    found = faster_kernel(H200, report("torch-cudnn", "torch-cuda-flash"))
+    assert found is not None
+    assert (found.gpus, found.kernels, found.extra) == ("Hopper GPUs", ("flash-attn-3", "flash-attn-4"), "flash4")
+    assert found.now is not None
+    # The paper's cuDNN forward and flash-attn 2 backward, against FlashAttention 3's.
+    assert found.now[128] == (539 / 989.5, 322 / 989.5)
+    assert found.then[128] == (616 / 989.5, 561 / 989.5)
+
+
+@pytest.mark.parametrize("there", ["flash-attn-3", "flash-attn-4"])
+def test_one_of_them_is_enough_and_one_that_fails_is_not_missing(there: str) -> None:
+    others = {name: reason for name, reason in NOTHING.items() if name != there}
+    assert faster_kernel(H200, report("torch-cudnn", "torch-cudnn", others)) is None
+    broken = NOTHING | {there: "cannot be imported: ImportError: another torch"}
+    assert faster_kernel(H200, report("torch-cudnn", "torch-cudnn", broken)) is None
+
+
+def test_what_the_kernel_could_not_compute_is_no_reason_to_install_it() -> None:
+    # float32: refused before anyone looks for the package.
+    refused = dict.fromkeys(NOTHING, "does not take torch.float32")
+    assert faster_kernel(H200, report("tiled-reference", "tiled-reference", refused)) is None
+
+
+def test_ada_and_ampere_gain_what_flash_attn_2_has_over_torch_s_copy() -> None:
+    for gpu in (RTX_4090, RTX_5090, "NVIDIA GeForce RTX 3090"):
+        found = faster_kernel(gpu, report("torch-cuda-flash", "torch-cuda-flash"))
+        assert found is not None
+        assert (found.kernels, found.extra) == (("flash-attn-2",), "flash2")
+        assert found.now is not None
+        assert found.now[128][1] / found.then[128][1] == pytest.approx(186.7 / 190.6)
+
+
+def test_the_fastest_of_the_chosen_kernels_counts() -> None:
+    mixed = [*report("torch-cudnn", "torch-cudnn"), *report("torch-cuda-flash", "torch-cuda-flash")]
+    found = faster_kernel(H200, mixed)
+    assert found is not None
+    assert found.now is not None
+    assert found.now[128] == (539 / 989.5, 516 / 989.5)
+    # cuDNN's forward is the fastest there is on this card, and its backward counts as flash-attn's.
+    cudnn = faster_kernel(RTX_5090, report("torch-cudnn", "torch-cudnn"))
+    assert cudnn is not None
+    assert cudnn.now is not None
+    assert cudnn.now[128] == cudnn.then[128]
+
+
+def test_unknown_cards_and_kernels_without_published_rates() -> None:
+    assert faster_kernel("NVIDIA L40S", report("torch-cuda-flash", "torch-cuda-flash")) is None
+    assert faster_kernel(None, []) is None
+    assert faster_kernel(H200, []) is None
+    soft_capped = faster_kernel(RTX_4090, report("tiled-reference", "tiled-reference"))
+    assert soft_capped is not None
+    assert soft_capped.now is None
+    assert soft_capped.words(None) == (
+        "attention: flash-attn-2 would be faster on Ada GPUs and is not installed: "
+        "pip install --no-build-isolation 'penstock[flash2]'; what it brings over the present kernel is not published"
+    )
+
+
+def test_words_round_and_never_promise_nothing() -> None:
+    found = faster_kernel(H200, report("torch-cudnn", "torch-cudnn"))
+    assert found is not None
+    assert found.words(0.118) == (
+        "attention: flash-attn-3 or flash-attn-4 would be faster on Hopper GPUs, and neither is installed: "
+        "pip install 'penstock[flash4]'; by published rates the plan expects 12% of a step's time from it"
+    )
+    assert found.words(0.002).endswith("the plan expects less than 1% of a step's time from it")
+
+
+def plan() -> Plan:
+    return tiny.plan_of(tiny.spec_of(model_config(tiny.recipe(), None)), tiny.recipe(), "1GiB", "1GiB")
+
+
+def faster(now: float, then: float) -> Faster:
+    return Faster("X", ("flash-attn-4",), "flash4", {64: (now, now)}, {64: (then, then)})
+
+
+def test_the_gain_is_of_the_plan_s_step() -> None:
+    """A machine on which nothing but attention takes time gains what attention does; another one less."""
+    machine = structs.replace(PRESETS["h200-1500"], matmul_flops=1e30, gpu_copy_bytes_per_s=1e30)
+    # So slow that an attention op outlasts every launch and copy.
+    slow = faster(1e-9, 2e-9)
+    only = expected_gain(slow, plan(), machine)
+    assert only == pytest.approx(0.5, abs=0.02)
+    products = expected_gain(slow, plan(), structs.replace(machine, matmul_flops=1e6))
+    assert products is not None
+    assert 0 <= products < only
+    assert expected_gain(faster(1e-9, 1e-9), plan(), machine) == 0
+    assert expected_gain(slow._replace(now=None), plan(), machine) is None
+    assert expected_gain(slow, plan(), structs.replace(machine, gpu="AMD Instinct MI300X")) is None
+
+
+def test_what_is_installed_is_told_with_reasons_and_the_advice_with_a_percentage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_cuda, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(attention_flash, "_module", lambda *_: NOT_INSTALLED)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    device = torch.device("cuda", 0)
+    there = installed(device)
+    assert there == NOTHING | dict.fromkeys(("torch-cudnn", "torch-cuda-flash"))
+    assert describe(there) == (
+        "attention kernels installed: torch-cudnn, torch-cuda-flash; flash-attn-3 is not installed; "
+        "flash-attn-4 is not installed; flash-attn-2 is not installed"
+    )
+    on_cpu = kind("forward", "torch-cpu-flash", {}) | {"device": "cpu"}
+    monkeypatch.setattr(kernels, "attention_report", lambda: [*report("torch-cudnn", "torch-cudnn"), on_cpu])
+    observer = tiny.Silent()
+    tell_kernels(observer, device, PRESETS["h200-1500"], plan())
+    assert observer.messages[0] == describe(there)
+    assert observer.messages[1].startswith("attention: flash-attn-3 or flash-attn-4 would be faster on Hopper GPUs")
+    assert "of a step's time from it" in observer.messages[1]
+    monkeypatch.setattr(attention_cuda, "capability", lambda _: (8, 9))
+    assert installed(device)["flash-attn-3"] == "needs compute capability 9.x; this GPU has 8.9"
+
+
+def test_chosen_kernels_are_named_by_direction_and_device() -> None:
+    attention_select.forget()
+    tensor = torch.randn(70, 2, 16)
+    x = attention_select.Operands(tensor, tensor, tensor, attention_select.AttentionCall(0.3))
+    attention_select.launches(x)
+    assert attention_select.chosen("cpu") == {"forward": ["torch-cpu-flash"], "backward": []}
+    assert attention_select.chosen("cuda") == {"forward": [], "backward": []}
+    given = attention_select.Gradients(tensor, tensor, torch.zeros(2, 70))
+    attention_select.launches(x, given)
+    assert attention_select.chosen("cpu") == {"forward": ["torch-cpu-flash"], "backward": ["torch-cpu-flash"]}
+    attention_select.forget()
+
+
+def test_every_architecture_can_be_told_of() -> None:
+    for name in ("NVIDIA H100 PCIe", "NVIDIA B200", RTX_4090, RTX_5090, "NVIDIA GeForce RTX 3090", "NVIDIA GB10"):
+        known = architecture(name)
+        assert known is not None
+        found = faster_kernel(name, report("torch-cuda-flash", "torch-cuda-flash"))
+        assert found is not None
+        assert "pip install" in found.words(0.1)
