@@ -266,20 +266,31 @@ def _few_chunks(plan: Plan, times: int) -> Plan:
     of = {c.index: _index_of(chunks, c, plan, batches) for c in plan.places}
     sizes = Counter(of.values())
 
-    def most(keys: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
+    def shared(keys: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
+        """As many of the joined chunks of each block as come to the same share of its tokens, evenly spread."""
         counts = Counter((block, of[chunk]) for block, chunk in keys)
-        return frozenset(key for key, count in counts.items() if 2 * count >= sizes[key[1]])
+        found: set[tuple[int, int]] = set()
+        for block in {block for block, _ in keys}:
+            due, taken = 0.0, 0
+            for chunk in sizes:
+                due += counts[block, chunk] / sizes[chunk]
+                if due + 0.5 >= taken + 1:
+                    taken += 1
+                    found.add((block, chunk))
+        return frozenset(found)
 
-    on_gpu = most(plan.saved_on_gpu)
+    in_place = shared(plan.saved_graphs - plan.graphs_aside)
+    on_gpu = shared(plan.saved_on_gpu) - in_place
+    aside = shared(plan.graphs_aside) - in_place - on_gpu
     return replace(
         plan,
         problem=problem,
         choice=replace(plan.choice, group=plan.group // batches),
         chunks=tuple(chunks),
-        spilled=most(plan.spilled) - on_gpu,
+        spilled=shared(plan.spilled) - in_place - on_gpu,
         saved_on_gpu=on_gpu,
-        saved_graphs=most(plan.saved_graphs) - on_gpu,
-        graphs_aside=most(plan.graphs_aside) - on_gpu,
+        saved_graphs=in_place | aside,
+        graphs_aside=aside,
     )
 
 

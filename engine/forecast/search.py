@@ -121,7 +121,9 @@ def _graphs_aside(problem: PlanInput) -> list[GraphsAside]:
     known = any(b.backward and b.graph_bytes_per_token is not None for b in problem.blocks)
     if not known or problem.kv_window == "streamed" or problem.activation_checkpointing not in ("auto", "none"):
         return ["none"]
-    return ["none", "all"] if problem.activation_checkpointing == "none" else ["none", "room", "half", "all"]
+    if problem.activation_checkpointing == "none":
+        return ["none", "all"]
+    return ["none", "room", "quarter", "half", "most", "all"]
 
 
 @dataclass(slots=True)

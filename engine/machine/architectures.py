@@ -3,20 +3,21 @@
 All are shares of the data sheet's bfloat16 peak (engine/machine/peaks.py), under sustained load; none was measured by
 this project. A kernel is called as its backend (engine/attention/select.py).
 
-**Products** take the rate of whole training steps of 512 or 1,024 tokens, of whose FLOPs attention has 1 or 2 %: the
-products alone are no slower, and what hides behind a short run of the best shape does not count.
+**Products** take the rate of whole training steps of 512 or 1,024 tokens, of whose FLOPs attention has 1 or 2 %, less
+the time that elementwise work takes in them (`_products`), which a plan counts apart: products are no slower, and what
+hides behind a short run of the best shape does not count. Shares of whole steps:
 
 - Hopper: 0.624, 32B on an H100 SXM5 that its power limit held at about 1.4 GHz (github.com/als244/ml_dataflow,
-  `bench/reproduce_results/recorded_data/h100_32b_short_results.csv`, last column: FLOPs with what is recomputed). Short
-  runs of the best shape: 0.803 on H100 and H200, 0.838 on GH200 (MAMF, github.com/stas00/ml-engineering,
+  `bench/reproduce_results/recorded_data/h100_32b_short_results.csv`, last column: FLOPs with what is recomputed). 8B at
+  8,192 tokens, 11,406 tokens/s there, leaves the same for products within 1 %. Short runs of the best shape: 0.803 on H100 and H200, 0.838 on GH200 (MAMF, github.com/stas00/ml-engineering,
   `compute/accelerator/README.md`). Of an H100 PCIe, whose power limit is half as high, nothing was found.
 - Ada: 0.90, RTX 4090: LLMQ trains Qwen2.5-14B at 1,348 tokens/s in bfloat16 with every block recomputed
   (github.com/IST-DASLab/llmq, `benchmarks/4090x1.md`), 8 FLOPs for each of 13.2e9 weights of layers and 6 for each of
   0.78e9 of the head.
 - Ampere: 0.877, RTX 3090, 8B (ml_dataflow, `rtx3090_8b_short_results.csv`).
 - Blackwell: 0.921, RTX 5090, 8B (ml_dataflow, `rtx5090_8b_short_results.csv`).
-- Blackwell of data centres: of steps nothing was found; 0.776 is a short run's best (B200, MAMF), times Hopper's
-  0.624 / 0.803.
+- Blackwell of data centres: of steps nothing was found; 0.776 is a short run's best (B200, MAMF), times what Hopper's
+  products sustain of its own 0.803.
 - GB10: 0.71, CUTLASS in NVFP4, 356 of 500 TFLOP/s (forums.developer.nvidia.com, 359960); no bfloat16 rate was found.
 
 **Attention**, TFLOP/s forward and backward:
@@ -97,12 +98,26 @@ _FLASH_2, _FLASH_4 = 2.5 * 51.43 / 131.34, 2.5 * 49.93 / 165.46
 """A kernel's backward over its forward, in FLOP/s, on a GeForce."""
 
 
+_8B, _14B, _32B = (59.0e9, 25.23e6), (110.4e9, 41.00e6), (254.3e9, 82.97e6)
+"""FLOPs of a token's products forward, again and backward, and bytes that elementwise work on it reads and writes."""
+_PASSES = 0.85
+"""Of a memory's bandwidth, in passes over it."""
+
+
+def _products(of_step: float, peak: float, model: tuple[float, float], gb_per_s: float) -> float:
+    """Share of `peak` TFLOP/s that products reach in a step which reaches `of_step`, on a GPU with that memory."""
+    flops, nbytes = model
+    step_s = flops / (of_step * peak * 1e12)
+    return flops / (step_s - nbytes / (_PASSES * gb_per_s * 1e9)) / (peak * 1e12)
+
+
 def _short(tflops: float, peak: float, backward: float = _FLASH_2) -> tuple[float, float]:
     """Shares of a kernel of which a short forward run is known, and its backward over its forward."""
     share = tflops / peak * _SUSTAINED
     return share, share * backward
 
 
+_HOPPER = _products(0.624, _H100, _32B, 3350)
 _HOPPER_3: Shares = {64: (473 / _H100, 474 / _H100), 128: (616 / _H100, 561 / _H100)}
 _HOPPER_2: Shares = {64: (299 / _H100, 291 / _H100), 128: (335 / _H100, 322 / _H100)}
 _GB10_TORCH, _GB10_4 = _short(87.6, _GB10), _short(94.5, _GB10, _FLASH_4)
@@ -119,7 +134,7 @@ ARCHITECTURES = (
     Architecture(
         name="Hopper",
         gpus=r"(H100|H200|GH200)\b.*",
-        matmul_share=0.624,
+        matmul_share=_HOPPER,
         kernels={
             "flash-attn-3": _HOPPER_3,
             "flash-attn-4": _HOPPER_3,
@@ -133,7 +148,7 @@ ARCHITECTURES = (
     Architecture(
         name="data-centre Blackwell",
         gpus=r"(B200|B300|GB200|GB300)\b.*",
-        matmul_share=0.776 * 0.624 / 0.803,
+        matmul_share=0.776 * _HOPPER / 0.803,
         kernels={
             "flash-attn-4": {128: _GB200_4},
             "torch-cudnn": {128: (_GB200_4[0] / 1.3, _GB200_4[1] / 1.3)},
@@ -144,7 +159,7 @@ ARCHITECTURES = (
     Architecture(
         name="Ada",
         gpus=r"GeForce RTX 40\d\d\b.*",
-        matmul_share=0.90,
+        matmul_share=_products(0.90, 165.2, _14B, 1008),
         kernels=_MMA_SYNC,
         wanted=("flash-attn-2",),
         extra="flash2",
@@ -152,7 +167,7 @@ ARCHITECTURES = (
     Architecture(
         name="Ampere",
         gpus=r"GeForce RTX 30\d\d\b.*",
-        matmul_share=0.877,
+        matmul_share=_products(0.877, 71.0, _8B, 936),
         kernels={
             "flash-attn-2": {64: _AMPERE, 128: _AMPERE},
             "torch-cuda-flash": {size: (_AMPERE[0] * _TORCH, _AMPERE[1] * _TORCH) for size in (64, 128)},
@@ -163,7 +178,7 @@ ARCHITECTURES = (
     Architecture(
         name="Blackwell",
         gpus=r"GeForce RTX 50\d\d\b.*",
-        matmul_share=0.921,
+        matmul_share=_products(0.921, 209.5, _8B, 1792),
         kernels={**_MMA_SYNC, "flash-attn-4": {64: _GB10_4, 128: _short(190.6 * 51.43 / 49.93, _RTX_5090, _FLASH_4)}},
         wanted=("flash-attn-2",),
         extra="flash2",

@@ -47,6 +47,7 @@ from penstock.storage.units import size_text
 
 SMALL_WINDOW = 4
 """A window of keys and values is small where so many of them are no more than a layer's weights."""
+_QUARTERS = {"quarter": 1, "half": 2, "most": 3, "all": 4}
 ACTIVATION_STAGES = {2: 2, 4: 9}
 """Choice.stages -> records on their way to or from NVMe at once."""
 
@@ -230,12 +231,18 @@ class _Planner:
 
     def leave(self) -> None:
         """Choose graphs that leave the GPU before RAM is filled; "room" is chosen when it has been."""
-        if not self.leaving or self.choice.graphs_aside == "room":
-            return
+        if self.leaving and self.choice.graphs_aside != "room":
+            for key in self.spread(_QUARTERS[self.choice.graphs_aside]):
+                self.put_aside(key)
+
+    def spread(self, quarters: int) -> list[tuple[int, int]]:
+        """So many quarters of the layer chunks whose graph may leave, evenly spread."""
         left = [key for key in self.keepable() if key not in self.saved_graphs and key not in self.saved_on_gpu]
-        count = len(left) if self.choice.graphs_aside == "all" else -(-len(left) // 2)
-        self.graphs_aside.update(left[:count])
-        self.saved_graphs.update(left[:count])
+        return [key for i, key in enumerate(left) if (i + 1) * quarters // 4 > i * quarters // 4]
+
+    def put_aside(self, key: tuple[int, int]) -> None:
+        self.graphs_aside.add(key)
+        self.saved_graphs.add(key)
 
     def keep_all(self) -> None:
         p = self.problem
@@ -391,22 +398,33 @@ class _Planner:
         return aligned(buffer.numel * sizes[kind])
 
     def fill_room(self, placement: _RamPlacement, left: int) -> None:
-        """Let graphs leave for RAM, backward's first ones first, while `left` bytes last."""
+        """Let graphs leave for RAM while `left` bytes last: as many quarters of them as fit, then backward's first."""
         if not self.leaving or self.choice.graphs_aside != "room":
             return
-        for key in self.keepable():
-            if key in self.saved_graphs or key in self.saved_on_gpu:
-                continue
-            before = self.record_bytes(*key)
-            self.saved_graphs.add(key)
-            self.graphs_aside.add(key)
-            more = self.record_bytes(*key) - before
-            if more > left or key in placement.spilled:
-                self.saved_graphs.discard(key)
-                self.graphs_aside.discard(key)
-                return
-            left -= more
-            placement.parts["activations"] += more
+        free = [key for key in self.spread(4) if key not in placement.spilled]
+        more = {key: self._more_bytes(key) for key in free}
+        found: list[tuple[int, int]] = []
+        for quarters in (1, 2, 3, 4):
+            wanted = [key for key in self.spread(quarters) if key in more]
+            if sum(more[key] for key in wanted) <= left:
+                found = wanted
+        left -= sum(more[key] for key in found)
+        for key in found:
+            self.put_aside(key)
+            placement.parts["activations"] += more[key]
+        for key in free:
+            if key not in self.graphs_aside:
+                if more[key] > left:
+                    return
+                left -= more[key]
+                self.put_aside(key)
+                placement.parts["activations"] += more[key]
+
+    def _more_bytes(self, key: tuple[int, int]) -> int:
+        """What the record of a layer's chunk takes more with its graph than without."""
+        (block, place), p = key, self.problem
+        tokens = self.places[place].end - self.places[place].start
+        return sum(record(p, block, tokens, False, "aside").values()) - self.record_bytes(block, place)
 
     def _items(
         self, rest: list[BufferShape], spilling: bool

@@ -25,9 +25,10 @@ RamFirst = Literal["activations", "weights", "state", "records"]
 gradients, state; or weights, gradients, state, records; or these with records before frozen weights, which a drive only
 reads. What is not there moves twice a step, weights thrice."""
 
-GraphsAside = Literal["none", "room", "half", "all"]
+GraphsAside = Literal["none", "room", "quarter", "half", "most", "all"]
 """Of which layer chunks whose graph is not saved on the GPU it leaves for RAM or NVMe: as many as RAM has room for when
-all else has found its place, or half of them, or all, before anything else finds one; backward's first ones first."""
+all else has found its place; or, before anything else finds one, a quarter, half, three quarters or all of them, evenly
+spread, as a link may be slower than forward."""
 
 FP32 = 4
 LAST_GOOD = "last good generation"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from penstock.engine.plan.plan import Chunk, Plan
-from penstock.engine.plan.problem import Role
+from penstock.engine.plan.problem import LAYER_POOLS, Role
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.activations import ActivationSchedule, Mode
@@ -276,12 +276,15 @@ class ScheduleBuilder:
         """Emit the ops of all passes, with a pause after each."""
         visits = [task for task in tasks if task.first]
         lengths = Counter(task.visit for task in tasks)
+        ends = list(itertools.accumulate(lengths[visit] for visit in range(len(visits))))
+        leaving: list[tuple[int, deque[Load]]] = []
+        """Gradients that leave until the next group: the visit with which they have to be gone, and what moves them."""
         weights = deque(self._prepare(visits, 0, commit, 1))
         turns = 1
         _emit_share(weights, turns)
         self._activations.begin(tasks[0].group.chunks, self._documents)
         loaded = self._load(tasks[0])
-        for task, following in zip(tasks, [*tasks[1:], None], strict=True):
+        for number, (task, following) in enumerate(zip(tasks, [*tasks[1:], None], strict=True)):
             # The next operands travel while this op computes, unless this op makes them.
             early = following is not None and (following.visit - 1, following.chunk) != (task.visit, task.chunk)
             next_loaded = self._load(following) if following is not None and early else None
@@ -291,9 +294,12 @@ class ScheduleBuilder:
             if task.first:
                 weights.extend(self._prepare(visits, task.visit + 1, commit, turns))
             _emit_share(weights, turns)
+            for until, stores in leaving:
+                _emit_share(stores, ends[until] - number)
+            leaving = [(until, stores) for until, stores in leaving if stores]
             if task.last:
                 assert not weights
-                self._leave(task)
+                leaving += self._leave(task, visits)
             if following is not None and following.group is not task.group:
                 self._activations.begin(following.group.chunks, self._documents)
             if following is not None:
@@ -322,17 +328,41 @@ class ScheduleBuilder:
                     loads += self._state.fetch_sum(name, turns)
         return loads
 
-    def _leave(self, task: _Task) -> None:
-        """The block has seen all of the pass's chunks: its weights may go, and gradients that are complete do."""
+    def _leave(self, task: _Task, visits: list[_Task]) -> list[tuple[int, deque[Load]]]:
+        """The block has seen all of the pass's chunks: its weights may go, and gradients that are complete do.
+
+        Returns of those that wait for the next group the visit with whose end they have to be gone, and what moves
+        them, to be emitted between small copies that are wanted sooner.
+        """
         block = self._plan.blocks[task.layer]
         self._state.release(block)
         done = task.chunk is task.group.chunks[0] if task.mode == "backward" else task.mode == "head"
+        leaving: list[tuple[int, deque[Load]]] = []
         for name in block.buffers if done else ():
             if self._last_user.get(name) == task.layer:
                 if task.group.last:
                     self._state.close_gradient(name)
+                    continue
+                stores, until = deque(self._state.suspend_gradient(name)), self._gone_by(task.visit, name, visits)
+                if until > task.visit:
+                    leaving.append((until, stores))
                 else:
-                    self._state.suspend_gradient(name)
+                    _emit_share(stores, 1)
+        return leaving
+
+    def _gone_by(self, visit: int, name: str, visits: list[_Task]) -> int:
+        """The last visit in which a gradient may leave its slot: the next one, where there are slots for one that comes
+        and one that goes, else the one before that in which the slot's next sum begins to come."""
+        pool = self._plan.buffers[name].pool
+        if pool in LAYER_POOLS:
+            return min(visit + 1, len(visits) - 1)
+        buffers = self._plan.buffers
+        for later in range(visit + 1, len(visits)):
+            task = visits[later]
+            users = self._plan.blocks[task.layer].buffers if task.mode in ("head", "backward") else ()
+            if any(buffers[user].pool == pool and not buffers[user].frozen for user in users):
+                return later - 2
+        return visit
 
     # ------------------------------------------------------------------ one block, one chunk
 

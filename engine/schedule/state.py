@@ -181,16 +181,15 @@ class StateSchedule:
             slots={buffer.name: slot, a.PIECES: pieces},
         )
 
-    def suspend_gradient(self, name: str) -> None:
-        """The gradient of `name` waits for the step's next group."""
+    def suspend_gradient(self, name: str) -> list[Load]:
+        """The gradient of `name` waits for the step's next group; what brings it to where it waits, as `fetch` does."""
         buffer = self._plan.buffers[name]
         slot = self.gradient_slot.pop(name)
         if slot == WHOLE:
-            return
+            return []
         pieces = max(1, buffer.numel * FP32 // LEAST_PIECE_BYTES)
-        for index in range(pieces):
-            self._move_sum(a.STORE_SUM, buffer, slot, index, pieces)
-        self._gradients[buffer.pool].release(slot)
+        stores = [partial(self._move_sum, a.STORE_SUM, buffer, slot, index, pieces) for index in range(pieces)]
+        return [*stores, partial(self._gradients[buffer.pool].release, slot)]
 
     def close_gradient(self, name: str) -> None:
         """The gradient of `name` is complete: take its norm and move it to where it waits."""
