@@ -117,13 +117,14 @@ def packed(spec: ModelSpec) -> dict[str, Any]:
             "params": _numbered(whole["buffers"].pop(f"layers.{index}"), str(index), "{}"),
             "attention": whole["attention"][index],
             "unread": whole["unread"][index],
+            "summed": whole["summed"][index],
             "returns": whole["returns"][index],
             "graph_bytes": {dtype: found[index] for dtype, found in whole["graph_bytes"].items()},
         }
         if kind not in kinds:
             kinds.append(kind)
         layers.append(kinds.index(kind))
-    for name in ("attention", "unread", "returns", "graph_bytes", "config"):
+    for name in ("attention", "unread", "summed", "returns", "graph_bytes", "config"):
         del whole[name]
     whole["blocks"] = [block for block in whole["blocks"] if block["role"] != "layer"]
     return whole | {"kinds": kinds, "layers": layers}
@@ -141,6 +142,7 @@ def unpacked(values: dict[str, Any]) -> ModelSpec:
         "blocks": [embed, *({"name": name, "role": "layer", "buffers": [name]} for name in names), head],
         "attention": [],
         "unread": [kinds[kind]["unread"] for kind in layers],
+        "summed": [kinds[kind]["summed"] for kind in layers],
         "returns": [kinds[kind]["returns"] for kind in layers],
         "graph_bytes": {
             dtype: [kinds[kind]["graph_bytes"][dtype] for kind in layers] for dtype in kinds[0]["graph_bytes"]

@@ -70,6 +70,14 @@ class FlatLayout:
     decay_numel: int
     """Weight decay applies to the elements below this one."""
 
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """(first element, end) of what belongs to no parameter."""
+        starts = [self.offsets[param.name] for param in self.params]
+        ends = [start + param.numel for start, param in zip(starts, self.params, strict=True)]
+        found = zip([0, *ends], [*starts, self.numel], strict=True)
+        return [(start, end) for start, end in found if start < end]
+
     @staticmethod
     def build(params: Sequence[ParamSpec]) -> FlatLayout:
         """Lay out `params`: decayed ones first, each group in the order given."""

@@ -204,10 +204,10 @@ class Costs:
         return self._pairs[key]
 
     def _block(self, op: Op) -> float:
-        zeroed = sum(
-            self._plan.buffers[name].numel for name in self._blocks[op.block].buffers if a.zero(name) in op.flags
-        )
-        zeroing = zeroed * FP32 / self._machine.gpu_copy_bytes_per_s
+        block = self._blocks[op.block]
+        new = sum(self._plan.buffers[name].numel for name in block.buffers if a.zero(name) in op.flags)
+        # A layer's first gradients take the place of sums that nobody reads; of other blocks they are zeroed before.
+        zeroing = (-new if block.role == "layer" else new) * FP32 / self._machine.gpu_copy_bytes_per_s
         key = (op_kind(op, self._same[op.block]), self.tokens(op), self.pairs(op))
         if key not in self._known:
             self._known[key] = self._measured(op) or self._formula(op) * self._correction
@@ -283,8 +283,10 @@ class Costs:
             elementwise = block.elementwise_bytes_per_token or 30 * p.hidden_size * p.compute_bytes
             moved = round(passes[1] * tokens * elementwise)
         if work.sums_gradients:
-            # Gradients leave the products in the compute dtype and are added to float32 sums.
-            moved += times * self._trained[block.name] * (p.compute_bytes + 2 * FP32)
+            # Gradients leave the products in the compute dtype and are added to float32 sums, or there at once.
+            at_once = block.summed_numel if machine.gpu is not None or p.compute_bytes == FP32 else 0
+            moved += times * self._trained[block.name] * 2 * FP32
+            moved += times * (self._trained[block.name] - at_once) * p.compute_bytes
         if work.pairs is not None:
             seconds += self._attention(op, pairs, *work.pairs)
         launches = 1 if passes[1] <= 1 else 2

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.engine.attention import workspace
 from penstock.engine.config import Recipe, SamplesConfig
 from penstock.engine.forecast.costs import representatives
 from penstock.engine.forecast.flops import block_matmul, projection_matmul, trained_matmul, unread_matmul
-from penstock.engine.model.spec import ModelSpec, graph_key
+from penstock.engine.model.spec import BlockSpec, ModelSpec, graph_key
 from penstock.engine.plan.problem import (
     BYTES_PER_TOKEN,
     CUBLAS_WORKSPACE_BYTES,
@@ -82,6 +82,7 @@ def block_shapes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> tupl
                 # What is saved of a layer that runs eagerly is what its operations hand on to one another.
                 elementwise_bytes_per_token=spec.graph_bytes[dtype][i - 1] or 0,
                 unread_flops_per_token=unread_matmul(spec, block, spec.unread[i - 1]),
+                summed_numel=summed_numel(spec, block, spec.summed[i - 1]),
             )
         shape = spec.attention[i - 1] if block.role == "layer" else None
         if shape is None:
@@ -103,6 +104,12 @@ def block_shapes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> tupl
             )
         )
     return tuple(shapes)
+
+
+def summed_numel(spec: ModelSpec, block: BlockSpec, names: Sequence[str]) -> int:
+    """Trained weights of the linear modules `names` of a layer."""
+    trained = [param for name in block.buffers if name not in spec.frozen for param in spec.buffers[name]]
+    return sum(p.numel for p in trained if any(p.name.endswith(f".{name}.weight") for name in names))
 
 
 def attention_workspace(spec: ModelSpec, tokens: int, stream_tokens: int, *, deterministic: bool) -> int:
@@ -129,18 +136,25 @@ def workspace_bytes(spec: ModelSpec, tokens: int, compute_bytes: int, logits_byt
     """Estimate of the temporaries of the largest compute op.
 
     A layer's backward holds the output of every projection, twice for the elementwise work between them, eight
-    hidden states, and the gradients of its trained parameters before they are summed. Experts count for the tokens
+    hidden states, and the gradients of its trained parameters before they are summed: of those that products sum the
+    inputs of the products instead, and one gradient where the device has no kernel for it. Experts count for the tokens
     routed to them. The head holds its logits in the compute dtype, replaced by their gradient, and some rows in
     float32.
     """
     worst = 0
-    for block in spec.blocks:
+    for index, block in enumerate(spec.blocks):
         params = [param for name in block.buffers for param in spec.buffers[name]]
         trained = [param for name in block.buffers if name not in spec.frozen for param in spec.buffers[name]]
         gradients = sum(param.numel for param in trained) * compute_bytes
         if block.role == "layer":
             widths = sum(p.shape[0] for p in params if len(p.shape) == 2)
             widths += sum(spec.experts_per_token * p.shape[1] for p in params if len(p.shape) == 3)
+            if spec.summed[index - 1]:
+                matrices = [p for p in trained if len(p.shape) == 2]
+                gradients -= summed_numel(spec, block, spec.summed[index - 1]) * compute_bytes
+                gradients += max((p.numel for p in matrices), default=0) * compute_bytes
+                # Several projections have one input: about as many inputs as there are distinct widths, twice.
+                widths += sum({p.shape[1] for p in matrices})
             temporaries = tokens * compute_bytes * (2 * widths + 8 * spec.hidden_size)
         else:
             logits = min(logits_bytes, tokens * spec.vocab_size * 12) if block.role == "head" else 0

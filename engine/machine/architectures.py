@@ -9,8 +9,9 @@ hides behind a short run of the best shape does not count. Shares of whole steps
 
 - Hopper: 0.624, 32B on an H100 SXM5 that its power limit held at about 1.4 GHz (github.com/als244/ml_dataflow,
   `bench/reproduce_results/recorded_data/h100_32b_short_results.csv`, last column: FLOPs with what is recomputed). 8B at
-  8,192 tokens, 11,406 tokens/s there, leaves the same for products within 1 %. Short runs of the best shape: 0.803 on H100 and H200, 0.838 on GH200 (MAMF, github.com/stas00/ml-engineering,
-  `compute/accelerator/README.md`). Of an H100 PCIe, whose power limit is half as high, nothing was found.
+  8,192 tokens there, 11,406 tokens/s, leaves the same for products within 1 %. Short runs of the best shape: 0.803 on
+  H100 and H200, 0.838 on GH200 (MAMF, github.com/stas00/ml-engineering, `compute/accelerator/README.md`). Of an H100
+  PCIe, whose power limit is half as high, nothing was found.
 - Ada: 0.90, RTX 4090: LLMQ trains Qwen2.5-14B at 1,348 tokens/s in bfloat16 with every block recomputed
   (github.com/IST-DASLab/llmq, `benchmarks/4090x1.md`), 8 FLOPs for each of 13.2e9 weights of layers and 6 for each of
   0.78e9 of the head.

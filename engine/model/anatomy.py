@@ -95,6 +95,7 @@ def take_apart(config: PretrainedConfig, freeze: Sequence[str] = (), adapter: Ad
         length_dependent_rotary=length_dependent,
         structures=tuple(structures),
         unread=tuple(trial.unread[i] for i in stand_ins),
+        summed=tuple(trial.summed[i] for i in stand_ins),
         returns=tuple(returns),
         frozen=frozenset(name for name in buffers if name.endswith(FROZEN)),
         adapter=adapter,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from penstock.engine.attention.chunk import AttentionCall
+from penstock.engine.model.sums import GradientSums, Product
 
 
 class Projection(NamedTuple):
@@ -42,6 +43,8 @@ class LayerGraph:
     names: Sequence[str]
     """State-dict names of the layer's trained parameters."""
     parameters: Sequence[Tensor]
+    products: Sequence[Product] = ()
+    """What the gradients of other trained parameters are products of, named as in a state dict."""
     projection: Projection | None = None
     """With its graph down to x; None where the graph is not cut."""
     out: Tensor | None = None
@@ -50,8 +53,8 @@ class LayerGraph:
     """Its log-sum-exp [heads, n], where the graph is cut and kept."""
     _weights: SavedTensors | None = None
     """Where the graph is kept."""
-    _project: Callable[[Mapping[str, Tensor]], Projection] | None = None
-    """Makes the projection again, with a graph of its own down to x."""
+    _project: Callable[[Mapping[str, Tensor]], tuple[Projection, Sequence[Product]]] | None = None
+    """Makes the projection again, with a graph of its own down to x, and the products in it."""
     _dx: Tensor | None = None
 
     def top(self, weights: Mapping[str, Tensor], dy: Tensor, grads: Mapping[str, Tensor]) -> Tensor | None:
@@ -60,11 +63,14 @@ class LayerGraph:
             # What leads to attention leads past it too: this backward frees it, so the other needs a graph of its own.
             assert self._project is not None
             with torch.enable_grad():
-                self.projection = self._project(weights)
-        wanted = [self.x, *self.parameters] if self.out is None else [self.x, *self.parameters, self.out]
+                self.projection, again = self._project(weights)
+        else:
+            again = self.products
+        wanted = self._wanted() if self.out is None else [*self._wanted(), self.out]
         found = self._backward([self.y], [dy], wanted, weights)
         self._dx = found[0]
-        self._add(found[1 : 1 + len(self.parameters)], grads)
+        self._add(found[1 : len(self._wanted())], grads)
+        self.products = again
         return None if self.out is None else found[-1]
 
     def bottom(
@@ -78,7 +84,7 @@ class LayerGraph:
             assert dsinks is not None
             outputs.append(sinks)
             gradients.append(dsinks)
-        found = self._backward(outputs, gradients, [self.x, *self.parameters], weights)
+        found = self._backward(outputs, gradients, self._wanted(), weights)
         self._add(found[1:], grads)
         through = found[0]
         assert through is not None
@@ -131,10 +137,22 @@ class LayerGraph:
         found: Sequence[Tensor | None] = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)  # type: ignore[arg-type]
         return found
 
+    def _wanted(self) -> list[Tensor | GradientEdge]:
+        """What backward is to find the gradients of: the input, parameters, factors of products."""
+        factors = [factor for product in self.products for factor in (product.into, product.onto)]
+        return [self.x, *self.parameters, *factors]
+
     def _add(self, found: Sequence[Tensor | None], grads: Mapping[str, Tensor]) -> None:
-        for name, grad in zip(self.names, found, strict=True):
+        sums = grads if isinstance(grads, GradientSums) else GradientSums(grads)
+        for name, grad in zip(self.names, found, strict=False):
             if grad is not None:
-                grads[name].add_(grad)
+                sums.add(name, grad)
+        factors = iter(found[len(self.names) :])
+        for product, x, dy in zip(self.products, factors, factors, strict=True):
+            if x is not None and dy is not None:
+                sums.add_product(product.weight, dy, x)
+                if product.bias is not None:
+                    sums.add(product.bias, dy.sum(dim=0))
 
 
 def _nodes(tensors: Sequence[Tensor]) -> set[Any]:

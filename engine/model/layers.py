@@ -27,6 +27,7 @@ from penstock.engine.model.recompute import for_backward
 from penstock.engine.model.router import RouterBalance
 from penstock.engine.model.skeleton import LayerCall
 from penstock.engine.model.spec import ModelSpec
+from penstock.engine.model.sums import Product, SummedTwin
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +82,13 @@ def holding_little(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Template:
-    """One layer module that computes any layer of its structure; `unread` as in ModelSpec."""
+    """One layer module that computes any layer of its structure; `unread` and `summed` as in ModelSpec."""
 
     def __init__(
         self,
         layer: nn.Module,
         unread: str | None,
+        summed: Sequence[str],
         frozen: Container[str],
         *,
         device: torch.device,
@@ -103,8 +105,12 @@ class _Template:
         self.trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         self._placeholders = {name: parameter.data for name, parameter in self.parameters.items()}
         self.buffers = dict(layer.named_buffers())
-        twin = layer if unread is None else for_backward(layer, unread)
-        self.modules = (layer, twin)
+        names = [name for name in summed if f"{name}.weight" in self.trained and f"{name}.bias" not in frozen]
+        base = layer if unread is None or unread in names else for_backward(layer, unread)
+        self.kept = SummedTwin(layer, names, None)
+        """Its forward with a graph to keep, and what backward recomputes."""
+        self.recomputed = SummedTwin(base, names, unread)
+        self.modules = (layer, self.kept.module, self.recomputed.module)
         self.forward: Callable[..., Any]
         self.recompute: Callable[..., Any]
         self.keep: Callable[..., Any]
@@ -115,12 +121,12 @@ class _Template:
 
     def compile(self, compiled: Compiled) -> None:
         """Run through torch.compile from now on, or eagerly."""
-        layer, twin = self.modules
+        layer, kept, twin = self.modules
         # One graph per chunk length: a general-size graph would also slow down the usual length.
         backend = "inductor" if compiled is True else compiled
         self.forward = torch.compile(layer, dynamic=False, backend=backend) if backend else layer
         self.recompute = torch.compile(twin, dynamic=False, backend=backend) if backend else twin
-        self.keep = holding_little(self.forward) if compiled else layer
+        self.keep = holding_little(torch.compile(kept, dynamic=False, backend=backend)) if backend else kept
 
     def adopt(self, index: int, layer: nn.Module) -> None:
         """Know of itself what `layer`, the model's layer `index`, knows of its place in the model."""
@@ -165,6 +171,7 @@ class LayerRunner:
             index: _Template(
                 copy.deepcopy(layers[index]),
                 spec.unread[index],
+                spec.summed[index],
                 {name.removeprefix(own) for name in stays if name.startswith(own := self._prefixes[index])},
                 device=device,
                 dtype=dtype,
@@ -299,12 +306,19 @@ class LayerRunner:
         with torch.no_grad():
             return self._project(index, weights, x[None], inputs)
 
-    def _project(self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs) -> Projection:
+    def _project(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        inputs: LayerInputs,
+        run: Callable[..., Any] | None = None,
+    ) -> Projection:
         def leave(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
             raise _Projected(Projection(q, k, v, call))
 
         try:
-            self._run(index, weights, x, inputs, leave)
+            self._run(index, weights, x, inputs, leave, run)
         except _Projected as found:
             projection: Projection = found.args[0]
             return projection
@@ -346,7 +360,13 @@ class LayerRunner:
         graph.projection, graph.out = seen[0], leaves[0]
         leaf = graph.x  # not the graph: what refers to itself lives until garbage is collected
         assert isinstance(leaf, Tensor)
-        graph._project = lambda weights: self._project(index, weights, leaf, inputs)
+
+        def project(weights: Mapping[str, Tensor]) -> tuple[Projection, Sequence[Product]]:
+            template = self._template(index)
+            products, _, _ = self._summed(index, template.recomputed, leaf[0])
+            return self._project(index, weights, leaf, inputs, template.recompute), products
+
+        graph._project = project
         return graph
 
     def keep(
@@ -363,6 +383,7 @@ class LayerRunner:
         output [n, hidden], which it does not hold.
         """
         template, hooks = self._template(index), SavedTensors(weights)
+        products, names, parameters = self._summed(index, template.kept, x)
         with torch.enable_grad():
             entered: Tensor = _Entry.apply(x[None], torch.zeros((), device=x.device, requires_grad=True))  # type: ignore[no-untyped-call]
             with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
@@ -370,8 +391,9 @@ class LayerRunner:
         graph = LayerGraph(
             x=get_gradient_edge(entered),
             y=get_gradient_edge(y),
-            names=[self._prefixes[index] + name for name in template.trained],
-            parameters=list(template.trained.values()),
+            names=names,
+            parameters=parameters,
+            products=products,
             _weights=hooks,
         )
         return graph, y.detach()
@@ -387,6 +409,7 @@ class LayerRunner:
         keep: bool,
     ) -> LayerGraph:
         template = self._template(index)
+        products, names, parameters = self._summed(index, template.kept if keep else template.recomputed, x)
         x = (x[None].clone() if keep else x[None].detach()).requires_grad_()
         hooks = SavedTensors(weights)
         with torch.enable_grad():
@@ -398,12 +421,26 @@ class LayerRunner:
         return LayerGraph(
             x=x,
             y=y,
-            names=[self._prefixes[index] + name for name in template.trained],
-            parameters=list(template.trained.values()),
+            names=names,
+            parameters=parameters,
+            products=products,
             _weights=hooks if keep else None,
         )
 
     # ------------------------------------------------------------------ templates
+
+    def _summed(self, index: int, twin: SummedTwin, x: Tensor) -> tuple[list[Product], list[str], list[nn.Parameter]]:
+        """What a run of `twin` on x [n, hidden] has of products, by state-dict names, and the other parameters that are
+        trained, with their names."""
+        prefix, template = self._prefixes[index], self._template(index)
+        found = twin.products(x[None])
+        covered = {name for product in found for name in (product.weight, product.bias)}
+        rest = {name: parameter for name, parameter in template.trained.items() if name not in covered}
+        products = [
+            product._replace(weight=prefix + product.weight, bias=product.bias and prefix + product.bias)
+            for product in found
+        ]
+        return products, [prefix + name for name in rest], list(rest.values())
 
     def _template(self, index: int) -> _Template:
         return self._templates[self._spec.structures[index]]
@@ -424,7 +461,7 @@ class LayerRunner:
             buffer.data = self._buffers[index][name]
         template.adopt(index, self._layers[index])
         call = inputs.calls[index]
-        run = run or template.forward
+        run = template.forward if run is None else run
         if handler is None:
             output = run(x, *call.args, **call.kwargs)
         else:

@@ -77,6 +77,8 @@ class ModelSpec:
     """For each layer the index of the first layer that computes the same function of its parameters."""
     unread: tuple[str | None, ...] = field(repr=False)
     """Per layer: its linear module whose output no gradient depends on, relative to the layer (model/recompute.py)."""
+    summed: tuple[tuple[str, ...], ...] = field(repr=False)
+    """Per layer: its linear modules whose weights' gradients one kernel can multiply and sum (model/sums.py)."""
     returns: tuple[int, ...] = field(repr=False)
     """Per layer: 0 if it returns a tensor, else the length of the tuple it returns."""
     frozen: frozenset[str] = frozenset()

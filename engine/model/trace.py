@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from penstock.engine.attention.chunk import AttentionCall, MaskPattern
 from penstock.engine.config import AdapterConfig
 from penstock.engine.model import skeleton
 from penstock.engine.model.recompute import unread_linear
+from penstock.engine.model.sums import summed_linears
 from penstock.storage.errors import UserError
 
 _TOKENS = 12
@@ -32,6 +35,7 @@ class Trial:
     attends: tuple[bool, ...]
     """Per layer: whether it calls attention."""
     unread: tuple[str | None, ...]
+    summed: tuple[tuple[str, ...], ...]
     """Per layer: its linear module whose output no gradient depends on (engine/model/recompute.py)."""
     recurrent: bool
     """Some layer mixes tokens outside of attention, or the model takes no positions."""
@@ -87,12 +91,15 @@ def run_trial(config: PretrainedConfig, adapter: AdapterConfig | None = None) ->
     head = _used(logits, outer)
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     mixes = [_mixes_tokens(kind, i, layer, call) for i, (layer, call) in enumerate(zip(layers, seen, strict=True))]
+    # On copies: a layer may keep what it computed last, and could then not be copied any more.
+    summed = tuple(_summed_linears(copy.deepcopy(layer), call) for layer, call in zip(layers, seen, strict=True))
     return Trial(
         embed_parameters=frozenset(embed),
         head_parameters=frozenset(head),
         returns=tuple(len(call.output) if isinstance(call.output, tuple) else 0 for call in seen),
         attends=tuple(call.attention_calls > 0 for call in seen),
         unread=tuple(_unread_linear(layer, call) for layer, call in zip(layers, seen, strict=True)),
+        summed=summed,
         recurrent=any(mixes) or not takes_positions,
     )
 
@@ -192,14 +199,30 @@ def _mixes_tokens(kind: str, index: int, layer: nn.Module, call: _Seen) -> bool:
 
 def _unread_linear(layer: nn.Module, call: _Seen) -> str | None:
     x = call.hidden.detach().requires_grad_()
+    with attention.use(_constant), torch.enable_grad():
+        return unread_linear(layer, _runner(call, x), x)
+
+
+def _summed_linears(layer: nn.Module, call: _Seen) -> tuple[str, ...]:
+    x = call.hidden.detach().requires_grad_()
+    with attention.use(_of_all), torch.enable_grad():
+        return summed_linears(layer, _runner(call, x), x)
+
+
+def _runner(call: _Seen, x: Tensor) -> Callable[[nn.Module], Tensor]:
+    """What runs a layer, or one that stands in for it, on x with the arguments of `call`."""
 
     def run(module: nn.Module) -> Tensor:
         output = module(x, *call.args, **call.kwargs)
         y: Tensor = output[0] if isinstance(output, tuple) else output
         return y
 
-    with attention.use(_constant), torch.enable_grad():
-        return unread_linear(layer, run, x)
+    return run
+
+
+def _of_all(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+    """Instead of attention something that depends on all that it is given."""
+    return q.sum(-1, keepdim=True) + k.sum((-2, -1))[:, None, None] + v.sum(-2)[:, None, :]
 
 
 def _constant(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:

@@ -107,6 +107,8 @@ class BlockShape:
     """What a saved graph of this layer holds, weights excluded; None: not known, so it is never saved."""
     elementwise_bytes_per_token: int = 0
     """Read and written by what is elementwise in a forward of this layer, about; 0: not known."""
+    summed_numel: int = 0
+    """Trained parameters whose gradients products sum in one kernel (engine/model/sums.py)."""
     matmul_flops_per_token: int = 0
     """FLOPs of its matrix products forward; experts count for the tokens routed to them."""
     frozen_flops_per_token: int = 0

@@ -222,6 +222,7 @@ class LayerOps:
             x, inputs = views.hidden(op.slots[a.X], chunk), views.layer_inputs(op, chunk)
             state = None if shape is None else self._state(op, *self._saved(op, shape))
             dx = self._layers.backward(layer, weights, x, dy, inputs, state, gradients)
+        gradients.settle()
         self._hand_down(op, dx)
 
     def _hand_down(self, op: Op, dx: Tensor) -> None:
@@ -295,6 +296,7 @@ class LayerOps:
             out = self._saved(op, shape)[0]
             graph = self._layers.graph(layer, weights, x, inputs, lambda p: out, keep=False)
         dout = graph.top(weights, views.hidden(op.slots[a.DY], chunk), gradients)
+        gradients.settle()
         assert dout is not None
         assert graph.projection is not None
         self._queries(op, shape).copy_(graph.projection.q)

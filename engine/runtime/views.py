@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import AttentionShape
+from penstock.engine.model.sums import GradientSums
 from penstock.engine.model.tokens import ChunkTokens
 from penstock.engine.plan.plan import Chunk, Plan
 from penstock.engine.plan.problem import INPUTS_CACHE_BYTES
@@ -64,17 +65,25 @@ class Views:
             views.update(self._buffer_views("weights", name, op.slots[name]))
         return views
 
-    def gradients(self, op: Op) -> dict[str, Tensor]:
-        """float32 gradients of what is trained of the op's block, zeroed where this op is the first to add to them."""
-        views: dict[str, Tensor] = {}
-        for name in self._blocks[op.block][1].buffers:
+    def gradients(self, op: Op) -> GradientSums:
+        """float32 gradients of what is trained of the op's block: where this op is the first to add to them, fresh in a
+        layer, and zero in other blocks."""
+        block, found = self._blocks[op.block][1], GradientSums({})
+        for name in block.buffers:
             if self.plan.buffers[name].frozen:
                 continue
             slot = op.slots[a.gradient_of(name)]
+            views = self._buffer_views("gradient", name, slot)
             if a.zero(name) in op.flags:
-                self.flat("gradient", name, slot).zero_()
-            views.update(self._buffer_views("gradient", name, slot))
-        return views
+                flat = self.flat("gradient", name, slot)
+                if block.role == "layer":
+                    for start, end in self.layouts[name].gaps:
+                        flat[start:end].zero_()
+                    found.fresh |= views.keys()
+                else:
+                    flat.zero_()
+            found |= views
+        return found
 
     def flat(self, kind: str, name: str, slot: int) -> Tensor:
         """The flat tensor of a buffer on the compute device: resident, or in its slot."""

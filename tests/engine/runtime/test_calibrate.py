@@ -142,7 +142,7 @@ def test_a_calibrated_run_trains_to_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_keeps_its_recorded_choice(tmp_path: Path) -> None:
-    tight = {"gpu": "900KiB", "chunk_tokens": None}
+    tight = {"gpu": "1200KiB", "chunk_tokens": None}
     _, _, recorded = run(tmp_path / "run", stop_after=1, **tight)
     _, _, other = run(tmp_path / "other", gpu="64MiB", chunk_tokens=None)
     assert recorded["plan"] != other["plan"], "or there would be nothing to keep"

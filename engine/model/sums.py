@@ -1,0 +1,224 @@
+"""Sums of gradients, and products that add to them.
+
+The gradient of a linear module's weight is the product of two tensors that its backward has at hand, the gradient of
+its output and its input. `SummedLinear` hands both on instead of multiplying them, so that one kernel can multiply them
+and add the product to the float32 sum: the gradient is never written in the compute dtype, read, and added.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock.engine.clock import clock
+
+
+class GradientSums(dict[str, Tensor]):
+    """Parameter -> the sum of its gradients, float32 [shape of the parameter] (float64 for float64).
+
+    Of those in `fresh` there is no sum yet, whatever the memory holds; the first gradient takes its place.
+    """
+
+    def __init__(self, sums: Mapping[str, Tensor], fresh: Iterable[str] = ()) -> None:
+        super().__init__(sums)
+        self.fresh = set(fresh)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient of the parameter's shape, in any dtype."""
+        if name in self.fresh:
+            self.fresh.discard(name)
+            self[name].copy_(gradient)
+        else:
+            self[name].add_(gradient)
+
+    def add_product(self, name: str, dy: Tensor, x: Tensor) -> None:
+        """Add dy^T x, for dy [n, out] and x [n, in] of the compute dtype."""
+        new = name in self.fresh
+        self.fresh.discard(name)
+        add_product(self[name], dy, x, new=new)
+
+    def settle(self) -> None:
+        """Zero what has got no gradient."""
+        for name in self.fresh:
+            self[name].zero_()
+        self.fresh.clear()
+
+
+def add_product(total: Tensor, dy: Tensor, x: Tensor, *, new: bool) -> None:
+    """Add dy^T x to `total` [out, in], or put it there if that is `new`; dy [n, out] and x [n, in] of one dtype.
+
+    In one kernel where the dtypes are the same, or where the device multiplies bfloat16 into float32 rightly and not
+    slower than in two.
+    """
+    if total.dtype == dy.dtype:
+        torch.addmm(total, dy.t(), x, beta=0 if new else 1, out=total)
+    elif _into_float32(total, dy, x):
+        torch.ops.aten.addmm.dtype_out(total, dy.t(), x, total.dtype, beta=0 if new else 1, out=total)
+    elif new:
+        total.copy_(dy.t() @ x)
+    else:
+        total.add_(dy.t() @ x)
+
+
+_known: dict[tuple[Any, ...], bool] = {}
+
+
+def _into_float32(total: Tensor, dy: Tensor, x: Tensor) -> bool:
+    """Whether one kernel is to sum products of such operands; checked and timed at first use."""
+    if total.device.type != "cuda" or not hasattr(torch.ops.aten.addmm, "dtype_out"):
+        return False
+    key = (total.device, total.shape, dy.dtype, dy.shape[0])
+    if key not in _known:
+        _known[key] = _right_and_fast(total, dy, x)
+    return _known[key]
+
+
+def _right_and_fast(total: Tensor, dy: Tensor, x: Tensor) -> bool:
+    """Compares the kernel with a product in the compute dtype that is added, on copies of the operands."""
+    out, expected = torch.ones_like(total), torch.ones_like(total)
+
+    def summed() -> None:
+        torch.ops.aten.addmm.dtype_out(out, dy.t(), x, out.dtype, beta=1, out=out)
+
+    def added() -> None:
+        expected.add_(dy.t() @ x)
+
+    try:
+        summed()
+    except (RuntimeError, NotImplementedError):
+        return False
+    added()
+    off = (out - expected).abs().amax()
+    if not bool(off <= _CLOSE * expected.abs().amax()):
+        return False
+    return clock(summed, total.device, _TIMED_S) <= clock(added, total.device, _TIMED_S)
+
+
+_CLOSE = 2.0**-7
+"""Two roundings to bfloat16, of the largest element."""
+_TIMED_S = 5e-3
+
+
+class _Operands(torch.autograd.Function):
+    """y = x W^T + b, and backward what the gradient of W is the product of, as gradients of `into` and `onto`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor, onto: Tensor, unread: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if unread:
+            return x.new_zeros((*x.shape[:-1], weight.shape[0]))
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        x, weight = ctx.saved_tensors
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        return dx, None, None, x.detach().reshape(-1, x.shape[-1]), rows, None
+
+
+class SummedLinear(nn.Module):
+    """Shares the parameters of an nn.Linear, whose gradients it leaves to be computed from `into` and `onto`."""
+
+    def __init__(self, linear: nn.Linear, *, unread: bool) -> None:
+        """`unread`: its output is zero, as nobody reads it (engine/model/recompute.py)."""
+        super().__init__()
+        self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)
+        self.unread = unread
+        self.into: Tensor
+        """[n, in]: its gradient is the module's input."""
+        self.onto: Tensor
+        """[n, out]: its gradient is that of the module's output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        y: Tensor = _Operands.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.bias, self.into, self.onto, self.unread
+        )
+        return y
+
+
+class Product(NamedTuple):
+    """A product that is to be added to the gradient of `weight`, and its rows to that of `bias`, by their names."""
+
+    weight: str
+    bias: str | None
+    into: Tensor
+    onto: Tensor
+
+
+class SummedTwin:
+    """A layer whose linear modules `names` are SummedLinear, with the parameters and buffers of `layer`."""
+
+    def __init__(self, layer: nn.Module, names: Sequence[str], unread: str | None) -> None:
+        shared = [*layer.parameters(), *layer.buffers()]
+        self.module = copy.deepcopy(layer, {id(tensor): tensor for tensor in shared})
+        self._linears: list[tuple[str, SummedLinear]] = []
+        for name in names:
+            linear = self.module.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            summed = SummedLinear(linear, unread=name == unread)
+            self.module.set_submodule(name, summed)
+            self._linears.append((name, summed))
+        self._taps: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
+
+    def products(self, x: Tensor) -> list[Product]:
+        """What a run on x [1, n, hidden] has as gradients of the weights in place of gradients."""
+        found = []
+        for name, linear in self._linears:
+            out_features, in_features = linear.weight.shape
+            linear.into, linear.onto = self._tap(x, in_features), self._tap(x, out_features)
+            bias = None if linear.bias is None else f"{name}.bias"
+            found.append(Product(f"{name}.weight", bias, linear.into, linear.onto))
+        return found
+
+    def _tap(self, x: Tensor, width: int) -> Tensor:
+        """[n, width] that takes no memory and wants a gradient; each time another one."""
+        return x.new_zeros(1).expand(x.shape[1], width).requires_grad_()
+
+
+def summed_linears(layer: nn.Module, run: Callable[[nn.Module], Tensor], x: Tensor) -> tuple[str, ...]:
+    """The layer's linear modules whose gradients are products of what they see of x [1, n, hidden], all of it, once.
+
+    `run(layer)` is the layer's output for x, a leaf that requires grad. None where the gradients are not the same.
+    """
+    rows: dict[str, list[int]] = {}
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda _, args, name=name: rows.setdefault(name, []).append(args[0].numel() // args[0].shape[-1])
+        )
+        for name, module in layer.named_modules()
+        if type(module) is nn.Linear and module.weight.requires_grad
+    ]
+    with torch.no_grad():
+        run(layer)
+    for hook in hooks:
+        hook.remove()
+    names = tuple(name for name, seen in rows.items() if seen == [x.shape[1]])
+    if not names:
+        return ()
+    twin = SummedTwin(layer, names, None)
+    products = twin.products(x)
+    own = dict(layer.named_parameters())
+    covered = {name for product in products for name in (product.weight, product.bias) if name is not None}
+    if len({id(own[name]) for name in covered}) < len(covered):
+        return ()
+    y = run(twin.module)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
+    taps = [tap for product in products for tap in (product.into, product.onto)]
+    found = torch.autograd.grad(y, taps, dy, allow_unused=True)
+    expected = torch.autograd.grad(run(layer), [own[p.weight] for p in products], dy, allow_unused=True)
+    for i, weight in enumerate(expected):
+        into, onto = found[2 * i : 2 * i + 2]
+        if weight is None or into is None or onto is None or not torch.allclose(onto.t() @ into, weight, rtol=1e-4):
+            return ()
+    return names
