@@ -340,7 +340,7 @@ def _block_map(page: Page, forecast: dict[str, Any]) -> None:
             mark = marks[TIERS.index(tier)] if tier in TIERS else "?" if tier else _free(page.glyphs)
             row.append((mark * len(list(run)), f"tier.{tier}" if tier else "axis"))
         page.line(row)
-    page.wrapped(f"saved for backward: {', '.join(_saved(forecast['blocks'], forecast['chunks']))}", "dim")
+    page.wrapped(f"saved for backward: {', '.join(_saved(forecast['blocks'], _of_group(forecast)))}", "dim")
 
 
 def by_block(blocks: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -362,7 +362,7 @@ def _block_table(page: Page, forecast: dict[str, Any], most: int) -> None:
     """Where blocks live, how large they are and what is saved of them for backward, in at most `most` rows."""
     page.head("blocks")
     rows = [(["block", *TARGETS, "size"], ["saved for backward"])]
-    rows += [_block_row(members, forecast["chunks"], apart) for members, apart in _alike(forecast["blocks"], most)]
+    rows += [_block_row(members, _of_group(forecast), apart) for members, apart in _alike(forecast["blocks"], most)]
     widths = [max(len(cells[column]) for cells, _ in rows) for column in range(len(TARGETS) + 2)]
     for index, (cells, saved) in enumerate(rows):
         *left, size = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
@@ -389,7 +389,8 @@ def _alike(blocks: Sequence[dict[str, Any]], most: int) -> list[tuple[list[dict[
         return (*stem(block), *(block[target] for target in TARGETS))
 
     def treatment(block: dict[str, Any]) -> tuple[Any, ...]:
-        return (*place(block), tuple(_levels(block).items()), block.get("spilled"), block.get("saved_on_gpu"))
+        where = (block.get(key) for key in ("spilled", "saved_on_gpu", "graphs_aside"))
+        return (*place(block), tuple(_levels(block).items()), *where)
 
     for key in (treatment, place):
         runs = [list(members) for _, members in itertools.groupby(blocks, key=key)]
@@ -440,10 +441,22 @@ def _saved(members: Sequence[dict[str, Any]], chunks: int) -> list[str]:
     texts = [
         _SAVED[level] if count == total else f"{_SAVED[level]} {_part(count, total)}" for level, count in found.items()
     ]
-    for key, where in (("spilled", "on NVMe"), ("saved_on_gpu", "on the GPU")):
+    places = {"spilled": "on NVMe", "saved_on_gpu": "on the GPU", "graphs_aside": "graphs that leave the GPU"}
+    for key, where in places.items():
         if count := sum(block.get(key) or 0 for block in members):
             texts.append(f"{_part(count, total)} {where}")
     return texts
+
+
+def _of_group(forecast: dict[str, Any]) -> int:
+    """Chunks of one group, which is what is saved of a block at once."""
+    return int(forecast.get("group_chunks", forecast["chunks"]))
+
+
+def _groups(forecast: dict[str, Any]) -> list[str]:
+    """How the step is cut into groups of micro-batches, where it is."""
+    groups = forecast.get("groups", 1)
+    return [f"{groups:,} groups of {forecast['group_tokens']:,} tokens, one after another"] if groups > 1 else []
 
 
 def _levels(block: dict[str, Any]) -> dict[str, int]:
@@ -464,6 +477,7 @@ def _slots(page: Page, forecast: dict[str, Any]) -> None:
     """How a micro-batch is cut, and through how many buffers it streams."""
     items = [
         f"{forecast['chunks']:,} chunks of {forecast['chunk_tokens']:,} tokens",
+        *_groups(forecast),
         f"keys and values {forecast['kv_window']}",
     ]
     for what, key in _SLOTS.items():

@@ -256,7 +256,20 @@ _WORDS: dict[str, dict[Any, str]] = {
     },
     "stages": {4: "four parts in flight", 2: "two parts in flight"},
     "spare_slots": {1: "one layer fetched ahead", 2: "two layers fetched ahead"},
+    "graphs_aside": {
+        "none": "no graph leaves the GPU",
+        "room": "graphs leave for what room RAM has left",
+        "quarter": "a quarter of the graphs leaves the GPU",
+        "half": "half of the graphs leaves the GPU",
+        "most": "three quarters of the graphs leave the GPU",
+        "all": "all graphs leave the GPU",
+    },
 }
+
+
+def _group(micro_batches: int) -> str:
+    words = f"groups of {micro_batches:,} micro-batches" if micro_batches > 1 else "groups of one micro-batch"
+    return words if micro_batches else "one group"
 
 
 def reasons(found: SearchResult) -> dict[str, str]:
@@ -264,6 +277,7 @@ def reasons(found: SearchResult) -> dict[str, str]:
     texts = {"chunk_tokens": _reason(found, lambda chunk, choice: chunk, "{:,} tokens".format)}
     for name, words in _WORDS.items():
         texts[name] = _reason(found, lambda chunk, choice, name=name: getattr(choice, name), words.__getitem__)  # type: ignore[misc]
+    texts["group"] = _reason(found, lambda chunk, choice: choice.group, _group)
     return {name: text for name, text in texts.items() if text}
 
 

@@ -230,7 +230,9 @@ class Plan:
     def _saved(self) -> dict[str, dict[str, Any]]:
         """Buffer, the first of its layer -> chunks by what is saved of them, and those whose records are not in RAM."""
         kept, spilled, held = _counts(self.saved_graphs), _counts(self.spilled), _counts(self.saved_on_gpu)
-        found = {name: {"activation_checkpointing": {}, "spilled": 0, "saved_on_gpu": 0} for name in self.buffers}
+        aside = _counts(self.graphs_aside)
+        nothing = {"activation_checkpointing": {}, "spilled": 0, "saved_on_gpu": 0, "graphs_aside": 0}
+        found: dict[str, dict[str, Any]] = {name: dict(nothing) for name in self.buffers}
         for i, block in enumerate(self.blocks):
             if block.role == "layer" and block.backward and block.buffers:
                 rest = "full" if i in self.recomputed or not block.attends else "selective"
@@ -239,6 +241,7 @@ class Plan:
                     "activation_checkpointing": saved,
                     "spilled": spilled[i],
                     "saved_on_gpu": held[i],
+                    "graphs_aside": aside[i],
                 }
         return found
 
@@ -270,6 +273,7 @@ class Plan:
             "chunk_tokens": self.max_chunk_tokens,
             "groups": self.num_groups,
             "group_tokens": self.group * self.window_tokens,
+            "group_chunks": self.num_places,
             "layer_chunks": self.num_places * sum(b.role == "layer" and b.backward for b in self.blocks),
             "spilled_activations": {"chunks": len(self.spilled), "bytes": self.spill_bytes},
             "saved_on_gpu": {
