@@ -47,7 +47,8 @@ PHASES = {
     "forward": ("embed_forward", "layer_forward"),
     "head": ("head",),
     "backward": ("layer_backward", "embed_backward"),
-    "activations": ("spill_x", "spill_kv", "unspill_saved", "unspill_kv"),
+    "activations": ("spill_x", "spill_kv", "unspill_saved", "unspill_kv", "spill_graph", "unspill_graph"),
+    "groups": ("store_sum", "load_sum"),
     "update": ("read_state", "update", "write_state", "write_weights", "checkpoint_state"),
     "commit": ("commit",),
 }
@@ -60,28 +61,37 @@ PLACEMENTS = [
     (tiny.FLOOR, tiny.FLOOR, 2, [], KILLS),
     (tiny.FLOOR, tiny.FLOOR, 2, HALVES, FROZEN_KILLS),
     (tiny.FLOOR, tiny.FLOOR, 2, AdapterConfig(method="dora", rank=2), FROZEN_KILLS),
+    (tiny.FLOOR, tiny.FLOOR, 1, "groups", FROZEN_KILLS),
 ]
 
 
+How = list[str] | AdapterConfig | str
+
+
 def train_until_killed(
-    folder: Path, seed: int | None, gpu: str | int, ram: str | int, num_drives: int, frozen: list[str] | AdapterConfig
+    folder: Path, seed: int | None, gpu: str | int, ram: str | int, num_drives: int, how: How
 ) -> None:
     """Train to the end, committing every other step; with a seed, die by SIGKILL at a moment drawn from it.
 
-    `frozen`: patterns of what is not trained, or an adapter beside which nothing is.
+    `how`: patterns of what is not trained, or an adapter beside which nothing is, or "groups": of micro-batches, with
+    graphs that leave.
     """
     chance = random.Random(seed)
-    phase = chance.choice([*PHASES, "commit", "opening"])
+    groups = how == "groups"
+    phase = chance.choice([*(name for name in PHASES if groups or name != "groups"), "commit", "opening"])
     often = {"commit": 3, "head": 4, "forward": 40, "activations": 40}.get(phase, 30)
     countdown = chance.randrange(1, often)
     delay_s = chance.random() * 3e-3
     if seed is not None and phase == "opening":
         threading.Thread(target=_die, args=(folder, phase, chance.random() * 0.4), daemon=True).start()
-    adapter, freeze = (None, frozen) if isinstance(frozen, list) else (frozen, [])
-    settings = tiny.training(steps=STEPS, global_batch_size=1, freeze=freeze)
+    adapter, freeze = how if isinstance(how, AdapterConfig) else None, how if isinstance(how, list) else []
+    policy = {"global_batch_size": 3, "activation_checkpointing": "auto"} if groups else {"global_batch_size": 1}
+    settings = tiny.training(steps=STEPS, freeze=freeze, **policy)
+    plan: dict[str, Any] = {"group": 1, "graphs_aside": "all"} if groups else {}
     kept = tiny.storage(checkpoint_every=2, keep_last=2)
     drives = [folder / "state", folder / "second"][:num_drives]
-    with tiny.session(folder, t=settings, s=kept, gpu=gpu, ram=ram, drives=drives, adapter=adapter) as session:
+    options = {"gpu": gpu, "ram": ram, "drives": drives, "adapter": adapter} | plan
+    with tiny.session(folder, t=settings, s=kept, **options) as session:
         lock = threading.Lock()
 
         def watched(op: Op) -> None:
@@ -120,17 +130,17 @@ def run_child(processes: ForkServerContext, act: Callable[..., None], *args: Any
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("gpu", "ram", "drives", "frozen", "kills"), PLACEMENTS)
+@pytest.mark.parametrize(("gpu", "ram", "drives", "how", "kills"), PLACEMENTS)
 def test_kill_9_at_random_moments_resumes_bit_for_bit(
     tmp_path: Path,
     processes: ForkServerContext,
     gpu: str | int,
     ram: str | int,
     drives: int,
-    frozen: list[str] | AdapterConfig,
+    how: How,
     kills: int,
 ) -> None:
-    assert run_child(processes, train_until_killed, tmp_path / "straight", None, gpu, ram, drives, frozen) == 0
+    assert run_child(processes, train_until_killed, tmp_path / "straight", None, gpu, ram, drives, how) == 0
     expected = tiny.digest_of(tmp_path / "straight")
     died: Counter[str] = Counter()
     finished = seed = 0
@@ -140,7 +150,7 @@ def test_kill_9_at_random_moments_resumes_bit_for_bit(
         before = committed_step(folder)
         # Every run gets through in the end: past some kills it is left alone.
         kill = seed if died.total() < kills else None
-        exitcode = run_child(processes, train_until_killed, folder, kill, gpu, ram, drives, frozen)
+        exitcode = run_child(processes, train_until_killed, folder, kill, gpu, ram, drives, how)
         seed += 1
         assert exitcode in (0, -signal.SIGKILL), exitcode
         if exitcode:

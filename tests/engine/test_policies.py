@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from plain import plain_training
 from samples import sampled
 
+from penstock.engine.plan.problem import GraphsAside
 from penstock.engine.session import Session
 
 MODEL = tiny.model(num_layers=3)
@@ -107,6 +108,8 @@ def test_a_streamed_window_gives_the_same_gradients(
     documents=st.integers(1, 40),
     seed=st.integers(0, 3),
     window=st.sampled_from([None, 9]),
+    group=st.sampled_from([0, 1]),
+    graphs_aside=st.sampled_from(["none", "half", "all"]),
     gpu=st.sampled_from([tiny.FLOOR, 1_000_000, "1GiB"]),
     ram=st.sampled_from([tiny.FLOOR, 600_000, "1GiB"]),
 )
@@ -117,6 +120,8 @@ def test_gradients_are_those_of_plain_pytorch(
     documents: int,
     seed: int,
     window: int | None,
+    group: int,
+    graphs_aside: GraphsAside,
     gpu: str | int,
     ram: str | int,
 ) -> None:
@@ -133,8 +138,11 @@ def test_gradients_are_those_of_plain_pytorch(
     folder = tmp_path_factory.mktemp("any")
     with tiny.session(folder / "plain", **options) as reference:
         losses, _, moments = plain_training(reference, 1)
-    with tiny.session(folder / "run", **options) as session:
+    with tiny.session(folder / "run", **options, group=group, graphs_aside=graphs_aside) as session:
         (metrics,) = tiny.steps(session)
+        used, parts = session.gpu.arena.used_bytes, session.plan.tiers["gpu"].parts
+        assert used + parts["workspace"] + session.runtime.layer_ops.graphs_peak_bytes <= sum(parts.values())
+        assert session.ram.arena.used_bytes == session.plan.tiers["ram"].peak_bytes - session.plan.problem.reader_bytes
         found = tiny.first_moments(session.store, session.spec)
     assert metrics.loss == pytest.approx(losses[0], rel=1e-5)
     for name, moment in moments.items():

@@ -78,7 +78,8 @@ def test_it_is_what_transformers_finds_and_changes_no_bit(tmp_path: Path, name: 
     assert found[1][2] != found[1][4]
 
 
-@pytest.mark.parametrize("name", cases(PLANS, "mixed", "nvme-streamed-spilled", "gpu-streamed-graphs"))
+@pytest.mark.parametrize("name", cases(PLANS, "mixed", "nvme-streamed-spilled", "gpu-streamed-graphs",
+                                       "nvme-spilled-groups-graphs-leaving"))  # fmt: skip
 def test_delays_change_nothing(tmp_path: Path, name: str) -> None:
     """Runs of two steps and a validation of two passes, with the ops of every lane delayed at random."""
     policy, budgets = PLANS[name]

@@ -9,6 +9,8 @@ import tiny
 from penstock.engine.plan.plan import Plan
 
 STREAMED = {"kv_window": "streamed", "chunk_tokens": 7}
+LEAVING = {"activation_checkpointing": "auto", "chunk_tokens": 7}
+GROUPS = {"group": 1, "graphs_aside": "all"}
 FLOORS = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR}
 PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpu": ({}, {}),
@@ -24,15 +26,19 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nvme-streamed-aside": (STREAMED, FLOORS | {"gpu": 620_000, "gpu_first": "records"}),
     "nvme-streamed-recomputed": (STREAMED | {"activation_checkpointing": "full"}, FLOORS),
     "gpu-streamed-graphs": (STREAMED | {"activation_checkpointing": "none"}, {}),
+    "ram-groups-graphs-leaving": (LEAVING, {"gpu": tiny.FLOOR} | GROUPS),
+    "nvme-spilled-groups-graphs-leaving": (LEAVING, FLOORS | GROUPS),
 }
 """Settings and budgets by what they come to: every way to save activations, the state on every tier."""
-SHORT = ("ram-two-rows", "mixed", "nvme-aside", "nvme-recomputed", "nvme-streamed-spilled", "gpu-streamed-graphs")
+SHORT = ("ram-two-rows", "mixed", "nvme-aside", "nvme-recomputed", "nvme-streamed-spilled", "gpu-streamed-graphs",
+         "nvme-spilled-groups-graphs-leaving")  # fmt: skip
 """Every tier and every way once."""
 
 
 def features(plan: Plan) -> set[str]:
     """The words of PLANS that are true of a plan."""
-    fields = {"aside": "saved_on_gpu", "graphs": "saved_graphs"}
-    names = ("spilled", "aside", "recomputed", "graphs", "streamed")
+    fields = {"aside": "saved_on_gpu", "graphs": "saved_graphs", "leaving": "graphs_aside"}
+    names = ("spilled", "aside", "recomputed", "graphs", "leaving", "streamed")
     found = {name for name in names if getattr(plan, fields.get(name, name))}
+    found |= {"groups"} if plan.num_groups > 1 else set()
     return found | {buffer.state for buffer in plan.buffers.values()}
