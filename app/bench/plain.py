@@ -97,7 +97,9 @@ def compiled_steps(
     decoder = model.get_decoder()
     for part in (*decoder.layers, decoder.norm):
         part.compile()
-    entropy, squares, update = (torch.compile(work, dynamic=True) for work in (_entropy_sum, _squares, _update))
+    entropy: Callable[[Tensor, Tensor], Tensor] = torch.compile(_entropy_sum, dynamic=True)
+    squares = torch.compile(_squares, dynamic=True)
+    update: Callable[..., None] = torch.compile(_update, dynamic=True)
     moments = [(torch.zeros_like(master), torch.zeros_like(master)) for master in masters]
     decay = [1 - train.lr * train.weight_decay if master.ndim > 1 else 1.0 for master in masters]
     clip_norm = train.clip_norm or float("inf")
@@ -111,7 +113,7 @@ def compiled_steps(
             part.backward()
             loss += part.detach()
             if len(micro_batches) > 1:
-                found = [_gradient(param) for param in params]
+                found: list[Tensor] = [_gradient(param) for param in params]
                 if gradients:
                     for total, gradient in zip(gradients, found, strict=True):
                         total.add_(gradient)
@@ -145,7 +147,7 @@ def compiled_steps(
 
 def _model(
     config: PretrainedConfig, train: TrainConfig, device: torch.device, weights: Mapping[str, Tensor] | None
-) -> tuple[Any, list[torch.nn.Parameter], list[Tensor], bool]:
+) -> tuple[Any, list[Tensor], list[Tensor], bool]:
     """The model in the compute dtype, its parameters, their fp32 masters, and whether these are the same tensors."""
     dtype = getattr(torch, train.compute_dtype)
     with device:
@@ -153,7 +155,7 @@ def _model(
     model.config.use_cache = False
     model.train()
     named = dict(model.named_parameters())
-    params = list(named.values())
+    params: list[Tensor] = list(named.values())
     own = dtype == torch.float32
     masters = [param.detach() if own else param.detach().float() for param in params]
     if weights is not None:
@@ -163,7 +165,7 @@ def _model(
     return model, params, masters, own
 
 
-def _gradient(param: torch.nn.Parameter) -> Tensor:
+def _gradient(param: Tensor) -> Tensor:
     assert param.grad is not None
     return param.grad
 
