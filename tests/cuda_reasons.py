@@ -66,8 +66,7 @@ REASONS: dict[str, str] = {
     "app/bench/storage.py:_readers": _SUITE,
     "app/bench/storage.py:_jobs.store_read": _SUITE,
     "app/bench/plain.py:plain_steps": _SUITE,
-    "app/bench/step.py:_device": "asks whether there is a GPU, in a process of `penstock bench step`",
-    "app/bench/step.py:_dtype": "asks whether there is a GPU, in a process of `penstock bench step`",
-    "app/bench/step.py:_compiles": "asks whether there is a GPU, in a process of `penstock bench step`",
+    "app/bench/plain.py:compiled_steps": _SUITE,
+    "app/bench/suite_plain.py:plain_step": _SUITE,
 }
 """File:function -> why; one line each. A function that tests execute throughout has no place here."""

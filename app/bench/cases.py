@@ -134,6 +134,8 @@ class Case:
     needs_cuda: bool = True
     compiled: bool = False
     """Compile on the CPU, too; on CUDA it is always done."""
+    plain: bool = False
+    """Time plain PyTorch, too. Not where a long sequence's logits or the state are larger than the case's budget."""
     kernel_gaps: bool = False
     """Run one more step under the profiler and measure how long no kernel ran."""
     kernel_s: float = 0.5
@@ -148,11 +150,17 @@ class Case:
     def estimate_s(self, rates: Rates | None, cores: int) -> float:
         """Seconds that the case takes, roughly, with `cores` of the CPU; without rates the steps count nothing.
 
-        Start of the process, compiling, drawing and pinning the state, calibration, steps, kernels alone.
+        Start of the process, compiling, drawing and pinning the state, calibration, steps, kernels alone; the same
+        steps in plain PyTorch, and compiling those.
         """
         shape = self.shapes[0] if self.layers is None else replace(self.shapes[0], layers=self.layers[0])
         compile_s = COMPILE_S * max(1.0, COMPILE_CORES / cores) if self.needs_cuda or self.compiled else 0.0
-        fixed_s = START_S + compile_s + 5 * self.kernel_s + MEMORY_S_PER_GB * self._memory_bytes(shape) / 1e9
+        fixed_s = (
+            START_S
+            + compile_s * (1 + self.plain)
+            + 5 * self.kernel_s
+            + MEMORY_S_PER_GB * self._memory_bytes(shape) / 1e9
+        )
         if rates is None:
             return fixed_s
         full_s = shape.step_s(rates, self.rows, self.row_tokens) / STEP_EFFICIENCY
@@ -161,6 +169,8 @@ class Case:
             document = min(2 * self.chunk_tokens, self.row_tokens)
             warm_s = shape.step_s(rates, self.tokens // document, document) / STEP_EFFICIENCY
         steps_s = self.warm_up * warm_s + (self.timed + self.kernel_gaps) * full_s
+        if self.plain:
+            steps_s += (self.warm_up + self.timed) * full_s
         # Calibration and the kernels alone run a layer's longest chunk several times; it takes twice the mean.
         chunks = max(1, self.tokens // self.chunk_tokens)
         return fixed_s + steps_s + CHUNK_RUNS * 2 * full_s / (chunks * shape.layers)
@@ -183,6 +193,7 @@ _SHORT = Case(
     chunk_tokens=8192,
     layers=(4, 3, 2),
     timed=2,
+    plain=True,
     kernel_gaps=True,
 )
 _LONG_7B = Case(
@@ -208,13 +219,14 @@ _CPU = Case(
     ram="256MiB",
     timed=3,
     needs_cuda=False,
+    plain=True,
     kernel_s=0.02,
     limit_s=120,
 )
 
 SUITES: dict[str, tuple[Case, ...]] = {
     "short": (_SHORT,),
-    "short-24gb": (replace(_SHORT, name="short-24gb", kernel_gaps=False, **_24GB),),
+    "short-24gb": (replace(_SHORT, name="short-24gb", plain=False, kernel_gaps=False, **_24GB),),
     "long": (_LONG_7B, _LONG_8B),
     "long-24gb": (
         replace(_LONG_7B, name="long-24gb-7b", chunk_tokens=8192, **_24GB),
@@ -242,7 +254,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "cpu": (
         _CPU,
         replace(_CPU, name="cpu-long", row_tokens=256, rows=1, chunk_tokens=64, short_warm_up=True),
-        replace(_CPU, name="cpu-tiers", shapes=(TINY,), gpu="2MiB", ram="4MiB", spill_state=True),
+        replace(_CPU, name="cpu-tiers", shapes=(TINY,), plain=False, gpu="2MiB", ram="4MiB", spill_state=True),
     ),
 }
 

@@ -43,6 +43,9 @@ def bench_step_command(
     folder: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Scratch files go below this folder; default the current one.")
     ] = None,
+    batch: Annotated[
+        str, typer.Option(metavar="ROWSxTOKENS", help="Batch of the 168M model; a suite's cases have their own.")
+    ] = "2x512",
     time_limit: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Begin no case that would probably end later than this.")
     ] = None,
@@ -54,9 +57,9 @@ def bench_step_command(
     if list_suites:
         typer.echo(list_text())
     elif suite is None:
-        from penstock.app.bench.step import bench_step
+        from penstock.app.bench.step import bench_step, parse_batch
 
-        bench_step(json=as_json, folder=folder)
+        bench_step(json=as_json, folder=folder, batch=parse_batch(batch))
     else:
         report = bench_suites(suite, json=as_json, trace_dir=trace_dir, folder=folder, time_limit_s=time_limit)
         if any(row["status"] == "failed" for row in report["cases"]):

@@ -1,21 +1,27 @@
 """What the kernels of a step reach alone: attention at the step's own chunks, matrix products of its layers' shapes.
 
+`step_kernels` runs as many of them as a step needs, and AdamW; nothing that trains takes less time than they do.
 Attention's FLOPs are counted as in attention.chunk.COUNTS: two products of a visible pair forward, five backward.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from penstock.engine.attention.backends import AttentionCall, Backend, Gradients, Operands
 from penstock.engine.attention.select import select
 from penstock.engine.attention.spans import Call, spans
 from penstock.engine.clock import clock
-from penstock.engine.model.spec import AttentionShape, ModelSpec
+from penstock.engine.config import TrainConfig
+from penstock.engine.model.spec import AttentionShape, ModelSpec, layouts
+from penstock.engine.optim.base import UpdateRange, find_optimizer
 
 _HEAD_ROWS = 4096
 
@@ -68,6 +74,84 @@ def attention_rates(
             names[direction] = name
     rates: dict[str, Any] = {direction: flops[direction] / times[direction] / 1e12 for direction in flops}
     return rates | {"kernels": names}
+
+
+def step_kernels(
+    spec: ModelSpec, rows: int, row_tokens: int, device: torch.device, train: TrainConfig, *, compiled: bool
+) -> dict[str, float]:
+    """Seconds that the kernels of one optimizer step take alone, by kind: every matrix product once forward and once
+    for either gradient, attention of every layer forward and backward, AdamW of all parameters.
+
+    rows, row_tokens: the batch, one document a row. Each distinct kernel runs once, warm, into memory that is there
+    already, and counts as often as the step needs it; AdamW runs over one layer's parameters, and counts for all.
+    """
+    dtype = getattr(torch, train.compute_dtype)
+    tokens = rows * row_tokens
+    times = dict.fromkeys(("layer_products", "head_products", "attention_forward", "attention_backward", "adamw"), 0.0)
+    matrices = {
+        role: Counter(
+            param.shape
+            for block in spec.blocks
+            if block.role == role
+            for name in block.buffers
+            for param in spec.buffers[name]
+            if len(param.shape) == 2
+        )
+        for role in ("layer", "head")
+    }
+    for role, shapes in matrices.items():
+        for (out_features, in_features), count in shapes.items():
+            weight = _random((out_features, in_features), device, dtype)
+            x, dy = (_random((tokens, width), device, dtype) for width in (in_features, out_features))
+            y, dx, dw = (torch.empty_like(like) for like in (dy, x, weight))
+            for left, right, out in ((x, weight.t(), y), (dy, weight, dx), (dy.t(), x, dw)):
+                times[f"{role}_products"] += count * _once(partial(torch.mm, left, right, out=out), device)
+    for shape, count in Counter(shape for shape in spec.attention if shape is not None).items():
+        forward_s, backward_s = _attention_once(shape, rows, row_tokens, device, dtype)
+        times["attention_forward"] += count * forward_s
+        times["attention_backward"] += count * backward_s
+    times["adamw"] = _adamw_once(spec, device, train, compiled=compiled)
+    return times
+
+
+def _attention_once(
+    shape: AttentionShape, rows: int, row_tokens: int, device: torch.device, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Seconds forward and backward of a layer's attention over whole rows: of the engine's kernels row by row or of
+    torch's own for all rows, whichever take less."""
+    engine = _chunk(shape, 0, row_tokens, device, dtype, 0.0)
+    found = [(rows * engine["forward"][1], rows * engine["backward"][1])]
+    if shape.window is None and shape.qk_dim == shape.v_dim:
+        q, k, v = (
+            _random((rows, row_tokens, heads, shape.qk_dim), device, dtype).transpose(1, 2).requires_grad_()
+            for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+        )
+        attend = partial(functional.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
+        forward_s = _once(attend, device)
+        out = attend()
+        dout = torch.randn_like(out)
+        backward_s = _once(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), device)
+        found.append((forward_s, backward_s))
+    return min(found, key=sum)
+
+
+def _adamw_once(spec: ModelSpec, device: torch.device, train: TrainConfig, *, compiled: bool) -> float:
+    """Seconds of the engine's update of all parameters, from one layer's."""
+    layer = next(block for block in spec.blocks if block.role == "layer")
+    layout = layouts(spec)[layer.buffers[0]]
+    optimizer_spec = find_optimizer(train)
+    optimizer = optimizer_spec.make("compiled" if compiled else "fused")
+    state = {kind: torch.zeros(layout.numel, device=device) for kind in optimizer_spec.state_kinds}
+    gradient, weights = (_random((layout.numel,), device, getattr(torch, train.compute_dtype)) for _ in range(2))
+    where = UpdateRange(layout, 0, layout.numel)
+    scalars = optimizer.scalars(train, train.lr, 1, 1.0, device)
+    work = partial(optimizer.step, state, gradient, weights, where, scalars)
+    return _once(work, device) * spec.num_params / layout.numel
+
+
+def _once(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one `work` on the device that is not its first."""
+    return clock(lambda: _drop(work()), device, 0.0)
 
 
 def _chunk(

@@ -1,12 +1,13 @@
-"""`penstock bench step`: one optimizer step of Penstock against plain PyTorch, in the same run.
+"""`penstock bench step`: one optimizer step of Penstock against plain PyTorch and against its kernels, in the same run.
 
 Every case runs in a process of its own, so that its peak resident memory is its own; the cases take turns, so that a
-change in the machine's load meets all of them.
+change in the machine's load meets all of them. Penstock's memory is what the plain case that it is compared with took.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 import time
 from pathlib import Path
@@ -14,60 +15,161 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.app.bench.plain import PlainBatch, plain_steps
+from penstock.app.bench.kernels import step_kernels
+from penstock.app.bench.plain import PlainBatch, compiled_steps, plain_steps
 from penstock.app.bench.process import call, resident_bytes, scratch, show
 from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from penstock.engine.events import Observer, StepMetrics, Want
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.compilers import layers_compile, optimizer_compiles
 from penstock.engine.machine.precision import with_compute_dtype
+from penstock.engine.model.anatomy import model_spec
 from penstock.engine.train import train
+from penstock.storage.errors import UserError
 
-ROWS, ROW_TOKENS, VOCAB = 2, 512, 8192
+LAYERS, HIDDEN, VOCAB = 12, 1024, 8192
+PARAMS = 168_000_000
+MAX_CHUNK_TOKENS = 1024
 WARMUP_STEPS = 2  # allocation, compilation, first touch of memory
 
-CASES = ("plain", "ram", "nvme")
-"""Plain PyTorch, and Penstock, with everything in memory; Penstock with master weights and moments on NVMe."""
-BUDGETS: dict[str, dict[str, dict[str, str]]] = {
-    "bfloat16": {"ram": {"gpu": "400MiB", "ram": "8GiB"}, "nvme": {"gpu": "400MiB", "ram": "700MiB"}},
-    "float32": {"ram": {"gpu": "800MiB", "ram": "8GiB"}, "nvme": {"gpu": "800MiB", "ram": "1400MiB"}},
+PLAIN = ("plain", "eager", "compiled")
+WORDS = {
+    "plain": "plain PyTorch, gradient checkpointing",
+    "eager": "plain PyTorch, every activation kept",
+    "compiled": "plain PyTorch, every activation kept, compiled",
+    "ram": "Penstock in RAM, memory of the fastest plain one",
+    "ram_plain": "Penstock in RAM, memory of the checkpointed one",
+    "nvme": "Penstock, state on NVMe, half the fastest one's memory",
+    "kernels": "the kernels alone",
 }
-"""By what is computed in."""
+"""Every case, in the order in which they take turns. Where this machine has no compilers, `compiled` is left out."""
+
+MIB = 1 << 20
+PROCESS_BYTES = 800 * MIB
+"""Resident memory of a Penstock process beyond what its tiers hold: libraries, compiled code, compiling."""
+GPU_BYTES = {"bfloat16": 400 * MIB, "float32": 800 * MIB}
+"""The least budgets.gpu: a block's slots and work at `MAX_CHUNK_TOKENS`, by what is computed in."""
 
 
-def bench_step(*, json: bool = False, rounds: int = 3, steps: int = 6, folder: Path | None = None) -> dict[str, Any]:
-    """Run every case `rounds` times, taking turns, `steps` timed steps each; print the ratios, or JSON with `json`.
+def parse_batch(text: str) -> tuple[int, int]:
+    """(rows, tokens of a row) of ROWSxTOKENS. Raises UserError."""
+    found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text, re.ASCII)
+    if found is None or int(found[2]) < 2:
+        raise UserError(f"--batch {text}: write ROWSxTOKENS, as in 2x512; a row has at least 2 tokens")
+    return int(found[1]), int(found[2])
 
-    The NVMe case keeps its state below `folder` (the current directory when none) and removes it. Returns ratios
-    `ram_ratio`, `nvme_ratio` (step time over plain PyTorch's) and `nvme_rss_ratio` (peak resident memory over it),
-    and the figures they come from. Raises UserError when a case fails.
+
+def bench_step(
+    *,
+    json: bool = False,
+    rounds: int = 3,
+    steps: int = 6,
+    folder: Path | None = None,
+    batch: tuple[int, int] = (2, 512),
+) -> dict[str, Any]:
+    """Run every case `rounds` times, taking turns, `steps` timed steps each; print a table, or JSON with `json`.
+
+    batch: rows, and tokens of each. The NVMe case keeps its state below `folder` (the current directory when none) and
+    removes it. Returns for every case CASE_step_s, CASE_step_range_s and CASE_peak_rss_bytes (`kernels` has no peak
+    that means anything), `kernels_parts_s`, and the ratios of `ratios`. Raises UserError when a case fails.
     """
-    runs: dict[str, list[dict[str, Any]]] = {case: [] for case in CASES}
+    cases = [case for case in WORDS if case != "compiled" or _compiles()]
+    runs: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
     for _ in range(rounds):
-        for case in CASES:
+        for case in cases:
+            memory = None if case in (*PLAIN, "kernels") else _memory_bytes(case, runs)
             with scratch(folder) as path:
-                runs[case].append(_run_case(case, steps, path))
-    figures: dict[str, Any] = {"dtype": runs["plain"][0]["dtype"]}
+                runs[case].append(_run_case(case, steps, path, batch, memory))
+    figures: dict[str, Any] = {"dtype": runs["plain"][0]["dtype"], "batch": list(batch)}
     for case, outcomes in runs.items():
-        times = [seconds for outcome in outcomes for seconds in outcome["step_times_s"][WARMUP_STEPS:]]
+        times = _timed(outcomes)
         figures[f"{case}_step_s"] = statistics.median(times)
         figures[f"{case}_step_range_s"] = [min(times), max(times)]
-        figures[f"{case}_peak_rss_bytes"] = max(outcome["peak_rss_bytes"] for outcome in outcomes)
-    for case in ("ram", "nvme"):
-        figures[f"{case}_ratio"] = figures[f"{case}_step_s"] / figures["plain_step_s"]
-    figures["nvme_rss_ratio"] = figures["nvme_peak_rss_bytes"] / figures["plain_peak_rss_bytes"]
-    line = (
-        f"a step of {figures['plain_step_s']:.2f} s in plain PyTorch ({figures['dtype']}) takes Penstock "
-        f"{figures['ram_ratio']:.2f} x its time in RAM, and {figures['nvme_ratio']:.2f} x its time at "
-        f"{figures['nvme_rss_ratio']:.2f} x its peak memory with the state on NVMe"
-    )
-    show(figures, line, as_json=json)
+        if case != "kernels":
+            figures[f"{case}_peak_rss_bytes"] = max(outcome["peak_rss_bytes"] for outcome in outcomes)
+    parts = [part for outcome in runs["kernels"] for part in outcome["parts_s"][WARMUP_STEPS:]]
+    figures["kernels_parts_s"] = {name: statistics.median(part[name] for part in parts) for name in parts[0]}
+    figures |= ratios(figures)
+    show(figures, _table(figures), as_json=json)
     return figures
 
 
-def _run_case(case: str, steps: int, folder: str) -> dict[str, Any]:
+def ratios(figures: dict[str, Any]) -> dict[str, Any]:
+    """`best_plain`, the fastest plain case, and what Penstock takes over it and over others.
+
+    `ram_ratio`, `nvme_ratio` and `ram_plain_ratio` are step times over the checkpointed plain one's; `best_plain_ratio`
+    and `nvme_best_plain_ratio` over the fastest plain one's; `kernels_ratio` is the step in RAM over the kernels alone.
+    `ram_rss_ratio` and `nvme_rss_ratio` are peak resident memory over the fastest plain one's, `ram_plain_rss_ratio`
+    over the checkpointed one's.
+    """
+    best = min((case for case in PLAIN if f"{case}_step_s" in figures), key=lambda case: figures[f"{case}_step_s"])
+
+    def over(case: str, other: str, what: str = "step_s") -> float:
+        return float(figures[f"{case}_{what}"] / figures[f"{other}_{what}"])
+
+    return {
+        "best_plain": best,
+        **{f"{case}_ratio": over(case, "plain") for case in ("ram", "ram_plain", "nvme")},
+        "best_plain_ratio": over("ram", best),
+        "nvme_best_plain_ratio": over("nvme", best),
+        "kernels_ratio": over("ram", "kernels"),
+        "ram_rss_ratio": over("ram", best, "peak_rss_bytes"),
+        "nvme_rss_ratio": over("nvme", best, "peak_rss_bytes"),
+        "ram_plain_rss_ratio": over("ram_plain", "plain", "peak_rss_bytes"),
+    }
+
+
+def _table(figures: dict[str, Any]) -> str:
+    rows, tokens = figures["batch"]
+    best = figures["best_plain"]
+    lines = [
+        f"{rows} x {tokens} tokens, {figures['dtype']}; ratios to the fastest plain case ({best}) and to the kernels",
+        f"{'case':<58}{'step s':>8}{'fastest':>9}{'kernels':>9}{'peak MiB':>10}{'fastest':>9}",
+    ]
+    for case, words in WORDS.items():
+        if f"{case}_step_s" not in figures:
+            continue
+        step_s = figures[f"{case}_step_s"]
+        line = f"{words:<58}{step_s:>8.2f}{step_s / figures[f'{best}_step_s']:>9.2f}"
+        line += f"{step_s / figures['kernels_step_s']:>9.2f}"
+        if case != "kernels":
+            peak = figures[f"{case}_peak_rss_bytes"]
+            line += f"{peak / MIB:>10,.0f}{peak / figures[f'{best}_peak_rss_bytes']:>9.2f}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _timed(outcomes: list[dict[str, Any]]) -> list[float]:
+    return [seconds for outcome in outcomes for seconds in outcome["step_times_s"][WARMUP_STEPS:]]
+
+
+def _memory_bytes(case: str, runs: dict[str, list[dict[str, Any]]]) -> int:
+    """Resident memory that a Penstock case may take: the least so far of the plain one that it is compared with."""
+    fastest = min((name for name in PLAIN if runs.get(name)), key=lambda name: statistics.median(_timed(runs[name])))
+    like = "plain" if case == "ram_plain" else fastest
+    least = min(int(outcome["peak_rss_bytes"]) for outcome in runs[like])
+    return least // 2 if case == "nvme" else least
+
+
+def budgets(case: str, memory_bytes: int, dtype: Literal["bfloat16", "float32"], tokens: int) -> BudgetConfig:
+    """Budgets within which a process of `case` takes at most `memory_bytes`.
+
+    In RAM the ram tier has room for weights, gradients, master weights, moments and boundary activations, as far as
+    memory goes, and the gpu tier has the rest; with state on NVMe the gpu tier has its least.
+    """
+    element = 2 if dtype == "bfloat16" else 4
+    left = max(0, memory_bytes - PROCESS_BYTES)
+    gpu = GPU_BYTES[dtype]
+    if case != "nvme":
+        all_in_ram = PARAMS * (12 + 2 * element) + tokens * HIDDEN * element * (LAYERS + 1) + 64 * MIB
+        gpu = max(gpu, left - all_in_ram)
+    return BudgetConfig(gpu=f"{gpu // MIB}MiB", ram=f"{max(1, (left - gpu) // MIB)}MiB")
+
+
+def _run_case(case: str, steps: int, folder: str, batch: tuple[int, int], memory_bytes: int | None) -> dict[str, Any]:
     """What `measure` returns in a process of its own."""
-    outcome: dict[str, Any] = call("penstock.app.bench.step:measure", case, steps, folder, what=f"bench case {case}")
+    work = "penstock.app.bench.step:measure"
+    outcome: dict[str, Any] = call(work, case, steps, folder, batch, memory_bytes, what=f"bench case {case}")
     return outcome
 
 
@@ -87,12 +189,19 @@ def _compiles() -> bool:
     return layers_compile(_device()).ok and optimizer_compiles().ok
 
 
-def _plain_times(steps: int) -> list[float]:
-    recipe = _recipe("ram", steps)
+def _plain_times(case: str, steps: int, batch: tuple[int, int]) -> list[float]:
+    recipe = _recipe(steps, batch, BudgetConfig())
     torch.manual_seed(0)
-    batches = ([PlainBatch(torch.randint(0, VOCAB, (ROWS, ROW_TOKENS)))] for _ in range(steps))
-    found = plain_steps(model_config(recipe, None), batches, recipe.train, _device())
+    batches = ([PlainBatch(torch.randint(0, VOCAB, batch))] for _ in range(steps))
+    given = (model_config(recipe, None), batches, recipe.train, _device())
+    found = compiled_steps(*given) if case == "compiled" else plain_steps(*given, checkpointing=case == "plain")
     return [seconds for _, _, seconds in found]
+
+
+def _kernel_parts(steps: int, batch: tuple[int, int]) -> list[dict[str, float]]:
+    recipe = _recipe(steps, batch, BudgetConfig())
+    spec = model_spec(model_config(recipe, None), recipe)
+    return [step_kernels(spec, *batch, _device(), recipe.train, compiled=_compiles()) for _ in range(steps)]
 
 
 class _StepClock(Observer):
@@ -111,26 +220,27 @@ class _StepClock(Observer):
         return "run"
 
 
-def _recipe(case: str, steps: int) -> Recipe:
+def _recipe(steps: int, batch: tuple[int, int], budgets: BudgetConfig) -> Recipe:
     dtype = _dtype()
+    rows, row_tokens = batch
     return Recipe(
         name="bench",
         model=ModelConfig(
             model_type="qwen3",
-            num_layers=12,
-            hidden_size=1024,
+            num_layers=LAYERS,
+            hidden_size=HIDDEN,
             intermediate_size=3072,
             num_heads=16,
             num_kv_heads=8,
             head_dim=64,
             vocab_size=VOCAB,
         ),
-        data=DataConfig(source="random", sequence_length=ROW_TOKENS),
+        data=DataConfig(source="random", sequence_length=row_tokens),
         train=TrainConfig(
             steps=steps,
-            global_batch_size=ROWS,
-            micro_batch_size=ROWS,
-            chunk_tokens=ROWS * ROW_TOKENS,
+            global_batch_size=rows,
+            micro_batch_size=rows,
+            chunk_tokens=min(rows * row_tokens, MAX_CHUNK_TOKENS),
             lr=1e-4,
             lr_schedule="constant",
             beta1=0.9,
@@ -142,19 +252,28 @@ def _recipe(case: str, steps: int) -> Recipe:
             compile="on" if _compiles() else "off",  # as in a run of many steps
             gradient_dtype=dtype,  # what plain PyTorch's backward leaves; ours is summed in float32 before
         ),
-        budgets=BudgetConfig(**BUDGETS[dtype][case]),
+        budgets=budgets,
         storage=StorageConfig(checkpoint_every=steps, part_bytes="16MiB"),
     )
 
 
-def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
+def _penstock_times(steps: int, scratch: Path, batch: tuple[int, int], budgets: BudgetConfig) -> list[float]:
     clock = _StepClock()  # type: ignore[abstract]  # what it does not define does nothing
-    train(_recipe(case, steps), run_dir=scratch, observer=clock, resume=False)
+    train(_recipe(steps, batch, budgets), run_dir=scratch, observer=clock, resume=False)
     return [end - start for start, end in itertools.pairwise(clock.ended_s)]
 
 
-def measure(case: str, steps: int, folder: str) -> dict[str, Any]:
+def measure(case: str, steps: int, folder: str, batch: list[int], memory_bytes: int | None) -> dict[str, Any]:
     """One case in this process: its step times after the warm-up's, and its peak memory."""
     steps += WARMUP_STEPS
-    times = _plain_times(steps) if case == "plain" else _penstock_times(case, steps, Path(folder))
-    return {"dtype": _dtype(), "step_times_s": times, "peak_rss_bytes": resident_bytes("VmHWM")}
+    rows, row_tokens = batch
+    outcome: dict[str, Any] = {"dtype": _dtype()}
+    if case == "kernels":
+        outcome["parts_s"] = _kernel_parts(steps, (rows, row_tokens))
+        outcome["step_times_s"] = [sum(parts.values()) for parts in outcome["parts_s"]]
+    elif memory_bytes is None:
+        outcome["step_times_s"] = _plain_times(case, steps, (rows, row_tokens))
+    else:
+        given = budgets(case, memory_bytes, _dtype(), rows * row_tokens)
+        outcome["step_times_s"] = _penstock_times(steps, Path(folder), (rows, row_tokens), given)
+    return outcome | {"peak_rss_bytes": resident_bytes("VmHWM")}

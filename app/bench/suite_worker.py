@@ -21,6 +21,7 @@ from penstock.app.bench.figures import kernel_idle, limit_s, median_times, scale
 from penstock.app.bench.kernels import attention_rates, matmul_rates
 from penstock.app.bench.setup import Setup, Skip, choose, nvme_bytes
 from penstock.app.bench.state import open_drawn
+from penstock.app.bench.suite_plain import plain_step
 from penstock.app.ops import STEP_END
 from penstock.app.trace import write_spans
 from penstock.engine.attention import chunk as attention
@@ -242,6 +243,7 @@ def measure(case: Case, folder: Path, trace: Path | None) -> dict[str, Any]:
     gc.enable()
     gc.unfreeze()
     _give_back(setup.device)
+    plain = plain_step(case, setup, "bfloat16")
     # Products are summed as in the steps; the memory is all that there is.
     settings = configure(setup.device, free_budgets(setup.device).gpu, deterministic=False)
     kernels = {
@@ -250,6 +252,8 @@ def measure(case: Case, folder: Path, trace: Path | None) -> dict[str, Any]:
     }
     settings.restore()
     found = figures(case, setup, ran, kernels)
+    found["plain"] = plain
+    found["best_plain_ratio"] = plain["step_s"] and found["measured"]["step_s"] / plain["step_s"]
     found["plan"]["kept_chunks_uncalibrated"] = len(eager.plan.saved_graphs)
     return found
 

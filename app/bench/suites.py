@@ -113,6 +113,13 @@ def _progress(row: dict[str, Any]) -> str:
 
 
 def _line(rows: list[dict[str, Any]]) -> str:
-    """What was measured, in one line: with every rate its step over what its kernels reach alone."""
-    done = [f"{r['case']} {r['tokens_per_s']:,.0f} ({r['ratio']:.2f} x)" for r in rows if r["status"] == "done"]
-    return f"{len(done)} of {len(rows)} cases; tokens/s, step over kernels alone: {', '.join(done) or 'none'}"
+    """What was measured, a line a case: its rate, its step over its kernels alone and over plain PyTorch's."""
+    done = [row for row in rows if row["status"] == "done"]
+    return "\n".join([f"{len(done)} of {len(rows)} cases", *(_rates(row) for row in done)])
+
+
+def _rates(row: dict[str, Any]) -> str:
+    plain = row["plain"]["reason"]
+    if row["best_plain_ratio"] is not None:
+        plain = f"{row['best_plain_ratio']:.2f} x the fastest plain PyTorch ({row['plain']['name']})"
+    return f"{row['case']}: {row['tokens_per_s']:,.0f} tokens/s, {row['ratio_once']:.2f} x the kernels alone, {plain}"

@@ -1,6 +1,7 @@
 """The bookkeeping of the benchmarks of a step, whose figures come from running them, and the processes they work in."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,53 +12,132 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from penstock.app.bench import process
 from penstock.app.bench import step as bench
 from penstock.app.bench.attention import bench_attention
+from penstock.app.bench.kernels import step_kernels
 from penstock.app.bench.memory import bench_memory
-from penstock.app.bench.plain import PlainBatch, plain_steps
+from penstock.app.bench.plain import PlainBatch, compiled_steps, plain_steps
 from penstock.app.bench.plan import bench_plan
 from penstock.app.bench.planned import bench_planned
 from penstock.app.bench.suites import bench_suites
-from penstock.engine.config import TrainConfig
+from penstock.engine.config import BudgetConfig, TrainConfig, parse_bytes
+from penstock.engine.hf.config import model_config
+from penstock.engine.model.anatomy import model_spec
 from penstock.storage.errors import UserError
 
 CPU = torch.device("cpu")
 
 
+STEPS_S = {"plain": 4.0, "eager": 3.5, "compiled": 3.0, "ram": 2.5, "ram_plain": 3.0, "nvme": 5.0, "kernels": 1.0}
+PEAKS = {"plain": 1000, "eager": 2000, "compiled": 900, "ram": 800, "ram_plain": 950, "nvme": 400, "kernels": 1}
+
+
 @pytest.fixture
 def outcomes(monkeypatch):
-    """Workers that report step times and peaks without running anything; returns the order in which they ran."""
+    """Workers that report step times and peaks without running anything; returns what they were given, in order."""
     order = []
 
-    def run_case(case, steps, scratch):
+    def run_case(case, steps, scratch, batch, memory_bytes):
         assert Path(scratch).is_dir()
-        order.append(case)
-        step_s = {"plain": 4.0, "ram": 3.0, "nvme": 5.0}[case] + order.count(case)
-        peak = {"plain": 1000, "ram": 900, "nvme": 400}[case] + order.count(case)
-        return {
+        order.append((case, batch, memory_bytes))
+        turn = sum(name == case for name, *_ in order)
+        step_s = STEPS_S[case] + turn
+        outcome = {
             "dtype": "float32",
             "step_times_s": [99.0] * bench.WARMUP_STEPS + [step_s] * steps,
-            "peak_rss_bytes": peak,
+            "peak_rss_bytes": PEAKS[case] + turn,
         }
+        parts = [{"adamw": 99.0}] * bench.WARMUP_STEPS + [{"adamw": step_s}] * steps
+        return outcome | ({"parts_s": parts} if case == "kernels" else {})
 
     monkeypatch.setattr(bench, "_run_case", run_case)
+    monkeypatch.setattr(bench, "_compiles", lambda: True)
     return order
 
 
 def test_ratios_are_medians_without_warm_up_and_highest_peaks(tmp_path, outcomes, capsys):
     figures = bench.bench_step(json=True, rounds=3, steps=2, folder=tmp_path)
-    assert outcomes == ["plain", "ram", "nvme"] * 3
+    assert [case for case, *_ in outcomes] == list(STEPS_S) * 3
     assert json.loads(capsys.readouterr().out) == figures
     assert figures["plain_step_s"] == 6.0
     assert figures["plain_step_range_s"] == [5.0, 7.0]
-    assert figures["ram_ratio"] == pytest.approx(5 / 6)
-    assert figures["nvme_ratio"] == pytest.approx(7 / 6)
-    assert figures["nvme_rss_ratio"] == pytest.approx(403 / 1003)
+    assert figures["best_plain"] == "compiled"
+    assert figures["kernels_parts_s"] == {"adamw": 3.0}
+    expected = {
+        "ram_ratio": 4.5 / 6,
+        "ram_plain_ratio": 5 / 6,
+        "nvme_ratio": 7 / 6,
+        "best_plain_ratio": 4.5 / 5,
+        "nvme_best_plain_ratio": 7 / 5,
+        "kernels_ratio": 4.5 / 3,
+        "ram_rss_ratio": 803 / 903,
+        "nvme_rss_ratio": 403 / 903,
+        "ram_plain_rss_ratio": 953 / 1003,
+    }
+    assert {name: figures[name] for name in expected} == pytest.approx(expected)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_result_is_one_line(tmp_path, outcomes, capsys):
+def test_penstock_is_given_the_memory_that_plain_pytorch_took(tmp_path, outcomes):
+    """The least of all rounds so far; on NVMe half of it."""
+    bench.bench_step(json=True, rounds=2, steps=1, folder=tmp_path, batch=(1, 64))
+    given = {case: memory for case, batch, memory in outcomes if batch == (1, 64)}
+    assert given == {
+        **dict.fromkeys(("plain", "eager", "compiled", "kernels")),
+        "ram": 901,
+        "ram_plain": 1001,
+        "nvme": 450,
+    }
+
+
+def test_without_compilers_the_fastest_is_one_that_runs(tmp_path, outcomes, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "_compiles", lambda: False)
+    figures = bench.bench_step(rounds=1, steps=1, folder=tmp_path)
+    assert figures["best_plain"] == "eager"
+    assert "compiled_step_s" not in figures
+    assert bench.WORDS["compiled"] not in capsys.readouterr().out
+
+
+def test_the_table_states_every_case(tmp_path, outcomes, capsys):
     bench.bench_step(rounds=1, steps=1, folder=tmp_path)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "a step of 5.00 s in plain PyTorch (float32) takes Penstock 0.80 x its time in RAM, and 1.20 x" in line
+    title, _, *rows = capsys.readouterr().out.splitlines()
+    assert title.startswith("2 x 512 tokens, float32")
+    assert [row[:58].strip() for row in rows] == list(bench.WORDS.values())
+    assert rows[3].split()[-5:] == ["3.50", "0.88", "1.75", "0", "0.89"]
+    assert rows[-1].split()[-3:] == ["2.00", "0.50", "1.00"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_budgets_add_up_to_the_memory_given(dtype):
+    memory = 4 << 30
+    for case in ("ram", "nvme"):
+        found = bench.budgets(case, memory, dtype, 1024)
+        sizes = [parse_bytes(size, "budgets") for size in (found.gpu, found.ram)]
+        assert sum(sizes) == pytest.approx(memory - bench.PROCESS_BYTES, abs=2 * bench.MIB)
+        assert sizes[0] >= bench.GPU_BYTES[dtype]
+    more = bench.budgets("ram", 2 * memory, dtype, 1024)
+    assert parse_bytes(more.ram, "budgets") == parse_bytes(bench.budgets("ram", 3 * memory, dtype, 1024).ram, "budgets")
+    assert parse_bytes(more.ram, "budgets") > bench.PARAMS * {"bfloat16": 16, "float32": 20}[dtype]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2", "2x", "x512", "0x512", "2x1", "-1x512", "2x512x1", "٢x512", "2X512", "9" * 40]
+)
+def test_a_batch_that_is_none_is_refused(text):
+    with pytest.raises(UserError, match="write ROWSxTOKENS, as in 2x512"):
+        bench.parse_batch(text)
+
+
+def test_batches():
+    assert [bench.parse_batch(text) for text in ("2x512", "1x4096", "8x512")] == [(2, 512), (1, 4096), (8, 512)]
+
+
+def test_the_kernels_alone_are_of_every_kind():
+    recipe = bench._recipe(1, (2, 64), BudgetConfig())
+    small = replace(recipe.model, num_layers=2, hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1)
+    recipe = replace(recipe, model=replace(small, head_dim=16, vocab_size=96))
+    spec = model_spec(model_config(recipe, None), recipe)
+    parts = step_kernels(spec, 2, 64, CPU, recipe.train, compiled=False)
+    assert set(parts) == {"layer_products", "head_products", "attention_forward", "attention_backward", "adamw"}
+    assert min(parts.values()) > 0
 
 
 def test_plain_pytorch_learns_the_same_in_float32_and_bfloat16():
@@ -77,6 +157,26 @@ def test_plain_pytorch_learns_the_same_in_float32_and_bfloat16():
     for (loss, norm, _), (rounded_loss, rounded_norm, _) in zip(*found.values(), strict=True):
         assert loss == pytest.approx(rounded_loss, rel=0.01)
         assert norm == pytest.approx(rounded_norm, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
+def test_compiled_plain_pytorch_learns_what_plain_pytorch_does(dtype):
+    """Of one micro-batch and of two; in bfloat16 its gradients are not rounded once more."""
+    config = AutoConfig.for_model(**CONFIG | {"vocab_size": 50})
+    torch.manual_seed(0)
+    batch, half = (PlainBatch(torch.randint(0, 50, (rows, 24))) for rows in (2, 1))
+    weights = {
+        name: param.detach().clone() for name, param in AutoModelForCausalLM.from_config(config).named_parameters()
+    }
+    train = TrainConfig(lr=1e-2, weight_decay=0.1, clip_norm=1.0, compute_dtype=dtype)
+    loss_error, norm_error = {"float32": (1e-4, 1e-4), "bfloat16": (0.01, 0.1)}[dtype]
+    for batches in ([[batch]] * 3, [[batch, half]] * 3):
+        given = (config, batches, train, CPU, weights)
+        for (loss, norm, _), (other_loss, other_norm, _) in zip(
+            plain_steps(*given), compiled_steps(*given), strict=True
+        ):
+            assert other_loss == pytest.approx(loss, rel=loss_error)
+            assert other_norm == pytest.approx(norm, rel=norm_error)
 
 
 def test_failed_case_shows_its_error(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from penstock.app.bench import cases as bench_cases
+from penstock.app.bench import suite_plain
 from penstock.app.bench import suites as bench_suites
 from penstock.app.bench.cases import LLAMA3_8B, QWEN3_32B, QWEN25_7B, SUITES, Case, case_of, cases_of
 from penstock.app.bench.figures import kernel_idle, limit_s, median_times, scaled_flops, step_times
@@ -147,6 +148,24 @@ def test_the_allocators_share_of_a_smaller_budget_becomes_nothing_else(tmp_path:
     assert ram == same_ram
 
 
+def test_a_card_too_small_for_checkpointing_and_for_none_has_no_plain_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card's allocator refuses: what fits only with checkpointing is timed with it."""
+    setup = chosen(CPU_SHORT, tmp_path)
+    tried = []
+
+    def refusing(*_: Any, checkpointing: bool) -> Any:
+        tried.append(checkpointing)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore words")
+
+    monkeypatch.setattr(suite_plain, "plain_steps", refusing)
+    found = suite_plain.plain_step(CPU_SHORT, setup, "bfloat16")
+    assert tried == [False, True]
+    assert found["name"] is found["step_s"] is None
+    assert found["reason"] == "plain PyTorch does not fit: CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
 def test_depth_is_what_ram_holds(tmp_path: Path) -> None:
     short = replace(SUITES["short"][0], gpu="24GiB")
     assert len(chosen(replace(short, ram="80GiB"), tmp_path).spec.attention) == 4
@@ -253,6 +272,12 @@ def check_figures(row: dict[str, Any], case: Case) -> None:
     assert len(measured["steps_s"]) == case.timed
     assert measured["step_s"] in measured["steps_s"]
     assert measured["step_s"] == pytest.approx(measured["layers_s"] + measured["edges_s"])
+    if case.plain:
+        assert row["plain"]["name"] in ("eager", "plain")
+        assert row["best_plain_ratio"] == pytest.approx(measured["step_s"] / row["plain"]["step_s"])
+    else:
+        assert row["best_plain_ratio"] is None
+        assert row["plain"]["reason"] == "plain PyTorch not tried"
     assert (row["layers"], measured["layers"], row["label"]) == (6, 2, "scaled from 2 layers")
     assert row["step_s"] == pytest.approx(3 * measured["layers_s"] + measured["edges_s"])
     assert measured["losses"][0] == pytest.approx(6.24, abs=0.1)  # ln 512: a new model's
@@ -305,7 +330,9 @@ def test_one_case_that_fails_or_does_not_fit_loses_no_other(
     for row in (unknown_row, slow, large):
         assert f"{row['case']}: {row['status']}: {row['reason'].splitlines()[0]}" in err
     assert out.splitlines() == [
-        f"1 of 4 cases; tokens/s, step over kernels alone: good {good['tokens_per_s']:,.0f} ({good['ratio']:.2f} x)"
+        "1 of 4 cases",
+        f"good: {good['tokens_per_s']:,.0f} tokens/s, {good['ratio_once']:.2f} x the kernels alone, "
+        f"{good['best_plain_ratio']:.2f} x the fastest plain PyTorch (eager)",
     ]
 
 

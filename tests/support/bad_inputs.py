@@ -579,4 +579,6 @@ def _arguments() -> Iterator[Bad]:
             others[f"bench storage {option} {text}"] = ["bench", "storage", ".", option, text]
     for name in ("nonsense", "gpu,nonsense", ","):
         others[f"bench step --suite {name}"] = ["bench", "step", "--suite", name]
+    for text in ("512", "2x", "0x512", "2x1", "axb", "2x512x1", "9" * 30 + "x2"):
+        others[f"bench step --batch {text}"] = ["bench", "step", "--batch", text]
     yield from each("arguments", others, words)
