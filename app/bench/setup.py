@@ -194,10 +194,18 @@ def _scaled_peaks(full: Plan, share: float, on_gpu: bool) -> tuple[int, int]:
     trained = sum(buffer.numel for buffer in resident if not buffer.frozen)
     resident_bytes = sum(buffer.numel for buffer in resident) * compute
     resident_bytes += trained * (1 + len(full.problem.state_kinds)) * FP32
-    graphs_bytes = full.tiers["gpu"].parts["saved graphs"]
-    gone = _gone(resident_bytes, len(resident), share) + _gone(graphs_bytes, len(full.saved_graphs), share)
+    # Gradients that wait between groups do in float32, and those that stay on the GPU go with their layers.
+    waiting_on_gpu = [
+        full.buffers[name].numel * FP32
+        for name in layers
+        if full.buffers[name].sums == "gpu" and full.buffers[name].gradient != "gpu"
+    ]
+    sums_bytes = sum(waiting_on_gpu)
+    graphs_bytes, graphs = full.tiers["gpu"].parts["saved graphs"], len(full.saved_graphs - full.graphs_aside)
+    gone = _gone(resident_bytes, len(resident), share) + _gone(graphs_bytes, graphs, share)
+    gone += _gone(sums_bytes, len(waiting_on_gpu), share)
     state = sum(
-        full.buffers[name].numel * size
+        full.buffers[name].numel * (FP32 if kind == "gradient" and full.buffers[name].sums == "ram" else size)
         for name in layers
         for kind, size in sizes.items()
         if getattr(full.buffers[name], kind) == "ram"
@@ -206,13 +214,13 @@ def _scaled_peaks(full: Plan, share: float, on_gpu: bool) -> tuple[int, int]:
         full.record_bytes(index, chunk.index)
         for index, block in enumerate(full.blocks)
         if block.role == "layer"
-        for chunk in full.chunks
+        for chunk in full.places
         if (index, chunk.index) not in full.spilled
     )
     ram = full.tiers["ram"]
     in_ram = state + min(records, ram.parts["activations"])
     # What the GPU holds less of for being counted in whole pieces has a place in RAM.
-    rounded = int(gone - (1 - share) * (resident_bytes + graphs_bytes))
+    rounded = int(gone - (1 - share) * (resident_bytes + graphs_bytes + sums_bytes))
     gpu_bytes = full.tiers["gpu"].peak_bytes - gone
     if on_gpu:
         # Of any budget its share is left to the allocator: what a smaller one leaves must not become a saved graph.

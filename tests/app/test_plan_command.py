@@ -62,7 +62,7 @@ def test_json_has_everything(small: Path, capsys: pytest.CaptureFixture[str]) ->
     assert set(found["lanes"]) == set(LANES)
     assert [block["name"] for block in found["blocks"]] == ["embed", *(f"layers.{i}" for i in range(4)), "head"]
     layer = found["blocks"][1]
-    assert sum(layer["activation_checkpointing"].values()) == found["chunks"]
+    assert sum(layer["activation_checkpointing"].values()) == found["group_chunks"]
     assert found["run"]["seconds"] >= 100 * found["step_s"]
     assert found["run"]["drives"][0]["bytes_written"] > 0
     assert {"best_change", "compute_bound_tokens", "reasons", "mfu", "hfu", "model"} <= found.keys()

@@ -198,7 +198,7 @@ def test_the_best_of_all_choices_is_found() -> None:
 def test_a_deep_model_s_choices_are_changed_one_at_a_time() -> None:
     shape = problem(layers=24, gpu_budget=1_500_000, ram_budget=3_000_000, **AUTO)
     best = found(shape, ROUND, (32, 64, 128))
-    assert len(best.tried) < 60
+    assert len(best.tried) < 120
     assert rank(best.best) == min(map(rank, best.tried))
     # No single change is better.
     values = dimensions(best.plan.problem, best.plan.window_chunks)
