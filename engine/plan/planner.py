@@ -6,24 +6,19 @@ Reads shapes and budgets only: no torch, no device, no file. Which choice is bes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from penstock.engine.plan.plan import (
     BufferPlan,
-    Graph,
     Plan,
     TierPlan,
     aligned,
     attention_regions,
-    cut_chunks,
     gib,
-    graph_bytes,
     graph_slot_bytes,
     part_stage_bytes,
-    record,
     sample_regions,
     state_part_numel,
-    where_graph_is,
     window_bytes,
 )
 from penstock.engine.plan.problem import (
@@ -34,20 +29,19 @@ from penstock.engine.plan.problem import (
     LAYER_POOLS,
     POOLS,
     SAVED_SLOTS,
-    BlockShape,
     BufferShape,
     PlanInput,
     PlanOptions,
     Pool,
     Tier,
 )
+from penstock.engine.plan.saving import Saving
 from penstock.storage.chunk import ChunkFormat
 from penstock.storage.errors import BudgetError
 from penstock.storage.units import size_text
 
 SMALL_WINDOW = 4
 """A window of keys and values is small where so many of them are no more than a layer's weights."""
-_QUARTERS = {"quarter": 1, "half": 2, "most": 3, "all": 4}
 ACTIVATION_STAGES = {2: 2, 4: 9}
 """Choice.stages -> records on their way to or from NVMe at once."""
 
@@ -65,23 +59,13 @@ class _RamPlacement:
     spilled: set[tuple[int, int]] = field(default_factory=set)
 
 
-class _Planner:
+class _Planner(Saving):
     """Fills the GPU's budget with whole buffers and saved activations, then RAM's with activations, weights, gradients
     and state."""
 
     def __init__(self, problem: PlanInput, choice: PlanOptions) -> None:
-        self.problem = p = problem
-        self.choice = choice
-        self.chunks = cut_chunks(p.micro_batches, p.rows, p.row_tokens, p.chunk_tokens, p.chunk_per_row)
-        self.group = min(choice.group or p.micro_batches, p.micro_batches)
-        self.places = tuple(c for c in self.chunks if c.micro_batch < self.group)
-        """The chunks of one group, whose saved activations those of the groups that follow take the place of."""
-        self.grouped = self.group < p.micro_batches
-        self.max_chunk = max(c.end - c.start for c in self.chunks)
-        self.layers = [i for i, block in enumerate(p.blocks) if block.role == "layer"]
-        self.saving = [i for i in self.layers if p.blocks[i].backward]
-        """Layers that save anything for a backward."""
-        self.attending = [i for i in self.saving if p.blocks[i].attends]
+        super().__init__(problem, choice)
+        p = problem
         self.pool = _pools(p)
         self.in_order = sorted(p.buffers, key=lambda b: (self.pool[b.name] not in LAYER_POOLS, not b.frozen))
         """Buffers in the order in which they find a place: layers first, embedding and head, which are large, last; of
@@ -93,26 +77,10 @@ class _Planner:
         self.at_once = {
             pool: max(sum(self.pool[n] == pool for n in block.buffers) for block in p.blocks) for pool in POOLS
         }
-        self.streamed = choice.streamed
         self.windows = self.num_windows()
         self.resident: set[str] = set()
         self.sums: set[str] = set()
         """Buffers not resident whose gradient stays on the GPU from group to group."""
-        self.saved_graphs: set[tuple[int, int]] = set()
-        self.graphs_aside: set[tuple[int, int]] = set()
-        self.saved_on_gpu: set[tuple[int, int]] = set()
-        self.graphs_bytes = self.on_gpu_bytes = 0
-        """Bytes on the GPU of the saved graphs and of the saved activations there."""
-        self._numbers: dict[BlockShape, int] = {}
-        self._kinds = [self._numbers.setdefault(replace(b, name="", buffers=()), len(self._numbers)) for b in p.blocks]
-        """Blocks of the same shape have the same number."""
-        self._sizes: dict[tuple[int, int, bool, str | None], int] = {}
-        self._layer_sizes: dict[tuple[int, bool], int] = {}
-        count = {"none": 0, "half": -(-len(self.attending) // 2), "all": len(self.attending)}[choice.recompute]
-        self.recomputed = set(self.attending[:count])
-        may_leave = p.activation_checkpointing in ("auto", "none") and not self.streamed
-        self.leaving = choice.graphs_aside != "none" and may_leave and bool(self.keepable())
-        """Whether graphs of some layer chunks may leave the GPU."""
 
     # ------------------------------------------------------------------ GPU
 
@@ -141,10 +109,17 @@ class _Planner:
             spare = self.choice.spare_slots - (not layer)
             weights[pool] = min(len(members), self.at_once[pool] + spare)
             if not members[0].frozen:
-                # Between groups sums leave and come back: one more is on its way.
+                # Between groups sums leave and come back: one more is on its way, while that of a buffer which two
+                # blocks share stays from one to the other.
                 summed = sum(b.name not in self.sums for b in members)
-                gradients[pool] = min(summed, self.at_once[pool] + layer * (1 + self.grouped))
+                more = 1 + self.shares(pool) if self.grouped else 0
+                gradients[pool] = min(summed, self.at_once[pool] + layer * (1 + more))
         return weights, gradients, numel
+
+    def shares(self, pool: Pool) -> bool:
+        """Whether two blocks compute with the same buffer of that pool."""
+        users = [name for block in self.problem.blocks for name in block.buffers if self.pool[name] == pool]
+        return len(set(users)) < len(users)
 
     def gpu_parts(self, resident: set[str]) -> dict[str, int]:
         """Bytes of everything on the GPU when `resident` buffers live there whole."""
@@ -171,13 +146,6 @@ class _Planner:
             parts["graph slots"] = GRAPH_SLOTS * graph_slot_bytes(p, self.max_chunk)
         return parts if p.samples is None else parts | {"samples": self.samples.gpu_bytes}
 
-    def graph_bytes(self, block: int, place: int) -> int:
-        """Bytes of one saved graph, with attention's log-sum-exp."""
-        c, shape, p = self.places[place], self.problem.blocks[block], self.problem
-        # A graph that is cut at attention holds the layer's output and its keys and values as well.
-        cut = p.hidden_size * p.compute_bytes + shape.kv_bytes_per_token if self.streamed else 0
-        return aligned((c.end - c.start) * (graph_bytes(shape) + cut))
-
     def gpu_need(self, resident: set[str]) -> int:
         return sum(self.gpu_parts(resident).values())
 
@@ -196,7 +164,15 @@ class _Planner:
             )
         if p.activation_checkpointing == "none" and not self.leaving:
             self.keep_all()
-        left = p.gpu_budget - self.gpu_need(set())
+        # Sums come before whole blocks, of which they are a fourth; graphs before both.
+        graphs_first = self.choice.gpu_first in ("graphs", "graphs only")
+        if not self.grouped or graphs_first or self.keep_sums(p.gpu_budget):
+            self._fill_gpu(p.gpu_budget - self.gpu_need(set()))
+        self.leave()
+
+    def _fill_gpu(self, left: int) -> None:
+        """What the GPU's last `left` bytes go to."""
+        p = self.problem
         match self.choice.gpu_first:
             case "graphs":
                 self.keep(left) and self.reside(p.gpu_budget)
@@ -209,40 +185,18 @@ class _Planner:
                 self.keep(left)
             case "records":
                 self.hold(left) and self.reside(p.gpu_budget)
-        if self.grouped:
-            self.keep_sums(p.gpu_budget)
-        self.leave()
 
-    def keepable(self) -> list[tuple[int, int]]:
-        """(block, place) in the order in which backward wants them; none of a layer whose attention runs again."""
-        graphs = [block.graph_bytes_per_token for block in self.problem.blocks]
-        known = [i for i in self.saving if graphs[i] is not None and i not in self.recomputed]
-        return [(i, chunk.index) for i in reversed(known) for chunk in reversed(self.places)]
-
-    def keep_sums(self, budget: int) -> None:
-        """Let gradients stay on the GPU between groups as long as all there takes no more than `budget` bytes."""
-        for buffer in self.in_order:
-            if buffer.frozen or buffer.name in self.resident:
+    def keep_sums(self, budget: int) -> bool:
+        """Let gradients stay on the GPU between groups as long as all there takes no more than `budget` bytes; whether
+        all do. The last ones come first: those that find a place in RAM are the same ones with more of the GPU."""
+        for buffer in reversed(self.in_order):
+            if buffer.frozen:
                 continue
             self.sums.add(buffer.name)
-            if self.gpu_need(self.resident) > budget:
+            if self.gpu_need(set()) > budget:
                 self.sums.discard(buffer.name)
-                return
-
-    def leave(self) -> None:
-        """Choose graphs that leave the GPU before RAM is filled; "room" is chosen when it has been."""
-        if self.leaving and self.choice.graphs_aside != "room":
-            for key in self.spread(_QUARTERS[self.choice.graphs_aside]):
-                self.put_aside(key)
-
-    def spread(self, quarters: int) -> list[tuple[int, int]]:
-        """So many quarters of the layer chunks whose graph may leave, evenly spread."""
-        left = [key for key in self.keepable() if key not in self.saved_graphs and key not in self.saved_on_gpu]
-        return [key for i, key in enumerate(left) if (i + 1) * quarters // 4 > i * quarters // 4]
-
-    def put_aside(self, key: tuple[int, int]) -> None:
-        self.graphs_aside.add(key)
-        self.saved_graphs.add(key)
+                return False
+        return True
 
     def keep_all(self) -> None:
         p = self.problem
@@ -265,31 +219,6 @@ class _Planner:
                 budget_bytes=p.gpu_budget,
             )
 
-    def hold(self, left: int) -> bool:
-        """Let records stay on the GPU, backward's first ones first, while `left` bytes last; whether all do."""
-        for key in self.backward_order():
-            size = self.record_bytes(*key)
-            if size > left:
-                return False
-            self.saved_on_gpu.add(key)
-            self.on_gpu_bytes += size
-            left -= size
-        return True
-
-    def keep(self, left: int) -> bool:
-        """Keep graphs, backward's first ones first, while `left` bytes last; whether all that may be are."""
-        p = self.problem
-        free = p.activation_checkpointing == "auto" or (p.activation_checkpointing == "none" and self.leaving)
-        may = free and self.choice.ram_first == "activations"
-        for key in self.keepable() if may else ():
-            size = self.graph_bytes(*key)
-            if size > left:
-                return False
-            self.saved_graphs.add(key)
-            self.graphs_bytes += size
-            left -= size
-        return True
-
     def reside(self, budget: int) -> bool:
         """Let whole buffers live on the GPU as long as all there takes no more than `budget` bytes; whether all do."""
         for buffer in self.in_order:
@@ -304,40 +233,6 @@ class _Planner:
         """The chunks of one block boundary: the hidden states going up, their gradients coming down."""
         hidden = self.problem.hidden_size * self.problem.compute_bytes
         return sum(aligned((chunk.end - chunk.start) * hidden) for chunk in self.places)
-
-    def backward_order(self) -> Iterator[tuple[int, int]]:
-        """(block, place) of all layers that backward passes, its first ones first."""
-        return ((i, chunk.index) for i in reversed(self.saving) for chunk in reversed(self.places))
-
-    def records_bytes(self) -> int:
-        """Bytes of all saved activations outside the GPU."""
-        touched = {i for i, _ in self.saved_on_gpu | self.saved_graphs}
-        sizes = (self.layer_bytes(i) for i in self.saving if i not in touched)
-        partial = (
-            self.record_bytes(i, c.index) for i in touched for c in self.places if (i, c.index) not in self.saved_on_gpu
-        )
-        return sum(sizes) + sum(partial)
-
-    def layer_bytes(self, block: int) -> int:
-        """Bytes of the records of a layer of which nothing is saved on the GPU."""
-        key = (self._kinds[block], block in self.recomputed)
-        if key not in self._layer_sizes:
-            self._layer_sizes[key] = sum(self.record_bytes(block, chunk.index) for chunk in self.places)
-        return self._layer_sizes[key]
-
-    def graph_is(self, block: int, place: int) -> Graph:
-        return where_graph_is((block, place), self.saved_graphs, self.graphs_aside)
-
-    def record_bytes(self, block: int, place: int) -> int:
-        c = self.places[place]
-        key = (self._kinds[block], c.end - c.start, block in self.recomputed, self.graph_is(block, place))
-        if key not in self._sizes:
-            self._sizes[key] = sum(self.record(block, place).values())
-        return self._sizes[key]
-
-    def record(self, block: int, place: int) -> dict[str, int]:
-        tokens = self.places[place].end - self.places[place].start
-        return record(self.problem, block, tokens, block in self.recomputed, self.graph_is(block, place))
 
     def stage_bytes(self, grad_on_nvme: bool) -> tuple[int, int]:
         """Bytes of one state stage and of one part stage."""
@@ -402,7 +297,7 @@ class _Planner:
         if not self.leaving or self.choice.graphs_aside != "room":
             return
         free = [key for key in self.spread(4) if key not in placement.spilled]
-        more = {key: self._more_bytes(key) for key in free}
+        more = {key: self.more_bytes(key) for key in free}
         found: list[tuple[int, int]] = []
         for quarters in (1, 2, 3, 4):
             wanted = [key for key in self.spread(quarters) if key in more]
@@ -419,12 +314,6 @@ class _Planner:
                 left -= more[key]
                 self.put_aside(key)
                 placement.parts["activations"] += more[key]
-
-    def _more_bytes(self, key: tuple[int, int]) -> int:
-        """What the record of a layer's chunk takes more with its graph than without."""
-        (block, place), p = key, self.problem
-        tokens = self.places[place].end - self.places[place].start
-        return sum(record(p, block, tokens, False, "aside").values()) - self.record_bytes(block, place)
 
     def _items(
         self, rest: list[BufferShape], spilling: bool
@@ -445,14 +334,13 @@ class _Planner:
             return ((key, self.record_bytes(*key)) for key in self.backward_order() if key not in elsewhere)
 
         first = self.choice.ram_first
-        summed = [b for b in trained if self.sums_tier(b) == "ram"]
-        rest = [b for b in trained if b not in summed]
-        if self.grouped:  # first those that must be there
-            yield from of_kinds([*summed, *rest], "gradient")
-            rest = []
+        waiting = trained
+        if self.grouped:  # those that must be there are the first ones
+            yield from of_kinds(trained, "gradient")
+            waiting = []
         yield from of_kinds(trained, "weights")
         if first != "weights":
-            yield from of_kinds(rest, "gradient")
+            yield from of_kinds(waiting, "gradient")
             yield from of_kinds(trained, "state")
         if first == "records":
             yield from records()
@@ -460,7 +348,7 @@ class _Planner:
         if spilling and first != "records":
             yield from records()
         if first == "weights":
-            yield from of_kinds(rest, "gradient")
+            yield from of_kinds(waiting, "gradient")
             yield from of_kinds(trained, "state")
 
     def _stages(self, spilling: bool) -> _RamPlacement:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
 from penstock.engine.plan.plan import Chunk, Plan
@@ -22,6 +21,7 @@ from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.activations import ActivationSchedule, Mode
 from penstock.engine.schedule.ops import WHOLE, Emitter, Op
+from penstock.engine.schedule.passes import Group, Operands, Task, Visit, emit_share, in_order
 from penstock.engine.schedule.resources import Resource
 from penstock.engine.schedule.samples import SampleSchedule
 from penstock.engine.schedule.state import Load, StateSchedule
@@ -47,61 +47,6 @@ _ACTIONS: dict[tuple[Role, Mode], a.Action] = {
 
 _RESULTS: dict[Mode, str] = {"head": r.GPU_LOSSES, "evaluate": r.GPU_EVALUATIONS, "generate": r.GPU_LOGITS}
 """Where the head leaves what it finds."""
-
-_Visit = tuple[Mode, int, list[Chunk]]
-"""A pass of a block over chunks, in their order."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Group:
-    """Chunks that go forward and backward before those of the next group do."""
-
-    chunks: list[Chunk]
-    last: bool
-    """Whether gradients are complete behind it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A block computing one chunk."""
-
-    group: _Group
-
-    visit: int
-    """Number of the pass over chunks that it belongs to."""
-    mode: Mode
-    layer: int
-    """Index of the block in the plan."""
-    chunk: Chunk
-    first: bool
-    last: bool
-
-
-@dataclass(slots=True)
-class _Operands:
-    """What a block's compute ops read and write, whichever of them it is."""
-
-    weights: list[Resource]
-    weight_slots: dict[str, int]
-    gradients: list[Resource]
-    gradient_slots: dict[str, int]
-    zero: list[str]
-    """Flags of the gradients that begin with this chunk."""
-
-
-def _in_order(visits: Sequence[_Visit], group: _Group, first: int = 0) -> list[_Task]:
-    """The tasks of a group's passes, which are numbered from `first` on."""
-    return [
-        _Task(group, visit, mode, layer, chunk, chunk is order[0], chunk is order[-1])
-        for visit, (mode, layer, order) in enumerate(visits, start=first)
-        for chunk in order
-    ]
-
-
-def _emit_share(loads: deque[Load], turns: int) -> None:
-    """Emit what falls to the next of `turns` turns."""
-    for _ in range(-(-len(loads) // max(1, turns))):
-        loads.popleft()()
 
 
 class ScheduleBuilder:
@@ -187,9 +132,9 @@ class ScheduleBuilder:
         self._begin(step, batch, documents, chunks)
         chunks = list(chunks)
         head = len(self._plan.blocks) - 1
-        visits: list[_Visit] = [("evaluate", layer, chunks) for layer in range(head)]
+        visits: list[Visit] = [("evaluate", layer, chunks) for layer in range(head)]
         # The head begins with the chunk that was computed last.
-        tasks = _in_order([*visits, ("evaluate", head, chunks[::-1])], _Group(chunks, True))
+        tasks = in_order([*visits, ("evaluate", head, chunks[::-1])], Group(chunks, True))
         for _ in self._passes(tasks, commit_previous):
             yield self._emitter.take()
         self._state.applied(committed=commit_previous)
@@ -217,9 +162,9 @@ class ScheduleBuilder:
         self._samples.begin(read_tokens, sum(chunk.end - chunk.start for chunk in chunks))
         chunks = list(chunks)
         head = len(self._plan.blocks) - 1
-        visits: list[_Visit] = [("generate", layer, chunks) for layer in range(head)]
+        visits: list[Visit] = [("generate", layer, chunks) for layer in range(head)]
         visits.append(("generate", head, [chunk for chunk in chunks[::-1] if chunk.index in wanted]))
-        for _ in self._passes(_in_order(visits, _Group(chunks, True)), commit_previous):
+        for _ in self._passes(in_order(visits, Group(chunks, True)), commit_previous):
             yield self._emitter.take()
         self._state.applied(committed=commit_previous)
         self._emit(a.TAKE_LOGITS, "all", reads=[r.place(r.GPU_LOGITS)], writes=[r.place(r.RAM_LOGITS)])
@@ -246,18 +191,18 @@ class ScheduleBuilder:
 
     # ------------------------------------------------------------------ passes over the blocks
 
-    def _tasks(self, chunks: Sequence[Chunk]) -> list[_Task]:
+    def _tasks(self, chunks: Sequence[Chunk]) -> list[Task]:
         """Group by group, each forward and backward."""
-        tasks: list[_Task] = []
+        tasks: list[Task] = []
         groups = self._plan.groups(chunks)
         for members in groups:
             visits = self._visits(members)
-            tasks += _in_order(visits, _Group(members, members is groups[-1]), tasks[-1].visit + 1 if tasks else 0)
+            tasks += in_order(visits, Group(members, members is groups[-1]), tasks[-1].visit + 1 if tasks else 0)
         return tasks
 
-    def _visits(self, chunks: list[Chunk]) -> list[_Visit]:
+    def _visits(self, chunks: list[Chunk]) -> list[Visit]:
         plan, head = self._plan, len(self._plan.blocks) - 1
-        visits: list[_Visit] = [("forward", layer, chunks) for layer in range(head)]
+        visits: list[Visit] = [("forward", layer, chunks) for layer in range(head)]
         # The head goes in backward's order: its last gradients are the first ones needed.
         visits.append(("head", head, chunks[::-1]))
         for layer in range(head - 1, -1, -1):
@@ -272,7 +217,7 @@ class ScheduleBuilder:
                 visits += [("recompute", layer, order[::-1]), ("backward", layer, order)]
         return visits
 
-    def _passes(self, tasks: list[_Task], commit: bool) -> Iterator[None]:
+    def _passes(self, tasks: list[Task], commit: bool) -> Iterator[None]:
         """Emit the ops of all passes, with a pause after each."""
         visits = [task for task in tasks if task.first]
         lengths = Counter(task.visit for task in tasks)
@@ -281,7 +226,7 @@ class ScheduleBuilder:
         """Gradients that leave until the next group: the visit with which they have to be gone, and what moves them."""
         weights = deque(self._prepare(visits, 0, commit, 1))
         turns = 1
-        _emit_share(weights, turns)
+        emit_share(weights, turns)
         self._activations.begin(tasks[0].group.chunks, self._documents)
         loaded = self._load(tasks[0])
         for number, (task, following) in enumerate(zip(tasks, [*tasks[1:], None], strict=True)):
@@ -293,9 +238,9 @@ class ScheduleBuilder:
             turns = turns - 1 if not task.first else max(1, lengths[task.visit] // 2)
             if task.first:
                 weights.extend(self._prepare(visits, task.visit + 1, commit, turns))
-            _emit_share(weights, turns)
+            emit_share(weights, turns)
             for until, stores in leaving:
-                _emit_share(stores, ends[until] - number)
+                emit_share(stores, ends[until] - number)
             leaving = [(until, stores) for until, stores in leaving if stores]
             if task.last:
                 assert not weights
@@ -307,7 +252,7 @@ class ScheduleBuilder:
             if task.last:
                 yield
 
-    def _prepare(self, visits: list[_Task], visit: int, commit: bool, turns: int) -> list[Load]:
+    def _prepare(self, visits: list[Task], visit: int, commit: bool, turns: int) -> list[Load]:
         """Update, where this step has not yet, the block of `visit`, ahead of its first op.
 
         Returns what fetches its weights, and the sums of its gradient, to be emitted in `turns` turns.
@@ -328,7 +273,7 @@ class ScheduleBuilder:
                     loads += self._state.fetch_sum(name, turns)
         return loads
 
-    def _leave(self, task: _Task, visits: list[_Task]) -> list[tuple[int, deque[Load]]]:
+    def _leave(self, task: Task, visits: list[Task]) -> list[tuple[int, deque[Load]]]:
         """The block has seen all of the pass's chunks: its weights may go, and gradients that are complete do.
 
         Returns of those that wait for the next group the visit with whose end they have to be gone, and what moves
@@ -347,10 +292,10 @@ class ScheduleBuilder:
                 if until > task.visit:
                     leaving.append((until, stores))
                 else:
-                    _emit_share(stores, 1)
+                    emit_share(stores, 1)
         return leaving
 
-    def _gone_by(self, visit: int, name: str, visits: list[_Task]) -> int:
+    def _gone_by(self, visit: int, name: str, visits: list[Task]) -> int:
         """The last visit in which a gradient may leave its slot: the next one, where there are slots for one that comes
         and one that goes, else the one before that in which the slot's next sum begins to come."""
         pool = self._plan.buffers[name].pool
@@ -366,7 +311,7 @@ class ScheduleBuilder:
 
     # ------------------------------------------------------------------ one block, one chunk
 
-    def _load(self, task: _Task) -> dict[str, int]:
+    def _load(self, task: Task) -> dict[str, int]:
         """Emit the loads of a task's activations; their slots by role."""
         block, layer, chunk = self._plan.blocks[task.layer], task.layer, task.chunk
         key = self._activations.key(layer, chunk)
@@ -384,7 +329,7 @@ class ScheduleBuilder:
                 loaded[a.SAVED] = self._activations.load_saved(layer, chunk)
         return loaded
 
-    def _compute(self, task: _Task, loaded: dict[str, int]) -> None:
+    def _compute(self, task: Task, loaded: dict[str, int]) -> None:
         block, chunk, activations = self._plan.blocks[task.layer], task.chunk, self._activations
         operands = self._operands(task)
         onward = task.mode in ("forward", "evaluate", "generate")
@@ -417,9 +362,9 @@ class ScheduleBuilder:
         if a.GRAPH in slots:
             activations.graphs.release(slots[a.GRAPH], keep=again)
 
-    def _operands(self, task: _Task) -> _Operands:
+    def _operands(self, task: Task) -> Operands:
         block, state = self._plan.blocks[task.layer], self._state
-        operands = _Operands([], {}, [], {}, [])
+        operands = Operands([], {}, [], {}, [])
         for name in block.buffers:
             operands.weights.append(state.weights(name))
             operands.weight_slots[name] = state.weight_slot.get(name, WHOLE)
@@ -432,8 +377,8 @@ class ScheduleBuilder:
 
     def _emit_block(
         self,
-        task: _Task,
-        operands: _Operands,
+        task: Task,
+        operands: Operands,
         slots: dict[str, int],
         action: a.Action | None = None,
         *,
@@ -470,14 +415,14 @@ class ScheduleBuilder:
             flags=flags,
         )
 
-    def _compute_generated(self, task: _Task, operands: _Operands, slots: dict[str, int]) -> None:
+    def _compute_generated(self, task: Task, operands: Operands, slots: dict[str, int]) -> None:
         """A block on tokens of samples, whose keys and values have a place of their own."""
         kept, stage = self._samples.operands(task.layer)
         self._emit_block(task, operands, slots | stage, writes=kept)
         if task.last:
             self._samples.close(task.layer)
 
-    def _compute_whole(self, task: _Task, operands: _Operands, slots: dict[str, int]) -> None:
+    def _compute_whole(self, task: Task, operands: Operands, slots: dict[str, int]) -> None:
         """A layer whose keys and values are in the window over its micro-batch."""
         layer, chunk, activations = task.layer, task.chunk, self._activations
         window, last = activations.window(chunk), activations.ends_stream(chunk)
@@ -500,7 +445,7 @@ class ScheduleBuilder:
 
     # ------------------------------------------------------------------ keys and values in pieces
 
-    def _compute_streamed(self, task: _Task, operands: _Operands, slots: dict[str, int]) -> None:
+    def _compute_streamed(self, task: Task, operands: Operands, slots: dict[str, int]) -> None:
         """A layer whose keys and values pass through the compute device chunk by chunk.
 
         Its op is cut in three: up to attention, attention over each chunk of keys, and the rest.
@@ -541,7 +486,7 @@ class ScheduleBuilder:
             action = a.LAYER_FORWARD_BOTTOM if task.mode == "forward" else a.LAYER_EVALUATE_BOTTOM
             self._emit_block(task, operands, slots, action, reads=[r.saved(slots[a.SAVED])])
 
-    def _backward_streamed(self, task: _Task, operands: _Operands, slots: dict[str, int]) -> None:
+    def _backward_streamed(self, task: Task, operands: Operands, slots: dict[str, int]) -> None:
         layer, chunk, activations = task.layer, task.chunk, self._activations
         name, key = self._plan.blocks[layer].name, activations.key(layer, chunk)
         has_graph = key in self._plan.saved_graphs

@@ -1,0 +1,141 @@
+"""What forward saves of a layer's chunks for backward, how many bytes that takes, and which of it stays on the GPU.
+
+A chunk is named by its layer and its place in its group; see Plan.places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from penstock.engine.plan.plan import Graph, aligned, cut_chunks, graph_bytes, record, where_graph_is
+from penstock.engine.plan.problem import BlockShape, PlanInput, PlanOptions
+
+_QUARTERS = {"quarter": 1, "half": 2, "most": 3, "all": 4}
+
+
+class Saving:
+    """What is saved of one group's chunks, as a choice says and as budgets allow."""
+
+    def __init__(self, problem: PlanInput, choice: PlanOptions) -> None:
+        self.problem = p = problem
+        self.choice = choice
+        self.chunks = cut_chunks(p.micro_batches, p.rows, p.row_tokens, p.chunk_tokens, p.chunk_per_row)
+        self.group = min(choice.group or p.micro_batches, p.micro_batches)
+        self.places = tuple(c for c in self.chunks if c.micro_batch < self.group)
+        """The chunks of one group, whose saved activations those of the groups that follow take the place of."""
+        self.grouped = self.group < p.micro_batches
+        self.max_chunk = max(c.end - c.start for c in self.chunks)
+        self.layers = [i for i, block in enumerate(p.blocks) if block.role == "layer"]
+        self.saving = [i for i in self.layers if p.blocks[i].backward]
+        """Layers that save anything for a backward."""
+        self.attending = [i for i in self.saving if p.blocks[i].attends]
+        self.streamed = choice.streamed
+        self.saved_graphs: set[tuple[int, int]] = set()
+        self.graphs_aside: set[tuple[int, int]] = set()
+        self.saved_on_gpu: set[tuple[int, int]] = set()
+        self.graphs_bytes = self.on_gpu_bytes = 0
+        """Bytes on the GPU of the saved graphs and of the saved activations there."""
+        self._numbers: dict[BlockShape, int] = {}
+        self._kinds = [self._numbers.setdefault(replace(b, name="", buffers=()), len(self._numbers)) for b in p.blocks]
+        """Blocks of the same shape have the same number."""
+        self._sizes: dict[tuple[int, int, bool, str | None], int] = {}
+        self._layer_sizes: dict[tuple[int, bool], int] = {}
+        count = {"none": 0, "half": -(-len(self.attending) // 2), "all": len(self.attending)}[choice.recompute]
+        self.recomputed = set(self.attending[:count])
+        may_leave = p.activation_checkpointing in ("auto", "none") and not self.streamed
+        self.leaving = choice.graphs_aside != "none" and may_leave and bool(self.keepable())
+        """Whether graphs of some layer chunks may leave the GPU."""
+
+    def backward_order(self) -> Iterator[tuple[int, int]]:
+        """(block, place) of all layers that backward passes, its first ones first."""
+        return ((i, chunk.index) for i in reversed(self.saving) for chunk in reversed(self.places))
+
+    def record(self, block: int, place: int) -> dict[str, int]:
+        tokens = self.places[place].end - self.places[place].start
+        return record(self.problem, block, tokens, block in self.recomputed, self.graph_is(block, place))
+
+    def graph_is(self, block: int, place: int) -> Graph:
+        return where_graph_is((block, place), self.saved_graphs, self.graphs_aside)
+
+    def record_bytes(self, block: int, place: int) -> int:
+        c = self.places[place]
+        key = (self._kinds[block], c.end - c.start, block in self.recomputed, self.graph_is(block, place))
+        if key not in self._sizes:
+            self._sizes[key] = sum(self.record(block, place).values())
+        return self._sizes[key]
+
+    def layer_bytes(self, block: int) -> int:
+        """Bytes of the records of a layer of which nothing is saved on the GPU."""
+        key = (self._kinds[block], block in self.recomputed)
+        if key not in self._layer_sizes:
+            self._layer_sizes[key] = sum(self.record_bytes(block, chunk.index) for chunk in self.places)
+        return self._layer_sizes[key]
+
+    def records_bytes(self) -> int:
+        """Bytes of all saved activations outside the GPU."""
+        touched = {i for i, _ in self.saved_on_gpu | self.saved_graphs}
+        sizes = (self.layer_bytes(i) for i in self.saving if i not in touched)
+        partial = (
+            self.record_bytes(i, c.index) for i in touched for c in self.places if (i, c.index) not in self.saved_on_gpu
+        )
+        return sum(sizes) + sum(partial)
+
+    def graph_bytes(self, block: int, place: int) -> int:
+        """Bytes of one saved graph, with attention's log-sum-exp."""
+        c, shape, p = self.places[place], self.problem.blocks[block], self.problem
+        # A graph that is cut at attention holds the layer's output and its keys and values as well.
+        cut = p.hidden_size * p.compute_bytes + shape.kv_bytes_per_token if self.streamed else 0
+        return aligned((c.end - c.start) * (graph_bytes(shape) + cut))
+
+    def keepable(self) -> list[tuple[int, int]]:
+        """(block, place) in the order in which backward wants them; none of a layer whose attention runs again."""
+        graphs = [block.graph_bytes_per_token for block in self.problem.blocks]
+        known = [i for i in self.saving if graphs[i] is not None and i not in self.recomputed]
+        return [(i, chunk.index) for i in reversed(known) for chunk in reversed(self.places)]
+
+    def keep(self, left: int) -> bool:
+        """Keep graphs, backward's first ones first, while `left` bytes last; whether all that may be are."""
+        p = self.problem
+        free = p.activation_checkpointing == "auto" or (p.activation_checkpointing == "none" and self.leaving)
+        may = free and self.choice.ram_first == "activations"
+        for key in self.keepable() if may else ():
+            size = self.graph_bytes(*key)
+            if size > left:
+                return False
+            self.saved_graphs.add(key)
+            self.graphs_bytes += size
+            left -= size
+        return True
+
+    def hold(self, left: int) -> bool:
+        """Let records stay on the GPU, backward's first ones first, while `left` bytes last; whether all do."""
+        for key in self.backward_order():
+            size = self.record_bytes(*key)
+            if size > left:
+                return False
+            self.saved_on_gpu.add(key)
+            self.on_gpu_bytes += size
+            left -= size
+        return True
+
+    def leave(self) -> None:
+        """Choose graphs that leave the GPU before RAM is filled; "room" is chosen when it has been."""
+        if self.leaving and self.choice.graphs_aside != "room":
+            for key in self.spread(_QUARTERS[self.choice.graphs_aside]):
+                self.put_aside(key)
+
+    def spread(self, quarters: int) -> list[tuple[int, int]]:
+        """So many quarters of the layer chunks whose graph may leave, evenly spread."""
+        left = [key for key in self.keepable() if key not in self.saved_graphs and key not in self.saved_on_gpu]
+        return [key for i, key in enumerate(left) if (i + 1) * quarters // 4 > i * quarters // 4]
+
+    def put_aside(self, key: tuple[int, int]) -> None:
+        self.graphs_aside.add(key)
+        self.saved_graphs.add(key)
+
+    def more_bytes(self, key: tuple[int, int]) -> int:
+        """What the record of a layer's chunk takes more with its graph than without."""
+        (block, place), p = key, self.problem
+        tokens = self.places[place].end - self.places[place].start
+        return sum(record(p, block, tokens, False, "aside").values()) - self.record_bytes(block, place)
