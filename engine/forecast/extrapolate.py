@@ -32,7 +32,7 @@ MOST_PARTS = 12
 """Parts of a buffer; where there are more, several are taken for one."""
 MOST_CHUNKS = 8
 """Chunks of a step; where there are more, several neighbours are taken for one."""
-MOST_PLACES = 4
+MOST_PLACES = 8
 """The same of a group, where there are several."""
 MOST_GROUPS = 3
 """Groups simulated: the one before which all is updated, the one behind which gradients are complete, one between."""
@@ -285,7 +285,7 @@ def _few_chunks(plan: Plan, times: int) -> Plan:
     return replace(
         plan,
         problem=problem,
-        choice=replace(plan.choice, group=plan.group // batches),
+        choice=replace(plan.choice, group=plan.group // batches if plan.num_groups > 1 else 0),
         chunks=tuple(chunks),
         spilled=shared(plan.spilled) - in_place - on_gpu,
         saved_on_gpu=on_gpu,
@@ -395,7 +395,8 @@ def _extended(plan: Plan, runs: list[_Run], small: Plan, found: Simulation) -> S
             first, last = run.period, 3 * run.period
             pace += (ends[k, names[first], False] - ends[k, names[last], False]) / 2
         step_s += times * pace
-        inner = run.blocks[run.period :]
+        # Those at either end have other neighbours: the last one finds in slots what forward left there, in each group.
+        inner = run.blocks[run.period : -run.period] if plan.num_groups > 1 else run.blocks[run.period :]
         owners = dict.fromkeys(name for i in inner for name in (plan.blocks[i].name, *plan.blocks[i].buffers))
         for lane in busy:
             busy[lane] += times * sum(work[k, name, lane] for name in owners) * run.period / len(inner)

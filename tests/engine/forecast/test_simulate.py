@@ -189,6 +189,20 @@ DEEP = {
     "one window in six is full": deep(60, sliding=BUT_EVERY_SIXTH, gpu_budget=1),
     "frozen but for a part of each": deep(32, frozen=frozenset({0, 33}), halves=frozenset(range(33)), gpu_budget=1),
     "frozen below, on NVMe": deep(32, frozen=frozenset(range(9)), gpu_budget=1, ram_budget=1),
+    "many chunks that do not come out even": deep(24, gpu_budget=1, micro_batches=17, row_tokens=128),
+    "groups": deep(28, PlanOptions(group=2), gpu_budget=1, micro_batches=12),
+    "groups, the last one smaller": deep(26, PlanOptions(group=3), gpu_budget=1, micro_batches=11, row_tokens=192),
+    "groups, half of the graphs in RAM": deep(
+        26, PlanOptions(group=4, graphs_aside="half"), gpu_budget=1, micro_batches=16, activation_checkpointing="auto"
+    ),
+    "groups, graphs on NVMe": deep(
+        24,
+        PlanOptions(group=2, graphs_aside="all"),
+        gpu_budget=1,
+        ram_budget=2_500_000,
+        micro_batches=8,
+        activation_checkpointing="auto",
+    ),
     "sliding windows below": deep(30, sliding=frozenset(range(14)), gpu_budget=1),
 }
 RATES = {
