@@ -17,13 +17,14 @@ from small_problems import TIERS, problem, window_chunks, with_need
 
 from penstock.engine.forecast.costs import Costs
 from penstock.engine.forecast.search import (
+    Candidate,
     SearchResult,
     chunk_options,
     decisions,
     dimensions,
     promised_s,
-    rank,
     search,
+    sparing,
     why_not,
 )
 from penstock.engine.forecast.simulate import Clocks, simulate
@@ -146,7 +147,7 @@ def test_every_plan_tried_runs_within_its_budgets(shape: PlanInput, machine: Mac
             given_bytes = getattr(shape, TIERS[name])
             assert sum(tier.parts.values()) == tier.peak_bytes <= tier.budget_bytes
             assert given_bytes is None or tier.budget_bytes == given_bytes
-    assert rank(best.best) == min(map(rank, best.tried))
+    assert best.best is sparing(best.tried)
     # Two steps with a commit, and the end of the run: Deadlock would be raised here.
     plan = best.plan
     builder, costs, clocks = ScheduleBuilder(plan), Costs(plan, machine), Clocks(machine)
@@ -199,7 +200,7 @@ def test_a_deep_model_s_choices_are_changed_one_at_a_time() -> None:
     shape = problem(layers=24, gpu_budget=1_500_000, ram_budget=3_000_000, **AUTO)
     best = found(shape, ROUND, (32, 64, 128))
     assert len(best.tried) < 120
-    assert rank(best.best) == min(map(rank, best.tried))
+    assert best.best is sparing(best.tried)
     # No single change is better.
     values = dimensions(best.plan.problem, best.plan.window_chunks)
     tried = {(c.chunk_tokens, c.choice) for c in best.tried} | {(n, choice) for n, choice, _ in best.refused}
@@ -279,3 +280,18 @@ def test_chunk_lengths_worth_trying() -> None:
     # Of a very long stream no chunks so short that there would be more than 128 of them.
     assert chunk_options(1 << 20) == [1 << n for n in range(13, 17)]
     assert chunk_options(1 << 25) == [1 << n for n in range(9, 17)], "unless there is no other"
+
+
+def test_a_plan_that_writes_half_as_much_is_taken_where_it_is_nearly_as_fast() -> None:
+    best = found(problem(**TIGHT, **AUTO), ROUND).best
+
+    def candidate(step_s: float, written: int) -> Candidate:
+        simulation = replace(best.simulation, step_s=step_s, bytes=best.simulation.bytes | {"nvme_write": written})
+        return replace(best, simulation=simulation)
+
+    fast, near, slow, little = candidate(1.0, 100), candidate(1.015, 50), candidate(1.2, 0), candidate(1.019, 25)
+    assert sparing([fast, slow]) is fast
+    assert sparing([fast, near, slow]) is near
+    assert sparing([fast, near, slow, little]) is little
+    assert sparing([fast, candidate(1.01, 60)]) is fast, "not half of it"
+    assert sparing([candidate(1.0, 0), near]).step_s == 1.0
