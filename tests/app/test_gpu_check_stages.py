@@ -55,7 +55,7 @@ def test_ten_minutes_of_an_h200_hold_what_matters(tmp_path: Path) -> None:
     found = stages.all_stages(tmp_path)
     needed = sum(case.estimate(results) for case in found[0].cases + found[1].cases)
     needed += sum(case.estimate(results) for case in found[2].cases if not case.optional)
-    assert 350 < needed < 560 - 60
+    assert 350 < needed < 560 - 50
     slow = H200 | {"attention": {"forward": {"tflops": {"fa2": 380.0}}, "backward": {"tflops": {"fa2": 300.0}}}}
     case = found[2].cases[0]
     assert case.name == "long-7b"
@@ -76,7 +76,7 @@ def test_rates_are_measured_ones_else_of_the_data_sheet_else_unknown(tmp_path: P
 
 
 def test_an_estimate_by_hand() -> None:
-    case = replace(SUITES["cpu"][0], needs_cuda=True, compiled=False, kernel_s=1.0, short_warm_up=False)
+    case = replace(SUITES["cpu"][0], needs_cuda=True, compiled=False, kernel_s=1.0, short_warm_up=False, plain=False)
     shape = replace(case.shapes[0], layers=2)
     rates = Rates(matmul=1e9, attention_forward=1e9, attention_backward=1e9)
     step_s = shape.step_flops(4, 48) / 1e9 / 0.85

@@ -192,11 +192,12 @@ class Arithmetic:
         self._read(weights, inputs, x)
         return self._projection(index, x.shape[0])
 
-    def keep(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Any) -> Graph:
+    def keep(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Any) -> tuple[Graph, Tensor]:
         self._read(weights, inputs, x)
         if handler is not None:
             self._attend(handler.__self__.state)
-        return Graph(self, self._cuda, x.shape[0], self._graph_bytes(index, x.shape[0]), None)
+        graph = Graph(self, self._cuda, x.shape[0], self._graph_bytes(index, x.shape[0]), None)
+        return graph, graph.y
 
     def graph(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, attend: Any, *, keep: bool) -> Graph:
         self._read(weights, inputs, x)
@@ -275,6 +276,26 @@ class Graph:
         self.projection = projection
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
+        self._also: list[Tensor] = []
+
+    @property
+    def output(self) -> Tensor:
+        return self.y
+
+    def leave(self, slot: Tensor, also: list[Tensor]) -> bool:
+        self._cuda.use(*also, write=False)
+        self._cuda.use(slot, write=True)
+        self._held, self._also = None, also
+        return True
+
+    def arrive(self, slot: Tensor) -> list[Tensor]:
+        self._cuda.use(slot, write=False)
+        found, start = [], 0
+        for tensor in self._also:
+            end = start + tensor.numel() * tensor.dtype.itemsize
+            found.append(slot[start:end].view(tensor.dtype).view(tensor.shape))
+            start = end
+        return found
 
     def top(self, weights: Tensors, dy: Tensor, grads: Tensors) -> Tensor | None:
         held = [] if self._held is None else [self._held]
