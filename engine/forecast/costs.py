@@ -213,8 +213,7 @@ class Costs:
             self._known[key] = self._measured(op) or self._formula(op) * self._correction
         leaving = 0.0
         if a.GRAPH in op.slots and op.action.phase == "forward":  # read and written
-            moved = 2 * leaving_bytes(self._blocks[op.block], self.tokens(op))
-            leaving = moved / self._machine.gpu_copy_bytes_per_s
+            leaving = 2 * leaving_bytes(block, self.tokens(op)) / self._machine.gpu_copy_bytes_per_s
         return self._known[key] + zeroing + leaving
 
     def _measured(self, op: Op) -> float | None:

@@ -31,9 +31,7 @@ MOST_PERIOD = 6
 MOST_PARTS = 12
 """Parts of a buffer; where there are more, several are taken for one."""
 MOST_CHUNKS = 8
-"""Chunks of a step; where there are more, several neighbours are taken for one."""
-MOST_PLACES = 8
-"""The same of a group, where there are several."""
+"""Chunks of a group; where there are more, several neighbours are taken for one."""
 MOST_GROUPS = 3
 """Groups simulated: the one before which all is updated, the one behind which gradients are complete, one between."""
 
@@ -154,7 +152,7 @@ def _small(
     runs = _runs(plan)
     plan, documents, filled = _few_groups(plan, documents, filled)
     shallow = _shallow(plan, [i for run in runs for i in run.blocks])
-    times = -(-plan.num_places // (MOST_CHUNKS if plan.num_groups == 1 else MOST_PLACES))
+    times = -(-plan.num_places // MOST_CHUNKS)
     while times > 1 and _few_chunks(shallow, times).num_places <= more_than:
         times -= 1
     small = _few_parts(_few_chunks(shallow, times))

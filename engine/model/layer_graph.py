@@ -251,19 +251,19 @@ class SavedTensors:
         places, end = {}, 0
         for storage, (first, behind) in ranges.items():
             places[storage] = end
-            end += -(-(behind - first) // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+            end += -(-(behind - first) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         if end > slot.numel():
             return False
+        copied: set[int] = set()
         for held in leaving:
             assert held.tensor is not None
             kept = held.tensor.untyped_storage()
-            first, behind = ranges[kept._cdata]
-            place = places[kept._cdata]
+            (first, behind), place = ranges[kept._cdata], places[kept._cdata]
             held.at = place + _start(held) - first
-            if kept._cdata in ranges and behind > first:
+            if kept._cdata not in copied:
+                copied.add(kept._cdata)
                 source = torch.empty(0, dtype=torch.uint8, device=slot.device).set_(kept)
                 slot[place : place + behind - first].copy_(source[first:behind])
-                ranges[kept._cdata] = [first, first]  # once
         for held in leaving:
             held.tensor = None
         return True
@@ -273,7 +273,7 @@ class SavedTensors:
         return [self.unpack(held) for held in self._also]
 
 
-_SLOT_ALIGNMENT = 256
+SLOT_ALIGNMENT = 256
 """What leaves starts at a multiple of so many bytes of its slot, as CUDA's allocations do."""
 
 

@@ -50,10 +50,15 @@ class GradientOnlyLinear(nn.Module):
         return y
 
 
+def sharing_copy(layer: nn.Module) -> nn.Module:
+    """A copy of `layer` with the same parameters and buffers."""
+    shared = [*layer.parameters(), *layer.buffers()]
+    return copy.deepcopy(layer, {id(tensor): tensor for tensor in shared})
+
+
 def for_backward(layer: nn.Module, name: str) -> nn.Module:
     """A copy of `layer` with the same parameters and buffers, whose linear module `name` is not computed forward."""
-    shared = [*layer.parameters(), *layer.buffers()]
-    twin = copy.deepcopy(layer, {id(tensor): tensor for tensor in shared})
+    twin = sharing_copy(layer)
     linear = twin.get_submodule(name)
     assert isinstance(linear, nn.Linear)
     twin.set_submodule(name, GradientOnlyLinear(linear))

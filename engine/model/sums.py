@@ -7,7 +7,6 @@ and add the product to the float32 sum: the gradient is never written in the com
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.engine.clock import clock
+from penstock.engine.model.recompute import sharing_copy
 
 
 class GradientSums(dict[str, Tensor]):
@@ -160,8 +160,7 @@ class SummedTwin:
     """A layer whose linear modules `names` are SummedLinear, with the parameters and buffers of `layer`."""
 
     def __init__(self, layer: nn.Module, names: Sequence[str], unread: str | None) -> None:
-        shared = [*layer.parameters(), *layer.buffers()]
-        self.module = copy.deepcopy(layer, {id(tensor): tensor for tensor in shared})
+        self.module = sharing_copy(layer)
         self._linears: list[tuple[str, SummedLinear]] = []
         for name in names:
             linear = self.module.get_submodule(name)
@@ -169,7 +168,6 @@ class SummedTwin:
             summed = SummedLinear(linear, unread=name == unread)
             self.module.set_submodule(name, summed)
             self._linears.append((name, summed))
-        self._taps: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
 
     def products(self, x: Tensor) -> list[Product]:
         """What a run on x [1, n, hidden] has as gradients of the weights in place of gradients."""

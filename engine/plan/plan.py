@@ -7,9 +7,11 @@ size or a place.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 from penstock.engine.plan.problem import (
@@ -205,7 +207,7 @@ class Plan:
 
     @property
     def window_chunks(self) -> int:
-        return max(chunk.local for chunk in self.chunks) + 1
+        return bisect_right(self.chunks, 0, key=attrgetter("micro_batch"))
 
     def record(self, block: int, place: int) -> dict[str, int]:
         """Kind -> bytes of what is put aside for backward of a layer's chunk: x, saved, kv, graph."""

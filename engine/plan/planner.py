@@ -5,6 +5,7 @@ Reads shapes and budgets only: no torch, no device, no file. Which choice is bes
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -35,7 +36,7 @@ from penstock.engine.plan.problem import (
     Pool,
     Tier,
 )
-from penstock.engine.plan.saving import Saving
+from penstock.engine.plan.saving import Saving, fitting, spread
 from penstock.storage.chunk import ChunkFormat
 from penstock.storage.errors import BudgetError
 from penstock.storage.units import size_text
@@ -77,6 +78,12 @@ class _Planner(Saving):
         self.at_once = {
             pool: max(sum(self.pool[n] == pool for n in block.buffers) for block in p.blocks) for pool in POOLS
         }
+        users = Counter(name for block in p.blocks for name in block.buffers)
+        self.shares = {
+            pool: any(self.pool[name] == pool for name, count in users.items() if count > 1) for pool in POOLS
+        }
+        """Whether two blocks compute with the same buffer of a pool."""
+        self.graph_slots_bytes = GRAPH_SLOTS * graph_slot_bytes(p, self.max_chunk) if self.leaving else 0
         self.windows = self.num_windows()
         self.resident: set[str] = set()
         self.sums: set[str] = set()
@@ -112,14 +119,9 @@ class _Planner(Saving):
                 # Between groups sums leave and come back: one more is on its way, while that of a buffer which two
                 # blocks share stays from one to the other.
                 summed = sum(b.name not in self.sums for b in members)
-                more = 1 + self.shares(pool) if self.grouped else 0
+                more = 1 + self.shares[pool] if self.grouped else 0
                 gradients[pool] = min(summed, self.at_once[pool] + layer * (1 + more))
         return weights, gradients, numel
-
-    def shares(self, pool: Pool) -> bool:
-        """Whether two blocks compute with the same buffer of that pool."""
-        users = [name for block in self.problem.blocks for name in block.buffers if self.pool[name] == pool]
-        return len(set(users)) < len(users)
 
     def gpu_parts(self, resident: set[str]) -> dict[str, int]:
         """Bytes of everything on the GPU when `resident` buffers live there whole."""
@@ -143,7 +145,7 @@ class _Planner(Saving):
         if self.grouped:
             parts["gradient sums"] = sum(b.numel for b in p.buffers if b.name in self.sums - resident) * FP32
         if self.leaving:
-            parts["graph slots"] = GRAPH_SLOTS * graph_slot_bytes(p, self.max_chunk)
+            parts["graph slots"] = self.graph_slots_bytes
         return parts if p.samples is None else parts | {"samples": self.samples.gpu_bytes}
 
     def gpu_need(self, resident: set[str]) -> int:
@@ -296,24 +298,20 @@ class _Planner(Saving):
         """Let graphs leave for RAM while `left` bytes last: as many quarters of them as fit, then backward's first."""
         if not self.leaving or self.choice.graphs_aside != "room":
             return
-        free = [key for key in self.spread(4) if key not in placement.spilled]
-        more = {key: self.more_bytes(key) for key in free}
-        found: list[tuple[int, int]] = []
-        for quarters in (1, 2, 3, 4):
-            wanted = [key for key in self.spread(quarters) if key in more]
-            if sum(more[key] for key in wanted) <= left:
-                found = wanted
-        left -= sum(more[key] for key in found)
-        for key in found:
-            self.put_aside(key)
-            placement.parts["activations"] += more[key]
-        for key in free:
-            if key not in self.graphs_aside:
-                if more[key] > left:
-                    return
-                left -= more[key]
-                self.put_aside(key)
-                placement.parts["activations"] += more[key]
+        leavable = self.leavable()
+        more = {key: self.more_bytes(key) for key in leavable if key not in placement.spilled}
+        for quarters in (4, 3, 2, 1):
+            found, nbytes, whole = fitting(
+                [key for key in spread(leavable, quarters) if key in more], more.__getitem__, left
+            )
+            if whole:
+                break
+        else:
+            found, nbytes = [], 0
+        taken = set(found)
+        rest, of_rest, _ = fitting([key for key in more if key not in taken], more.__getitem__, left - nbytes)
+        self.put_aside([*found, *rest])
+        placement.parts["activations"] += nbytes + of_rest
 
     def _items(
         self, rest: list[BufferShape], spilling: bool
@@ -444,7 +442,7 @@ class _Planner(Saving):
     def sums_tier(self, buffer: BufferShape) -> Tier | None:
         if not self.grouped or buffer.frozen:
             return None
-        return "gpu" if buffer.name in self.resident | self.sums else "ram"
+        return "gpu" if buffer.name in self.resident or buffer.name in self.sums else "ram"
 
     # ------------------------------------------------------------------ NVMe
 

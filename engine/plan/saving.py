@@ -5,13 +5,34 @@ A chunk is named by its layer and its place in its group; see Plan.places.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from penstock.engine.plan.plan import Graph, aligned, cut_chunks, graph_bytes, record, where_graph_is
 from penstock.engine.plan.problem import BlockShape, PlanInput, PlanOptions
 
+Key = tuple[int, int]
+"""(block, place)."""
+
 _QUARTERS = {"quarter": 1, "half": 2, "most": 3, "all": 4}
+
+
+def spread(keys: Sequence[Key], quarters: int) -> list[Key]:
+    """So many quarters of `keys`, evenly spread."""
+    return [key for i, key in enumerate(keys) if (i + 1) * quarters // 4 > i * quarters // 4]
+
+
+def fitting(keys: Iterable[Key], size_of: Callable[[Key], int], left: int) -> tuple[list[Key], int, bool]:
+    """The first of `keys` that together take no more than `left` bytes, what they take, and whether they are all."""
+    taken: list[Key] = []
+    nbytes = 0
+    for key in keys:
+        size = size_of(key)
+        if nbytes + size > left:
+            return taken, nbytes, False
+        taken.append(key)
+        nbytes += size
+    return taken, nbytes, True
 
 
 class Saving:
@@ -99,40 +120,30 @@ class Saving:
         p = self.problem
         free = p.activation_checkpointing == "auto" or (p.activation_checkpointing == "none" and self.leaving)
         may = free and self.choice.ram_first == "activations"
-        for key in self.keepable() if may else ():
-            size = self.graph_bytes(*key)
-            if size > left:
-                return False
-            self.saved_graphs.add(key)
-            self.graphs_bytes += size
-            left -= size
-        return True
+        taken, nbytes, whole = fitting(self.keepable() if may else (), lambda key: self.graph_bytes(*key), left)
+        self.saved_graphs.update(taken)
+        self.graphs_bytes += nbytes
+        return whole
 
     def hold(self, left: int) -> bool:
         """Let records stay on the GPU, backward's first ones first, while `left` bytes last; whether all do."""
-        for key in self.backward_order():
-            size = self.record_bytes(*key)
-            if size > left:
-                return False
-            self.saved_on_gpu.add(key)
-            self.on_gpu_bytes += size
-            left -= size
-        return True
+        taken, nbytes, whole = fitting(self.backward_order(), lambda key: self.record_bytes(*key), left)
+        self.saved_on_gpu.update(taken)
+        self.on_gpu_bytes += nbytes
+        return whole
 
     def leave(self) -> None:
         """Choose graphs that leave the GPU before RAM is filled; "room" is chosen when it has been."""
         if self.leaving and self.choice.graphs_aside != "room":
-            for key in self.spread(_QUARTERS[self.choice.graphs_aside]):
-                self.put_aside(key)
+            self.put_aside(spread(self.leavable(), _QUARTERS[self.choice.graphs_aside]))
 
-    def spread(self, quarters: int) -> list[tuple[int, int]]:
-        """So many quarters of the layer chunks whose graph may leave, evenly spread."""
-        left = [key for key in self.keepable() if key not in self.saved_graphs and key not in self.saved_on_gpu]
-        return [key for i, key in enumerate(left) if (i + 1) * quarters // 4 > i * quarters // 4]
+    def leavable(self) -> list[Key]:
+        """Layer chunks whose graph may leave, backward's first ones first."""
+        return [key for key in self.keepable() if key not in self.saved_graphs and key not in self.saved_on_gpu]
 
-    def put_aside(self, key: tuple[int, int]) -> None:
-        self.graphs_aside.add(key)
-        self.saved_graphs.add(key)
+    def put_aside(self, keys: Sequence[Key]) -> None:
+        self.graphs_aside.update(keys)
+        self.saved_graphs.update(keys)
 
     def more_bytes(self, key: tuple[int, int]) -> int:
         """What the record of a layer's chunk takes more with its graph than without."""

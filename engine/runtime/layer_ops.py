@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, AttentionState, Gradients, KeptAttention, Operands
-from penstock.engine.model.layer_graph import LayerGraph, Projection
+from penstock.engine.model.layer_graph import SLOT_ALIGNMENT, LayerGraph, Projection
 from penstock.engine.model.spec import AttentionShape
 from penstock.engine.plan.plan import Chunk, leaving_bytes
 from penstock.engine.runtime.handlers import handles
@@ -187,7 +187,7 @@ class LayerOps:
         for like in (x, *self._outputs(op, 0)):
             end = start + like.numel() * like.dtype.itemsize
             found.append(self._graph_slot(op)[start:end].view(like.dtype).view(like.shape))
-            start = -(-end // 256) * 256
+            start = -(-end // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         return found
 
     def _outputs(self, op: Op, slot: int | None = None) -> tuple[Tensor, ...]:

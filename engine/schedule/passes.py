@@ -29,7 +29,6 @@ class Task:
     """A block computing one chunk."""
 
     group: Group
-
     visit: int
     """Number of the pass over chunks that it belongs to."""
     mode: Mode
