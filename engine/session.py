@@ -26,6 +26,7 @@ from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.gains import EarlyEnd, Gains
 from penstock.engine.generate.prompts import Prompts
 from penstock.engine.machine.device import compute_dtype
+from penstock.engine.machine.limits import give_back_memory
 from penstock.engine.machine.reservations import Reservation
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.plan.plan import Plan
@@ -49,6 +50,7 @@ from penstock.storage.errors import UserError
 from penstock.storage.nvme import NvmeStore
 from penstock.storage.retention import Retention
 from penstock.storage.untrusted import is_whole
+from penstock.storage.units import bytes_text
 
 
 class Session:
@@ -112,6 +114,7 @@ class Session:
         checkpoint best is of it: it is measured again, due or not."""
         self.notes: list[str] = []
         """What is to be told of the steps so far; whoever tells it empties the list."""
+        self._outgrown_told = False
         self._proved: set[int] = set()
         """Steps of generations, committed or about to be, whose following step had a good loss."""
         if recipe.storage.keep_best:
@@ -133,6 +136,7 @@ class Session:
         dtype = compute_dtype(train)
         gradient_dtype = torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32
         with checklist.step("allocating memory"):
+            give_back_memory()  # what compiling and timing the ops left
             store.add_scratch(scratch_arrays(plan, train.compute_dtype, train.gradient_dtype))
             store.reserve_spill(plan.spill_bytes)
             try:
@@ -283,6 +287,17 @@ class Session:
                     f"checkpoint {name} is of a step that is done again now; the next generation that is the best "
                     "takes its place"
                 )
+
+    def look_for_outgrown(self) -> None:
+        """Tell, once, of saved graphs that were larger than planned."""
+        outgrown = self.runtime.layer_ops.outgrown
+        if outgrown and not self._outgrown_told:
+            self._outgrown_told = True
+            (block, chunk), nbytes = max(outgrown.items(), key=lambda found: found[1])
+            self.notes.append(
+                f"{len(outgrown):,} saved graphs are larger than planned, the largest, of {block}, chunk {chunk}, "
+                f"{bytes_text(nbytes)}: backward computes these layers again"
+            )
 
     def look_for_spike(self) -> None:
         """Take the loss of the step that has ended: one that leapt is to be told, with the step's documents."""

@@ -84,6 +84,7 @@ def train_step(session: Session) -> StepMetrics:
     step_s = time.perf_counter() - started
     session.observe(step, data.loss)
     session.look_for_spike()
+    session.look_for_outgrown()
     nvme_read, nvme_written = session.take_traffic()
     return StepMetrics(
         step=step,

@@ -246,6 +246,7 @@ _WORDS: dict[str, dict[Any, str]] = {
         "half": "half for resident blocks",
         "graphs only": "saved graphs and no block resident",
         "records": "saved activations on the GPU first",
+        "weights": "weights on the GPU first",
     },
     "recompute": {"none": "attention saved", "half": "half of attention recomputed", "all": "attention recomputed"},
     "ram_first": {

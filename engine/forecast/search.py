@@ -95,9 +95,9 @@ def dimensions(problem: PlanInput, num_chunks: int) -> dict[str, list[Any]]:
     useful = attends and num_chunks > KV_SLOTS
     streamed = {"whole": [False], "streamed": [useful], "auto": [False, True] if useful else [False]}
     recompute: dict[str, list[Any]] = {"full": ["all"], "auto": ["none", "half", "all"] if attends else ["none"]}
-    gpu_first = ["graphs", "blocks", "half", "graphs only", "records"]
+    gpu_first = ["graphs", "blocks", "half", "graphs only", "weights", "records"]
     if problem.activation_checkpointing != "auto":
-        gpu_first = ["blocks", "graphs only", "records"]
+        gpu_first = ["blocks", "graphs only", "weights", "records"]
     return {
         "streamed": streamed[problem.kv_window],
         "gpu_first": gpu_first,

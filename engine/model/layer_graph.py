@@ -218,7 +218,8 @@ class SavedTensors:
         if (name := self.names.get(tensor.untyped_storage()._cdata)) is not None:
             offset = tensor.storage_offset() - self.now[name].storage_offset()
             return _WeightView(name, tensor.size(), tensor.stride(), offset)
-        return self._hold(tensor)
+        # With its place in the graph it would hold the graph, which holds these hooks, which hold it.
+        return self._hold(tensor.detach())
 
     def _hold(self, tensor: Tensor) -> _Held:
         self._held.append(held := _Held(tensor, tensor.dtype, tensor.size(), tensor.stride()))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.engine.plan.plan import (
     BufferPlan,
@@ -86,6 +86,8 @@ class _Planner(Saving):
         self.graph_slots_bytes = GRAPH_SLOTS * graph_slot_bytes(p, self.max_chunk) if self.leaving else 0
         self.windows = self.num_windows()
         self.resident: set[str] = set()
+        self.weights: set[str] = set()
+        """Buffers not resident whose weights alone are on the GPU."""
         self.sums: set[str] = set()
         """Buffers not resident whose gradient stays on the GPU from group to group."""
 
@@ -110,11 +112,11 @@ class _Planner(Saving):
             members = [b for b in streamed if self.pool[b.name] == pool]
             if not members:
                 continue
-            numel[pool] = max(b.numel for b in members)
-            layer = pool in LAYER_POOLS
+            layer, moving = pool in LAYER_POOLS, sum(b.name not in self.weights for b in members)
+            numel[pool] = max((b.numel for b in members if not b.frozen or b.name not in self.weights), default=0)
             # Embedding and head are large: both have a slot only where layers have one more than they need.
             spare = self.choice.spare_slots - (not layer)
-            weights[pool] = min(len(members), self.at_once[pool] + spare)
+            weights[pool] = min(moving, self.at_once[pool] + spare)
             if not members[0].frozen:
                 # Between groups sums leave and come back: one more is on its way, while that of a buffer which two
                 # blocks share stays from one to the other.
@@ -129,7 +131,7 @@ class _Planner(Saving):
         weights, gradients, numel = self.slots(resident)
         saved = max(b.saved_bytes_per_token for b in p.blocks)
         trained = sum(b.numel for b in p.buffers if b.name in resident and not b.frozen)
-        held = sum(b.numel for b in p.buffers if b.name in resident)
+        held = sum(b.numel for b in p.buffers if b.name in resident or b.name in self.weights)
         pools = POOLS
         parts = {
             "resident blocks": held * p.compute_bytes + trained * (1 + len(p.state_kinds)) * FP32,
@@ -187,6 +189,8 @@ class _Planner(Saving):
                 self.keep(left)
             case "records":
                 self.hold(left) and self.reside(p.gpu_budget)
+            case "weights":
+                self.hold_weights(p.gpu_budget) and self.keep(p.gpu_budget - self.gpu_need(set()))
 
     def keep_sums(self, budget: int) -> bool:
         """Let gradients stay on the GPU between groups as long as all there takes no more than `budget` bytes; whether
@@ -229,6 +233,15 @@ class _Planner(Saving):
             self.resident.add(buffer.name)
         return True
 
+    def hold_weights(self, budget: int) -> bool:
+        """Let weights alone live on the GPU as long as all there takes no more than `budget` bytes; whether all do."""
+        for buffer in self.in_order:
+            self.weights.add(buffer.name)
+            if self.gpu_need(set()) > budget:
+                self.weights.discard(buffer.name)
+                return False
+        return True
+
     # ------------------------------------------------------------------ RAM
 
     def stream_bytes(self) -> int:
@@ -256,11 +269,11 @@ class _Planner(Saving):
         has all that it had with less.
         """
         rest = [b for b in self.in_order if b.name not in self.resident]
-        kinds = {b.name: ["weights"] if b.frozen else ["weights", "gradient", "state"] for b in rest}
+        kinds = {b.name: self.kinds_elsewhere(b) for b in rest}
         everything = sum(self.kind_bytes(b, kind) for b in rest for kind in kinds[b.name])
         part_stage = self.stage_bytes(False)[1]
-        # GPU-resident state passes through part stages when it is checkpointed.
-        through = 2 if self.resident else 0
+        # State on the GPU passes through part stages when it is checkpointed, weights there when they are made.
+        through = self.choice.stages if self.weights else 2 if self.resident else 0
         activations = self.stream_bytes() + self.records_bytes() + self.block_bytes(False)
         if activations + everything + through * part_stage <= self.ram_budget:
             tiers: dict[str, dict[str, Tier]] = {b.name: dict.fromkeys(kinds[b.name], "ram") for b in rest}
@@ -286,6 +299,11 @@ class _Planner(Saving):
                 placement.parts["activations"] += size
         self.fill_room(placement, left)
         return placement
+
+    def kinds_elsewhere(self, buffer: BufferShape) -> list[str]:
+        """What of a buffer that is not resident has to find a place outside the GPU."""
+        weights = [] if buffer.name in self.weights else ["weights"]
+        return weights if buffer.frozen else [*weights, "gradient", "state"]
 
     def kind_bytes(self, buffer: BufferShape, kind: str) -> int:
         """Bytes that a kind takes in RAM, in whole pages. Where a gradient waits between groups, it does in float32."""
@@ -323,9 +341,12 @@ class _Planner(Saving):
         or three.
         """
         trained, frozen = ([b for b in rest if b.frozen is which] for which in (False, True))
+        elsewhere = {b.name: self.kinds_elsewhere(b) for b in rest}
 
         def of_kinds(of: list[BufferShape], *kinds: str) -> Iterator[tuple[tuple[str, str], int]]:
-            return (((b.name, kind), self.kind_bytes(b, kind)) for kind in kinds for b in of)
+            return (
+                ((b.name, kind), self.kind_bytes(b, kind)) for kind in kinds for b in of if kind in elsewhere[b.name]
+            )
 
         def records() -> Iterator[tuple[tuple[int, int], int]]:
             elsewhere = (self.saved_graphs - self.graphs_aside) | self.saved_on_gpu
@@ -395,7 +416,7 @@ class _Planner(Saving):
         on_gpu: dict[str, Tier] = {"weights": "gpu", "gradient": "gpu", "state": "gpu"}
         buffers = {}
         for shape in p.buffers:
-            kinds = on_gpu if shape.name in self.resident else ram.tiers[shape.name]
+            kinds = on_gpu if shape.name in self.resident else {"weights": "gpu"} | ram.tiers[shape.name]
             buffers[shape.name] = BufferPlan(
                 name=shape.name,
                 numel=shape.numel,
@@ -518,4 +539,7 @@ def make_plan(problem: PlanInput, choice: PlanOptions) -> Plan:
 
     Raises BudgetError, with the figures, when a budget cannot hold one block's working set.
     """
-    return _Planner(problem, choice).plan()
+    plan = _Planner(problem, choice).plan()
+    if choice.graphs_aside != "none" and not plan.graphs_aside:
+        return make_plan(problem, replace(choice, graphs_aside="none"))  # which needs no slots for any
+    return plan

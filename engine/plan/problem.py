@@ -14,10 +14,11 @@ that autograd wants, so that nothing is recomputed."""
 Window = Literal["auto", "whole", "streamed"]
 """Whether one layer's keys and values are on the compute device whole or pass through it chunk by chunk."""
 
-GpuFirst = Literal["graphs", "blocks", "half", "graphs only", "records"]
+GpuFirst = Literal["graphs", "blocks", "half", "graphs only", "records", "weights"]
 """What the GPU's memory that the working set leaves goes to: saved graphs, then resident blocks; the other way round;
-half for each; graphs alone, as the update of resident blocks takes time of what computes; or records that wait there,
-then resident blocks. Graphs are saved only where no record goes to NVMe."""
+half for each; graphs alone, as the update of resident blocks takes time of what computes; records that wait there, then
+resident blocks; or weights, whose state is elsewhere, then graphs. Graphs are saved only where no record goes to
+NVMe."""
 Recompute = Literal["none", "half", "all"]
 """Whose attention backward recomputes: no layer's, the first half's, which wait longest, or every layer's."""
 RamFirst = Literal["activations", "weights", "state", "records"]

@@ -142,13 +142,13 @@ def _compute_ops(
         for done, unit in enumerate(timed):
             preparing.tell(done / len(timed), f"{unit.ops[0].action.name.replace('_', ' ')} of {unit.ops[0].block}")
             layer_ops = runtime.layer_ops
-            layer_ops.graphs_peak_bytes = 0
+            layer_ops.kept_bytes = 0
             for op, seconds in _measured(unit, runtime, 1 if brief else REPEATS):
                 kind = op_kind(op, costs.representative(op.block))
                 samples.setdefault(kind, []).append(Sample(costs.tokens(op), costs.pairs(op), seconds))
-            if layer_ops.graphs_peak_bytes:
+            if layer_ops.kept_bytes:
                 first = unit.ops[0]
-                graphs[costs.representative(first.block)] = -(-layer_ops.graphs_peak_bytes // costs.tokens(first))
+                graphs[costs.representative(first.block)] = -(-layer_ops.kept_bytes // costs.tokens(first))
     finally:
         arena.close()
     runner.layers.unbind()

@@ -45,6 +45,10 @@ class LayerOps:
         self.graphs_bytes = 0
         """Bytes of the graphs that wait."""
         self.graphs_peak_bytes = 0
+        self.kept_bytes = 0
+        """Bytes of the graph that was made last, wherever it waits."""
+        self.outgrown: dict[tuple[str, int], int] = {}
+        """(layer, chunk) whose graph was larger than its slot, so that backward computed it again -> its bytes."""
         self._projection: Projection | None = None
         """Streamed: what the running chunk's layer asked of attention; its tensors are in the window's slots."""
         self._graph: LayerGraph | None = None
@@ -156,17 +160,19 @@ class LayerOps:
             state = self._layers.in_blocks(layer, self._state(op, *self._saved(op, shape)))
             attends = KeptAttention(state, copies=not leaves)
             graph, y = self._layers.keep(layer, weights, x if leaves else x.clone(), inputs, attends.forward)
-        nbytes = graph.nbytes
-        self.graphs_peak_bytes = max(self.graphs_peak_bytes, self.graphs_bytes + nbytes)
+        # Of a graph that is cut the log-sum-exp is its own.
+        nbytes = self.kept_bytes = graph.nbytes + (0 if attends is None else attends.state.lse.nbytes)
         waiting: LayerGraph | None = graph
         if leaves:
             nbytes = 0
             also = [] if attends is None else [attends.state.out, attends.state.lse]
             if not graph.leave(self._graph_slot(op), also):
                 waiting = None
+                self.outgrown[op.block, op.index] = self.kept_bytes
                 self._put_down(op, x)
         self._graphs[layer, op.index] = _Waiting(waiting, attends, nbytes)
         self.graphs_bytes += nbytes
+        self.graphs_peak_bytes = max(self.graphs_peak_bytes, self.graphs_bytes)
         return y
 
     def _graph_slot(self, op: Op) -> Tensor:

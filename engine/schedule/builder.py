@@ -183,7 +183,7 @@ class ScheduleBuilder:
         """Ops that apply the waiting gradient, if one waits, and, with `commit`, commit the generation."""
         self._emitter.batch = 0
         for name in self._plan.buffers:
-            self._state.update(name, write_through=commit)
+            emit_share(deque(self._state.update(name, write_through=commit)), 1)
         if commit:
             self._state.commit()
         self._state.applied(committed=commit)
@@ -261,12 +261,16 @@ class ScheduleBuilder:
             return []
         task = visits[visit]
         block = self._plan.blocks[task.layer]
+        loads: list[Load] = []
         if task.group is visits[0].group and task.mode not in ("recompute", "backward"):
             if block.name in block.buffers:
-                self._state.update(block.name, write_through=commit)
+                loads = self._state.update(block.name, write_through=commit)
             if commit and block.role == "head":
-                self._state.commit()
-        loads = self._state.fetch(block, turns)
+                if loads:
+                    loads.append(self._state.commit)
+                else:
+                    self._state.commit()
+        loads += self._state.fetch(block, turns)
         if task.mode in ("head", "backward"):
             for name in block.buffers:
                 if not self._plan.buffers[name].frozen:

@@ -221,20 +221,24 @@ class StateSchedule:
 
     # ------------------------------------------------------------------ optimizer
 
-    def update(self, name: str, *, write_through: bool) -> None:
+    def update(self, name: str, *, write_through: bool) -> list[Load]:
         """Apply the gradient that waits, if one does, to `name` part by part, and write back what lives on NVMe.
 
         With `write_through` all of it is written, for the generation about to be committed. Nothing of a frozen buffer.
+        Returns what is left to be emitted, as `fetch` does, where new weights go to the compute device.
         """
         buffer = self._plan.buffers[name]
         if buffer.frozen:
-            return
-        if self.waiting is not None:
-            self._apply(buffer, self.waiting)
+            return []
+        left = [] if self.waiting is None else self._apply(buffer, self.waiting)
         step = self._newest
         if write_through and buffer.state != "nvme" and step is not None:
-            for part in range(buffer.num_parts):
-                self._write_through(buffer, part, step)
+            left += [partial(self._write_through, buffer, part, step) for part in range(buffer.num_parts)]
+        if buffer.state == "gpu" or buffer.weights != "gpu":
+            for emit in left:
+                emit()
+            left = []
+        return left
 
     def applied(self, *, committed: bool) -> None:
         """The waiting gradient has been applied to every buffer, and maybe its generation committed."""
@@ -246,16 +250,15 @@ class StateSchedule:
         """Step of the generation that is there once the waiting gradient is applied, unless it has been committed."""
         return self.uncommitted if self.waiting is None else self.waiting
 
-    def _apply(self, buffer: BufferPlan, step: int) -> None:
+    def _apply(self, buffer: BufferPlan, step: int) -> list[Load]:
+        """What applies the gradient of a step to a buffer."""
         name = buffer.name
         self._version[name] += 1
         if buffer.state == "gpu":
             reads: list[Resource] = [r.place(r.GPU_GRADIENT, name), r.place(r.RAM_CLIP)]
             writes: list[Resource] = [r.place(r.GPU_STATE, name), r.place(r.GPU_WEIGHTS, name)]
-            self._emit(a.UPDATE_ON_GPU, name, reads=reads, writes=writes, step=step)
-            return
-        for index in range(buffer.num_updates):
-            self._update_part(buffer, index, step)
+            return [partial(self._emit, a.UPDATE_ON_GPU, name, reads=reads, writes=writes, step=step)]
+        return [partial(self._update_part, buffer, index, step) for index in range(buffer.num_updates)]
 
     def _update_part(self, buffer: BufferPlan, part: int, step: int) -> None:
         """Emit update op number `part`: of one part, or of several that are in RAM and need no stage."""
@@ -287,10 +290,15 @@ class StateSchedule:
                 a.WRITE_STATE, buffer, part, [*staged, r.place(r.GENERATION)], [file], slots, self._state_bytes, step
             )
         if a.WEIGHTS_STAGE in slots:  # of resident state new weights are made where they stay
-            assert buffer.weights == "nvme"
-            made, file = [r.place(r.RAM_PART_STAGE, slots[a.WEIGHTS_STAGE])], r.place(r.NVME_WEIGHTS, name, part)
-            self._move(a.WRITE_WEIGHTS, buffer, part, made, [file], slots, self._plan.problem.compute_bytes, step)
-            self._part_stages.release(slots[a.WEIGHTS_STAGE])
+            stage, item = slots[a.WEIGHTS_STAGE], self._plan.problem.compute_bytes
+            made: list[Resource] = [r.place(r.RAM_PART_STAGE, stage)]
+            if buffer.weights == "nvme":
+                file = r.place(r.NVME_WEIGHTS, name, part)
+                self._move(a.WRITE_WEIGHTS, buffer, part, made, [file], slots, item, step)
+            else:
+                target: list[Resource] = [r.place(r.GPU_WEIGHTS, name)]
+                self._move(a.LOAD_WEIGHTS_PART, buffer, part, made, target, {a.STAGE: stage, name: WHOLE}, item)
+            self._part_stages.release(stage)
         if a.STAGE in slots:
             self._stages.release(slots[a.STAGE])
 

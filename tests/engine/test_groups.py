@@ -3,11 +3,15 @@ where."""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+
+from penstock.engine.model.layer_graph import SavedTensors
+from penstock.engine.train import train_step
 
 MODEL = tiny.model()
 DATA = tiny.data()
@@ -18,13 +22,14 @@ def training(**changes: Any) -> tiny.TrainConfig:
     return tiny.training(**settings | changes)
 
 
-def digest(folder: Path, **options: Any) -> tuple[list[float], list[float], str, Any]:
+def digest(folder: Path, *, outgrown: bool = False, **options: Any) -> tuple[list[float], list[float], str, Any]:
     """Losses and gradient norms of two steps, what the last generation holds, and the plan."""
     with tiny.session(folder, m=MODEL, d=DATA, **options) as session:
         metrics = tiny.steps(session)
         session.finish()
         plan = session.plan
         assert session.runtime.layer_ops.graphs_bytes == 0
+        assert bool(session.runtime.layer_ops.outgrown) == outgrown
         assert session.gpu.arena.used_bytes + plan.tiers["gpu"].parts["workspace"] <= plan.tiers["gpu"].budget_bytes
     return [m.loss for m in metrics], [m.grad_norm for m in metrics], tiny.digest_of(folder), plan
 
@@ -58,3 +63,31 @@ def test_graphs_that_leave_give_the_gradients_of_graphs_that_stay(tmp_path: Path
     assert plan.graphs_aside == {(i, chunk.index) for i in layers for chunk in plan.places}
     assert plan.spilled == (plan.graphs_aside if tier == "nvme" else set())
     assert found == expected
+
+
+def test_a_graph_larger_than_its_slot_is_computed_again_and_told(tmp_path: Path) -> None:
+    *expected, _ = digest(tmp_path / "stay", t=training(activation_checkpointing="none"))
+    small: dict[str, Any] = {"t": training(), "gpu": tiny.FLOOR, "graphs_aside": "all", "graph_bytes": {"layers.0": 1}}
+    *found, plan = digest(tmp_path / "again", outgrown=True, **small)
+    assert plan.graphs_aside
+    assert found == expected
+    with tiny.session(tmp_path / "told", m=MODEL, d=DATA, **small) as session:
+        train_step(session)
+        (first,) = session.notes
+        train_step(session)
+        assert session.notes == [first]
+    assert "layers.0" in first
+    assert "again" in first
+
+
+def test_a_kept_graph_goes_with_its_backward(tmp_path: Path) -> None:
+    """Not when garbage is looked for: until then there could be another step's graphs beside it."""
+    with tiny.session(tmp_path, m=MODEL, d=DATA, t=training(), gpu=tiny.FLOOR, graphs_aside="all") as session:
+        gc.collect()
+        gc.disable()
+        try:
+            train_step(session)
+            held = [found for found in gc.get_objects() if isinstance(found, SavedTensors)]
+        finally:
+            gc.enable()
+    assert not held

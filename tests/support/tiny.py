@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import cache
@@ -217,6 +217,7 @@ def plan_of(
     prompt_tokens: tuple[int, ...] | None = None,
     group: int = 0,
     graphs_aside: GraphsAside = "none",
+    graph_bytes: Mapping[str, int] | None = None,
 ) -> Plan:
     """The plan within budgets, of which FLOOR takes the least that is accepted."""
     sizes = {
@@ -232,6 +233,7 @@ def plan_of(
             device_type="cpu",
             device_reads=device_reads,
             prompt_tokens=prompt_tokens,
+            graph_bytes=graph_bytes,
         )
         chunk = task.chunks[-1]
         window_chunks = -(-recipe.train.micro_batch_size * recipe.data.sequence_length // chunk)
@@ -269,6 +271,7 @@ def session(
     gpu_first: GpuFirst = "blocks",
     group: int = 0,
     graphs_aside: GraphsAside = "none",
+    graph_bytes: Mapping[str, int] | None = None,
     samples: SamplesConfig | None = None,
     adapter: AdapterConfig | None = None,
 ) -> Session:
@@ -284,7 +287,7 @@ def session(
     lengths = None if prompts is None else tuple(map(len, prompts.ids))
     readers = select_readers("auto", device, drives or [folder])
     reads = device_reads and readers.device is not None
-    plan = plan_of(spec, run, gpu, ram, reads, gpu_first, lengths, group, graphs_aside)
+    plan = plan_of(spec, run, gpu, ram, reads, gpu_first, lengths, group, graphs_aside, graph_bytes)
     identity = run_identity(run)
     loader = make_loader(corpus, spec, run)
     root = folder / "state"

@@ -26,6 +26,8 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nvme-streamed-aside": (STREAMED, FLOORS | {"gpu": 620_000, "gpu_first": "records"}),
     "nvme-streamed-recomputed": (STREAMED | {"activation_checkpointing": "full"}, FLOORS),
     "gpu-streamed-graphs": (STREAMED | {"activation_checkpointing": "none"}, {}),
+    "ram-weights": ({}, {"gpu": 700_000, "gpu_first": "weights"}),
+    "nvme-weights-groups": (LEAVING, FLOORS | {"gpu": 1_000_000, "gpu_first": "weights", "group": 1}),
     "ram-groups-graphs-leaving": (LEAVING, {"gpu": tiny.FLOOR} | GROUPS),
     "nvme-spilled-groups-graphs-leaving": (LEAVING, FLOORS | GROUPS),
 }
@@ -41,4 +43,5 @@ def features(plan: Plan) -> set[str]:
     names = ("spilled", "aside", "recomputed", "graphs", "leaving", "streamed")
     found = {name for name in names if getattr(plan, fields.get(name, name))}
     found |= {"groups"} if plan.num_groups > 1 else set()
+    found |= {"weights"} if any(b.weights == "gpu" != b.state for b in plan.buffers.values()) else set()
     return found | {buffer.state for buffer in plan.buffers.values()}
