@@ -49,8 +49,8 @@ from penstock.storage.drives import Traffic
 from penstock.storage.errors import UserError
 from penstock.storage.nvme import NvmeStore
 from penstock.storage.retention import Retention
-from penstock.storage.untrusted import is_whole
 from penstock.storage.units import bytes_text
+from penstock.storage.untrusted import is_whole
 
 
 class Session:

@@ -413,10 +413,11 @@ class _Planner(Saving):
             ram.parts["reader buffers"] = p.reader_bytes
         if p.samples:
             ram.parts["samples"] = self.samples.ram_bytes
+        weights_there: dict[str, Tier] = {"weights": "gpu"}
         on_gpu: dict[str, Tier] = {"weights": "gpu", "gradient": "gpu", "state": "gpu"}
         buffers = {}
         for shape in p.buffers:
-            kinds = on_gpu if shape.name in self.resident else {"weights": "gpu"} | ram.tiers[shape.name]
+            kinds = on_gpu if shape.name in self.resident else weights_there | ram.tiers[shape.name]
             buffers[shape.name] = BufferPlan(
                 name=shape.name,
                 numel=shape.numel,

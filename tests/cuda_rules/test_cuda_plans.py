@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from cuda_replay import Case, Replay, replay
 
@@ -13,10 +15,14 @@ from penstock.engine.schedule.actions import ACTIONS
 BEST_7B = Case("7b_512k", "gh200-480")
 RESIDENT_7B = Case("7b_512k", "gh200-480", PlanOptions(gpu_first="blocks"))
 BEST_120B = Case("120b_gh200", "gh200-480")
-STREAMED_7B = Case("7b_1m", "rtx4090-64")
+STREAMED_7B = Case(
+    "7b_1m", "rtx4090-64", PlanOptions(streamed=True, gpu_first="graphs", ram_first="state", stages=4), 16384
+)
 GROUPED_14B = Case("14b_workstation", "rtx4090-256", PlanOptions(group=2, graphs_aside="half", ram_first="activations"))
-WEIGHTS_ON_NVME = Case("32b_workstation", "rtx4090-64")
-STAGED = Case("32b_workstation", "rtx4090-64", device_reads=False)
+RECORDS_HERE = PlanOptions(gpu_first="records", recompute="all", ram_first="weights", stages=4)
+WEIGHTS_ON_NVME = Case("32b_workstation", "rtx4090-64", RECORDS_HERE)
+STAGED = Case("32b_workstation", "rtx4090-64", RECORDS_HERE, device_reads=False)
+WEIGHTS_HERE = Case("32b_workstation", "rtx4090-64", replace(RECORDS_HERE, gpu_first="weights"))
 SAMPLED_7B = Case("7b_512k", "gh200-480", prompt_tokens=(300, 40, 1))
 ADAPTER_70B = Case("70b_lora_24gb", "rtx4090-128", device_reads=False)
 
@@ -39,6 +45,7 @@ EXPECTED = {
     | SPILLS,
     "24gb": ACTIVATIONS | STATE | {"load_dkv", "store_dkv", "spill_kv", "unspill_kv", "spill_saved", "unspill_saved"},
     "groups": (ACTIVATIONS - {"load_dy"}) | STATE | {"load_graph", "store_graph", "load_sum", "store_sum"},
+    "here": {"load_weights_part", "update", "write_state"},
     "direct": {"read_weights_whole", "write_weights"},
     "staged": {"read_weights", "load_weights_part"},
     "adapter": ACTIVATIONS | STATE | {"read_weights", "load_weights_part"},
@@ -125,6 +132,15 @@ def test_14b_in_groups_whose_graphs_leave() -> None:
         run.step(1)
         run.finish()
         check(run, "groups")
+
+
+def test_weights_alone_on_the_gpu() -> None:
+    """New ones are made in RAM and come to it part by part."""
+    with replay(WEIGHTS_HERE, 12) as run:
+        assert any(buffer.weights == "gpu" and buffer.state == "nvme" for buffer in run.plan.buffers.values())
+        run.step(1)
+        run.step(2, passes=len(run.plan.blocks) // 2)
+        check(run, "here")
 
 
 @pytest.mark.parametrize(("name", "case"), [("direct", WEIGHTS_ON_NVME), ("staged", STAGED)])

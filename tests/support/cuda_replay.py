@@ -41,6 +41,7 @@ from penstock.engine.model.tokens import ChunkTokens
 from penstock.engine.optim.adamw import Scalars, scalars
 from penstock.engine.optim.base import UpdateRange
 from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import PlanOptions
 from penstock.engine.runtime import sample_ops
 from penstock.engine.runtime.batch import BatchCarrier, SampleRow, StepData
@@ -64,6 +65,8 @@ class Case:
     machine: str
     choice: PlanOptions | None = None
     """None: what the search finds best."""
+    chunk_tokens: int | None = None
+    """Of a given choice; None: the longest chunks there are."""
     device_reads: bool = True
     prompt_tokens: tuple[int, ...] = ()
     """Of the prompts behind which samples are written; none are where it is empty."""
@@ -91,7 +94,10 @@ def planned(case: Case) -> Planned:
         task = replace(task, recipe=recipe, prompt_tokens=case.prompt_tokens)
     spec = model_spec(model_config(recipe, recipe.data.tokenizer_vocab_size), recipe)  # a kept one has no config
     task = replace(task, spec=spec, device_reads=case.device_reads)
-    plan = task.search(machine).plan if case.choice is None else task.plan(case.choice)
+    if case.choice is None:
+        plan = task.search(machine).plan
+    else:
+        plan = make_plan(task.problem(case.chunk_tokens or task.chunks[-1]), case.choice)
     return Planned(plan, spec, recipe.train, inputs_bytes(spec, compute_dtype(recipe.train)))
 
 
