@@ -37,7 +37,7 @@ from penstock.engine.model.spec import (
 )
 from penstock.engine.model.trace import Trial, attention_shapes, run_trial
 from penstock.storage.errors import UserError, refused
-from penstock.storage.layout import ParamSpec
+from penstock.storage.layout import FlatLayout, ParamSpec
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -96,6 +96,10 @@ def take_apart(config: PretrainedConfig, freeze: Sequence[str] = (), adapter: Ad
         structures=tuple(structures),
         unread=tuple(trial.unread[i] for i in stand_ins),
         summed=tuple(trial.summed[i] for i in stand_ins),
+        joined=tuple(
+            _joined(f"{prefix}.{index}.", trial.sharing[i], trial.unread[i], whole[f"layers.{index}"], stays)
+            for index, i in enumerate(stand_ins)
+        ),
         returns=tuple(returns),
         frozen=frozenset(name for name in buffers if name.endswith(FROZEN)),
         adapter=adapter,
@@ -271,6 +275,37 @@ def _structures(prefix: str, layers: nn.ModuleList, stays: frozenset[str]) -> li
         for i, layer in enumerate(layers)
     )
     return [first.setdefault(key, i) for i, key in enumerate(keys)]
+
+
+def _joined(
+    prefix: str,
+    sharing: Sequence[Sequence[str]],
+    unread: str | None,
+    params: Sequence[ParamSpec],
+    stays: frozenset[str],
+) -> tuple[tuple[str, ...], ...]:
+    """Of linear modules that read one tensor those that are trained and whose weights lie one behind the other.
+
+    `prefix` begins the names of the layer's `params`. Either all of a group have a bias or none has.
+    """
+    names, trained = {param.name for param in params}, [param for param in params if param.name not in stays]
+    offsets = FlatLayout.build(trained).offsets if trained else {}
+    ends = {param.name: offsets[param.name] + param.numel for param in trained}
+    found: list[list[str]] = []
+    for readers in sharing:
+        last: tuple[int, bool] | None = None
+        """Where the one before ends, and whether it has a bias."""
+        for name in readers:
+            weight, bias = f"{prefix}{name}.weight", f"{prefix}{name}.bias"
+            if weight in stays or bias in stays or name == unread:
+                last = None
+                continue
+            if last == (offsets[weight], bias in names):
+                found[-1].append(name)
+            else:
+                found.append([name])
+            last = ends[weight], bias in names
+    return tuple(tuple(group) for group in found if len(group) > 1)
 
 
 def _split(whole: dict[str, tuple[ParamSpec, ...]], stays: frozenset[str]) -> dict[str, tuple[ParamSpec, ...]]:

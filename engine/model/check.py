@@ -17,7 +17,7 @@ from penstock.engine import preparing
 from penstock.engine.config import AdapterConfig
 from penstock.engine.model.adapters import inject, is_adapter
 from penstock.engine.model.anatomy import refuse_unsupported, take_apart
-from penstock.engine.model.reference import forward_backward
+from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.router import balancing_loss, router_coefficient
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import shrink
@@ -151,11 +151,11 @@ def _compare(
     constants = {name: buffer for name, buffer in source.named_buffers() if name in spec.constants}
     if dtype == torch.float64:
         constants = {name: b.double() if b.is_floating_point() else b for name, b in constants.items()}
-    weights = {name: parameter.detach().to(dtype) for name, parameter in source.named_parameters()}
+    weights = in_buffers(spec, {name: p.detach().to(dtype) for name, p in source.named_parameters()})
     preparing.tell(detail=f"streamed gradients, {_name(dtype)}")
     with refused("streaming fails"):
         runner = ModelRunner(spec, device="cpu", dtype=dtype, constants=constants, router_aux_loss=aux)
-        grads = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        grads = in_buffers(spec, {name: torch.zeros_like(weight) for name, weight in weights.items()})
         streams = [TokenStream.of(documents)]
         loss = forward_backward(runner, weights, grads, streams, chunk_tokens, _LOGITS_BYTES, in_pieces=pieces)
     errors = relative_errors(grads, reference)

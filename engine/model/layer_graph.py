@@ -150,9 +150,8 @@ class LayerGraph:
         factors = iter(found[len(self.names) :])
         for product, x, dy in zip(self.products, factors, factors, strict=True):
             if x is not None and dy is not None:
-                sums.add_product(product.weight, dy, x)
-                if product.bias is not None:
-                    sums.add(product.bias, dy.sum(dim=0))
+                sums.add_product(product.weights, dy, x)
+                sums.add_rows(product.biases, dy)
 
 
 def _nodes(tensors: Sequence[Tensor]) -> set[Any]:

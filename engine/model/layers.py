@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, AttentionState
 from penstock.engine.model import skeleton
+from penstock.engine.model.joined import JoinedTwin
 from penstock.engine.model.layer_graph import LayerGraph, Projection, SavedTensors
 from penstock.engine.model.recompute import for_backward
 from penstock.engine.model.router import RouterBalance
@@ -82,13 +83,14 @@ def holding_little(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Template:
-    """One layer module that computes any layer of its structure; `unread` and `summed` as in ModelSpec."""
+    """One layer module that computes any layer of its structure; `unread`, `summed`, `joined` as in ModelSpec."""
 
     def __init__(
         self,
         layer: nn.Module,
         unread: str | None,
         summed: Sequence[str],
+        joined: Sequence[Sequence[str]],
         frozen: Container[str],
         *,
         device: torch.device,
@@ -105,12 +107,16 @@ class _Template:
         self.trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         self._placeholders = {name: parameter.data for name, parameter in self.parameters.items()}
         self.buffers = dict(layer.named_buffers())
-        names = [name for name in summed if f"{name}.weight" in self.trained and f"{name}.bias" not in frozen]
-        base = layer if unread is None or unread in names else for_backward(layer, unread)
-        self.kept = SummedTwin(layer, names, None)
+        self.plain, self._joined = layer, JoinedTwin(layer, joined)
+        in_one = {name for members in joined for name in members}
+        alone = [name for name in summed if f"{name}.weight" in self.trained and f"{name}.bias" not in frozen]
+        names = {name: (name,) for name in alone if name not in in_one} | self._joined.members
+        whole = self._joined.module
+        base = whole if unread is None or unread in names else for_backward(whole, unread)
+        self.kept = SummedTwin(whole, names, None)
         """Its forward with a graph to keep, and what backward recomputes."""
         self.recomputed = SummedTwin(base, names, unread)
-        self.modules = (layer, self.kept.module, self.recomputed.module)
+        self.modules = (whole, self.kept.module, self.recomputed.module)
         self.forward: Callable[..., Any]
         self.recompute: Callable[..., Any]
         self.keep: Callable[..., Any]
@@ -131,7 +137,8 @@ class _Template:
     def adopt(self, index: int, layer: nn.Module) -> None:
         """Know of itself what `layer`, the model's layer `index`, knows of its place in the model."""
         if index not in self._indices:
-            self._indices[index] = [found for module in self.modules for found in skeleton.layer_index(module, layer)]
+            ours = {self.plain, *self.modules}
+            self._indices[index] = [found for module in ours for found in skeleton.layer_index(module, layer)]
         for part, key, value in self._indices[index]:
             if vars(part)[key] != value:
                 setattr(part, key, value)
@@ -139,10 +146,12 @@ class _Template:
     def unbind(self) -> None:
         for name, parameter in self.parameters.items():
             parameter.data = self._placeholders[name]
+        self._joined.unbind()
 
     def bind(self, weights: Mapping[str, Tensor], prefix: str) -> None:
         for name, parameter in self.parameters.items():
             parameter.data = weights[prefix + name]
+        self._joined.bind(lambda name: weights[prefix + name])
 
 
 class LayerRunner:
@@ -172,6 +181,7 @@ class LayerRunner:
                 copy.deepcopy(layers[index]),
                 spec.unread[index],
                 spec.summed[index],
+                spec.joined[index],
                 {name.removeprefix(own) for name in stays if name.startswith(own := self._prefixes[index])},
                 device=device,
                 dtype=dtype,
@@ -255,7 +265,7 @@ class LayerRunner:
         Never compiled: n may be another each time, and each would be a graph of its own.
         """
         with torch.no_grad():
-            return self._run(index, weights, x[None], inputs, handler, self._template(index).modules[0])
+            return self._run(index, weights, x[None], inputs, handler, self._template(index).plain)
 
     def backward(
         self,
@@ -434,10 +444,13 @@ class LayerRunner:
         trained, with their names."""
         prefix, template = self._prefixes[index], self._template(index)
         found = twin.products(x[None])
-        covered = {name for product in found for name in (product.weight, product.bias)}
+        covered = {name for product in found for name in (*product.weights, *product.biases)}
         rest = {name: parameter for name, parameter in template.trained.items() if name not in covered}
         products = [
-            product._replace(weight=prefix + product.weight, bias=product.bias and prefix + product.bias)
+            product._replace(
+                weights=tuple(prefix + name for name in product.weights),
+                biases=tuple(prefix + name for name in product.biases),
+            )
             for product in found
         ]
         return products, [prefix + name for name in rest], list(rest.values())

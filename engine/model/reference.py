@@ -17,7 +17,7 @@ from penstock.engine.attention.chunk import AttentionState
 from penstock.engine.config import TrainConfig
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
-from penstock.engine.model.spec import EMBED, HEAD, depths, layouts
+from penstock.engine.model.spec import EMBED, HEAD, ModelSpec, depths, layouts
 from penstock.engine.model.tokens import ChunkTokens, Stream, chunk_ranges, mean_by_weight, total_weight
 from penstock.engine.optim.base import MASTER, UpdateRange, find_optimizer
 from penstock.engine.optim.groups import lr_factors, with_factors
@@ -72,6 +72,18 @@ class Training:
         return loss, norm
 
 
+def in_buffers(spec: ModelSpec, tensors: Tensors) -> dict[str, Tensor]:
+    """Copies of parameters, or of what is as large, that lie as in the model's flat buffers: of those of which all are
+    there."""
+    found: dict[str, Tensor] = {}
+    for layout in layouts(spec).values():
+        own = [tensors[param.name] for param in layout.params if param.name in tensors]
+        if len(own) == len(layout.params):
+            flat = torch.zeros(layout.numel, dtype=own[0].dtype, device=own[0].device)
+            found |= {name: view.copy_(tensors[name]) for name, view in layout.views(flat).items()}
+    return found
+
+
 def forward_backward(
     runner: ModelRunner,
     weights: Tensors,
@@ -85,9 +97,9 @@ def forward_backward(
 ) -> float:
     """Mean loss of the streams' targets by their weights; adds its gradients to `gradients` (float32).
 
-    `weights`: all parameters in the runner's dtype; `gradients` has those that are trained. `in_pieces`: attention goes
-    over one chunk of keys at a time. With `z_loss` the gradients, not the loss, are those of PaLM's term as well
-    (model/loss.py).
+    `weights`: all parameters in the runner's dtype, laid out as in flat buffers (`in_buffers`); likewise `gradients`,
+    which has those that are trained. `in_pieces`: attention goes over one chunk of keys at a time. With `z_loss` the
+    gradients, not the loss, are those of PaLM's term as well (model/loss.py).
     """
     layers, num_layers = runner.layers, len(runner.spec.attention)
     total = sum(total_weight(stream.labels, stream.weights) for stream in streams)

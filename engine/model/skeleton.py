@@ -134,11 +134,12 @@ def structure_key(module: nn.Module) -> Hashable:
 
 def layer_index(template: nn.Module, layer: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """(part of `template`, attribute, value) of the layer number that `layer` knows of itself."""
-    sources = dict(layer.named_modules())
+    parts = dict(template.named_modules())  # a template may have parts of its own
     return [
-        (part, key, vars(sources[name])[key])
-        for name, part in template.named_modules()
-        for key in sorted(_INDEX_NAMES & vars(sources[name]).keys())
+        (parts[name], key, vars(source)[key])
+        for name, source in layer.named_modules()
+        if name in parts
+        for key in sorted(_INDEX_NAMES & vars(source).keys())
     ]
 
 

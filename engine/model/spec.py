@@ -79,6 +79,9 @@ class ModelSpec:
     """Per layer: its linear module whose output no gradient depends on, relative to the layer (model/recompute.py)."""
     summed: tuple[tuple[str, ...], ...] = field(repr=False)
     """Per layer: its linear modules whose weights' gradients one kernel can multiply and sum (model/sums.py)."""
+    joined: tuple[tuple[tuple[str, ...], ...], ...] = field(repr=False)
+    """Per layer: groups of these that are one product, in the order in which they are called and in which their weights
+    lie one behind the other (model/joined.py)."""
     returns: tuple[int, ...] = field(repr=False)
     """Per layer: 0 if it returns a tensor, else the length of the tuple it returns."""
     frozen: frozenset[str] = frozenset()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.engine.clock import clock
+from penstock.engine.model.joined import side_by_side
 from penstock.engine.model.recompute import sharing_copy
 
 
@@ -36,11 +37,20 @@ class GradientSums(dict[str, Tensor]):
         else:
             self[name].add_(gradient)
 
-    def add_product(self, name: str, dy: Tensor, x: Tensor) -> None:
-        """Add dy^T x, for dy [n, out] and x [n, in] of the compute dtype."""
-        new = name in self.fresh
-        self.fresh.discard(name)
-        add_product(self[name], dy, x, new=new)
+    def add_product(self, names: Sequence[str], dy: Tensor, x: Tensor) -> None:
+        """Add dy^T x to matrices that lie one behind the other, for dy [n, sum of their rows] and x [n, in] of the
+        compute dtype."""
+        new = self.fresh.issuperset(names)
+        assert new or self.fresh.isdisjoint(names), names
+        self.fresh.difference_update(names)
+        add_product(side_by_side([self[name] for name in names]), dy, x, new=new)
+
+    def add_rows(self, names: Sequence[str], dy: Tensor) -> None:
+        """Add the sum of dy's rows, dy [n, sum of their lengths], to vectors."""
+        if names:
+            gradients = dy.sum(dim=0).split([self[name].shape[0] for name in names])
+            for name, gradient in zip(names, gradients, strict=True):
+                self.add(name, gradient)
 
     def settle(self) -> None:
         """Zero what has got no gradient."""
@@ -148,35 +158,40 @@ class SummedLinear(nn.Module):
 
 
 class Product(NamedTuple):
-    """A product that is to be added to the gradient of `weight`, and its rows to that of `bias`, by their names."""
+    """A product that is to be added to the gradients of `weights`, and its rows to those of `biases`, by their names.
 
-    weight: str
-    bias: str | None
+    There are several where these lie one behind the other (engine/model/joined.py); `biases` may be none.
+    """
+
+    weights: tuple[str, ...]
+    biases: tuple[str, ...]
     into: Tensor
     onto: Tensor
 
 
 class SummedTwin:
-    """A layer whose linear modules `names` are SummedLinear, with the parameters and buffers of `layer`."""
+    """A layer some of whose linear modules are SummedLinear, with the parameters and buffers of `layer`."""
 
-    def __init__(self, layer: nn.Module, names: Sequence[str], unread: str | None) -> None:
+    def __init__(self, layer: nn.Module, names: Mapping[str, Sequence[str]], unread: str | None) -> None:
+        """`names`: the linear modules -> those that have their weights, several where one is made of them."""
         self.module = sharing_copy(layer)
-        self._linears: list[tuple[str, SummedLinear]] = []
-        for name in names:
+        self._linears: list[tuple[Sequence[str], SummedLinear]] = []
+        for name, members in names.items():
             linear = self.module.get_submodule(name)
             assert isinstance(linear, nn.Linear)
             summed = SummedLinear(linear, unread=name == unread)
             self.module.set_submodule(name, summed)
-            self._linears.append((name, summed))
+            self._linears.append((members, summed))
 
     def products(self, x: Tensor) -> list[Product]:
         """What a run on x [1, n, hidden] has as gradients of the weights in place of gradients."""
         found = []
-        for name, linear in self._linears:
+        for members, linear in self._linears:
             out_features, in_features = linear.weight.shape
             linear.into, linear.onto = self._tap(x, in_features), self._tap(x, out_features)
-            bias = None if linear.bias is None else f"{name}.bias"
-            found.append(Product(f"{name}.weight", bias, linear.into, linear.onto))
+            weights = tuple(f"{member}.weight" for member in members)
+            biases = () if linear.bias is None else tuple(f"{member}.bias" for member in members)
+            found.append(Product(weights, biases, linear.into, linear.onto))
         return found
 
     def _tap(self, x: Tensor, width: int) -> Tensor:
@@ -204,17 +219,17 @@ def summed_linears(layer: nn.Module, run: Callable[[nn.Module], Tensor], x: Tens
     names = tuple(name for name, seen in rows.items() if seen == [x.shape[1]])
     if not names:
         return ()
-    twin = SummedTwin(layer, names, None)
+    twin = SummedTwin(layer, {name: (name,) for name in names}, None)
     products = twin.products(x)
     own = dict(layer.named_parameters())
-    covered = {name for product in products for name in (product.weight, product.bias) if name is not None}
+    covered = {name for product in products for name in (*product.weights, *product.biases)}
     if len({id(own[name]) for name in covered}) < len(covered):
         return ()
     y = run(twin.module)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
     taps = [tap for product in products for tap in (product.into, product.onto)]
     found = torch.autograd.grad(y, taps, dy, allow_unused=True)
-    expected = torch.autograd.grad(run(layer), [own[p.weight] for p in products], dy, allow_unused=True)
+    expected = torch.autograd.grad(run(layer), [own[p.weights[0]] for p in products], dy, allow_unused=True)
     for i, weight in enumerate(expected):
         into, onto = found[2 * i : 2 * i + 2]
         if weight is None or into is None or onto is None or not torch.allclose(onto.t() @ into, weight, rtol=1e-4):

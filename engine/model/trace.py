@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, MaskPattern
 from penstock.engine.config import AdapterConfig
 from penstock.engine.model import skeleton
+from penstock.engine.model.joined import readers_of_one
 from penstock.engine.model.recompute import unread_linear
 from penstock.engine.model.sums import summed_linears
 from penstock.storage.errors import UserError
@@ -35,8 +36,11 @@ class Trial:
     attends: tuple[bool, ...]
     """Per layer: whether it calls attention."""
     unread: tuple[str | None, ...]
-    summed: tuple[tuple[str, ...], ...]
     """Per layer: its linear module whose output no gradient depends on (engine/model/recompute.py)."""
+    summed: tuple[tuple[str, ...], ...]
+    """Per layer: its linear modules whose weights' gradients are products (engine/model/sums.py)."""
+    sharing: tuple[tuple[tuple[str, ...], ...], ...]
+    """Per layer: those of them that read one tensor, in the order in which they are called (engine/model/joined.py)."""
     recurrent: bool
     """Some layer mixes tokens outside of attention, or the model takes no positions."""
 
@@ -100,6 +104,7 @@ def run_trial(config: PretrainedConfig, adapter: AdapterConfig | None = None) ->
         attends=tuple(call.attention_calls > 0 for call in seen),
         unread=tuple(_unread_linear(layer, call) for layer, call in zip(layers, seen, strict=True)),
         summed=summed,
+        sharing=tuple(_sharing(*of) for of in zip(layers, seen, summed, strict=True)),
         recurrent=any(mixes) or not takes_positions,
     )
 
@@ -207,6 +212,12 @@ def _summed_linears(layer: nn.Module, call: _Seen) -> tuple[str, ...]:
     x = call.hidden.detach().requires_grad_()
     with attention.use(_of_all), torch.enable_grad():
         return summed_linears(layer, _runner(call, x), x)
+
+
+def _sharing(layer: nn.Module, call: _Seen, summed: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    x = call.hidden.detach()
+    with attention.use(_of_all):
+        return readers_of_one(layer, summed, _runner(call, x))
 
 
 def _runner(call: _Seen, x: Tensor) -> Callable[[nn.Module], Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine.config import TrainConfig
 from penstock.engine.forecast.problem import LOGITS_BYTES
-from penstock.engine.model.reference import forward_backward
+from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.optim.lr import learning_rate
 from penstock.engine.session import Session
@@ -50,9 +50,9 @@ def plainly(
     with session(folder, optimizer) as opened:
         recipe, chunk = opened.recipe.train, opened.plan.max_chunk_tokens
         runner = ModelRunner(opened.spec, device="cpu", dtype=torch.float32)
-        weights = tiny.parameters(opened.store, opened.spec)
+        weights = in_buffers(opened.spec, tiny.parameters(opened.store, opened.spec))
         for step in range(1, STEPS + 1):
-            gradients = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+            gradients = in_buffers(opened.spec, {name: torch.zeros_like(weight) for name, weight in weights.items()})
             batch = opened.loader.next_step()
             forward_backward(runner, weights, gradients, batch, chunk, LOGITS_BYTES["cpu"])
             update(weights, gradients, learning_rate(recipe, step))

@@ -15,7 +15,7 @@ from penstock.engine.model.adapter_values import AdapterLayers, with_adapter
 from penstock.engine.model.adapters import is_adapter, plain_name
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.check import TokenStream, check_model, relative_errors
-from penstock.engine.model.reference import forward_backward
+from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.runner import ModelRunner
 from penstock.storage.errors import UserError
 
@@ -66,8 +66,8 @@ def check_gradients(model_type: str, method: str, *, compile: bool) -> None:
     assert {p.name for params in spec.buffers.values() for p in params} == values.keys()
     assert {p.name for b, params in spec.buffers.items() if b not in spec.frozen for p in params} == expected.keys()
     runner = ModelRunner(spec, device="cpu", dtype=torch.float32, compile=compile)
-    weights = {name: parameter.detach() for name, parameter in values.items()}
-    gradients = {name: torch.zeros_like(weights[name]) for name in expected}
+    weights = in_buffers(spec, {name: parameter.detach() for name, parameter in values.items()})
+    gradients = in_buffers(spec, {name: torch.zeros_like(weights[name]) for name in expected})
     forward_backward(runner, weights, gradients, [TokenStream.of(documents)], 19, 1 << 14)
     errors = relative_errors(gradients, expected)
     assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.check import TokenStream, reference_gradients, relative_errors
 from penstock.engine.model.recompute import GradientOnlyLinear, unread_linear
-from penstock.engine.model.reference import forward_backward
+from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.tokens import ChunkTokens
@@ -46,7 +46,7 @@ def documents(lengths: list[int], vocabulary: int = 101) -> list[Tensor]:
 def gradients(
     runner: ModelRunner, weights: dict[str, Tensor], streams: list[TokenStream], chunk: int
 ) -> tuple[float, dict[str, Tensor]]:
-    sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    sums = in_buffers(runner.spec, {name: torch.zeros_like(weight) for name, weight in weights.items()})
     return forward_backward(runner, weights, sums, streams, chunk, 1 << 14), sums
 
 
@@ -55,7 +55,7 @@ def qwen3() -> tuple[PretrainedConfig, Any, ModelRunner, dict[str, Tensor]]:
     config = tiny()
     model = random_model(config)
     runner = ModelRunner(take_apart(config), device="cpu", dtype=torch.float32)
-    return config, model, runner, {name: p.detach() for name, p in model.named_parameters()}
+    return config, model, runner, in_buffers(runner.spec, {name: p.detach() for name, p in model.named_parameters()})
 
 
 @pytest.mark.parametrize("chunk", [128, 32, 8, 45])
@@ -74,11 +74,11 @@ def test_gradients_are_added_to_what_is_there_and_weights_used_in_place(qwen3: A
     stream = TokenStream.of(documents([40]))
     (state,) = runner.layers.states(0, stream.documents, [(0, 40)])
     inputs, x = runner.inputs(stream.positions, 39), torch.randn(40, 64)
-    layer = {name: tensor.clone() for name, tensor in weights.items() if ".layers.0." in name}
+    layer = in_buffers(runner.spec, {name: tensor for name, tensor in weights.items() if ".layers.0." in name})
     before = runner.layers.forward(0, layer, x, inputs, state)
     sums = []
     for base in (0.0, 1.0):
-        grads = {name: torch.full_like(tensor, base) for name, tensor in layer.items()}
+        grads = in_buffers(runner.spec, {name: torch.full_like(tensor, base) for name, tensor in layer.items()})
         state.dk, state.dv = torch.zeros_like(state.k), torch.zeros_like(state.v)
         runner.layers.backward(0, layer, x, torch.ones(40, 64), inputs, state, grads)
         sums.append(grads)
@@ -166,15 +166,15 @@ def test_inputs_count_shared_tables_once(qwen3: Any) -> None:
 def test_compiled_template_serves_every_layer_without_recompiling() -> None:
     config = tiny(num_hidden_layers=3)
     model = random_model(config)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
     spec = take_apart(config)
+    weights = in_buffers(spec, {name: p.detach() for name, p in model.named_parameters()})
     stream = [TokenStream.of(documents([64]))]
     eager = gradients(ModelRunner(spec, device="cpu", dtype=torch.float32), weights, stream, 32)
     with compiled_afresh() as counters:
         runner = ModelRunner(spec, device="cpu", dtype=torch.float32, compile=True)
         compiled = gradients(runner, weights, stream, 32)
         graphs = counters["unique_graphs"]
-        again = gradients(runner, {name: w.clone() for name, w in weights.items()}, stream, 32)
+        again = gradients(runner, in_buffers(spec, weights), stream, 32)
         assert graphs > 0
         assert counters["unique_graphs"] == graphs
     assert compiled[0] == again[0] == pytest.approx(eager[0], rel=1e-5)

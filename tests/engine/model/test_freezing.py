@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from penstock.engine.model.anatomy import Initializer, take_apart
 from penstock.engine.model.check import TokenStream, reference_gradients, relative_errors
-from penstock.engine.model.reference import forward_backward
+from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.spec import layouts
@@ -95,8 +95,8 @@ def test_gradients_of_the_rest_are_those_of_plain_autograd(model_type: str, free
     aux = 0.1 if model_type == "qwen3_moe" else 0.0
     loss, reference = reference_gradients(config, source, documents, router_aux_loss=aux)
     reference = {name: gradient for name, gradient in reference.items() if name not in stays}
-    weights = {name: parameter.detach() for name, parameter in source.named_parameters()}
-    gradients = {name: torch.zeros_like(weights[name]) for name in weights if name not in stays}
+    weights = in_buffers(spec, {name: parameter.detach() for name, parameter in source.named_parameters()})
+    gradients = in_buffers(spec, {name: torch.zeros_like(weights[name]) for name in weights if name not in stays})
     runner = ModelRunner(spec, device="cpu", dtype=torch.float32, router_aux_loss=aux)
     streams = [TokenStream.of(documents)]
     found = forward_backward(runner, weights, gradients, streams, 29, 1 << 14, in_pieces=pieces)
@@ -125,7 +125,8 @@ def test_a_graph_that_is_kept_finds_both_buffers_of_its_weights_where_they_are_l
     now, later = slots(), slots()
     results = []
     for keep in (False, True):
-        gradients = {n: torch.zeros_like(t) for n, t in source.items() if n in now and n not in spec.frozen_params}
+        trained = [name for name in now if name not in spec.frozen_params]
+        gradients = in_buffers(spec, {name: torch.zeros_like(now[name]) for name in trained})
         (state,) = runner.layers.states(1, [0], [(0, 20)])
         assert state is not None
         out = runner.layers.project(1, now, x, inputs)

@@ -17,7 +17,7 @@ from weighted import WeightedLoader
 
 from penstock.engine.hf.config import model_config
 from penstock.engine.model.check import TokenStream, check_model, relative_errors
-from penstock.engine.model.reference import forward_backward
+from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.router import balancing_loss, router_coefficient
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.trace import random_model
@@ -55,8 +55,8 @@ def test_it_is_the_total_gradient_of_one_forward_in_transformers(kind: str) -> N
     found = {}
     for weight in (WEIGHT, 0.0):
         runner = ModelRunner(spec, device="cpu", dtype=torch.float32, router_aux_loss=weight)
-        weights = {name: parameter.detach() for name, parameter in source.named_parameters()}
-        grads = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+        weights = in_buffers(spec, {name: parameter.detach() for name, parameter in source.named_parameters()})
+        grads = in_buffers(spec, {name: torch.zeros_like(tensor) for name, tensor in weights.items()})
         loss = forward_backward(runner, weights, grads, [TokenStream.of([ids])], 7, 1 << 14)
         found[weight] = relative_errors(grads, expected)
         assert loss == pytest.approx(float((output.loss - WEIGHT * output.aux_loss).detach()), rel=1e-5), (

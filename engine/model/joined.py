@@ -1,0 +1,133 @@
+"""Linear modules that read one tensor, and whose weights lie one behind the other, as one product.
+
+Queries, keys and values are three products of one tensor, the two halves of a gated MLP are two. In a layer's flat
+buffer their weights are the rows of one matrix, of which nothing has to be copied: one larger kernel takes the place of
+several, forward, for the gradient of what they read and for those of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.model import skeleton
+from penstock.engine.model.recompute import sharing_copy
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+    """Matrices [rows, in] that lie one behind the other in one flat buffer, as one [sum of rows, in]; no copy."""
+    first = tensors[0]
+    place = first.storage_offset()
+    for tensor in tensors:
+        lies = tensor.untyped_storage()._cdata == first.untyped_storage()._cdata and tensor.storage_offset() == place
+        assert lies, "matrices that are joined do not lie one behind the other"
+        place += tensor.numel()
+    if len(tensors) == 1:
+        return first
+    rows, width = sum(tensor.shape[0] for tensor in tensors), first.shape[1]
+    return first.as_strided((rows, width), (width, 1), first.storage_offset())
+
+
+class _Rest:
+    """The outputs of one product that its modules have yet to hand on."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Tensor] = []
+
+
+class _Part(nn.Module):
+    """Stands where a linear module of a product stood, of whose output it hands on its own columns.
+
+    The one that is called first computes them all.
+    """
+
+    def __init__(self, linear: nn.Linear, rest: _Rest) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)
+        self.rest = rest
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        y, *self.rest.outputs = self.rest.outputs
+        return y
+
+
+class _FirstPart(_Part):
+    def __init__(self, linear: nn.Linear, rest: _Rest, whole: nn.Linear, sizes: Sequence[int]) -> None:
+        super().__init__(linear, rest)
+        self.whole, self.sizes = whole, list(sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        y, *self.rest.outputs = self.whole(x).split(self.sizes, dim=-1)
+        return y
+
+
+class JoinedTwin:
+    """A layer in which groups of linear modules are one product each, with the parameters and buffers of `layer`."""
+
+    def __init__(self, layer: nn.Module, groups: Sequence[Sequence[str]]) -> None:
+        """`groups`: names of linear modules in the order in which they are called and in which their weights lie."""
+        self.module = sharing_copy(layer) if groups else layer
+        self.members: dict[str, Sequence[str]] = {}
+        """The linear module of each product -> those whose weights are its rows."""
+        self._bound: list[tuple[nn.Linear, Tensor, Sequence[str]]] = []
+        """Each product's module, its weight while there is none, and the modules whose weights are its rows."""
+        for names in groups:
+            linears = [self.module.get_submodule(name) for name in names]
+            assert all(isinstance(linear, nn.Linear) for linear in linears)
+            self._join(names, linears)  # type: ignore[arg-type]
+
+    def _join(self, names: Sequence[str], linears: Sequence[nn.Linear]) -> None:
+        like, sizes = linears[0].weight, [linear.out_features for linear in linears]
+        has_bias = linears[0].bias is not None
+        whole = nn.Linear(linears[0].in_features, sum(sizes), bias=has_bias, device="meta")
+        for key, parameter in list(whole.named_parameters()):
+            setattr(whole, key, skeleton.placeholder(parameter, like.device, like.dtype, trained=like.requires_grad))
+        self._bound.append((whole, whole.weight.data, names))
+        rest = _Rest()
+        self.module.set_submodule(names[0], _FirstPart(linears[0], rest, whole, sizes))
+        for name, linear in zip(names[1:], linears[1:], strict=True):
+            self.module.set_submodule(name, _Part(linear, rest))
+        self.members[f"{names[0]}.whole"] = names
+
+    def bind(self, find: Callable[[str], Tensor]) -> None:
+        """Point the products at the weights of their members; `find` gives a parameter of the layer by its name."""
+        for whole, _, names in self._bound:
+            whole.weight.data = side_by_side([find(f"{name}.weight") for name in names])
+            if whole.bias is not None:  # vectors, between which there are gaps
+                whole.bias.data = torch.cat([find(f"{name}.bias") for name in names])
+
+    def unbind(self) -> None:
+        for whole, empty, _ in self._bound:
+            whole.weight.data = empty
+
+
+def readers_of_one(
+    layer: nn.Module, names: Sequence[str], run: Callable[[nn.Module], Tensor]
+) -> tuple[tuple[str, ...], ...]:
+    """Those of the layer's linear modules `names` that are given the very same tensor, in the order they are called.
+
+    `run(layer)` is the layer's output; each of the modules is called once.
+    """
+    seen: list[tuple[Tensor, list[str]]] = []
+
+    def note(name: str, x: Tensor) -> None:
+        for tensor, readers in seen:
+            if tensor is x:
+                readers.append(name)
+                return
+        seen.append((x, [name]))
+
+    hooks = [
+        layer.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
+        for name in names
+    ]
+    with torch.no_grad():
+        run(layer)
+    for hook in hooks:
+        hook.remove()
+    return tuple(tuple(readers) for _, readers in seen if len(readers) > 1)
