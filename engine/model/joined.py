@@ -62,6 +62,7 @@ class _FirstPart(_Part):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
+        y: Tensor
         y, *self.rest.outputs = self.whole(x).split(self.sizes, dim=-1)
         return y
 
