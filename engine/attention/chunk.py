@@ -116,16 +116,16 @@ class KeptAttention:
     """Attention of one chunk inside a graph that outlives forward: its windows may be others in backward."""
 
     state: AttentionState
-    """What the next forward or backward of the graph works with; out and lse of its own once it has run forward, if it
-    `copies` them."""
-    copies: bool = True
+    """What the next forward or backward of the graph works with."""
+    apart: bool = True
+    """Forward writes out and lse to memory of the graph's own, in place of the state's."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         """A Handler: attention as `forward_handler` computes it, with a graph."""
+        if self.apart:
+            self.state = replace(self.state, out=torch.empty_like(self.state.out), lse=torch.empty_like(self.state.lse))
         with torch.no_grad():
             forward_handler(self.state)(q, k, v, call)
-        if self.copies:
-            self.state = replace(self.state, out=self.state.out.clone(), lse=self.state.lse.clone())
         return self.saved(q, k, v, call)
 
     def saved(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:

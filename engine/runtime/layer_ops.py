@@ -158,7 +158,7 @@ class LayerOps:
             graph.lse, y = lse.clone(), graph.output
         else:
             state = self._layers.in_blocks(layer, self._state(op, *self._saved(op, shape)))
-            attends = KeptAttention(state, copies=not leaves)
+            attends = KeptAttention(state, apart=not leaves)
             graph, y = self._layers.keep(layer, weights, x if leaves else x.clone(), inputs, attends.forward)
         # Of a graph that is cut the log-sum-exp is its own.
         nbytes = self.kept_bytes = graph.nbytes + (0 if attends is None else attends.state.lse.nbytes)

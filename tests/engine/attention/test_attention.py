@@ -16,7 +16,15 @@ from torch import Tensor
 
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.backends import AttentionCall, Gradients, Operands
-from penstock.engine.attention.chunk import attend, attend_backward, finish, merge_, sink_gradient
+from penstock.engine.attention.chunk import (
+    AttentionState,
+    KeptAttention,
+    attend,
+    attend_backward,
+    finish,
+    merge_,
+    sink_gradient,
+)
 from penstock.storage.errors import UserError
 
 
@@ -136,3 +144,28 @@ def test_what_would_be_computed_wrongly_is_refused() -> None:
         for message, mask, options in cases:
             with pytest.raises(UserError, match=message):
                 attention.penstock_attention(module, q, q, q, mask, **options)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_graph_that_is_kept_writes_attentions_output_once_and_where_it_is_to_be(apart: bool) -> None:
+    """Apart from the state's place, which serves other chunks by the time of backward, or in it."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(6, heads, 4, generator=generator) for heads in (2, 1, 1, 2))
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    call = AttentionCall(softmax_scale=0.5)
+    place, lse = torch.full((6, 2, 4), 7.0), torch.zeros(2, 6)
+    state = AttentionState(torch.zeros(6, 1, 4), torch.zeros(6, 1, 4), place, lse, 0, 6, [0])
+    kept = KeptAttention(state, apart=apart)
+    out = kept.forward(*leaves, call)
+    expected = dense(*leaves, causal_band(6, 6), 0.5)
+    torch.testing.assert_close(out, expected)
+    assert (out.data_ptr() == place.data_ptr()) is not apart
+    assert bool((place == 7.0).all()) is apart
+    kept.state.dk, kept.state.dv = torch.zeros(6, 1, 4), torch.zeros(6, 1, 4)
+    if apart:  # another chunk has been there
+        place.fill_(float("nan"))
+        lse.fill_(float("nan"))
+    for computed, wanted in zip(
+        torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout), strict=True
+    ):
+        torch.testing.assert_close(computed, wanted)
