@@ -85,7 +85,8 @@ class PlanCase:
             data=DataConfig(source="random", sequence_length=self.context, max_documents=16),
             train=TrainConfig(steps=STEPS, global_batch_size=self.sequences, **train),
             budgets=BudgetConfig(gpu=self.gpu, ram=self.ram),
-            storage=StorageConfig(checkpoint_every=STEPS, part_bytes="8MiB"),
+            # No generation is proved good within the run.
+            storage=StorageConfig(checkpoint_every=STEPS, part_bytes="8MiB", keep_good=None),
         )
 
 

@@ -28,7 +28,6 @@ from penstock.engine.train import train
 from penstock.storage.errors import UserError
 
 LAYERS, HIDDEN, VOCAB = 12, 1024, 8192
-PARAMS = 168_000_000
 MAX_CHUNK_TOKENS = 1024
 WARMUP_STEPS = 2  # allocation, compilation, first touch of memory
 
@@ -45,10 +44,13 @@ WORDS = {
 """Every case, in the order in which they take turns. Where this machine has no compilers, `compiled` is left out."""
 
 MIB = 1 << 20
-PROCESS_BYTES = 800 * MIB
-"""Resident memory of a Penstock process beyond what its tiers hold: libraries, compiled code, compiling."""
+PROCESS_BYTES = 700 * MIB
+"""Resident memory of a Penstock process beyond what its budgets hold: libraries, compiled code."""
 GPU_BYTES = {"bfloat16": 400 * MIB, "float32": 800 * MIB}
 """The least budgets.gpu: a block's slots and work at `MAX_CHUNK_TOKENS`, by what is computed in."""
+GRAPH_BYTES = {"bfloat16": 26 * 1024, "float32": 52 * 1024}
+"""Of a token and layer: what forward saves where nothing is computed again, as the plain cases without checkpointing
+do."""
 
 
 def parse_batch(text: str) -> tuple[int, int]:
@@ -154,15 +156,13 @@ def _memory_bytes(case: str, runs: dict[str, list[dict[str, Any]]]) -> int:
 def budgets(case: str, memory_bytes: int, dtype: Literal["bfloat16", "float32"], tokens: int) -> BudgetConfig:
     """Budgets within which a process of `case` takes at most `memory_bytes`.
 
-    In RAM the ram tier has room for weights, gradients, master weights, moments and boundary activations, as far as
-    memory goes, and the gpu tier has the rest; with state on NVMe the gpu tier has its least.
+    In RAM the gpu tier has its least and room for the graphs of all layers, a byte of which saves more time than one of
+    the state, and the ram tier the rest; with state on NVMe the gpu tier has its least.
     """
-    element = 2 if dtype == "bfloat16" else 4
     left = max(0, memory_bytes - PROCESS_BYTES)
     gpu = GPU_BYTES[dtype]
     if case != "nvme":
-        all_in_ram = PARAMS * (12 + 2 * element) + tokens * HIDDEN * element * (LAYERS + 1) + 64 * MIB
-        gpu = max(gpu, left - all_in_ram)
+        gpu += tokens * LAYERS * GRAPH_BYTES[dtype]
     return BudgetConfig(gpu=f"{gpu // MIB}MiB", ram=f"{max(1, (left - gpu) // MIB)}MiB")
 
 

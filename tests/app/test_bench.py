@@ -113,9 +113,8 @@ def test_budgets_add_up_to_the_memory_given(dtype):
         sizes = [parse_bytes(size, "budgets") for size in (found.gpu, found.ram)]
         assert sum(sizes) == pytest.approx(memory - bench.PROCESS_BYTES, abs=2 * bench.MIB)
         assert sizes[0] >= bench.GPU_BYTES[dtype]
-    more = bench.budgets("ram", 2 * memory, dtype, 1024)
-    assert parse_bytes(more.ram, "budgets") == parse_bytes(bench.budgets("ram", 3 * memory, dtype, 1024).ram, "budgets")
-    assert parse_bytes(more.ram, "budgets") > bench.PARAMS * {"bfloat16": 16, "float32": 20}[dtype]
+    of_graphs = [parse_bytes(bench.budgets("ram", memory, dtype, tokens).gpu, "budgets") for tokens in (1024, 4096)]
+    assert of_graphs[1] - of_graphs[0] == pytest.approx(3 * (of_graphs[0] - bench.GPU_BYTES[dtype]), abs=4 * bench.MIB)
 
 
 @pytest.mark.parametrize(
