@@ -34,6 +34,15 @@ WEAR_GAIN = 0.02
 """By how much a plan must be faster to write twice as much to the drives as another, which wear."""
 SWITCH_GAIN = 0.03
 """By how much a plan must be faster to replace one of which it is known that it works."""
+FIRST_ASIDES: tuple[GraphsAside, ...] = ("none", "half")
+"""Shares of graphs that leave the GPU with which groups are combined first; the other ones are near them."""
+LIKELY_WITH_GROUPS: tuple[dict[str, Any], ...] = (
+    {"gpu_first": "graphs", "ram_first": "activations", "recompute": "none"},
+    {"gpu_first": "blocks", "ram_first": "activations", "recompute": "none"},
+)
+"""Choices with which groups are combined, whatever is best without them."""
+GROUP_STARTS = 3
+"""So many of what groups were combined with are improved: the best ones that differ in group or in what leaves."""
 
 ProblemAt = Callable[[int], PlanInput]
 """Tokens of a chunk -> the problem with chunks of that length."""
@@ -97,7 +106,8 @@ def dimensions(problem: PlanInput, num_chunks: int) -> dict[str, list[Any]]:
     recompute: dict[str, list[Any]] = {"full": ["all"], "auto": ["none", "half", "all"] if attends else ["none"]}
     gpu_first = ["graphs", "blocks", "half", "graphs only", "weights", "records"]
     if problem.activation_checkpointing != "auto":
-        gpu_first = ["blocks", "graphs only", "weights", "records"]
+        of_graphs = ["graphs"] if problem.activation_checkpointing == "none" else []
+        gpu_first = [*of_graphs, "blocks", "graphs only", "weights", "records"]
     return {
         "streamed": streamed[problem.kv_window],
         "gpu_first": gpu_first,
@@ -181,16 +191,26 @@ class _Search:
                 self.attempt(chunk, choice)
 
     def by_groups(self, best: Candidate, chunks: list[int]) -> None:
-        """From `best` on, groups and what leaves the GPU of their graphs: neither pays without the other."""
-        values = dimensions(best.plan.problem, best.plan.window_chunks)
-        choices = (
-            replace(best.choice, group=group, graphs_aside=aside, gpu_first=gpu_first, ram_first=ram_first)
-            for group, aside in itertools.product(values["group"], values["graphs_aside"])
-            for gpu_first, ram_first in ((best.choice.gpu_first, best.choice.ram_first), ("graphs", "activations"))
-        )
-        found = [one for choice in choices if (one := self.attempt(best.chunk_tokens, choice)) is not None]
-        if found:
-            self.descend(min(found, key=rank), chunks)
+        """Groups, and what leaves the GPU of their graphs: neither pays without the other, nor with all that is best
+        without them. They are combined with `best`, with graphs on the GPU and with blocks there, and with chunks of
+        the next shorter length as well; several of what is found are then improved."""
+        where = chunks.index(best.chunk_tokens)
+        found: list[Candidate] = []
+        for chunk in chunks[max(0, where - 1) : where + 1]:
+            values = _options(self.problem(chunk))
+            likely = [best.choice]
+            for changes in LIKELY_WITH_GROUPS:
+                allowed = {name: value for name, value in changes.items() if value in values[name]}
+                likely.append(replace(best.choice, **allowed))
+            asides = [v for v in values["graphs_aside"] if v in (*FIRST_ASIDES, best.choice.graphs_aside)]
+            for group, aside, choice in itertools.product(values["group"], asides, likely):
+                if (one := self.attempt(chunk, replace(choice, group=group, graphs_aside=aside))) is not None:
+                    found.append(one)
+        starts: dict[tuple[int, GraphsAside], Candidate] = {}
+        for one in sorted(found, key=rank):
+            starts.setdefault((one.choice.group, one.choice.graphs_aside), one)
+        for start in list(starts.values())[:GROUP_STARTS]:
+            self.descend(start, chunks)
 
     def descend(self, start: Candidate, chunks: list[int]) -> None:
         """Change one thing at a time, as long as that helps."""
@@ -324,12 +344,13 @@ def why_not(problem_at: ProblemAt, chunks: Sequence[int]) -> BudgetError | None:
 def _frugal(problem: PlanInput, values: dict[str, list[Any]]) -> Plan | list[BudgetError]:
     """A plan that needs little of each tier, or why there is none."""
     refusals = []
-    ends = {name: dict.fromkeys((found[0], found[-1])) for name, found in values.items()}
-    ways = itertools.product(ends["group"], ends["streamed"], ends["recompute"], values["ram_first"], ends["gpu_first"])
-    for group, streamed, recompute, ram_first, gpu_first in ways:
-        choice = PlanOptions(
-            group=group, streamed=streamed, recompute=recompute, ram_first=ram_first, gpu_first=gpu_first
-        )
+    names = ["group", "streamed", "recompute", "ram_first", "gpu_first"]
+    ends = {name: list(dict.fromkeys((found[0], found[-1]))) for name, found in values.items()}
+    ends["ram_first"] = values["ram_first"]
+    if problem.activation_checkpointing == "none":  # else what leaves need not be saved
+        names.insert(0, "graphs_aside")
+    for way in itertools.product(*(ends[name] for name in names)):
+        choice = PlanOptions(**dict(zip(names, way, strict=True)))
         try:
             return make_plan(problem, choice)
         except BudgetError as error:

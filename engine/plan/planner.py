@@ -166,8 +166,10 @@ class _Planner(Saving):
                 need_bytes=need,
                 budget_bytes=p.gpu_budget,
             )
-        if p.activation_checkpointing == "none" and not self.leaving:
-            self.keep_all()
+        if p.activation_checkpointing == "none":
+            self.require_graphs()
+            if not self.leaving:
+                self.keep_all()
         # Sums come before whole blocks, of which they are a fourth; graphs before both.
         graphs_first = self.choice.gpu_first in ("graphs", "graphs only")
         if not self.grouped or graphs_first or self.keep_sums(p.gpu_budget):
@@ -204,17 +206,21 @@ class _Planner(Saving):
                 return False
         return True
 
-    def keep_all(self) -> None:
-        p = self.problem
-        self.saved_graphs.update(self.keepable())
-        self.graphs_bytes = sum(self.graph_bytes(*key) for key in self.saved_graphs)
-        need = self.gpu_need(set())
-        unknown = [p.blocks[i].name for i in self.saving if p.blocks[i].graph_bytes_per_token is None]
+    def require_graphs(self) -> None:
+        """Raise BudgetError unless it is known of every layer what its graph holds."""
+        blocks = self.problem.blocks
+        unknown = [blocks[i].name for i in self.saving if blocks[i].graph_bytes_per_token is None]
         if unknown:
             raise BudgetError(
                 f"train.activation_checkpointing: what {unknown[0]} would have to keep is not known, so 'none' is not "
                 "possible; use auto, selective or full"
             )
+
+    def keep_all(self) -> None:
+        p = self.problem
+        self.saved_graphs.update(self.keepable())
+        self.graphs_bytes = sum(self.graph_bytes(*key) for key in self.saved_graphs)
+        need = self.gpu_need(set())
         if need > p.gpu_budget:
             raise BudgetError(
                 f"budgets.gpu: {gib(p.gpu_budget)} cannot hold all activations "

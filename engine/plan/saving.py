@@ -126,8 +126,10 @@ class Saving:
         return whole
 
     def hold(self, left: int) -> bool:
-        """Let records stay on the GPU, backward's first ones first, while `left` bytes last; whether all do."""
-        taken, nbytes, whole = fitting(self.backward_order(), lambda key: self.record_bytes(*key), left)
+        """Let records stay on the GPU, backward's first ones first, while `left` bytes last; whether all do. None where
+        every graph has to be saved and may leave, as what is held is saved without its graph."""
+        may = not (self.leaving and self.problem.activation_checkpointing == "none")
+        taken, nbytes, whole = fitting(self.backward_order() if may else (), lambda key: self.record_bytes(*key), left)
         self.saved_on_gpu.update(taken)
         self.on_gpu_bytes += nbytes
         return whole

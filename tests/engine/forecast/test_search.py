@@ -16,6 +16,7 @@ from samples import sampled
 from small_problems import TIERS, problem, window_chunks, with_need
 
 from penstock.engine.forecast.costs import Costs
+from penstock.engine.forecast.extrapolate import estimate
 from penstock.engine.forecast.search import (
     Candidate,
     SearchResult,
@@ -135,6 +136,59 @@ def test_a_place_on_the_gpu_can_cost_time() -> None:
     )
     richer = replace(shape, gpu_budget=2 * shape.gpu_budget, ram_budget=2 * shape.ram_budget)
     assert slowdown(shape, richer, machine) <= 1.01
+
+
+def test_groups_are_not_looked_for_from_what_is_best_without_them_alone() -> None:
+    """With a little more of the GPU, records there are best without groups; with groups graphs are, and changing one
+    thing at a time does not lead from the ones to the others."""
+    machine = structs.replace(
+        ROUND,
+        attention=(AttentionRate(head_dim=8, chunk_tokens=64, forward_flops=1e8, backward_flops=3.2e11),),
+        h2d_bytes_per_s=1.78e6,
+        d2h_bytes_per_s=1.78e7,
+        duplex_share=0.5,
+        gpu_copy_bytes_per_s=5.6e11,
+        drives=(Drive(path=None, size_bytes=10**12, read_bytes_per_s=1.78e6, write_bytes_per_s=1e7),),
+        drive_duplex_share=0.5,
+        optimizer_params_per_s=1e6,
+    )
+    shape = problem(
+        layers=1,
+        edge=1,
+        micro_batches=2,
+        row_tokens=61,
+        chunk_tokens=16,
+        gpu_budget=262_143,
+        ram_budget=187_176,
+        device_reads=False,
+        graph_bytes=3000,
+        activation_checkpointing="auto",
+    )
+    shape, _ = fitting(shape, machine)
+    assert slowdown(shape, replace(shape, gpu_budget=int(shape.gpu_budget * 1.05)), machine) <= 1.0
+
+
+def test_groups_may_have_shorter_chunks_than_what_is_best_without_them() -> None:
+    """Shorter chunks leave more of the GPU to the graphs of a group. Without groups there is no room for these anyway,
+    and attention is recomputed."""
+    machine = structs.replace(ROUND, h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8, matmul_flops=1e9)
+    shape = problem(layers=12, micro_batches=16, gpu_budget=1_500_000, ram_budget=3_000_000, **AUTO)
+    best = found(shape, machine, (32, 64, 128, 256))
+    alone = min((c for c in best.tried if not c.choice.group), key=lambda c: c.step_s)
+    choice = PlanOptions(gpu_first="graphs", ram_first="activations", stages=4, group=1)
+    shorter = make_plan(replace(shape, chunk_tokens=alone.chunk_tokens // 2), choice)
+    assert best.best.step_s <= estimate(shorter, machine).step_s
+    assert estimate(shorter, machine).step_s < 0.95 * alone.step_s
+
+
+def test_graphs_that_the_gpu_cannot_hold_leave_it_where_all_must_be_saved() -> None:
+    shape = problem(activation_checkpointing="none", graph_bytes=3000, gpu_budget=1_200_000)
+    with pytest.raises(BudgetError, match="none needs"):
+        make_plan(replace(shape, micro_batches=1), PlanOptions())
+    plan = found(shape, ROUND).plan
+    assert refusal(shape) is None
+    assert plan.graphs_aside
+    assert len(plan.saved_graphs) == 3 * plan.num_places
 
 
 @EVENLY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -270,6 +271,19 @@ def test_everything_is_kept_or_refused_with_the_need() -> None:
         BudgetError, match=r"train\.activation_checkpointing: what layers\.0 would have to keep is not known"
     ):
         made(activation_checkpointing="none", graph_bytes=None)
+
+
+def test_everything_is_kept_whatever_else_is_chosen_where_graphs_may_leave() -> None:
+    shape = problem(activation_checkpointing="none", graph_bytes=3000, gpu_budget=2_000_000)
+    values = dimensions(shape, window_chunks(shape))
+    assert values["graphs_aside"] == ["none", "all"]
+    places = {}
+    for gpu_first, ram_first, group in itertools.product(values["gpu_first"], ORDERS, values["group"]):
+        choice = PlanOptions(gpu_first=gpu_first, ram_first=ram_first, group=group, graphs_aside="all")
+        plan = make_plan(shape, choice)
+        assert len(plan.saved_graphs) == 3 * plan.num_places
+        places[gpu_first, ram_first, group] = len(plan.graphs_aside)
+    assert places["graphs", "activations", 1] < places["blocks", "activations", 1] <= 3 * 4
 
 
 def test_the_disk_holds_two_generations_and_those_that_are_kept() -> None:
