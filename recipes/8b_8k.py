@@ -14,7 +14,7 @@ recipe = Recipe(
     machine="h100-pcie-512",
     model=llama3("3.1-8B"),
     data=DataConfig(source="jsonl", sequence_length=8192),
-    train=TrainConfig(steps=500, global_batch_size=64, lr=1e-5, warmup_steps=20),
+    train=TrainConfig(steps=500, global_batch_size=64, micro_batch_size=2, lr=1e-5, warmup_steps=20),
     storage=StorageConfig(checkpoint_every=25),
     after=AfterConfig(export=True),
 )

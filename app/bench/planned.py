@@ -1,8 +1,8 @@
 """`penstock bench planned`: what the recipes would do on machines that one does not own, planned and not measured.
 
-Three lists of forecasts, each a recipe on a preset: every recipe on its own machine and on every other preset, the
-cases of `app/bench/published.py` with the batch that was published, and a grid of models and contexts (the heat map,
-drawn by `app/bench/heatmap.py`).
+Four lists of forecasts, each a recipe on a preset: every recipe on its own machine and on every other preset, the
+cases of `app/bench/published.py` with the batch that was published, long and short contexts with all of a GPU's memory
+and with 24 GiB of it, and a grid of models and contexts (the heat map, drawn by `app/bench/heatmap.py`).
 """
 
 from __future__ import annotations
@@ -40,6 +40,16 @@ GRID_CONTEXTS = tuple(1 << power for power in range(12, 21, 2))
 """4k to 1M tokens."""
 GRID_STEP_TOKENS = STEP_TOKENS
 """Tokens of a step of the grid, in as many sequences; one sequence where that is longer."""
+SMALL_GPU, SMALL_GPU_MACHINE = "24GiB", "h200-1500"
+SMALL_GPU_CASES = (
+    ("8b_8k", 8192, 64, 2),
+    ("7b_512k", 524_288, 1, 1),
+    ("8b_8k", 524_288, 1, 1),
+    ("8b_8k", 1_048_576, 1, 1),
+    ("32b_512k", 8192, 16, 1),
+)
+"""(recipe, context, sequences of a step, sequences of a micro-batch) of what is planned with all of a GPU's memory and
+with SMALL_GPU of it: the models and contexts that `penstock bench step` measures both ways."""
 
 ForecastFn = Callable[[Recipe, str], dict[str, Any]]
 """The JSON object of a forecast of a recipe on a preset."""
@@ -50,7 +60,7 @@ class Job:
     """One forecast to make, and what it is for."""
 
     kind: str
-    """recipe, published or grid."""
+    """recipe, published, memory or grid."""
     label: str
     recipe: Recipe
     machine: str
@@ -97,6 +107,11 @@ def jobs(recipes: Mapping[str, Recipe], machines: Sequence[str]) -> Iterator[Job
         if figure.recipe in recipes and figure.machine in machines:
             recipe = batched(recipes[figure.recipe], figure.context, figure.sequences, figure.micro_batch)
             yield Job("published", figure.recipe, recipe, figure.machine, published=figure)
+    for name, context, sequences, micro_batch in SMALL_GPU_CASES:
+        if name in recipes and SMALL_GPU_MACHINE in machines:
+            whole = batched(recipes[name], context, sequences, micro_batch)
+            for recipe in (whole, replace(whole, budgets=BudgetConfig(gpu=SMALL_GPU))):
+                yield Job("memory", name, recipe, SMALL_GPU_MACHINE)
     for label, name in GRID_MODELS.items():
         if name not in recipes:
             raise UserError(f"recipes/{name}.py: missing; the heat map takes the shape of {label} from it")
@@ -190,6 +205,7 @@ def report_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "grid_step_tokens": GRID_STEP_TOKENS,
         "recipes": [row for row in rows if row["kind"] == "recipe"],
         "published": [row for row in rows if row["kind"] == "published"],
+        "memory": [row for row in rows if row["kind"] == "memory"],
         "grid": [row for row in rows if row["kind"] == "grid"],
     }
 
@@ -244,7 +260,14 @@ which is the slower one. LLMQ's are of its last step, LLaMA-Factory's what LLMQ'
 (github.com/IST-DASLab/llmq): 512 sequences of 1,024 tokens a step (LLaMA-Factory's 14B: 520), in micro-batches of as
 many sequences as here, on one RTX 4090 in a machine whose RAM is not stated; 256 GB is what is planned. LLMQ's
 command for 7B names products in e4m3, but its rate is far from the 4,328 tokens/s that it publishes for them. Neither
-publishes 8,192 tokens on this card: those rows have as many tokens a step.
+publishes 8,192 tokens on this card: those rows have as many tokens a step, in the micro-batches that are fastest here.
+"""
+_MEMORY = """## With {gpu} of the GPU's memory
+
+On {machine}, with all of the GPU's memory and with {gpu} of it. Where a step has several micro-batches, what all of the
+memory reaches has become higher: graphs of a group of them fit, and nothing is recomputed, for which {gpu} is too
+little. The share that {gpu} reach is lower for it there, not what they reach: see
+[groups.md](../decisions/groups.md).
 """
 
 
@@ -263,7 +286,27 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines.append(_PUBLISHED.strip())
     lines += [_published_row(row) for row in report["published"]]
     lines.append(_SOURCES)
+    if report["memory"]:
+        lines += [
+            _MEMORY.format(gpu=SMALL_GPU.replace("GiB", " GiB"), machine=SMALL_GPU_MACHINE),
+            *_memory(report["memory"]),
+        ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _memory(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What all of the memory reaches beside what a part of it does; `rows` alternate between the two."""
+    found = []
+    for whole, part in zip(rows[::2], rows[1::2], strict=True):
+        rates = [_rate(row) if row["fits"] else f"does not fit ({row['reason']})" for row in (whole, part)]
+        both = whole["fits"] and part["fits"]
+        share = f"{part['tokens_per_s'] / whole['tokens_per_s']:.2f}" if both else "n/a"
+        found.append((_case(whole), *rates, share))
+    return markdown_table(("case", "all of it, tokens/s", f"{SMALL_GPU}, tokens/s", "share"), found)
+
+
+def _case(row: Mapping[str, Any]) -> str:
+    return f"{row['label']}: {row['tokens_per_step'] // row['context']} x {row['context']:,}"
 
 
 def _own_machines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -291,8 +334,6 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _published_row(row: Mapping[str, Any]) -> str:
-    sequences = row["tokens_per_step"] // row["context"]
-    case = f"{row['label']}: {sequences} x {row['context']:,}"
     ours = [_rate(row), row["bound_by"]] if row["fits"] else [f"does not fit ({row['reason']})", "-"]
-    cells = [case, row["machine"], *ours, row["published"], row["system"], row["hardware"], row["source"]]
+    cells = [_case(row), row["machine"], *ours, row["published"], row["system"], row["hardware"], row["source"]]
     return markdown_row(cells)

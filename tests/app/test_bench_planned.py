@@ -99,8 +99,27 @@ def test_a_published_step_is_planned_in_its_own_micro_batches() -> None:
         ("LLMQ", "14b_workstation", 1024): (512, 32),
         ("LLaMA-Factory, ZeRO-3 offload", "14b_workstation", 1024): (520, 20),
         ("LLMQ", "7b_512k", 8192): (64, 2),
-        ("LLMQ", "14b_workstation", 8192): (64, 4),
+        ("LLMQ", "14b_workstation", 8192): (64, 1),
     }
+
+
+def test_a_gpu_is_planned_whole_and_in_part() -> None:
+    jobs = [job for job in planned.jobs(recipes(), [*MACHINES, "h200-1500"]) if job.kind == "memory"]
+    budgets = [(job.label, job.recipe.data.sequence_length, job.recipe.budgets.gpu) for job in jobs]
+    assert budgets == [
+        ("7b_512k", 524_288, None),
+        ("7b_512k", 524_288, "24GiB"),
+        ("32b_512k", 8192, None),
+        ("32b_512k", 8192, "24GiB"),
+    ]
+    whole, part, *others = [planned.row_of(replace(job, machine="gh200-480"), fake) for job in jobs]
+    part["tokens_per_s"] = whole["tokens_per_s"] * 0.953
+    others[1] |= {"fits": False, "reason": "ram short by 1 GiB"}
+    assert planned._memory([whole, part, *others])[2:] == [
+        "| 7b_512k: 1 x 524,288 | 7.63 | 7.27 | 0.95 |",
+        "| 32b_512k: 16 x 8,192 | 488 | does not fit (ram short by 1 GiB) | n/a |",
+    ]
+    assert not [job for job in planned.jobs(recipes(), MACHINES) if job.kind == "memory"]
 
 
 def test_rows_keep_what_the_page_shows() -> None:
@@ -156,14 +175,15 @@ def test_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         "| 7b_512k: 1 x 524,288 | gh200-480 | 7.63 | nvme_read | 602 | MegaTrain | GH200 of 96 GB, 480 GB | "
         "arXiv 2604.05091 |"
     ) in text
+    assert "## With 24 GiB of the GPU's memory\n\nOn h200-1500, " in text
     assert "(planned.png)" in text
-    assert all(len(line.split("|")) in (1, 10, 11, 13) for line in text.splitlines())
+    assert all(len(line.split("|")) in (1, 6, 10, 11, 13) for line in text.splitlines())
     assert (tmp_path / "planned.png").read_bytes().startswith(b"\x89PNG")
     out, err = capsys.readouterr()
     progress = err.splitlines()
-    fitting_there = sum(row["fits"] for part in ("recipes", "published", "grid") for row in report[part])
+    fitting_there = sum(row["fits"] for part in ("recipes", "published", "memory", "grid") for row in report[part])
     assert out == f"{fitting_there} of {len(progress)} plans fit; written to {tmp_path / 'planned.md'}\n"
-    assert len(progress) == len(report["recipes"]) + len(report["published"]) + len(report["grid"])
+    assert len(progress) == sum(len(report[part]) for part in ("recipes", "published", "memory", "grid"))
     assert progress[-1].startswith(f"{len(progress)}/{len(progress)} 120B MoE, 1,048,576 tokens on ")
 
 
