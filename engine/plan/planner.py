@@ -548,5 +548,6 @@ def make_plan(problem: PlanInput, choice: PlanOptions) -> Plan:
     """
     plan = _Planner(problem, choice).plan()
     if choice.graphs_aside != "none" and not plan.graphs_aside:
-        return make_plan(problem, replace(choice, graphs_aside="none"))  # which needs no slots for any
+        without = make_plan(problem, replace(choice, graphs_aside="none"))  # which needs no slots for any
+        return replace(without, choice=choice)
     return plan
