@@ -49,6 +49,7 @@ SHRUNK = settings(
         "warmup_steps": 0,
         "decay_steps": "none",
         "global_batch_size": 1,
+        "micro_batch_size": 1,
         "validate_every": 1,
         "validation_sequences": "none",
     },
