@@ -191,7 +191,7 @@ def _scaled_peaks(full: Plan, share: float, on_gpu: bool) -> tuple[int, int]:
     compute, waiting = full.problem.compute_bytes, full.problem.gradient_bytes
     sizes = {"weights": compute, "gradient": waiting, "state": len(full.problem.state_kinds) * FP32}
     resident = [full.buffers[name] for name in layers if full.buffers[name].weights == "gpu"]
-    trained = sum(buffer.numel for buffer in resident if not buffer.frozen)
+    trained = sum(buffer.numel for buffer in resident if buffer.state == "gpu")
     resident_bytes = sum(buffer.numel for buffer in resident) * compute
     resident_bytes += trained * (1 + len(full.problem.state_kinds)) * FP32
     # Gradients that wait between groups do in float32, and those that stay on the GPU go with their layers.
