@@ -10,12 +10,12 @@ that fails all the same, the arena says so.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import os
 import resource
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -208,6 +208,13 @@ _GET_QUOTA = 0x800007
 _QUOTA_BLOCK_BYTES = 1024
 
 
+def give_back_memory() -> None:
+    """Let the kernel have what this process has freed, cycles of objects included, where the C library can."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class _Quota(ctypes.Structure):
     """struct if_dqblk of quotactl(2)."""
 
@@ -222,13 +229,6 @@ class _Quota(ctypes.Structure):
         ("inode_time", ctypes.c_uint64),
         ("valid", ctypes.c_uint32),
     )
-
-
-def give_back_memory() -> None:
-    """Let the kernel have what this process has freed, cycles of objects included, where the C library can."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _quota_left(device: str, kind: int, owner: int) -> int | None:

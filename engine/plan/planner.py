@@ -347,12 +347,10 @@ class _Planner(Saving):
         or three.
         """
         trained, frozen = ([b for b in rest if b.frozen is which] for which in (False, True))
-        elsewhere = {b.name: self.kinds_elsewhere(b) for b in rest}
 
         def of_kinds(of: list[BufferShape], *kinds: str) -> Iterator[tuple[tuple[str, str], int]]:
-            return (
-                ((b.name, kind), self.kind_bytes(b, kind)) for kind in kinds for b in of if kind in elsewhere[b.name]
-            )
+            found = ((b, kind) for kind in kinds for b in of if kind in self.kinds_elsewhere(b))
+            return (((b.name, kind), self.kind_bytes(b, kind)) for b, kind in found)
 
         def records() -> Iterator[tuple[tuple[int, int], int]]:
             elsewhere = (self.saved_graphs - self.graphs_aside) | self.saved_on_gpu
