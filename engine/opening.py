@@ -41,9 +41,11 @@ from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.budgets import run_budgets
 from penstock.engine.machine.compilers import Compilation, find_compilation
 from penstock.engine.machine.device import compute_dtype, resolve_device, why_no_cuda
+from penstock.engine.machine.here import is_assumed
 from penstock.engine.machine.platforms import remarks
 from penstock.engine.machine.precision import with_compute_dtype
 from penstock.engine.machine.presets import this_machine
+from penstock.engine.machine.probe_drives import with_measured_drives
 from penstock.engine.machine.profile import Machine
 from penstock.engine.machine.reservations import Reservation
 from penstock.engine.model.adapter_values import with_adapter
@@ -66,6 +68,7 @@ from penstock.storage.safetensors_io import CheckpointReader
 from penstock.storage.units import size_text
 from penstock.storage.untrusted import one_line
 
+_NO_PROFILE = "no profile of this machine"
 _LOOKED_AT = 5
 """Batches of which `typical_batch` takes the middle one."""
 
@@ -114,11 +117,9 @@ def open_session(
     root = state_folder(run_dir)
     going_on = resume and (root / "manifest.json").exists()
     machine = this_machine(device)
-    if machine.source.startswith("assumed"):
-        observer.on_message(
-            "no profile of this machine: drives and links are planned at assumed rates (penstock probe)",
-            detail=True,
-        )
+    measures_drives = train.calibrate and is_assumed(machine)
+    if is_assumed(machine) and not measures_drives:
+        observer.on_message(f"{_NO_PROFILE}: drives and links are planned at assumed rates (penstock probe)", detail=True)
     batch = typical_batch(loader)
     documents, filled = [m.documents for m in batch], [m.filled for m in batch]
     identity = run_identity(recipe)
@@ -127,6 +128,9 @@ def open_session(
         limits = run_budgets(budgets, device, drives, new=not going_on, others=reservation.others)
         reservation.reserve(limits)
         on_drive = None if placement is None else placement.enter_drive
+        with checklist.step("measuring the drives", when=measures_drives):
+            if measures_drives:
+                machine = _with_measured_drives(machine, drives, recipe.storage, observer)
         # Before any memory of the run's, and before anything is compiled or timed.
         with checklist.step("opening lanes and drives"):
             lanes = Lanes.open(
@@ -243,6 +247,21 @@ def _changed(store: NvmeStore, identity: dict[str, Any]) -> str:
     else:
         changed = changed_fields(before, identity["fields"])
     return f"since generation {store.generation} the recipe has changed: {changed}; going on with the present one"
+
+
+def _with_measured_drives(
+    machine: Machine, drives: Sequence[Path], storage: StorageConfig, observer: Observer
+) -> Machine:
+    """The machine with its drives' rates, or, where they cannot be measured, as it is assumed."""
+    try:
+        machine = with_measured_drives(machine, drives, parse_bytes(storage.part_bytes, "storage.part_bytes"))
+    except UserError as error:
+        observer.on_message(f"{_NO_PROFILE}: drives are planned at assumed rates, as {error}", detail=True)
+        return machine
+    read, write = (rate / 1e9 for rate in (machine.nvme_read_bytes_per_s, machine.nvme_write_bytes_per_s))
+    rates = f"reads at {read:.2g} GB/s, writes at {write:.2g} GB/s"
+    observer.on_message(f"{_NO_PROFILE}: {rates}, as timed briefly (penstock probe)", detail=True)
+    return machine
 
 
 def _readers(

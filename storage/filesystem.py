@@ -68,7 +68,7 @@ class Device:
 
 def mount_of(folder: Path) -> Mount:
     """The mount that `folder` (or its nearest existing parent) lies on."""
-    return _find_mount(_existing(folder), _MOUNTINFO.read_text(errors="surrogateescape"))
+    return _find_mount(existing(folder), _MOUNTINFO.read_text(errors="surrogateescape"))
 
 
 def check_folder(folder: Path) -> list[str]:
@@ -94,7 +94,7 @@ def check_folder(folder: Path) -> list[str]:
             f"{folder}: {kind} is a container's writable layer: it is lost with the container and slower than the "
             "drive under it; mount a folder of the host and give that"
         )
-    if not supports_direct(_existing(folder)):
+    if not supports_direct(existing(folder)):
         warnings.append(
             f"{folder}: no direct I/O on this {kind}: reads and writes go through the page cache, which takes memory "
             "that budgets.ram does not count, and are slower"
@@ -109,7 +109,7 @@ def check_folder(folder: Path) -> list[str]:
 
 def device_of(folder: Path) -> Device:
     """The device under `folder` (or its nearest existing parent), followed through partitions and volumes to drives."""
-    place = _existing(folder)
+    place = existing(folder)
     mount = mount_of(place)
     block = _block_folder(os.stat(place).st_dev)
     if block is None and mount.source.startswith(f"{_DEV}/"):  # btrfs: files have a device number of their own
@@ -131,7 +131,8 @@ def device_of(folder: Path) -> Device:
     )
 
 
-def _existing(folder: Path) -> Path:
+def existing(folder: Path) -> Path:
+    """`folder`, or its nearest parent that is there."""
     folder = folder.resolve()
     while not os.path.isdir(folder):  # False where a parent may not be looked into
         folder = folder.parent

@@ -89,10 +89,8 @@ def op_kind(op: Op, representative: str) -> str:
 
 def _twins(op: Op) -> tuple[Op, ...]:
     """Ops that are measured and do what `op` does, or as good as; the likest first."""
-    if op.action.measured_as is None:
-        return (op,)
-    twin = structs.replace(op, action=ACTIONS[op.action.measured_as])
-    return twin, structs.replace(twin, flags=op.flags | {a.SAVED_GRAPH})
+    twin = op if op.action.measured_as is None else structs.replace(op, action=ACTIONS[op.action.measured_as])
+    return twin, structs.replace(twin, flags=op.flags ^ {a.SAVED_GRAPH})
 
 
 class Costs:
@@ -230,7 +228,8 @@ class Costs:
         if most.pairs > 1.2 * least.pairs and most.tokens == least.tokens:
             slope = max(0.0, (most.seconds - least.seconds) / (most.pairs - least.pairs))
             base = max(0.0, least.seconds - slope * least.pairs)
-            return base * tokens / least.tokens + slope * pairs
+            seconds = base * tokens / least.tokens + slope * pairs
+            return seconds * self._formula(op, tokens, pairs) / self._formula(twin, tokens, pairs)
         return most.seconds * self._formula(op) / self._formula(twin, most.tokens, most.pairs)
 
     def _mean_correction(self) -> float:

@@ -29,8 +29,12 @@ BETWEEN_STEPS_S = 1e-3
 
 _CPU_SHARES: dict[Lane, float] = {"compute": 1.0, "optimizer": 1.0, "h2d": 0.5, "d2h": 0.5}
 """Share of all cores that a lane at full speed keeps busy where the compute tier is ordinary memory."""
-_DISK_SHARE = 0.08
-"""Checksums and system calls of a lane that reads or writes files, as a share of all cores."""
+_TEAMS_SHARE = 0.6
+"""What compute and optimizer reach together, on the same cores, of what one of them reaches alone: each is a team of
+threads, of which every kernel waits for the last, and that is often one whose core the other team has (measured on two
+cores: an update beside a layer's forward takes 3 to 4 times as long as alone, `penstock bench plan`)."""
+_CHECK_S_PER_BYTE = 1e-10
+"""Of a core, for the checksums of what is read or written (docs/results/storage.md)."""
 
 
 class Deadlock(Exception):
@@ -211,15 +215,20 @@ class Clocks:
 def _speeds(machine: Machine, mask: int) -> list[float]:
     """Share of its own rate at which each lane goes while the lanes of `mask` are busy."""
     busy = {lane for i, lane in enumerate(LANES) if mask >> i & 1}
-    disks = busy & {"nvme_read", "nvme_write"}
-    on_cpu: dict[Lane, float] = {lane: _DISK_SHARE for lane in disks}
-    on_cpu |= {lane: share for lane, share in _CPU_SHARES.items() if lane in busy} if machine.gpu is None else {}
-    crowd = max(1.0, sum(on_cpu.values()))
+    disks: dict[Lane, float] = {"nvme_read": machine.nvme_read_bytes_per_s, "nvme_write": machine.nvme_write_bytes_per_s}
+    disks = {lane: rate for lane, rate in disks.items() if lane in busy}
+    duplex = machine.drive_duplex_share if len(disks) == 2 else 1.0
+    teams = {lane: share for lane, share in _CPU_SHARES.items() if lane in busy} if machine.gpu is None else {}
+    # A core that a checksum takes is lost to a team as a whole, which waits for the thread that it takes it from.
+    checks = {lane: rate * duplex * _CHECK_S_PER_BYTE for lane, rate in disks.items()} if teams else {}
+    crowd = max(1.0, sum(teams.values()) + sum(checks.values()))
     speeds = []
     for lane in LANES:
-        speed = 1.0 / crowd if lane in on_cpu else 1.0
-        if lane in disks and len(disks) == 2:
-            speed *= machine.drive_duplex_share
+        speed = 1.0 / crowd if lane in teams or lane in checks else 1.0
+        if lane in ("compute", "optimizer") and {"compute", "optimizer"} <= teams.keys():
+            speed *= _TEAMS_SHARE
+        if lane in disks:
+            speed *= duplex
         if machine.gpu is not None and lane in ("h2d", "d2h") and {"h2d", "d2h"} <= busy:
             speed *= machine.duplex_share
         speeds.append(speed)

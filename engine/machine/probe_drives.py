@@ -19,14 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from msgspec import structs
 
 from penstock.engine.machine.limits import free_disk, free_memory
-from penstock.engine.machine.profile import Drive
+from penstock.engine.machine.profile import Drive, Machine
 from penstock.storage.arena import HostArena
 from penstock.storage.disk import read_all, reporting, require_writable, write_all
 from penstock.storage.drives import READ_THREADS, WRITE_THREADS
 from penstock.storage.errors import UserError
-from penstock.storage.filesystem import check_folder, mount_of
+from penstock.storage.filesystem import check_folder, existing, mount_of
 
 BLOCK_BYTES = 32 << 20
 """Of one request: as long as the store's chunk files."""
@@ -43,6 +44,9 @@ _FILL_BYTES_PER_S = 512 << 20
 is waited for."""
 _LEAST_SHARE = 0.02
 """Of the time given, that one phase takes by itself however long the others took."""
+BRIEF_S = 0.5
+BRIEF_BYTES = 256 << 20
+"""Time, and bytes written to each drive, of a first idea; more is written only where `least_written` is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +178,21 @@ def probe_drives(
         drives_share=together,
         drive_duplex_share=min(1.0, sum(each.duplex_share for each in alone) / count),
         written_bytes=bench.written_bytes,
+    )
+
+
+def with_measured_drives(machine: Machine, folders: Sequence[Path], block_bytes: int) -> Machine:
+    """`machine` with what the drives give on which `folders` are, or will be, in about `BRIEF_S` for each.
+
+    Raises UserError where they have no room for that.
+    """
+    places, seconds = [existing(folder) for folder in folders], BRIEF_S * len(folders)
+    found = probe_drives(places, seconds, block_bytes=min(block_bytes, BLOCK_BYTES), most_written=BRIEF_BYTES)
+    return structs.replace(
+        machine,
+        drives=found.drives,
+        drives_share=found.drives_share,
+        drive_duplex_share=found.drive_duplex_share,
     )
 
 

@@ -34,7 +34,7 @@ class Training:
         """`parameters`: float32 values to begin with."""
         optimizer, spec = find_optimizer(train), runner.spec
         self.runner, self.train, self.num_steps = runner, train, 0
-        self.optimizer, self.layouts = optimizer.make("eager"), layouts(spec)
+        self.optimizer, self.layouts = optimizer.make("fused"), layouts(spec)
         self.optimizer = with_factors(self.optimizer, lr_factors(train, depths(spec)))
         self.weights = {b: torch.zeros(layout.numel, dtype=runner.dtype) for b, layout in self.layouts.items()}
         for name, weights in self.by_name(self.weights).items():

@@ -14,8 +14,8 @@ from penstock.engine.optim.base import Mode, UpdateRange
 from penstock.engine.optim.lr import on_device
 
 PIECE_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 18}
-"""Elements updated at once where the update is not compiled, per device type: there are up to ten copies in float32, in
-RAM 640 MiB, on a GPU 10 MiB of what the plan leaves to the allocator."""
+"""Elements updated at once where the update is not compiled, per device type: there are up to two copies of the gradient
+in float32, in RAM 128 MiB, on a GPU 2 MiB of what the plan leaves to the allocator."""
 
 Update = Callable[..., None]
 """See `adamw`."""
@@ -64,7 +64,7 @@ def adamw(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor,
 
 
 def _torch_fused(operands: Sequence[Tensor], s: tuple[float, ...], step: int) -> None:
-    """The same step through torch's fused kernel, for machines on which torch.compile has no compiler."""
+    """The same step through torch's fused kernel, where it is not compiled."""
     master, exp_avg, exp_avg_sq, gradient, weights = operands
     lr, beta1, beta2, eps, _, _, clip, keep = s
     torch._fused_adamw_(
@@ -96,11 +96,11 @@ class AdamW:
         on_cpu: dict[str, str | int | bool | Callable[..., Any]] = {"cpp.dynamic_threads": True}
         if free_threaded:
             on_cpu["cpp_wrapper"] = True  # Inductor's Python bindings of kernels hold the lock for a whole call
-        self._update: dict[str, Update] = {"cpu": adamw, "cuda": adamw}
+        self._compiled: dict[str, Update] = {}
         if mode == "compiled":
             # Not fullgraph: its flags are the process's, and other lanes' compiled code would run eagerly meanwhile.
-            self._update["cpu"] = torch.compile(adamw, dynamic=True, options=on_cpu)
-            self._update["cuda"] = torch.compile(adamw, dynamic=True)
+            self._compiled["cpu"] = torch.compile(adamw, dynamic=True, options=on_cpu)
+            self._compiled["cuda"] = torch.compile(adamw, dynamic=True)
 
     def scalars(self, train: TrainConfig, lr: float, step: int, clip: float, device: torch.device) -> Scalars:
         return scalars(train, lr, step, clip, device)
@@ -121,8 +121,8 @@ class AdamW:
                 pieces = [t[start:end] for t in operands]
                 if self.mode == "fused":
                     _torch_fused(pieces, host, scalars.step)
-                elif self.mode == "compiled" and device == "cpu":
+                    continue
+                if device == "cpu":
                     # Tensors of their own: whether a range begins its tensor would otherwise be compiled in.
-                    self._update[device](*(torch.from_dlpack(rows) for rows in pieces), s)
-                else:
-                    self._update[device](*pieces, s)
+                    pieces = [torch.from_dlpack(rows) for rows in pieces]
+                self._compiled[device](*pieces, s)

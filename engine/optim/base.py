@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 MASTER = "master"
 """Kind of state that every optimizer has: the float32 weights."""
 
-Mode = Literal["compiled", "eager", "fused"]
-"""How an update is computed: under torch.compile, plainly, or by a kernel of torch's where there is no compiler."""
+Mode = Literal["compiled", "fused"]
+"""How an update is computed: under torch.compile, or by a kernel of torch's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

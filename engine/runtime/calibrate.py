@@ -36,12 +36,14 @@ from penstock.engine.schedule.ops import WHOLE, Op
 from penstock.storage.arena import HostArena
 from penstock.storage.layout import FlatLayout, ParamSpec
 
-REPEATS = 3
+REPEATS = 8
 """Times that ops are measured after they have run once, which compiles them."""
-SLOW_S = 0.25
-"""Ops that together take this long are measured once."""
+SLOW_S = 0.6
+"""Ops that have been measured for so long are not measured again."""
 MOST_ATTENDS = 3
 """Of a chunk whose keys are streamed so many of its passes over a chunk of keys are run: they are alike."""
+MOST_WAITING = 3
+"""Units that run while a saved graph waits for its backward."""
 BESIDE = ("h2d", "d2h", "optimizer")
 """Lanes that compute beside the compute lane."""
 UPDATE_NUMEL = 1 << 22
@@ -57,6 +59,12 @@ class _Unit:
     ops: tuple[Op, ...]
     kinds: tuple[str, ...]
     pairs: int
+    between: tuple[_Unit, ...] = ()
+    """What runs between its forward and its backward: a graph that waits is not in a cache any more."""
+
+    @property
+    def saves_graph(self) -> bool:
+        return any(a.SAVED_GRAPH in op.flags for op in self.ops)
 
 
 def calibrate(
@@ -139,16 +147,12 @@ def _compute_ops(
             layers = {block.name for block in plan.blocks if block.role == "layer"}
             chosen = [unit for unit in chosen if unit.ops[0].block in layers]
         timed = chosen + ([] if brief else _to_save(plan, units))
-        for done, unit in enumerate(timed):
-            preparing.tell(done / len(timed), f"{unit.ops[0].action.name.replace('_', ' ')} of {unit.ops[0].block}")
-            layer_ops = runtime.layer_ops
-            layer_ops.kept_bytes = 0
-            for op, seconds in _measured(unit, runtime, 1 if brief else REPEATS):
-                kind = op_kind(op, costs.representative(op.block))
-                samples.setdefault(kind, []).append(Sample(costs.tokens(op), costs.pairs(op), seconds))
-            if layer_ops.kept_bytes:
-                first = unit.ops[0]
-                graphs[costs.representative(first.block)] = -(-layer_ops.kept_bytes // costs.tokens(first))
+        for unit, times, kept_bytes in _measured(timed, runtime, 1 if brief else REPEATS):
+            same, tokens = costs.representative(unit.ops[0].block), costs.tokens(unit.ops[0])
+            for op, seconds in zip(unit.ops, times, strict=True):
+                samples.setdefault(op_kind(op, same), []).append(Sample(tokens, costs.pairs(op), seconds))
+            if kept_bytes:
+                graphs[same] = -(-kept_bytes // tokens)
     finally:
         arena.close()
     runner.layers.unbind()
@@ -205,8 +209,12 @@ def _chosen(units: Sequence[_Unit]) -> list[_Unit]:
     for unit in units:
         alike.setdefault(unit.kinds, []).append(unit)
     pairs = attrgetter("pairs")
-    ends = ({min(found, key=pairs), max(found, key=pairs)} for found in alike.values())
-    return [unit for pair in ends for unit in sorted(pair, key=pairs)]
+    chosen = []
+    for found in alike.values():
+        for unit in sorted({min(found, key=pairs), max(found, key=pairs)}, key=pairs):
+            others = [other for other in found if other is not unit] if unit.saves_graph else []
+            chosen.append(replace(unit, between=tuple(others[:MOST_WAITING])))
+    return chosen
 
 
 def _to_save(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:
@@ -233,20 +241,35 @@ def _to_save(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:
     return list(found.values())
 
 
-def _measured(unit: _Unit, runtime: Runtime, repeats: int) -> Iterator[tuple[Op, float]]:
-    """(op, median seconds) of the unit's ops, after one run that does not count."""
-    times: list[list[float]] = [[] for _ in unit.ops]
-    for repeat in range(1 + repeats):
-        total = 0.0
-        for op, found in zip(unit.ops, times, strict=True):
-            seconds = elapsed_s(lambda op=op: runtime.perform(op), runtime.runner.device)  # type: ignore[misc]
-            total += seconds
-            if repeat:
-                found.append(seconds)
-        if repeat and total > SLOW_S:
-            break
-    for op, found in zip(unit.ops, times, strict=True):
-        yield op, statistics.median(found)
+def _measured(units: Sequence[_Unit], runtime: Runtime, repeats: int) -> Iterator[tuple[_Unit, list[float], int]]:
+    """Each unit, the median seconds of its ops, and the bytes of the graph that it saves.
+
+    One run of all of them does not count: it compiles, and memory is fetched from the system. Then they take turns, as
+    in a run, so that each finds memory as others leave it.
+    """
+
+    def run(unit: _Unit) -> list[float]:
+        times = []
+        for op in unit.ops:
+            if op.action.phase == "backward":
+                for other in unit.between:
+                    run(other)
+            times.append(elapsed_s(lambda op=op: runtime.perform(op), runtime.runner.device))  # type: ignore[misc]
+        return times
+
+    kept_bytes = []
+    for done, unit in enumerate(units):
+        preparing.tell(done / len(units), f"{unit.ops[0].action.name.replace('_', ' ')} of {unit.ops[0].block}")
+        runtime.layer_ops.kept_bytes = 0
+        run(unit)
+        kept_bytes.append(runtime.layer_ops.kept_bytes)
+    times: list[list[list[float]]] = [[] for _ in units]
+    for _ in range(repeats):
+        for unit, found in zip(units, times, strict=True):
+            if sum(map(sum, found)) < SLOW_S:
+                found.append(run(unit))
+    for unit, found, kept in zip(units, times, kept_bytes, strict=True):
+        yield unit, [statistics.median(each) for each in zip(*found, strict=True)], kept
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:
@@ -264,6 +287,6 @@ def _update_rate(plan: Plan, optimizer: Optimizer, train: TrainConfig, dtype: to
     values = optimizer.scalars(train, train.lr, 1, 1.0, cpu)
     where = UpdateRange(FlatLayout((ParamSpec("all", (numel,), True),), {"all": 0}, numel, numel // 2), 0, numel)
     times = [
-        elapsed_s(lambda: optimizer.step(state, gradient, weights, where, values), cpu) for _ in range(3 * REPEATS)
+        elapsed_s(lambda: optimizer.step(state, gradient, weights, where, values), cpu) for _ in range(2 * REPEATS)
     ]
     return numel / statistics.median(times[REPEATS:])

@@ -39,7 +39,7 @@ class Compute:
         runner = ModelRunner(
             spec, device=device, dtype=dtype, compile=what.layers, constants=constants, router_aux_loss=aux
         )
-        mode: Mode = "compiled" if what.optimizer else "eager" if train.compile == "off" else "fused"
+        mode: Mode = "compiled" if what.optimizer else "fused"
         optimizer = find_optimizer(train).make(mode, free_threaded=device.type == "cuda")
         return Compute(runner, with_factors(optimizer, lr_factors(train, depths(spec))))
 
