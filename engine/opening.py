@@ -119,7 +119,9 @@ def open_session(
     machine = this_machine(device)
     measures_drives = train.calibrate and is_assumed(machine)
     if is_assumed(machine) and not measures_drives:
-        observer.on_message(f"{_NO_PROFILE}: drives and links are planned at assumed rates (penstock probe)", detail=True)
+        observer.on_message(
+            f"{_NO_PROFILE}: drives and links are planned at assumed rates (penstock probe)", detail=True
+        )
     batch = typical_batch(loader)
     documents, filled = [m.documents for m in batch], [m.filled for m in batch]
     identity = run_identity(recipe)

@@ -148,8 +148,10 @@ def report_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The rows, how many kept their promise, and the largest deviations."""
     done = [row for row in rows if "error" not in row]
 
-    def worst(pairs: Sequence[Mapping[str, Any]]) -> float | None:
-        return max((abs(pair["ratio"] - 1) for pair in pairs if pair["ratio"] is not None), default=None)
+    def deviations(pairs: Sequence[Mapping[str, Any]]) -> list[float]:
+        return [abs(pair["ratio"] - 1) for pair in pairs if pair["ratio"] is not None]
+
+    steps = deviations([row["step_s"] for row in done])
 
     return {
         "date": datetime.now(UTC).date().isoformat(),
@@ -160,8 +162,9 @@ def report_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "failed": len(rows) - len(done),
         "peaks_within": sum(all(tier["within"] for tier in row["tiers"].values()) for row in done),
         "steps_within": sum(row["step_s"]["within"] for row in done),
-        "worst_peak": {name: worst([row["tiers"][name] for row in done]) for name in TIERS},
-        "worst_step": worst([row["step_s"] for row in done]),
+        "worst_peak": {name: max(deviations([row["tiers"][name] for row in done]), default=None) for name in TIERS},
+        "median_step": statistics.median(steps) if steps else None,
+        "worst_step": max(steps, default=None),
     }
 
 
@@ -202,7 +205,7 @@ def _verdict(report: Mapping[str, Any]) -> list[str]:
         f"peaks of all tiers within {report['peak_tolerance']:.0%}: {report['peaks_within']} of {total}; "
         f"largest deviation {peaks}",
         f"step time within {report['step_tolerance']:.0%}: {report['steps_within']} of {total}; "
-        f"largest deviation {_share(report['worst_step'])}",
+        f"median deviation {_share(report['median_step'])}, largest {_share(report['worst_step'])}",
     ]
 
 

@@ -29,7 +29,7 @@ BETWEEN_STEPS_S = 1e-3
 
 _CPU_SHARES: dict[Lane, float] = {"compute": 1.0, "optimizer": 1.0, "h2d": 0.5, "d2h": 0.5}
 """Share of all cores that a lane at full speed keeps busy where the compute tier is ordinary memory."""
-_TEAMS_SHARE = 0.6
+_TEAMS_SHARE = 0.7
 """What compute and optimizer reach together, on the same cores, of what one of them reaches alone: each is a team of
 threads, of which every kernel waits for the last, and that is often one whose core the other team has (measured on two
 cores: an update beside a layer's forward takes 3 to 4 times as long as alone, `penstock bench plan`)."""
@@ -215,12 +215,15 @@ class Clocks:
 def _speeds(machine: Machine, mask: int) -> list[float]:
     """Share of its own rate at which each lane goes while the lanes of `mask` are busy."""
     busy = {lane for i, lane in enumerate(LANES) if mask >> i & 1}
-    disks: dict[Lane, float] = {"nvme_read": machine.nvme_read_bytes_per_s, "nvme_write": machine.nvme_write_bytes_per_s}
+    disks: dict[Lane, float] = {
+        "nvme_read": machine.nvme_read_bytes_per_s,
+        "nvme_write": machine.nvme_write_bytes_per_s,
+    }
     disks = {lane: rate for lane, rate in disks.items() if lane in busy}
     duplex = machine.drive_duplex_share if len(disks) == 2 else 1.0
     teams = {lane: share for lane, share in _CPU_SHARES.items() if lane in busy} if machine.gpu is None else {}
     # A core that a checksum takes is lost to a team as a whole, which waits for the thread that it takes it from.
-    checks = {lane: rate * duplex * _CHECK_S_PER_BYTE for lane, rate in disks.items()} if teams else {}
+    checks = {lane: min(1.0, rate * duplex * _CHECK_S_PER_BYTE) for lane, rate in disks.items()} if teams else {}
     crowd = max(1.0, sum(teams.values()) + sum(checks.values()))
     speeds = []
     for lane in LANES:

@@ -14,8 +14,8 @@ from penstock.engine.optim.base import Mode, UpdateRange
 from penstock.engine.optim.lr import on_device
 
 PIECE_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 18}
-"""Elements updated at once where the update is not compiled, per device type: there are up to two copies of the gradient
-in float32, in RAM 128 MiB, on a GPU 2 MiB of what the plan leaves to the allocator."""
+"""Elements updated at once where the update is not compiled, per device type: there are up to two copies of the
+gradient in float32, in RAM 128 MiB, on a GPU 2 MiB of what the plan leaves to the allocator."""
 
 Update = Callable[..., None]
 """See `adamw`."""

@@ -249,11 +249,12 @@ def _measured(units: Sequence[_Unit], runtime: Runtime, repeats: int) -> Iterato
     """
 
     def run(unit: _Unit) -> list[float]:
-        times = []
+        times, between = [], unit.between
         for op in unit.ops:
             if op.action.phase == "backward":
-                for other in unit.between:
+                for other in between:
                     run(other)
+                between = ()
             times.append(elapsed_s(lambda op=op: runtime.perform(op), runtime.runner.device))  # type: ignore[misc]
         return times
 

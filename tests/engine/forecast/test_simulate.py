@@ -27,6 +27,7 @@ from penstock.engine.schedule.ops import Op
 
 B, D = BUILD_S, DISPATCH_S
 CPU = structs.replace(ROUND, gpu=None)
+FAST_READS = structs.replace(CPU, drives=(structs.replace(ROUND.drives[0], read_bytes_per_s=1e10),))
 
 
 def costs(*seconds: float) -> Any:
@@ -63,8 +64,12 @@ BY_HAND: list[tuple[list[Op], list[float], Machine, list[tuple[float, float]]]] 
     (LINK, [2, 1], structs.replace(ROUND, duplex_share=1.0), [(0, 2), (B, 1 + B)]),
     # Reads and writes share the drives, at 0.8 of their speed: 4 s take 5 s. By then B + 4 of the read's 10 s are done.
     ([an_op(0, "nvme_read"), an_op(1, "nvme_write")], [10, 4], ROUND, [(0, 11), (B, 5 + B)]),
-    # Without a GPU lanes share the cores. Each of these alone keeps all of them busy: both at half speed.
-    (UPDATE, [2, 1], CPU, [(0, 3), (B, 2 + B)]),
+    # Without a GPU lanes share the cores. Each of these alone keeps all of them busy, and both are teams of threads,
+    # which wait for one another: at 0.7 of half their speed, 1 s takes 20 / 7.
+    (UPDATE, [2, 1], CPU, [(0, 1 + 20 / 7), (B, 20 / 7 + B)]),
+    # The checksums of 5 GB/s take half a core, for which a team waits: both at 1 / 1.5. Without a team nobody does.
+    ([an_op(0, "compute"), an_op(1, "nvme_read")], [2, 1], FAST_READS, [(0, 2.5), (B, 1.5 + B)]),
+    ([an_op(0, "nvme_read")], [1], FAST_READS, [(0, 1)]),
     # A copy takes half of them: both at 2 / 3.
     (COPY, [3, 1], CPU, [(0, 3.5), (B, 1.5 + B)]),
     # Two copies leave each other enough.

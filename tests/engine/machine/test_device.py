@@ -117,13 +117,13 @@ def test_state_on_the_gpu_is_updated_by_the_same_function(tmp_path: Path) -> Non
     digests = set()
     for gpu in ("1GiB", tiny.FLOOR):
         with tiny.session(tmp_path / gpu, gpu=gpu, t=t) as session:
-            step, lanes = session.runtime.optimizer._update["cpu"], calls.setdefault(gpu, set())
+            step, lanes = session.runtime.optimizer._compiled["cpu"], calls.setdefault(gpu, set())
 
             def update(*args: Any, step: Any = step, lanes: set[str] = lanes) -> None:
                 lanes.add(threading.current_thread().name)
                 step(*args)
 
-            session.runtime.optimizer._update["cpu"] = update
+            session.runtime.optimizer._compiled["cpu"] = update
             tiny.steps(session, 3)
             digests.add(tiny.digest(session.store))
     assert calls == {"1GiB": {"compute"}, tiny.FLOOR: {"optimizer"}}
@@ -161,8 +161,7 @@ def test_a_dependency_that_nobody_submitted_is_an_error(deps: tuple[int, ...]) -
     executor.close()
 
 
-@pytest.mark.parametrize("mode", ["eager", "fused"])
-def test_an_update_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
+def test_an_update_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     values = scalars(tiny.training(), 1e-2, 3, 0.7, torch.device("cpu"))
     start = [torch.rand(1000, generator=generator) for _ in range(5)]
@@ -172,7 +171,7 @@ def test_an_update_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch, mode: 
         master, first, second, gradient, weights = (t.clone() for t in start)
         state = {"master": master, "exp_avg": first, "exp_avg_sq": second}
         where = UpdateRange(FlatLayout((), {}, 1000, 600), 0, 1000)
-        AdamW(mode).step(state, gradient, weights, where, values)
+        AdamW("fused").step(state, gradient, weights, where, values)
         results.append(torch.cat([master, first, second, weights]))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
