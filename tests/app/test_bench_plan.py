@@ -130,7 +130,7 @@ def test_report_table_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "15m00s of 11m11s: 1.340! | nvme_read |" in text
     assert "| moe | 8 experts, 2 a token | failed: exit 1: KeyError: 'odd' |" in text
     assert "- peaks of all tiers within 5%: 1 of 3; largest deviation gpu 6.0%, ram 0.0%, nvme 0.0%" in text
-    assert "- step time within 15%: 1 of 3; largest deviation 34.0%" in text
+    assert "- step time within 15%: 1 of 3; median deviation 17.0%, largest 34.0%" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in rows} == {11}
     out, err = capsys.readouterr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +142,10 @@ def test_what_takes_long_says_what_it_is_at_and_how_far(tmp_path: Path, monkeypa
         train=tiny.training(calibrate=True, steps=1),
         budgets=tiny.BudgetConfig(gpu="64MiB", ram="64MiB"),
     )
+    rates = [text for text in run.messages if text.startswith("no profile of this machine: ")]
+    assert len(rates) == 1
+    assert re.search(r": reads at [\d.e+]+ GB/s, writes at [\d.e+]+ GB/s, as timed briefly", rates[0])
+    assert "measuring the drives" in {item.name for item in run.prepared}
     told = [item for item in run.prepared if item.state == "progress"]
     at = {name: [item for item in told if item.name == name] for name in dict.fromkeys(item.name for item in told)}
     details = {name: [item.detail for item in items] for name, items in at.items()}

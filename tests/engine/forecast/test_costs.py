@@ -235,6 +235,17 @@ def test_two_samples_tell_tokens_from_pairs() -> None:
     assert op_kind(kept, "layers.0") == "layers.0 layer_forward+saved_graph", "measured apart"
 
 
+@pytest.mark.parametrize("pairs", [(2_080,), (1_000, 3_000)])
+def test_what_recomputes_follows_from_what_was_measured_with_a_graph(pairs: tuple[int, ...]) -> None:
+    kept, plain = (op_of("layer_backward", flags=flags) for flags in (frozenset({SAVED_GRAPH}), frozenset[str]()))
+    more = seconds(plain) / seconds(kept)
+    samples = tuple(Sample(tokens=64, pairs=count, seconds=0.5 + 1e-4 * count) for count in pairs)
+    calibration = Calibration(samples={op_kind(kept, "layers.0"): samples})
+    assert seconds(kept, calibration=calibration) == pytest.approx(0.5 + 1e-4 * 2_080)
+    assert seconds(plain, calibration=calibration) == pytest.approx(more * (0.5 + 1e-4 * 2_080), rel=1e-3)
+    assert more > 1.2
+
+
 def test_measured_rates_replace_the_machine_s() -> None:
     calibration = Calibration(h2d_bytes_per_s=1e5, d2h_bytes_per_s=1e4, update_params_per_s=1e3)
     assert seconds(op_of("load_x", nbytes=10_000), calibration=calibration) == pytest.approx(COPY_S + 0.1)

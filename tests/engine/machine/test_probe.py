@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machines import ROUND
+from msgspec import structs
 from samples import cases
 
 from penstock.engine.attention import chunk as attention
@@ -123,6 +125,17 @@ def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "open", refuses)
     rates = drives.probe_drives([tmp_path], 0.2, block_bytes=BLOCK, most_bytes=64 * BLOCK)
     assert rates.drives[0].read_bytes_per_s > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_measures_drives_where_its_folders_will_be(tmp_path: Path) -> None:
+    found = drives.with_measured_drives(ROUND, [tmp_path / "run" / "state"], BLOCK)
+    assert len(found.drives) == 1
+    assert found.nvme_read_bytes_per_s > ROUND.nvme_read_bytes_per_s, "made up in megabytes"
+    assert found.nvme_write_bytes_per_s > ROUND.nvme_write_bytes_per_s
+    assert 0 < found.drive_duplex_share <= 1
+    kept = ("drives", "drives_share", "drive_duplex_share")
+    assert structs.replace(found, **{name: getattr(ROUND, name) for name in kept}) == ROUND
     assert list(tmp_path.iterdir()) == []
 
 
