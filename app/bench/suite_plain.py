@@ -24,24 +24,27 @@ def plain_step(case: Case, setup: Setup, dtype: ComputeDtype) -> dict[str, Any]:
     """`name` of the plain PyTorch that fits the case's budget and `step_s`, the median of its timed steps.
 
     The one that keeps every activation is tried first, compiled where this machine has the compilers and the case
-    compiles, then the one that checkpoints every layer. Both values are None, with the `reason`, where none is timed.
+    compiles, then the one that checkpoints every layer. Both values are None, with the `reason`, where none is timed:
+    whatever fails in plain PyTorch costs no figure of the case's own.
     """
     if not case.plain:
         return {"name": None, "step_s": None, "reason": "plain PyTorch not tried"}
     compiles = (case.needs_cuda or case.compiled) and layers_compile(setup.device).ok and optimizer_compiles().ok
-    refusal = ""
+    reason = ""
     for name in ("compiled" if compiles else "eager", "plain"):
         settings = configure(setup.device, setup.plan.tiers["gpu"].budget_bytes, deterministic=False)
         try:
             return {"name": name, "step_s": _median_s(name, case, setup, dtype), "reason": ""}
-        except torch.OutOfMemoryError as error:
-            refusal = str(error).partition("\n")[0]
+        except Exception as error:
+            first, _, _ = str(error).partition("\n")
+            how = "does not fit" if isinstance(error, torch.OutOfMemoryError) else f"failed: {type(error).__name__}"
+            reason = f"plain PyTorch {how}: {first}"
         finally:
             settings.restore()
             gc.collect()
             if setup.device.type == "cuda":
                 torch.cuda.empty_cache()
-    return {"name": None, "step_s": None, "reason": f"plain PyTorch does not fit: {refusal}"}
+    return {"name": None, "step_s": None, "reason": reason}
 
 
 def _median_s(name: str, case: Case, setup: Setup, dtype: ComputeDtype) -> float:

@@ -43,7 +43,8 @@ class GradientSums(dict[str, Tensor]):
         new = self.fresh.issuperset(names)
         assert new or self.fresh.isdisjoint(names), names
         self.fresh.difference_update(names)
-        add_product(side_by_side([self[name] for name in names]), dy, x, new=new)
+        totals = [self[name] for name in names]
+        add_product(side_by_side(totals), dy, x, new=new, most_rows=max(total.shape[0] for total in totals))
 
     def add_rows(self, names: Sequence[str], dy: Tensor) -> None:
         """Add the sum of dy's rows, dy [n, sum of their lengths], to vectors."""
@@ -59,20 +60,24 @@ class GradientSums(dict[str, Tensor]):
         self.fresh.clear()
 
 
-def add_product(total: Tensor, dy: Tensor, x: Tensor, *, new: bool) -> None:
+def add_product(total: Tensor, dy: Tensor, x: Tensor, *, new: bool, most_rows: int) -> None:
     """Add dy^T x to `total` [out, in], or put it there if that is `new`; dy [n, out] and x [n, in] of one dtype.
 
     In one kernel where the dtypes are the same, or where the device multiplies bfloat16 into float32 rightly and not
-    slower than in two.
+    slower than in two. Otherwise there are products of `most_rows` rows at most at a time on a GPU, whose memory is
+    planned for one matrix's.
     """
     if total.dtype == dy.dtype:
         torch.addmm(total, dy.t(), x, beta=0 if new else 1, out=total)
     elif _into_float32(total, dy, x):
         torch.ops.aten.addmm.dtype_out(total, dy.t(), x, total.dtype, beta=0 if new else 1, out=total)
-    elif new:
-        total.copy_(dy.t() @ x)
     else:
-        total.add_(dy.t() @ x)
+        piece = most_rows if total.device.type == "cuda" else total.shape[0]
+        for rows, columns in zip(total.split(piece), dy.split(piece, dim=1), strict=True):
+            if new:
+                rows.copy_(columns.t() @ x)
+            else:
+                rows.add_(columns.t() @ x)
 
 
 _known: dict[tuple[Any, ...], bool] = {}
@@ -89,8 +94,11 @@ def _into_float32(total: Tensor, dy: Tensor, x: Tensor) -> bool:
 
 
 def _right_and_fast(total: Tensor, dy: Tensor, x: Tensor) -> bool:
-    """Compares the kernel with a product in the compute dtype that is added, on copies of the operands."""
-    out, expected = torch.ones_like(total), torch.ones_like(total)
+    """Compares the kernel with a product in the compute dtype that is added, on copies of some rows' operands: what
+    that takes is no more than a gradient in the compute dtype, which is planned for."""
+    rows = max(_LEAST_ROWS, total.shape[0] // _TRIED_SHARE)
+    out, expected = torch.ones_like(total[:rows]), torch.ones_like(total[:rows])
+    dy = dy[:, :rows]
 
     def summed() -> None:
         torch.ops.aten.addmm.dtype_out(out, dy.t(), x, out.dtype, beta=1, out=out)
@@ -103,8 +111,8 @@ def _right_and_fast(total: Tensor, dy: Tensor, x: Tensor) -> bool:
     except (RuntimeError, NotImplementedError):
         return False
     added()
-    off = (out - expected).abs().amax()
-    if not bool(off <= _CLOSE * expected.abs().amax()):
+    largest = torch.linalg.vector_norm(expected, torch.inf)
+    if not bool(torch.linalg.vector_norm(out.sub_(expected), torch.inf) <= _CLOSE * largest):
         return False
     return clock(summed, total.device, _TIMED_S) <= clock(added, total.device, _TIMED_S)
 
@@ -112,6 +120,10 @@ def _right_and_fast(total: Tensor, dy: Tensor, x: Tensor) -> bool:
 _CLOSE = 2.0**-7
 """Two roundings to bfloat16, of the largest element."""
 _TIMED_S = 5e-3
+_LEAST_ROWS = 256
+_TRIED_SHARE = 16
+"""One in so many rows is tried: its two sums in float32 and its product, ten bytes an element of it, are less than the
+two bytes an element of a whole gradient, also where that is one of two matrices in one."""
 
 
 class _Operands(torch.autograd.Function):

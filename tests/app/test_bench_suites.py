@@ -148,22 +148,32 @@ def test_the_allocators_share_of_a_smaller_budget_becomes_nothing_else(tmp_path:
     assert ram == same_ram
 
 
-def test_a_card_too_small_for_checkpointing_and_for_none_has_no_plain_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore words"),
+            "does not fit: CUDA out of memory. Tried to allocate 2.00 GiB",
+        ),
+        (RuntimeError("cuDNN error: NOT_INITIALIZED"), "failed: RuntimeError: cuDNN error: NOT_INITIALIZED"),
+    ],
+)
+def test_where_plain_pytorch_fails_with_checkpointing_and_without_it_has_no_step(
+    error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A card's allocator refuses: what fits only with checkpointing is timed with it."""
+    """A card's allocator refuses, say: what fits only with checkpointing is timed with it."""
     setup = chosen(CPU_SHORT, tmp_path)
     tried = []
 
     def refusing(*_: Any, checkpointing: bool) -> Any:
         tried.append(checkpointing)
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore words")
+        raise error
 
     monkeypatch.setattr(suite_plain, "plain_steps", refusing)
     found = suite_plain.plain_step(CPU_SHORT, setup, "bfloat16")
     assert tried == [False, True]
     assert found["name"] is found["step_s"] is None
-    assert found["reason"] == "plain PyTorch does not fit: CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert found["reason"] == f"plain PyTorch {reason}"
 
 
 def test_depth_is_what_ram_holds(tmp_path: Path) -> None:
