@@ -1,6 +1,7 @@
 """From the third step on a step asks for nothing that stops the GPU or the lanes."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch._dynamo.utils import compilation_time_metrics, counters
 
 from penstock.engine import samples
 from penstock.engine.config import SamplesConfig
+from penstock.engine.plan.plan import Plan
 from penstock.engine.schedule.actions import LANES, NORM
 from penstock.engine.train import train_step
 from penstock.storage.readers import KvikioReader
@@ -27,14 +29,27 @@ MIB = 1 << 20
 # (gpu, ram): everything on the GPU; state in RAM; state in RAM and on drives; the least that is accepted.
 TIERS = [("4GiB", "1GiB"), (tiny.FLOOR, "1GiB"), (tiny.FLOOR, 48 * MIB), (tiny.FLOOR, tiny.FLOOR)]
 
+KEPT = small_model.training(activation_checkpointing="auto")
 LEAST: dict[str, Any] = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR}
 CASES: dict[str, dict[str, Any]] = {
     **{f"{gpu}-{ram}": {"gpu": gpu, "ram": ram} for gpu, ram in TIERS},
     "frozen": LEAST | {"t": small_model.training(freeze=["*embed_tokens*", "*.layers.0.*", "*.mlp.*"])},
     "lora": LEAST | {"adapter": adapted.section("lora")},
     "dora": {"gpu": "4GiB", "ram": "1GiB", "adapter": adapted.section("dora")},
+    "two groups, graphs in RAM": {"gpu": 48 * MIB, "ram": 64 * MIB, "group": 1, "graphs_aside": "all", "t": KEPT},
+    "graphs on drives": {"gpu": 48 * MIB, "ram": 16 * MIB, "graphs_aside": "all", "t": KEPT},
+    "weights on the GPU, state not": {"gpu": 32 * MIB, "ram": 48 * MIB, "gpu_first": "weights"},
     "samples": LEAST | {"samples": SamplesConfig(every=1, prompts=["the mill", "a"], tokens=4)},
 }
+
+PLANNED: dict[str, Callable[[Plan], bool]] = {
+    "two groups, graphs in RAM": lambda p: p.num_groups == 2 and bool(p.graphs_aside) and not p.spilled,
+    "graphs on drives": lambda p: bool(p.graphs_aside & p.spilled),
+    "weights on the GPU, state not": lambda p: all(
+        (b.weights, b.state == "gpu") == ("gpu", False) for b in p.buffers.values()
+    ),
+}
+"""What a case is there for."""
 
 
 def compilations() -> int:
@@ -65,6 +80,8 @@ def test_no_step_after_the_second_stops_for_anything(tmp_path: Path, case: str) 
         sections["d"] = tiny.data(source="text", path=str(text), tokenizer_vocab_size=300, sequence_length=512)
     storage = tiny.storage(part_bytes="256KiB")
     with tiny.session(tmp_path, s=storage, device=CUDA, **(sections | CASES[case])) as session:
+        if case in PLANNED:
+            assert PLANNED[case](session.plan)
         for _ in range(2):
             train_step(session)
             if samples.due(session):
