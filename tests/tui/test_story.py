@@ -82,10 +82,10 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
         await set_field(pilot, "chunk_tokens", "128")
         await set_field(pilot, "max_documents", "60")
         await set_field(pilot, "validate_every", "20")
-        await set_field(pilot, "train.steps", "40")
+        await set_field(pilot, "train.steps", "120")
         await set_field(pilot, "checkpoint_every", "10")
         await pilot.press("slash", *"train.compile", "enter", "right", "right", "escape")
-        await until(pilot, lambda: "40 steps" in plan_text(screen), "a new plan")
+        await until(pilot, lambda: "120 steps" in plan_text(screen), "a new plan")
         assert plan_text(screen) != before
         # ---- launch
         await ask(pilot, "l")
@@ -127,13 +127,13 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
         await pilot.press("y")
         await until(pilot, lambda: state() == "stopped" and "stopped" in shown(), "the stop")
         stopped = step()
-        assert held < stopped < 40
+        assert held < stopped < 120
         # ---- resume to the end
         await ask(pilot, "R")
         await pilot.press("y")
         await until(pilot, lambda: state() == "finished" and "finished" in shown(), "the end")
-        assert [line["step"] for line in read_tail(run / "metrics.jsonl")] == list(range(1, 41))
-        await until(pilot, lambda: watched.data.metrics.rows == watched.data.metrics.last_step == 40, "all of them")
+        assert [line["step"] for line in read_tail(run / "metrics.jsonl")] == list(range(1, 121))
+        await until(pilot, lambda: watched.data.metrics.rows == watched.data.metrics.last_step == 120, "all of them")
         # ---- export
         folder = tmp_path / "exported"
         await ask(pilot, "e")
