@@ -22,7 +22,7 @@ from penstock.app.checkpoints import checkpoint_steps
 from penstock.app.launcher import start
 from penstock.app.recipe import apply_overrides, load_recipe
 from penstock.app.rows import plain
-from penstock.app.run_files import read_tail
+from penstock.app.run_files import JsonLines
 from penstock.app.rundir import read_info, read_status
 from penstock.tui.app import PenstockApp
 from penstock.tui.screens.configure import ConfigureScreen
@@ -132,7 +132,7 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
         await ask(pilot, "R")
         await pilot.press("y")
         await until(pilot, lambda: state() == "finished" and "finished" in shown(), "the end")
-        assert [line["step"] for line in read_tail(run / "metrics.jsonl")] == list(range(1, 121))
+        assert [line["step"] for line in JsonLines(run / "metrics.jsonl")] == list(range(1, 121))
         await until(pilot, lambda: watched.data.metrics.rows == watched.data.metrics.last_step == 120, "all of them")
         # ---- export
         folder = tmp_path / "exported"
