@@ -130,8 +130,8 @@ def open_session(
         limits = run_budgets(budgets, device, drives, new=not going_on, others=reservation.others)
         reservation.reserve(limits)
         on_drive = None if placement is None else placement.enter_drive
-        with checklist.step("measuring the drives", when=measures_drives):
-            if measures_drives:
+        if measures_drives:
+            with checklist.step("measuring the drives"):
                 machine = _with_measured_drives(machine, drives, recipe.storage, observer)
         # Before any memory of the run's, and before anything is compiled or timed.
         with checklist.step("opening lanes and drives"):

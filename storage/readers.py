@@ -24,6 +24,7 @@ import torch
 
 from penstock.storage import chunk
 from penstock.storage.errors import UserError
+from penstock.storage.filesystem import existing
 
 CHOICES = ("auto", "kvikio", "direct", "tensorstore")
 
@@ -76,7 +77,7 @@ class Readers:
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="nvme-probe", initializer=on_thread_start) as thread:
                 for folder in folders:
-                    place = next(place for place in (folder, *folder.parents) if place.is_dir())
+                    place = existing(folder)
                     _probe(lambda path, form: thread.submit(reader.read, path, out, form, None).result(), out, place)
         except Exception as error:  # of a library or driver, out of room, no permission: each has its own type
             return _without_device(self.host, error)

@@ -121,8 +121,8 @@ class AdamW:
                 pieces = [t[start:end] for t in operands]
                 if self.mode == "fused":
                     _torch_fused(pieces, host, scalars.step)
-                    continue
-                if device == "cpu":
-                    # Tensors of their own: whether a range begins its tensor would otherwise be compiled in.
-                    pieces = [torch.from_dlpack(rows) for rows in pieces]
-                self._compiled[device](*pieces, s)
+                else:
+                    if device == "cpu":
+                        # Tensors of their own: whether a range begins its tensor would otherwise be compiled in.
+                        pieces = [torch.from_dlpack(rows) for rows in pieces]
+                    self._compiled[device](*pieces, s)
