@@ -251,9 +251,7 @@ def _changed(store: NvmeStore, identity: dict[str, Any]) -> str:
     return f"since generation {store.generation} the recipe has changed: {changed}; going on with the present one"
 
 
-def _timing_drives(
-    machine: Machine, drives: Sequence[Path], storage: StorageConfig, observer: Observer
-) -> Machine:
+def _timing_drives(machine: Machine, drives: Sequence[Path], storage: StorageConfig, observer: Observer) -> Machine:
     """The machine with its drives' rates, or, where they cannot be measured, as it is assumed."""
     try:
         machine = with_measured_drives(machine, drives, parse_bytes(storage.part_bytes, "storage.part_bytes"))
