@@ -132,7 +132,7 @@ def open_session(
         on_drive = None if placement is None else placement.enter_drive
         if measures_drives:
             with checklist.step("measuring the drives"):
-                machine = _timing_drives(machine, drives, recipe.storage, observer)
+                machine = _measured_or_assumed(machine, drives, recipe.storage, observer)
         # Before any memory of the run's, and before anything is compiled or timed.
         with checklist.step("opening lanes and drives"):
             lanes = Lanes.open(
@@ -251,7 +251,9 @@ def _changed(store: NvmeStore, identity: dict[str, Any]) -> str:
     return f"since generation {store.generation} the recipe has changed: {changed}; going on with the present one"
 
 
-def _timing_drives(machine: Machine, drives: Sequence[Path], storage: StorageConfig, observer: Observer) -> Machine:
+def _measured_or_assumed(
+    machine: Machine, drives: Sequence[Path], storage: StorageConfig, observer: Observer
+) -> Machine:
     """The machine with its drives' rates, or, where they cannot be measured, as it is assumed."""
     try:
         machine = with_measured_drives(machine, drives, parse_bytes(storage.part_bytes, "storage.part_bytes"))
