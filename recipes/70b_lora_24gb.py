@@ -1,8 +1,8 @@
 """A LoRA adapter on Llama-3.3-70B, its weights in bfloat16 and not quantised, at 65,536 tokens on one GPU of 24 GB.
 
 GPU    24 GB
-RAM    64 GB; with 128 GB half as many activations go to the drive
-NVMe   400 GB: the weights once, as they are streamed, and activations that RAM does not hold
+RAM    64 GB; with 128 GB a step takes an eighth less
+NVMe   250 GB: the weights once, as they are streamed, and activations that RAM does not hold
 Model  models/Llama-3.3-70B-Instruct (Hugging Face folder), or --from-scratch
 Use    your own text: --set data.path=FILE with a {"text": ...} on each line; it brings none
 
