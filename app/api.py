@@ -11,6 +11,7 @@ from penstock.app import control, hub
 from penstock.app.callbacks import Callbacks, OnMessage, OnSample, OnStep, OnValidation
 from penstock.app.checkpoints import checkpoint_named, copy_state_of, make_for_export
 from penstock.app.hub_names import on_hub
+from penstock.app.loading import loading
 from penstock.app.recipe import apply_overrides, change_run, load_recipe, resolve_paths
 from penstock.app.rundir import RunDir, find_run, is_live, read_recipe
 from penstock.engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, parse_bytes
@@ -249,6 +250,28 @@ def export_named(
         return made, export_run(path, read_recipe(path), out_dir, checkpoint, after)
     with RunDir.open(path, read_only=True) as directory:
         return made, export_run(path, directory.recipe, out_dir, after=after)
+
+
+def export_dcp(path: Path, out_dir: Path, checkpoint: str | None) -> tuple[str | None, list[str]]:
+    """Write a run's last generation, or a checkpoint's, as a DCP checkpoint at `out_dir`, new or empty: as
+    `export_named`."""
+    from penstock.app.launch import require_new_folder
+    from penstock.app.recipe import to_dict
+
+    require_new_folder(out_dir)
+    checkpoint, made = checkpoint_named(path, checkpoint), None
+    if checkpoint is None and is_live(path):
+        checkpoint = made = make_for_export(path)
+    with loading():
+        from penstock.engine.cluster.convert import write_dcp
+
+    recipe, out = read_recipe(path), out_dir.expanduser().absolute()
+    if checkpoint is None:
+        with RunDir.open(path, read_only=True):
+            written = write_dcp(path, recipe, to_dict(recipe), out)
+    else:
+        written = write_dcp(path, recipe, to_dict(recipe), out, checkpoint)
+    return made, [f"{out}: step {written.step:,}, {written.num_bytes:,} bytes of parameters and optimizer state"]
 
 
 def _after(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -232,6 +232,53 @@ def resume(
     api.go_on(run, overrides=overrides or [], checkpoint=checkpoint, copy_state=copy_state)
 
 
+@cli.command(epilog="Example: torchrun --nproc-per-node 8 -m penstock cluster 8b_8k --run-dir /shared/runs/8b")
+def cluster(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|RUN",
+            help="A recipe as train takes it, with --run-dir, or the directory of a run that goes on.",
+            autocompletion=complete_recipes,
+        ),
+    ],
+    overrides: SetOption = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory of the run, on a disk that all machines share; goes on if begun."),
+    ] = None,
+    scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="Begin with random weights of the recipe's shape: no model folder.")
+    ] = False,
+) -> None:
+    """Train on several machines, or go on with a run there: the same recipe on PyTorch's FSDP2, under torchrun.
+
+    The state is in DIR/dcp, as torch.distributed.checkpoint writes it; a restart by torchrun goes on from the last.
+    """
+    from penstock.app.cluster import run_cluster
+
+    if not run_cluster(recipe, run_dir=run_dir, overrides=overrides or [], from_scratch=scratch):
+        raise typer.Exit(BAD_INPUT)
+
+
+@cli.command("import-dcp", epilog="Example: penstock import-dcp /shared/runs/8b --run-dir runs/8b-back")
+def import_dcp(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(metavar="DCP|RUN", help="A DCP checkpoint's folder, or a run, of which its newest."),
+    ],
+    overrides: SetOption = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory of the new run; default runs/<name>-<time>.")
+    ] = None,
+) -> None:
+    """Make a run directory of a checkpoint that penstock cluster or export --format dcp has written; resume it then."""
+    from penstock.app.cluster import import_dcp as make_run
+
+    path, step = make_run(checkpoint, run_dir=run_dir, overrides=overrides or [])
+    typer.echo(printable(f"{path}: step {step:,}; go on with: ") + shell("penstock", "resume", path))
+
+
 @cli.command(epilog="Example: penstock pause runs/quickstart-20260101-120000")
 def pause(run: RunArgument) -> None:
     """Let a running run commit its step and wait until `penstock resume`; its memory stays in use."""
@@ -373,21 +420,34 @@ def export(
         bool | None,
         typer.Option("--merged/--adapter", help="Of an adapter's run: the base with it merged in, or its own folder."),
     ] = None,
+    format: Annotated[
+        Literal["hf", "dcp"],
+        typer.Option(help="hf: a Hugging Face folder. dcp: all of the state, as torch.distributed.checkpoint has it."),
+    ] = "hf",
 ) -> None:
-    """Write a run's last committed generation, or a checkpoint's, as a Hugging Face folder.
+    """Write a run's last committed generation, or a checkpoint's, as a Hugging Face folder or a DCP checkpoint.
 
     Of a running run a checkpoint is made first, at its next step, and stays.
     """
     from penstock.app.model_card import adapter_config, other_programs
 
     path = find_run(run)
-    made, said = api.export_named(path, out_dir, checkpoint, dtype, max_shard_size, push, merged)
+    if format == "dcp":
+        if (dtype, max_shard_size, push, merged) != (None, None, None, None):
+            raise UserError(
+                "--format dcp: is the state as it is; leave out --dtype, --max-shard-size, --push, --merged"
+            )
+        made, said = api.export_dcp(path, out_dir, checkpoint)
+    else:
+        made, said = api.export_named(path, out_dir, checkpoint, dtype, max_shard_size, push, merged)
     if made is not None:
         typer.echo(
             printable(f"checkpoint {made} stays; once the run is over: ")
             + shell("penstock", "checkpoint", path, made, "--delete")
         )
-    for line in [*said, *other_programs(out_dir, adapter_config(out_dir))]:
+    if format == "hf":
+        said += other_programs(out_dir, adapter_config(out_dir))
+    for line in said:
         typer.echo(printable(line))
 
 

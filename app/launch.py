@@ -29,7 +29,7 @@ from penstock.app.signals import GuestSignals, StopRequested, StopSignals
 from penstock.app.speed import MeanSpeed
 from penstock.app.trackers.attach import Trackers
 from penstock.app.trackers.require import require_trackers
-from penstock.engine.config import AfterConfig, Recipe, drive_folders, parse_bytes
+from penstock.engine.config import AfterConfig, Recipe, dcp_folders, drive_folders, parse_bytes
 from penstock.engine.events import (
     Preparing,
     Progress,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _LAST_STEPS = 5
 
 
-class _RunObserver:
+class RunObserver:
     """Passes the engine's events to the run's log and to the terminal, and what is wanted of the run to the engine."""
 
     def __init__(self, run: RunDir, log: RunLog, display: Display, guest: Callbacks | None) -> None:
@@ -86,10 +86,15 @@ class _RunObserver:
 
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         self.signals.interrupts_main = False
-        self._run.save_recipe()
         self._run.write_plan(plan, predicted)
         self.tell(plan_line(plan))
         self._log.watch_drives(drive_folders(self._run.path, self._run.recipe.storage))
+        self.on_begin()
+
+    def on_begin(self) -> None:
+        """All is prepared: the first step comes next."""
+        self.signals.interrupts_main = False
+        self._run.save_recipe()
         self._log.set_state("running")
         self.trackers.begin()
 
@@ -282,12 +287,14 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None, gu
         and (why := nothing_left(run.path, step, recipe.train.early_stopping_patience)) is not None
     ):
         raise UserError(why)
+    if checkpoint is None:
+        _require_newest(run.path)
     require_trackers(recipe.trackers)
     control.forget(run.path)
     log = RunLog(run.path, recipe.train.steps, step)
     display = Display(Console() if guest is None else guest.console(), recipe.train.steps, step)
 
-    observer = _RunObserver(run, log, display, guest)
+    observer = RunObserver(run, log, display, guest)
     observer.tell(f"run directory {short_path(run.path)}")
     with observer.signals:
         try:
@@ -296,7 +303,7 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None, gu
             log.message(go_on if result.stopped else f"finished after step {result.steps}")
             log.flush()
             log.check()
-            summary, last_losses, warnings = _summary(run.path, result)
+            summary, last_losses, warnings = summary_of(run.path, result)
             atomic_write(run.path / "summary.json", json_text(summary, indent=2))
             observer.close("stopped" if result.stopped else "finished")
         except StopRequested:
@@ -346,7 +353,20 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None, gu
     display.message(f"look closer: {look}; all figures and messages: summary.json, metrics.jsonl and log.jsonl there")
 
 
-def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool, checkpoint: str | None) -> TrainResult:
+def _require_newest(path: Path) -> None:
+    """UserError where the run has gone on on several machines since its last generation."""
+    folders = dcp_folders(path)
+    newest = max(folders, default=0)
+    if newest > (committed_step(path) or 0):
+        folder = folders[newest]
+        raise UserError(
+            f"{path}: has gone on on several machines, up to step {newest:,}; make a run of that with "
+            f"`{shell('penstock', 'import-dcp', folder, '--run-dir', 'DIR')}` and resume it, or go on there with "
+            "penstock cluster"
+        )
+
+
+def _train(recipe: Recipe, path: Path, observer: RunObserver, resume: bool, checkpoint: str | None) -> TrainResult:
     from penstock.engine.data.corpus import cancel_text_ahead, prepare_text_ahead
 
     try:
@@ -366,7 +386,7 @@ def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool, che
         cancel_text_ahead()
 
 
-def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[float], list[str]]:
+def summary_of(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[float], list[str]]:
     """summary.json, the losses of the last steps, and what to say of damaged lines.
 
     What covers the whole run, resumed or not, comes from the log.

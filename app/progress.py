@@ -227,10 +227,10 @@ def summary_lines(summary: dict[str, Any], last_losses: Sequence[float], wall_s:
     attention = summary.get("attention") or {}
     if attention.get("installed"):  # null without a GPU, where there is one kernel
         parts.append("attention by " + ", ".join(f"{' and '.join(v)} {k}" for k, v in attention["chosen"].items() if v))
-    tiers = summary["tiers"].items()
-    parts.append(
-        "held at most: " + ", ".join(f"{name} {of_text(t['peak_bytes'], t['budget_bytes'])}" for name, t in tiers)
-    )
+    if tiers := summary["tiers"].items():  # on several machines there are none
+        parts.append(
+            "held at most: " + ", ".join(f"{name} {of_text(t['peak_bytes'], t['budget_bytes'])}" for name, t in tiers)
+        )
     for drive in summary["drives"]:
         used = "" if drive["percentage_used"] is None else f", endurance used {drive['percentage_used']:.0f}%"
         parts.append(f"{bytes_text(drive['bytes_written'])} written to {short_path(drive['path'])}{used}")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from penstock.engine.config import AdapterConfig, Recipe, drive_folders, state_folder
 from penstock.engine.data.corpus import kept_tokenizer
+from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.engine.hf import weights
 from penstock.engine.hf.adapter_folder import write_adapter
 from penstock.engine.hf.config import model_config, with_vocabulary
@@ -61,25 +65,13 @@ def export(
     running. Raises UserError when the run has no generation yet, `out_dir` cannot be written, or float16 holds a value
     not; and for an adapter that cannot be merged.
     """
-    root = state_folder(run_dir)
-    folder = root
-    if checkpoint is not None:
-        read_checkpoint(root, checkpoint)
-        folder = checkpoint_folder(root, checkpoint)
-    store = NvmeStore.open(folder, drives=drive_folders(run_dir, recipe.storage), read_only=True)
-    try:
-        origin = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
-        tokenizer = kept_tokenizer(recipe.data, origin, run_dir / "data" / "tokenizer", recipe.model.added_tokens)
-        vocabulary = tokenizer.vocab_size if tokenizer else None
-        stored = model_config(recipe, vocabulary)
-        config = with_vocabulary(stored, recipe, vocabulary)
-        adapter = recipe.adapter if recipe.adapter.is_used else None
-        spec = take_apart(config, recipe.train.freeze, adapter)
+    with reading_run(run_dir, recipe, checkpoint) as run:
+        spec, origin, tokenizer, stored = run.spec, run.origin, run.tokenizer, run.stored
+        adapter, constants = spec.adapter, run.constants
         flat: dict[str, FlatLayout] = layouts(spec)
-        constants = read_constants_file(root / CONSTANTS_FILE, store.meta.get("constants"), spec.constants)
 
         def parameters(name: str) -> Mapping[str, Tensor]:
-            return read_parameters(store, name, flat[name])
+            return read_parameters(run.store, name, flat[name])
 
         alone = adapter is not None and not merged and origin is None
         merged = merged or alone
@@ -99,7 +91,7 @@ def export(
             whole = spec
             read: weights.ReadBuffer = parameters
             if adapter is not None:
-                whole = take_apart(config)
+                whole = take_apart(spec.config)
                 dtypes = {} if dtype != "auto" or origin is None else weights.parameter_dtypes(whole, origin, rows)
                 named = weights.FLOAT_DTYPES[usual if dtype == "auto" else dtype]
                 read = _merging(spec, parameters, lambda name: dtypes.get(name, named))
@@ -118,7 +110,7 @@ def export(
             )
             if alone:
                 remarks.append("merged: the adapter stands beside random weights, which nobody else has")
-        step = store.meta.get("step")
+        step = run.store.meta.get("step")
         return Exported(
             step=step if isinstance(step, int) else None,
             num_params=spec.num_params,
@@ -127,6 +119,43 @@ def export(
             adapter=None if merged else adapter,
             remarks=remarks,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """A generation of a run, open for reading, and what it is the state of."""
+
+    store: NvmeStore
+    spec: ModelSpec
+    constants: dict[str, Tensor]
+    stored: PretrainedConfig
+    """The config of the model folder that the run began with, or of the recipe's shape."""
+    origin: Path | None
+    """That folder."""
+    tokenizer: TextTokenizer | None
+
+
+@contextmanager
+def reading_run(run_dir: Path, recipe: Recipe, checkpoint: str | None = None) -> Iterator[RunState]:
+    """A run's last committed generation, or a checkpoint's, which may be read while the run is running.
+
+    Raises UserError when there is no such.
+    """
+    root = state_folder(run_dir)
+    folder = root
+    if checkpoint is not None:
+        read_checkpoint(root, checkpoint)
+        folder = checkpoint_folder(root, checkpoint)
+    store = NvmeStore.open(folder, drives=drive_folders(run_dir, recipe.storage), read_only=True)
+    try:
+        origin = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
+        tokenizer = kept_tokenizer(recipe.data, origin, run_dir / "data" / "tokenizer", recipe.model.added_tokens)
+        vocabulary = tokenizer.vocab_size if tokenizer else None
+        stored = model_config(recipe, vocabulary)
+        config = with_vocabulary(stored, recipe, vocabulary)
+        spec = take_apart(config, recipe.train.freeze, recipe.adapter if recipe.adapter.is_used else None)
+        constants = read_constants_file(root / CONSTANTS_FILE, store.meta.get("constants"), spec.constants)
+        yield RunState(store, spec, constants, stored, origin, tokenizer)
     finally:
         store.close()
 

@@ -85,22 +85,8 @@ def open_session(
     train, budgets = recipe.train, recipe.budgets
     compilation = find_compilation(train, device, observer.on_message)
     checklist = Checklist(observer)
-    with checklist.step("tokenizing the data"):
-        prepared = prepare_data(recipe, run_dir / "data", random_vocabulary(recipe))
-    vocabulary = prepared.tokenizer.vocab_size if prepared.tokenizer else None
-    stored = model_config(recipe, vocabulary)
-    config = with_vocabulary(stored, recipe, vocabulary)
-    new_rows = None
-    if recipe.model.added_tokens and recipe.model.path is not None and vocabulary is not None:
-        new_rows = weights.NewRows.make(stored, len(recipe.model.added_tokens), vocabulary)
-    with checklist.step("taking the model apart"):
-        spec = model_spec(config, recipe)
-        router_coefficient(spec.config, train.router_aux_loss, recurrent=spec.recurrent)  # or the run is refused
-    start = None
-    if recipe.adapter.start is not None and not resume:
-        start = open_start(Path(recipe.adapter.start).expanduser(), spec, recipe.model.path)
-        for said in start.said:
-            observer.on_message(said)
+    prepared, spec, new_rows = describe_run(recipe, run_dir, checklist)
+    start = None if resume else adapter_start(recipe, spec, observer)
     loader = make_loader(prepared.corpus, spec, recipe)
     validation = make_validation(prepared.corpus, spec, recipe)
     _describe(observer, spec, prepared, loader, device)
@@ -239,6 +225,41 @@ def open_session(
     if session.settings.message is not None:
         observer.on_message(session.settings.message)
     return session
+
+
+class RunModel(NamedTuple):
+    """What a run trains on what."""
+
+    data: Data
+    spec: ModelSpec
+    new_rows: weights.NewRows | None
+    """Of the tables by token id, where the recipe adds tokens to a model folder's."""
+
+
+def describe_run(recipe: Recipe, run_dir: Path, checklist: Checklist) -> RunModel:
+    """A run's data, made in `run_dir` unless they are there, and its model taken apart. Raises UserError."""
+    with checklist.step("tokenizing the data"):
+        prepared = prepare_data(recipe, run_dir / "data", random_vocabulary(recipe))
+    vocabulary = prepared.tokenizer.vocab_size if prepared.tokenizer else None
+    stored = model_config(recipe, vocabulary)
+    config = with_vocabulary(stored, recipe, vocabulary)
+    new_rows = None
+    if recipe.model.added_tokens and recipe.model.path is not None and vocabulary is not None:
+        new_rows = weights.NewRows.make(stored, len(recipe.model.added_tokens), vocabulary)
+    with checklist.step("taking the model apart"):
+        spec = model_spec(config, recipe)
+        router_coefficient(spec.config, recipe.train.router_aux_loss, recurrent=spec.recurrent)  # or it is refused
+    return RunModel(prepared, spec, new_rows)
+
+
+def adapter_start(recipe: Recipe, spec: ModelSpec, observer: Observer) -> Start | None:
+    """The adapter that a new run goes on with (adapter.start); None: a new one, or none."""
+    if recipe.adapter.start is None:
+        return None
+    start = open_start(Path(recipe.adapter.start).expanduser(), spec, recipe.model.path)
+    for said in start.said:
+        observer.on_message(said)
+    return start
 
 
 def _changed(store: NvmeStore, identity: dict[str, Any]) -> str:
@@ -436,19 +457,26 @@ def _fill_new(
 ) -> None:
     """Commit the imported or initialised model as the first generation; closes the store where that fails."""
     try:
-        constants: dict[str, Tensor] = {}
-        if recipe.model.path is not None:
-            reader = CheckpointReader(Path(recipe.model.path).expanduser())
-            constants = weights.read_constants(reader, spec, None if new_rows is None else new_rows.stored)
-            buffers: Iterable[tuple[str, dict[str, Tensor]]] = weights.import_blocks(reader, spec, new_rows)
-        else:
-            constants = initial_constants(spec)
-            buffers = Initializer(spec, recipe.train.seed, recipe.model.embedding_std).buffers()
-        if spec.adapter is not None:
-            values, dtype = None if start is None else start.values(), compute_dtype(recipe.train)
-            buffers = with_adapter(spec, buffers, seed=recipe.train.seed, dtype=dtype, start=values)
+        constants, buffers = first_values(spec, recipe, new_rows, start)
         crc = write_constants(store.root / CONSTANTS_FILE, constants)
         fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity | {"constants": crc}))
     except BaseException:
         store.close()
         raise
+
+
+def first_values(
+    spec: ModelSpec, recipe: Recipe, new_rows: weights.NewRows | None, start: Start | None
+) -> tuple[dict[str, Tensor], Iterable[tuple[str, dict[str, Tensor]]]]:
+    """The imported or initialised model: its constants, and one after the other its buffers' parameters in float32."""
+    if recipe.model.path is not None:
+        reader = CheckpointReader(Path(recipe.model.path).expanduser())
+        constants = weights.read_constants(reader, spec, None if new_rows is None else new_rows.stored)
+        buffers: Iterable[tuple[str, dict[str, Tensor]]] = weights.import_blocks(reader, spec, new_rows)
+    else:
+        constants = initial_constants(spec)
+        buffers = Initializer(spec, recipe.train.seed, recipe.model.embedding_std).buffers()
+    if spec.adapter is not None:
+        values, dtype = None if start is None else start.values(), compute_dtype(recipe.train)
+        buffers = with_adapter(spec, buffers, seed=recipe.train.seed, dtype=dtype, start=values)
+    return constants, buffers

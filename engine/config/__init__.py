@@ -17,6 +17,8 @@ from penstock.engine.config.recipe import Recipe as Recipe
 from penstock.engine.config.recipe import Renamed as Renamed
 from penstock.engine.config.recipe import changed_fields as changed_fields
 from penstock.engine.config.recipe import config_digest as config_digest
+from penstock.engine.config.recipe import dcp_folder as dcp_folder
+from penstock.engine.config.recipe import dcp_folders as dcp_folders
 from penstock.engine.config.recipe import drive_folders as drive_folders
 from penstock.engine.config.recipe import given_fields as given_fields
 from penstock.engine.config.recipe import state_folder as state_folder

@@ -240,6 +240,25 @@ def state_folder(run_dir: Path) -> Path:
     return run_dir / "state"
 
 
+_DCP = re.compile(r"step-(\d{6,})")
+_DCP_INDEX = ".metadata"
+"""What torch.distributed.checkpoint writes last."""
+
+
+def dcp_folder(run_dir: Path, step: int) -> Path:
+    """Where a run on several machines keeps its checkpoint of `step`."""
+    return run_dir / "dcp" / f"step-{step:06}"
+
+
+def dcp_folders(run_dir: Path) -> dict[int, Path]:
+    """Step -> folder of such a run's whole checkpoints, in their order."""
+    found = {}
+    for path in (run_dir / "dcp").glob(f"step-*/{_DCP_INDEX}"):
+        if (match := _DCP.fullmatch(path.parent.name)) is not None and not path.parent.is_symlink():
+            found[int(match[1])] = path.parent
+    return dict(sorted(found.items()))
+
+
 def drive_folders(run_dir: Path, storage: StorageConfig) -> list[Path]:
     """The folders that hold a run's chunk files: one of the run's name on each drive of the recipe."""
     given = [Path(drive).expanduser().absolute() / run_dir.resolve().name for drive in storage.drives]

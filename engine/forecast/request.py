@@ -34,6 +34,21 @@ from penstock.storage.errors import BudgetError
 from penstock.storage.layout import part_numel_even
 
 
+def buffer_shapes(spec: ModelSpec, recipe: Recipe) -> tuple[BufferShape, ...]:
+    """The model's flat buffers, cut into parts as the recipe says."""
+    part_bytes = parse_bytes(recipe.storage.part_bytes, "storage.part_bytes")
+    whole = find_optimizer(recipe.train).granularity == "parameter"
+    return tuple(
+        BufferShape(
+            name=name,
+            numel=layout.numel,
+            part_numel=layout.numel if whole else part_numel_even(layout.numel, part_bytes // FP32),
+            frozen=name in spec.frozen,
+        )
+        for name, layout in layouts(spec).items()
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
     """What a plan is made for: a model, a batch and a machine."""
@@ -59,8 +74,6 @@ class PlanRequest:
         """What the planner has to solve with chunks of that length."""
         spec, recipe, budgets = self.spec, self.recipe, self.budgets
         data, train, storage = recipe.data, recipe.train, recipe.storage
-        flat = layouts(spec)
-        part_bytes = parse_bytes(storage.part_bytes, "storage.part_bytes")
         optimizer, compute_bytes = find_optimizer(train), DTYPE_BYTES[train.compute_dtype]
         tokens = data.sequence_length if spec.recurrent else chunk_tokens
         temporaries = workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[self.device_type])
@@ -77,17 +90,7 @@ class PlanRequest:
                 block_shapes(spec, train.compute_dtype, compiled=self.device_type == "cuda" and train.compile != "off"),
                 self.graph_bytes or {},
             ),
-            buffers=tuple(
-                BufferShape(
-                    name=name,
-                    numel=layout.numel,
-                    part_numel=part_numel_even(layout.numel, part_bytes // FP32)
-                    if optimizer.granularity == "element"
-                    else layout.numel,
-                    frozen=name in spec.frozen,
-                )
-                for name, layout in flat.items()
-            ),
+            buffers=buffer_shapes(spec, recipe),
             hidden_size=spec.hidden_size,
             compute_bytes=compute_bytes,
             gradient_bytes=2 if train.gradient_dtype == "bfloat16" else 4,

@@ -107,7 +107,7 @@ class RouterBalance:
     def __init__(self, router: Router, coefficient: float, num_layers: int, device: torch.device) -> None:
         """`num_layers`: those that route."""
         self._router, self._coefficient, self._layers = router, coefficient, num_layers
-        self._counts = torch.zeros(router.num_experts, dtype=torch.float64, device=device)
+        self.counts = torch.zeros(router.num_experts, dtype=torch.float64, device=device)
         self.slope = torch.zeros(router.num_experts, dtype=torch.float64, device=device)
         """[experts]: gradient of the loss by a row's probability of each."""
         self._counting, self.num_rows = False, 0
@@ -120,7 +120,7 @@ class RouterBalance:
 
     def begin(self) -> None:
         """A step begins."""
-        self._counts.zero_()
+        self.counts.zero_()
 
     def watch(self, num_rows: int, *, counting: bool) -> None:
         """A chunk is run next, of which the first `num_rows` tokens are no padding; forward counts them."""
@@ -129,7 +129,7 @@ class RouterBalance:
     def settle(self, num_tokens: int) -> None:
         """All layers have run forward on the step's `num_tokens` tokens."""
         rows = max(1, self._layers * num_tokens)
-        self.slope.copy_(self._counts * (self._coefficient * self._router.num_experts / rows**2))
+        self.slope.copy_(self.counts * (self._coefficient * self._router.num_experts / rows**2))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _hook(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -148,7 +148,7 @@ class RouterBalance:
     def _count(self, logits: Tensor) -> None:
         chosen = torch.softmax(logits, dim=-1).topk(self._router.top_k, dim=-1).indices
         marks = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
-        self._counts += marks.scatter_(1, chosen, 1.0).sum(dim=0)
+        self.counts += marks.scatter_(1, chosen, 1.0).sum(dim=0)
 
 
 class _Balanced(torch.autograd.Function):

@@ -40,9 +40,15 @@ class _Stop(BaseException):
 
 
 def build(
-    config: PretrainedConfig, device: str = "meta", experts: str | None = None, adapter: AdapterConfig | None = None
+    config: PretrainedConfig,
+    device: str = "meta",
+    experts: str | None = None,
+    adapter: AdapterConfig | None = None,
+    attention_by: str = attention.NAME,
 ) -> PreTrainedModel:
-    """The model of `config` in float32 and eval mode, with Penstock's attention; on meta it takes no memory.
+    """The model of `config` in float32 and eval mode; on meta it takes no memory.
+
+    `attention_by`: what transformers calls the implementation of its attention; Penstock's unless another is given.
 
     With an `adapter` it has peft's layers where that wants them (model/adapters.py). Raises UserError for a model that
     has its own attention only.
@@ -57,7 +63,7 @@ def build(
     try:
         with torch.device(device):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention.NAME, dtype=torch.float32, **kwargs
+                config, attn_implementation=attention_by, dtype=torch.float32, **kwargs
             )
     except KeyError as error:
         if error.args != (attention.NAME,):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,6 +15,7 @@ from penstock.engine import preparing
 from penstock.engine.clock import wait_for_copies
 from penstock.engine.optim.base import MASTER
 from penstock.engine.plan.plan import BufferPlan, Plan
+from penstock.engine.plan.problem import BufferShape
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
 from penstock.storage.arena import empty_aligned
 from penstock.storage.layout import FlatLayout
@@ -33,13 +34,18 @@ def state_arrays(plan: Plan) -> list[ArraySpec]:
 
     The compute weights of the others are the rounded master and are made from it again.
     """
+    return arrays_of(plan.buffers.values(), plan.problem.compute_bytes, plan.problem.state_kinds)
+
+
+def arrays_of(buffers: Iterable[BufferShape | BufferPlan], compute_bytes: int, kinds: Sequence[str]) -> list[ArraySpec]:
+    """`state_arrays` of any plan with such `buffers` and `kinds` of state."""
     arrays = []
-    for b in plan.buffers.values():
+    for b in buffers:
         if b.frozen:
-            dtype = {2: "bfloat16", 4: "float32"}[plan.problem.compute_bytes]
+            dtype = {2: "bfloat16", 4: "float32"}[compute_bytes]
             arrays.append(ArraySpec(b.name, WEIGHTS, b.numel, dtype, b.part_numel, fixed=True))
         else:
-            arrays += [ArraySpec(b.name, kind, b.numel, "float32", b.part_numel) for kind in plan.problem.state_kinds]
+            arrays += [ArraySpec(b.name, kind, b.numel, "float32", b.part_numel) for kind in kinds]
     return arrays
 
 

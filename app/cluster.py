@@ -1,0 +1,264 @@
+"""`penstock cluster` and `penstock import-dcp`: a run on several machines, and the way back to one."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from penstock.app import control, hub
+from penstock.app.api import resolved_recipe
+from penstock.app.launch import RunObserver, require_inputs, summary_of
+from penstock.app.loading import loading
+from penstock.app.progress import Display, short_path, summary_lines
+from penstock.app.recipe import change_run, from_dict, to_dict
+from penstock.app.run_files import JsonLines, json_text
+from penstock.app.run_log import RunLog
+from penstock.app.rundir import RunDir, find_run, read_recipe
+from penstock.app.signals import StopRequested, StopSignals
+from penstock.engine.config import Recipe, dcp_folders
+from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, Spike, StepMetrics, ValidationMetrics, Want
+from penstock.engine.preparing import Checklist
+from penstock.storage.disk import atomic_write
+from penstock.storage.errors import UserError, used_up
+from penstock.storage.untrusted import shell
+
+if TYPE_CHECKING:
+    from penstock.engine.cluster.ranks import Ranks
+    from penstock.engine.cluster.train import ClusterResult
+
+_HISTORY = ("metrics.jsonl", "validation.jsonl", "samples.jsonl", "spikes.jsonl")
+"""What a run that comes back takes along of the directory that it comes from."""
+
+
+class _Quiet:
+    """The observer of every rank but the first: it stops when its machine is told to, and says nothing."""
+
+    def __init__(self) -> None:
+        self.signals = StopSignals(lambda: None, lambda: None)
+
+    def on_prepare(self, item: Preparing) -> None: ...
+
+    def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None: ...
+
+    def on_begin(self) -> None:
+        self.signals.interrupts_main = False
+
+    def on_progress(self, progress: Progress) -> None: ...
+
+    def on_step(self, metrics: StepMetrics) -> None: ...
+
+    def on_validation(self, metrics: ValidationMetrics) -> None: ...
+
+    def on_spike(self, spike: Spike) -> None: ...
+
+    def on_sample(self, metrics: SampleMetrics) -> None: ...
+
+    def on_message(self, text: str, *, detail: bool = False) -> None: ...
+
+    def checkpoint_requests(self) -> list[str]:
+        return []
+
+    def on_checkpoint(self, name: str, step: int, error: str | None) -> None: ...
+
+    def wanted(self) -> Want:
+        return "stop" if self.signals.requested.is_set() else "run"
+
+    def on_pause(self, paused: bool) -> None: ...
+
+
+def run_cluster(given: str, *, run_dir: Path | None, overrides: Sequence[str] = (), from_scratch: bool = False) -> bool:
+    """Train a recipe, or go on with a run, with all processes that torchrun has started; False where another of them
+    says why not.
+
+    `given`: a recipe as `penstock train` takes it, with `run_dir` on a disk that all machines share, or a run's
+    directory. A directory that holds a run already goes on, so that a restart is the same command. Raises UserError.
+    """
+    with loading():
+        from penstock.engine.cluster.ranks import SaidElsewhereError, joined
+    try:
+        with joined() as ranks:
+            recipe, path = ranks.first_then_all(lambda: _resolve(given, run_dir, overrides, from_scratch))
+            if ranks.first:
+                _run_first(recipe, path, ranks)
+            else:
+                _run_other(recipe, path, ranks)
+    except SaidElsewhereError:
+        return False
+    return True
+
+
+def _resolve(given: str, run_dir: Path | None, overrides: Sequence[str], from_scratch: bool) -> tuple[Recipe, Path]:
+    """The recipe, and the run directory."""
+    if run_dir is None:
+        path = _run_named(given)
+        if from_scratch:
+            raise UserError(f"--from-scratch: {path} is a run, which has its weights; leave it out")
+        return change_run(read_recipe(path), overrides, Path.cwd()), path
+    if (Path(given) / "recipe.json").is_file():
+        raise UserError(f"--run-dir: {given} is a run, which goes on in its own directory; leave --run-dir out")
+    recipe = resolved_recipe(
+        given, overrides, from_scratch=from_scratch, get=lambda found: hub.fetched(found, weights=not from_scratch)
+    )
+    require_inputs(recipe)
+    return recipe, run_dir.absolute()
+
+
+def _run_named(given: str) -> Path:
+    try:
+        return find_run(given).resolve()
+    except UserError as error:
+        raise UserError(
+            f"{error}. Of a recipe, name the run's directory, on a disk that all machines share, with --run-dir DIR"
+        ) from None
+
+
+def _run_first(recipe: Recipe, path: Path, ranks: Ranks) -> None:
+    """Rank 0: it holds the run directory, writes to it, and says what there is to say."""
+    with ExitStack() as stack:
+        run = stack.enter_context(_enter(recipe, path, ranks))
+        _train_first(run, ranks)
+
+
+def _enter(recipe: Recipe, path: Path, ranks: Ranks) -> RunDir:
+    def enter() -> RunDir:
+        if (path / "recipe.json").is_file():
+            run = RunDir.open(path)
+            run.recipe = recipe
+            return run
+        return RunDir.create(recipe, path)
+
+    return ranks.together(enter)
+
+
+def _train_first(run: RunDir, ranks: Ranks) -> None:
+    from penstock.engine.cluster.train import train_cluster
+
+    control.forget(run.path)
+    recipe, step = run.recipe, max(dcp_folders(run.path), default=0)
+    log, display = RunLog(run.path, recipe.train.steps, step), Display(Console(), recipe.train.steps, step)
+    observer = RunObserver(run, log, display, None)
+    observer.tell(f"run directory {short_path(run.path)}")
+    with observer.signals:
+        try:
+            result = train_cluster(recipe, to_dict(recipe), ranks, run_dir=run.path, observer=observer)
+            said = _outcome(run.path, result)
+            log.message(said)
+            log.flush()
+            log.check()
+            summary, last_losses, warnings = summary_of(run.path, _as_result(result))
+            atomic_write(run.path / "summary.json", json_text(summary, indent=2))
+            observer.close("stopped" if result.stopped else "finished")
+        except StopRequested:
+            observer.tell("stopped before the first step; the same command goes on")
+            observer.close("stopped")
+            return
+        except BaseException as error:
+            known = error if isinstance(error, UserError) else used_up(error)
+            log.message(str(known) if known else traceback.format_exc(), "error")
+            observer.close("failed", str(known) if known else f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            display.close()
+    for line in [f"warning: {warning}" for warning in warnings]:
+        display.message(line)
+    for line in summary_lines(summary, last_losses, observer.wall_s):
+        display.message(line)
+    display.message(said)
+
+
+def _run_other(recipe: Recipe, path: Path, ranks: Ranks) -> None:
+    from penstock.engine.cluster.train import train_cluster
+
+    ranks.together(lambda: None)  # while the first rank enters the run directory
+    observer = _Quiet()
+    with observer.signals:
+        try:
+            train_cluster(recipe, to_dict(recipe), ranks, run_dir=path, observer=observer)
+        except StopRequested:
+            return
+
+
+def _outcome(path: Path, result: ClusterResult) -> str:
+    if result.folder is None:
+        return f"finished after step {result.step:,}; nothing was left to do"
+    back = shell("penstock", "import-dcp", short_path(result.folder), "--run-dir", "DIR")
+    if result.stopped:
+        return f"stopped after step {result.step:,}; the same command goes on, or on one machine: {back}"
+    return f"finished after step {result.step:,}; to export it, or to go on, on one machine: {back}"
+
+
+def _as_result(result: ClusterResult) -> Any:
+    from penstock.engine.train import TrainResult
+
+    return TrainResult(
+        steps=result.step,
+        steps_done=0,
+        tokens=0,
+        first_loss=None,
+        last_loss=None,
+        tiers={},
+        lanes={},
+        drives=[],
+        gpu_memory=None,
+        attention={},
+        stopped=result.stopped,
+        early_end=result.early_end,
+    )
+
+
+def import_dcp(given: Path, *, run_dir: Path | None, overrides: Sequence[str] = ()) -> tuple[Path, int]:
+    """Make a run directory of a DCP checkpoint, or of the newest one of a run; it, and the step that it is at.
+
+    `overrides` change all but the model and the data, as those of a resumed run. Raises UserError; then nothing is
+    left.
+    """
+    with loading():
+        from penstock.engine.cluster.convert import read_dcp
+        from penstock.engine.cluster.layout import read_record
+        from penstock.engine.opening import describe_run
+    given = given.expanduser()
+    folder = _newest(given)
+    record = read_record(folder)
+    recipe = from_dict(record.recipe, str(folder))
+    recipe = change_run(recipe, overrides, Path.cwd())
+    with RunDir.create(recipe, run_dir) as run:
+        try:
+            log = RunLog(run.path, recipe.train.steps, record.step)
+            display = Display(Console(stderr=True), recipe.train.steps, record.step)
+            observer = RunObserver(run, log, display, None)
+            checklist = Checklist(observer)
+            try:
+                spec = describe_run(recipe, run.path, checklist).spec
+                with checklist.step("writing the first generation"):
+                    read_dcp(folder, record, spec, recipe, run.path)
+            finally:
+                display.close()
+            _take_history(folder, run.path, record.step)
+            observer.close("stopped")
+        except BaseException:
+            run.discard()
+            raise
+        return run.path, record.step
+
+
+def _newest(given: Path) -> Path:
+    folders = dcp_folders(given)
+    if not folders and (given / "recipe.json").is_file():
+        raise UserError(f"{given}: is a run without a DCP checkpoint; penstock resume goes on with it")
+    return folders[max(folders)] if folders else given
+
+
+def _take_history(folder: Path, run: Path, step: int) -> None:
+    """Copy what the run of a checkpoint, where it lies in one's directory, has told up to the checkpoint's step."""
+    source = folder.resolve().parent.parent
+    if folder.resolve() not in dcp_folders(source).values():
+        return
+    for name in _HISTORY:
+        lines = [line for line in JsonLines(source / name).steps() if line["step"] <= step]
+        if lines:
+            atomic_write(run / name, "".join(json_text(line) for line in lines))

@@ -1,0 +1,95 @@
+"""Before a model is trained by plain transformers on packed rows: that its documents do not see each other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.cluster.model import attention_candidates
+from penstock.engine.cluster.step import loss_sums, target_logits
+from penstock.engine.data.loader import MicroBatch
+from penstock.engine.model import skeleton
+from penstock.engine.model.check import TokenStream, reference_gradients, relative_errors
+from penstock.engine.model.shrink import shrink
+from penstock.engine.model.spec import ModelSpec
+from penstock.engine.model.tokens import IGNORE_LABEL
+from penstock.engine.model.trace import random_model
+from penstock.storage.errors import UserError, refused
+
+_LENGTHS = (61, 35, 50, 17, 29)
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Largest relative error of the loss and of all gradients together, by the dtype of computing."""
+
+
+def choose_attention(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
+    """transformers' fastest implementation of attention that is right here: a shrunk copy of the model, its documents
+    packed as in training, has the loss and the gradients of each document alone by eager attention in float32.
+
+    Raises UserError where none is.
+    """
+    with refused(f"model type '{spec.model_type}': no small copy could be made for the self-check", with_type=False):
+        small, _ = shrink(spec.config, spec.adapter)
+    source = random_model(small, adapter=spec.adapter)
+    whole = spec.recurrent or spec.length_dependent_rotary
+    generator = torch.Generator().manual_seed(0)
+    lengths = (96, 96) if whole else _LENGTHS
+    vocabulary = small.get_text_config(decoder=True).vocab_size
+    documents = [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
+    with refused(f"model type '{spec.model_type}': transformers' own forward fails"):
+        loss, gradients = reference_gradients(small, source, documents, adapter=spec.adapter)
+    tried: dict[str, str] = {}
+    for name in attention_candidates(device, dtype):
+        try:
+            error = _error(spec, small, source, documents, name, device, dtype, loss, gradients)
+        except Exception as failure:  # a kernel that cannot do this model says so as it likes
+            tried[name] = f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
+            continue
+        if error <= _TOLERANCE[dtype]:
+            return name
+        tried[name] = f"differs by {error:.2g} ({_TOLERANCE[dtype]:g} is allowed)"
+    said = "; ".join(f"{name} {why}" for name, why in tried.items())
+    raise UserError(
+        f"model type '{spec.model_type}': plain transformers does not keep packed documents apart, so it is not "
+        f"trained on several machines ({said}); train it on one, with penstock train"
+    )
+
+
+def _error(
+    spec: ModelSpec,
+    small: object,
+    source: nn.Module,
+    documents: list[Tensor],
+    attention: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    loss: float,
+    gradients: dict[str, Tensor],
+) -> float:
+    model = skeleton.build(small, device="cpu", adapter=spec.adapter, attention_by=attention)  # type: ignore[arg-type]
+    model.load_state_dict(source.state_dict())
+    nn.Module.to(model, device=device, dtype=dtype)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in gradients)
+    stream = TokenStream.of(documents)
+    micro_batch = MicroBatch(
+        ids=stream.ids,
+        labels=stream.labels,
+        positions=stream.positions,
+        documents=stream.documents,
+        num_targets=int((stream.labels != IGNORE_LABEL).sum()),
+        lengths=[len(document) for document in documents],
+        max_position=int(stream.positions.max()),
+    )
+    summed, objective = loss_sums(target_logits(model, micro_batch, device), 0.0)
+    (objective / micro_batch.num_targets).backward()
+    found = {
+        name: torch.zeros(p.shape) if p.grad is None else p.grad.float().cpu()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    if dtype == torch.float32:
+        worst = max(relative_errors(found, gradients).values())
+    else:
+        difference = sum(float((found[name] - gradients[name]).norm()) ** 2 for name in gradients)
+        worst = (difference / sum(float(g.norm()) ** 2 for g in gradients.values())) ** 0.5
+    return max(worst, abs(float(summed) / micro_batch.num_targets - loss) / abs(loss))

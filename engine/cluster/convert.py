@@ -1,0 +1,175 @@
+"""From a run directory to a DCP checkpoint and back: a tensor or a flat buffer at a time, whatever the model's size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from penstock.engine import preparing
+from penstock.engine.cluster.layout import (
+    DcpReader,
+    Place,
+    Record,
+    alone,
+    begin_folder,
+    end_folder,
+    held_tensors,
+    moment,
+    places,
+    require_same_model,
+    state_dict,
+    trained_names,
+)
+from penstock.engine.config import Recipe, drive_folders, parse_bytes, state_folder
+from penstock.engine.export import RunState, reading_run
+from penstock.engine.forecast.problem import DTYPE_BYTES
+from penstock.engine.forecast.request import buffer_shapes
+from penstock.engine.hf.constants import CONSTANTS_FILE, write_constants
+from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.optim.base import find_optimizer
+from penstock.engine.runtime.state import arrays_of
+from penstock.storage.arena import empty_aligned
+from penstock.storage.disk import disk_error
+from penstock.storage.manifest import ArraySpec
+from penstock.storage.nvme import NvmeStore
+
+_WRITERS = 2
+"""Threads that read state and write it to a file each; as many parameters are in memory at once."""
+
+
+class Written(NamedTuple):
+    """What became of a run's state."""
+
+    step: int
+    num_bytes: int
+
+
+def write_dcp(
+    run_dir: Path, recipe: Recipe, recipe_tree: Mapping[str, Any], folder: Path, checkpoint: str | None = None
+) -> Written:
+    """Write a run's last committed generation, or a checkpoint's, as a DCP checkpoint in `folder`.
+
+    `recipe_tree`: the recipe as the record keeps it. `folder` is new or empty, or a whole checkpoint that is replaced.
+    Raises UserError when there is no generation, or the disk fails; then nothing of it is left.
+    """
+    with reading_run(run_dir, recipe, checkpoint) as run:
+        source = _Source(run, find_optimizer(recipe.train).kinds)
+        meta = {name: value for name, value in run.store.meta.items() if name not in ("plan", "constants")}
+        try:
+            partial = begin_folder(folder, {"recipe": dict(recipe_tree), "meta": meta})
+            with alone():
+                dcp.save(
+                    state_dict(source.shapes),
+                    storage_writer=FileSystemWriter(partial, thread_count=_WRITERS),
+                    planner=_Streaming(source),
+                    no_dist=True,
+                )
+            end_folder(folder)
+        except OSError as error:
+            raise disk_error(error, folder, "writing a DCP checkpoint") from error
+        return Written(int(meta["step"]), sum(t.numel() * t.element_size() for t in source.shapes.values()))
+
+
+class _Source:
+    """Tensors of a checkpoint, each read from the run's state when it is asked for."""
+
+    def __init__(self, run: RunState, kinds: tuple[str, ...]) -> None:
+        self._run, self._layouts = run, layouts(run.spec)
+        self._arrays = {(array.buffer, array.kind): array for array in run.store.arrays()}
+        self._places = places(run.spec, kinds)
+        self._small = dict(run.constants)
+        step = float(run.store.meta["step"])
+        self._small |= {moment(name, "step"): torch.tensor(step) for name in trained_names(run.spec)}
+        self.shapes: dict[str, Tensor] = dict(self._small)
+        """All of them by name, without memory where they are large."""
+        for name, (buffer, kind, param) in self._places.items():
+            dtype = getattr(torch, self._arrays[buffer, kind].dtype)
+            self.shapes[name] = torch.empty(param.shape, dtype=dtype, device="meta")
+
+    def tensor(self, name: str) -> Tensor:
+        """The values of one; any thread may ask."""
+        if name in self._small:
+            return self._small[name]
+        buffer, kind, param = self._places[name]
+        start = self._layouts[buffer].offset(param.name)
+        return _read(self._run.store, self._arrays[buffer, kind], start, param.numel).view(param.shape)
+
+
+def _read(store: NvmeStore, array: ArraySpec, start: int, numel: int) -> Tensor:
+    """`numel` elements of an array of the committed generation from `start` on."""
+    end, dtype = start + numel, getattr(torch, array.dtype)
+    values = torch.empty(numel, dtype=dtype)
+    for part, (first, last) in enumerate(array.parts()):
+        if first < end and last > start:
+            rows = empty_aligned(last - first, dtype)
+            store.read(array.buffer, array.kind, part, rows).result()
+            low, high = max(first, start), min(last, end)
+            values[low - start : high - start] = rows[low - first : high - first]
+    return values
+
+
+class _Streaming(DefaultSavePlanner):
+    """Gives the writer each tensor when it is about to be written."""
+
+    def __init__(self, source: _Source) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._source = source
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._source.tensor(index.fqn)
+
+
+def read_dcp(folder: Path, record: Record, spec: ModelSpec, recipe: Recipe, run_dir: Path) -> int:
+    """Make the state of a new run in `run_dir` from the DCP checkpoint in `folder`; the step that it is at.
+
+    Raises UserError for a checkpoint of another model or a damaged one, and when the state does not fit the disk; a
+    generation is there only when all of it is.
+    """
+    optimizer = find_optimizer(recipe.train)
+    require_same_model(folder, spec, optimizer.kinds)
+    arrays = arrays_of(buffer_shapes(spec, recipe), DTYPE_BYTES[recipe.train.compute_dtype], optimizer.state_kinds)
+    budget = None if recipe.budgets.nvme is None else parse_bytes(recipe.budgets.nvme, "budgets.nvme")
+    root = state_folder(run_dir)
+    store = NvmeStore.create(root, arrays, budget_bytes=budget, drives=drive_folders(run_dir, recipe.storage))
+    try:
+        found = places(spec, optimizer.kinds)
+        flat, total, written = layouts(spec), sum(array.numel for array in arrays), 0
+        for array in arrays:
+            values = empty_aligned(array.numel, getattr(torch, array.dtype)).zero_()
+            views = flat[array.buffer].views(values)
+            _load(folder, {name: views[place.param.name] for name, place in _of(found, array).items()})
+            parts = [store.write(array.buffer, array.kind, i, values[a:b]) for i, (a, b) in enumerate(array.parts())]
+            for part in parts:
+                part.result()
+            written += array.numel
+            preparing.tell(written / total, f"{array.buffer} {array.kind}")
+        crc = write_constants(root / CONSTANTS_FILE, _constants(folder, spec))
+        store.commit({**record.meta, "constants": crc})
+    finally:
+        store.close()
+    return record.step
+
+
+def _of(found: Mapping[str, Place], array: ArraySpec) -> dict[str, Place]:
+    return {name: place for name, place in found.items() if (place.buffer, place.kind) == (array.buffer, array.kind)}
+
+
+def _load(folder: Path, tensors: dict[str, Tensor]) -> None:
+    with alone():
+        dcp.load(state_dict(tensors), storage_reader=DcpReader(folder), no_dist=True)
+
+
+def _constants(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
+    """The model's constants, in the dtypes that the checkpoint has them in."""
+    held = held_tensors(folder)
+    found = {name: torch.empty(shape, dtype=held[name].properties.dtype) for name, shape in spec.constants.items()}
+    if found:
+        _load(folder, found)
+    return found

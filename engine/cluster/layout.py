@@ -1,0 +1,250 @@
+"""A run's state as a torch.distributed.checkpoint (DCP): what it is called there, and the record beside it.
+
+    STEP/penstock.json     recipe, step, data position: what a run's generation records, sealed
+    STEP/__R_T.distcp      tensors, by whatever rank wrote them
+    STEP/.metadata         torch's index of them, written last
+
+A parameter goes by its state-dict name in transformers, float32 where it is trained; what AdamW keeps of it by
+`optimizer.state.NAME.exp_avg`, `.exp_avg_sq` and `.step`, as torchtitan calls it. The index is a pickle, in which
+anybody may have put anything: `DcpReader` loads none but the classes of such an index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import pickle
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+
+from penstock.engine.model.spec import ModelSpec
+from penstock.engine.optim.base import MASTER
+from penstock.engine.runtime.state import WEIGHTS
+from penstock.storage import sealed
+from penstock.storage.disk import atomic_write, fsync_dir
+from penstock.storage.errors import UserError
+from penstock.storage.layout import ParamSpec
+from penstock.storage.untrusted import is_whole, one_line, parse_object, read_regular
+
+RECORD_NAME = "penstock.json"
+INDEX_NAME = ".metadata"
+_FORMAT = "penstock-dcp"
+_VERSION = 1
+_RECORD_BYTES = 1 << 26
+_INDEX_BYTES = 1 << 30
+
+State = dict[str, torch.Tensor]
+
+
+class Place(NamedTuple):
+    """Where a tensor of a checkpoint is in a run's state."""
+
+    buffer: str
+    kind: str
+    param: ParamSpec
+
+
+def moment(name: str, kind: str) -> str:
+    """What the optimizer's state `kind` of parameter `name` is called; `kind` may be `step`."""
+    return f"optimizer.state.{name}.{kind}"
+
+
+def places(spec: ModelSpec, kinds: Sequence[str]) -> dict[str, Place]:
+    """Name in a checkpoint -> place, for all parameters and their optimizer's `kinds` (master weights left out)."""
+    found: dict[str, Place] = {}
+    for buffer, params in spec.buffers.items():
+        trained = buffer not in spec.frozen
+        for param in params:
+            found[param.name] = Place(buffer, MASTER if trained else WEIGHTS, param)
+            if trained:
+                found |= {moment(param.name, kind): Place(buffer, kind, param) for kind in kinds}
+    return found
+
+
+def trained_names(spec: ModelSpec) -> list[str]:
+    """Names of the parameters that have an optimizer's state."""
+    return [param.name for buffer, params in spec.buffers.items() if buffer not in spec.frozen for param in params]
+
+
+# ------------------------------------------------------------------ folders
+
+
+def partial_folder(folder: Path) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def begin_folder(folder: Path, record: Mapping[str, Any]) -> Path:
+    """An empty folder to write a checkpoint to, that `end_folder` makes `folder`, with its record. OSError."""
+    partial = partial_folder(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    content = {"format": _FORMAT, "version": _VERSION, **record}
+    atomic_write(partial / RECORD_NAME, json.dumps(sealed.seal(content), indent=1) + "\n")
+    return partial
+
+
+def end_folder(folder: Path) -> None:
+    """Put a written checkpoint in its place, durably; an older one there goes."""
+    partial = partial_folder(folder)
+    fsync_dir(partial)
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+    fsync_dir(folder.parent)
+
+
+# ------------------------------------------------------------------ reading
+
+
+class Record(NamedTuple):
+    """What stands beside a checkpoint's tensors."""
+
+    recipe: dict[str, Any]
+    """As recipe.json has it."""
+    meta: dict[str, Any]
+    """What the generation records: step, tokens, cursor, fields."""
+
+    @property
+    def step(self) -> int:
+        return int(self.meta["step"])
+
+
+def read_record(folder: Path) -> Record:
+    """The record of a checkpoint. UserError where `folder` is none of a run, or its record is damaged."""
+    path = folder / RECORD_NAME
+    if not (folder / INDEX_NAME).is_file():
+        what = "does not exist" if not folder.exists() else f"has no {INDEX_NAME}: it is no whole DCP checkpoint"
+        raise UserError(
+            f"{folder}: {what}; name a folder such as RUN/dcp/step-000100, or what penstock export --format dcp wrote"
+        )
+    try:
+        content = sealed.unseal(parse_object(read_regular(path, most_bytes=_RECORD_BYTES))).content
+        known = (content.get("format"), content.get("version"))
+        if known != (_FORMAT, _VERSION):
+            raise ValueError(f"is {one_line(known, 60)}, not {(_FORMAT, _VERSION)}")
+        recipe, meta = content.get("recipe"), content.get("meta")
+        if not isinstance(recipe, dict) or not isinstance(meta, dict):
+            raise ValueError("has no recipe, or no record of a step")
+        if not all(is_whole(meta.get(name)) and meta[name] >= 0 for name in ("step", "tokens")):
+            raise ValueError("does not say of which step it is")
+        if not isinstance(meta.get("cursor"), dict):
+            raise ValueError("does not say where in the data it is")
+    except FileNotFoundError:
+        raise UserError(
+            f"{path}: is missing: this DCP checkpoint is not of a run of Penstock, and does not say where in its data "
+            "it is; export it as a Hugging Face folder with the program that wrote it, and begin a run from that"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); restore it from a copy") from None
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; restore it from a copy") from None
+    return Record(recipe, meta)
+
+
+_ALLOWED = {
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+            *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        )
+    ),
+}
+"""Classes and functions of an index that torch itself writes; of `torch`, dtypes as well."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"names {one_line(f'{module}.{name}', 80)}, which no index of tensors has")
+        return super().find_class(module, name)
+
+
+class DcpReader(FileSystemReader):
+    """torch's reader, of an index and tensors only: nothing in the files is carried out."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        index = read_index(Path(self.path))
+        if index.storage_meta is None:
+            index.storage_meta = StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
+
+
+def read_index(folder: Path) -> Metadata:
+    """torch's index of a checkpoint's tensors. UserError where it is damaged, or leads out of its folder."""
+    path = folder / INDEX_NAME
+    try:
+        index = _IndexUnpickler(io.BytesIO(read_regular(path, most_bytes=_INDEX_BYTES))).load()
+        if not isinstance(index, Metadata):
+            raise ValueError("holds something else")
+        files = {info.relative_path for info in (index.storage_data or {}).values()}
+        if any(Path(file).name != file for file in files):
+            raise ValueError("names files elsewhere")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); restore it from a copy") from None
+    except Exception as error:  # an index that was damaged fails anyhow
+        raise UserError(f"{path}: is no index of a DCP checkpoint ({error}); restore it from a copy") from None
+    return index
+
+
+def require_same_model(folder: Path, spec: ModelSpec, kinds: Sequence[str]) -> None:
+    """UserError unless the checkpoint in `folder` holds the state of exactly this model."""
+    held = {name: tuple(found.size) for name, found in held_tensors(folder).items()}
+    wanted = {name: tuple(place.param.shape) for name, place in places(spec, kinds).items()} | spec.constants
+    wanted |= {moment(name, "step"): () for name in trained_names(spec)}
+    for name, shape in wanted.items():
+        if name not in held:
+            raise _other(folder, spec, f"it has no '{name}'")
+        if held[name] != shape:
+            raise _other(folder, spec, f"'{name}' is {_shape(held[name])} there and {_shape(shape)} in the recipe's")
+    for name in held.keys() - wanted.keys():
+        raise _other(folder, spec, f"it has '{one_line(name, 80)}', which the recipe's has not")
+
+
+def _other(folder: Path, spec: ModelSpec, why: str) -> UserError:
+    return UserError(
+        f"{folder}: holds the state of another model than the recipe's ({spec.model_type}): {why}; restore the "
+        "recipe's model, or choose another run directory"
+    )
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(f"{n:,}" for n in shape) or "a scalar"
+
+
+def held_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """The tensors of a checkpoint by name. UserError as of `read_index`."""
+    held = read_index(folder).state_dict_metadata
+    return {name: found for name, found in held.items() if isinstance(found, TensorStorageMetadata)}
+
+
+def state_dict(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The tensors, typed as torch wants them."""
+    return dict(tensors)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """While a single process saves or loads, of which torch warns each time."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

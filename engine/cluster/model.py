@@ -1,0 +1,191 @@
+"""The transformers model of a recipe under PyTorch's FSDP2: sharded parameters, activation checkpointing, AdamW."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from penstock.engine.cluster.layout import State, moment
+from penstock.engine.config import TrainConfig
+from penstock.engine.machine.device import compute_dtype
+from penstock.engine.model import skeleton
+from penstock.engine.model.router import RouterBalance, find_router, router_coefficient
+from penstock.engine.model.spec import ModelSpec, depths
+from penstock.engine.optim.groups import lr_factors
+
+_ATTENTION_OPS = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""What selective activation checkpointing saves the outputs of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """A model whose parameters are spread over the ranks of `mesh`, and its optimizer."""
+
+    spec: ModelSpec
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    mesh: DeviceMesh
+    balance: RouterBalance | None
+    """Of a mixture of experts that is trained to use all of them alike."""
+
+    @property
+    def device(self) -> torch.device:
+        if self.mesh.device_type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(self.mesh.device_type)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizer has, by name."""
+        return {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+
+    def tensors(self) -> State:
+        """All that a checkpoint holds, by its names there: parameters, constants, the optimizer's state."""
+        found: State = {name: param.detach() for name, param in self.model.named_parameters()}
+        found |= {name: self.model.get_buffer(name) for name in self.spec.constants}
+        for name, param in self.trained().items():
+            found |= {moment(name, kind): tensor for kind, tensor in self.optimizer.state[param].items()}
+        return found
+
+    def load(self, buffers: Iterable[tuple[str, Mapping[str, Tensor]]], constants: Mapping[str, Tensor]) -> None:
+        """Give the model its first values, of which every rank keeps its shards; one buffer is in memory at a time."""
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for _, values in buffers:
+                for name, value in values.items():
+                    _fill(parameters[name], value)
+            for name, value in constants.items():
+                self.model.get_buffer(name).copy_(value)
+
+
+def _fill(parameter: Tensor, value: Tensor) -> None:
+    assert isinstance(parameter, DTensor)
+    # Every rank has the whole of it, so that none is sent to another.
+    whole = value.to(device=parameter.to_local().device, dtype=parameter.dtype)
+    parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
+
+
+def make_sharded(spec: ModelSpec, train: TrainConfig, mesh: DeviceMesh, attention: str) -> Sharded:
+    """The model over the ranks of `mesh`, its parameters without values: float32 where they are trained, else in the
+    dtype of computing.
+
+    `attention`: transformers' name of its implementation.
+    """
+    device, dtype = torch.device(mesh.device_type), compute_dtype(train)
+    model = skeleton.build(spec.config, adapter=spec.adapter, attention_by=attention)
+    skeleton.materialise_buffers(model, model.named_modules(), device)
+    _freeze(model, spec, dtype)
+    _, layers = skeleton.find_layers(model)
+    balance = _balance(spec, train, model, layers, device)
+    for layer in layers:
+        _checkpoint_activations(layer, train)
+        if train.compile == "on":
+            layer.compile()
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)  # losses are shares of the whole batch's: their gradients add up
+            part.set_force_sum_reduction_for_comms(True)
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    return Sharded(spec, model, _optimizer(spec, train, model), mesh, balance)
+
+
+def _freeze(model: PreTrainedModel, spec: ModelSpec, dtype: torch.dtype) -> None:
+    frozen = spec.frozen_params
+    for name, part in model.named_modules():
+        for key, param in list(part._parameters.items()):
+            if param is not None and f"{name}.{key}" in frozen:
+                part._parameters[key] = nn.Parameter(param.detach().to(dtype), requires_grad=False)
+
+
+def _balance(
+    spec: ModelSpec, train: TrainConfig, model: PreTrainedModel, layers: nn.ModuleList, device: torch.device
+) -> RouterBalance | None:
+    weight = router_coefficient(spec.config, train.router_aux_loss, recurrent=spec.recurrent)
+    if not weight:
+        return None
+    router = find_router(model)
+    routing = [layer for layer in layers if any(isinstance(part, router.module) for part in layer.modules())]
+    balance = RouterBalance(router, weight, len(routing), device)
+    for layer in routing:
+        balance.listen(layer)
+    return balance
+
+
+def _checkpoint_activations(layer: nn.Module, train: TrainConfig) -> None:
+    """Let backward recompute the layer, but for what train.activation_checkpointing saves; auto is full."""
+    if train.activation_checkpointing == "none":
+        return
+    ways: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if train.activation_checkpointing == "selective":
+        ways["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _saves)
+    forward = layer.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **ways, **kwargs)
+
+    layer.forward = functools.wraps(forward)(recomputed)
+
+
+def _saves(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op in _ATTENTION_OPS or "flash_attn" in str(op)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _optimizer(spec: ModelSpec, train: TrainConfig, model: PreTrainedModel) -> torch.optim.Optimizer:
+    """AdamW with a group for each learning rate and weight decay, its state zero, as of a run that begins."""
+    factors = lr_factors(train, depths(spec), spec.frozen_params)
+    decays = {param.name: param.decay for params in spec.buffers.values() for param in params}
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            groups.setdefault((factors.get(name, 1.0), decays[name]), []).append(param)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": params, "lr_factor": factor, "weight_decay": train.weight_decay if decay else 0.0}
+            for (factor, decay), params in groups.items()
+        ],
+        lr=train.lr,
+        betas=(train.beta1, train.beta2),
+        eps=train.eps,
+        fused=True,
+    )
+    for params in groups.values():
+        for param in params:
+            step = torch.zeros((), device=param.device if param.device.type == "cuda" else "cpu")
+            optimizer.state[param] = {"step": step} | {
+                kind: torch.zeros_like(param, memory_format=torch.preserve_format) for kind in ("exp_avg", "exp_avg_sq")
+            }
+    return optimizer
+
+
+def attention_candidates(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """transformers' implementations of attention that may run here, the fastest first."""
+    flash = [
+        name
+        for name, package in (("flash_attention_3", "flash_attn_interface"), ("flash_attention_2", "flash_attn"))
+        if device.type == "cuda" and dtype != torch.float32 and importlib.util.find_spec(package) is not None
+    ]
+    return [*flash, "sdpa", "eager"]

@@ -1,0 +1,99 @@
+"""The processes that torchrun has started, as one: what they agree on before and while they train."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from penstock.storage.errors import UserError
+
+_TIMEOUT = timedelta(hours=1)
+"""For a collective: one rank may be writing or reading all of a model's state meanwhile. torchrun ends the others
+sooner where a rank has died."""
+_SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+T = TypeVar("T")
+
+
+class SaidElsewhereError(UserError):
+    """Another rank says what is wrong; this one ends as it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among all of them."""
+
+    rank: int
+    count: int
+
+    @property
+    def first(self) -> bool:
+        """Whether it is the one that writes and speaks for all."""
+        return self.rank == 0
+
+    def together(self, act: Callable[[], T]) -> T:
+        """What `act` returns; where it is refused on any rank all are, and the lowest of those says why."""
+        result, error = None, None
+        try:
+            result = act()
+        except UserError as refusal:
+            error = refusal
+        found: list[str | None] = [None] * self.count
+        dist.all_gather_object(found, None if error is None else str(error))
+        saying = next((rank for rank, text in enumerate(found) if text is not None), None)
+        if saying is None:
+            return result  # type: ignore[return-value]
+        if saying != self.rank or error is None:
+            raise SaidElsewhereError(str(found[saying]))
+        everywhere = all(text is not None for text in found)
+        raise error if everywhere or self.first else UserError(f"rank {self.rank} on {socket.gethostname()}: {error}")
+
+    def first_then_all(self, act: Callable[[], T]) -> T:
+        """As `together`, once rank 0 has done it alone: what it leaves on the shared disk the others find there."""
+        mine = self.together(lambda: [act()] if self.first else [])
+        return self.together(lambda: mine[0] if mine else act())
+
+    def of_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, on every rank; refused there it is refused everywhere."""
+        mine = self.together(lambda: make() if self.first else None)
+        box: list[T | None] = [mine]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]  # type: ignore[return-value]
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """All ranks in a row, each with a device of its own of the type of `device`."""
+        if device.type == "cuda":
+            local, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+            if local >= there:
+                raise UserError(
+                    f"torchrun --nproc-per-node: process {local} of this machine has no GPU, of which there are "
+                    f"{there}; start {there} on each"
+                )
+            torch.cuda.set_device(local)
+        return init_device_mesh(device.type, (self.count,), mesh_dim_names=("shard",))
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Ranks]:
+    """Join the processes that torchrun has started. Raises UserError where it has not started this one."""
+    missing = [name for name in _SET_BY_TORCHRUN if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"penstock cluster is started by torchrun, which sets {missing[0]}: torchrun --nnodes M --nproc-per-node 8 "
+            "--rdzv-backend c10d --rdzv-endpoint HOST:29500 -m penstock cluster RECIPE --run-dir DIR (docs/cluster.md)"
+        )
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    dist.init_process_group(backend, timeout=_TIMEOUT)
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,300 @@
+"""A run on several machines, from a recipe or from where it was, to its last step, with torch's own checkpoints."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+
+from penstock.engine.cluster.check import choose_attention
+from penstock.engine.cluster.convert import write_dcp
+from penstock.engine.cluster.layout import (
+    DcpReader,
+    Record,
+    begin_folder,
+    end_folder,
+    partial_folder,
+    read_record,
+    require_same_model,
+    state_dict,
+)
+from penstock.engine.cluster.model import Sharded, make_sharded
+from penstock.engine.cluster.ranks import Ranks
+from penstock.engine.cluster.step import Share, train_step
+from penstock.engine.cluster.validate import validate
+from penstock.engine.config import Recipe, dcp_folder, dcp_folders, state_folder
+from penstock.engine.data.loader import DataLoader, ValidationSet
+from penstock.engine.data.prepare import make_loader, make_validation
+from penstock.engine.events import WARMUP_STEPS, Observer, StepMetrics
+from penstock.engine.forecast.flops import model_flops
+from penstock.engine.gains import EarlyEnd, Gains
+from penstock.engine.machine.device import compute_dtype, resolve_device
+from penstock.engine.machine.precision import with_compute_dtype
+from penstock.engine.opening import RunModel, adapter_start, describe_run, first_values
+from penstock.engine.optim.base import find_optimizer
+from penstock.engine.optim.lr import learning_rate
+from penstock.engine.preparing import Checklist
+from penstock.engine.runtime.failures import DivergedError
+from penstock.engine.session import run_identity, run_meta
+from penstock.storage.errors import UserError
+from penstock.storage.manifest import Manifest
+
+_KEPT = 2
+"""Checkpoints that stay at least: the newest, and the one before it while a newer one is written."""
+
+
+class ClusterObserver(Observer, Protocol):
+    """What a run on several machines is told and asked beside what any run is, on every rank."""
+
+    def on_begin(self) -> None:
+        """All is prepared: the first step comes next."""
+
+
+class ClusterResult(NamedTuple):
+    """What a run, or these processes' part of it, came to."""
+
+    step: int
+    folder: Path | None
+    """The last checkpoint; None: there is none."""
+    stopped: bool
+    """Whether it was asked to stop before the last step."""
+    early_end: EarlyEnd | None
+
+
+def train_cluster(
+    recipe: Recipe, recipe_tree: Mapping[str, Any], ranks: Ranks, *, run_dir: Path, observer: ClusterObserver
+) -> ClusterResult:
+    """Train as the recipe says on all `ranks`, from the newest state in `run_dir` on.
+
+    That is its newest DCP checkpoint, or its newer generation, which becomes one; or the recipe's first step. Every
+    rank sees `run_dir` on a shared file system; rank 0 alone is asked by `observer` what is wanted. Raises UserError on
+    all ranks for what the user can mend, SaidElsewhereError on all but the one that says it.
+    """
+    device = ranks.together(lambda: resolve_device(recipe.train))
+    recipe = replace(recipe, train=with_compute_dtype(recipe.train, device.type))
+    if recipe.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    run = _open(recipe, recipe_tree, device, run_dir, observer, ranks)
+    observer.on_begin()
+    return run.train()
+
+
+def _open(
+    recipe: Recipe,
+    tree: Mapping[str, Any],
+    device: torch.device,
+    run_dir: Path,
+    observer: ClusterObserver,
+    ranks: Ranks,
+) -> _ClusterRun:
+    ranks.together(lambda: require_even(recipe, ranks.count))
+    mesh = ranks.together(lambda: ranks.mesh(device))
+    for left_out in not_done(recipe):
+        observer.on_message(left_out)
+    checklist = Checklist(observer)
+    start = ranks.of_first(lambda: _newest(run_dir, recipe, tree, observer))
+    described = ranks.first_then_all(lambda: describe_run(recipe, run_dir, checklist))
+    spec, kinds = described.spec, find_optimizer(recipe.train).kinds
+    with checklist.step("self-check"):
+        attention = ranks.together(lambda: choose_attention(spec, device, compute_dtype(recipe.train)))
+    observer.on_message(
+        f"FSDP2: {ranks.count} rank{'s' * (ranks.count != 1)}, {spec.num_params:,} parameters, attention {attention}"
+    )
+    with checklist.step("sharding the model"):
+        sharded = make_sharded(spec, recipe.train, mesh, attention)
+    with checklist.step("reading its state"):
+        if start is None:
+            _begin(sharded, described, recipe, observer, ranks)
+        else:
+            folder = start
+            ranks.together(lambda: require_same_model(folder, spec, kinds))
+            dcp.load(state_dict(sharded.tensors()), storage_reader=DcpReader(folder))
+    loader = ranks.together(lambda: make_loader(described.data.corpus, spec, recipe))
+    validation = ranks.together(lambda: make_validation(described.data.corpus, spec, recipe))
+    record = None if start is None else read_record(start)
+    if record is not None:
+        ranks.together(lambda: loader.seek(record.meta["cursor"]))
+        observer.on_message(f"goes on from step {record.step:,} ({start})")
+    return _ClusterRun(recipe, tree, run_dir, observer, ranks, sharded, loader, validation, record)
+
+
+def _begin(sharded: Sharded, described: RunModel, recipe: Recipe, observer: ClusterObserver, ranks: Ranks) -> None:
+    spec = described.spec
+    start = ranks.together(lambda: adapter_start(recipe, spec, observer))
+    constants, buffers = ranks.together(lambda: first_values(spec, recipe, described.new_rows, start))
+    ranks.together(lambda: sharded.load(buffers, constants))
+
+
+def require_even(recipe: Recipe, ranks: int) -> None:
+    """UserError unless every rank gets as many micro-batches of a step as any other."""
+    train = recipe.train
+    count = train.global_batch_size // train.micro_batch_size
+    if count % ranks:
+        one = f"train.micro_batch_size={train.global_batch_size // ranks}"
+        fix = one if train.global_batch_size % ranks == 0 else f"train.global_batch_size to a multiple of {ranks}"
+        raise UserError(
+            f"train.global_batch_size {train.global_batch_size} is {count:,} micro-batches of "
+            f"{train.micro_batch_size}, which {ranks:,} ranks cannot share evenly; set {fix}, or start another number "
+            "of processes"
+        )
+
+
+def not_done(recipe: Recipe) -> list[str]:
+    """What the recipe asks for that a run on several machines leaves out, in words."""
+    found = []
+    if recipe.samples.every is not None:
+        found.append("samples are not written on several machines")
+    if recipe.storage.keep_best:
+        found.append("storage.keep_best: no checkpoint is kept for its validation loss on several machines")
+    if recipe.after.export:
+        found.append(
+            "after.export: the last checkpoint stays a DCP checkpoint; penstock import-dcp makes a run of it, which "
+            "penstock export writes as a Hugging Face folder"
+        )
+    return found
+
+
+def _newest(run_dir: Path, recipe: Recipe, tree: Mapping[str, Any], observer: Observer) -> Path | None:
+    """The DCP checkpoint that a run goes on from, made of its generation where that is newer; None: it begins."""
+    root = state_folder(run_dir)
+    folders = dcp_folders(run_dir)
+    newest = max(folders, default=-1)
+    if (root / "manifest.json").exists():
+        step = Manifest.read(root).step
+        if step is not None and step > newest:
+            observer.on_message(f"writing the state of step {step:,} as a DCP checkpoint")
+            folder = dcp_folder(run_dir, step)
+            write_dcp(run_dir, recipe, tree, folder)
+            return folder
+    return folders.get(newest)
+
+
+class _ClusterRun:
+    """A run that is prepared: model, data and where it is."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        tree: Mapping[str, Any],
+        run_dir: Path,
+        observer: ClusterObserver,
+        ranks: Ranks,
+        sharded: Sharded,
+        loader: DataLoader,
+        validation: ValidationSet | None,
+        record: Record | None,
+    ) -> None:
+        self._recipe, self._tree, self._run_dir, self._observer = recipe, tree, run_dir, observer
+        self._ranks, self._sharded, self._loader, self._validation = ranks, sharded, loader, validation
+        self._share = Share(ranks.rank, ranks.count)
+        self._identity = run_identity(recipe)
+        self._meta = {} if record is None else dict(record.meta)
+        self._step = 0 if record is None else record.step
+        self._tokens = 0 if record is None else int(record.meta["tokens"])
+        self._gains = Gains.of(self._meta.get("validation"))
+        self._saved: Path | None = None if record is None else dcp_folder(run_dir, self._step)
+
+    def train(self) -> ClusterResult:
+        """Step until the last step, or until a stop is wanted; then write a checkpoint."""
+        train, done, stopped = self._recipe.train, 0, False
+        while self._step < train.steps:
+            if done == 0 and train.validate_first and self._step == 0:
+                self._validate()
+            if self._early_end is not None:
+                break
+            stopped = self._stop_wanted()
+            if stopped:
+                break
+            self._one_step(warmup=done < WARMUP_STEPS)
+            done += 1
+            every = train.validate_every
+            if every is not None and (self._step % every == 0 or self._step == train.steps):
+                self._validate()
+            if self._step % self._recipe.storage.checkpoint_every == 0:
+                self._save()
+        if done and self._saved != dcp_folder(self._run_dir, self._step):
+            self._save()
+        early_end = self._early_end if self._step < train.steps else None
+        if early_end is not None:
+            self._observer.on_message(early_end.words(self._step))
+        return ClusterResult(self._step, self._saved, stopped, early_end)
+
+    def _one_step(self, *, warmup: bool) -> None:
+        started = time.perf_counter()
+        batch = self._loader.next_step()
+        train, step = self._recipe.train, self._step + 1
+        loss, norm = train_step(self._sharded, train, step, batch, self._share)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            last = "none was written yet" if self._saved is None else f"the last is {self._saved}"
+            raise DivergedError(
+                f"step {step}: loss {loss:.4g}, gradient norm {norm:.4g}: not finite. No checkpoint of it is written; "
+                f"{last}: go on from it with a lower train.lr or more train.warmup_steps"
+            )
+        self._step, tokens = step, sum(m.num_targets for m in batch)
+        self._tokens += tokens
+        step_s = time.perf_counter() - started
+        self._observer.on_step(
+            StepMetrics(
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                lr=learning_rate(train, step),
+                tokens=tokens,
+                step_s=step_s,
+                tokens_per_s=tokens / step_s,
+                warmup=warmup,
+                model_flops=model_flops(self._sharded.spec, [n for m in batch for n in m.lengths]),
+                time=time.time(),
+            )
+        )
+
+    def _validate(self) -> None:
+        if self._validation is not None:
+            metrics = validate(self._sharded, self._validation, self._step, self._share)
+            self._observer.on_validation(metrics)
+            self._gains.take(metrics.step, metrics.loss, metrics.tokens)
+
+    @property
+    def _early_end(self) -> EarlyEnd | None:
+        return self._gains.exhausted(self._recipe.train.early_stopping_patience)
+
+    def _stop_wanted(self) -> bool:
+        """Whether any rank is asked to stop: a scheduler may signal one machine only. A pause is a stop here."""
+        wanted = torch.tensor(self._observer.wanted() != "run", dtype=torch.int32)
+        dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+        return bool(wanted)
+
+    def _save(self) -> None:
+        """Write the step's checkpoint, whole or not at all, and remove older ones."""
+        meta = run_meta(self._step, self._tokens, self._loader.cursor, self._identity)
+        if self._recipe.train.validate_every is not None:
+            meta["validation"] = self._gains.to_json()
+        folder, ranks = dcp_folder(self._run_dir, self._step), self._ranks
+        ranks.together(lambda: self._on_first(lambda: begin_folder(folder, {"recipe": dict(self._tree), "meta": meta})))
+        dcp.save(state_dict(self._sharded.tensors()), storage_writer=FileSystemWriter(partial_folder(folder)))
+        ranks.together(lambda: self._on_first(lambda: end_folder(folder)))
+        self._saved = folder
+        self._on_first(self._prune)
+        self._observer.on_message(f"checkpoint {folder}", detail=True)
+
+    def _on_first(self, act: Any) -> None:
+        if self._ranks.first:
+            try:
+                act()
+            except OSError as error:
+                raise UserError(f"{error.filename}: {error.strerror}; free the disk, or choose another") from error
+
+    def _prune(self) -> None:
+        storage, folders = self._recipe.storage, dcp_folders(self._run_dir)
+        for step, folder in list(folders.items())[: -max(_KEPT, storage.keep_last)]:
+            if storage.keep_every is None or step % storage.keep_every:
+                shutil.rmtree(folder, ignore_errors=True)
