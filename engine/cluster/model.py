@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,23 +101,35 @@ def make_sharded(spec: ModelSpec, train: TrainConfig, mesh: DeviceMesh, attentio
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for part in (*layers, model):  # one after the other: no more than one of them is whole at a time
+        _materialise(part, device)
+        fully_shard(part, mesh=mesh, mp_policy=policy)
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)  # losses are shares of the whole batch's: their gradients add up
             part.set_force_sum_reduction_for_comms(True)
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
     return Sharded(spec, model, _optimizer(spec, train, model), mesh, balance)
+
+
+def _materialise(module: nn.Module, device: torch.device) -> None:
+    """Give the parameters that are on meta memory on `device`."""
+    _replace(
+        module, lambda _, p: nn.Parameter(torch.empty_like(p, device=device), p.requires_grad) if p.is_meta else p
+    )
 
 
 def _freeze(model: PreTrainedModel, spec: ModelSpec, dtype: torch.dtype) -> None:
     frozen = spec.frozen_params
-    for name, part in model.named_modules():
-        for key, param in list(part._parameters.items()):
-            if param is not None and f"{name}.{key}" in frozen:
-                part._parameters[key] = nn.Parameter(param.detach().to(dtype), requires_grad=False)
+    _replace(model, lambda name, p: nn.Parameter(p.detach().to(dtype), requires_grad=False) if name in frozen else p)
+
+
+def _replace(module: nn.Module, make: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
+    """Put others in the place of a module's parameters, by their names; what is shared stays shared."""
+    made = {id(param): make(name, param) for name, param in module.named_parameters()}
+    for part in module.modules():
+        for key, param in part._parameters.items():
+            if param is not None:
+                part._parameters[key] = made[id(param)]
 
 
 def _balance(

@@ -1,0 +1,71 @@
+"""Small runs on several ranks: under torchrun this file trains, one after the other, the recipes that it is given."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def torchrun(*command: str, folder: Path, ranks: int = 2, **options: Any) -> subprocess.Popen[str]:
+    """A command that torchrun starts as so many processes of this machine, in `folder`."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *options.pop("launch", ())]
+    support = f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}"
+    return subprocess.Popen(
+        [*launcher, *command],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": support, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def train_on_ranks(folder: Path, recipes: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Train recipes, as app.recipe.to_dict gives them, each in the run directory of its name below `folder`, on two
+    ranks; by name what `main` writes."""
+    (folder / "cases.json").write_text(json.dumps(recipes))
+    process = torchrun(__file__, str(folder / "cases.json"), folder=folder)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    found: dict[str, dict[str, Any]] = json.loads((folder / "results.json").read_text())
+    return found
+
+
+def main(path: Path) -> None:
+    """Every rank; the first one writes what it saw to results.json."""
+    import tiny
+
+    from penstock.app.recipe import from_dict
+    from penstock.engine.cluster.ranks import joined
+    from penstock.engine.cluster.train import train_cluster
+
+    class Told(tiny.Silent):
+        def on_begin(self) -> None: ...
+
+    results = {}
+    with joined() as ranks:
+        for name, tree in json.loads(path.read_text()).items():
+            observer = Told()
+            train_cluster(from_dict(tree), tree, ranks, run_dir=path.parent / name, observer=observer)
+            results[name] = {
+                "losses": [m.loss for m in observer.metrics],
+                "norms": [m.grad_norm for m in observer.metrics],
+                "tokens": [m.tokens for m in observer.metrics],
+                "validations": [(m.step, m.loss, m.accuracy) for m in observer.validations],
+                "messages": observer.messages,
+            }
+        if ranks.first:
+            (path.parent / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
