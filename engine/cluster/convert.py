@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from penstock.engine import preparing
 from penstock.engine.cluster.layout import (
-    DcpReader,
     Place,
     Record,
     alone,
     begin_folder,
     end_folder,
     held_tensors,
+    load,
     moment,
     places,
     require_same_model,
@@ -144,7 +144,7 @@ def read_dcp(folder: Path, record: Record, spec: ModelSpec, recipe: Recipe, run_
         for array in arrays:
             values = empty_aligned(array.numel, getattr(torch, array.dtype)).zero_()
             views = flat[array.buffer].views(values)
-            _load(folder, {name: views[place.param.name] for name, place in _of(found, array).items()})
+            load(folder, {n: views[place.param.name] for n, place in _of(found, array).items()}, no_dist=True)
             parts = [store.write(array.buffer, array.kind, i, values[a:b]) for i, (a, b) in enumerate(array.parts())]
             for part in parts:
                 part.result()
@@ -161,15 +161,10 @@ def _of(found: Mapping[str, Place], array: ArraySpec) -> dict[str, Place]:
     return {name: place for name, place in found.items() if (place.buffer, place.kind) == (array.buffer, array.kind)}
 
 
-def _load(folder: Path, tensors: dict[str, Tensor]) -> None:
-    with alone():
-        dcp.load(state_dict(tensors), storage_reader=DcpReader(folder), no_dist=True)
-
-
 def _constants(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
     """The model's constants, in the dtypes that the checkpoint has them in."""
     held = held_tensors(folder)
     found = {name: torch.empty(shape, dtype=held[name].properties.dtype) for name, shape in spec.constants.items()}
     if found:
-        _load(folder, found)
+        load(folder, found, no_dist=True)
     return found

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
 from penstock.engine.model.spec import ModelSpec
@@ -240,6 +242,25 @@ def held_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
 def state_dict(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The tensors, typed as torch wants them."""
     return dict(tensors)
+
+
+def load(folder: Path, tensors: Mapping[str, torch.Tensor], *, no_dist: bool = False) -> None:
+    """Fill tensors from a checkpoint, by their names there: all ranks together, or with `no_dist` this process alone.
+
+    Raises UserError, on all ranks, where a file is damaged or missing.
+    """
+    try:
+        with alone():
+            dcp.load(state_dict(tensors), storage_reader=DcpReader(folder), no_dist=no_dist)
+    except CheckpointException as error:
+        rank, (reason, _) = min(error.failures.items())
+        if isinstance(reason, UserError):
+            raise reason from None
+        where = "" if no_dist else f"rank {rank}: "
+        raise UserError(
+            f"{folder}: cannot be read: {where}{type(reason).__name__}: {one_line(str(reason), 200)}; restore it from "
+            "a copy, or take an older one"
+        ) from error
 
 
 @contextlib.contextmanager

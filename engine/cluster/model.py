@@ -113,9 +113,7 @@ def make_sharded(spec: ModelSpec, train: TrainConfig, mesh: DeviceMesh, attentio
 
 def _materialise(module: nn.Module, device: torch.device) -> None:
     """Give the parameters that are on meta memory on `device`."""
-    _replace(
-        module, lambda _, p: nn.Parameter(torch.empty_like(p, device=device), p.requires_grad) if p.is_meta else p
-    )
+    _replace(module, lambda _, p: nn.Parameter(torch.empty_like(p, device=device), p.requires_grad) if p.is_meta else p)
 
 
 def _freeze(model: PreTrainedModel, spec: ModelSpec, dtype: torch.dtype) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,12 +15,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from penstock.storage.errors import UserError
 
 _TIMEOUT = timedelta(hours=1)
 """For a collective: one rank may be writing or reading all of a model's state meanwhile. torchrun ends the others
 sooner where a rank has died."""
+_ANSWER = timedelta(seconds=2)
 _SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 T = TypeVar("T")
@@ -82,6 +86,32 @@ class Ranks:
         return init_device_mesh(device.type, (self.count,), mesh_dim_names=("shard",))
 
 
+def _attempt(store: dist.Store, rank: int, count: int) -> str:
+    """A name for these processes' time together, the same on all ranks, which no processes before them had.
+
+    torchrun's store outlives its workers: after a restart it still holds where those that died could be reached, and no
+    environment variable numbers the restarts alike on all machines (pytorch/pytorch#135712, #108158). So rank 0 makes a
+    name up and answers each rank that greets it by that name; one that was made up before is answered by nobody.
+    """
+    own = uuid.uuid4().hex
+    if rank == 0:
+        store.set("penstock/name", own)
+        for other in range(1, count):
+            store.wait([f"penstock/{own}/{other}"], _TIMEOUT)
+            store.set(f"penstock/{own}/{other}/{store.get(f'penstock/{own}/{other}').decode()}", "")
+        return own
+    deadline = time.monotonic() + _TIMEOUT.total_seconds()
+    while True:
+        name = store.get("penstock/name").decode()
+        store.set(f"penstock/{name}/{rank}", own)
+        try:
+            store.wait([f"penstock/{name}/{rank}/{own}"], _ANSWER)
+            return name
+        except dist.DistStoreError:
+            if time.monotonic() > deadline:
+                raise
+
+
 @contextlib.contextmanager
 def joined() -> Iterator[Ranks]:
     """Join the processes that torchrun has started. Raises UserError where it has not started this one."""
@@ -92,7 +122,9 @@ def joined() -> Iterator[Ranks]:
             "--rdzv-backend c10d --rdzv-endpoint HOST:29500 -m penstock cluster RECIPE --run-dir DIR (docs/cluster.md)"
         )
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    dist.init_process_group(backend, timeout=_TIMEOUT)
+    store, rank, count = next(iter(rendezvous("env://", timeout=_TIMEOUT)))
+    fresh = dist.PrefixStore(_attempt(store, rank, count), store)
+    dist.init_process_group(backend, store=fresh, rank=rank, world_size=count, timeout=_TIMEOUT)
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint import FileSystemWriter
 from penstock.engine.cluster.check import choose_attention
 from penstock.engine.cluster.convert import write_dcp
 from penstock.engine.cluster.layout import (
-    DcpReader,
     Record,
     begin_folder,
     end_folder,
+    load,
     partial_folder,
     read_record,
     require_same_model,
@@ -117,7 +117,7 @@ def _open(
         else:
             folder = start
             ranks.together(lambda: require_same_model(folder, spec, kinds))
-            dcp.load(state_dict(sharded.tensors()), storage_reader=DcpReader(folder))
+            ranks.together(lambda: load(folder, sharded.tensors()))
     loader = ranks.together(lambda: make_loader(described.data.corpus, spec, recipe))
     validation = ranks.together(lambda: make_validation(described.data.corpus, spec, recipe))
     record = None if start is None else read_record(start)

@@ -1,0 +1,266 @@
+"""penstock cluster, export --format dcp and import-dcp: there and back, a rank that dies, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from cli_process import REAL, Cli, done, json_lines, refusal, steps, wait_until
+from cluster_ranks import torchrun
+from torch.distributed.checkpoint import FileSystemReader
+
+RECIPE = """
+from penstock import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
+
+recipe = Recipe(
+    name="tiny",
+    model=ModelConfig(
+        num_layers=2, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=200
+    ),
+    data=DataConfig(source="random", sequence_length=32, max_documents=60),
+    train=TrainConfig(
+        steps=20, global_batch_size=4, compute_dtype="float32", compile="off", calibrate=False, lr=5e-3,
+        lr_schedule="constant", device="cpu",
+    ),
+    budgets=BudgetConfig(gpu="1GiB", ram="1GiB"),
+    storage=StorageConfig(part_bytes="16KiB", checkpoint_every=5),
+)
+"""
+CLUSTER = ("-m", "penstock", "cluster")
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    return Cli(tmp_path, RECIPE, REAL)
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in json_lines(run / "metrics.jsonl")]
+
+
+def on_ranks(cli: Cli, *arguments: str, code: int = 0, **options: Any) -> str:
+    """What `penstock cluster` prints on two ranks, of which torchrun ends with that exit code."""
+    process = torchrun(*CLUSTER, *arguments, folder=cli.folder, **options)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == code, output
+    return output
+
+
+def test_a_run_goes_on_several_machines_and_comes_back(cli: Cli) -> None:
+    """Seven steps on one machine, six on two ranks, the rest on one again: as if nothing had happened."""
+    folder = cli.folder
+    cli.run("train", "tiny.py", "--run-dir", "whole")
+    cli.run("train", "tiny.py", "--run-dir", "run", "--set", "train.steps=7")
+    output = on_ranks(cli, "run", "--set", "train.steps=13")
+    assert "finished after step 13" in output
+    assert steps(folder / "run") == list(range(1, 14))
+    assert [path.name for path in sorted((folder / "run" / "dcp").iterdir())] == ["step-000010", "step-000013"]
+
+    refused = cli.run("resume", "run", "--set", "train.steps=20", code=2)
+    assert refused.stderr.count("\n") == 1
+    assert "step 13" in refused.stderr
+    assert "import-dcp" in refused.stderr
+
+    assert "step 13; go on with: penstock resume" in cli.run("import-dcp", "run", "--run-dir", "back").stdout
+    assert steps(folder / "back") == list(range(1, 14))
+    cli.run("resume", "back", "--set", "train.steps=20")
+    assert losses(folder / "back") == pytest.approx(losses(folder / "whole"), abs=1e-4)
+
+    # Straight through a checkpoint file, the state is the same to the bit.
+    cli.run("export", "back", "copy", "--format", "dcp")
+    cli.run("import-dcp", "copy", "--run-dir", "again")
+    assert master(folder / "again") == master(folder / "back")
+
+
+def master(run: Path) -> dict[str, list[int]]:
+    """The checksums of a run's committed state."""
+    content = json.loads((run / "state" / "manifest.json").read_text())
+    return {f"{array['buffer']}/{array['kind']}": array["crc32c"] for array in content["arrays"]}
+
+
+def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint(cli: Cli) -> None:
+    folder = cli.folder
+    cli.run("train", "tiny.py", "--run-dir", "whole", "--set", "train.steps=120")
+    process = torchrun(
+        *CLUSTER,
+        "tiny.py",
+        "--run-dir",
+        "run",
+        "--set",
+        "train.steps=120",
+        folder=folder,
+        launch=("--max-restarts", "2"),
+    )
+    wait_until((folder / "run" / "dcp" / "step-000015").exists, timeout_s=120)
+    worker(process, rank=1).send_signal(signal.SIGKILL)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "goes on from step" in output
+    assert steps(folder / "run") == list(range(1, 121))
+    assert losses(folder / "run") == pytest.approx(losses(folder / "whole"), abs=1e-4)
+
+
+def worker(process: subprocess.Popen[str], rank: int) -> psutil.Process:
+    """The process of a rank."""
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if child.environ().get("RANK") == str(rank):
+            return child
+    raise AssertionError(f"no rank {rank}")
+
+
+def test_a_stop_leaves_the_step_under_way(cli: Cli) -> None:
+    run = cli.folder / "run"
+    process = torchrun(*CLUSTER, "tiny.py", "--run-dir", "run", "--set", "train.steps=100000", folder=cli.folder)
+    wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 6, timeout_s=120)
+    cli.run("stop", "run")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    last = steps(run)[-1]
+    assert f"stopped after step {last:,}" in output
+    assert (run / "dcp" / f"step-{last:06}" / ".metadata").exists()
+    on_ranks(cli, "run", "--set", f"train.steps={last + 2}")
+    assert steps(run) == list(range(1, last + 3))
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def errors(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("error: ")]
+
+
+def test_bad_input_is_one_line_of_one_rank(cli: Cli) -> None:
+    for arguments, expected in {
+        ("nowhere", "--run-dir", "a"): "nowhere",
+        ("tiny.py",): "--run-dir DIR",
+        ("tiny.py", "--run-dir", "a", "--set", "train.global_batch_size=3"): "which 2 ranks cannot share evenly",
+        ("tiny.py", "--run-dir", "a", "--set", "data.source=text", "--set", "data.path=gone.txt"): "gone.txt",
+    }.items():
+        output = on_ranks(cli, *arguments, code=1)
+        assert len(errors(output)) == 1, output
+        assert expected in errors(output)[0]
+        assert "Traceback" not in output.partition("ChildFailedError")[0].partition("failed (exitcode")[0]
+
+
+def test_a_checkpoint_of_another_model_is_refused(cli: Cli) -> None:
+    on_ranks(cli, "tiny.py", "--run-dir", "run", "--set", "train.steps=2")
+    wider = ("--set", "model.intermediate_size=64", "--set", "train.steps=3")
+    (error,) = errors(on_ranks(cli, "tiny.py", "--run-dir", "run", *wider, code=1))
+    assert "another model" in error
+    assert "48 x 32" in error
+    assert steps(cli.folder / "run") == [1, 2]
+
+
+def test_without_torchrun_it_says_how(capsys: pytest.CaptureFixture[str], cli: Cli, monkeypatch: Any) -> None:
+    monkeypatch.chdir(cli.folder)
+    assert "torchrun --nnodes" in refusal(capsys, "cluster", "tiny.py", "--run-dir", "run")
+    assert not (cli.folder / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DCP checkpoint of a run of two steps."""
+    cli = Cli(tmp_path_factory.mktemp("dcp"), RECIPE, REAL)
+    cli.run("train", "tiny.py", "--run-dir", "run", "--set", "train.steps=2")
+    cli.run("export", "run", "out", "--format", "dcp")
+    return cli.folder / "out"
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.system, ("touch owned",)
+
+
+def _pickled(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
+
+
+def _other_folder(folder: Path) -> None:
+    index = FileSystemReader(folder).read_metadata()
+    for info in index.storage_data.values():
+        info.relative_path = f"../{folder.name}/{info.relative_path}"
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def _without_record(folder: Path) -> None:
+    (folder / "penstock.json").unlink()
+
+
+def _edited_record(folder: Path) -> None:
+    path = folder / "penstock.json"
+    path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
+
+
+def _no_index(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+
+
+def _without_a_file(folder: Path) -> None:
+    (folder / "__0_0.distcp").unlink()
+
+
+def _cut(folder: Path) -> None:
+    path = folder / "__0_1.distcp"
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (_pickled, "no index of a DCP checkpoint"),
+        (_other_folder, "files elsewhere"),
+        (_without_record, "is missing"),
+        (_edited_record, "CRC"),
+        (_no_index, "no whole DCP checkpoint"),
+        (_without_a_file, "__0_0.distcp"),
+        (_cut, "cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(
+    damage: Callable[[Path], None],
+    expected: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in checkpoint.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    damage(copy)
+    assert expected in refusal(capsys, "import-dcp", "copy", "--run-dir", "run")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
+
+
+def test_any_program_reads_it_by_torch(checkpoint: Path) -> None:
+    """Names of transformers, float32, AdamW's moments and steps as torchtitan calls them."""
+    held = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert {name, f"optimizer.state.{name}.exp_avg", f"optimizer.state.{name}.exp_avg_sq"} <= held.keys()
+    found = {key: torch.zeros(32, 32) for key in (name, f"optimizer.state.{name}.exp_avg")}
+    found[f"optimizer.state.{name}.step"] = torch.zeros(())
+    dcp.load(found, checkpoint_id=checkpoint, no_dist=True)
+    assert found[name].abs().sum() > 0
+    assert found[f"optimizer.state.{name}.exp_avg"].abs().sum() > 0
+    assert found[f"optimizer.state.{name}.step"] == 2
+
+
+def test_options_of_the_other_format_are_refused(cli: Cli) -> None:
+    cli.run("train", "tiny.py", "--run-dir", "run", "--set", "train.steps=1")
+    for option in (("--dtype", "bf16"), ("--merged",), ("--push", "me/it")):
+        refused = cli.run("export", "run", "out", "--format", "dcp", *option, code=2)
+        assert "leave out" in refused.stderr
+    process = cli.start("export", "run", "run", "--format", "dcp")
+    assert "not empty" in done(process, 2).stderr
