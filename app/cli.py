@@ -250,6 +250,10 @@ def cluster(
     scratch: Annotated[
         bool, typer.Option("--from-scratch", help="Begin with random weights of the recipe's shape: no model folder.")
     ] = False,
+    context_parallel: Annotated[
+        int,
+        typer.Option(min=1, metavar="RANKS", help="Ranks that share a micro-batch, each with some of its tokens."),
+    ] = 1,
 ) -> None:
     """Train on several machines, or go on with a run there: the same recipe on PyTorch's FSDP2, under torchrun.
 
@@ -257,7 +261,14 @@ def cluster(
     """
     from penstock.app.cluster import run_cluster
 
-    if not run_cluster(recipe, run_dir=run_dir, overrides=overrides or [], from_scratch=scratch):
+    went = run_cluster(
+        recipe,
+        run_dir=run_dir,
+        overrides=overrides or [],
+        from_scratch=scratch,
+        context_parallel=context_parallel,
+    )
+    if not went:
         raise typer.Exit(BAD_INPUT)
 
 

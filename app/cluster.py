@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +70,14 @@ class _Quiet:
     def on_pause(self, paused: bool) -> None: ...
 
 
-def run_cluster(given: str, *, run_dir: Path | None, overrides: Sequence[str] = (), from_scratch: bool = False) -> bool:
+def run_cluster(
+    given: str,
+    *,
+    run_dir: Path | None,
+    overrides: Sequence[str] = (),
+    from_scratch: bool = False,
+    context_parallel: int = 1,
+) -> bool:
     """Train a recipe, or go on with a run, with all processes that torchrun has started; False where another of them
     says why not.
 
@@ -84,9 +90,9 @@ def run_cluster(given: str, *, run_dir: Path | None, overrides: Sequence[str] = 
         with joined() as ranks:
             recipe, path = ranks.first_then_all(lambda: _resolve(given, run_dir, overrides, from_scratch))
             if ranks.first:
-                _run_first(recipe, path, ranks)
+                _run_first(recipe, path, ranks, context_parallel)
             else:
-                _run_other(recipe, path, ranks)
+                _run_other(recipe, path, ranks, context_parallel)
     except SaidElsewhereError:
         return False
     return True
@@ -117,11 +123,10 @@ def _run_named(given: str) -> Path:
         ) from None
 
 
-def _run_first(recipe: Recipe, path: Path, ranks: Ranks) -> None:
+def _run_first(recipe: Recipe, path: Path, ranks: Ranks, context_parallel: int) -> None:
     """Rank 0: it holds the run directory, writes to it, and says what there is to say."""
-    with ExitStack() as stack:
-        run = stack.enter_context(_enter(recipe, path, ranks))
-        _train_first(run, ranks)
+    with _enter(recipe, path, ranks) as run:
+        _train_first(run, ranks, context_parallel)
 
 
 def _enter(recipe: Recipe, path: Path, ranks: Ranks) -> RunDir:
@@ -135,7 +140,7 @@ def _enter(recipe: Recipe, path: Path, ranks: Ranks) -> RunDir:
     return ranks.together(enter)
 
 
-def _train_first(run: RunDir, ranks: Ranks) -> None:
+def _train_first(run: RunDir, ranks: Ranks, context_parallel: int) -> None:
     from penstock.engine.cluster.train import train_cluster
 
     control.forget(run.path)
@@ -145,7 +150,14 @@ def _train_first(run: RunDir, ranks: Ranks) -> None:
     observer.tell(f"run directory {short_path(run.path)}")
     with observer.signals:
         try:
-            result = train_cluster(recipe, to_dict(recipe), ranks, run_dir=run.path, observer=observer)
+            result = train_cluster(
+                recipe,
+                to_dict(recipe),
+                ranks,
+                run_dir=run.path,
+                observer=observer,
+                context_parallel=context_parallel,
+            )
             said = _outcome(run.path, result)
             log.message(said)
             log.flush()
@@ -171,14 +183,21 @@ def _train_first(run: RunDir, ranks: Ranks) -> None:
     display.message(said)
 
 
-def _run_other(recipe: Recipe, path: Path, ranks: Ranks) -> None:
+def _run_other(recipe: Recipe, path: Path, ranks: Ranks, context_parallel: int) -> None:
     from penstock.engine.cluster.train import train_cluster
 
     ranks.together(lambda: None)  # while the first rank enters the run directory
     observer = _Quiet()
     with observer.signals:
         try:
-            train_cluster(recipe, to_dict(recipe), ranks, run_dir=path, observer=observer)
+            train_cluster(
+                recipe,
+                to_dict(recipe),
+                ranks,
+                run_dir=path,
+                observer=observer,
+                context_parallel=context_parallel,
+            )
         except StopRequested:
             return
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.engine.cluster.context import NAME as GATHERED
+from penstock.engine.cluster.context import Context
 from penstock.engine.cluster.model import attention_candidates
-from penstock.engine.cluster.step import loss_sums, target_logits
+from penstock.engine.cluster.step import Share, loss_sums, target_logits
 from penstock.engine.data.loader import MicroBatch
 from penstock.engine.model import skeleton
+from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.check import TokenStream, reference_gradients, relative_errors
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.spec import ModelSpec
@@ -21,11 +25,13 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest relative error of the loss and of all gradients together, by the dtype of computing."""
 
 
-def choose_attention(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
+def choose_attention(
+    spec: ModelSpec, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+) -> str:
     """transformers' fastest implementation of attention that is right here: a shrunk copy of the model, its documents
     packed as in training, has the loss and the gradients of each document alone by eager attention in float32.
 
-    Raises UserError where none is.
+    With `group` its tokens are spread over these ranks, which all call this. Raises UserError where none is right.
     """
     with refused(f"model type '{spec.model_type}': no small copy could be made for the self-check", with_type=False):
         small, _ = shrink(spec.config, spec.adapter)
@@ -38,9 +44,13 @@ def choose_attention(spec: ModelSpec, device: torch.device, dtype: torch.dtype) 
     with refused(f"model type '{spec.model_type}': transformers' own forward fails"):
         loss, gradients = reference_gradients(small, source, documents, adapter=spec.adapter)
     tried: dict[str, str] = {}
-    for name in attention_candidates(device, dtype):
+    small_spec = None if group is None else take_apart(small, adapter=spec.adapter)
+    for name in attention_candidates(device, dtype, spread=group is not None):
         try:
-            error = _error(spec, small, source, documents, name, device, dtype, loss, gradients)
+            context = None if group is None or small_spec is None else Context(small_spec, group, name)
+            error = _error(spec, small, source, documents, name, device, dtype, loss, gradients, context)
+        except UserError:
+            raise
         except Exception as failure:  # a kernel that cannot do this model says so as it likes
             tried[name] = f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
             continue
@@ -64,8 +74,10 @@ def _error(
     dtype: torch.dtype,
     loss: float,
     gradients: dict[str, Tensor],
+    context: Context | None,
 ) -> float:
-    model = skeleton.build(small, device="cpu", adapter=spec.adapter, attention_by=attention)  # type: ignore[arg-type]
+    by = attention if context is None else GATHERED
+    model = skeleton.build(small, device="cpu", adapter=spec.adapter, attention_by=by)  # type: ignore[arg-type]
     model.load_state_dict(source.state_dict())
     nn.Module.to(model, device=device, dtype=dtype)
     for name, parameter in model.named_parameters():
@@ -80,13 +92,17 @@ def _error(
         lengths=[len(document) for document in documents],
         max_position=int(stream.positions.max()),
     )
-    summed, objective = loss_sums(target_logits(model, micro_batch, device), 0.0)
+    share = Share(0, 1, context)
+    summed, objective = loss_sums(target_logits(model, share.part(micro_batch, device)), 0.0)
     (objective / micro_batch.num_targets).backward()
     found = {
         name: torch.zeros(p.shape) if p.grad is None else p.grad.float().cpu()
         for name, p in model.named_parameters()
         if p.requires_grad
     }
+    if context is not None:
+        for values in (summed, *found.values()):
+            dist.all_reduce(values, group=context.group)
     if dtype == torch.float32:
         worst = max(relative_errors(found, gradients).values())
     else:

@@ -191,11 +191,12 @@ def _optimizer(spec: ModelSpec, train: TrainConfig, model: PreTrainedModel) -> t
     return optimizer
 
 
-def attention_candidates(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """transformers' implementations of attention that may run here, the fastest first."""
+def attention_candidates(device: torch.device, dtype: torch.dtype, *, spread: bool = False) -> list[str]:
+    """transformers' implementations of attention that may run here, the fastest first; with `spread` those that take
+    a mask of ours."""
     flash = [
         name
         for name, package in (("flash_attention_3", "flash_attn_interface"), ("flash_attention_2", "flash_attn"))
         if device.type == "cuda" and dtype != torch.float32 and importlib.util.find_spec(package) is not None
     ]
-    return [*flash, "sdpa", "eager"]
+    return [*(() if spread else flash), "sdpa", "eager"]

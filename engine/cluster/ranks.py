@@ -85,6 +85,14 @@ class Ranks:
             torch.cuda.set_device(local)
         return init_device_mesh(device.type, (self.count,), mesh_dim_names=("shard",))
 
+    def neighbours(self, device: torch.device, size: int) -> dist.ProcessGroup | None:
+        """The group of `size` neighbours that this rank belongs to; None where that is itself."""
+        if size == 1:
+            return None
+        return init_device_mesh(device.type, (self.count // size, size), mesh_dim_names=("data", "context")).get_group(
+            1
+        )
+
 
 def _attempt(store: dist.Store, rank: int, count: int) -> str:
     """A name for these processes' time together, the same on all ranks, which no processes before them had.

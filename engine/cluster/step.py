@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
+from penstock.engine.cluster.context import Context, Part, whole_part
 from penstock.engine.cluster.model import Sharded
 from penstock.engine.config import TrainConfig
 from penstock.engine.data.loader import MicroBatch
@@ -22,13 +23,19 @@ from penstock.engine.optim.lr import learning_rate
 
 
 class Share(NamedTuple):
-    """Which micro-batches are whose: number i is rank `i % ranks`'s."""
+    """Which micro-batches are whose: number i is turn `i // groups` of group `i % groups`, whose ranks share it."""
 
-    rank: int
-    ranks: int
+    group: int
+    groups: int
+    context: Context | None = None
+    """Of the group, where it is more than one rank."""
 
     def of(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        return list(micro_batches[self.rank :: self.ranks])
+        return list(micro_batches[self.group :: self.groups])
+
+    def part(self, micro_batch: MicroBatch, device: torch.device) -> Part:
+        """What this rank computes of one."""
+        return whole_part(micro_batch, device) if self.context is None else self.context.part(micro_batch, device)
 
 
 class StepResult(NamedTuple):
@@ -47,11 +54,11 @@ def train_step(
     model, total = sharded.model, sum(total_weight(m.labels, m.weights) for m in micro_batches)
     scale, own = mean_by_weight(1.0, total), share.of(micro_batches)
     losses = torch.zeros((), dtype=torch.float64, device=sharded.device)
-    for number, micro_batch in enumerate(own):
-        with_all = micro_batches[number * share.ranks : (number + 1) * share.ranks]
-        begin_balance(sharded, micro_batch)
-        rows = target_logits(model, micro_batch, sharded.device)
-        settle_balance(sharded, sum(num_tokens(m) for m in with_all), len(own))
+    for micro_batch in own:
+        part = share.part(micro_batch, sharded.device)
+        begin_balance(sharded, part)
+        rows = target_logits(model, part)
+        settle_balance(sharded, len(own))
         loss, objective = loss_sums(rows, train.z_loss)
         losses += loss
         (objective * scale).backward()
@@ -84,45 +91,23 @@ class TargetRows(NamedTuple):
     """[n] float32; None: 1 for all."""
 
 
-def target_logits(model: PreTrainedModel, micro_batch: MicroBatch, device: torch.device) -> TargetRows:
-    """The model's forward on a micro-batch, and its logits of the tokens that have a target.
+def target_logits(model: PreTrainedModel, part: Part) -> TargetRows:
+    """The model's forward on a part of a micro-batch, and its logits of the tokens that have a target.
 
-    Documents that lie end to end are told apart by their positions, which begin at 0 in each; transformers masks by
-    them. Where no document crosses a row's end each row is one of the model's own batch.
+    Documents that lie end to end are told apart by their positions, which begin at 0 in each: transformers masks by
+    them, or attention does that is spread over ranks.
     """
-    ids, labels, positions = (t.to(device) for t in (micro_batch.ids, micro_batch.labels, micro_batch.positions))
-    end, rows = _filled(micro_batch), _rows(micro_batch)
-    found = torch.nonzero(labels[:end] != IGNORE_LABEL).squeeze(1)
-    inputs: dict[str, Any] = {"input_ids": ids[:end].view(rows, -1), "use_cache": False}
+    found = part.labels.flatten() != IGNORE_LABEL
+    inputs: dict[str, Any] = {"input_ids": part.ids, "use_cache": False}
     accepts = inspect.signature(model.forward).parameters
     if "position_ids" in accepts:
-        inputs["position_ids"] = positions[:end].view(rows, -1)
-    if rows == 1 and "logits_to_keep" in accepts:
-        logits = model(**inputs, logits_to_keep=found).logits[0]
+        inputs["position_ids"] = part.positions
+    if len(part.ids) == 1 and "logits_to_keep" in accepts:
+        logits = model(**inputs, logits_to_keep=torch.nonzero(found).squeeze(1)).logits[0]
     else:
         logits = model(**inputs).logits.flatten(0, 1)[found]
-    weights = None if micro_batch.weights is None else micro_batch.weights.to(device)[found]
-    return TargetRows(logits, labels[found], weights)
-
-
-def _filled(micro_batch: MicroBatch) -> int:
-    """Tokens before the padding at the stream's end, of which at least one is computed with."""
-    return len(micro_batch.ids) if micro_batch.filled is None else max(1, micro_batch.filled)
-
-
-def _rows(micro_batch: MicroBatch) -> int:
-    """Rows of the model's own batch: documents lie whole in rows of equal length, or all in one."""
-    tokens = _filled(micro_batch)
-    for rows in range(len(micro_batch.documents), 1, -1):
-        starts = range(0, tokens, tokens // rows)
-        if tokens % rows == 0 and set(starts) <= set(micro_batch.documents):
-            return rows
-    return 1
-
-
-def num_tokens(micro_batch: MicroBatch) -> int:
-    """Tokens that are computed with."""
-    return _filled(micro_batch)
+    weights = None if part.weights is None else part.weights.flatten()[found]
+    return TargetRows(logits, part.labels.flatten()[found], weights)
 
 
 def loss_sums(rows: TargetRows, z_loss: float) -> tuple[Tensor, Tensor]:
@@ -136,17 +121,20 @@ def loss_sums(rows: TargetRows, z_loss: float) -> tuple[Tensor, Tensor]:
     return each.detach().double().sum(), objective.sum()
 
 
-def begin_balance(sharded: Sharded, micro_batch: MicroBatch) -> None:
+def begin_balance(sharded: Sharded, part: Part) -> None:
     if sharded.balance is not None:
         sharded.balance.begin()
-        sharded.balance.watch(num_tokens(micro_batch), counting=True)
+        sharded.balance.watch(part.ids.numel(), counting=True)
 
 
-def settle_balance(sharded: Sharded, tokens: int, turns: int) -> None:
-    """All ranks' routers have seen `tokens` together, in one of a step's `turns`, whose losses' mean is trained."""
+def settle_balance(sharded: Sharded, turns: int) -> None:
+    """All ranks' routers have seen their tokens of one of a step's `turns`, whose losses' mean is trained."""
     balance = sharded.balance
     if balance is not None:
-        dist.all_reduce(balance.counts)
-        balance.settle(tokens)
+        tokens = torch.tensor(float(balance.num_rows), dtype=balance.counts.dtype, device=balance.counts.device)
+        seen = torch.cat([balance.counts, tokens[None]])
+        dist.all_reduce(seen)
+        balance.counts.copy_(seen[:-1])
+        balance.settle(int(seen[-1]))
         balance.slope.div_(turns)
         balance.watch(balance.num_rows, counting=False)

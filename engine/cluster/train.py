@@ -16,6 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
 from penstock.engine.cluster.check import choose_attention
+from penstock.engine.cluster.context import NAME as GATHERED
+from penstock.engine.cluster.context import Context
 from penstock.engine.cluster.convert import write_dcp
 from penstock.engine.cluster.layout import (
     Record,
@@ -71,19 +73,26 @@ class ClusterResult(NamedTuple):
 
 
 def train_cluster(
-    recipe: Recipe, recipe_tree: Mapping[str, Any], ranks: Ranks, *, run_dir: Path, observer: ClusterObserver
+    recipe: Recipe,
+    recipe_tree: Mapping[str, Any],
+    ranks: Ranks,
+    *,
+    run_dir: Path,
+    observer: ClusterObserver,
+    context_parallel: int = 1,
 ) -> ClusterResult:
     """Train as the recipe says on all `ranks`, from the newest state in `run_dir` on.
 
     That is its newest DCP checkpoint, or its newer generation, which becomes one; or the recipe's first step. Every
-    rank sees `run_dir` on a shared file system; rank 0 alone is asked by `observer` what is wanted. Raises UserError on
+    rank sees `run_dir` on a shared file system. `context_parallel`: ranks that share one micro-batch, each with a part
+    of its tokens. Raises UserError on
     all ranks for what the user can mend, SaidElsewhereError on all but the one that says it.
     """
     device = ranks.together(lambda: resolve_device(recipe.train))
     recipe = replace(recipe, train=with_compute_dtype(recipe.train, device.type))
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
-    run = _open(recipe, recipe_tree, device, run_dir, observer, ranks)
+    run = _open(recipe, recipe_tree, device, run_dir, observer, ranks, context_parallel)
     observer.on_begin()
     return run.train()
 
@@ -95,9 +104,11 @@ def _open(
     run_dir: Path,
     observer: ClusterObserver,
     ranks: Ranks,
+    spread: int,
 ) -> _ClusterRun:
-    ranks.together(lambda: require_even(recipe, ranks.count))
+    ranks.together(lambda: require_even(recipe, ranks.count, spread))
     mesh = ranks.together(lambda: ranks.mesh(device))
+    group = ranks.neighbours(device, spread)
     for left_out in not_done(recipe):
         observer.on_message(left_out)
     checklist = Checklist(observer)
@@ -105,12 +116,17 @@ def _open(
     described = ranks.first_then_all(lambda: describe_run(recipe, run_dir, checklist))
     spec, kinds = described.spec, find_optimizer(recipe.train).kinds
     with checklist.step("self-check"):
-        attention = ranks.together(lambda: choose_attention(spec, device, compute_dtype(recipe.train)))
-    observer.on_message(
-        f"FSDP2: {ranks.count} rank{'s' * (ranks.count != 1)}, {spec.num_params:,} parameters, attention {attention}"
-    )
+        dtype = compute_dtype(recipe.train)
+        attention = ranks.together(lambda: choose_attention(spec, device, dtype, group))
+        context = None
+        if group is not None:
+            # A dense mask of this rank's queries and all keys would be larger than what it masks.
+            attention = "flex_attention" if device.type == "cuda" else attention
+            context = Context(spec, group, attention)
+    count = f"{ranks.count} rank{'s' * (ranks.count != 1)}" + (f", {spread} for each context" if spread > 1 else "")
+    observer.on_message(f"FSDP2: {count}, {spec.num_params:,} parameters, attention {attention}")
     with checklist.step("sharding the model"):
-        sharded = make_sharded(spec, recipe.train, mesh, attention)
+        sharded = make_sharded(spec, recipe.train, mesh, attention if context is None else GATHERED)
     with checklist.step("reading its state"):
         if start is None:
             _begin(sharded, described, recipe, observer, ranks)
@@ -124,7 +140,8 @@ def _open(
     if record is not None:
         ranks.together(lambda: loader.seek(record.meta["cursor"]))
         observer.on_message(f"goes on from step {record.step:,} ({start})")
-    return _ClusterRun(recipe, tree, run_dir, observer, ranks, sharded, loader, validation, record)
+    share = Share(ranks.rank // spread, ranks.count // spread, context)
+    return _ClusterRun(recipe, tree, run_dir, observer, ranks, sharded, share, loader, validation, record)
 
 
 def _begin(sharded: Sharded, described: RunModel, recipe: Recipe, observer: ClusterObserver, ranks: Ranks) -> None:
@@ -134,17 +151,20 @@ def _begin(sharded: Sharded, described: RunModel, recipe: Recipe, observer: Clus
     ranks.together(lambda: sharded.load(buffers, constants))
 
 
-def require_even(recipe: Recipe, ranks: int) -> None:
-    """UserError unless every rank gets as many micro-batches of a step as any other."""
+def require_even(recipe: Recipe, ranks: int, spread: int = 1) -> None:
+    """UserError unless every group of `spread` ranks gets as many micro-batches of a step as any other."""
     train = recipe.train
-    count = train.global_batch_size // train.micro_batch_size
-    if count % ranks:
-        one = f"train.micro_batch_size={train.global_batch_size // ranks}"
-        fix = one if train.global_batch_size % ranks == 0 else f"train.global_batch_size to a multiple of {ranks}"
+    if ranks % spread:
+        raise UserError(f"--context-parallel {spread}: does not divide the {ranks:,} ranks; give a divisor")
+    groups, count = ranks // spread, train.global_batch_size // train.micro_batch_size
+    if count % groups:
+        fix = f"train.global_batch_size to a multiple of {groups:,}"
+        if train.global_batch_size % groups == 0:
+            fix = f"train.micro_batch_size to {train.global_batch_size // groups}"
+        who = f"{groups:,} ranks" if spread == 1 else f"{groups:,} groups of {spread} ranks"
         raise UserError(
             f"train.global_batch_size {train.global_batch_size} is {count:,} micro-batches of "
-            f"{train.micro_batch_size}, which {ranks:,} ranks cannot share evenly; set {fix}, or start another number "
-            "of processes"
+            f"{train.micro_batch_size}, which {who} cannot share evenly; set {fix}, or start other processes"
         )
 
 
@@ -189,13 +209,14 @@ class _ClusterRun:
         observer: ClusterObserver,
         ranks: Ranks,
         sharded: Sharded,
+        share: Share,
         loader: DataLoader,
         validation: ValidationSet | None,
         record: Record | None,
     ) -> None:
         self._recipe, self._tree, self._run_dir, self._observer = recipe, tree, run_dir, observer
         self._ranks, self._sharded, self._loader, self._validation = ranks, sharded, loader, validation
-        self._share = Share(ranks.rank, ranks.count)
+        self._share = share
         self._identity = run_identity(recipe)
         self._meta = {} if record is None else dict(record.meta)
         self._step = 0 if record is None else record.step

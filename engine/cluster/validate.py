@@ -19,12 +19,12 @@ def validate(sharded: Sharded, held_out: ValidationSet, step: int, share: Share)
     """Measure the loss of the documents held out, with the weights after `step`; the same on every rank."""
     started, weight, tokens = time.perf_counter(), 0.0, 0
     sums = torch.zeros(2, dtype=torch.float64, device=sharded.device)  # loss, right answers
-    for batch in held_out.passes(share.ranks):
+    for batch in held_out.passes(share.groups):
         weight += sum(total_weight(m.labels, m.weights) for m in batch)
         tokens += sum(m.num_targets for m in batch)
         own = share.of(batch)
-        # All ranks run the model together: one that has nothing left runs along.
-        rows = target_logits(sharded.model, (own or batch)[0], sharded.device)
+        # All ranks run the model together: those that have nothing left run along.
+        rows = target_logits(sharded.model, share.part((own or batch)[0], sharded.device))
         if own:
             sums[0] += loss_sums(rows, 0.0)[0]
             sums[1] += (rows.logits.argmax(dim=-1) == rows.labels).sum()

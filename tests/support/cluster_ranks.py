@@ -29,9 +29,9 @@ def torchrun(*command: str, folder: Path, ranks: int = 2, **options: Any) -> sub
     )
 
 
-def train_on_ranks(folder: Path, recipes: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def train_on_ranks(folder: Path, recipes: Mapping[str, tuple[dict[str, Any], int]]) -> dict[str, dict[str, Any]]:
     """Train recipes, as app.recipe.to_dict gives them, each in the run directory of its name below `folder`, on two
-    ranks; by name what `main` writes."""
+    ranks, of which so many share a context; by name what `main` writes."""
     (folder / "cases.json").write_text(json.dumps(recipes))
     process = torchrun(__file__, str(folder / "cases.json"), folder=folder)
     output, _ = process.communicate(timeout=600)
@@ -53,9 +53,9 @@ def main(path: Path) -> None:
 
     results = {}
     with joined() as ranks:
-        for name, tree in json.loads(path.read_text()).items():
-            observer = Told()
-            train_cluster(from_dict(tree), tree, ranks, run_dir=path.parent / name, observer=observer)
+        for name, (tree, spread) in json.loads(path.read_text()).items():
+            observer, run_dir = Told(), path.parent / name
+            train_cluster(from_dict(tree), tree, ranks, run_dir=run_dir, observer=observer, context_parallel=spread)
             results[name] = {
                 "losses": [m.loss for m in observer.metrics],
                 "norms": [m.grad_norm for m in observer.metrics],

@@ -45,29 +45,37 @@ def recipes(folder: Path) -> dict[str, Recipe]:
         "dora": of({"activation_checkpointing": "none"}, adapter=AdapterConfig(method="dora", rank=4)),
         "experts": of({}, model=experts),
         "balanced": of({"global_batch_size": 2, "router_aux_loss": 0.1}, model=experts),
+        "balanced turn": of({"global_batch_size": 1, "router_aux_loss": 0.1}, model=experts),
         "recurrent": of({}, model=tiny.model(model_type="qwen3_next", overrides=tiny.HYBRID)),
         "capped": of({}, model=tiny.model(model_type="gemma2", overrides={"sliding_window": 16})),
     }
 
 
-OFTEN = ("plain", "masked", "lora", "experts")
+OFTEN = ("plain", "masked", "lora", "experts", "masked spread")
+SPREAD = ("plain", "masked", "lora", "balanced turn", "capped")
+"""Those that are also trained with each context spread over both ranks."""
+WAYS = [pytest.param(OFTEN, id="often"), pytest.param(None, id="rest", marks=pytest.mark.long)]
 
 
-@pytest.mark.parametrize(
-    "names", [pytest.param(OFTEN, id="often"), pytest.param(None, id="rest", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("names", WAYS)
 def test_losses_are_those_of_the_engine(names: tuple[str, ...] | None, tmp_path: Path) -> None:
-    cases = {n: recipe for n, recipe in recipes(tmp_path).items() if (n in names if names else n not in OFTEN)}
-    assert len(cases) == (4 if names else 7)
-    found = train_on_ranks(tmp_path, {name: to_dict(recipe) for name, recipe in cases.items()})
-    for name, recipe in cases.items():
-        alone = tiny.Silent()
-        tiny.train(recipe, run_dir=tmp_path / f"{name}-alone", observer=alone, resume=False)
-        there = found[name]
+    whole = recipes(tmp_path)
+    cases = {name: (recipe, 1) for name, recipe in whole.items() if name != "balanced turn"}
+    cases |= {f"{name} spread": (whole[name], 2) for name in SPREAD}
+    cases = {name: case for name, case in cases.items() if (name in names if names else name not in OFTEN)}
+    assert len(cases) == (5 if names else 11)
+    found = train_on_ranks(tmp_path, {name: (to_dict(recipe), spread) for name, (recipe, spread) in cases.items()})
+    alone: dict[str, tiny.Silent] = {}
+    for name, (recipe, _) in cases.items():
+        plain = name.removesuffix(" spread")
+        if plain not in alone:
+            alone[plain] = tiny.Silent()
+            tiny.train(recipe, run_dir=tmp_path / f"{name} alone", observer=alone[plain], resume=False)
+        here, there = alone[plain], found[name]
         assert len(there["losses"]) == STEPS
-        assert there["losses"] == pytest.approx([m.loss for m in alone.metrics], abs=1e-4), name
-        assert there["norms"] == pytest.approx([m.grad_norm for m in alone.metrics], rel=1e-3), name
-        assert there["tokens"] == [m.tokens for m in alone.metrics], name
-        validations = [(m.step, m.loss, m.accuracy) for m in alone.validations]
+        assert there["losses"] == pytest.approx([m.loss for m in here.metrics], abs=1e-4), name
+        assert there["norms"] == pytest.approx([m.grad_norm for m in here.metrics], rel=1e-3), name
+        assert there["tokens"] == [m.tokens for m in here.metrics], name
+        validations = [(m.step, m.loss, m.accuracy) for m in here.validations]
         assert there["validations"] == [pytest.approx(each, abs=1e-4) for each in validations], name
-        assert len(validations) == (4 if name == "masked" else 0)
+        assert len(validations) == (4 if plain == "masked" else 0)

@@ -1,0 +1,178 @@
+"""Context parallelism: the tokens of one stream over several ranks, which gather each layer's keys and values.
+
+A stream is cut into twice as many pieces as there are ranks; rank r has piece r and the r-th from the end, so that all
+have as much causal attention to compute. Queries stay where they are. Keys and values of a layer come from all ranks
+(for packed documents what ring-flash-attention's author recommends over a ring), and a mask keeps documents apart;
+transformers' own attention computes the rest. Gradients of keys and values are summed on their way back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from penstock.engine.data.loader import MicroBatch
+from penstock.engine.model.spec import ModelSpec
+from penstock.engine.model.tokens import IGNORE_LABEL
+from penstock.storage.errors import UserError
+
+NAME = "penstock_gathered"
+"""What transformers calls attention of this rank's queries to all ranks' keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank computes of a micro-batch: all of it, or its tokens where a context is spread over ranks."""
+
+    ids: Tensor
+    """[rows, tokens] int64."""
+    labels: Tensor
+    """[rows, tokens] int64."""
+    positions: Tensor
+    """[rows, tokens] int64."""
+    weights: Tensor | None
+    """[rows, tokens] float32."""
+
+
+class Context:
+    """The ranks that share one stream, of which this process is one."""
+
+    _now: ClassVar[Context | None] = None
+    """Whose forward is run: attention is called by the model, which knows nothing of it."""
+
+    def __init__(self, spec: ModelSpec, group: dist.ProcessGroup, base: str) -> None:
+        """`base`: transformers' attention that computes; UserError for a model whose layers need more than its keys."""
+        for shape in spec.attention:
+            if spec.recurrent or spec.length_dependent_rotary or shape is None or shape.chunk is not None:
+                raise UserError(
+                    f"--context-parallel: model type '{spec.model_type}' has layers that look at a stream by more than "
+                    "keys and values (a state, attention in blocks, or rotary tables by length); leave it out"
+                )
+        self._windows = [None if shape is None else shape.window for shape in spec.attention]
+        self.group, self._base = group, base
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._masks: dict[int | None, Any] = {}
+        self._at = self._documents = torch.empty(0)
+        AttentionInterface.register(NAME, _gathered)
+        AttentionMaskInterface.register(NAME, _no_mask)
+
+    def part(self, micro_batch: MicroBatch, device: torch.device) -> Part:
+        """This rank's tokens; all that is computed until the next call belongs to this micro-batch."""
+        tokens = len(micro_batch.ids)
+        pieces = 2 * self.size
+        length = -(-tokens // pieces) * pieces
+        mine = [self._tokens_of(rank, length) for rank in range(self.size)]
+        starts = torch.zeros(length, dtype=torch.int64)
+        starts[[*micro_batch.documents, *([tokens] if length > tokens else ())]] = 1
+        self._at = torch.cat(mine).to(device)
+        self._documents = starts.cumsum(0)[torch.cat(mine)].to(device)
+        self._masks.clear()
+        Context._now = self
+        own = mine[self.rank]
+
+        def cut(values: Tensor, padding: float) -> Tensor:
+            whole = torch.full((length,), padding, dtype=values.dtype)
+            whole[:tokens] = values
+            return whole[own].to(device)[None]
+
+        return Part(
+            ids=cut(micro_batch.ids, int(micro_batch.ids[-1])),
+            labels=cut(micro_batch.labels, IGNORE_LABEL),
+            positions=cut(micro_batch.positions, 0),
+            weights=None if micro_batch.weights is None else cut(micro_batch.weights, 1),
+        )
+
+    def _tokens_of(self, rank: int, length: int) -> Tensor:
+        """Which tokens of a stream of `length` a rank has, ascending."""
+        piece = length // (2 * self.size)
+        numbers = (rank, 2 * self.size - 1 - rank)
+        return torch.cat([torch.arange(n * piece, (n + 1) * piece) for n in numbers])
+
+    def sees(self, window: int | None) -> Callable[..., Tensor]:
+        """Whether query number q of this rank sees key number k of all ranks', as flex_attention asks it."""
+        own = len(self._at) // self.size
+        at, documents = self._at[self.rank * own :][:own], self._documents[self.rank * own :][:own]
+        keys_at, keys_documents = self._at, self._documents
+
+        def mask(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
+            seen = (documents[q] == keys_documents[k]) & (keys_at[k] <= at[q])
+            return seen if window is None else seen & (at[q] - keys_at[k] < window)
+
+        return mask
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
+        """Attention [1, heads, tokens, dim] of this rank's queries to all keys of the stream."""
+        window = self._windows[int(module.layer_idx)]  # type: ignore[arg-type]
+        if window not in self._masks:
+            self._masks[window] = self._mask(self.sees(window), query)
+        gathered = (torch.cat(all_gather(t.contiguous(), group=self.group), dim=2) for t in (key, value))
+        compute = AttentionInterface()[self._base] if self._base != "eager" else _eager(module)
+        return compute(module, query, *gathered, self._masks[window], **kwargs)
+
+    def _mask(self, sees: Callable[..., Tensor], query: Tensor) -> Any:
+        own, every = query.shape[2], len(self._at)
+        if self._base == "flex_attention":
+            return create_block_mask(sees, None, None, own, every, device=str(query.device))
+        q, k = (torch.arange(n, device=query.device) for n in (own, every))
+        dense = sees(None, None, q[:, None], k[None, :])[None, None]
+        if self._base == "eager":
+            return torch.zeros(dense.shape, dtype=query.dtype, device=query.device).masked_fill_(
+                ~dense, torch.finfo(query.dtype).min
+            )
+        return dense
+
+
+def _eager(module: nn.Module) -> Callable[..., Any]:
+    """The attention in plain operations of the model's own file."""
+    found: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
+    return found
+
+
+def _gathered(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+    assert Context._now is not None, "attention of a context that is spread over ranks, outside of its forward"
+    return Context._now.attend(module, query, key, value, **kwargs)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Masks are ours."""
+
+
+def whole_part(micro_batch: MicroBatch, device: torch.device) -> Part:
+    """All of a micro-batch, without the padding at its end. Where no document crosses a row's end, each row is one of
+    the model's own batch; else documents lie end to end in one."""
+    end = num_tokens(micro_batch)
+    rows = _rows(micro_batch.documents, end)
+
+    def cut(values: Tensor) -> Tensor:
+        return values[:end].to(device).view(rows, -1)
+
+    weights = micro_batch.weights
+    return Part(
+        ids=cut(micro_batch.ids),
+        labels=cut(micro_batch.labels),
+        positions=cut(micro_batch.positions),
+        weights=None if weights is None else cut(weights),
+    )
+
+
+def num_tokens(micro_batch: MicroBatch) -> int:
+    """Tokens of a stream before the padding at its end, of which at least one is computed with."""
+    return len(micro_batch.ids) if micro_batch.filled is None else max(1, micro_batch.filled)
+
+
+def _rows(documents: Sequence[int], tokens: int) -> int:
+    """The most rows of equal length in which no document crosses a row's end."""
+    known = set(documents)
+    for rows in range(len(documents), 1, -1):
+        if tokens % rows == 0 and known.issuperset(range(0, tokens, tokens // rows)):
+            return rows
+    return 1
