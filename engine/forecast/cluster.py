@@ -40,8 +40,6 @@ from penstock.storage.errors import UserError
 from penstock.storage.layout import ParamSpec
 
 BF16, FP32 = 2, 4
-STATE_BYTES = 16
-"""Of a trained parameter: master weight, gradient, exp_avg and exp_avg_sq in float32."""
 UPDATE_BYTES = 32
 """Read or written per parameter by the norm of the gradient and AdamW: all four, three of them back."""
 LOGIT_BYTES = 10
