@@ -61,7 +61,7 @@ def plan_stages(
     on, task = recipe_task(recipe, machine)
     result: dict[str, Any] = {"recipe": recipe.name}
     if several is not None:
-        result["cluster"] = cluster_forecast(task.spec, recipe, several)
+        result["cluster"] = cluster_forecast(task.spec, recipe, several, compiled=recipe.train.compile == "on")
     folder = recipe.model.path
     if folder is not None and not Path(folder).expanduser().exists():
         result["note"] = f"shape from the recipe: {folder} is not there"

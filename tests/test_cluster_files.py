@@ -373,6 +373,17 @@ def test_a_rank_that_is_killed_starts_again_with_the_others(tmp_path: Path, star
     assert (checkpoint(tmp_path, 1) / ".metadata").stat().st_mtime_ns == written
 
 
+def test_a_job_whose_time_is_over_writes_a_checkpoint(tmp_path: Path, start: Start) -> None:
+    process = start("cluster.sbatch", **{"train.steps": 10_000, "storage.checkpoint_every": 10_000})
+    wait_until(lambda: (tmp_path / "out" / "metrics.jsonl").exists(), timeout_s=240)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode != 0, said[-4000:]
+    (stopped,) = (tmp_path / "out" / "dcp").iterdir()
+    assert re.fullmatch(r"step-\d{6}", stopped.name)
+    assert (tmp_path / "notes").read_text() == "requeue 7\n"
+
+
 def test_the_same_command_goes_on_after_a_node_is_lost(tmp_path: Path, start: Start) -> None:
     """As Slurm starts a job once more: what was checkpointed is not trained again."""
     process = start("cluster.sbatch", **MORE)

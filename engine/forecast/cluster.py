@@ -5,9 +5,9 @@ for embedding and head). A GPU works on whole micro-batches; the micro-batches o
 
 **Memory** of a GPU: of each trained parameter master weight, gradient and two moments in float32, 16 bytes over the
 number of GPUs, of a frozen one 2; of the layer that computes and of the next one, which is fetched meanwhile, the whole
-weights in bfloat16, likewise embedding and head; of the largest of these groups its gradient, in bfloat16 and, to be
-reduced, in float32; what forward saves of each layer; and either the logits, which exist as a whole, or the graph of
-one layer, whichever is more. `LOGIT_BYTES` and `RESERVE_BYTES` say what else.
+weights in bfloat16, and those of embedding and head all the time; of the largest of these groups its gradient, in
+bfloat16 and, to be reduced, in float32; what forward saves of each layer; and either the logits, which exist as a
+whole, or the graph of one layer, whichever is more. `LOGIT_BYTES` and `RESERVE_BYTES` say what else.
 
 **Time**: FLOPs by engine/forecast/flops.py over the GPU's rates, and elementwise work over its memory's, times what a
 whole step of PyTorch reaches of these rates (`ACHIEVED`). Meanwhile a layer's weights cross the links in bfloat16, once
@@ -107,11 +107,13 @@ def require_cluster(recipe: Recipe, cluster: Cluster) -> int:
     micro_batches = train.global_batch_size // train.micro_batch_size
     if micro_batches % gpus:
         sequences = max(1, round(micro_batches / gpus)) * gpus * train.micro_batch_size
+        fix = f"train.global_batch_size={sequences}"
+        if train.global_batch_size % gpus == 0:  # the step stays what it is
+            fix = f"train.micro_batch_size={train.global_batch_size // gpus}"
         raise UserError(
             f"--cluster {cluster.nodes}x{cluster.gpus_per_node}: the {micro_batches:,} micro-batches of a step "
             f"(train.global_batch_size {train.global_batch_size:,} / train.micro_batch_size "
-            f"{train.micro_batch_size:,}) do not divide by {gpus:,} GPUs; set train.global_batch_size={sequences}, or "
-            "name other nodes"
+            f"{train.micro_batch_size:,}) do not divide by {gpus:,} GPUs; set {fix}, or name other nodes"
         )
     return micro_batches // gpus
 
