@@ -59,6 +59,8 @@ def llama2(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: in
 
 # ---------------------------------------------------------------------- what others have measured
 
+TOKENS_OFF, MEMORY_OFF = 0.13, 0.06
+"""How far the forecast may be off, of what was measured; docs/cluster.md says so."""
 TITAN = cluster_gpu("NVIDIA H100", memory=(96, 2400), nvlink_gb_per_s=450)
 """Of Grand Teton: HBM2e of 96 GB and 2.4 TB/s, 400 Gbit/s a GPU; held to 500 W, of which no sheet has a rate."""
 HALF = Recompute(matmul=0.5, attention=0.0, saved=(51 * 1024,) * 32)
@@ -77,8 +79,8 @@ def test_llama_8b_by_torchtitan(nodes: int, compiled: bool, tokens_per_s: int, g
     of 8,192 tokens a GPU."""
     cluster = Cluster(nodes, 8, TITAN)
     found = cluster_forecast(llama3_8b(), recipe(8192, 2 * cluster.gpus, 2), cluster, compiled=compiled, recompute=HALF)
-    assert found["tokens_per_s"] / cluster.gpus == pytest.approx(tokens_per_s, rel=0.25)
-    assert found["peak_bytes"] / GIB == pytest.approx(gib, rel=0.25)
+    assert found["tokens_per_s"] / cluster.gpus == pytest.approx(tokens_per_s, rel=TOKENS_OFF)
+    assert found["peak_bytes"] / GIB == pytest.approx(gib, rel=MEMORY_OFF)
     assert found["fits"]
     assert found["bound_by"] == "compute"
 
@@ -98,8 +100,8 @@ def test_llama_2_by_ibm(shape: tuple[int, int, int, int, int], tokens_per_s: int
     spec, share = llama2(*shape), 3 * (hfu / mfu - 1)
     again = Recompute(share, share, tuple(round((1 - share) * 24 * spec.hidden_size) for _ in spec.attention))
     found = cluster_forecast(spec, recipe(4096, 192, 2), Cluster(12, 8, VELA), compiled=True, recompute=again)
-    assert found["tokens_per_s"] / 96 == pytest.approx(tokens_per_s, rel=0.25)
-    assert found["mfu"] == pytest.approx(mfu, rel=0.25)
+    assert found["tokens_per_s"] / 96 == pytest.approx(tokens_per_s, rel=TOKENS_OFF)
+    assert found["mfu"] == pytest.approx(mfu, rel=TOKENS_OFF)
     assert found["fits"]
 
 
