@@ -173,20 +173,22 @@ def plan(
     overrides: Sequence[str] = (),
     from_scratch: bool = False,
     trace: Path | None = None,
+    cluster: str | None = None,
 ) -> dict[str, Any]:
     """The forecast of a recipe, as `penstock plan --json` prints it: whether it `fits`, its peaks and its step time.
 
     `recipe` may be a model, a Hugging Face folder, a config.json or a name on the hub, of which config.json is fetched:
     planned with the defaults of all other fields.
     `machine`: a preset or a profile file; None is the recipe's, or this machine. `trace`: file for the planned step as
-    a Chrome trace. Raises UserError.
+    a Chrome trace. `cluster`: nodes x GPUs, as `2x8` or `2x8xh200`, for which `cluster` says the same of FSDP2. Raises
+    UserError.
     """
     from penstock.app.plan import plan_recipe
 
     if not isinstance(recipe, Recipe):
         recipe = _model_recipe(recipe) or recipe
     resolved = resolved_recipe(recipe, overrides, from_scratch=from_scratch, get=hub.for_plan)
-    return plan_recipe(resolved, machine, trace=trace)
+    return plan_recipe(resolved, machine, trace=trace, cluster=cluster)
 
 
 def _model_recipe(given: str | Path) -> Recipe | None:

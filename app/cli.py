@@ -137,6 +137,10 @@ def plan(
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the planned step as a trace for ui.perfetto.dev.")
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NODESxGPUS", help="Plan for a cluster, too: as 2x8, H100s, or 2x8xh200."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with all of it.")] = False,
 ) -> None:
     """Say whether a recipe fits, how long a step takes, and what bounds it, before anything is launched.
@@ -145,7 +149,9 @@ def plan(
     """
     if context is not None:
         overrides = [*(overrides or []), f"data.sequence_length={context}"]
-    forecast = api.plan(recipe, machine=machine, overrides=overrides or [], from_scratch=scratch, trace=trace)
+    forecast = api.plan(
+        recipe, machine=machine, overrides=overrides or [], from_scratch=scratch, trace=trace, cluster=cluster
+    )
     if as_json:
         typer.echo(json.dumps(forecast, indent=1))
     else:

@@ -19,34 +19,49 @@ if TYPE_CHECKING:
 
 
 def plan_recipe(
-    recipe: Recipe, machine: str | None = None, *, advice: bool = True, trace: Path | None = None
+    recipe: Recipe,
+    machine: str | None = None,
+    *,
+    advice: bool = True,
+    trace: Path | None = None,
+    cluster: str | None = None,
 ) -> dict[str, Any]:
     """The forecast of a recipe: no weights are read, and nothing is written but `trace`.
 
     `machine`: preset or profile file; None takes the recipe's, or this machine. `advice` False leaves out what is found
     by planning again: what one change would help most, and the tokens that make it compute-bound. `trace`: file for the
-    simulated step as a Chrome trace, where the plan fits.
+    simulated step as a Chrome trace, where the plan fits. `cluster`: nodes x GPUs, as `2x8`, for which it is planned as
+    well.
     """
     result: dict[str, Any] = {}
     with uncollected():
-        for result in plan_stages(recipe, machine, trace=trace):
+        for result in plan_stages(recipe, machine, trace=trace, cluster=cluster):
             if result["fits"] and not advice:
                 break
     return result
 
 
-def plan_stages(recipe: Recipe, machine: str | None = None, *, trace: Path | None = None) -> Iterator[dict[str, Any]]:
+def plan_stages(
+    recipe: Recipe, machine: str | None = None, *, trace: Path | None = None, cluster: str | None = None
+) -> Iterator[dict[str, Any]]:
     """The forecast twice: without what is found by planning again, then with it (advice, or changes that would fit)."""
     from penstock.app.trace import write_spans
     from penstock.engine.data.corpus import require_text
     from penstock.engine.forecast.advice import best_change, fixes
+    from penstock.engine.forecast.cluster import cluster_forecast, require_cluster
     from penstock.engine.forecast.extrapolate import estimate
     from penstock.engine.forecast.report import compute_bound_tokens, forecast, refusal
+    from penstock.engine.machine.clusters import parse_cluster
 
+    several = None if cluster is None else parse_cluster(cluster)
+    if several is not None:
+        require_cluster(recipe, several)
     if not recipe.data.lacks_path:
         require_text(recipe.data)
     on, task = recipe_task(recipe, machine)
     result: dict[str, Any] = {"recipe": recipe.name}
+    if several is not None:
+        result["cluster"] = cluster_forecast(task.spec, recipe, several, compiled=recipe.train.compile == "on")
     folder = recipe.model.path
     if folder is not None and not Path(folder).expanduser().exists():
         result["note"] = f"shape from the recipe: {folder} is not there"

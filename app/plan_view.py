@@ -15,6 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from penstock.app.cluster_view import cluster_rows
 from penstock.app.rows import ASCII, UNICODE, Glyphs, Page, Row
 from penstock.storage.units import bytes_text, duration_text, of_text, params_text, percent_text, seconds_text
 
@@ -61,6 +62,10 @@ def print_plan(forecast: dict[str, Any], console: Console) -> None:
         _page(page, forecast, table_rows=rows)
         if len(page.rows) <= SCREEN_LINES:
             break
+    else:
+        if "cluster" in forecast:  # was asked for, and takes more room than blocks leave
+            page.rows = []
+            _page(page, forecast | {"blocks": []})
     _reasons(page, forecast, SCREEN_LINES - len(page.rows))
     for row in page.rows:
         line = Text.assemble(*((text, _console_style(token)) for text, token in row))
@@ -120,6 +125,7 @@ def _page(
     _head(page, forecast, status)
     if not forecast["fits"]:
         _refusal(page, forecast, keys, advising)
+        cluster_rows(page, forecast)
         return
     _figures(page, forecast)
     if forecast.get("tiers"):
@@ -135,6 +141,7 @@ def _page(
             _block_map(page, forecast)
         _slots(page, forecast)
     _end(page, forecast)
+    cluster_rows(page, forecast)
 
 
 # ---------------------------------------------------------------------- parts

@@ -76,7 +76,7 @@ def _matmul(spec: ModelSpec, buffer: str, param: ParamSpec) -> int:
 def attention_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
     """Forward FLOPs of all layers' attention over documents of these lengths in tokens."""
     lengths = list(lengths)
-    return sum(_pair_flops(shape, lengths, 1, 1) for shape in spec.attention)
+    return sum(pair_flops(shape, lengths, 1, 1) for shape in spec.attention)
 
 
 def model_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
@@ -84,7 +84,7 @@ def model_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
     lengths = list(lengths)
     backward = sum(backward_matmul(spec, index) for index in range(1, len(spec.blocks)))
     attended = (shape for index, shape in enumerate(spec.attention, start=1) if index >= spec.lowest_trained)
-    attention = attention_flops(spec, lengths) + BACKWARD * sum(_pair_flops(s, lengths, 1, 1) for s in attended)
+    attention = attention_flops(spec, lengths) + BACKWARD * sum(pair_flops(s, lengths, 1, 1) for s in attended)
     return sum(lengths) * (matmul_flops(spec) + backward) + attention
 
 
@@ -127,8 +127,8 @@ def executed_flops(spec: ModelSpec, plan: Plan, lengths: Iterable[int], filled: 
             layer_matmul += count * (once + backward_matmul(spec, index) + extra)
             if not below and (index, plan.place(chunk)) not in plan.saved_graphs:
                 layer_matmul += count * again
-        forward += passes * _pair_flops(shape, lengths, 1, 1)
-        backward += 0 if below else _pair_flops(shape, lengths, 3, 2)
+        forward += passes * pair_flops(shape, lengths, 1, 1)
+        backward += 0 if below else pair_flops(shape, lengths, 3, 2)
     last = len(spec.blocks) - 1
     head = sum(lengths) * (block_matmul(spec, spec.blocks[last]) + backward_matmul(spec, last))
     return StepFlops(layer_matmul, head, forward, backward)
@@ -149,7 +149,7 @@ def projection_matmul(spec: ModelSpec, shape: AttentionShape | None) -> int:
     return 2 * spec.hidden_size * (shape.heads * shape.qk_dim + shape.kv_heads * (shape.qk_dim + shape.v_dim))
 
 
-def _pair_flops(shape: AttentionShape | None, lengths: Sequence[int], qk_products: int, v_products: int) -> int:
+def pair_flops(shape: AttentionShape | None, lengths: Sequence[int], qk_products: int, v_products: int) -> int:
     """FLOPs of so many products of the q.k kind and of the p.v kind over all visible pairs of one layer."""
     if shape is None:
         return 0

@@ -96,7 +96,7 @@ def attention_rates(peak: float, shares: Shares) -> tuple[AttentionRate, ...]:
     )
 
 
-def _gpu_rates(gpu: str, peak: float) -> dict[str, Any]:
+def gpu_rates(gpu: str, peak: float) -> dict[str, Any]:
     """Rates of a GPU's kernels, by fields of Machine, where its data sheet gives `peak` FLOP/s.
 
     Attention's are those of the fastest kernel for the card: a plan assumes that it is installed.
@@ -138,7 +138,7 @@ def _preset(
         ram_bytes=ram_bytes,
         cores=cores,
         numa_nodes=numa_nodes,
-        **_gpu_rates(gpu, peak),
+        **gpu_rates(gpu, peak),
         h2d_bytes_per_s=link * GB * LINK_SHARE,
         d2h_bytes_per_s=link * GB * LINK_SHARE,
         duplex_share=duplex,
@@ -301,7 +301,7 @@ def generic_gpu(name: str) -> Machine:
         name="generic-gpu",
         source=f"assumed: {name} behind PCIe 4; run `penstock probe` for this machine's own rates",
         gpu=name,
-        **_gpu_rates(name, peak),
+        **gpu_rates(name, peak),
         h2d_bytes_per_s=PCIE4 * GB * LINK_SHARE,
         d2h_bytes_per_s=PCIE4 * GB * LINK_SHARE,
         duplex_share=PCIE_DUPLEX_SHARE,

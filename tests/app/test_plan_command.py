@@ -68,6 +68,36 @@ def test_json_has_everything(small: Path, capsys: pytest.CaptureFixture[str]) ->
     assert {"best_change", "compute_bound_tokens", "reasons", "mfu", "hfu", "model"} <= found.keys()
 
 
+def test_a_cluster_beside_the_machine(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = planned(capsys, str(small), "--cluster", "1x2")
+    assert code == 0
+    there = found["cluster"]
+    assert (there["nodes"], there["gpus_per_node"], there["micro_batches_per_gpu"]) == (1, 2, 1)
+    assert there["fits"]
+    assert there["run_s"] == pytest.approx(100 * there["step_s"])
+    assert "cluster" not in planned(capsys, str(small))[1]
+    assert main(["plan", str(small), "--cluster", "1x2xh200"]) == 0
+    screen = " ".join(capsys.readouterr().out.split())
+    assert "planned from data sheets, not measured" in screen
+    assert re.search(r"to finish: \S+ here, \S+ there \([\d.]+ times as fast\)", screen)
+    assert re.search(r"memory of a GPU [\d.]+ of 138 GiB: CUDA, NCCL, allocator", screen)
+    assert re.search(r"bound by \w+: computing takes [\d.]+ m?s a step \(eager layers\)", screen)
+
+
+def test_a_cluster_beside_a_machine_that_is_too_small(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["plan", str(small), "--cluster", "1x2", "--set", "budgets.ram=1MiB", "--set", "budgets.nvme=1MiB"]) == 1
+    )
+    assert "to finish: does not fit here, " in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("cluster", ["0x8", "foo", "1x4", "1x2xfoo"])
+def test_a_cluster_that_cannot_be(small: Path, capsys: pytest.CaptureFixture[str], cluster: str) -> None:
+    assert main(["plan", str(small), "--cluster", cluster]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith(f"error: --cluster {cluster}")
+
+
 def test_validations_count(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*settings: str) -> dict[str, Any]:
         given = [word for setting in settings for word in ("--set", setting)]

@@ -275,3 +275,60 @@ def test_colours_only_on_a_terminal_and_not_against_its_will(monkeypatch: pytest
     assert re.search(r"\x1b\[[0-9;]*32m", shown(fitting(), 100, **terminal))
     monkeypatch.setenv("NO_COLOR", "1")
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", shown(fitting(), 100, **terminal))
+
+
+def on_a_cluster(**changes: Any) -> dict[str, Any]:
+    """Of `penstock plan --cluster 2x8`."""
+    parts = {"logits": 20 * GIB, "saved activations": 10 * GIB, "moments": 8 * GIB, "gradients": 4 * GIB}
+    return {
+        "nodes": 2,
+        "gpus_per_node": 8,
+        "gpu": "NVIDIA H100 80GB HBM3",
+        "source": "planned from data sheets, not measured",
+        "compiled": False,
+        "fits": True,
+        "budget_bytes": 78 * GIB,
+        "peak_bytes": 48 * GIB,
+        "parts": parts | {"gathered weights": 3 * GIB, "master weights": 3 * GIB},
+        "steps": 2000,
+        "micro_batches_per_gpu": 2,
+        "step_s": 60.0,
+        "tokens_per_s": 4369.0,
+        "run_s": 120_000.0,
+        "compute_s": 59.0,
+        "nvlink_s": 3.1,
+        "network_s": 3.5,
+        "bound_by": "compute",
+        "network_gbit_per_s": 400,
+        "mfu": 0.31,
+        "would_fit": [],
+    } | changes
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_a_cluster_has_its_rows(width: int) -> None:
+    text = shown(fitting() | {"cluster": on_a_cluster()}, width)
+    assert_one_screen(text, width)
+    for part in (
+        "FSDP2 on 2 nodes of 8 H100 80GB HBM3",
+        "planned from data sheets, not measured",
+        "to finish: 15d13h here, 1d09h there (11.2 times as fast)",
+        "2,000 steps of 60.0 s, 4,369 tokens/s, MFU 31.0%; a GPU's micro-batches in a step: 2",
+        "✓ memory of a GPU 48.0 of 78.0 GiB: logits 20.0 GiB, saved activations 10.0 GiB, moments 8.0 GiB, gradients "
+        "4.0 GiB, others 6.0 GiB",
+        "bound by compute: computing takes 59.0 s a step (eager layers), all-gather and reduce-scatter meanwhile, "
+        "3.10 s over NVLink, 3.50 s over the network, for each GPU 400 Gbit/s, assumed",
+    ):
+        assert part in flat(text), part
+
+
+def test_a_cluster_that_is_too_small_says_what_would_do() -> None:
+    small = on_a_cluster(fits=False, peak_bytes=90 * GIB, would_fit=["train.micro_batch_size=1", "4x8 GPUs"])
+    text = flat(shown(fitting() | {"cluster": small}, 100))
+    assert "to finish: 15d13h here, does not fit there" in text
+    assert "✗ memory of a GPU 90.0 of 78.0 GiB" in text
+    assert "too large by 12.0 GiB; would fit: train.micro_batch_size=1 or 4x8 GPUs" in text
+    text = flat(shown(refused() | {"cluster": on_a_cluster(nodes=1, network_s=0.0)}, 100))
+    assert "FSDP2 on one node of 8 H100" in text
+    assert "to finish: does not fit here, 1d09h there" in text
+    assert "over the network" not in text
