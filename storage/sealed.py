@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from mmap import mmap
 from typing import Any, NamedTuple
 
 KEY = "crc32c"
@@ -37,7 +38,7 @@ def unseal(value: Mapping[str, Any]) -> Unsealed:
     return Unsealed(content, KEY in value)
 
 
-def hex_crc(data: bytes) -> str:
+def hex_crc(data: bytes | mmap) -> str:
     """CRC-32C in the form that is written to JSON."""
     from penstock.storage.crc import checksum  # numpy, which whoever shows a recipe does without
 

@@ -18,11 +18,13 @@ from penstock.engine.cluster.layout import (
     Record,
     alone,
     begin_folder,
+    checksums_of,
     end_folder,
     held_tensors,
     load,
     moment,
     places,
+    require_intact,
     require_same_model,
     state_dict,
     trained_names,
@@ -71,7 +73,7 @@ def write_dcp(
                     planner=_Streaming(source),
                     no_dist=True,
                 )
-            end_folder(folder)
+            end_folder(folder, checksums_of(partial))
         except OSError as error:
             raise disk_error(error, folder, "writing a DCP checkpoint") from error
         return Written(int(meta["step"]), sum(t.numel() * t.element_size() for t in source.shapes.values()))
@@ -133,6 +135,7 @@ def read_dcp(folder: Path, record: Record, spec: ModelSpec, recipe: Recipe, run_
     generation is there only when all of it is.
     """
     optimizer = find_optimizer(recipe.train)
+    require_intact(folder)
     require_same_model(folder, spec, optimizer.kinds)
     arrays = arrays_of(buffer_shapes(spec, recipe), DTYPE_BYTES[recipe.train.compute_dtype], optimizer.state_kinds)
     budget = None if recipe.budgets.nvme is None else parse_bytes(recipe.budgets.nvme, "budgets.nvme")

@@ -2,7 +2,8 @@
 
     STEP/penstock.json     recipe, step, data position: what a run's generation records, sealed
     STEP/__R_T.distcp      tensors, by whatever rank wrote them
-    STEP/.metadata         torch's index of them, written last
+    STEP/.metadata         torch's index of them
+    STEP/checksums.json    size and CRC-32C of these, of which torch keeps none
 
 A parameter goes by its state-dict name in transformers, float32 where it is trained; what AdamW keeps of it by
 `optimizer.state.NAME.exp_avg`, `.exp_avg_sq` and `.step`, as torchtitan calls it. The index is a pickle, in which
@@ -14,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import mmap
+import os
 import pickle
 import shutil
 import warnings
@@ -34,9 +37,10 @@ from penstock.storage import sealed
 from penstock.storage.disk import atomic_write, fsync_dir
 from penstock.storage.errors import UserError
 from penstock.storage.layout import ParamSpec
-from penstock.storage.untrusted import is_whole, one_line, parse_object, read_regular
+from penstock.storage.untrusted import is_whole, one_line, open_regular, parse_object, read_regular
 
 RECORD_NAME = "penstock.json"
+CHECKSUMS_NAME = "checksums.json"
 INDEX_NAME = ".metadata"
 _FORMAT = "penstock-dcp"
 _VERSION = 1
@@ -94,9 +98,11 @@ def begin_folder(folder: Path, record: Mapping[str, Any]) -> Path:
     return partial
 
 
-def end_folder(folder: Path) -> None:
-    """Put a written checkpoint in its place, durably; an older one there goes."""
+def end_folder(folder: Path, checksums: Mapping[str, Sequence[Any]]) -> None:
+    """Put a written checkpoint in its place, durably, with what `checksums_of` its files; an older one there goes."""
     partial = partial_folder(folder)
+    content = sealed.seal({"files": {name: list(found) for name, found in checksums.items()}})
+    atomic_write(partial / CHECKSUMS_NAME, json.dumps(content, indent=1) + "\n")
     fsync_dir(partial)
     if folder.exists():
         shutil.rmtree(folder)
@@ -104,7 +110,42 @@ def end_folder(folder: Path) -> None:
     fsync_dir(folder.parent)
 
 
+def checksums_of(folder: Path, share: tuple[int, int] = (0, 1)) -> dict[str, tuple[int, str]]:
+    """Name -> bytes and CRC-32C of a written checkpoint's files; with `share` (i, n) of the i-th of n equal shares."""
+    names = sorted(path.name for path in folder.iterdir() if path.name not in (RECORD_NAME, CHECKSUMS_NAME))
+    return {name: _checksum(folder / name) for name in names[share[0] :: share[1]]}
+
+
+def _checksum(path: Path) -> tuple[int, str]:
+    with open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if not size:
+            return 0, sealed.hex_crc(b"")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return size, sealed.hex_crc(content)
+
+
 # ------------------------------------------------------------------ reading
+
+
+def require_intact(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
+    """UserError unless a checkpoint's files are as they were written; with `share` (i, n) only the i-th of n shares of
+    them is read."""
+    path = folder / CHECKSUMS_NAME
+    try:
+        found = sealed.unseal(parse_object(read_regular(path, most_bytes=_RECORD_BYTES))).content.get("files")
+        if not isinstance(found, dict):
+            raise ValueError("holds something else")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); restore it from a copy") from None
+    for name in sorted(found)[share[0] :: share[1]]:
+        file = folder / Path(str(name)).name
+        try:
+            now = list(_checksum(file))
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read ({error.strerror}); restore it from a copy") from None
+        if now != found[name]:
+            raise UserError(f"{file}: is not as it was written; restore it from a copy, or take an older checkpoint")
 
 
 class Record(NamedTuple):

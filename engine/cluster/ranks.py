@@ -51,8 +51,7 @@ class Ranks:
             result = act()
         except UserError as refusal:
             error = refusal
-        found: list[str | None] = [None] * self.count
-        dist.all_gather_object(found, None if error is None else str(error))
+        found = self.all_of(None if error is None else str(error))
         saying = next((rank for rank, text in enumerate(found) if text is not None), None)
         if saying is None:
             return result  # type: ignore[return-value]
@@ -72,6 +71,12 @@ class Ranks:
         box: list[T | None] = [mine]
         dist.broadcast_object_list(box, src=0)
         return box[0]  # type: ignore[return-value]
+
+    def all_of(self, value: T) -> list[T]:
+        """The value of every rank, by rank."""
+        found: list[T | None] = [None] * self.count
+        dist.all_gather_object(found, value)
+        return found  # type: ignore[return-value]
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """All ranks in a row, each with a device of its own of the type of `device`."""

@@ -22,10 +22,12 @@ from penstock.engine.cluster.convert import write_dcp
 from penstock.engine.cluster.layout import (
     Record,
     begin_folder,
+    checksums_of,
     end_folder,
     load,
     partial_folder,
     read_record,
+    require_intact,
     require_same_model,
     state_dict,
 )
@@ -132,6 +134,7 @@ def _open(
             _begin(sharded, described, recipe, observer, ranks)
         else:
             folder = start
+            ranks.together(lambda: require_intact(folder, (ranks.rank, ranks.count)))
             ranks.together(lambda: require_same_model(folder, spec, kinds))
             ranks.together(lambda: load(folder, sharded.tensors()))
     loader = ranks.together(lambda: make_loader(described.data.corpus, spec, recipe))
@@ -301,8 +304,11 @@ class _ClusterRun:
             meta["validation"] = self._gains.to_json()
         folder, ranks = dcp_folder(self._run_dir, self._step), self._ranks
         ranks.together(lambda: self._on_first(lambda: begin_folder(folder, {"recipe": dict(self._tree), "meta": meta})))
-        dcp.save(state_dict(self._sharded.tensors()), storage_writer=FileSystemWriter(partial_folder(folder)))
-        ranks.together(lambda: self._on_first(lambda: end_folder(folder)))
+        partial = partial_folder(folder)
+        dcp.save(state_dict(self._sharded.tensors()), storage_writer=FileSystemWriter(partial))
+        own = ranks.together(lambda: checksums_of(partial, (ranks.rank, ranks.count)))
+        checksums = {name: found for rank in ranks.all_of(own) for name, found in rank.items()}
+        ranks.together(lambda: self._on_first(lambda: end_folder(folder, checksums)))
         self._saved = folder
         self._on_first(self._prune)
         self._observer.on_message(f"checkpoint {folder}", detail=True)

@@ -22,7 +22,9 @@ from cluster_ranks import torchrun
 from torch.distributed.checkpoint import FileSystemReader
 
 from penstock.app.cli import main
+from penstock.engine.cluster.layout import checksums_of
 from penstock.engine.cluster.train import require_even
+from penstock.storage import sealed
 from penstock.storage.errors import UserError
 
 RECIPE = """
@@ -222,15 +224,22 @@ class Evil:
         return os.system, ("touch owned",)
 
 
+def _write_index(folder: Path, content: bytes) -> None:
+    """Of somebody who makes the checksums match."""
+    (folder / ".metadata").write_bytes(content)
+    files = {name: list(found) for name, found in checksums_of(folder).items()}
+    (folder / "checksums.json").write_text(json.dumps(sealed.seal({"files": files})))
+
+
 def _pickled(folder: Path) -> None:
-    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
+    _write_index(folder, pickle.dumps(Evil()))
 
 
 def _other_folder(folder: Path) -> None:
     index = FileSystemReader(folder).read_metadata()
     for info in index.storage_data.values():
         info.relative_path = f"../{folder.name}/{info.relative_path}"
-    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    _write_index(folder, pickle.dumps(index))
 
 
 def _without_record(folder: Path) -> None:
@@ -250,6 +259,13 @@ def _without_a_file(folder: Path) -> None:
     (folder / "__0_0.distcp").unlink()
 
 
+def _flipped(folder: Path) -> None:
+    path = folder / "__0_1.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 def _cut(folder: Path) -> None:
     path = folder / "__0_1.distcp"
     path.write_bytes(path.read_bytes()[:5000])
@@ -264,7 +280,8 @@ def _cut(folder: Path) -> None:
         (_edited_record, "CRC"),
         (_no_index, "no whole DCP checkpoint"),
         (_without_a_file, "__0_0.distcp"),
-        (_cut, "cannot be read"),
+        (_flipped, "__0_1.distcp: is not as it was written"),
+        (_cut, "__0_1.distcp: is not as it was written"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(
