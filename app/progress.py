@@ -155,9 +155,9 @@ class Display:
         Of the last one the summary tells.
         """
         eta = duration_text(self._eta.update(metrics))
-        lane = f"{busiest[0]} {busiest[1]:.0%}" if busiest else "n/a"
+        lane = f"  busiest {busiest[0]} {busiest[1]:.0%}" if busiest else ""
         speed = speed_text(mean, metrics.tokens_per_s)
-        line = f"loss {metrics.loss:.4f}{self._validation}  {speed}  ETA {eta}  busiest {lane}"
+        line = f"loss {metrics.loss:.4f}{self._validation}  {speed}  ETA {eta}{lane}"
         if self._progress is not None:
             self._line = line
             self._progress.update(self._task, completed=metrics.step)

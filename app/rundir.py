@@ -58,7 +58,7 @@ LEFT_BY_LAUNCHER = {"recipe.json", "run.lock", "output.log"}
 
 OWN_FOLDERS = (
     *("data", "requests", "state", "state/checkpoints", "state/scratch", "export", "evals"),
-    *("trackers", "tensorboard"),
+    *("trackers", "tensorboard", "dcp"),
 )
 """Folders of a run: real ones, or somebody else's files would be written and deleted through them."""
 

@@ -100,9 +100,9 @@ def test_a_line_now_and_then_without_a_terminal(monkeypatch: pytest.MonkeyPatch)
         "[a] message with [brackets]",
         "  pinning 350 GB                 130.5 s",
         "step 1 of 90  loss 2.5000  1,234 tok/s last step  ETA n/a  busiest compute 100%",
-        "step 7 of 90  loss 2.5000  1,200 tok/s mean, 1,234 last step  ETA 1m23s  busiest n/a",  # 600 s of silence
-        "step 30 of 90  loss 2.5000  1,200 tok/s mean, 1,234 last step  ETA 1m00s  busiest n/a",
-        "step 60 of 90  loss 2.5000  validation 2.2500  1,200 tok/s mean, 1,234 last step  ETA 30s  busiest n/a",
+        "step 7 of 90  loss 2.5000  1,200 tok/s mean, 1,234 last step  ETA 1m23s",  # 600 s of silence
+        "step 30 of 90  loss 2.5000  1,200 tok/s mean, 1,234 last step  ETA 1m00s",
+        "step 60 of 90  loss 2.5000  validation 2.2500  1,200 tok/s mean, 1,234 last step  ETA 30s",
     ]
 
 
