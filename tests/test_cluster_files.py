@@ -360,6 +360,7 @@ STEPS = 20
 MORE = {"train.steps": STEPS, "storage.keep_last": STEPS}
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_starts_again_with_the_others(tmp_path: Path, start: Start) -> None:
     """torchrun starts all ranks once more, from the last checkpoint."""
     process = start("cluster.sbatch", **MORE)
@@ -384,6 +385,7 @@ def test_a_job_whose_time_is_over_writes_a_checkpoint(tmp_path: Path, start: Sta
     assert (tmp_path / "notes").read_text() == "requeue 7\n"
 
 
+@pytest.mark.long
 def test_the_same_command_goes_on_after_a_node_is_lost(tmp_path: Path, start: Start) -> None:
     """As Slurm starts a job once more: what was checkpointed is not trained again."""
     process = start("cluster.sbatch", **MORE)

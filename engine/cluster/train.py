@@ -35,7 +35,7 @@ from penstock.engine.cluster.model import Sharded, make_sharded
 from penstock.engine.cluster.ranks import Ranks
 from penstock.engine.cluster.step import Share, train_step
 from penstock.engine.cluster.validate import validate
-from penstock.engine.config import Recipe, dcp_folder, dcp_folders, state_folder
+from penstock.engine.config import Recipe, changed_fields, dcp_folder, dcp_folders, given_fields, state_folder
 from penstock.engine.data.loader import DataLoader, ValidationSet
 from penstock.engine.data.prepare import make_loader, make_validation
 from penstock.engine.events import WARMUP_STEPS, Observer, StepMetrics
@@ -87,13 +87,14 @@ def train_cluster(
 
     That is its newest DCP checkpoint, or its newer generation, which becomes one; or the recipe's first step. Every
     rank sees `run_dir` on a shared file system. `context_parallel`: ranks that share one micro-batch, each with a part
-    of its tokens. Raises UserError on
-    all ranks for what the user can mend, SaidElsewhereError on all but the one that says it.
+    of its tokens. Raises UserError on all ranks for what the user can mend, SaidElsewhereError on all but the one that
+    says it.
     """
     device = ranks.together(lambda: resolve_device(recipe.train))
     recipe = replace(recipe, train=with_compute_dtype(recipe.train, device.type))
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     run = _open(recipe, recipe_tree, device, run_dir, observer, ranks, context_parallel)
     observer.on_begin()
     return run.train()
@@ -143,6 +144,9 @@ def _open(
     if record is not None:
         ranks.together(lambda: loader.seek(record.meta["cursor"]))
         observer.on_message(f"goes on from step {record.step:,} ({start})")
+        before, now = record.meta.get("fields"), given_fields(recipe)
+        if isinstance(before, dict) and (changed := changed_fields(before, now)):
+            observer.on_message(f"since then the recipe has changed: {changed}; going on with the present one")
     share = Share(ranks.rank // spread, ranks.count // spread, context)
     return _ClusterRun(recipe, tree, run_dir, observer, ranks, sharded, share, loader, validation, record)
 
