@@ -93,7 +93,8 @@ def _error(
         max_position=int(stream.positions.max()),
     )
     share = Share(0, 1, context)
-    summed, objective = loss_sums(target_logits(model, share.part(micro_batch, device)), 0.0)
+    part = share.part(micro_batch, device)
+    summed, objective = loss_sums(target_logits(model, part), part, 0.0)
     (objective / micro_batch.num_targets).backward()
     found = {
         name: torch.zeros(p.shape) if p.grad is None else p.grad.float().cpu()

@@ -35,12 +35,28 @@ class Part:
 
     ids: Tensor
     """[rows, tokens] int64."""
-    labels: Tensor
-    """[rows, tokens] int64."""
     positions: Tensor
     """[rows, tokens] int64."""
+    targets: Tensor
+    """[n] int64: which of the rows' tokens, end to end, have something to predict."""
+    labels: Tensor
+    """[n] int64: what that is."""
     weights: Tensor | None
-    """[rows, tokens] float32."""
+    """[n] float32: how much it counts; None: 1 for all."""
+
+    @staticmethod
+    def of(
+        ids: Tensor, labels: Tensor, positions: Tensor, weights: Tensor | None, rows: int, device: torch.device
+    ) -> Part:
+        """Tensors [tokens] on the CPU, where targets are counted without waiting for the device, as so many rows."""
+        targets = torch.nonzero(labels != IGNORE_LABEL).squeeze(1)
+        return Part(
+            ids=ids.view(rows, -1).to(device),
+            positions=positions.view(rows, -1).to(device),
+            targets=targets.to(device),
+            labels=labels[targets].to(device),
+            weights=None if weights is None else weights[targets].to(device),
+        )
 
 
 class Context:
@@ -82,13 +98,15 @@ class Context:
         def cut(values: Tensor, padding: float) -> Tensor:
             whole = torch.full((length,), padding, dtype=values.dtype)
             whole[:tokens] = values
-            return whole[own].to(device)[None]
+            return whole[own]
 
-        return Part(
-            ids=cut(micro_batch.ids, int(micro_batch.ids[-1])),
-            labels=cut(micro_batch.labels, IGNORE_LABEL),
-            positions=cut(micro_batch.positions, 0),
-            weights=None if micro_batch.weights is None else cut(micro_batch.weights, 1),
+        return Part.of(
+            cut(micro_batch.ids, int(micro_batch.ids[-1])),
+            cut(micro_batch.labels, IGNORE_LABEL),
+            cut(micro_batch.positions, 0),
+            None if micro_batch.weights is None else cut(micro_batch.weights, 1),
+            1,
+            device,
         )
 
     def _tokens_of(self, rank: int, length: int) -> Tensor:
@@ -152,16 +170,9 @@ def whole_part(micro_batch: MicroBatch, device: torch.device) -> Part:
     end = num_tokens(micro_batch)
     rows = _rows(micro_batch.documents, end)
 
-    def cut(values: Tensor) -> Tensor:
-        return values[:end].to(device).view(rows, -1)
-
-    weights = micro_batch.weights
-    return Part(
-        ids=cut(micro_batch.ids),
-        labels=cut(micro_batch.labels),
-        positions=cut(micro_batch.positions),
-        weights=None if weights is None else cut(weights),
-    )
+    weights = None if micro_batch.weights is None else micro_batch.weights[:end]
+    ids, labels, positions = micro_batch.ids[:end], micro_batch.labels[:end], micro_batch.positions[:end]
+    return Part.of(ids, labels, positions, weights, rows, device)
 
 
 def num_tokens(micro_batch: MicroBatch) -> int:

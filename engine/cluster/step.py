@@ -18,7 +18,7 @@ from penstock.engine.cluster.context import Context, Part, whole_part
 from penstock.engine.cluster.model import Sharded
 from penstock.engine.config import TrainConfig
 from penstock.engine.data.loader import MicroBatch
-from penstock.engine.model.tokens import IGNORE_LABEL, mean_by_weight, total_weight
+from penstock.engine.model.tokens import mean_by_weight, total_weight
 from penstock.engine.optim.lr import learning_rate
 
 
@@ -57,9 +57,9 @@ def train_step(
     for micro_batch in own:
         part = share.part(micro_batch, sharded.device)
         begin_balance(sharded, part)
-        rows = target_logits(model, part)
+        logits = target_logits(model, part)
         settle_balance(sharded, len(own))
-        loss, objective = loss_sums(rows, train.z_loss)
+        loss, objective = loss_sums(logits, part, train.z_loss)
         losses += loss
         (objective * scale).backward()
     dist.all_reduce(losses)
@@ -80,44 +80,31 @@ def whole(norm: Tensor) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-class TargetRows(NamedTuple):
-    """Logits where there is something to predict: n rows."""
-
-    logits: Tensor
-    """[n, vocab] in the dtype of computing."""
-    labels: Tensor
-    """[n] int64."""
-    weights: Tensor | None
-    """[n] float32; None: 1 for all."""
-
-
-def target_logits(model: PreTrainedModel, part: Part) -> TargetRows:
-    """The model's forward on a part of a micro-batch, and its logits of the tokens that have a target.
+def target_logits(model: PreTrainedModel, part: Part) -> Tensor:
+    """The model's forward on a part of a micro-batch, and its logits [n, vocab] of the tokens that have a target.
 
     Documents that lie end to end are told apart by their positions, which begin at 0 in each: transformers masks by
     them, or attention does that is spread over ranks.
     """
-    found = part.labels.flatten() != IGNORE_LABEL
     inputs: dict[str, Any] = {"input_ids": part.ids, "use_cache": False}
     accepts = inspect.signature(model.forward).parameters
     if "position_ids" in accepts:
         inputs["position_ids"] = part.positions
     if len(part.ids) == 1 and "logits_to_keep" in accepts:
-        logits = model(**inputs, logits_to_keep=torch.nonzero(found).squeeze(1)).logits[0]
+        logits: Tensor = model(**inputs, logits_to_keep=part.targets).logits[0]
     else:
-        logits = model(**inputs).logits.flatten(0, 1)[found]
-    weights = None if part.weights is None else part.weights.flatten()[found]
-    return TargetRows(logits, part.labels.flatten()[found], weights)
+        logits = model(**inputs).logits.flatten(0, 1)[part.targets]
+    return logits
 
 
-def loss_sums(rows: TargetRows, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Sums over rows of weight x cross entropy (float64, 0-dim), and of what is trained: with PaLM's term as well
-    (engine/model/loss.py)."""
-    logits = rows.logits.float()
-    each = F.cross_entropy(logits, rows.labels, reduction="none")
+def loss_sums(logits: Tensor, part: Part, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Of the logits [n, vocab] of a part's targets: sums of weight x cross entropy (float64, 0-dim), and of what is
+    trained, with PaLM's term as well (engine/model/loss.py)."""
+    logits = logits.float()
+    each = F.cross_entropy(logits, part.labels, reduction="none")
     objective = each + z_loss * torch.logsumexp(logits, dim=-1).square() if z_loss else each
-    if rows.weights is not None:
-        each, objective = each * rows.weights, objective * rows.weights
+    if part.weights is not None:
+        each, objective = each * part.weights, objective * part.weights
     return each.detach().double().sum(), objective.sum()
 
 

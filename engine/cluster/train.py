@@ -94,7 +94,6 @@ def train_cluster(
     recipe = replace(recipe, train=with_compute_dtype(recipe.train, device.type))
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
     run = _open(recipe, recipe_tree, device, run_dir, observer, ranks, context_parallel)
     observer.on_begin()
     return run.train()

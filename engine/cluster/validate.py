@@ -24,10 +24,11 @@ def validate(sharded: Sharded, held_out: ValidationSet, step: int, share: Share)
         tokens += sum(m.num_targets for m in batch)
         own = share.of(batch)
         # All ranks run the model together: those that have nothing left run along.
-        rows = target_logits(sharded.model, share.part((own or batch)[0], sharded.device))
+        part = share.part((own or batch)[0], sharded.device)
+        logits = target_logits(sharded.model, part)
         if own:
-            sums[0] += loss_sums(rows, 0.0)[0]
-            sums[1] += (rows.logits.argmax(dim=-1) == rows.labels).sum()
+            sums[0] += loss_sums(logits, part, 0.0)[0]
+            sums[1] += (logits.argmax(dim=-1) == part.labels).sum()
     dist.all_reduce(sums)
     return ValidationMetrics(
         step=step,
