@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -14,13 +13,11 @@ from penstock.storage import sealed
 from penstock.storage.errors import UserError
 from penstock.storage.offsite import RUN_FILES
 from penstock.storage.offsite_link import Pieces, PlaceLink
-from penstock.storage.offsite_place import PIECE_BYTES
+from penstock.storage.offsite_place import PIECE_BYTES, may_be_named
 from penstock.storage.untrusted import Count, one_line, parse_object, typed
 
 _MOST_BYTES = 1 << 28
 _FORMAT = "penstock-run-files"
-_PART = r"[A-Za-z0-9_][A-Za-z0-9._+@ -]{0,199}"
-_PATH = re.compile(rf"{_PART}(/{_PART}){{0,7}}")
 
 
 class _Piece(Struct, forbid_unknown_fields=True):
@@ -37,11 +34,6 @@ class _Files(Struct, forbid_unknown_fields=True):
     format: str
     pieces_bytes: Count
     files: tuple[_File, ...]
-
-
-def may_be_named(name: str) -> bool:
-    """Whether a file of a run directory, by its path within it, can be kept at a place."""
-    return _PATH.fullmatch(name) is not None
 
 
 def encode_files(files: Mapping[str, Pieces]) -> str:

@@ -69,6 +69,7 @@ class PlaceLink:
         self._patience = patience
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
+        self._closed = False
 
     def __enter__(self) -> PlaceLink:
         return self
@@ -77,7 +78,12 @@ class PlaceLink:
         self.close()
 
     def close(self) -> None:
-        """End the process, at once; what it has under way is not finished."""
+        """End the process, at once, and for good; what it has under way is not finished. Any thread may."""
+        self._closed = True
+        self.release()
+
+    def release(self) -> None:
+        """End the process until there is something to do again."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -144,6 +150,8 @@ class PlaceLink:
 
     def _ask(self, request: dict[str, Any], told: Told = lambda moved: None) -> Any:
         with self._lock:
+            if self._closed:
+                raise self.error("was given up", permanent=False)
             process = self._process or self._start()
             assert process.stdin is not None
             assert process.stdout is not None
@@ -159,7 +167,7 @@ class PlaceLink:
             except (OSError, ValueError) as error:
                 if isinstance(error, UserError):
                     raise
-            self.close()
+            self.release()
             raise self.error("the process that moves bytes has ended", permanent=False)
 
     def _start(self) -> subprocess.Popen[str]:
@@ -177,7 +185,7 @@ class PlaceLink:
         assert self._process.stdout is not None
         opened = json.loads(self._process.stdout.readline() or '{"refused": "ended at once", "permanent": false}')
         if "refused" in opened:
-            self.close()
+            self.release()
             raise self.error(opened["refused"], permanent=opened["permanent"])
         return self._process
 

@@ -27,7 +27,7 @@ import tensorstore as ts
 from penstock.storage.crc import checksum
 from penstock.storage.disk import prepare_file, publish
 from penstock.storage.errors import UserError
-from penstock.storage.offsite_place import PARTS_IN_FLIGHT, PIECE_BYTES, Place
+from penstock.storage.offsite_place import PIECE_BYTES, Place, parts_in_flight
 from penstock.storage.untrusted import one_line, open_regular
 
 _TRIES = 6
@@ -282,7 +282,7 @@ class Mover:
             self.bucket.write(key, data, crc=whole)
             return file_bytes
 
-        return self._all(one, jobs)
+        return self._all(one, jobs, largest(jobs))
 
     def put_files(
         self, files: list[tuple[str, str]], have: list[str], folder: str, bytes_per_s: float | None
@@ -324,7 +324,7 @@ class Mover:
             publish(prepare_file(Path(path), data), Path(path))
             return file_bytes
 
-        return self._all(one, jobs)
+        return self._all(one, jobs, largest(jobs))
 
     def get_files(self, files: list[tuple[str, list[tuple[str, int]]]], folder: str) -> int:
         """Make files, (path, [(SHA-256, bytes)]) each, of their pieces below `folder`."""
@@ -333,7 +333,7 @@ class Mover:
             publish(prepare_file(Path(path), self._pieces(pieces, folder)), Path(path))
             return sum(size for _, size in pieces)
 
-        return self._all(one, files)
+        return self._all(one, files, PIECE_BYTES)
 
     def _pieces(self, pieces: list[tuple[str, int]], folder: str) -> Iterator[bytes]:
         for digest, size in pieces:
@@ -344,13 +344,13 @@ class Mover:
 
             yield self.bucket.read_exactly(f"{folder}/{digest}", size, check)
 
-    def _all(self, one: Callable[..., int], jobs: Sequence[Sequence[Any]]) -> int:
+    def _all(self, one: Callable[..., int], jobs: Sequence[Sequence[Any]], largest_bytes: int) -> int:
         """Do all jobs, a few at a time; what the first that fails raises, once those under way have ended."""
-        total, left = 0, iter(jobs)
-        with ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="move") as threads:
+        total, left, at_once = 0, iter(jobs), parts_in_flight(largest_bytes)
+        with ThreadPoolExecutor(at_once, thread_name_prefix="move") as threads:
             running: set[Future[int]] = set()
             while True:
-                while len(running) < PARTS_IN_FLIGHT and (job := next(left, None)) is not None:
+                while len(running) < at_once and (job := next(left, None)) is not None:
                     running.add(threads.submit(one, *job))
                 if not running:
                     return total
@@ -359,6 +359,11 @@ class Mover:
                     size = future.result()
                     total += size
                     self._told(size)
+
+
+def largest(jobs: Sequence[tuple[str, str, int, int]]) -> int:
+    """Bytes of the largest chunk file of the jobs."""
+    return max((size for _, _, size, _ in jobs), default=0)
 
 
 class _Telling:

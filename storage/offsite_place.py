@@ -18,12 +18,13 @@ from penstock.storage.untrusted import one_line, printable
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _SCHEMES = {"s3": "s3", "gs": "gcs", "file": "file"}
+_PART = r"[A-Za-z0-9_][A-Za-z0-9._+@ -]{0,199}"
+_PATH = re.compile(rf"{_PART}(/{_PART}){{0,7}}")
 _MOST_CHARS = 900
 """Of a prefix: keys have at most 1,024 bytes, and a chunk's name comes behind it."""
 PIECE_BYTES = 8 << 20
 """Of files that are no chunks: those that only grow keep their first pieces."""
-PARTS_IN_FLIGHT = 2
-"""Objects that one process moves at once: each has its bytes in memory a few times."""
+_PARTS_IN_FLIGHT, _LARGE_BYTES = 2, 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,4 +154,14 @@ def mover_bytes(largest_file_bytes: int) -> int:
 
     A part is there as it was read, as it is sent, and as it comes back to be compared.
     """
-    return (128 << 20) + 3 * PARTS_IN_FLIGHT * largest_file_bytes
+    return (128 << 20) + 3 * parts_in_flight(largest_file_bytes) * largest_file_bytes
+
+
+def parts_in_flight(largest_file_bytes: int) -> int:
+    """Objects that one process moves at once."""
+    return _PARTS_IN_FLIGHT if largest_file_bytes <= _LARGE_BYTES else 1
+
+
+def may_be_named(name: str) -> bool:
+    """Whether a file of a run directory, by its path within it, can be kept at a place."""
+    return _PATH.fullmatch(name) is not None

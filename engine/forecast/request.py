@@ -30,8 +30,10 @@ from penstock.engine.optim.groups import lr_factors
 from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import FP32, BufferShape, PlanInput, PlanOptions, SampleSpace
+from penstock.storage.chunk import ChunkFormat
 from penstock.storage.errors import BudgetError
-from penstock.storage.layout import part_numel_even
+from penstock.storage.layout import FlatLayout, part_numel_even
+from penstock.storage.offsite_place import mover_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +103,7 @@ class PlanRequest:
             ram_budget=budgets.ram,
             device_reads=self.device_reads,
             reader_bytes=self.reader_bytes,
+            offsite_bytes=0 if storage.offsite is None else mover_bytes(self._largest_file_bytes(flat, part_bytes)),
             activation_checkpointing=train.activation_checkpointing,
             kv_window=train.kv_window,
             nvme_budget=budgets.nvme,
@@ -112,6 +115,12 @@ class PlanRequest:
             # The loss of the routers' balance is over all of a step's tokens.
             one_group=bool(spec.router_aux_loss if train.router_aux_loss is None else train.router_aux_loss),
         )
+
+    def _largest_file_bytes(self, flat: Mapping[str, FlatLayout], part_bytes: int) -> int:
+        """Of a chunk file of float32 state."""
+        by_element = find_optimizer(self.recipe.train).granularity == "element"
+        most = max(layout.numel for layout in flat.values()) * FP32
+        return ChunkFormat(min(most, part_bytes) if by_element else most).file_bytes
 
     @property
     def samples(self) -> SampleSpace | None:

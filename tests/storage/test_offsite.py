@@ -19,7 +19,7 @@ from penstock.storage.nvme import NvmeStore
 from penstock.storage.offsite import Claim, read_index, require_usable, write_tokens
 from penstock.storage.offsite_fetch import fetch_files, fetch_state, find
 from penstock.storage.offsite_link import OffsiteError, PlaceChangedError, PlaceLink
-from penstock.storage.offsite_place import Place, parse_place
+from penstock.storage.offsite_place import Place, may_be_named, parse_place
 from penstock.storage.offsite_send import Sent, send_checkpoint
 
 QUICK = {"most_pause_s": 0.05, "patience_s": 5.0}
@@ -368,7 +368,7 @@ def test_damage_at_the_place_is_found(s3: S3, tmp_path: Path) -> None:
     "path", ["../recipe.json", "/etc/passwd", "data/../../x", "data//x", ".ssh/key", "a\nb", "data/./x", "x" * 300, ""]
 )
 def test_names_that_lead_elsewhere_are_refused(s3: S3, tmp_path: Path, path: str) -> None:
-    from penstock.storage.offsite_files import encode_files, may_be_named, read_files
+    from penstock.storage.offsite_files import encode_files, read_files
 
     assert not may_be_named(path)
     place = new_place()
