@@ -19,6 +19,7 @@ from penstock.engine.model.adapter_values import AdapterLayers
 from penstock.engine.model.adapters import plain_name
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.spec import ModelSpec, buffers_of_blocks, layouts
+from penstock.engine.run_files import with_kept_inputs
 from penstock.engine.runtime.state import read_parameters
 from penstock.storage.checkpoints import checkpoint_folder, read_checkpoint
 from penstock.storage.layout import FlatLayout
@@ -61,6 +62,8 @@ def export(
     running. Raises UserError when the run has no generation yet, `out_dir` cannot be written, or float16 holds a value
     not; and for an adapter that cannot be merged.
     """
+    named, recipe = recipe.model.path, with_kept_inputs(recipe, run_dir)
+    is_kept = recipe.model.path != named  # of the model's folder, which is not here, there are the small files
     root = state_folder(run_dir)
     folder = root
     if checkpoint is not None:
@@ -88,34 +91,40 @@ def export(
                 out_dir,
                 spec,
                 parameters,
-                base=recipe.model.path,
+                base=named,
                 dtype="float32" if dtype == "auto" else dtype,
                 tokenizer=origin if tokenizer is None else tokenizer.folder,
             )
             remarks: list[str] = []
         else:
             usual = "float32" if recipe.train.compute_dtype == "float32" else "bfloat16"
-            rows = stored if recipe.model.added_tokens else None
+            like = None if is_kept else origin
+            rows = stored if recipe.model.added_tokens and like is not None else None
             whole = spec
             read: weights.ReadBuffer = parameters
             if adapter is not None:
                 whole = take_apart(config)
-                dtypes = {} if dtype != "auto" or origin is None else weights.parameter_dtypes(whole, origin, rows)
-                named = weights.FLOAT_DTYPES[usual if dtype == "auto" else dtype]
-                read = _merging(spec, parameters, lambda name: dtypes.get(name, named))
+                dtypes = {} if dtype != "auto" or like is None else weights.parameter_dtypes(whole, like, rows)
+                other = weights.FLOAT_DTYPES[usual if dtype == "auto" else dtype]
+                read = _merging(spec, parameters, lambda name: dtypes.get(name, other))
                 constants = {plain_name(name): tensor for name, tensor in constants.items()}
             remarks = weights.export_folder(
                 out_dir,
                 whole,
                 read,
                 constants=constants,
-                origin=origin,
+                origin=like,
                 tokenizer=tokenizer,
                 dtype=usual if dtype == "auto" else dtype,
                 stored=rows,
                 convert=dtype != "auto",
                 max_shard_bytes=max_shard_bytes,
             )
+            if is_kept:
+                remarks.append(
+                    f"model.path: {named} is not here: tensors have transformers' own names and dtype {usual}, and what "
+                    "the model has beside its text layers is left out; put the folder there for an export like it"
+                )
             if alone:
                 remarks.append("merged: the adapter stands beside random weights, which nobody else has")
         step = store.meta.get("step")

@@ -81,8 +81,8 @@ class Uploads:
         return cls(recipe, run_dir, link)
 
     def attach(self, store: NvmeStore) -> None:
-        """Take the place for the run's store, and go on with an upload that an earlier process did not end. UserError
-        where another run has taken the place meanwhile."""
+        """Take the place for the run's store. Where an earlier process did not end an upload, the generation that the
+        run goes on from is sent. UserError where another run has taken the place meanwhile."""
         self._store = store
         self._claim = Claim(self._link, store.root, store.id, self._recipe.name)
         known = self._claim.look()
@@ -90,14 +90,12 @@ class Uploads:
         self._claim.take()
         if known is not None and known.entries:
             self._newest = known.entries[-1].step
-        names = [name for name in checkpoint_names(store.root) if UPLOADED.fullmatch(name)]
+        left = [name for name in checkpoint_names(store.root) if UPLOADED.fullmatch(name)]
+        for name in left:
+            self._delete(name)
         step = int(store.meta["step"])
-        useful = [name for name in names if (read_checkpoint(store.root, name).step or 0) <= step]
-        newest = max(useful, key=lambda name: read_checkpoint(store.root, name).generation, default=None)
-        for name in names:
-            if name != newest:
-                self._delete(name)
-        self._next = newest
+        if step != self._newest and (left or self.due(step)):
+            self._keep_next()
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
         self._thread.start()
 
