@@ -122,8 +122,8 @@ def export(
             )
             if is_kept:
                 remarks.append(
-                    f"model.path: {named} is not here: tensors have transformers' own names and dtype {usual}, and what "
-                    "the model has beside its text layers is left out; put the folder there for an export like it"
+                    f"model.path: {named} is not here: tensors have transformers' own names, and what the model has "
+                    "beside its text layers is left out; put the folder there for an export that is like it"
                 )
             if alone:
                 remarks.append("merged: the adapter stands beside random weights, which nobody else has")

@@ -233,7 +233,8 @@ def test_training_goes_on_while_the_place_refuses(s3: S3, tmp_path: Path) -> Non
 
     def on_step(metrics: penstock.StepMetrics) -> None:
         if metrics.step == 3:
-            wait_until(lambda: b'"name": "step-000002"' in (s3.get(f"{below}/penstock.json") if s3.keys(below) else b""))
+            index = f"{below}/penstock.json"
+            wait_until(lambda: index in s3.keys(below) and b'"name": "step-000002"' in s3.get(index))
             s3.proxy.always = ("PUT", "", "403")
 
     storage = {"offsite": place, "offsite_every": 2, "checkpoint_every": 1}
