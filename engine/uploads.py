@@ -28,7 +28,7 @@ from penstock.storage.checkpoints import (
 from penstock.storage.errors import UserError
 from penstock.storage.manifest import FILE_NAME, Manifest
 from penstock.storage.nvme import NvmeStore
-from penstock.storage.offsite import Claim, require_usable
+from penstock.storage.offsite import Claim, one_at_a_time, require_usable
 from penstock.storage.offsite_link import PlaceLink
 from penstock.storage.offsite_place import parse_place
 from penstock.storage.offsite_send import send_checkpoint
@@ -85,9 +85,10 @@ class Uploads:
         run goes on from is sent. UserError where another run has taken the place meanwhile."""
         self._store = store
         self._claim = Claim(self._link, store.root, store.id, self._recipe.name)
-        known = self._claim.look()
-        self._claimed_new = known is None
-        self._claim.take()
+        with one_at_a_time(store.root, self._tell_of_another):
+            known = self._claim.look()
+            self._claimed_new = known is None
+            self._claim.take()
         if known is not None and known.entries:
             self._newest = known.entries[-1].step
         left = [name for name in checkpoint_names(store.root) if UPLOADED.fullmatch(name)]
@@ -146,7 +147,7 @@ class Uploads:
             if self._thread is not None:
                 self._thread.join()
             if self._claimed_new and not began and not self._sent_any:
-                with contextlib.suppress(UserError):
+                with contextlib.suppress(UserError, OSError), one_at_a_time(self._root):
                     self._claim.give_up()
         self._link.close()
         if self._thread is not None:
@@ -226,12 +227,16 @@ class Uploads:
             automatic=True,
             keep=self._keep,
             bytes_per_s=self._bytes_per_s,
+            waits=self._tell_of_another,
             begins=self._begins,
             told=self._told,
         )
         self._newest, self._sent_any = step, True
         took_s = time.monotonic() - started
         self._say(f"step {step} is at {self._link.place}: {bytes_text(sent.moved_bytes)} in {took_s:.1f} s")
+
+    def _tell_of_another(self) -> None:
+        self._say("another upload of this run is under way; this one waits for it")
 
     def _begins(self, total: int) -> None:
         self._total = total

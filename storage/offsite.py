@@ -130,7 +130,8 @@ class Claim:
     """A run's hold on a place: it may replace the index as long as nobody else has."""
 
     def __init__(self, link: PlaceLink, root: Path, store: str, run: str) -> None:
-        """`root`: folder of the store's manifest, which keeps the record; `run`: the recipe's name."""
+        """`root`: folder of the store's manifest, which keeps the record; `run`: the recipe's name. What changes the
+        index is called within `one_at_a_time` of `root`."""
         self.link = link
         self._root, self._store, self._run = root, store, run
         self.seen = Seen(None, b"")
@@ -196,10 +197,9 @@ class Claim:
 
 def refuse_other(link: PlaceLink, index: Index) -> NoReturn:
     """Raise PlaceChangedError: the place is another run's."""
-    raise PlaceChangedError(
-        f"storage.offsite: {link.place}: holds {index.words}; choose another prefix, or go on with that run: "
-        f"{shell('penstock', 'resume', str(link.place))}"
-    )
+    empty = f"delete {INDEX} there if that run is gone"
+    way = f"go on with that run: {shell('penstock', 'resume', str(link.place))}" if index.entries else empty
+    raise PlaceChangedError(f"storage.offsite: {link.place}: holds {index.words}; choose another prefix, or {way}")
 
 
 def require_usable(link: PlaceLink, root: Path, store: str | None) -> None:
