@@ -178,7 +178,7 @@ class PlaceLink:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # what libraries say of every file that they do not find
             text=True,
-            start_new_session=True,
+            process_group=0,  # no Ctrl-C; a session of its own would have a share of the cores beside ours
         )
         place = {"driver": self.place.driver, "bucket": self.place.bucket, "path": self.place.path}
         print(json.dumps({"do": "open", **place, **self._patience}), file=self._process.stdin, flush=True)
