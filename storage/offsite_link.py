@@ -23,6 +23,8 @@ Job = tuple[str, Path, int, int]
 Pieces = list[tuple[str, int]]
 """(SHA-256, bytes) of what a file consists of."""
 
+_GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "2"}
+"""The parts that the process has sent go back to the system, where malloc would keep some of each thread's."""
 _HINTS = {
     "no credentials were found": {
         "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
@@ -173,7 +175,7 @@ class PlaceLink:
     def _start(self) -> subprocess.Popen[str]:
         self._process = subprocess.Popen(
             child.command("storage.offsite_mover"),
-            env=child.environment(OMP_NUM_THREADS="1"),
+            env=child.environment(OMP_NUM_THREADS="1", **_GIVE_BACK),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # what libraries say of every file that they do not find

@@ -158,10 +158,11 @@ class Bucket:
                 if stamp.generation == b'\x00"' + digest.encode() + b'"':
                     return
             found = self._result(self._kv.read(key), len(value))
-            if found.state != "value" or len(found.value) != len(value):
-                size = len(found.value) if found.state == "value" else 0
-                raise Refusal(f"{key} has {size:,} of its {len(value):,} bytes there", permanent=False)
-            if checksum(memoryview(found.value), 0) != crc:
+            there = found.value if found.state == "value" else b""  # a copy, each time that it is asked for
+            del found
+            if len(there) != len(value):
+                raise Refusal(f"{key} has {len(there):,} of its {len(value):,} bytes there", permanent=False)
+            if checksum(memoryview(there), 0) != crc:
                 raise Refusal(f"{key} is there with another checksum", permanent=False)
 
         self.again(act)

@@ -152,9 +152,9 @@ def require_mounted(place: Place, field: str) -> None:
 def mover_bytes(largest_file_bytes: int) -> int:
     """RAM of a process that moves chunk files of at most that size: itself, and its parts in flight.
 
-    A part is there as it was read, as it is sent, and as it comes back to be compared.
+    A part is there as it was read, as it is sent, and twice as it comes back to be compared.
     """
-    return (128 << 20) + 3 * parts_in_flight(largest_file_bytes) * largest_file_bytes
+    return (96 << 20) + 4 * parts_in_flight(largest_file_bytes) * largest_file_bytes
 
 
 def parts_in_flight(largest_file_bytes: int) -> int:

@@ -19,7 +19,7 @@ from penstock.storage.nvme import NvmeStore
 from penstock.storage.offsite import Claim, read_index, require_usable, write_tokens
 from penstock.storage.offsite_fetch import fetch_files, fetch_state, find
 from penstock.storage.offsite_link import OffsiteError, PlaceChangedError, PlaceLink
-from penstock.storage.offsite_place import Place, may_be_named, parse_place
+from penstock.storage.offsite_place import Place, may_be_named, mover_bytes, parse_place
 from penstock.storage.offsite_send import Sent, send_checkpoint
 
 QUICK = {"most_pause_s": 0.05, "patience_s": 5.0}
@@ -70,7 +70,7 @@ def send(store: NvmeStore, place: str, name: str, *, automatic: bool = False, **
     if not (store.root / "checkpoints" / local).exists():
         store.checkpoint(local)
     with link_to(place) as link:
-        claim = Claim(link, store.root, store_id(store), "tiny")
+        claim = Claim(link, store.root, store.id, "tiny")
         files = {"recipe.json": store.root / "recipe.json", "data/notes.bin": store.root / "notes.bin"}
         return send_checkpoint(
             claim,
@@ -82,10 +82,6 @@ def send(store: NvmeStore, place: str, name: str, *, automatic: bool = False, **
             automatic=automatic,
             **options,  # type: ignore[arg-type]
         )
-
-
-def store_id(store: NvmeStore) -> str:
-    return store._manifest.store
 
 
 def fetched_step(place: str, root: Path, name: str | None = None, drives: list[Path] | None = None) -> int:
@@ -287,8 +283,8 @@ def test_two_runs_on_one_prefix(place: str, tmp_path: Path) -> None:
     with closing(new_store(tmp_path / "a", 1)) as first, closing(new_store(tmp_path / "b", 5)) as second:
         send(first, place, "mine")
         with link_to(place) as link:
-            require_usable(link, first.root, store_id(first))
-            for store in (None, store_id(second)):
+            require_usable(link, first.root, first.id)
+            for store in (None, second.id):
                 with pytest.raises(PlaceChangedError, match=r"holds run 'tiny' .*mine its newest.*penstock resume"):
                     require_usable(link, second.root, store)
         with pytest.raises(PlaceChangedError, match="choose another prefix"):
@@ -322,12 +318,12 @@ def test_who_loses_while_uploading_leaves_nothing(s3: S3, tmp_path: Path) -> Non
         advance(store, 2)
         store.checkpoint("late")
         with link_to(place) as link:
-            claim = Claim(link, store.root, store_id(store), "tiny")
+            claim = Claim(link, store.root, store.id, "tiny")
 
             def other_machine(total: int) -> None:
                 with link_to(place) as another:
                     write_tokens(tmp_path, place, [claim.index.token])
-                    rival = Claim(another, tmp_path, store_id(store), "tiny")
+                    rival = Claim(another, tmp_path, store.id, "tiny")
                     rival.take()
 
             with pytest.raises(PlaceChangedError, match="has gone on with this run"):
@@ -404,6 +400,22 @@ def test_bandwidth_is_limited(s3: S3, tmp_path: Path) -> None:
     finally:
         mover.time = original
     assert slept == pytest.approx([0.0, 0.5, 0.5, 0.5])
+
+
+def test_the_mover_takes_no_more_memory_than_is_counted(place: str, tmp_path: Path) -> None:
+    spec = ArraySpec("b", "master", 6 << 22, "float32", 1 << 22)
+    with closing(NvmeStore.create(tmp_path / "a", [spec], budget_bytes=None)) as store:
+        values = torch.rand(1 << 22)
+        for part in range(6):
+            store.write("b", "master", part, values).result()
+        store.commit({"step": 1})
+        store.checkpoint("x")
+        with link_to(place) as link:
+            claim = Claim(link, store.root, store.id, "tiny")
+            send_checkpoint(claim, store.root, store.drives, "x", {}, name="x")
+            status = Path(f"/proc/{link.pid}/status").read_text()
+    peak = int(next(line for line in status.splitlines() if line.startswith("VmHWM:")).split()[1]) * 1024
+    assert peak <= mover_bytes((4 << 22) + 4096)
 
 
 def test_gcs_is_named_and_opened_by_its_own_driver() -> None:
