@@ -90,7 +90,8 @@ def make_checkpoint(run_path: Path, name: str) -> tuple[str, int]:
     if any(own.fullmatch(some) for own in (AUTOMATIC, LAST_GOOD, BEST, UPLOADED)) or name in ("last-good", "best"):
         raise UserError(
             f"checkpoint name '{name}': step-N is for storage.keep_last and keep_every, offsite-N for "
-            "storage.offsite, good-N and last-good for storage.keep_good, best-N and best for storage.keep_best; choose another"
+            "storage.offsite, good-N and last-good for storage.keep_good, best-N and best for storage.keep_best; "
+            "choose another"
         )
     if name in checkpoint_names(run_path / "state"):
         raise UserError(f"{run_path}: has a checkpoint '{name}' already; choose another name, or --delete it")

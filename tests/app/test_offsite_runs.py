@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tiny
-from cli_process import REAL, Cli, done, json_lines, refusal, steps, wait_until
+from cli_process import REAL, Cli, done, is_running, json_lines, refusal, steps, wait_until
 from model_folders import as_users_have_it
 from recipe_texts import recipe_text, tiny_recipe
 from s3_server import BUCKET, KEYS, S3, serving
@@ -258,8 +259,11 @@ def test_killed_while_it_uploads(s3: S3, tmp_path: Path) -> None:
     cli = Cli(tmp_path, recipe_text(train={"steps": 1000}, budgets=ROOMY, storage=storage), REAL)
     process = cli.start("train", "tiny.py", "--run-dir", "run")
     wait_until(lambda: sum("/c." in key for key in s3.keys(below)) > 3, timeout_s=60)
+    children = psutil.Process(process.pid).children()
+    (mover,) = [child.pid for child in children if "penstock.storage.offsite_mover" in child.cmdline()]
     process.kill()
     process.communicate()
+    wait_until(lambda: not is_running(mover))
     run = tmp_path / "run"
     left = [name for name in checkpoint_names(run / "state") if name.startswith("offsite-")]
     assert len(left) == 1
