@@ -12,14 +12,13 @@ from penstock.storage.arrays import Array
 from penstock.storage.chunk import ChunkFormat
 from penstock.storage.disk import (
     disk_error,
-    fsync_ancestors,
     fsync_dir,
     make_folder,
     publish,
     require_writable,
     write_file,
 )
-from penstock.storage.drives import Identity, Locks, distinct, record, require_room, stripe, write_identity
+from penstock.storage.drives import Locks, distinct, record, require_room, stripe
 from penstock.storage.errors import UserError
 from penstock.storage.layout import part_numel_even
 from penstock.storage.manifest import ArraySpec, Manifest, Stored
@@ -169,7 +168,7 @@ def fetch_state(link: PlaceLink, found: Found, root: Path, drives: Sequence[Path
         locks.take(root)
         if (root / manifest.FILE_NAME).exists():
             raise UserError(f"{root}: holds a state already; choose another --run-dir")
-        ids = {_claim(folder, found.manifest.store, root, locks): folder for folder in folders}
+        ids = {ownership.join(folder, found.manifest.store, root, locks): folder for folder in folders}
         order = tuple(ids)
         jobs, arrays = _jobs(found, ids)
         _require_room(found, folders)
@@ -197,17 +196,6 @@ def fetch_state(link: PlaceLink, found: Found, root: Path, drives: Sequence[Path
         raise disk_error(error, Path(error.filename or root), "writing the fetched state") from error
     finally:
         locks.release()
-
-
-def _claim(folder: Path, store: str, root: Path, locks: Locks) -> str:
-    """The id of drive `folder`, which becomes one of the store in `root`."""
-    id = ownership.claim(folder, store, root) or uuid.uuid4().hex
-    require_writable(folder)
-    ownership.take_over([folder], root)
-    locks.take(folder)
-    write_identity(folder, Identity.of(store, id, root))
-    fsync_ancestors(folder)
-    return id
 
 
 def _jobs(found: Found, ids: Mapping[str, Path]) -> tuple[list[Job], dict[ArraySpec, Stored]]:
