@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.app import control, hub
+from penstock.app import control, hub, offsite
 from penstock.app.callbacks import Callbacks, OnMessage, OnSample, OnStep, OnValidation
 from penstock.app.checkpoints import checkpoint_named, copy_state_of, make_for_export
 from penstock.app.hub_names import on_hub
@@ -121,6 +121,7 @@ def resume(
     overrides: Sequence[str] = (),
     checkpoint: str | None = None,
     copy_state: bool = False,
+    run_dir: str | Path | None = None,
     on_step: OnStep | None = None,
     on_validation: OnValidation | None = None,
     on_sample: OnSample | None = None,
@@ -128,12 +129,15 @@ def resume(
 ) -> Path:
     """Go on with a run, by its directory or its name below runs/, from its last generation or a checkpoint's.
 
+    `run` may be a place that its state was uploaded to, as s3://bucket/prefix: then `run_dir`, by default a new one
+    below runs/, is made of what is there.
+
     A paused run goes on in its own process, of which the callbacks are told nothing. `overrides`: as `--set` takes
     them. `copy_state`: of a copied run directory, copy the original's state first. Callbacks as those of `train`. The
     run directory. Raises UserError for what cannot go on.
     """
     guest = Callbacks(on_step=on_step, on_validation=on_validation, on_sample=on_sample, on_message=on_message)
-    path = go_on(run, overrides=overrides, checkpoint=checkpoint, copy_state=copy_state, guest=guest)
+    path = go_on(run, overrides=overrides, checkpoint=checkpoint, copy_state=copy_state, run_dir=run_dir, guest=guest)
     guest.deliver()
     return path
 
@@ -144,9 +148,14 @@ def go_on(
     overrides: Sequence[str] = (),
     checkpoint: str | None = None,
     copy_state: bool = False,
+    run_dir: str | Path | None = None,
     guest: Callbacks | None = None,
 ) -> Path:
     """`resume`, in a process of the run's own where there is no `guest`."""
+    if (place := offsite.place_of(str(run))) is not None:
+        run, checkpoint = offsite.fetch(place, None if run_dir is None else Path(run_dir), checkpoint, overrides), None
+    elif run_dir is not None:
+        raise UserError(f"--run-dir: {one_line(run, 80)} is no place off this machine; a run stays where it is")
     path = find_run(str(run)).resolve()
     checkpoint = checkpoint_named(path, checkpoint)
     if (overrides or checkpoint is not None or copy_state) and is_live(path):

@@ -82,15 +82,16 @@ def make_checkpoint(run_path: Path, name: str) -> tuple[str, int]:
 
     Raises UserError for a bad or taken name, a run without a generation, or a disk without room.
     """
-    from penstock.storage.checkpoints import BEST, LAST_GOOD, checkpoint_folder, checkpoint_names
+    from penstock.storage.checkpoints import BEST, LAST_GOOD, UPLOADED, checkpoint_folder, checkpoint_names
     from penstock.storage.retention import AUTOMATIC
 
     some = step_name(name, 999_999)
     checkpoint_folder(run_path / "state", some)
-    if any(own.fullmatch(some) for own in (AUTOMATIC, LAST_GOOD, BEST)) or name in ("last-good", "best"):
+    if any(own.fullmatch(some) for own in (AUTOMATIC, LAST_GOOD, BEST, UPLOADED)) or name in ("last-good", "best"):
         raise UserError(
-            f"checkpoint name '{name}': step-N is for storage.keep_last and keep_every, good-N and last-good for "
-            "storage.keep_good, best-N and best for storage.keep_best; choose another"
+            f"checkpoint name '{name}': step-N is for storage.keep_last and keep_every, offsite-N for "
+            "storage.offsite, good-N and last-good for storage.keep_good, best-N and best for storage.keep_best; "
+            "choose another"
         )
     if name in checkpoint_names(run_path / "state"):
         raise UserError(f"{run_path}: has a checkpoint '{name}' already; choose another name, or --delete it")

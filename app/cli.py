@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 import penstock
-from penstock.app import api, control, finetune_commands, sample_command
+from penstock.app import api, control, finetune_commands, offsite, sample_command
 from penstock.app.bench.commands import bench_cli
 from penstock.app.checkpoints import delete_checkpoint_of, make_checkpoint, scrub_run
 from penstock.app.evaluation import command as eval_command
@@ -230,12 +230,17 @@ def resume(
     copy_state: Annotated[
         bool, typer.Option("--copy-state", help="Of a copied run directory: copy the original's state first.")
     ] = False,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Of a run at a place, as s3://BUCKET/PREFIX: new directory to fetch it to."),
+    ] = None,
 ) -> None:
     """Go on with a stopped, failed or crashed run from its last committed generation, or from a checkpoint.
 
-    A run that is paused goes on where it is, in its own process.
+    RUN may be where its state was uploaded to: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a folder, of which the newest
+    generation is fetched first. A run that is paused goes on where it is, in its own process.
     """
-    api.go_on(run, overrides=overrides or [], checkpoint=checkpoint, copy_state=copy_state)
+    api.go_on(run, overrides=overrides or [], checkpoint=checkpoint, copy_state=copy_state, run_dir=run_dir)
 
 
 @cli.command(epilog="Example: torchrun --nproc-per-node 8 -m penstock cluster 8b_8k --run-dir /shared/runs/8b")
@@ -321,9 +326,28 @@ def checkpoint(
         ),
     ] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Delete the checkpoint instead.")] = False,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Upload it as well, or one that there is: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a folder.",
+        ),
+    ] = None,
 ) -> None:
-    """Keep a run's state under a name, in seconds: of the next step if it is running, else of its last generation."""
+    """Keep a run's state under a name, in seconds: of the next step if it is running, else of its last generation.
+
+    Without a NAME, RUN may also be where state was uploaded to: what is there is listed.
+    """
+    if name is None and to is None and (place := offsite.place_of(run)) is not None:
+        for line in offsite.listed(place):
+            typer.echo(printable(line))
+        return
     path = find_run(run)
+    if to is not None:
+        if name is None or delete:
+            raise UserError("--to: uploads a checkpoint; give it a NAME, and no --delete")
+        typer.echo(printable(offsite.send(path, name, to)))
+        return
     if name is None:
         from penstock.storage.checkpoints import list_checkpoints
 

@@ -26,6 +26,7 @@ from penstock.engine.config import Renamed
 from penstock.storage import sealed
 from penstock.storage.disk import prepare_file, publish
 from penstock.storage.errors import UserError
+from penstock.storage.offsite_place import is_place
 from penstock.storage.untrusted import one_line, parse_json, read_regular, real_path
 
 _FILE_BYTES = 1 << 24
@@ -249,6 +250,8 @@ def resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def _absolute(folder: Path, path: str) -> str:
+    if is_place(path):
+        return path
     if is_hub(path):
         parse_hub(path)
         return normal(path)

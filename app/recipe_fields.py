@@ -24,7 +24,14 @@ from penstock.engine.config import Recipe
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import one_line, parse_json
 
-PATHS = (("model", "path"), ("adapter", "start"), ("data", "path"), ("data", "tokenizer"), ("storage", "nvme"))
+PATHS = (
+    ("model", "path"),
+    ("adapter", "start"),
+    ("data", "path"),
+    ("data", "tokenizer"),
+    ("storage", "nvme"),
+    ("storage", "offsite"),
+)
 """Section and name of the fields that hold paths."""
 _MOST_DIGITS = 40
 

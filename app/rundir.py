@@ -58,14 +58,14 @@ LEFT_BY_LAUNCHER = {"recipe.json", "run.lock", "output.log"}
 
 OWN_FOLDERS = (
     *("data", "requests", "state", "state/checkpoints", "state/scratch", "export", "evals"),
-    *("trackers", "tensorboard", "dcp"),
+    *("trackers", "tensorboard", "dcp", "inputs"),
 )
 """Folders of a run: real ones, or somebody else's files would be written and deleted through them."""
 
 OWN_FILES = (
     *("recipe.json", "plan.json", "calibration.json", "status.json", "status.json.tmp", "control.json", "summary.json"),
     *("metrics.jsonl", "validation.jsonl", "samples.jsonl", "spikes.jsonl", "spans.jsonl", "log.jsonl"),
-    *("predicted.jsonl", "output.log", "run.lock"),
+    *("predicted.jsonl", "output.log", "run.lock", "fetch.json"),
 )
 
 _RECIPE_BYTES = 1 << 24

@@ -23,6 +23,7 @@ from penstock.engine.model.adapter_values import AdapterLayers
 from penstock.engine.model.adapters import plain_name
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.spec import ModelSpec, buffers_of_blocks, layouts
+from penstock.engine.run_files import with_kept_inputs
 from penstock.engine.runtime.state import read_parameters
 from penstock.storage.checkpoints import checkpoint_folder, read_checkpoint
 from penstock.storage.layout import FlatLayout
@@ -66,6 +67,7 @@ def export(
     not; and for an adapter that cannot be merged.
     """
     with reading_run(run_dir, recipe, checkpoint) as run:
+        named, recipe, is_kept = recipe.model.path, run.recipe, run.is_kept
         spec, origin, tokenizer, stored = run.spec, run.origin, run.tokenizer, run.stored
         adapter, constants = spec.adapter, run.constants
         flat: dict[str, FlatLayout] = layouts(spec)
@@ -80,34 +82,40 @@ def export(
                 out_dir,
                 spec,
                 parameters,
-                base=recipe.model.path,
+                base=named,
                 dtype="float32" if dtype == "auto" else dtype,
                 tokenizer=origin if tokenizer is None else tokenizer.folder,
             )
             remarks: list[str] = []
         else:
             usual = "float32" if recipe.train.compute_dtype == "float32" else "bfloat16"
-            rows = stored if recipe.model.added_tokens else None
+            like = None if is_kept else origin
+            rows = stored if recipe.model.added_tokens and like is not None else None
             whole = spec
             read: weights.ReadBuffer = parameters
             if adapter is not None:
                 whole = take_apart(spec.config)
-                dtypes = {} if dtype != "auto" or origin is None else weights.parameter_dtypes(whole, origin, rows)
-                named = weights.FLOAT_DTYPES[usual if dtype == "auto" else dtype]
-                read = _merging(spec, parameters, lambda name: dtypes.get(name, named))
+                dtypes = {} if dtype != "auto" or like is None else weights.parameter_dtypes(whole, like, rows)
+                other = weights.FLOAT_DTYPES[usual if dtype == "auto" else dtype]
+                read = _merging(spec, parameters, lambda name: dtypes.get(name, other))
                 constants = {plain_name(name): tensor for name, tensor in constants.items()}
             remarks = weights.export_folder(
                 out_dir,
                 whole,
                 read,
                 constants=constants,
-                origin=origin,
+                origin=like,
                 tokenizer=tokenizer,
                 dtype=usual if dtype == "auto" else dtype,
                 stored=rows,
                 convert=dtype != "auto",
                 max_shard_bytes=max_shard_bytes,
             )
+            if is_kept:
+                remarks.append(
+                    f"model.path: {named} is not here: tensors have transformers' own names, and what the model has "
+                    "beside its text layers is left out; put the folder there for an export that is like it"
+                )
             if alone:
                 remarks.append("merged: the adapter stands beside random weights, which nobody else has")
         step = run.store.meta.get("step")
@@ -126,6 +134,10 @@ class RunState:
     """A generation of a run, open for reading, and what it is the state of."""
 
     store: NvmeStore
+    recipe: Recipe
+    """With what serves here in the place of what it names."""
+    is_kept: bool
+    """Whether of the model's folder, which is not here, there are the small files."""
     spec: ModelSpec
     constants: dict[str, Tensor]
     stored: PretrainedConfig
@@ -141,6 +153,7 @@ def reading_run(run_dir: Path, recipe: Recipe, checkpoint: str | None = None) ->
 
     Raises UserError when there is no such.
     """
+    named, recipe = recipe.model.path, with_kept_inputs(recipe, run_dir)
     root = state_folder(run_dir)
     folder = root
     if checkpoint is not None:
@@ -155,7 +168,7 @@ def reading_run(run_dir: Path, recipe: Recipe, checkpoint: str | None = None) ->
         config = with_vocabulary(stored, recipe, vocabulary)
         spec = take_apart(config, recipe.train.freeze, recipe.adapter if recipe.adapter.is_used else None)
         constants = read_constants_file(root / CONSTANTS_FILE, store.meta.get("constants"), spec.constants)
-        yield RunState(store, spec, constants, stored, origin, tokenizer)
+        yield RunState(store, recipe, recipe.model.path != named, spec, constants, stored, origin, tokenizer)
     finally:
         store.close()
 

@@ -56,11 +56,13 @@ from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import PlanOptions
 from penstock.engine.preparing import Checklist
+from penstock.engine.run_files import with_kept_inputs
 from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.lanes import Lanes
 from penstock.engine.runtime.state import fill_store, state_arrays
 from penstock.engine.runtime.tuning import Tuning
 from penstock.engine.session import Session, require_record, run_identity, run_meta
+from penstock.engine.uploads import Uploads
 from penstock.storage.errors import UserError
 from penstock.storage.nvme import NvmeStore
 from penstock.storage.readers import Readers, find_readers
@@ -85,6 +87,8 @@ def open_session(
     train, budgets = recipe.train, recipe.budgets
     compilation = find_compilation(train, device, observer.on_message)
     checklist = Checklist(observer)
+    uploads = _begin_uploads(recipe, run_dir, checklist, resume=resume)
+    given, recipe = recipe, with_kept_inputs(recipe, run_dir)
     prepared, spec, new_rows = describe_run(recipe, run_dir, checklist)
     start = None if resume else adapter_start(recipe, spec, observer)
     loader = make_loader(prepared.corpus, spec, recipe)
@@ -110,7 +114,7 @@ def open_session(
         )
     batch = typical_batch(loader)
     documents, filled = [m.documents for m in batch], [m.filled for m in batch]
-    identity = run_identity(recipe)
+    identity = run_identity(given)
     with contextlib.ExitStack() as undo:
         reservation = undo.enter_context(Reservation(run_dir, device, observer, checklist))
         limits = run_budgets(budgets, device, drives, new=not going_on, others=reservation.others)
@@ -179,6 +183,9 @@ def open_session(
                 _fill_new(store, spec, recipe, loader, identity, new_rows, start)
         for warning in store.warnings:
             observer.on_message(warning)
+        if uploads is not None:
+            undo.callback(uploads.close, began=False)
+            uploads.attach(store)
         if recorded is not None:
             found = task.search(machine, documents=documents, filled=filled, only=recorded.choice)
             compilation = Compilation(
@@ -219,6 +226,7 @@ def open_session(
             tokenizer=prepared.tokenizer,
             checklist=checklist,
             reservation=reservation,
+            uploads=uploads,
         )
         reservation.allocated()
         undo.pop_all()
@@ -260,6 +268,14 @@ def adapter_start(recipe: Recipe, spec: ModelSpec, observer: Observer) -> Start 
     for said in start.said:
         observer.on_message(said)
     return start
+
+
+def _begin_uploads(recipe: Recipe, run_dir: Path, checklist: Checklist, *, resume: bool) -> Uploads | None:
+    """The run's uploads, after a look at the place that they go to. UserError where they cannot go there."""
+    if recipe.storage.offsite is None:
+        return None
+    with checklist.step(f"looking at {one_line(recipe.storage.offsite, 200)}"):
+        return Uploads.begin(recipe, run_dir, resume=resume)
 
 
 def _changed(store: NvmeStore, identity: dict[str, Any]) -> str:

@@ -118,4 +118,4 @@ def memory_peaks(session: Session) -> dict[str, int]:
     gpu = session.gpu.arena.used_bytes + session.runtime.layer_ops.graphs_peak_bytes
     if session.device.type == "cuda":
         gpu = torch.cuda.max_memory_allocated(session.device)
-    return {"gpu": gpu, "ram": session.ram.arena.used_bytes + session.plan.problem.reader_bytes}
+    return {"gpu": gpu, "ram": session.ram.arena.used_bytes + session.plan.problem.beside_bytes}

@@ -7,7 +7,7 @@ import math
 import platform
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, fields
@@ -44,6 +44,7 @@ from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.runtime.state import load_memory, scratch_arrays
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import Op
+from penstock.engine.uploads import Uploads
 from penstock.storage.checkpoints import read_checkpoint, resolve_checkpoint
 from penstock.storage.drives import Traffic
 from penstock.storage.errors import UserError
@@ -73,9 +74,10 @@ class Session:
         tokenizer: TextTokenizer | None = None,
         checklist: Checklist | None = None,
         reservation: Reservation | None = None,
+        uploads: Uploads | None = None,
     ) -> None:
-        """`lanes` and `reservation` are the session's from now on, and closed with it; whoever gets an error here
-        closes them."""
+        """`lanes`, `reservation` and `uploads` are the session's from now on, and closed with it; whoever gets an error
+        here closes them."""
         checklist = checklist or Checklist()
         self.spec, self.plan, self.store, self.loader, self.recipe = spec, plan, store, loader, recipe
         self.validation, self.prompts, self.device = validation, prompts, device
@@ -94,6 +96,9 @@ class Session:
         self._samples_passes = 0
         self.steps_told = 0
         """Steps that have ended in this process, and the observer knows of."""
+        self.resumed = self.step > 0
+        self._finishing = False
+        """Whether the step that is committed is the one that has ended, and no later one has begun."""
         self._next: StepData | None = None
         self._records: dict[int, dict[str, Any]] = {}
         """What the generations of the steps since the last commit would record."""
@@ -130,7 +135,7 @@ class Session:
         )
         loader.seek(store.meta["cursor"])
         self.settings, self.executor = lanes.settings, lanes.executor
-        self._lanes, self._reservation = lanes, reservation
+        self._lanes, self._reservation, self.uploads = lanes, reservation, uploads
         self.fallbacks = lanes.fallbacks
         self._carrier = BatchCarrier(plan.chunks, device, compiled=compute.compiled)
         dtype = compute_dtype(train)
@@ -188,6 +193,8 @@ class Session:
     def close(self) -> None:
         """End the lanes and free the memory; what was not committed is lost."""
         self.executor.close()  # before the memory that its ops use
+        if self.uploads is not None:
+            self.uploads.close(began=self.resumed or self.steps_told > 0)
         self.store.close()
         self.ram.arena.close()
         self._lanes.close()
@@ -234,6 +241,8 @@ class Session:
 
     def commit_due(self, step: int) -> bool:
         """Whether the generation after `step` is committed as the run goes on."""
+        if self.uploads is not None and self.uploads.due(step):
+            return True
         return step > 0 and (step % self.recipe.storage.checkpoint_every == 0 or step in self._requested)
 
     def begin_step(self, data: StepData) -> None:
@@ -259,6 +268,8 @@ class Session:
         for name in self._requested.pop(step, []):
             self.checkpoints.append((name, step, self._retention.checkpoint(step_name(name, step))))
         self._retention.after_commit(step)
+        if self.uploads is not None:
+            self.uploads.committed(step, last=self._finishing and self.is_over)
 
     def observe(self, step: int, loss: float) -> None:
         """Take the loss of a step that has ended: it says whether the generation before it is good."""
@@ -287,6 +298,17 @@ class Session:
                     f"checkpoint {name} is of a step that is done again now; the next generation that is the best "
                     "takes its place"
                 )
+
+    def finish_uploads(self, tell: Callable[[str], None]) -> None:
+        """Wait for the uploads that are due, telling how far they are."""
+        if self.uploads is not None:
+            self.uploads.finish(tell)
+
+    def take_notes(self) -> list[str]:
+        """What is to be told of the steps so far, once each."""
+        notes = [*self.fallbacks.take(), *self.notes, *(self.uploads.take_messages() if self.uploads else [])]
+        self.notes.clear()
+        return notes
 
     def look_for_outgrown(self) -> None:
         """Tell, once, of saved graphs that were larger than planned."""
@@ -377,9 +399,11 @@ class Session:
 
         At the end of any step; training may go on afterwards.
         """
+        self._finishing = True
         if self.builder.uncommitted:
             self.executor.submit(self.builder.finish(commit=True))
         self.executor.drain()
+        self._finishing = False
 
     # ------------------------------------------------------------------ drives
 

@@ -183,9 +183,8 @@ def _run(session: Session, observer: Observer) -> TrainResult:
                 # Everything long-lived exists now. From here on garbage is looked for once a step (Session.prefetch).
                 gc.freeze()
                 gc.disable()
-            for message in (*session.fallbacks.take(), *session.notes):
+            for message in session.take_notes():
                 observer.on_message(message)
-            session.notes.clear()
             for name in observer.checkpoint_requests():
                 session.request_checkpoint(name)
             _report_checkpoints(session, observer)
@@ -194,6 +193,7 @@ def _run(session: Session, observer: Observer) -> TrainResult:
             _sample(session, observer)
         session.finish()
     _report_checkpoints(session, observer)
+    session.finish_uploads(observer.on_message)
     early_end = session.early_end if session.step < session.recipe.train.steps else None
     if early_end is not None:
         observer.on_message(early_end.words(session.step))

@@ -46,6 +46,8 @@ LAST_GOOD = re.compile(r"good-(\d{6,})")
 """Names of the checkpoints of which the newest is also called last-good."""
 BEST = re.compile(r"best-(\d{6,})")
 """Names of the checkpoints of which the newest is also called best."""
+UPLOADED = re.compile(r"offsite-(\d{6,})")
+"""Names of the checkpoints that wait for their upload to storage.offsite."""
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{,199}")
 
 
@@ -76,6 +78,11 @@ def checkpoint_folder(root: Path, name: str) -> Path:
 def good_name(step: int) -> str:
     """Name of the checkpoint that is kept as the last good one, of `step`."""
     return f"good-{step:06}"
+
+
+def upload_name(step: int) -> str:
+    """Name of the checkpoint of `step` while it is uploaded."""
+    return f"offsite-{step:06}"
 
 
 def best_name(step: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,12 +12,10 @@ from penstock.storage import manifest, ownership
 from penstock.storage.chunk import ChunkFormat
 from penstock.storage.disk import (
     disk_error,
-    fsync_ancestors,
     fsync_dir,
     link_or_copy,
     make_folder,
     publish,
-    require_writable,
 )
 from penstock.storage.drives import (
     CHECKPOINTS,
@@ -89,13 +86,7 @@ def _claim(targets: Sequence[Path], foreign: Sequence[Path], store: str, root: P
                 f"--copy-state: {folder} holds the state of the run that this one is a copy of; name other drives with "
                 "--set storage.nvme=..., or rename this run directory"
             )
-        id = ownership.claim(folder, store, root) or uuid.uuid4().hex
-        require_writable(folder)
-        ownership.take_over([folder], root)
-        locks.take(folder)
-        write_identity(folder, Identity.of(store, id, root))
-        fsync_ancestors(folder)
-        ids[id] = folder
+        ids[ownership.join(folder, store, root, locks)] = folder
     return ids
 
 

@@ -179,7 +179,7 @@ class Manifest:
         path = root / FILE_NAME
         backup = read_backup(root)
         try:
-            manifest = _decode(read_regular(path))
+            manifest = decode(read_regular(path))
         except FileNotFoundError as error:
             if backup is None:
                 raise UserError(
@@ -210,7 +210,7 @@ def has_backup(root: Path) -> bool:
     return (root / BACKUP_NAME).exists()
 
 
-def _decode(data: bytes) -> Manifest:
+def decode(data: bytes) -> Manifest:
     """The manifest of a file's content. ValueError for anything that `Manifest.encode` does not write."""
     content = parse_object(data)
     if content.get("format") != _FORMAT:
@@ -250,7 +250,7 @@ def _own_checksum(content: dict[str, Any]) -> str:
 def read_backup(root: Path) -> Manifest | None:
     """The copy of a manifest in folder `root`; None where there is none that can be read."""
     try:
-        return _decode(read_regular(root / BACKUP_NAME))
+        return decode(read_regular(root / BACKUP_NAME))
     except (OSError, ValueError):
         return None
 

@@ -236,6 +236,11 @@ class NvmeStore:
         return self._manifest.generation
 
     @property
+    def id(self) -> str:
+        """Of the store, the same in every generation, checkpoint and copy of it."""
+        return self._manifest.store
+
+    @property
     def meta(self) -> dict[str, Any]:
         """What was given to the commit of this generation."""
         return self._manifest.meta

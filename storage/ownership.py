@@ -10,12 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from penstock.storage import manifest
-from penstock.storage.disk import reporting
-from penstock.storage.drives import CHECKPOINTS, SCRATCH, Identity, present, read_identity, require_present
+from penstock.storage.disk import fsync_ancestors, reporting, require_writable
+from penstock.storage.drives import (
+    CHECKPOINTS,
+    SCRATCH,
+    Identity,
+    Locks,
+    present,
+    read_identity,
+    require_present,
+    write_identity,
+)
 from penstock.storage.errors import UserError
 from penstock.storage.manifest import Manifest
 from penstock.storage.untrusted import shell
@@ -94,6 +104,17 @@ def take_over(folders: Iterable[Path], root: Path) -> list[str]:
         if not is_same(Path(identity.root), root) and not folder.resolve().is_relative_to(root.resolve()):
             said[identity.root] = f"{root}: has come here from {identity.root}, and takes over its state on {folder}"
     return list(said.values())
+
+
+def join(folder: Path, store: str, root: Path, locks: Locks) -> str:
+    """Make `folder` a drive of the store in `root`, durably, and hold it; its id. UserError where it is another's."""
+    id = claim(folder, store, root) or uuid.uuid4().hex
+    require_writable(folder)
+    take_over([folder], root)
+    locks.take(folder)
+    write_identity(folder, Identity.of(store, id, root))
+    fsync_ancestors(folder)
+    return id
 
 
 def require_plain(folders: Iterable[Path]) -> None:

@@ -21,6 +21,7 @@ LONGEST = (
     "test_the_quickstart_finds",
     "test_guides.py::test_commands_run",
     "test_kill_9_at_random_moments",
+    "test_twenty_faults",
 )
 """Parts of the names of tests that take more than a minute."""
 

@@ -142,6 +142,31 @@ def bench_storage_command(
     bench_storage(paths, json=as_json, rounds=rounds, **sizes)
 
 
+@bench_cli.command("offsite", hidden=True, epilog="Example: penstock bench offsite --rounds 5 --json")
+def bench_offsite_command(
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; with and without an upload take turns in each.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each in a round.")] = 8,
+    rate: Annotated[str, typer.Option(metavar="SIZE", help="Bytes a second of the limited upload.")] = "50MB",
+    on_drive: Annotated[bool, typer.Option("--on-drive", help="Keep the state on the drive, not in memory.")] = False,
+    folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The run and its place go below this folder; default here.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time the steps of a small run on the CPU with an upload beside them, and without, in one run."""
+    from penstock.app.bench.offsite import bench_offsite
+    from penstock.engine.config import parse_bytes
+
+    bench_offsite(
+        rounds=rounds,
+        steps=steps,
+        bytes_per_s=parse_bytes(rate, "--rate"),
+        on_drive=on_drive,
+        folder=folder,
+        json=as_json,
+    )
+
+
 @bench_cli.command("planned", hidden=True, epilog="Example: penstock bench planned --out docs/results")
 def bench_planned_command(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for planned.md and planned.png.")] = Path(

@@ -217,7 +217,7 @@ def _tiers(session: Session) -> dict[str, dict[str, int]]:
         for name in ("gpu", "ram")
     }
     found["gpu"]["peak_bytes"] = session.gpu.arena.used_bytes
-    found["ram"]["peak_bytes"] = session.ram.arena.used_bytes + plan.problem.reader_bytes
+    found["ram"]["peak_bytes"] = session.ram.arena.used_bytes + plan.problem.beside_bytes
     found["nvme"] = {"peak_bytes": session.store.disk_bytes()}
     if (used := memory_use(session.device)) is not None:
         found["gpu"] |= used | {"peak_bytes": used["reserved_bytes"]}

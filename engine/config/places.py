@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.engine.config.values import MOST_STEPS, parse_bytes, require, require_most
+from penstock.storage.offsite_place import parse_place
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,12 +53,27 @@ class StorageConfig:
     keep_best: bool = False
     """Keep, as checkpoint best, the generation with the lowest validation loss. Takes the disk of one more
     generation."""
+    offsite: str | None = None
+    """Place off this machine that the state is uploaded to in the background: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or
+    a folder of another disk; each run has a prefix of its own, and credentials come from the environment. Takes the
+    disk of one more generation; none uploads nothing."""
+    offsite_every: int = 500
+    """Steps between two uploads to storage.offsite; each begins with a commit. The run's last step is uploaded too."""
+    offsite_bandwidth: str | int | None = None
+    """Most bytes that an upload moves in a second, on average; none takes what the network gives."""
+    offsite_keep: int = 2
+    """Generations that stay at storage.offsite; an older one is deleted there once a newer one is whole."""
 
     def __post_init__(self) -> None:
         size = parse_bytes(self.part_bytes, "storage.part_bytes")
         require(size % 8192 == 0, f"storage.part_bytes: {size} is not a multiple of 8 KiB")
         require(self.checkpoint_every >= 1, f"storage.checkpoint_every: {self.checkpoint_every} must be at least 1")
-        require_most("storage", self, ("checkpoint_every", "keep_last", "keep_every"), MOST_STEPS)
+        require_most(
+            "storage",
+            self,
+            ("checkpoint_every", "keep_last", "keep_every", "offsite_every", "offsite_keep"),
+            MOST_STEPS,
+        )
         require(self.keep_last >= 1, f"storage.keep_last: {self.keep_last} must be at least 1, the newest generation")
         every = self.keep_every
         require(
@@ -68,6 +84,13 @@ class StorageConfig:
         good = self.keep_good
         require(good is None or good > 1, f"storage.keep_good: {good} must be above 1; none keeps no last-good")
         require(self.nvme != [], "storage.nvme: the list is empty; name a folder, or leave it out")
+        if self.offsite is not None:
+            parse_place(self.offsite, "storage.offsite")
+        require(self.offsite_every >= 1, f"storage.offsite_every: {self.offsite_every} must be at least 1 step")
+        require(self.offsite_keep >= 1, f"storage.offsite_keep: {self.offsite_keep} must be at least 1, the newest")
+        if self.offsite_bandwidth is not None:
+            rate = parse_bytes(self.offsite_bandwidth, "storage.offsite_bandwidth")
+            require(rate >= 1, f"storage.offsite_bandwidth: {rate} moves nothing; give bytes a second, or leave it out")
         require("" not in self.drives, "storage.nvme: the name of a folder is empty; name one, or leave it out")
 
     @property

@@ -51,11 +51,12 @@ def most_prompt_tokens(samples: SamplesConfig) -> tuple[int, ...]:
 
 
 def kept_generations(recipe: Recipe) -> int:
-    """Generations that a whole run keeps on disk at its end beside the newest and the one being written."""
+    """Generations that a whole run keeps on disk, at most, beside the newest and the one being written."""
     train, storage = recipe.train, recipe.storage
     commits = range(storage.checkpoint_every, train.steps + 1, storage.checkpoint_every)
     for_good = 0 if storage.keep_every is None else sum(step % storage.keep_every == 0 for step in commits)
-    return min(len(commits), storage.keep_last - 1 + for_good) + storage.keep_best
+    uploading = storage.offsite is not None  # a checkpoint until it is at the place
+    return min(len(commits), storage.keep_last - 1 + for_good) + storage.keep_best + uploading
 
 
 def block_shapes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> tuple[BlockShape, ...]:

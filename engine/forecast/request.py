@@ -30,8 +30,10 @@ from penstock.engine.optim.groups import lr_factors
 from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import FP32, BufferShape, PlanInput, PlanOptions, SampleSpace
+from penstock.storage.chunk import ChunkFormat
 from penstock.storage.errors import BudgetError
 from penstock.storage.layout import part_numel_even
+from penstock.storage.offsite_place import mover_bytes
 
 
 def buffer_shapes(spec: ModelSpec, recipe: Recipe) -> tuple[BufferShape, ...]:
@@ -74,6 +76,8 @@ class PlanRequest:
         """What the planner has to solve with chunks of that length."""
         spec, recipe, budgets = self.spec, self.recipe, self.budgets
         data, train, storage = recipe.data, recipe.train, recipe.storage
+        buffers = buffer_shapes(spec, recipe)
+        largest_file = ChunkFormat(max(buffer.part_numel for buffer in buffers) * FP32).file_bytes
         optimizer, compute_bytes = find_optimizer(train), DTYPE_BYTES[train.compute_dtype]
         tokens = data.sequence_length if spec.recurrent else chunk_tokens
         temporaries = workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[self.device_type])
@@ -90,7 +94,7 @@ class PlanRequest:
                 block_shapes(spec, train.compute_dtype, compiled=self.device_type == "cuda" and train.compile != "off"),
                 self.graph_bytes or {},
             ),
-            buffers=buffer_shapes(spec, recipe),
+            buffers=buffers,
             hidden_size=spec.hidden_size,
             compute_bytes=compute_bytes,
             gradient_bytes=2 if train.gradient_dtype == "bfloat16" else 4,
@@ -104,6 +108,7 @@ class PlanRequest:
             ram_budget=budgets.ram,
             device_reads=self.device_reads,
             reader_bytes=self.reader_bytes,
+            offsite_bytes=0 if storage.offsite is None else mover_bytes(largest_file),
             activation_checkpointing=train.activation_checkpointing,
             kv_window=train.kv_window,
             nvme_budget=budgets.nvme,

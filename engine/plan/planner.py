@@ -73,7 +73,7 @@ class _Planner(Saving):
         either the frozen ones first, which have more traffic a byte."""
         self.part_numel = state_part_numel(p.buffers)
         self.samples = sample_regions(p)
-        self.ram_budget = p.ram_budget - p.reader_bytes - self.samples.ram_bytes
+        self.ram_budget = p.ram_budget - p.beside_bytes - self.samples.ram_bytes
         # A block that computes with several buffers holds them all at once.
         self.at_once = {
             pool: max(sum(self.pool[n] == pool for n in block.buffers) for block in p.blocks) for pool in POOLS
@@ -392,15 +392,16 @@ class _Planner(Saving):
         staged = stages * sum((self.stage_bytes(True)[0], self.stage_bytes(False)[1]))
         summed = [b for b in p.buffers if b.name not in self.resident and self.sums_tier(b) == "ram"]
         sums = sum(self.kind_bytes(b, "gradient") for b in summed)
-        need = stream + passing + records + staged + own * widest + sums + p.reader_bytes + self.samples.ram_bytes
+        need = stream + passing + records + staged + own * widest + sums + p.beside_bytes + self.samples.ram_bytes
         if need > p.ram_budget:
             samples = f", samples {gib(self.samples.ram_bytes)}" if p.samples else ""
+            uploads = f", uploads (storage.offsite) {gib(p.offsite_bytes)}" if p.offsite_bytes else ""
             waiting = f", gradients between groups {gib(sums)}" if self.grouped else ""
             raise BudgetError(
                 f"budgets.ram: {gib(p.ram_budget)} cannot hold one block's working set of {gib(need)} (hidden states "
                 f"of the step {gib(stream)}, one block's pass {gib(passing)}, saved activations {gib(records)}, "
-                f"staging {gib(staged + own * widest)}{waiting}{samples}); give at least {size_text(need)}, or lower "
-                "train.global_batch_size, data.sequence_length or storage.part_bytes",
+                f"staging {gib(staged + own * widest)}{waiting}{samples}{uploads}); give at least {size_text(need)}, "
+                "or lower train.global_batch_size, data.sequence_length or storage.part_bytes",
                 tier="ram",
                 need_bytes=need,
                 budget_bytes=p.ram_budget,
@@ -415,6 +416,8 @@ class _Planner(Saving):
         ram = self.place_ram()
         if p.reader_bytes:
             ram.parts["reader buffers"] = p.reader_bytes
+        if p.offsite_bytes:
+            ram.parts["uploads"] = p.offsite_bytes
         if p.samples:
             ram.parts["samples"] = self.samples.ram_bytes
         weights_there: dict[str, Tier] = {"weights": "gpu"}
@@ -497,7 +500,7 @@ class _Planner(Saving):
             raise BudgetError(
                 f"budgets.nvme: {p.nvme_budget:,} bytes cannot hold {gib(need)} ({listing}); give at least "
                 f"{size_text(need)}, or drives with more room (storage.nvme), or keep fewer generations "
-                "(storage.keep_last, storage.keep_best)",
+                "(storage.keep_last, storage.keep_best, storage.offsite)",
                 tier="nvme",
                 need_bytes=need,
                 budget_bytes=p.nvme_budget,

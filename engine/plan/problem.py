@@ -171,6 +171,8 @@ class PlanInput:
     """Weights on NVMe are read straight into their slot on the compute device, not through a stage in RAM."""
     reader_bytes: int = 0
     """Pinned RAM that the reader takes for itself."""
+    offsite_bytes: int = 0
+    """RAM of the process that uploads generations (storage.offsite)."""
     activation_checkpointing: Checkpointing = "auto"
     kv_window: Window = "auto"
     nvme_budget: int | None = None
@@ -187,6 +189,11 @@ class PlanInput:
     """Whether the last good generation is to be kept beside these, where there is room."""
     one_group: bool = False
     """Backward needs what all of the step's forward finds, so that all micro-batches are one group."""
+
+    @property
+    def beside_bytes(self) -> int:
+        """RAM of the budget that others than the arena take."""
+        return self.reader_bytes + self.offsite_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

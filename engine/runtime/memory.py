@@ -152,7 +152,7 @@ def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -
 def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> RamMemory:
     """Carve the host arena, unpinned; what it does not hold of a buffer lives on another tier."""
     problem, tier = plan.problem, plan.tiers["ram"]
-    ram = RamMemory(HostArena(tier.peak_bytes - problem.reader_bytes, budget_bytes=tier.budget_bytes))
+    ram = RamMemory(HostArena(tier.peak_bytes - problem.beside_bytes, budget_bytes=tier.budget_bytes))
 
     def typed(name: str, numel: int, dtype: torch.dtype) -> Tensor:
         return ram.arena.slot(name, numel * dtype.itemsize).view(dtype)

@@ -1,0 +1,88 @@
+"""The files of a run beside its state that a resume on another machine needs: what they are, and where they serve."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.engine.config import Recipe
+from penstock.storage.offsite_place import may_be_named
+
+INPUTS = "inputs"
+"""Folder of a run directory: what the recipe names elsewhere, kept for a machine that does not have it."""
+_MODEL, _TOKENIZER, _TEMPLATE = "model", "tokenizer", "chat_template.jinja"
+RECIPE = "recipe.json"
+HISTORY = ("metrics.jsonl", "validation.jsonl", "samples.jsonl", "spikes.jsonl", "log.jsonl")
+"""What a run has told; lines of steps that a resumed run does again go when it does them."""
+_SMALL_BYTES = 1 << 28
+_SMALL = re.compile(
+    r"((generation_|processor_|tokenizer_)?config|tokenizer|special_tokens_map|added_tokens|vocab|chat_template)\.json|"
+    r"(merges|vocab)\.txt|chat_template\.jinja|[A-Za-z0-9_-]+\.(model|tiktoken)"
+)
+
+
+def run_files(run_dir: Path, recipe: Recipe) -> dict[str, Path]:
+    """The files by their paths within a run directory: recipe, history, data, and the small ones of what it names."""
+    found = {name: run_dir / name for name in (RECIPE, *HISTORY)}
+    found |= {f"data/{name}": path for name, path in _below(run_dir / "data")}
+    model, tokenizer, template = (
+        _there(named, run_dir / INPUTS / kept)
+        for named, kept in (
+            (recipe.model.path, _MODEL),
+            (recipe.data.tokenizer, _TOKENIZER),
+            (recipe.data.chat_template, _TEMPLATE),
+        )
+    )
+    for source, kept in ((model, _MODEL), (tokenizer, _TOKENIZER)):
+        if source is not None:
+            found |= {f"{INPUTS}/{kept}/{name}": path for name, path in _small(source)}
+    if template is not None and template.is_file():
+        found[f"{INPUTS}/{_TEMPLATE}"] = template
+    return {name: path for name, path in found.items() if path.is_file()}
+
+
+def with_kept_inputs(recipe: Recipe, run_dir: Path) -> Recipe:
+    """The recipe with what was kept of its model's folder, tokenizer and chat template, where these are not here.
+
+    Of the model there are no weights then: a resume needs none, and an export takes the run's own.
+    """
+    kept = run_dir / INPUTS
+    model, data = recipe.model, recipe.data
+    if _is_missing(model.path) and (kept / _MODEL).is_dir():
+        model = replace(model, path=str(kept / _MODEL))
+    if _is_missing(data.tokenizer) and (kept / _TOKENIZER).is_dir():
+        data = replace(data, tokenizer=str(kept / _TOKENIZER))
+    if _is_missing(data.chat_template) and (kept / _TEMPLATE).is_file():
+        data = replace(data, chat_template=str(kept / _TEMPLATE))
+    return recipe if (model, data) == (recipe.model, recipe.data) else replace(recipe, model=model, data=data)
+
+
+def _is_missing(path: str | None) -> bool:
+    return path is not None and not Path(path).expanduser().exists()
+
+
+def _there(named: str | None, kept: Path) -> Path | None:
+    """Where what the recipe names is, or is kept; None where it names nothing, or it is nowhere."""
+    if named is None:
+        return None
+    path = Path(named).expanduser()
+    return path if path.exists() else kept if kept.exists() else None
+
+
+def _below(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(path within it, path) of all files below a folder of ours, links left out."""
+    for place, _, names in os.walk(folder):
+        for name in sorted(names):
+            path = Path(place, name)
+            if not path.is_symlink() and may_be_named(inner := path.relative_to(folder).as_posix()):
+                yield inner, path
+
+
+def _small(source: Path) -> Iterator[tuple[str, Path]]:
+    """The small files of a model's or tokenizer's folder, by the names that these go by, links or not."""
+    for path in [source] if source.is_file() else sorted(source.iterdir()):
+        if _SMALL.fullmatch(path.name) and path.is_file() and path.stat().st_size <= _SMALL_BYTES:
+            yield path.name, path

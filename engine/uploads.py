@@ -1,0 +1,258 @@
+"""Uploads of a run's generations to storage.offsite: due every so many steps, carried out beside the steps.
+
+A due generation is committed and kept as a checkpoint, which is links and takes no time; a thread has it sent by a
+process of its own and deletes it then. One is on its way at a time: what falls due meanwhile waits, and what is sent
+next is the newest generation there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.engine.config import Recipe, drive_folders, parse_bytes, state_folder
+from penstock.engine.hf.constants import CONSTANTS_FILE
+from penstock.engine.run_files import run_files
+from penstock.storage.checkpoints import (
+    UPLOADED,
+    checkpoint_folder,
+    checkpoint_names,
+    delete_checkpoint,
+    read_checkpoint,
+    upload_name,
+)
+from penstock.storage.errors import UserError
+from penstock.storage.manifest import FILE_NAME, Manifest
+from penstock.storage.nvme import NvmeStore
+from penstock.storage.offsite import Claim, one_at_a_time, require_usable
+from penstock.storage.offsite_link import PlaceLink
+from penstock.storage.offsite_place import parse_place
+from penstock.storage.offsite_send import send_checkpoint
+from penstock.storage.retention import automatic_name
+from penstock.storage.units import bytes_text
+
+_TOLD_S = 10.0
+"""Between two words on an upload that the run's end waits for."""
+_POLL_S = 0.05
+
+Tell = Callable[[str], None]
+
+
+class Uploads:
+    """The uploads of one process of a run. `begin` it before anything is prepared, `attach` the store, `close` it."""
+
+    def __init__(self, recipe: Recipe, run_dir: Path, link: PlaceLink) -> None:
+        """Use `begin`."""
+        storage = recipe.storage
+        self._recipe, self._run_dir, self._link = recipe, run_dir, link
+        self._every, self._last, self._keep = storage.offsite_every, recipe.train.steps, storage.offsite_keep
+        limit = storage.offsite_bandwidth
+        self._bytes_per_s = None if limit is None else float(parse_bytes(limit, "storage.offsite_bandwidth"))
+        self._root = state_folder(run_dir)
+        self._messages: deque[str] = deque()
+        self._news = threading.Condition()
+        self._next: str | None = None
+        self._waits = self._told_waits = self._ends = False
+        self._sending: int | None = None
+        """Step of the generation that is on its way."""
+        self._moved = self._total = 0
+        self._newest: int | None = None
+        """Step of the newest generation at the place, where it is known."""
+        self._claimed_new = self._sent_any = False
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def begin(cls, recipe: Recipe, run_dir: Path, *, resume: bool) -> Uploads | None:
+        """None where the recipe names no place. UserError, one line, where this run may not write to it."""
+        if recipe.storage.offsite is None:
+            return None
+        root, store = state_folder(run_dir), None
+        if resume and (root / FILE_NAME).exists():
+            store = Manifest.read(root).store
+        link = PlaceLink(parse_place(recipe.storage.offsite, "storage.offsite"))
+        try:
+            require_usable(link, root, store)
+        finally:
+            link.release()  # much comes before the first upload
+        return cls(recipe, run_dir, link)
+
+    def attach(self, store: NvmeStore) -> None:
+        """Take the place for the run's store. Where an earlier process did not end an upload, the generation that the
+        run goes on from is sent. UserError where another run has taken the place meanwhile."""
+        self._store = store
+        self._claim = Claim(self._link, store.root, store.id, self._recipe.name)
+        with one_at_a_time(store.root, self._tell_of_another):
+            known = self._claim.look()
+            self._claimed_new = known is None
+            self._claim.take()
+        if known is not None and known.entries:
+            self._newest = known.entries[-1].step
+        left = [name for name in checkpoint_names(store.root) if UPLOADED.fullmatch(name)]
+        for name in left:
+            self._delete(name)
+        step = int(store.meta["step"])
+        if step != self._newest and (left or self.due(step)):
+            self._keep_next()
+        self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
+        self._thread.start()
+
+    def due(self, step: int) -> bool:
+        """Whether the generation of `step` is to be committed and uploaded."""
+        return step > 0 and (step % self._every == 0 or step == self._last)
+
+    def committed(self, step: int, *, last: bool) -> None:
+        """The generation of `step` has been committed; `last`: the run ends with it. On the lane that commits."""
+        if not (self.due(step) or last):
+            return
+        with self._news:
+            if self._sending is not None or self._next is not None:
+                self._waits = True
+                if not self._told_waits:
+                    self._told_waits = True
+                    self._say(
+                        f"step {step} is due for an upload, and that of step {self._sending} is still on its way: the "
+                        "newest generation goes when it is done; storage.offsite_every is shorter than an upload takes"
+                    )
+                return
+        self._keep_next()
+
+    def take_messages(self) -> list[str]:
+        """What is to be told, once each."""
+        return [self._messages.popleft() for _ in range(len(self._messages))]
+
+    def finish(self, tell: Tell) -> None:
+        """Wait for what is due, telling how far it is."""
+        told_at = time.monotonic()
+        while self._is_busy():
+            for message in self.take_messages():
+                tell(message)
+            if time.monotonic() - told_at > _TOLD_S:
+                told_at = time.monotonic()
+                tell(self._progress())
+            time.sleep(_POLL_S)
+        for message in self.take_messages():
+            tell(message)
+
+    def close(self, *, began: bool = True) -> None:
+        """End at once: an upload that is on its way is begun anew by the next process. `began`: whether the run has
+        ended a step; else a place that it took is given back."""
+        with self._news:
+            self._ends = True
+            self._news.notify_all()
+        if self._sending is None:
+            if self._thread is not None:
+                self._thread.join()
+            if self._claimed_new and not began and not self._sent_any:
+                with contextlib.suppress(UserError, OSError), one_at_a_time(self._root):
+                    self._claim.give_up()
+        self._link.close()
+        if self._thread is not None:
+            self._thread.join()
+
+    # ---------------------------------------------------------------- inside
+
+    def _is_busy(self) -> bool:
+        with self._news:
+            return self._next is not None or self._sending is not None or self._waits
+
+    def _progress(self) -> str:
+        share = f"{min(1.0, self._moved / self._total):.0%} of {bytes_text(self._total)}" if self._total else "begun"
+        return f"uploading step {self._sending} to {self._link.place}: {share}; the run ends when it is there"
+
+    def _say(self, text: str) -> None:
+        self._messages.append(f"storage.offsite: {text}")
+
+    def _keep_next(self) -> None:
+        """Make the checkpoint that is sent next, of what is committed."""
+        step = int(self._store.meta["step"])
+        name = upload_name(step)
+        try:
+            if name in checkpoint_names(self._root):
+                delete_checkpoint(self._root, name)  # of steps that were done again
+            self._store.checkpoint(name)
+        except UserError as error:
+            self._warn(step, error)
+            return
+        with self._news:
+            self._next = name
+            self._news.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._news:
+                while self._next is None and not self._ends:
+                    self._news.wait()
+                if self._ends:
+                    return
+                name, self._next = self._next, None
+                assert name is not None
+                self._sending, self._moved, self._total = int(name.rpartition("-")[2]), 0, 0
+            try:
+                self._send(name)
+            except Exception as error:  # training goes on whatever becomes of an upload
+                if not self._ends:
+                    self._warn(self._sending, error)
+            if not self._ends:
+                self._delete(name)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Nothing is on its way; what fell due meanwhile is next."""
+        while True:
+            with self._news:
+                if self._ends or self._next is not None or not self._waits:
+                    self._sending = None
+                    return
+                self._waits = False
+            self._keep_next()
+
+    def _send(self, name: str) -> None:
+        """Upload a checkpoint of ours. UserError."""
+        step = read_checkpoint(self._root, name).step or 0
+        self._sending = step
+        files = run_files(self._run_dir, self._recipe)
+        constants = checkpoint_folder(self._root, name) / CONSTANTS_FILE
+        started = time.monotonic()
+        sent = send_checkpoint(
+            self._claim,
+            self._root,
+            drive_folders(self._run_dir, self._recipe.storage),
+            name,
+            files | {f"state/{CONSTANTS_FILE}": constants},
+            name=automatic_name(step),
+            automatic=True,
+            keep=self._keep,
+            bytes_per_s=self._bytes_per_s,
+            waits=self._tell_of_another,
+            begins=self._begins,
+            told=self._told,
+        )
+        self._newest, self._sent_any = step, True
+        took_s = time.monotonic() - started
+        self._say(f"step {step} is at {self._link.place}: {bytes_text(sent.moved_bytes)} in {took_s:.1f} s")
+
+    def _tell_of_another(self) -> None:
+        self._say("another upload of this run is under way; this one waits for it")
+
+    def _begins(self, total: int) -> None:
+        self._total = total
+
+    def _told(self, moved: int) -> None:
+        self._moved += moved
+
+    def _warn(self, step: int | None, error: Exception) -> None:
+        newest = (
+            "nothing of this run is there yet" if self._newest is None else f"step {self._newest} is the newest there"
+        )
+        reason = str(error).removeprefix("storage.offsite: ") if isinstance(error, UserError) else repr(error)
+        self._say(f"step {step} was not uploaded: {reason}. {newest[0].upper()}{newest[1:]}; tried again when next due")
+
+    def _delete(self, name: str) -> None:
+        try:
+            delete_checkpoint(self._root, name)
+        except UserError as error:
+            self._say(f"checkpoint {name} stays for now: {error}")

@@ -1,0 +1,325 @@
+"""Runs whose machine is lost: they go on from the bucket as from the drive, to the bit; and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tiny
+from cli_process import REAL, Cli, done, is_running, json_lines, refusal, steps, wait_until
+from model_folders import as_users_have_it
+from recipe_texts import recipe_text, tiny_recipe
+from s3_server import BUCKET, KEYS, S3, serving
+
+import penstock
+from penstock.app.checkpoints import committed_step
+from penstock.app.cli import main
+from penstock.app.rundir import read_info
+from penstock.storage.checkpoints import checkpoint_names
+
+ROOMY = {"gpu": "64MiB", "ram": "256MiB"}
+NARROW = ("budgets.gpu=512KiB", "budgets.ram=130MiB")
+"""Other budgets: state that was in memory is on the drive."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3]:
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture
+def s3(server: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> S3:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    server.proxy.faults.clear()
+    server.proxy.always = None
+    monkeypatch.chdir(tmp_path)
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("Water comes down the pipe, and the wheel turns.\n" * 60)
+    (tmp_path / "disk").mkdir()
+    return server
+
+
+_numbers = itertools.count()
+
+
+def new_place() -> str:
+    return f"s3://{BUCKET}/app/{next(_numbers)}"
+
+
+def recipe(**changes: dict[str, Any]) -> penstock.Recipe:
+    """Six steps on a folder of texts."""
+    train = {"steps": 6, "lr": 1e-2} | changes.pop("train", {})
+    return tiny_recipe(train=train, budgets=ROOMY, **changes)
+
+
+def stop_at(step: int) -> Any:
+    def on_step(metrics: penstock.StepMetrics) -> None:
+        if metrics.step == step:
+            raise penstock.StopTraining
+
+    return on_step
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in json_lines(run / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("kind", ["s3", "folder"])
+def test_the_machine_is_lost(s3: S3, tmp_path: Path, kind: str) -> None:
+    """Uninterrupted, resumed from the drive, resumed from the place where nothing else is left: the same bits."""
+    place = new_place() if kind == "s3" else str(tmp_path / "disk" / "run")
+    whole = penstock.train(recipe(), run_dir="whole")
+    run = penstock.train(recipe(storage={"offsite": place, "offsite_every": 2}), run_dir="lost", on_step=stop_at(5))
+    assert committed_step(run) == 5
+    assert not any(name.startswith("offsite-") for name in checkpoint_names(run / "state"))
+    drive = shutil.copytree(run, tmp_path / "drive")
+    shutil.rmtree(run)
+    shutil.rmtree(tmp_path / "corpus")
+    drives = [str(tmp_path / name) for name in ("d0", "d1")]
+    found = penstock.resume(
+        place, run_dir="found", overrides=[*NARROW, f"storage.nvme={json.dumps(drives)}", "storage.offsite=none"]
+    )
+    assert losses(found) == losses(whole)
+    assert tiny.digest_of(found) == tiny.digest_of(whole)
+    assert all(any(Path(drive, "found").glob("*/*/[01]/c.*.0")) for drive in drives)
+    assert (found / "state" / "manifest.json").exists()
+    assert not any(found.glob("state/*/master"))
+    penstock.resume(drive, overrides=["storage.offsite=none"])
+    assert losses(drive) == losses(whole)
+    assert tiny.digest_of(drive) == tiny.digest_of(whole)
+    listed = [line.split()[0] for line in output_of("checkpoint", place)]
+    assert listed in (["step-000002", "step-000004"], ["step-000002", "step-000005"]), "the newest there was"
+
+
+def output_of(*arguments: str) -> list[str]:
+    """What a command prints, in a process of its own."""
+    return Cli(Path.cwd(), program=REAL).run(*arguments).stdout.splitlines()
+
+
+def test_the_run_that_goes_on_uploads_there_again(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = new_place()
+    options = {"offsite": place, "offsite_every": 2, "offsite_keep": 3}
+    penstock.train(recipe(storage=options), run_dir="lost", on_step=stop_at(3))
+    told: list[str] = []
+    found = penstock.resume(place, on_message=told.append)
+    assert found.parent == tmp_path / "runs"
+    assert any(line.startswith(f"storage.offsite: step 6 is at {place}: ") for line in told)
+    assert [line.split()[0] for line in output_of("checkpoint", place)] == ["step-000002", "step-000004", "step-000006"]
+    assert "has gone on with this run 'tiny'" in refusal(capsys, "resume", str(tmp_path / "lost"))
+    again = penstock.resume(f"{place}/step-000004", run_dir="again", overrides=["storage.offsite=none"])
+    assert tiny.digest_of(again) == tiny.digest_of(found)
+
+
+def test_what_the_recipe_names_elsewhere_comes_along(s3: S3, tmp_path: Path) -> None:
+    """The model's folder and the data are gone: their small files serve, and the weights are the run's own."""
+    place = new_place()
+    folder = as_users_have_it(tmp_path / "model", "llama", tied=True)
+    (tmp_path / "model" / "private.txt").write_text("nobody's business")
+    shape = dict.fromkeys(("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"))
+    model = {**shape, "path": str(folder)}
+    whole = penstock.train(recipe(model=model), run_dir="whole")
+    penstock.train(
+        recipe(model=model, storage={"offsite": place, "offsite_every": 3}), run_dir="lost", on_step=stop_at(3)
+    )
+    for name in ("lost", "model", "corpus"):
+        shutil.rmtree(tmp_path / name)
+    found = penstock.resume(place, overrides=["storage.offsite=none"])
+    assert tiny.digest_of(found) == tiny.digest_of(whole)
+    kept = sorted(path.name for path in (found / "inputs" / "model").iterdir())
+    assert "config.json" in kept
+    assert not {"model.safetensors", "private.txt", "README.md"} & set(kept)
+    penstock.export(found, "exported")
+    assert (tmp_path / "exported" / "model.safetensors").exists()
+
+
+def test_a_checkpoint_goes_there_by_hand(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = new_place()
+    run = penstock.train(recipe(), run_dir="run", on_step=stop_at(2))
+    cli = Cli(tmp_path, program=REAL)
+    said = cli.run("checkpoint", "run", "mine", "--to", place)
+    assert said.stdout.startswith("checkpoint mine: step 2, ")
+    assert said.stdout.endswith(f"at {place}; go on from there: penstock resume {place}/mine\n")
+    assert "mine" in checkpoint_names(run / "state")
+    assert (
+        cli.run("checkpoint", "run", "mine", "--to", place).stdout == f"checkpoint mine: step 2 is at {place} already\n"
+    )
+    assert cli.run("checkpoint", place).stdout.startswith("mine  step 2, generation ")
+    assert "give it a NAME" in refusal(capsys, "checkpoint", "run", "--to", place)
+    assert not any(secret in said.stderr + said.stdout for secret in KEYS.values() if secret != "us-east-1")
+    found = penstock.resume(f"{place}/mine", run_dir="found")
+    assert losses(found)[:2] == losses(run)
+
+
+def test_of_a_running_run(s3: S3, tmp_path: Path) -> None:
+    cli = Cli(tmp_path, recipe_text(train={"steps": 100_000}, budgets=ROOMY), REAL)
+    process = cli.start("train", "tiny.py", "--run-dir", "run")
+    try:
+        wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists(), timeout_s=60)
+        place = new_place()
+        assert cli.run("checkpoint", "run", "live", "--to", place).stdout.startswith("checkpoint live: step ")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        done(process)
+    assert cli.run("checkpoint", place).stdout.startswith("live  step ")
+
+
+@pytest.mark.parametrize(
+    ("place", "environment", "message"),
+    [
+        (
+            None,
+            {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""},
+            "no credentials were found; set AWS_ACCESS_KEY_ID",
+        ),
+        ("s3://no-such-bucket-here/run", {}, "the bucket is not there; make it, or correct its name"),
+        ("/nowhere/at/all", {}, "/nowhere/at is not there: is the disk mounted? Mount it, or name another"),
+    ],
+)
+def test_bad_places_are_refused_before_anything_is_made(
+    s3: S3, tmp_path: Path, place: str | None, environment: dict[str, str], message: str
+) -> None:
+    place = place or new_place()
+    environment = {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path), **environment}
+    cli = Cli(tmp_path, recipe_text(budgets=ROOMY, storage={"offsite": place}), REAL)
+    said = cli.run("train", "tiny.py", "--run-dir", "run", code=2, **environment)
+    errors = [line for line in said.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert said.stderr.splitlines()[-1] == errors[0]
+    assert not (tmp_path / "run").exists()
+    assert s3.keys(place.removeprefix(f"s3://{BUCKET}/") + "/") == []
+
+
+def test_two_runs_on_one_prefix(s3: S3, tmp_path: Path) -> None:
+    place = new_place()
+    penstock.train(recipe(storage={"offsite": place, "offsite_every": 2}), run_dir="first", on_step=stop_at(2))
+    cli = Cli(tmp_path, recipe_text(budgets=ROOMY, storage={"offsite": place}), REAL)
+    said = cli.run("train", "tiny.py", "--run-dir", "second", code=2).stderr.splitlines()
+    assert said[-1].startswith(f"error: storage.offsite: {place}: holds run 'tiny' (last written by ")
+    assert said[-1].endswith(f"go on with that run: penstock resume {place}")
+    assert not (tmp_path / "second").exists()
+    penstock.train(recipe(), run_dir="third", on_step=stop_at(1))
+    assert "holds run 'tiny'" in cli.run("checkpoint", "third", "x", "--to", place, code=2).stderr
+    assert "x" not in checkpoint_names(tmp_path / "third" / "state")
+
+
+def test_a_failed_start_gives_the_place_back(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = new_place()
+    refused = recipe(storage={"offsite": place})
+
+    def fails(metrics: penstock.StepMetrics) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("penstock.engine.train.train_step", lambda session: fails(None))  # type: ignore[arg-type]
+    with pytest.raises(AssertionError):
+        penstock.train(refused, run_dir="run")
+    assert s3.keys(place.removeprefix(f"s3://{BUCKET}/")) == []
+
+
+def test_training_goes_on_while_the_place_refuses(s3: S3, tmp_path: Path) -> None:
+    """Credentials that stop working: a line for each upload that was due, which names the newest there, and no more."""
+    place, told = new_place(), list[str]()
+    below = place.removeprefix(f"s3://{BUCKET}/")
+
+    def on_step(metrics: penstock.StepMetrics) -> None:
+        if metrics.step == 3:
+            index = f"{below}/penstock.json"
+            wait_until(lambda: index in s3.keys(below) and b'"name": "step-000002"' in s3.get(index))
+            s3.proxy.always = ("PUT", "", "403")
+
+    storage = {"offsite": place, "offsite_every": 2, "checkpoint_every": 1}
+    run = penstock.train(recipe(storage=storage), run_dir="run", on_step=on_step, on_message=told.append)
+    s3.proxy.always = None
+    assert read_info(run).state == "finished"
+    failed = [line for line in told if "was not uploaded" in line]
+    assert 1 <= len(failed) <= 3, told
+    for line in failed:
+        assert line.startswith("storage.offsite: step ")
+        assert "the credentials are refused" in line
+        assert line.endswith("Step 2 is the newest there; tried again when next due")
+    assert not any(name.startswith("offsite-") for name in checkpoint_names(run / "state"))
+
+
+def test_killed_while_it_uploads(s3: S3, tmp_path: Path) -> None:
+    """The upload is begun anew by whoever resumes, and the newest whole one is there all the time."""
+    place = new_place()
+    below = place.removeprefix(f"s3://{BUCKET}/")
+    storage = {"offsite": place, "offsite_every": 2, "offsite_bandwidth": "200KiB"}
+    cli = Cli(tmp_path, recipe_text(train={"steps": 1000}, budgets=ROOMY, storage=storage), REAL)
+    process = cli.start("train", "tiny.py", "--run-dir", "run")
+    wait_until(lambda: sum("/c." in key for key in s3.keys(below)) > 3, timeout_s=60)
+    children = psutil.Process(process.pid).children()
+    (mover,) = [child.pid for child in children if "penstock.storage.offsite_mover" in child.cmdline()]
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not is_running(mover))
+    run = tmp_path / "run"
+    left = [name for name in checkpoint_names(run / "state") if name.startswith("offsite-")]
+    assert len(left) == 1
+    assert "nothing of it is whole yet" in cli.run("resume", place, code=2).stderr
+    last = max(6, committed_step(run) or 0)
+    told: list[str] = []
+    penstock.resume(run, overrides=[f"train.steps={last}", "storage.offsite_bandwidth=none"], on_message=told.append)
+    names = [line.split()[0] for line in output_of("checkpoint", place)]
+    assert names[-1] == f"step-{last:06}"
+    folders = {key.removeprefix(f"{below}/").split("/")[0] for key in s3.keys(below)}
+    assert len(folders) == len(names) + 2, "index, shared and what is listed: nothing of the broken upload"
+    assert not any(name.startswith("offsite-") for name in checkpoint_names(run / "state"))
+
+
+def test_killed_while_it_fetches(s3: S3, tmp_path: Path) -> None:
+    """Nothing half is a run, and a second try goes on where the first was."""
+    place = new_place()
+    penstock.train(recipe(storage={"offsite": place, "offsite_every": 2}), run_dir="lost", on_step=stop_at(2))
+    cli = Cli(tmp_path, program=REAL)
+    s3.proxy.always = ("GET", "c.", "delayed")
+    process = cli.start("resume", place, "--set", "storage.offsite=none")
+    wait_until(lambda: any((tmp_path / "runs").glob("*/state/*/*/0/c.*.0")), timeout_s=60)
+    process.kill()
+    process.communicate()
+    s3.proxy.always = None
+    assert cli.run("runs").stdout.count("tiny") == 0
+    (half,) = (tmp_path / "runs").iterdir()
+    assert not (half / "recipe.json").exists()
+    assert penstock.resume(place, overrides=["storage.offsite=none"]) == half
+    assert steps(half) == [1, 2, 3, 4, 5, 6]
+    assert read_info(half).state == "finished"
+
+
+def test_damage_on_the_way_makes_no_run(s3: S3, tmp_path: Path) -> None:
+    place = new_place()
+    penstock.train(recipe(storage={"offsite": place, "offsite_every": 2}), run_dir="lost", on_step=stop_at(2))
+    (key, *_) = [key for key in s3.keys(place.removeprefix(f"s3://{BUCKET}/")) if key.endswith("master/c.0.0")]
+    content = s3.get(key)
+    s3.put(key, content[:-1] + bytes([content[-1] ^ 1]))
+    said = Cli(tmp_path, program=REAL).run("resume", place, "--run-dir", "new", code=2).stderr
+    assert "the manifest says" in said.splitlines()[-1]
+    assert not (tmp_path / "new" / "recipe.json").exists()
+
+
+def test_no_secret_is_kept(s3: S3, tmp_path: Path) -> None:
+    place = new_place()
+    run = penstock.train(recipe(storage={"offsite": place, "offsite_every": 2}), run_dir="run")
+    secrets = [KEYS["AWS_ACCESS_KEY_ID"].encode(), KEYS["AWS_SECRET_ACCESS_KEY"].encode()]
+    for folder, _, names in os.walk(run):
+        for name in names:
+            assert not any(secret in Path(folder, name).read_bytes() for secret in secrets), name
+    for key in s3.keys(place.removeprefix(f"s3://{BUCKET}/")):
+        assert not any(secret in s3.get(key) for secret in secrets), key
+
+
+def test_run_dir_is_for_places(s3: S3, capsys: pytest.CaptureFixture[str]) -> None:
+    penstock.train(recipe(), run_dir="run", on_step=stop_at(1))
+    assert "is no place off this machine" in refusal(capsys, "resume", "run", "--run-dir", "other")
+    assert main(["checkpoint", "run"]) == 0

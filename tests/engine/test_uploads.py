@@ -1,0 +1,105 @@
+"""Uploads beside a run: due, waiting for one another, limited, counted by the plan; to a folder of another disk."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import tiny
+
+from penstock.engine.forecast.problem import kept_generations
+from penstock.engine.run_files import run_files
+from penstock.engine.uploads import Uploads
+from penstock.storage.checkpoints import checkpoint_names
+from penstock.storage.errors import BudgetError, UserError
+from penstock.storage.nvme import NvmeStore
+from penstock.storage.offsite_place import mover_bytes
+
+
+def entries(place: Path) -> list[int]:
+    """Steps of what is whole at a place."""
+    return [entry["step"] for entry in json.loads((place / "penstock.json").read_text())["entries"]]
+
+
+def test_every_so_many_steps_and_the_last_one(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    observer = tiny.Silent()
+    storage = tiny.storage(offsite=str(place), offsite_every=4, offsite_keep=9)
+    result = tiny.train_run(tmp_path / "run", observer, storage=storage)
+    assert entries(place) in ([4, 6], [6]), "the last step is there, whatever was on its way"
+    assert [message for message in observer.messages if f"step 6 is at {place}: " in message]
+    assert tiny.kept(tmp_path / "run") == ["good-000004"], "committed for the upload, and good"
+    tier = result.tiers["nvme"]
+    assert observer.plan["tiers"]["nvme"]["peak_bytes"] >= tier["peak_bytes"]
+    assert observer.plan["tiers"]["ram"]["parts"]["uploads"] == mover_bytes(20480)
+    plain = tiny.train_run(tmp_path / "plain", tiny.Silent(), storage=tiny.storage(checkpoint_every=1000))
+    assert tiny.digest_of(tmp_path / "run") == tiny.digest_of(tmp_path / "plain")
+    assert plain.last_loss == result.last_loss
+
+
+def test_one_at_a_time_and_the_newest_next(tmp_path: Path) -> None:
+    """Uploads that take longer than the steps between them: told once, never two generations aside."""
+    place, most = tmp_path / "place", 0
+
+    class Counts(tiny.Silent):
+        def on_step(self, metrics: object) -> None:
+            nonlocal most
+            names = checkpoint_names(tmp_path / "run" / "state")
+            most = max(most, sum(name.startswith("offsite-") for name in names))
+            super().on_step(metrics)  # type: ignore[arg-type]
+
+    observer = Counts()
+    storage = tiny.storage(offsite=str(place), offsite_every=1, offsite_bandwidth="2MiB", keep_good=None)
+    tiny.train_run(tmp_path / "run", observer, train=tiny.training(steps=15), storage=storage)
+    said = [message for message in observer.messages if "is due for an upload, and that of step" in message]
+    assert len(said) == 1
+    assert most == 1
+    assert entries(place)[-1] == 15
+    assert len(entries(place)) == 2
+    assert not any(name.startswith("offsite-") for name in checkpoint_names(tmp_path / "run" / "state"))
+
+
+def test_what_an_ended_process_left_is_sent_when_the_run_goes_on(tmp_path: Path) -> None:
+    storage = tiny.storage(offsite=str(tmp_path / "place"), offsite_every=100)
+    tiny.train_run(tmp_path / "run", tiny.Silent(stop_after=2), storage=storage)
+    assert not (tmp_path / "place" / "shared" / "files").exists()
+    with closing(NvmeStore.open(tmp_path / "run" / "state")) as store:
+        store.checkpoint("offsite-000001")
+    observer = tiny.Silent(stop_after=1)
+    tiny.train_run(tmp_path / "run", observer, resume=True, storage=storage)
+    assert entries(tmp_path / "place") == [2]
+    assert not any(name.startswith("offsite-") for name in tiny.kept(tmp_path / "run"))
+
+
+def test_another_run_at_the_place_is_found_before_the_first_step(tmp_path: Path) -> None:
+    storage = tiny.storage(offsite=str(tmp_path / "place"), offsite_every=2)
+    tiny.train_run(tmp_path / "run", tiny.Silent(stop_after=2), storage=storage)
+    before = {path: path.read_bytes() for path in (tmp_path / "place").rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="holds run 'tiny'"):
+        tiny.train_run(tmp_path / "other", tiny.Silent(), storage=storage)
+    assert not (tmp_path / "other").exists(), "nothing was prepared"
+    assert before == {path: path.read_bytes() for path in (tmp_path / "place").rglob("*") if path.is_file()}
+
+
+def test_a_run_without_it_has_none(tmp_path: Path) -> None:
+    assert Uploads.begin(tiny.recipe(), tmp_path, resume=False) is None
+
+
+def test_the_plan_counts_what_an_upload_takes(tmp_path: Path) -> None:
+    storage = tiny.storage(offsite=str(tmp_path / "place"))
+    assert kept_generations(tiny.recipe(storage=storage)) == kept_generations(tiny.recipe()) + 1
+    with pytest.raises(BudgetError, match=r"budgets\.ram: .* uploads \(storage\.offsite\) 96\.2 MiB"):
+        tiny.train_run(
+            tmp_path / "run", tiny.Silent(), storage=storage, budgets=tiny.BudgetConfig(gpu="64MiB", ram="64MiB")
+        )
+
+
+def test_links_and_odd_names_are_not_uploaded(tmp_path: Path) -> None:
+    data = tmp_path / "run" / "data"
+    data.mkdir(parents=True)
+    (data / "tokens.bin").write_bytes(b"1")
+    (data / ".hidden").write_bytes(b"1")
+    (data / "a\nb").write_bytes(b"1")
+    (data / "link").symlink_to("/etc/passwd")
+    (tmp_path / "run" / "recipe.json").write_text("{}")
+    assert set(run_files(tmp_path / "run", tiny.recipe())) == {"recipe.json", "data/tokens.bin"}
