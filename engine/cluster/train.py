@@ -35,7 +35,7 @@ from penstock.engine.cluster.model import Sharded, make_sharded
 from penstock.engine.cluster.ranks import Ranks
 from penstock.engine.cluster.step import Share, train_step
 from penstock.engine.cluster.validate import validate
-from penstock.engine.config import Recipe, changed_fields, dcp_folder, dcp_folders, given_fields, state_folder
+from penstock.engine.config import Recipe, changed_fields, dcp_folder, dcp_folders, state_folder
 from penstock.engine.data.loader import DataLoader, ValidationSet
 from penstock.engine.data.prepare import make_loader, make_validation
 from penstock.engine.events import WARMUP_STEPS, Observer, StepMetrics
@@ -47,6 +47,7 @@ from penstock.engine.opening import RunModel, adapter_start, describe_run, first
 from penstock.engine.optim.base import find_optimizer
 from penstock.engine.optim.lr import learning_rate
 from penstock.engine.preparing import Checklist
+from penstock.engine.run_files import with_kept_inputs
 from penstock.engine.runtime.failures import DivergedError
 from penstock.engine.session import run_identity, run_meta
 from penstock.storage.errors import UserError
@@ -92,9 +93,10 @@ def train_cluster(
     """
     device = ranks.together(lambda: resolve_device(recipe.train))
     recipe = replace(recipe, train=with_compute_dtype(recipe.train, device.type))
+    identity, recipe = run_identity(recipe), with_kept_inputs(recipe, run_dir)
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
-    run = _open(recipe, recipe_tree, device, run_dir, observer, ranks, context_parallel)
+    run = _open(recipe, recipe_tree, identity, device, run_dir, observer, ranks, context_parallel)
     observer.on_begin()
     return run.train()
 
@@ -102,6 +104,7 @@ def train_cluster(
 def _open(
     recipe: Recipe,
     tree: Mapping[str, Any],
+    identity: dict[str, Any],
     device: torch.device,
     run_dir: Path,
     observer: ClusterObserver,
@@ -143,11 +146,11 @@ def _open(
     if record is not None:
         ranks.together(lambda: loader.seek(record.meta["cursor"]))
         observer.on_message(f"goes on from step {record.step:,} ({start})")
-        before, now = record.meta.get("fields"), given_fields(recipe)
+        before, now = record.meta.get("fields"), identity["fields"]
         if isinstance(before, dict) and (changed := changed_fields(before, now)):
             observer.on_message(f"since then the recipe has changed: {changed}; going on with the present one")
     share = Share(ranks.rank // spread, ranks.count // spread, context)
-    return _ClusterRun(recipe, tree, run_dir, observer, ranks, sharded, share, loader, validation, record)
+    return _ClusterRun(recipe, tree, identity, run_dir, observer, ranks, sharded, share, loader, validation, record)
 
 
 def _begin(sharded: Sharded, described: RunModel, recipe: Recipe, observer: ClusterObserver, ranks: Ranks) -> None:
@@ -181,6 +184,8 @@ def not_done(recipe: Recipe) -> list[str]:
         found.append("samples are not written on several machines")
     if recipe.storage.keep_best:
         found.append("storage.keep_best: no checkpoint is kept for its validation loss on several machines")
+    if recipe.storage.offsite is not None:
+        found.append("storage.offsite: nothing is uploaded from several machines")
     if recipe.after.export:
         found.append(
             "after.export: the last checkpoint stays a DCP checkpoint; penstock import-dcp makes a run of it, which "
@@ -211,6 +216,7 @@ class _ClusterRun:
         self,
         recipe: Recipe,
         tree: Mapping[str, Any],
+        identity: dict[str, Any],
         run_dir: Path,
         observer: ClusterObserver,
         ranks: Ranks,
@@ -223,7 +229,7 @@ class _ClusterRun:
         self._recipe, self._tree, self._run_dir, self._observer = recipe, tree, run_dir, observer
         self._ranks, self._sharded, self._loader, self._validation = ranks, sharded, loader, validation
         self._share = share
-        self._identity = run_identity(recipe)
+        self._identity = identity
         self._meta = {} if record is None else dict(record.meta)
         self._step = 0 if record is None else record.step
         self._tokens = 0 if record is None else int(record.meta["tokens"])
