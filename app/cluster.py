@@ -204,6 +204,8 @@ def _run_other(recipe: Recipe, path: Path, ranks: Ranks, context_parallel: int) 
 
 def _outcome(path: Path, result: ClusterResult) -> str:
     if result.folder is None:
+        if result.stopped:
+            return f"stopped after step {result.step:,}; the same command goes on"
         return f"finished after step {result.step:,}; nothing was left to do"
     back = shell("penstock", "import-dcp", short_path(result.folder), "--run-dir", "DIR")
     if result.stopped:

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from penstock.engine import preparing
 from penstock.engine.cluster.layout import (
     Place,
     Record,
-    alone,
     begin_folder,
     checksums_of,
     end_folder,
     held_tensors,
     load,
     moment,
+    partial_folder,
     places,
     require_intact,
     require_same_model,
-    state_dict,
+    save,
     trained_names,
 )
 from penstock.engine.config import Recipe, drive_folders, parse_bytes, state_folder
@@ -41,9 +41,6 @@ from penstock.storage.arena import empty_aligned
 from penstock.storage.disk import disk_error
 from penstock.storage.manifest import ArraySpec
 from penstock.storage.nvme import NvmeStore
-
-_WRITERS = 2
-"""Threads that read state and write it to a file each; as many parameters are in memory at once."""
 
 
 class Written(NamedTuple):
@@ -66,16 +63,13 @@ def write_dcp(
         meta = {name: value for name, value in run.store.meta.items() if name not in ("plan", "constants")}
         try:
             partial = begin_folder(folder, {"recipe": dict(recipe_tree), "meta": meta})
-            with alone():
-                dcp.save(
-                    state_dict(source.shapes),
-                    storage_writer=FileSystemWriter(partial, thread_count=_WRITERS),
-                    planner=_Streaming(source),
-                    no_dist=True,
-                )
+            save(partial, source.shapes, _Streaming(source))
             end_folder(folder, checksums_of(partial))
-        except OSError as error:
-            raise disk_error(error, folder, "writing a DCP checkpoint") from error
+        except BaseException as error:
+            shutil.rmtree(partial_folder(folder), ignore_errors=True)
+            if isinstance(error, OSError):
+                raise disk_error(error, folder, "writing a DCP checkpoint") from error
+            raise
         return Written(int(meta["step"]), sum(t.numel() * t.element_size() for t in source.shapes.values()))
 
 

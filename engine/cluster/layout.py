@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
@@ -46,6 +46,8 @@ _FORMAT = "penstock-dcp"
 _VERSION = 1
 _RECORD_BYTES = 1 << 26
 _INDEX_BYTES = 1 << 30
+_WRITERS = 2
+"""Threads of a process that writes alone; as many parameters are in memory at once."""
 
 State = dict[str, torch.Tensor]
 
@@ -285,6 +287,19 @@ def state_dict(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return dict(tensors)
 
 
+def save(folder: Path, tensors: Mapping[str, torch.Tensor], planner: SavePlanner | None = None) -> None:
+    """Write a checkpoint's tensors to `folder`: all ranks together, or with a `planner` this process alone.
+
+    Raises UserError, on all ranks, where the disk does not take them.
+    """
+    writer = FileSystemWriter(folder, thread_count=1 if planner is None else _WRITERS)
+    try:
+        with alone():
+            dcp.save(state_dict(tensors), storage_writer=writer, planner=planner, no_dist=planner is not None)
+    except CheckpointException as error:
+        raise _failed(error, f"{folder}: cannot be written", "free the disk, or choose another") from error
+
+
 def load(folder: Path, tensors: Mapping[str, torch.Tensor], *, no_dist: bool = False) -> None:
     """Fill tensors from a checkpoint, by their names there: all ranks together, or with `no_dist` this process alone.
 
@@ -294,14 +309,15 @@ def load(folder: Path, tensors: Mapping[str, torch.Tensor], *, no_dist: bool = F
         with alone():
             dcp.load(state_dict(tensors), storage_reader=DcpReader(folder), no_dist=no_dist)
     except CheckpointException as error:
-        rank, (reason, _) = min(error.failures.items())
-        if isinstance(reason, UserError):
-            raise reason from None
-        where = "" if no_dist else f"rank {rank}: "
-        raise UserError(
-            f"{folder}: cannot be read: {where}{type(reason).__name__}: {one_line(str(reason), 200)}; restore it from "
-            "a copy, or take an older one"
-        ) from error
+        raise _failed(error, f"{folder}: cannot be read", "restore it from a copy, or take an older one") from error
+
+
+def _failed(error: CheckpointException, what: str, fix: str) -> UserError:
+    """What the first rank that failed has met."""
+    rank, (reason, _) = min(error.failures.items())
+    if isinstance(reason, UserError):
+        return reason
+    return UserError(f"{what}: rank {rank}: {type(reason).__name__}: {one_line(str(reason), 200)}; {fix}")
 
 
 @contextlib.contextmanager

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
 
 from penstock.engine.cluster.check import choose_attention
 from penstock.engine.cluster.context import NAME as GATHERED
@@ -29,7 +27,7 @@ from penstock.engine.cluster.layout import (
     read_record,
     require_intact,
     require_same_model,
-    state_dict,
+    save,
 )
 from penstock.engine.cluster.model import Sharded, make_sharded
 from penstock.engine.cluster.ranks import Ranks
@@ -142,7 +140,7 @@ def _open(
             ranks.together(lambda: load(folder, sharded.tensors()))
     loader = ranks.together(lambda: make_loader(described.data.corpus, spec, recipe))
     validation = ranks.together(lambda: make_validation(described.data.corpus, spec, recipe))
-    record = None if start is None else read_record(start)
+    record = ranks.together(lambda: None if start is None else read_record(start))
     if record is not None:
         ranks.together(lambda: loader.seek(record.meta["cursor"]))
         observer.on_message(f"goes on from step {record.step:,} ({start})")
@@ -266,12 +264,7 @@ class _ClusterRun:
         batch = self._loader.next_step()
         train, step = self._recipe.train, self._step + 1
         loss, norm = train_step(self._sharded, train, step, batch, self._share)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            last = "none was written yet" if self._saved is None else f"the last is {self._saved}"
-            raise DivergedError(
-                f"step {step}: loss {loss:.4g}, gradient norm {norm:.4g}: not finite. No checkpoint of it is written; "
-                f"{last}: go on from it with a lower train.lr or more train.warmup_steps"
-            )
+        self._ranks.together(lambda: self._require_finite(step, loss, norm))
         self._step, tokens = step, sum(m.num_targets for m in batch)
         self._tokens += tokens
         step_s = time.perf_counter() - started
@@ -289,6 +282,14 @@ class _ClusterRun:
                 time=time.time(),
             )
         )
+
+    def _require_finite(self, step: int, loss: float, norm: float) -> None:
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            last = "none was written yet" if self._saved is None else f"the last is {self._saved}"
+            raise DivergedError(
+                f"step {step}: loss {loss:.4g}, gradient norm {norm:.4g}: not finite. No checkpoint of it is written; "
+                f"{last}: go on from it with a lower train.lr or more train.warmup_steps"
+            )
 
     def _validate(self) -> None:
         if self._validation is not None:
@@ -314,7 +315,7 @@ class _ClusterRun:
         folder, ranks = dcp_folder(self._run_dir, self._step), self._ranks
         ranks.together(lambda: self._on_first(lambda: begin_folder(folder, {"recipe": dict(self._tree), "meta": meta})))
         partial = partial_folder(folder)
-        dcp.save(state_dict(self._sharded.tensors()), storage_writer=FileSystemWriter(partial))
+        ranks.together(lambda: save(partial, self._sharded.tensors()))
         own = ranks.together(lambda: checksums_of(partial, (ranks.rank, ranks.count)))
         checksums = {name: found for rank in ranks.all_of(own) for name, found in rank.items()}
         ranks.together(lambda: self._on_first(lambda: end_folder(folder, checksums)))
