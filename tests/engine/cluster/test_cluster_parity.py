@@ -74,9 +74,7 @@ def test_losses_are_those_of_the_engine(names: tuple[str, ...] | None, tmp_path:
         here, there = alone[plain], found[name]
         assert len(there["losses"]) == STEPS
         losses = [m.loss for m in here.metrics]
-        print(
-            f"{name}: {max(abs(a - b) for a, b in zip(losses, there['losses'], strict=True)):.1e}"
-        )
+        print(f"{name}: {max(abs(a - b) for a, b in zip(losses, there['losses'], strict=True)):.1e}")
         assert there["losses"] == pytest.approx(losses, abs=1e-4), name
         assert there["norms"] == pytest.approx([m.grad_norm for m in here.metrics], rel=1e-3), name
         assert there["tokens"] == [m.tokens for m in here.metrics], name
