@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,7 @@ def test_alerts_of_a_running_run(first: Path, monkeypatch: pytest.MonkeyPatch) -
     found = " | ".join(alert.text for alert in alerts(read(first)))
     assert "gradient norm 50.0 is" in found
     assert "the loss of step 60 is not a number" in found
-    assert "no op has ended for 5m00s; d2h store_x layers.1 under way" in found
+    assert re.search(r"no op has ended for 5m0\ds; d2h store_x layers\.1 under way", found)  # some seconds have passed
     assert "nvme is 97% full, which the plan did not foresee" in found
 
 

@@ -109,7 +109,7 @@ def test_a_joined_layer_has_the_parameters_of_the_layer_and_computes_one_product
     seen: list[Tensor] = []
     whole = twin.module.get_submodule("two.whole")
     whole.register_forward_hook(lambda _, args, y: seen.append(y))
-    assert torch.equal(twin.module(x), layer(x))
+    torch.testing.assert_close(twin.module(x), layer(x))  # some CPUs' kernels round a wider product otherwise
     assert [y.shape for y in seen] == [(5, 10)]
     assert whole.weight.data_ptr() == flat.data_ptr()
     assert side_by_side(list(views.values())).data_ptr() == flat.data_ptr()
