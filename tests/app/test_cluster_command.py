@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed.checkpoint as dcp
-from cli_process import REAL, Cli, done, json_lines, refusal, steps, wait_until
+from cli_process import REAL, Cli, json_lines, refusal, steps, wait_until
 from cluster_ranks import torchrun
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -210,9 +211,9 @@ def test_without_torchrun_it_says_how(capsys: pytest.CaptureFixture[str], cli: C
     assert not (cli.folder / "run").exists()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A DCP checkpoint of a run of two steps."""
+    """A DCP checkpoint of a run of two steps, beside that run."""
     cli = Cli(tmp_path_factory.mktemp("dcp"), RECIPE, REAL)
     cli.run("train", "tiny.py", "--run-dir", "run", "--set", "train.steps=2")
     cli.run("export", "run", "out", "--format", "dcp")
@@ -271,39 +272,31 @@ def _cut(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:5000])
 
 
-@pytest.mark.parametrize(
-    ("damage", "expected"),
-    [
-        (_pickled, "no index of a DCP checkpoint"),
-        (_other_folder, "files elsewhere"),
-        (_without_record, "is missing"),
-        (_edited_record, "CRC"),
-        (_no_index, "no whole DCP checkpoint"),
-        (_without_a_file, "__0_0.distcp"),
-        (_flipped, "__0_1.distcp: is not as it was written"),
-        (_cut, "__0_1.distcp: is not as it was written"),
-    ],
-)
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (_pickled, "no index of a DCP checkpoint"),
+    (_other_folder, "files elsewhere"),
+    (_without_record, "is missing"),
+    (_edited_record, "CRC"),
+    (_no_index, "no whole DCP checkpoint"),
+    (_without_a_file, "__0_0.distcp"),
+    (_flipped, "__0_1.distcp: is not as it was written"),
+    (_cut, "__0_1.distcp: is not as it was written"),
+]
+
+
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(
-    damage: Callable[[Path], None],
-    expected: str,
-    checkpoint: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: Any,
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In one test: workers of their own would each make the checkpoint."""
     monkeypatch.chdir(tmp_path)
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for file in checkpoint.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    damage(copy)
-    assert expected in refusal(capsys, "import-dcp", "copy", "--run-dir", "run")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
+    for damage, expected in DAMAGES:
+        copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+        damage(copy)
+        assert expected in refusal(capsys, "import-dcp", "copy", "--run-dir", "run"), damage.__name__
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"], damage.__name__
+        shutil.rmtree(copy)
 
-
-def test_any_program_reads_it_by_torch(checkpoint: Path) -> None:
-    """Names of transformers, float32, AdamW's moments and steps as torchtitan calls them."""
+    # Any program reads it by torch: names of transformers, float32, AdamW's moments and steps as torchtitan calls them.
     held = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     name = "model.layers.1.self_attn.q_proj.weight"
     assert {name, f"optimizer.state.{name}.exp_avg", f"optimizer.state.{name}.exp_avg_sq"} <= held.keys()
@@ -314,11 +307,8 @@ def test_any_program_reads_it_by_torch(checkpoint: Path) -> None:
     assert found[f"optimizer.state.{name}.exp_avg"].abs().sum() > 0
     assert found[f"optimizer.state.{name}.step"] == 2
 
-
-def test_options_of_the_other_format_are_refused(cli: Cli) -> None:
-    cli.run("train", "tiny.py", "--run-dir", "run", "--set", "train.steps=1")
+    # Options of the other format are refused, and a folder that holds something.
+    run = str(checkpoint.parent / "run")
     for option in (("--dtype", "bf16"), ("--merged",), ("--push", "me/it")):
-        refused = cli.run("export", "run", "out", "--format", "dcp", *option, code=2)
-        assert "leave out" in refused.stderr
-    process = cli.start("export", "run", "run", "--format", "dcp")
-    assert "not empty" in done(process, 2).stderr
+        assert "leave out" in refusal(capsys, "export", run, "out", "--format", "dcp", *option)
+    assert "not empty" in refusal(capsys, "export", run, run, "--format", "dcp")
