@@ -19,10 +19,10 @@ from penstock.app.run_files import JsonLines, json_text
 from penstock.app.run_log import RunLog
 from penstock.app.rundir import RunDir, find_run, read_recipe
 from penstock.app.signals import StopRequested, StopSignals
-from penstock.engine.config import Recipe, dcp_folders
+from penstock.engine.config import Recipe, dcp_folder, dcp_folders
 from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, Spike, StepMetrics, ValidationMetrics, Want
 from penstock.engine.preparing import Checklist
-from penstock.storage.disk import atomic_write
+from penstock.storage.disk import atomic_write, reporting
 from penstock.storage.errors import UserError, used_up
 from penstock.storage.untrusted import shell
 
@@ -81,8 +81,9 @@ def run_cluster(
     """Train a recipe, or go on with a run, with all processes that torchrun has started; False where another of them
     says why not.
 
-    `given`: a recipe as `penstock train` takes it, with `run_dir` on a disk that all machines share, or a run's
-    directory. A directory that holds a run already goes on, so that a restart is the same command. Raises UserError.
+    `given`: a recipe as `penstock train` takes it, or a DCP checkpoint of a run, with `run_dir` on a disk that all
+    machines share; or a run's directory. A directory that holds a run already goes on, so that a restart is the same
+    command. Raises UserError.
     """
     with loading():
         from penstock.engine.cluster.ranks import SaidElsewhereError, joined
@@ -90,7 +91,7 @@ def run_cluster(
         with joined() as ranks:
             recipe, path = ranks.first_then_all(lambda: _resolve(given, run_dir, overrides, from_scratch))
             if ranks.first:
-                _run_first(recipe, path, ranks, context_parallel)
+                _run_first(recipe, path, Path(given), ranks, context_parallel)
             else:
                 _run_other(recipe, path, ranks, context_parallel)
     except SaidElsewhereError:
@@ -107,6 +108,11 @@ def _resolve(given: str, run_dir: Path | None, overrides: Sequence[str], from_sc
         return change_run(read_recipe(path), overrides, Path.cwd()), path
     if (Path(given) / "recipe.json").is_file():
         raise UserError(f"--run-dir: {given} is a run, which goes on in its own directory; leave --run-dir out")
+    from penstock.engine.cluster.layout import RECORD_NAME, read_record
+
+    if (Path(given) / RECORD_NAME).is_file():
+        recipe = change_run(from_dict(read_record(Path(given)).recipe, given), overrides, Path.cwd())
+        return recipe, run_dir.absolute()
     recipe = resolved_recipe(
         given, overrides, from_scratch=from_scratch, get=lambda found: hub.fetched(found, weights=not from_scratch)
     )
@@ -123,19 +129,26 @@ def _run_named(given: str) -> Path:
         ) from None
 
 
-def _run_first(recipe: Recipe, path: Path, ranks: Ranks, context_parallel: int) -> None:
+def _run_first(recipe: Recipe, path: Path, given: Path, ranks: Ranks, context_parallel: int) -> None:
     """Rank 0: it holds the run directory, writes to it, and says what there is to say."""
-    with _enter(recipe, path, ranks) as run:
+    with _enter(recipe, path, given, ranks) as run:
         _train_first(run, ranks, context_parallel)
 
 
-def _enter(recipe: Recipe, path: Path, ranks: Ranks) -> RunDir:
+def _enter(recipe: Recipe, path: Path, given: Path, ranks: Ranks) -> RunDir:
+    from penstock.engine.cluster.layout import RECORD_NAME, bring, read_record
+
     def enter() -> RunDir:
         if (path / "recipe.json").is_file():
             run = RunDir.open(path)
             run.recipe = recipe
-            return run
-        return RunDir.create(recipe, path)
+        else:
+            run = RunDir.create(recipe, path)
+        if (given / RECORD_NAME).is_file() and not dcp_folders(path):
+            to = dcp_folder(path, read_record(given).step)
+            with reporting(to, "copying the checkpoint"):
+                bring(given, to)
+        return run
 
     return ranks.together(enter)
 

@@ -15,8 +15,8 @@ def cluster(
     recipe: Annotated[
         str,
         typer.Argument(
-            metavar="RECIPE|RUN",
-            help="A recipe as train takes it, with --run-dir, or the directory of a run that goes on.",
+            metavar="RECIPE|RUN|DCP",
+            help="A recipe as train takes it or a run's DCP checkpoint, with --run-dir, or a run's directory.",
             autocompletion=complete_recipes,
         ),
     ],

@@ -34,7 +34,7 @@ from penstock.engine.model.spec import ModelSpec
 from penstock.engine.optim.base import MASTER
 from penstock.engine.runtime.state import WEIGHTS
 from penstock.storage import sealed
-from penstock.storage.disk import atomic_write, fsync_dir
+from penstock.storage.disk import atomic_write, fsync_dir, fsync_file
 from penstock.storage.errors import UserError
 from penstock.storage.layout import ParamSpec
 from penstock.storage.untrusted import is_whole, one_line, open_regular, parse_object, read_regular
@@ -110,6 +110,18 @@ def end_folder(folder: Path, checksums: Mapping[str, Sequence[Any]]) -> None:
         shutil.rmtree(folder)
     partial.rename(folder)
     fsync_dir(folder.parent)
+
+
+def bring(folder: Path, to: Path) -> None:
+    """Copy a whole checkpoint to `to`, durably, whole or not at all. OSError."""
+    partial = partial_folder(to)
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(folder, partial)
+    for path in partial.iterdir():
+        fsync_file(path)
+    fsync_dir(partial)
+    partial.rename(to)
+    fsync_dir(to.parent)
 
 
 def checksums_of(folder: Path, share: tuple[int, int] = (0, 1)) -> dict[str, tuple[int, str]]:

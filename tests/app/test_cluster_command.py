@@ -139,6 +139,15 @@ def test_a_stop_leaves_the_step_under_way(cli: Cli) -> None:
     assert (run / "dcp" / f"step-{last:06}" / ".metadata").exists()
 
 
+def test_it_begins_with_a_checkpoint(one_rank: Path, checkpoint: Path) -> None:
+    """Whose run directory is not here."""
+    arguments = ["cluster", str(checkpoint), "--run-dir", "there", "--set"]
+    assert main([*arguments, "train.steps=3"]) == 0
+    assert main([*arguments, "train.steps=4"]) == 0, "the same again goes on where it is"
+    assert steps(one_rank / "there") == [3, 4]
+    assert sorted(path.name for path in (one_rank / "there" / "dcp").iterdir()) == ["step-000003", "step-000004"]
+
+
 # ------------------------------------------------------------------ what is refused
 
 
