@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -253,35 +254,39 @@ def export_named(
     from penstock.app.launch import export_run, require_new_folder
 
     after = _after(read_recipe(path), dtype, max_shard_size, push, merged)
-    checkpoint, made = checkpoint_named(path, checkpoint), None
+    checkpoint = checkpoint_named(path, checkpoint)
     require_new_folder(out_dir)
+    with _to_be_read(path, checkpoint) as (recipe, checkpoint, made):
+        return made, export_run(path, recipe, out_dir, checkpoint, after)
+
+
+@contextmanager
+def _to_be_read(path: Path, checkpoint: str | None) -> Iterator[tuple[Recipe, str | None, str | None]]:
+    """A run whose state is exported: its recipe; the checkpoint that is read, None for its last generation, while which
+    is read nobody else may work on the run; and the one that was made for it, as the run is running."""
+    made = None
     if checkpoint is None and is_live(path):
         checkpoint = made = make_for_export(path)
     if checkpoint is not None:
-        return made, export_run(path, read_recipe(path), out_dir, checkpoint, after)
+        yield read_recipe(path), checkpoint, made
+        return
     with RunDir.open(path, read_only=True) as directory:
-        return made, export_run(path, directory.recipe, out_dir, after=after)
+        yield directory.recipe, None, None
 
 
 def export_dcp(path: Path, out_dir: Path, checkpoint: str | None) -> tuple[str | None, list[str]]:
     """Write a run's last generation, or a checkpoint's, as a DCP checkpoint at `out_dir`, new or empty: as
     `export_named`."""
     from penstock.app.launch import require_new_folder
-    from penstock.app.recipe import to_dict
 
+    checkpoint = checkpoint_named(path, checkpoint)
     require_new_folder(out_dir)
-    checkpoint, made = checkpoint_named(path, checkpoint), None
-    if checkpoint is None and is_live(path):
-        checkpoint = made = make_for_export(path)
-    with loading():
-        from penstock.engine.cluster.convert import write_dcp
+    out = out_dir.expanduser().absolute()
+    with _to_be_read(path, checkpoint) as (recipe, checkpoint, made):
+        with loading():
+            from penstock.engine.cluster.convert import write_dcp
 
-    recipe, out = read_recipe(path), out_dir.expanduser().absolute()
-    if checkpoint is None:
-        with RunDir.open(path, read_only=True):
-            written = write_dcp(path, recipe, to_dict(recipe), out)
-    else:
-        written = write_dcp(path, recipe, to_dict(recipe), out, checkpoint)
+        written = write_dcp(path, recipe, out, checkpoint)
     return made, [f"{out}: step {written.step:,}, {written.num_bytes:,} bytes of parameters and optimizer state"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +10,10 @@ from rich.console import Console
 
 from penstock.app import control, hub
 from penstock.app.api import resolved_recipe
-from penstock.app.launch import RunObserver, require_inputs, summary_of
+from penstock.app.launch import RunObserver, require_inputs
 from penstock.app.loading import loading
 from penstock.app.progress import Display, short_path, summary_lines
-from penstock.app.recipe import change_run, from_dict, to_dict
+from penstock.app.recipe import change_run, from_dict
 from penstock.app.run_files import JsonLines, json_text
 from penstock.app.run_log import RunLog
 from penstock.app.rundir import RunDir, find_run, read_recipe
@@ -22,16 +21,14 @@ from penstock.app.signals import StopRequested, StopSignals
 from penstock.engine.config import Recipe, dcp_folder, dcp_folders
 from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, Spike, StepMetrics, ValidationMetrics, Want
 from penstock.engine.preparing import Checklist
+from penstock.engine.run_files import STEP_FILES
 from penstock.storage.disk import atomic_write, reporting
-from penstock.storage.errors import UserError, used_up
+from penstock.storage.errors import UserError
 from penstock.storage.untrusted import shell
 
 if TYPE_CHECKING:
     from penstock.engine.cluster.ranks import Ranks
     from penstock.engine.cluster.train import ClusterResult
-
-_HISTORY = ("metrics.jsonl", "validation.jsonl", "samples.jsonl", "spikes.jsonl")
-"""What a run that comes back takes along of the directory that it comes from."""
 
 
 class _Quiet:
@@ -91,7 +88,8 @@ def run_cluster(
         with joined() as ranks:
             recipe, path = ranks.first_then_all(lambda: _resolve(given, run_dir, overrides, from_scratch))
             if ranks.first:
-                _run_first(recipe, path, Path(given), ranks, context_parallel)
+                with _enter(recipe, path, Path(given), ranks) as run:
+                    _train_first(run, ranks, context_parallel)
             else:
                 _run_other(recipe, path, ranks, context_parallel)
     except SaidElsewhereError:
@@ -129,13 +127,8 @@ def _run_named(given: str) -> Path:
         ) from None
 
 
-def _run_first(recipe: Recipe, path: Path, given: Path, ranks: Ranks, context_parallel: int) -> None:
-    """Rank 0: it holds the run directory, writes to it, and says what there is to say."""
-    with _enter(recipe, path, given, ranks) as run:
-        _train_first(run, ranks, context_parallel)
-
-
 def _enter(recipe: Recipe, path: Path, given: Path, ranks: Ranks) -> RunDir:
+    """Make or open the run directory, which the first rank holds while all of them train."""
     from penstock.engine.cluster.layout import RECORD_NAME, bring, read_record
 
     def enter() -> RunDir:
@@ -154,6 +147,7 @@ def _enter(recipe: Recipe, path: Path, given: Path, ranks: Ranks) -> RunDir:
 
 
 def _train_first(run: RunDir, ranks: Ranks, context_parallel: int) -> None:
+    """Rank 0: it writes to the run directory, and says what there is to say."""
     from penstock.engine.cluster.train import train_cluster
 
     control.forget(run.path)
@@ -164,33 +158,21 @@ def _train_first(run: RunDir, ranks: Ranks, context_parallel: int) -> None:
     with observer.signals:
         try:
             result = train_cluster(
-                recipe,
-                to_dict(recipe),
-                ranks,
-                run_dir=run.path,
-                observer=observer,
-                context_parallel=context_parallel,
+                recipe, ranks, run_dir=run.path, observer=observer, context_parallel=context_parallel
             )
             said = _outcome(run.path, result)
-            log.message(said)
-            log.flush()
-            log.check()
-            summary, last_losses, warnings = summary_of(run.path, _as_result(result))
-            atomic_write(run.path / "summary.json", json_text(summary, indent=2))
-            observer.close("stopped" if result.stopped else "finished")
+            summary, last_losses, warnings = observer.conclude(_as_result(result), said)
         except StopRequested:
             observer.tell("stopped before the first step; the same command goes on")
             observer.close("stopped")
             return
         except BaseException as error:
-            known = error if isinstance(error, UserError) else used_up(error)
-            log.message(str(known) if known else traceback.format_exc(), "error")
-            observer.close("failed", str(known) if known else f"{type(error).__name__}: {error}")
+            observer.fail(error)
             raise
         finally:
             display.close()
-    for line in [f"warning: {warning}" for warning in warnings]:
-        display.message(line)
+    for warning in warnings:
+        display.message(f"warning: {warning}")
     for line in summary_lines(summary, last_losses, observer.wall_s):
         display.message(line)
     display.message(said)
@@ -203,14 +185,7 @@ def _run_other(recipe: Recipe, path: Path, ranks: Ranks, context_parallel: int) 
     observer = _Quiet()
     with observer.signals:
         try:
-            train_cluster(
-                recipe,
-                to_dict(recipe),
-                ranks,
-                run_dir=path,
-                observer=observer,
-                context_parallel=context_parallel,
-            )
+            train_cluster(recipe, ranks, run_dir=path, observer=observer, context_parallel=context_parallel)
         except StopRequested:
             return
 
@@ -292,7 +267,7 @@ def _take_history(folder: Path, run: Path, step: int) -> None:
     source = folder.resolve().parent.parent
     if folder.resolve() not in dcp_folders(source).values():
         return
-    for name in _HISTORY:
+    for name in STEP_FILES:
         lines = [line for line in JsonLines(source / name).steps() if line["step"] <= step]
         if lines:
             atomic_write(run / name, "".join(json_text(line) for line in lines))

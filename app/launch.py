@@ -172,6 +172,22 @@ class RunObserver:
             return "stop"
         return control.wanted(self._run.path)
 
+    def conclude(self, result: TrainResult, said: str) -> tuple[dict[str, Any], list[float], list[str]]:
+        """Say how the run has ended, and write summary.json, which `summary_of` returns."""
+        self._log.message(said)
+        self._log.flush()
+        self._log.check()
+        found = summary_of(self._run.path, result)
+        atomic_write(self._run.path / "summary.json", json_text(found[0], indent=2))
+        self.close("stopped" if result.stopped else "finished")
+        return found
+
+    def fail(self, error: BaseException) -> None:
+        """Say what has ended the run: a message for the user, or where it was."""
+        known = error if isinstance(error, UserError) else used_up(error)
+        self._log.message(str(known) if known else traceback.format_exc(), "error")
+        self.close("failed", str(known) if known else f"{type(error).__name__}: {error}")
+
     def close(self, state: Literal["finished", "stopped", "failed"], error: str | None = None) -> None:
         """Tell the run's end, once the trackers have been given what is in its files."""
         self._log.flush()
@@ -300,12 +316,8 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None, gu
         try:
             result = _train(recipe, run.path, observer, resume, checkpoint)
             go_on = f"stopped after step {result.steps}; go on with: {shell('penstock', 'resume', run.path)}"
-            log.message(go_on if result.stopped else f"finished after step {result.steps}")
-            log.flush()
-            log.check()
-            summary, last_losses, warnings = summary_of(run.path, result)
-            atomic_write(run.path / "summary.json", json_text(summary, indent=2))
-            observer.close("stopped" if result.stopped else "finished")
+            said = go_on if result.stopped else f"finished after step {result.steps}"
+            summary, last_losses, warnings = observer.conclude(result, said)
         except StopRequested:
             observer.tell(f"stopped before the first step; go on with: {shell('penstock', 'resume', run.path)}")
             observer.close("stopped")
@@ -321,9 +333,7 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None, gu
             failed.error.add_note(f"the generation of step {step:,} is intact; go on with: {way}")
             raise failed.error from failed.error.__cause__
         except BaseException as error:
-            known = error if isinstance(error, UserError) else used_up(error)
-            log.message(str(known) if known else traceback.format_exc(), "error")
-            observer.close("failed", str(known) if known else f"{type(error).__name__}: {error}")
+            observer.fail(error)
             raise
         finally:
             display.close()

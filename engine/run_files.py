@@ -15,8 +15,10 @@ INPUTS = "inputs"
 """Folder of a run directory: what the recipe names elsewhere, kept for a machine that does not have it."""
 _MODEL, _TOKENIZER, _TEMPLATE = "model", "tokenizer", "chat_template.jinja"
 RECIPE = "recipe.json"
-HISTORY = ("metrics.jsonl", "validation.jsonl", "samples.jsonl", "spikes.jsonl", "log.jsonl")
-"""What a run has told; lines of steps that a resumed run does again go when it does them."""
+STEP_FILES = ("metrics.jsonl", "validation.jsonl", "samples.jsonl", "spikes.jsonl")
+"""What a run has told of its steps; lines of steps that a resumed run does again go when it does them."""
+HISTORY = (*STEP_FILES, "log.jsonl")
+"""All that a run has told."""
 _SMALL_BYTES = 1 << 28
 _SMALL = re.compile(
     r"((generation_|processor_|tokenizer_)?config|tokenizer|special_tokens_map|added_tokens|vocab|chat_template)\.json|"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,19 +50,17 @@ class Written(NamedTuple):
     num_bytes: int
 
 
-def write_dcp(
-    run_dir: Path, recipe: Recipe, recipe_tree: Mapping[str, Any], folder: Path, checkpoint: str | None = None
-) -> Written:
+def write_dcp(run_dir: Path, recipe: Recipe, folder: Path, checkpoint: str | None = None) -> Written:
     """Write a run's last committed generation, or a checkpoint's, as a DCP checkpoint in `folder`.
 
-    `recipe_tree`: the recipe as the record keeps it. `folder` is new or empty, or a whole checkpoint that is replaced.
+    `folder` is new or empty, or a whole checkpoint that is replaced.
     Raises UserError when there is no generation, or the disk fails; then nothing of it is left.
     """
     with reading_run(run_dir, recipe, checkpoint) as run:
         source = _Source(run, find_optimizer(recipe.train).kinds)
         meta = {name: value for name, value in run.store.meta.items() if name not in ("plan", "constants")}
         try:
-            partial = begin_folder(folder, {"recipe": dict(recipe_tree), "meta": meta})
+            partial = begin_folder(folder, recipe, meta)
             save(partial, source.shapes, _Streaming(source))
             end_folder(folder, checksums_of(partial))
         except BaseException as error:

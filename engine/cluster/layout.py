@@ -21,6 +21,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Met
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
+from penstock.engine.config import Recipe
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.optim.base import MASTER
 from penstock.engine.runtime.state import WEIGHTS
@@ -90,12 +92,13 @@ def partial_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.partial")
 
 
-def begin_folder(folder: Path, record: Mapping[str, Any]) -> Path:
-    """An empty folder to write a checkpoint to, that `end_folder` makes `folder`, with its record. OSError."""
+def begin_folder(folder: Path, recipe: Recipe, meta: Mapping[str, Any]) -> Path:
+    """An empty folder to write a checkpoint to, that `end_folder` makes `folder`, with its record: the recipe, and
+    `meta`, what a generation records. OSError."""
     partial = partial_folder(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    content = {"format": _FORMAT, "version": _VERSION, **record}
+    content = {"format": _FORMAT, "version": _VERSION, "recipe": asdict(recipe), "meta": dict(meta)}
     atomic_write(partial / RECORD_NAME, json.dumps(sealed.seal(content), indent=1) + "\n")
     return partial
 
@@ -105,11 +108,7 @@ def end_folder(folder: Path, checksums: Mapping[str, Sequence[Any]]) -> None:
     partial = partial_folder(folder)
     content = sealed.seal({"files": {name: list(found) for name, found in checksums.items()}})
     atomic_write(partial / CHECKSUMS_NAME, json.dumps(content, indent=1) + "\n")
-    fsync_dir(partial)
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
-    fsync_dir(folder.parent)
+    _name(folder)
 
 
 def bring(folder: Path, to: Path) -> None:
@@ -119,9 +118,17 @@ def bring(folder: Path, to: Path) -> None:
     shutil.copytree(folder, partial)
     for path in partial.iterdir():
         fsync_file(path)
+    _name(to)
+
+
+def _name(folder: Path) -> None:
+    """Give a partial folder, whose files are durable, its name; an older one there goes."""
+    partial = partial_folder(folder)
     fsync_dir(partial)
-    partial.rename(to)
-    fsync_dir(to.parent)
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+    fsync_dir(folder.parent)
 
 
 def checksums_of(folder: Path, share: tuple[int, int] = (0, 1)) -> dict[str, tuple[int, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -75,7 +74,6 @@ class ClusterResult(NamedTuple):
 
 def train_cluster(
     recipe: Recipe,
-    recipe_tree: Mapping[str, Any],
     ranks: Ranks,
     *,
     run_dir: Path,
@@ -89,19 +87,19 @@ def train_cluster(
     of its tokens. Raises UserError on all ranks for what the user can mend, SaidElsewhereError on all but the one that
     says it.
     """
-    device = ranks.together(lambda: resolve_device(recipe.train))
+    given, device = recipe, ranks.together(lambda: resolve_device(recipe.train))
     recipe = replace(recipe, train=with_compute_dtype(recipe.train, device.type))
     identity, recipe = run_identity(recipe), with_kept_inputs(recipe, run_dir)
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
-    run = _open(recipe, recipe_tree, identity, device, run_dir, observer, ranks, context_parallel)
+    run = _open(recipe, given, identity, device, run_dir, observer, ranks, context_parallel)
     observer.on_begin()
     return run.train()
 
 
 def _open(
     recipe: Recipe,
-    tree: Mapping[str, Any],
+    given: Recipe,
     identity: dict[str, Any],
     device: torch.device,
     run_dir: Path,
@@ -115,7 +113,7 @@ def _open(
     for left_out in not_done(recipe):
         observer.on_message(left_out)
     checklist = Checklist(observer)
-    start = ranks.of_first(lambda: _newest(run_dir, recipe, tree, observer))
+    start = ranks.of_first(lambda: _newest(run_dir, given, observer))
     described = ranks.first_then_all(lambda: describe_run(recipe, run_dir, checklist))
     spec, kinds = described.spec, find_optimizer(recipe.train).kinds
     with checklist.step("self-check"):
@@ -148,7 +146,7 @@ def _open(
         if isinstance(before, dict) and (changed := changed_fields(before, now)):
             observer.on_message(f"since then the recipe has changed: {changed}; going on with the present one")
     share = Share(ranks.rank // spread, ranks.count // spread, context)
-    return _ClusterRun(recipe, tree, identity, run_dir, observer, ranks, sharded, share, loader, validation, record)
+    return _ClusterRun(recipe, given, identity, run_dir, observer, ranks, sharded, share, loader, validation, record)
 
 
 def _begin(sharded: Sharded, described: RunModel, recipe: Recipe, observer: ClusterObserver, ranks: Ranks) -> None:
@@ -192,7 +190,7 @@ def not_done(recipe: Recipe) -> list[str]:
     return found
 
 
-def _newest(run_dir: Path, recipe: Recipe, tree: Mapping[str, Any], observer: Observer) -> Path | None:
+def _newest(run_dir: Path, recipe: Recipe, observer: Observer) -> Path | None:
     """The DCP checkpoint that a run goes on from, made of its generation where that is newer; None: it begins."""
     root = state_folder(run_dir)
     folders = dcp_folders(run_dir)
@@ -202,7 +200,7 @@ def _newest(run_dir: Path, recipe: Recipe, tree: Mapping[str, Any], observer: Ob
         if step is not None and step > newest:
             observer.on_message(f"writing the state of step {step:,} as a DCP checkpoint")
             folder = dcp_folder(run_dir, step)
-            write_dcp(run_dir, recipe, tree, folder)
+            write_dcp(run_dir, recipe, folder)
             return folder
     return folders.get(newest)
 
@@ -213,7 +211,7 @@ class _ClusterRun:
     def __init__(
         self,
         recipe: Recipe,
-        tree: Mapping[str, Any],
+        given: Recipe,
         identity: dict[str, Any],
         run_dir: Path,
         observer: ClusterObserver,
@@ -224,7 +222,7 @@ class _ClusterRun:
         validation: ValidationSet | None,
         record: Record | None,
     ) -> None:
-        self._recipe, self._tree, self._run_dir, self._observer = recipe, tree, run_dir, observer
+        self._recipe, self._given, self._run_dir, self._observer = recipe, given, run_dir, observer
         self._ranks, self._sharded, self._loader, self._validation = ranks, sharded, loader, validation
         self._share = share
         self._identity = identity
@@ -313,7 +311,7 @@ class _ClusterRun:
         if self._recipe.train.validate_every is not None:
             meta["validation"] = self._gains.to_json()
         folder, ranks = dcp_folder(self._run_dir, self._step), self._ranks
-        ranks.together(lambda: self._on_first(lambda: begin_folder(folder, {"recipe": dict(self._tree), "meta": meta})))
+        ranks.together(lambda: self._on_first(lambda: begin_folder(folder, self._given, meta)))
         partial = partial_folder(folder)
         ranks.together(lambda: save(partial, self._sharded.tensors()))
         own = ranks.together(lambda: checksums_of(partial, (ranks.rank, ranks.count)))

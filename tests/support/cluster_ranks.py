@@ -55,7 +55,7 @@ def main(path: Path) -> None:
     with joined() as ranks:
         for name, (tree, spread) in json.loads(path.read_text()).items():
             observer, run_dir = Told(), path.parent / name
-            train_cluster(from_dict(tree), tree, ranks, run_dir=run_dir, observer=observer, context_parallel=spread)
+            train_cluster(from_dict(tree), ranks, run_dir=run_dir, observer=observer, context_parallel=spread)
             results[name] = {
                 "losses": [m.loss for m in observer.metrics],
                 "norms": [m.grad_norm for m in observer.metrics],
