@@ -1,6 +1,7 @@
-# make quickstart   train the quickstart recipe, installing into .venv first where needed
+# make quickstart   train the quickstart recipe, installing into .venv first where needed; ARGS="--set FIELD=VALUE"
 # make test         lint, types and tests: ten minutes on 2 cores
-# make test-all     the same with longer soaks, more seeds and more kills: 45 minutes
+# make test-long    ten minutes of the long tests: a slice, which rotates with the commit count
+# make test-all     all tests, with longer soaks, more seeds and more kills: 45 minutes
 # make cuda-branches   docs/cuda-branches.md: the lines that only a GPU executes, from a run of all tests under coverage
 # make screens      docs/screens/*.svg and docs/keys.md, from runs trained for it; three minutes
 # make gpu-check    what ten minutes of a GPU are worth, most valuable first, with the interpreter in PYTHON; installs
@@ -16,13 +17,14 @@ STANDIN_TORCH := 2.11.0
 STANDIN := build/standin
 # Three on two cores: many a test waits for a process of its own.
 SPREAD := -n 3 --dist worksteal
+COMMITS = $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 # Hundreds of processes are started: each would compile our modules.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-all test-long lint types screens gpu-check standin cuda-branches clean
 
 quickstart: $(VENV)/.installed
-	$(BIN)/python recipes/quickstart.py
+	$(BIN)/python recipes/quickstart.py $(ARGS)
 
 test: lint types
 	$(BIN)/python -m pytest $(SPREAD)
@@ -30,9 +32,9 @@ test: lint types
 test-all: lint types
 	ALL_SAMPLES=1 $(BIN)/python -m pytest $(SPREAD) -m ''
 
-# What test-all has beyond test.
+# Of what test-all has beyond test.
 test-long: $(VENV)/.installed-dev
-	ALL_SAMPLES=1 $(BIN)/python -m pytest $(SPREAD) -m 'long or sampled'
+	ALL_SAMPLES=1 $(BIN)/python -m pytest $(SPREAD) -m 'long or sampled' --long-slice $(COMMITS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import long_slice
 import pytest
 from hypothesis import settings
 
@@ -26,9 +27,26 @@ LONGEST = (
 """Parts of the names of tests that take more than a minute."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long-slice", type=int, metavar="COMMITS", help="of the tests those due at this commit count")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest tests begin first: at the end the other workers would wait for them."""
+    commits = config.getoption("long_slice")
+    if commits is not None:
+        left = [item for item in items if not long_slice.is_due(item.nodeid, commits)]
+        items[:] = [item for item in items if long_slice.is_due(item.nodeid, commits)]
+        config.hook.pytest_deselected(items=left)
     items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    commits = config.getoption("long_slice")
+    if commits is not None:
+        stats = terminalreporter.stats.values()
+        ran = {report.nodeid for reports in stats for report in reports if isinstance(report, pytest.TestReport)}
+        terminalreporter.write_line(long_slice.summary(commits, len(ran)))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,0 +1,34 @@
+"""The slices of the long tests: each test runs within so many commits, and a run says which slice it had."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+from long_slice import SLICES, is_due, slice_of
+
+TESTS = Path(__file__).parent
+
+
+@given(nodeid=st.text(), commits=st.integers(0))
+def test_every_test_runs_once_in_so_many_commits(nodeid: str, commits: int) -> None:
+    assert sum(is_due(nodeid, at) for at in range(commits, commits + SLICES)) == 1
+
+
+def test_a_run_has_one_slice_and_says_which(tmp_path: Path) -> None:
+    """With a worker: the process that reports does not collect the tests itself."""
+    (tmp_path / "test_many.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('case', range(40))\ndef test_one(case): ...\n"
+    )
+    due = [case for case in range(40) if slice_of(f"test_many.py::test_one[{case}]") == 2 % SLICES]
+    assert 0 < len(due) < 40
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-n", "1", "-v", "--long-slice", str(SLICES + 2)]
+    paths = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS / "support")))}
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=True)
+    passed = {int(line.split("[")[-1][:-2]) for line in done.stdout.splitlines() if " PASSED test_many.py::" in line}
+    assert passed == set(due)
+    *_, says, last = done.stdout.splitlines()
+    assert says == f"long slice 3 of {SLICES}: {len(due)} tests; every long test runs within {SLICES} commits"
+    assert f"{len(due)} passed" in last
