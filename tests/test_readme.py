@@ -43,7 +43,7 @@ def test_commands_and_their_options_exist(page: str, least: int) -> None:
         require_command(page, line)
 
 
-@pytest.mark.parametrize("page", PAGES[:2])
+@pytest.mark.parametrize("page", [*PAGES[:2], "docs/results/README.md"])
 def test_targets_and_pages_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
@@ -102,6 +102,13 @@ def test_pictures_and_printed_figures_are_of_one_run() -> None:
         assert shown, picture
         assert all(name[0].startswith(cut) for cut in shown), picture
         assert f"/{last[0]}" in text, picture
+
+
+def test_every_page_of_results_is_in_their_table() -> None:
+    folder = ROOT / "docs/results"
+    pages = {page.name for page in folder.glob("*.md")} - {"README.md"}
+    assert len(pages) > 20
+    assert pages == set(re.findall(r"\]\((\w[\w-]*\.md)\)", (folder / "README.md").read_text()))
 
 
 def test_planned_figures_are_those_of_the_plan() -> None:
