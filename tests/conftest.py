@@ -6,6 +6,7 @@ import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import forked
 import long_slice
 import pytest
 from hypothesis import settings
@@ -71,4 +72,5 @@ def _nothing_of_this_machine() -> Iterator[None]:
             place = Path(folder, name)
             place.mkdir(mode=0o700)
             patch.setenv(name, str(place))
+        forked.BEGUN_WITH |= os.environ | forked.PATHS
         yield

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from cli_process import REPOSITORY, default_signals, done, wait_until
+from cli_process import PATIENCE_S, REPOSITORY, default_signals, done, wait_until
 from cluster_files import (
     FILES,
     FOLDER,
@@ -32,6 +32,7 @@ from cluster_files import (
     trainer,
 )
 from recipe_texts import recipe_text
+from samples import cases
 
 from penstock.app.recipe import apply_overrides, load_recipe
 from penstock.engine.forecast.cluster import require_cluster
@@ -236,7 +237,7 @@ def test_the_command_line(name: str, what: str, tmp_path: Path) -> None:
     settings = {"train.steps": 3, "storage.nvme": '["/mnt/a", "/mnt/b c"]'}
     launch = LAUNCHES[name](given, tmp_path / "out", settings)
     environment = scheduler(tmp_path, torchrun=NOTE_COMMAND) | launch.environment
-    subprocess.run(launch.command, cwd=tmp_path, env=environment, check=True, timeout=60)
+    subprocess.run(launch.command, cwd=tmp_path, env=environment, check=True, timeout=PATIENCE_S)
     threads, *words = (tmp_path / "command").read_text().splitlines()
     assert int(threads) >= 1
     options, command = words[: words.index("-m")], words[words.index("-m") :]
@@ -254,7 +255,7 @@ def test_the_command_line(name: str, what: str, tmp_path: Path) -> None:
 def test_no_settings_at_all(name: str, tmp_path: Path) -> None:
     launch = LAUNCHES[name]("tiny.py", tmp_path / "out", {})
     environment = scheduler(tmp_path, torchrun=NOTE_COMMAND) | launch.environment
-    subprocess.run(launch.command, cwd=tmp_path, env=environment, check=True, timeout=60)
+    subprocess.run(launch.command, cwd=tmp_path, env=environment, check=True, timeout=PATIENCE_S)
     assert (tmp_path / "command").read_text().endswith(f"tiny.py\n--run-dir\n{tmp_path / 'out'}\n")
 
 
@@ -336,7 +337,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 def ended(process: subprocess.Popen[str]) -> str:
     """What a command that succeeds has said."""
-    said, _ = process.communicate(timeout=300)
+    said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, said[-4000:]
     return said
 
@@ -349,7 +350,7 @@ def is_whole(folder: Path, step: int) -> bool:
     return (checkpoint(folder, step) / ".metadata").exists()
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", cases(LAUNCHES, "trainjob.yaml"))
 def test_two_ranks_train(name: str, tmp_path: Path, start: Start) -> None:
     said = ended(start(name))
     assert "OMP_NUM_THREADS" not in said, "torchrun was told how many threads"
@@ -364,7 +365,7 @@ MORE = {"train.steps": STEPS, "storage.keep_last": STEPS}
 def test_a_rank_that_is_killed_starts_again_with_the_others(tmp_path: Path, start: Start) -> None:
     """torchrun starts all ranks once more, from the last checkpoint."""
     process = start("cluster.sbatch", **MORE)
-    wait_until(lambda: is_whole(tmp_path, 2), timeout_s=240)
+    wait_until(lambda: is_whole(tmp_path, 2))
     ranks = [one for one in below(process) if "LOCAL_RANK" in one.environ()]
     ranks[-1].kill()
     written = (checkpoint(tmp_path, 1) / ".metadata").stat().st_mtime_ns
@@ -376,9 +377,9 @@ def test_a_rank_that_is_killed_starts_again_with_the_others(tmp_path: Path, star
 
 def test_a_job_whose_time_is_over_writes_a_checkpoint(tmp_path: Path, start: Start) -> None:
     process = start("cluster.sbatch", **{"train.steps": 10_000, "storage.checkpoint_every": 10_000})
-    wait_until(lambda: (tmp_path / "out" / "metrics.jsonl").exists(), timeout_s=240)
+    wait_until(lambda: (tmp_path / "out" / "metrics.jsonl").exists())
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=300)
+    said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode != 0, said[-4000:]
     (stopped,) = (tmp_path / "out" / "dcp").iterdir()
     assert re.fullmatch(r"step-\d{6}", stopped.name)
@@ -389,7 +390,7 @@ def test_a_job_whose_time_is_over_writes_a_checkpoint(tmp_path: Path, start: Sta
 def test_the_same_command_goes_on_after_a_node_is_lost(tmp_path: Path, start: Start) -> None:
     """As Slurm starts a job once more: what was checkpointed is not trained again."""
     process = start("cluster.sbatch", **MORE)
-    wait_until(lambda: is_whole(tmp_path, 2), timeout_s=240)
+    wait_until(lambda: is_whole(tmp_path, 2))
     kill(process)
     assert not is_whole(tmp_path, STEPS)
     written = (checkpoint(tmp_path, 1) / ".metadata").stat().st_mtime_ns

@@ -18,7 +18,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from cli_process import FAKE, RECIPE, REPOSITORY, default_signals, done, json_lines, steps, wait_until
+from cli_process import FAKE, PATIENCE_S, RECIPE, REPOSITORY, default_signals, done, json_lines, steps, wait_until
 
 DOCKERFILE = REPOSITORY / "docker" / "Dockerfile"
 SBATCH = REPOSITORY / "docker" / "penstock.sbatch"
@@ -119,7 +119,12 @@ def test_the_cpu_variant_is_carried_out(tmp_path: Path) -> None:
 
     def penstock(*arguments: str) -> str:
         process = subprocess.run(
-            [command, *arguments], cwd=tmp_path / "runs", env=environment, capture_output=True, text=True, timeout=300
+            [command, *arguments],
+            cwd=tmp_path / "runs",
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
         )
         assert process.returncode == 0, process.stderr
         return process.stdout
@@ -195,7 +200,12 @@ def test_a_failed_run_ends_the_job_with_its_code(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
     environment = slurm(tmp_path) | {"FAKE_FAIL_AT": "2:user"}
     process = subprocess.run(
-        ["bash", str(SBATCH), "tiny.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        ["bash", str(SBATCH), "tiny.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert process.returncode == 2
     assert "loss is NaN" in process.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_process import REAL, REPOSITORY, default_signals
+from cli_process import PATIENCE_S, REAL, REPOSITORY, default_signals
 from guide_files import arguments_for, make_files
 from pages import require_command
 
@@ -61,7 +61,7 @@ def test_commands_run(page: Path, tmp_path: Path) -> None:
             env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=PATIENCE_S,
             preexec_fn=default_signals,
         )
         said = f"{page.name}: {line}\n{process.stdout[-2000:]}{process.stderr[-2000:]}"

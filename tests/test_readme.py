@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -71,8 +72,8 @@ def test_one_line_fine_tunes_a_model_on_a_file(tmp_path: Path) -> None:
     (line,) = block("README.md", "penstock finetune")
     make_chat_model(tmp_path / "models" / "Qwen3-0.6B")
     write_talks(tmp_path / "chats.jsonl")
-    settings = " ".join(f"--set {item}" for item in SMALL)
-    done(started(tmp_path, "sh", "-c", f"{line.replace('penstock', ' '.join(REAL))} --yes --run-dir run {settings}"))
+    settings = [word for item in SMALL for word in ("--set", item)]
+    done(started(tmp_path, *REAL, *shlex.split(line)[1:], "--yes", "--run-dir", "run", *settings))
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
     assert len(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export").model.layers) == 2
 

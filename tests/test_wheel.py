@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_process import REPOSITORY
+from cli_process import PATIENCE_S, REPOSITORY
 from web_client import browser, shown, window
 
 pytestmark = pytest.mark.long
@@ -118,7 +118,7 @@ def environment() -> dict[str, str]:
 
 def run(folder: Path, *command: str | Path) -> str:
     process = subprocess.run(
-        list(map(str, command)), cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
+        list(map(str, command)), cwd=folder, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
@@ -168,7 +168,7 @@ async def test_browsers_are_served_what_is_installed(installed: Path, folder: Pa
     command = [str(installed / "bin" / "penstock"), "serve", "--port", "0"]
     process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=log)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while "Ctrl+C" not in (said := (folder / "log").read_text()):
                 assert process.poll() is None, said
                 await asyncio.sleep(0.05)
@@ -178,7 +178,7 @@ async def test_browsers_are_served_what_is_installed(installed: Path, folder: Pa
             await shown(socket, b"quickstart")
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(PATIENCE_S)
 
 
 def test_a_tool_of_its_own_needs_no_environment_to_be_entered(installed: Path, folder: Path) -> None:
@@ -187,5 +187,5 @@ def test_a_tool_of_its_own_needs_no_environment_to_be_entered(installed: Path, f
     (folder / "bin" / "penstock").symlink_to(installed / "bin" / "penstock")
     bare = {"PATH": str(folder / "bin"), "HOME": str(folder)}
     command = ["penstock", "plan", "quickstart", "--json"]
-    found = subprocess.run(command, cwd=folder, env=bare, capture_output=True, text=True, timeout=120)
+    found = subprocess.run(command, cwd=folder, env=bare, capture_output=True, text=True, timeout=PATIENCE_S)
     assert json.loads(found.stdout)["fits"], found.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_process import REPOSITORY, default_signals, wait_until
+from cli_process import PATIENCE_S, REPOSITORY, default_signals, wait_until
 from samples import cases
 
 from penstock.app.bench import storage as bench
@@ -171,9 +171,9 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) 
     command = [sys.executable, "-c", script]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, preexec_fn=default_signals)
     try:
-        wait_until(lambda: any(tmp_path.glob("*/store/*/*/*/c.7.0")), timeout_s=60)
+        wait_until(lambda: any(tmp_path.glob("*/store/*/*/*/c.7.0")))
         process.send_signal(number)
-        assert process.wait(60) != 0
+        assert process.wait(PATIENCE_S) != 0
     finally:
         process.kill()
         process.wait()

@@ -28,7 +28,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     process = Cli(folder, RECIPE, REAL).start("train", "tiny.py", "--run-dir", "run")
     run = folder / "run"
-    wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0, timeout_s=60)
+    wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0)
     try:
         assert main(["checkpoint", str(run), "live"]) == 0
         assert main(["checkpoint", str(run), "live"]) == 2, "the name is taken"

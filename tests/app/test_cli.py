@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_process import FAKE, REPOSITORY, Cli, done, json_lines, started, steps, wait_until
+from cli_process import FAKE, PATIENCE_S, REPOSITORY, Cli, done, json_lines, started, steps, stop, wait_until
 
 import penstock
 from penstock.app import control
@@ -164,22 +164,22 @@ def test_a_bug_shows_its_traceback(cli: Cli) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_finishes_the_step_and_exits_0(cli: Cli, number: signal.Signals) -> None:
-    run, process = cli.begin(1000, **SLOW)
+    run, process = cli.begin(200, **SLOW)
     process.send_signal(number)
     process.send_signal(number)  # a supervisor that signals process and group: one request
     out = done(process).stdout
     found = status(run)
     assert found["state"] == "stopped"
-    assert steps(run)[-1] == found["step"] == int((run / "state" / "committed").read_text()) < 1000
+    assert steps(run)[-1] == found["step"] == int((run / "state" / "committed").read_text()) < 200
     assert "penstock resume" in out
     assert (run / "summary.json").exists()
     cli.run("resume", "out", FAKE_STEP_S="0.001")
-    assert steps(run) == list(range(1, 1001))
+    assert steps(run) == list(range(1, 201))
 
 
 def test_a_signal_before_the_first_step_stops_at_once(cli: Cli) -> None:
     run = cli.folder / "out"
-    process = cli.start("train", "tiny.py", "--run-dir", "out", FAKE_PREPARE_S="60")
+    process = cli.start("train", "tiny.py", "--run-dir", "out", FAKE_PREPARE_S="3600")
     wait_until(lambda: (run / "state").exists())
     process.send_signal(signal.SIGTERM)
     out = done(process).stdout
@@ -190,21 +190,18 @@ def test_a_signal_before_the_first_step_stops_at_once(cli: Cli) -> None:
 
 
 def test_the_second_signal_aborts_at_once(cli: Cli) -> None:
-    run, process = cli.begin(FAKE_STEP_S="60")
+    run, process = cli.begin(FAKE_STEP_S="3600")
     process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    wait_until(lambda: any("stopping once" in line["text"] for line in json_lines(run / "log.jsonl")))
     assert process.poll() is None
-    begin = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert "aborted" in done(process, code=130).stderr
-    assert time.monotonic() - begin < 5
     assert status(run)["state"] == "stopped"
 
 
 def test_a_stopped_process_is_stale_takes_requests_and_goes_on(cli: Cli) -> None:
     run, process = cli.begin(30, FAKE_STEP_S="0.05")
-    process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    stop(process)
     assert state_of(run, status(run), time.time() + STALE_S + 1) == "stale"
     with pytest.raises(UserError, match=f"in use by process {process.pid}"):
         control.go_on(run)
@@ -231,8 +228,7 @@ def test_exports_and_checkpoints_asked_for_at_once_are_all_answered(cli: Cli) ->
     exports = [cli.start("export", "out", f"export{number}") for number in range(3)]
     for export in exports:
         done(export)
-    process.send_signal(signal.SIGSTOP)  # it takes no request now
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    stop(process)  # it takes no request now
     (run / "requests" / "one.request").touch()
     with pytest.raises(UserError, match="'one' is asked for already"):
         make_checkpoint(run, "one")
@@ -258,7 +254,7 @@ def test_threads_that_are_used_up_are_told(cli: Cli) -> None:
 
 def test_a_killed_run_is_crashed_and_resumes(cli: Cli) -> None:
     run = cli.folder / "runs" / "tiny-x"
-    process = cli.start("train", "tiny.py", "--set", "train.steps=1000", "--run-dir", str(run), **SLOW)
+    process = cli.start("train", "tiny.py", "--set", "train.steps=200", "--run-dir", str(run), **SLOW)
     wait_until(lambda: (run / "state" / "committed").exists())
     assert f"in use by process {process.pid}" in cli.run("resume", "tiny-x", code=2).stderr
     process.kill()
@@ -266,7 +262,7 @@ def test_a_killed_run_is_crashed_and_resumes(cli: Cli) -> None:
     assert read_info(run).state == "crashed"
     assert "crashed" in cli.run("runs").stdout
     cli.run("resume", "tiny-x", FAKE_STEP_S="0.001")
-    assert steps(run) == list(range(1, 1001))
+    assert steps(run) == list(range(1, 201))
 
 
 def test_progress_bar_on_a_real_terminal_that_closes(cli: Cli) -> None:
@@ -281,10 +277,10 @@ def test_progress_bar_on_a_real_terminal_that_closes(cli: Cli) -> None:
     os.close(follower)
     shown = b""
     while b"busiest" not in shown:
-        assert select.select([leader], [], [], 20)[0]
+        assert select.select([leader], [], [], PATIENCE_S)[0]
         shown += os.read(leader, 65536)
     os.close(leader)
-    assert process.wait(timeout=20) == 0
+    assert process.wait(PATIENCE_S) == 0
     assert status(cli.folder / "out")["state"] == "finished"
 
 
@@ -314,4 +310,4 @@ def test_a_shell_completes_commands_recipes_and_runs(cli: Cli, words: str, offer
         COMP_WORDS=words,
         COMP_CWORD=str(words.count(" ")),
     )
-    assert process.communicate(timeout=60)[0].split() == offered
+    assert done(process).stdout.split() == offered

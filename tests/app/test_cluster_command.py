@@ -18,7 +18,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed.checkpoint as dcp
-from cli_process import REAL, Cli, json_lines, refusal, steps, wait_until
+from cli_process import PATIENCE_S, REAL, Cli, json_lines, refusal, steps, wait_until
 from cluster_ranks import torchrun
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -57,10 +57,10 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in json_lines(run / "metrics.jsonl")]
 
 
-def on_ranks(cli: Cli, *arguments: str, code: int = 0, **options: Any) -> str:
+def on_ranks(cli: Cli, *arguments: str, code: int = 0) -> str:
     """What `penstock cluster` prints on two ranks, of which torchrun ends with that exit code."""
-    process = torchrun(*CLUSTER, *arguments, folder=cli.folder, **options)
-    output, _ = process.communicate(timeout=300)
+    process = torchrun(*CLUSTER, *arguments, folder=cli.folder)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code, output
     return output
 
@@ -110,9 +110,9 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint(cli: Cl
         folder=folder,
         launch=("--max-restarts", "2"),
     )
-    wait_until((folder / "run" / "dcp" / "step-000015").exists, timeout_s=120)
+    wait_until((folder / "run" / "dcp" / "step-000015").exists)
     worker(process, rank=1).send_signal(signal.SIGKILL)
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output
     assert "goes on from step" in output
     assert steps(folder / "run") == list(range(1, 61))
@@ -130,9 +130,9 @@ def worker(process: subprocess.Popen[str], rank: int) -> psutil.Process:
 def test_a_stop_leaves_the_step_under_way(cli: Cli) -> None:
     run = cli.folder / "run"
     process = torchrun(*CLUSTER, "tiny.py", "--run-dir", "run", "--set", "train.steps=100000", folder=cli.folder)
-    wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 6, timeout_s=120)
+    wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 6)
     cli.run("stop", "run")
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output
     last = steps(run)[-1]
     assert f"stopped after step {last:,}" in output

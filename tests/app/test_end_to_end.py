@@ -15,7 +15,10 @@ from penstock.app.recipe import load_recipe
 RECIPE = recipe_text(
     model={"num_layers": 3},
     data={"validation_documents": 1},
-    train={"steps": 30, "lr": 1e-2, "validate_every": 5, "validation_sequences": 3, "calibrate": True},
+    train={
+        **{"steps": 30, "lr": 1e-2, "validate_every": 5, "validation_sequences": 3},
+        **{"activation_checkpointing": "auto", "kv_window": "auto", "calibrate": True},
+    },
     storage={"checkpoint_every": 5},
     samples={"every": 15, "prompts": ["def ", "import os"], "tokens": 4},
     after={"export": True, "sample_prompt": "def ", "sample_tokens": 8},
@@ -111,7 +114,7 @@ def test_a_stopped_run_resumes_to_the_same_losses_and_export(cli: Cli, whole_run
     path, _ = whole_run
     again = cli.folder / "again"
     process = cli.start("train", "tiny.py", "--run-dir", "again")
-    wait_until(lambda: (again / "metrics.jsonl").exists(), timeout_s=60)
+    wait_until(lambda: (again / "metrics.jsonl").exists())
     process.send_signal(signal.SIGTERM)
     assert "stopped after step" in done(process).stdout
     assert 0 < len(losses(again)) < 30

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_process import FAKE, REPOSITORY, Cli, default_signals, done, steps, wait_until
+from cli_process import FAKE, REPOSITORY, Cli, default_signals, done, steps, stop, wait_until
 
 from penstock.app import control, launcher
 from penstock.app.recipe import to_json
@@ -154,10 +154,12 @@ def test_signals_stop_a_paused_run_and_a_stop_ends_it(cli: Cli, end: str) -> Non
 
 
 def test_a_pause_that_has_not_come_yet_is_called_off(cli: Cli) -> None:
-    run, process = cli.begin(2, FAKE_STEP_S="4")
+    run, process = cli.begin(2, FAKE_STEP_S="0.5")
+    stop(process)  # amid a step
     assert "pauses once" in cli.run("pause", "out").stdout
     assert "goes on" in cli.run("resume", "out").stdout
     cli.run("resume", "out", "--set", "train.steps=7", code=2)
+    process.send_signal(signal.SIGCONT)
     done(process)
     assert steps(run) == [1, 2]
 

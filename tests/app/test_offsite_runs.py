@@ -165,7 +165,7 @@ def test_of_a_running_run(s3: S3, tmp_path: Path) -> None:
     cli = Cli(tmp_path, recipe_text(train={"steps": 100_000}, budgets=ROOMY), REAL)
     process = cli.start("train", "tiny.py", "--run-dir", "run")
     try:
-        wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists(), timeout_s=60)
+        wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
         place = new_place()
         assert cli.run("checkpoint", "run", "live", "--to", place).stdout.startswith("checkpoint live: step ")
     finally:
@@ -258,7 +258,7 @@ def test_killed_while_it_uploads(s3: S3, tmp_path: Path) -> None:
     storage = {"offsite": place, "offsite_every": 2, "offsite_bandwidth": "200KiB"}
     cli = Cli(tmp_path, recipe_text(train={"steps": 1000}, budgets=ROOMY, storage=storage), REAL)
     process = cli.start("train", "tiny.py", "--run-dir", "run")
-    wait_until(lambda: sum("/c." in key for key in s3.keys(below)) > 3, timeout_s=60)
+    wait_until(lambda: sum("/c." in key for key in s3.keys(below)) > 3)
     children = psutil.Process(process.pid).children()
     (mover,) = [child.pid for child in children if "penstock.storage.offsite_mover" in child.cmdline()]
     process.kill()
@@ -285,7 +285,7 @@ def test_killed_while_it_fetches(s3: S3, tmp_path: Path) -> None:
     cli = Cli(tmp_path, program=REAL)
     s3.proxy.always = ("GET", "c.", "delayed")
     process = cli.start("resume", place, "--set", "storage.offsite=none")
-    wait_until(lambda: any((tmp_path / "runs").glob("*/state/*/*/0/c.*.0")), timeout_s=60)
+    wait_until(lambda: any((tmp_path / "runs").glob("*/state/*/*/0/c.*.0")))
     process.kill()
     process.communicate()
     s3.proxy.always = None

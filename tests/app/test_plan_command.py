@@ -15,10 +15,12 @@ from penstock.engine.schedule.actions import LANES
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
 OURS = [path for path in RECIPES if load_recipe(path).machine]
+CHOSEN = {"activation_checkpointing": "auto", "kv_window": "auto"}
+"""By the planner."""
 SMALL = recipe_text(
     model={"num_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 1000},
     data={"source": "random", "sequence_length": 2048},
-    train={"steps": 100, "global_batch_size": 2, "chunk_tokens": None},
+    train={"steps": 100, "global_batch_size": 2, "chunk_tokens": None} | CHOSEN,
     budgets={"gpu": "256MiB", "ram": "256MiB", "nvme": "4GiB"},
     storage={"part_bytes": "32MiB"},
 )

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_process import REPOSITORY, wait_until
+from cli_process import PATIENCE_S, REPOSITORY, wait_until
 
 from penstock.app.recipe import from_dict, load_recipe, to_dict
 
 RECIPES = REPOSITORY / "recipes"
-WAIT_S = 120
 
 
 class Server:
@@ -42,7 +41,7 @@ class Server:
         self.process.stdin.flush()
 
     def next(self) -> dict[str, Any]:
-        return self._answers.get(timeout=WAIT_S)
+        return self._answers.get(timeout=PATIENCE_S)
 
     def last(self) -> dict[str, Any]:
         """The answer that ends a request."""
@@ -54,7 +53,7 @@ class Server:
     def close(self) -> int:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        return self.process.wait(WAIT_S)
+        return self.process.wait(PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +75,7 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize(("name", "machine"), [("text_small.py", None), ("120b_gh200.py", "gh200-480")])
+@pytest.mark.parametrize(("name", "machine"), [("text_small.py", None), ("text_small.py", "rtx4090-64")])
 def test_a_plan_comes_first_and_its_advice_after(server: Server, name: str, machine: str | None) -> None:
     server.send(asked(1, name, machine))
     first, last = server.next(), server.next()
@@ -173,11 +172,11 @@ def test_nothing_is_computed_in_the_server_itself(server: Server) -> None:
 def test_no_process_stays_behind(how: str) -> None:
     running = Server()
     running.send(asked(1, "120b_gh200.py", "rtx4090-64"))
-    wait_until(lambda: bool(children(running.process.pid)), WAIT_S)
+    wait_until(lambda: bool(children(running.process.pid)))
     busy = children(running.process.pid)
     if how == "closed":
         assert running.close() == 0
     else:
         running.process.kill()
-        running.process.wait(WAIT_S)
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in busy), WAIT_S)
+        running.process.wait(PATIENCE_S)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in busy))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_process import FAKE, done, json_lines, refusal, started, steps, wait_until
+from cli_process import FAKE, PATIENCE_S, done, json_lines, refusal, started, steps, wait_until
 from recipe_texts import recipe_text, tiny_recipe
 from samples import cases
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -62,7 +62,7 @@ def test_no_trouble_of_a_tracker_reaches_the_run(monkeypatch: pytest.MonkeyPatch
 
     def on_step(metrics: penstock.StepMetrics) -> None:
         if metrics.step == 4:
-            assert all(server.reached.wait(60) for server in servers.values())
+            assert all(server.reached.wait(PATIENCE_S) for server in servers.values())
 
     with ExitStack() as stack:
         for name, mood in (("wandb", "hangs"), ("mlflow", "fails")):
@@ -123,8 +123,8 @@ def test_a_run_that_was_ended_and_resumed_is_one_run_of_its_trackers(
     with WandbServer() as server:
         settings = environment("wandb", server.url)
         process = started(tmp_path, *FAKE, "train", "recipe.py", "--run-dir", "run", FAKE_STEP_S="0.1", **settings)
-        wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 4, 60)
-        wait_until(lambda: all(map(has_steps, records)), 60)
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 4)
+        wait_until(lambda: all(map(has_steps, records)))
         process.send_signal(number)
         done(process, -number if number == signal.SIGKILL else 0)
         done(started(tmp_path, *FAKE, "resume", "run", **settings))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_process import REPOSITORY, refusal
+from cli_process import PATIENCE_S, REPOSITORY, refusal
 from samples import cases
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tracked import end, made_up_run, write_steps
@@ -23,7 +23,6 @@ from penstock.app.trackers import attach
 from penstock.app.trackers.attach import Trackers, end_sender, start_sender, words
 
 STEPS = list(range(1, 26))
-LIMIT_S = 300.0
 """Of every wait, and of every sender: one that hangs is killed and so fails its test. Senders give way to all else: on
 a busy machine one takes half a minute to begin."""
 
@@ -44,7 +43,7 @@ def _no_sender_hangs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def start(run: Path, name: str, *, once: bool = False) -> subprocess.Popen[bytes]:
         process = start_sender(run, name, once=once)
-        timer = threading.Timer(LIMIT_S, end_sender, [process])
+        timer = threading.Timer(PATIENCE_S, end_sender, [process])
         timer.start()
         started.append((process, timer))
         return process
@@ -56,7 +55,7 @@ def _no_sender_hangs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         timer.cancel()
         if process.poll() is None:
             end_sender(process)
-            process.wait(LIMIT_S)
+            process.wait(PATIENCE_S)
 
 
 @pytest.fixture
@@ -118,7 +117,9 @@ def test_wandb_offline_is_what_wandb_sync_sends(run: Path, monkeypatch: pytest.M
     with WandbServer() as server:
         command = [sys.executable, "-m", "wandb", "sync", *folders]
         environ = os.environ | environment("wandb", server.url) | {"WANDB_MODE": "online"}
-        subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S, check=True)
+        subprocess.run(
+            command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE_S, check=True
+        )
     (rows,) = server.rows.values()
     losses([(row["train/global_step"], row["train/loss"]) for row in rows if "train/loss" in row])
 
@@ -145,7 +146,7 @@ def test_trackio_has_all_of_it(run: Path, tmp_path: Path, monkeypatch: pytest.Mo
         "(run,) = trackio.Api().runs('penstock'); "
         "print(json.dumps([run.config, storage.get_logs('penstock', run.name, run_id=run.id)]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     config, rows = json.loads(done.stdout)
     losses([(row["step"], row["train/loss"]) for row in rows if "train/loss" in row])
     assert [row["step"] for row in rows if "validation/loss" in row] == [10, 20]
@@ -183,7 +184,7 @@ def test_one_sender_at_a_time(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     )
     assert follower.stdin is not None
     follower.stdin.close()
-    assert follower.wait(LIMIT_S) == 0
+    assert follower.wait(PATIENCE_S) == 0
     record = json.loads((run / "trackers" / "tensorboard.json").read_text())
     assert record["places"]["tensorboard"]["ended"] == "crashed"
     assert main(["track", str(run), "--to", "tensorboard"]) == 0
@@ -214,7 +215,7 @@ def test_trouble_is_told_in_a_line_and_what_is_missing_is_sent_later(
     told: list[tuple[str, str]] = []
     trackers = Trackers(run, [name], lambda text, level: told.append((level, text)))
     trackers.begin()
-    assert server.reached.wait(LIMIT_S)
+    assert server.reached.wait(PATIENCE_S)
     trackers.finish("finished")
     levels, texts = zip(*told, strict=True)
     assert set(levels) == {"warning"}
@@ -252,7 +253,7 @@ def test_a_killed_sender_is_started_again_and_told_of_once(run: Path, monkeypatc
     told: list[tuple[str, str]] = []
     trackers = Trackers(run, ["tensorboard"], lambda text, level: told.append((level, text)))
     trackers.begin()
-    assert third.wait(LIMIT_S)
+    assert third.wait(PATIENCE_S)
     trackers.finish("finished")
     assert [text for level, text in told if level == "warning"] == [
         "tracker tensorboard: its process was ended by signal 9; it is tried again, the run goes on without it "

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from forked import PATHS, Forked, default_signals, fork_server
+from forked import REPOSITORY as REPOSITORY
 
 from penstock.app.cli import main
 from penstock.app.rundir import read_info
 
-REPOSITORY = Path(__file__).parents[2]
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_run.py")))
 """The command line around the stand-in."""
 REAL = (sys.executable, "-m", "penstock.app.cli")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 RECIPE = """
 from penstock import Recipe, TrainConfig, run_recipe
@@ -27,11 +29,8 @@ if __name__ == "__main__":
     run_recipe(__file__)
 """
 
-
-def default_signals() -> None:
-    """In a child before it starts: signals that the tests' own parent ignores (nohup, a shell's background) count."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+PATIENCE_S = 600.0
+"""After which a test that waits has failed: nothing takes as long, however loaded the machine is."""
 
 
 class Done(NamedTuple):
@@ -39,25 +38,27 @@ class Done(NamedTuple):
     stderr: str
 
 
+def started(
+    folder: Path,
+    *command: str,
+    stdout: Any = subprocess.PIPE,
+    stderr: Any = subprocess.PIPE,
+    **environment: str,
+) -> subprocess.Popen[str]:
+    """A command in `folder` that imports this checkout; one of the command line is forked where it makes no difference
+    to what is imported."""
+    found = os.environ | PATHS | environment
+    forked = any(command[: len(program)] == program for program in (REAL, FAKE, TORCHRUN)) and fork_server().has(found)
+    return (Forked if forked else subprocess.Popen)(
+        command, cwd=folder, env=found, stdout=stdout, stderr=stderr, text=True, preexec_fn=default_signals
+    )
+
+
 def done(process: subprocess.Popen[str], code: int = 0) -> Done:
     """What a process that ends with that exit code has printed."""
-    found = Done(*process.communicate(timeout=120))
+    found = Done(*process.communicate(timeout=PATIENCE_S))
     assert process.returncode == code, found.stderr
     return found
-
-
-def started(folder: Path, *command: str, **environment: str) -> subprocess.Popen[str]:
-    """A command in `folder` that imports this checkout."""
-    paths = {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "100"}
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=os.environ | paths | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=default_signals,
-    )
 
 
 class Cli:
@@ -107,9 +108,9 @@ def steps(run: Path) -> list[int]:
     return [line["step"] for line in json_lines(run / "metrics.jsonl")]
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Wait for another process to get somewhere; fails after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for another process to get somewhere."""
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, "the other process did not get there"
         time.sleep(0.02)
@@ -117,7 +118,18 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 def is_running(pid: int) -> bool:
     """Not gone, and not a zombie that nobody has waited for."""
+    return _state_of(pid) not in ("", "Z")
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """As Ctrl-Z does; done when it has stopped."""
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: _state_of(process.pid) == "T")
+
+
+def _state_of(pid: int) -> str:
+    """As the kernel names it; empty where the process is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return ""

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).parents[2]
+from cli_process import PATIENCE_S, TORCHRUN, started
 
 
-def torchrun(*command: str, folder: Path, ranks: int = 2, **options: Any) -> subprocess.Popen[str]:
+def torchrun(*command: str, folder: Path, ranks: int = 2, launch: Sequence[str] = ()) -> subprocess.Popen[str]:
     """A command that torchrun starts as so many processes of this machine, in `folder`."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)]
-    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *options.pop("launch", ())]
-    support = f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}"
-    return subprocess.Popen(
-        [*launcher, *command],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": support, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **options,
-    )
+    launcher = [*TORCHRUN, "--nnodes", "1", "--nproc-per-node", str(ranks)]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *launch]
+    return started(folder, *launcher, *command, stderr=subprocess.STDOUT, OMP_NUM_THREADS="1")
 
 
 def train_on_ranks(folder: Path, recipes: Mapping[str, tuple[dict[str, Any], int]]) -> dict[str, dict[str, Any]]:
@@ -34,7 +24,7 @@ def train_on_ranks(folder: Path, recipes: Mapping[str, tuple[dict[str, Any], int
     ranks, of which so many share a context; by name what `main` writes."""
     (folder / "cases.json").write_text(json.dumps(recipes))
     process = torchrun(__file__, str(folder / "cases.json"), folder=folder)
-    output, _ = process.communicate(timeout=600)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output
     found: dict[str, dict[str, Any]] = json.loads((folder / "results.json").read_text())
     return found

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from cli_process import PATIENCE_S, REAL, started
 from recipe_texts import recipe_text
 
 REPOSITORY = Path(__file__).parents[2]
@@ -57,20 +57,13 @@ def environment() -> dict[str, str]:
 
 def start(root: Path, *arguments: str) -> subprocess.Popen[str]:
     """A command, under way."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "penstock.app.cli", *arguments],
-        cwd=root,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return started(root, *REAL, *arguments, stderr=subprocess.STDOUT, OMP_NUM_THREADS="1")
 
 
 def command(root: Path, *arguments: str) -> str:
     """A command, done; its output. Fails where the command does."""
     process = start(root, *arguments)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output
     return output
 
@@ -83,7 +76,9 @@ def train(root: Path, name: str, *overrides: str) -> Path:
 
 
 async def until(
-    condition: Callable[[], bool], pause: Callable[[float], Awaitable[None]] = asyncio.sleep, timeout_s: float = 60
+    condition: Callable[[], bool],
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    timeout_s: float = PATIENCE_S,
 ) -> None:
     """Wait, letting an application go on by its `pause`, until `condition`; fails after `timeout_s`."""
     deadline = time.monotonic() + timeout_s

@@ -15,11 +15,19 @@ TINY: dict[str, dict[str, Any]] = {
         "head_dim": 8,
     },
     "data": {"source": "text", "path": "corpus", "tokenizer_vocab_size": 300, "sequence_length": 64},
-    "train": {"steps": 1, "chunk_tokens": 24, "compile": "off", "device": "cpu", "calibrate": False},
+    "train": {
+        "steps": 1,
+        "chunk_tokens": 24,
+        "activation_checkpointing": "selective",
+        "kv_window": "whole",
+        "compile": "off",
+        "device": "cpu",
+        "calibrate": False,
+    },
     "budgets": {"gpu": "512KiB", "ram": "1MiB", "nvme": "64MiB"},
     "storage": {"part_bytes": "64KiB"},
 }
-"""A step on a folder `corpus` of texts, state on all tiers."""
+"""A step on a folder `corpus` of texts, state on all tiers. What a plan could choose is given: that spares a search."""
 
 
 def sections(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import boto3
+from cli_process import PATIENCE_S
 from moto.server import ThreadedMotoServer
 
 BUCKET = "penstock-tests"
@@ -98,7 +99,7 @@ class Faulty:
         if fault == "delayed":
             time.sleep(0.7)
         host, port = self.target.removeprefix("http://").split(":")
-        server = http.client.HTTPConnection(host, int(port), timeout=30)
+        server = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
         server.request(method, request.path, body, headers)
         answer = server.getresponse()
         content = answer.read()

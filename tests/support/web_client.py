@@ -15,8 +15,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 import real_runs
-
-WAIT_S = 60.0
+from cli_process import PATIENCE_S
 
 
 @dataclass
@@ -64,7 +63,7 @@ async def served(folder: Path, log_file: Path, *arguments: str) -> AsyncIterator
         yield Served(process, found[0], log_file)
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=WAIT_S) == 0
+            assert process.wait(timeout=PATIENCE_S) == 0
         assert "Traceback" not in log_file.read_text()
     finally:
         process.kill()
@@ -90,7 +89,7 @@ def window(
 async def shown(socket: aiohttp.ClientWebSocketResponse, text: bytes) -> bytes:
     """What is sent until `text` is in it."""
     found = b""
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(PATIENCE_S):
         while text not in found:
             frame = await socket.receive()
             assert frame.type is aiohttp.WSMsgType.BINARY, frame
