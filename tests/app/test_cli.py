@@ -13,7 +13,7 @@ import pytest
 from cli_process import FAKE, PATIENCE_S, REPOSITORY, Cli, done, json_lines, started, steps, stop, wait_until
 
 import penstock
-from penstock.app import control
+from penstock.app import control, signals
 from penstock.app.checkpoints import make_checkpoint
 from penstock.app.cli import main
 from penstock.app.rundir import STALE_S, read_info, state_of
@@ -193,6 +193,7 @@ def test_the_second_signal_aborts_at_once(cli: Cli) -> None:
     run, process = cli.begin(FAKE_STEP_S="3600")
     process.send_signal(signal.SIGINT)
     wait_until(lambda: any("stopping once" in line["text"] for line in json_lines(run / "log.jsonl")))
+    time.sleep(2 * signals._SAME_REQUEST_S)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert "aborted" in done(process, code=130).stderr

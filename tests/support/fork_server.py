@@ -5,6 +5,7 @@ carries four file descriptors, the new process's 0, 1 and 2 and a pipe on which 
 os.waitpid has it. The server ends with whoever holds the other end of the socket.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -23,11 +24,30 @@ NUMBER = struct.Struct("q")
 """What is told: as many bytes each, so that one read takes one."""
 
 IMPORTED = (
+    "penstock.app.api",
+    "penstock.app.bench.commands",
+    "penstock.app.cluster_commands",
+    "penstock.app.control",
+    "penstock.app.evaluation.command",
+    "penstock.app.exported",
+    "penstock.app.finetune_commands",
     "penstock.app.launch",
+    "penstock.app.offsite",
+    "penstock.app.sample_command",
+    "penstock.app.streams",
+    "penstock.engine.cluster.convert",
     "penstock.engine.export",
+    "penstock.engine.optim.adamw",
     "penstock.engine.train",
+    "pydantic.type_adapter",
+    "rich.table",
+    "transformers.convert_slow_tokenizer",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "typer.main",
 )
-"""All but the command line's own module, which runs as __main__."""
+"""What commands import, but for the command line's own module, which runs as __main__."""
 
 
 def load() -> None:
@@ -104,7 +124,21 @@ def run(arguments: list[str]) -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def leave(code: int) -> None:
+    """As sys.exit does, but for taking all modules apart: that would copy every page that a fork shares."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
     load()
     gc.freeze()
-    run(serve(socket.socket(fileno=0)))
+    try:
+        run(serve(socket.socket(fileno=0)))
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            raise
+        leave(end.code)

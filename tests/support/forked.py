@@ -49,7 +49,10 @@ class ForkServer:
 
     @staticmethod
     def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
-        return {name: value for name, value in environment.items() if name.startswith(_READ_BY_IMPORTS)}
+        """Without what hub_names.stay_offline has set in this process, as it does in every command."""
+        ours = {"USE_HUB_KERNELS"} | ({"HF_HUB_OFFLINE"} if "PENSTOCK_OFFLINE_BY_DEFAULT" in environment else set())
+        read = {name: value for name, value in environment.items() if name.startswith(_READ_BY_IMPORTS)}
+        return {name: value for name, value in read.items() if name not in ours}
 
     def has(self, environment: Mapping[str, str]) -> bool:
         """Whether what it has imported would be the same there."""
