@@ -259,7 +259,7 @@ def _refusal(question: Question, task: PlanRequest, error: BudgetError) -> dict[
     if shorter is not None:
         sequences = max(1, STEP_TOKENS // shorter)
         before = {"data.sequence_length": shorter, "train.global_batch_size": sequences}
-        if not advice.fits(advice.applied(task, before)):
+        if not advice.fits(task.changed(before)):
             return found
     sizes = {"gpu": task.budgets.gpu, "ram": task.budgets.ram, "nvme": task.budgets.nvme or 0}
     changes = advice.nearest(task, error, sizes, shorter or _LEAST_CONTEXT - 1)

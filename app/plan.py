@@ -67,6 +67,7 @@ def plan_stages(
         result["note"] = f"shape from the recipe: {folder} is not there"
     started = time.perf_counter()
     try:
+        task = task.settled()
         found = task.search(on)
     except BudgetError as error:
         result |= refusal(task, on, error)
@@ -127,6 +128,7 @@ def forecast_or_refusal(task: PlanRequest, on: Machine) -> dict[str, Any]:
     from penstock.engine.forecast.report import forecast, refusal
 
     try:
+        task = task.settled()
         return forecast(task, on, task.search(on))
     except BudgetError as error:
         return refusal(task, on, error)

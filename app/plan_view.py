@@ -129,7 +129,7 @@ def _page(
         return
     _figures(page, forecast)
     if forecast.get("tiers"):
-        page.head("memory", "planned at most, of its budget")
+        page.head("memory", "planned at most, of its budget" + _given(forecast))
     for name, tier in (forecast.get("tiers") or {}).items():
         _tier(page, name, tier)
     _lanes(page, forecast)
@@ -142,6 +142,13 @@ def _page(
         _slots(page, forecast)
     _end(page, forecast)
     cluster_rows(page, forecast)
+
+
+def _given(forecast: dict[str, Any]) -> str:
+    """Which budgets the recipe does not give as sizes."""
+    given = forecast.get("budgets_given") or {}
+    words = [f"budgets.{tier}={text}" for tier, text in given.items() if text == "least" or text.endswith("%")]
+    return f" ({', '.join(words)})" if words else ""
 
 
 # ---------------------------------------------------------------------- parts

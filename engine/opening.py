@@ -67,7 +67,7 @@ from penstock.storage.errors import UserError
 from penstock.storage.nvme import NvmeStore
 from penstock.storage.readers import Readers, find_readers
 from penstock.storage.safetensors_io import CheckpointReader
-from penstock.storage.units import size_text
+from penstock.storage.units import bytes_text, size_text
 from penstock.storage.untrusted import one_line
 
 _NO_PROFILE = "no profile of this machine"
@@ -118,6 +118,13 @@ def open_session(
     with contextlib.ExitStack() as undo:
         reservation = undo.enter_context(Reservation(run_dir, device, observer, checklist))
         limits = run_budgets(budgets, device, drives, new=not going_on, others=reservation.others)
+        task = PlanRequest(
+            spec=spec,
+            recipe=recipe,
+            budgets=limits,
+            device_type=device.type,
+            prompt_tokens=None if prompts is None else tuple(map(len, prompts.ids)),
+        )
         reservation.reserve(limits)
         on_drive = None if placement is None else placement.enter_drive
         if measures_drives:
@@ -127,7 +134,7 @@ def open_session(
         with checklist.step("opening lanes and drives"):
             lanes = Lanes.open(
                 device,
-                limits.gpu,
+                task.settled().budgets.gpu,
                 compiled=compilation.layers,
                 deterministic=train.deterministic,
                 num_drives=len(drives),
@@ -137,15 +144,13 @@ def open_session(
             readers = _readers(recipe.storage, device, drives, on_drive)
         if readers.warning:
             observer.on_message(readers.warning)
-        task = PlanRequest(
-            spec=spec,
-            recipe=recipe,
-            budgets=limits,
-            device_type=device.type,
-            device_reads=readers.device is not None,
-            reader_bytes=readers.pinned_bytes(len(drives)),
-            prompt_tokens=None if prompts is None else tuple(map(len, prompts.ids)),
-        )
+        task = replace(
+            task, device_reads=readers.device is not None, reader_bytes=readers.pinned_bytes(len(drives))
+        ).settled()
+        for tier, given in (("gpu", budgets.gpu), ("ram", budgets.ram)):
+            if given == "least" or (isinstance(given, str) and "%" in given):
+                size = bytes_text(getattr(task.budgets, tier))
+                observer.on_message(f"budgets.{tier}={given}: {size} ({task.budgets.why[tier]})")
         with checklist.step("searching a plan"):
             found = task.search(machine, documents=documents, filled=filled, rough=train.calibrate)
         with checklist.step("self-check"):

@@ -7,15 +7,11 @@ Model  none: random weights, and a tokenizer of 53 words
 Use    a first look; `penstock train quickstart` is the same run without the kill -9 of `python recipes/quickstart.py`
 
 Sixteen names, each with a digit, are hidden in a haystack, and asked at its end: engine/data/needles.py. Documents get
-longer as it learns, from 10 tokens, 819 of which share a row, to all 8,192. The budgets are far below what the machine
-has, so that the model's state really streams: weights come from RAM, master weights and moments from disk.
+longer as it learns, from 10 tokens, 819 of which share a row, to all 8,192. The budgets are the least with which it
+can be trained, so that the model's state really streams: weights, master weights and moments come from disk.
 """
 
 from penstock import AfterConfig, BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, run_recipe
-from penstock.engine.machine.precision import cpu_has_bfloat16
-
-# A CPU without bfloat16 computes in float32, which takes twice the room.
-GPU, RAM = ("23MiB", "25MiB") if cpu_has_bfloat16() else ("31MiB", "49MiB")
 
 recipe = Recipe(
     name="quickstart",
@@ -55,7 +51,7 @@ recipe = Recipe(
         validate_first=True,
         validation_sequences=8,
     ),
-    budgets=BudgetConfig(gpu=GPU, ram=RAM, nvme="1GiB"),
+    budgets=BudgetConfig(gpu="least", ram="least", nvme="1GiB"),
     storage=StorageConfig(part_bytes="64KiB", checkpoint_every=20, keep_good=None),
     after=AfterConfig(export=True),
 )

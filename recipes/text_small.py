@@ -43,7 +43,7 @@ recipe = Recipe(
         validate_every=28,
         validation_sequences=4,
     ),
-    budgets=BudgetConfig(gpu="256MiB", ram="224MiB", nvme="2GiB"),
+    budgets=BudgetConfig(gpu="least", ram="least", nvme="2GiB"),
     storage=StorageConfig(part_bytes="4MiB", checkpoint_every=30),
     after=AfterConfig(export=True, sample_prompt="def read(self, path):\n    ", sample_tokens=60),
 )

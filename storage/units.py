@@ -28,6 +28,11 @@ def size_text(num_bytes: int) -> str:
     return str(num_bytes)
 
 
+def least_text(num_bytes: int) -> str:
+    """The least size that is enough, as a field of a recipe takes it: whole KiB, or a larger unit that divides it."""
+    return size_text(num_bytes) if num_bytes % 2**20 == 0 else f"{-(-num_bytes // 1024)}KiB"
+
+
 def of_text(held: float | None, budget: float | None) -> str:
     """A size of another: `61.2 of 78.4 GiB`, where one unit serves both."""
     part, whole = bytes_text(held), bytes_text(budget)

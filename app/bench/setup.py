@@ -88,7 +88,7 @@ def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] 
     given = {
         tier: None if size is None else parse_bytes(size, tier) for tier, size in (("gpu", case.gpu), ("ram", case.ram))
     }
-    free = free_budgets(device, gpu_bytes=given["gpu"], ram_bytes=given["ram"])
+    free = free_budgets(device, gpu=given["gpu"], ram=given["ram"])
     full_spec = shape_model(recipe, shape, shape.layers)[1]
     # A whole model that needs more RAM than there is only limits the cases that measure such a one.
     whole = Budgets(free.gpu, free.ram if case.spill_state else _EVERYTHING, None, {})

@@ -8,6 +8,7 @@ from penstock.engine.config.adapter import AdapterConfig as AdapterConfig
 from penstock.engine.config.data import DataConfig as DataConfig
 from penstock.engine.config.data import Source as Source
 from penstock.engine.config.model import ModelConfig as ModelConfig
+from penstock.engine.config.places import PART_STEP as PART_STEP
 from penstock.engine.config.places import BudgetConfig as BudgetConfig
 from penstock.engine.config.places import StorageConfig as StorageConfig
 from penstock.engine.config.recipe import RENAMED as RENAMED
@@ -28,4 +29,6 @@ from penstock.engine.config.values import MOST_LAYERS as MOST_LAYERS
 from penstock.engine.config.values import MOST_SIZE as MOST_SIZE
 from penstock.engine.config.values import MOST_STEPS as MOST_STEPS
 from penstock.engine.config.values import MOST_TOKENS as MOST_TOKENS
+from penstock.engine.config.values import Budget as Budget
+from penstock.engine.config.values import Share as Share
 from penstock.engine.config.values import parse_bytes as parse_bytes

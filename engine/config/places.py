@@ -5,27 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.engine.config.values import MOST_STEPS, parse_bytes, require, require_most
+from penstock.engine.config.values import MOST_STEPS, Budget, parse_budget, parse_bytes, require, require_most
 from penstock.storage.offsite_place import parse_place
+
+PART_STEP = 8192
+"""storage.part_bytes is a multiple of so many bytes: whole pages of the drive in two-byte elements as well."""
 
 
 @dataclass(kw_only=True, slots=True)
 class BudgetConfig:
-    """How much of each tier the run may use. Sizes are ints or texts such as 24GiB."""
+    """How much of each tier the run may use. Sizes are ints or texts such as 24GiB; 50% is a share of what is free, and
+    least is the smallest budget with which a plan fits."""
 
     gpu: str | int | None = None
-    """GPU memory (on a machine without a GPU: ordinary memory standing for it); none takes what is free, less a
-    reserve."""
+    """GPU memory (ordinary memory on a machine without a GPU): a size, a share of what is free such as 50%, or least;
+    none takes all that is free, less a reserve."""
     ram: str | int | None = None
-    """Pinned RAM; none takes what is free, less a reserve."""
+    """Pinned RAM: a size, a share of what is free such as 50%, or least; none takes all that is free, less a
+    reserve."""
     nvme: str | int | None = None
     """Disk for the state; none takes what is free."""
 
     def __post_init__(self) -> None:
-        for name in ("gpu", "ram", "nvme"):
-            value = getattr(self, name)
-            if value is not None:
-                parse_bytes(value, f"budgets.{name}")
+        self.given()
+
+    def given(self) -> tuple[Budget, Budget, int | None]:
+        """What the recipe says of GPU, RAM and NVMe. Raises UserError."""
+        nvme = None if self.nvme is None else parse_bytes(self.nvme, "budgets.nvme")
+        return parse_budget(self.gpu, "budgets.gpu"), parse_budget(self.ram, "budgets.ram"), nvme
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,7 +73,7 @@ class StorageConfig:
 
     def __post_init__(self) -> None:
         size = parse_bytes(self.part_bytes, "storage.part_bytes")
-        require(size % 8192 == 0, f"storage.part_bytes: {size} is not a multiple of 8 KiB")
+        require(size % PART_STEP == 0, f"storage.part_bytes: {size} is not a multiple of 8 KiB")
         require(self.checkpoint_every >= 1, f"storage.checkpoint_every: {self.checkpoint_every} must be at least 1")
         require_most(
             "storage",

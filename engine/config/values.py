@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from penstock.storage.errors import UserError
 
@@ -26,6 +28,39 @@ def parse_bytes(text: str | int, where: str) -> int:
     if size > _LARGEST:
         raise UserError(f"{where}: '{text}' is more than any machine has; write for example 512MiB, 24GiB or 1.5TB")
     return int(size)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Part of the memory that is free."""
+
+    part: float
+    """0 to 1."""
+
+    def __str__(self) -> str:
+        return f"{100 * self.part:g}%"
+
+
+Budget = int | Share | Literal["least"] | None
+"""What a recipe says of a tier of memory: bytes, a share of what is free, the least that a plan needs, or nothing."""
+
+
+def parse_budget(text: str | int | None, where: str) -> Budget:
+    """A budget as a recipe gives it: a size (see `parse_bytes`), a share such as `50%`, `least`, or None.
+
+    Raises UserError naming `where`.
+    """
+    if text is None or text == "least":
+        return text
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", str(text))
+    if match is None:
+        try:
+            return parse_bytes(text, where)
+        except UserError as error:
+            raise UserError(f"{error}, 50% of what is free, or least") from None
+    share = float(match.group(1)) / 100
+    require(0 < share <= 1, f"{where}: {text} of what is free; give more than 0% and at most 100%")
+    return Share(share)
 
 
 def require(ok: bool, message: str) -> None:

@@ -15,7 +15,7 @@ from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import gib
 from penstock.engine.plan.planner import state_exceeds_disk
 from penstock.storage.errors import BudgetError, UserError
-from penstock.storage.units import size_text
+from penstock.storage.units import least_text, size_text
 
 _ROUNDED = "gradients wait in bfloat16, rounded once after their sum"
 _TRIES = 12
@@ -37,19 +37,6 @@ class Change:
         return {"set": [f"{name}={value}" for name, value in values.items()], "text": self.text}
 
 
-def applied(task: PlanRequest, values: Mapping[str, Any]) -> PlanRequest:
-    """The task with fields of the recipe changed. Raises UserError where a value is not allowed."""
-    for name, value in values.items():
-        section, _, field = name.partition(".")
-        if section == "budgets":
-            sizes: dict[str, Any] = {field: parse_bytes(value, name)}
-            task = replace(task, budgets=replace(task.budgets, **sizes))
-        else:
-            changed: dict[str, Any] = {section: replace(getattr(task.recipe, section), **{field: value})}
-            task = replace(task, recipe=replace(task.recipe, **changed))
-    return task
-
-
 def fits(task: PlanRequest) -> bool:
     return task.refusal() is None
 
@@ -59,7 +46,7 @@ def fixes(task: PlanRequest, sizes: Mapping[str, int]) -> list[Change]:
 
     `sizes`: tier -> bytes that the machine has; a budget beyond them is a change of the machine.
     """
-    found = [change for change in _single(task) if fits(applied(task, change.values))]
+    found = [change for change in _single(task) if fits(task.changed(change.values))]
     budgets = _budgets(task, sizes)
     return found + ([] if budgets is None else [budgets])
 
@@ -80,7 +67,7 @@ def _nearest_in_recipe(task: PlanRequest, least_context: int) -> list[Change]:
     train = task.recipe.train
     if train.gradient_dtype == "float32":
         rounded = {"train.gradient_dtype": "bfloat16"}
-        if fits(applied(task, rounded)):
+        if fits(task.changed(rounded)):
             return [Change(rounded, _ROUNDED)]
     fewer = [n for n in _halves(train.global_batch_size, train.micro_batch_size) if n % train.micro_batch_size == 0]
     shorter = _halves(task.recipe.data.sequence_length, max(2, least_context + 1))
@@ -88,7 +75,7 @@ def _nearest_in_recipe(task: PlanRequest, least_context: int) -> list[Change]:
         ("train.global_batch_size", fewer, "fewer sequences in a step"),
         ("data.sequence_length", shorter, "a shorter context"),
     ):
-        if values and fits(applied(task, {name: values[-1]})):
+        if values and fits(task.changed({name: values[-1]})):
             return list(_least(task, name, values, text))
     return []
 
@@ -130,7 +117,7 @@ def _least(task: PlanRequest, name: str, values: Iterable[int | str], text: str)
     """The first of the values that fits."""
     for value in values:
         try:
-            changed = applied(task, {name: value})
+            changed = task.changed({name: value})
         except UserError:
             continue
         if fits(changed):
@@ -142,7 +129,7 @@ def _budgets(task: PlanRequest, sizes: Mapping[str, int], refusal: BudgetError |
     """Budgets that are large enough, each raised to what was missing; `refusal`: the task's, where it is known."""
     raised: dict[str, Any] = {}
     for _ in range(_TRIES):
-        refusal = refusal if refusal is not None and not raised else applied(task, raised).refusal()
+        refusal = refusal if refusal is not None and not raised else task.changed(raised).refusal()
         if refusal is None:
             needed = {name: parse_bytes(size, name) for name, size in raised.items()}
             lacking = {name: size for name, size in needed.items() if size > sizes.get(name.partition(".")[2], 0)}
@@ -150,7 +137,7 @@ def _budgets(task: PlanRequest, sizes: Mapping[str, int], refusal: BudgetError |
             return Change({}, f"a machine with {needs}") if lacking else Change(raised, f"budgets of {needs}")
         if refusal.tier is None:
             return None
-        raised[f"budgets.{refusal.tier}"] = size_text(refusal.need_bytes)
+        raised[f"budgets.{refusal.tier}"] = least_text(refusal.need_bytes)
     return None
 
 
@@ -180,9 +167,9 @@ def _improvements(task: PlanRequest, machine: Machine) -> Iterator[tuple[Change,
     train, budgets = task.recipe.train, task.budgets
     if train.gradient_dtype == "float32":
         values = {"train.gradient_dtype": "bfloat16"}
-        yield Change(values, "gradients wait in bfloat16"), applied(task, values), machine
+        yield Change(values, "gradients wait in bfloat16"), task.changed(values), machine
     doubled = {"train.global_batch_size": 2 * train.global_batch_size}
-    yield Change(doubled, "twice as many sequences in a step"), applied(task, doubled), machine
+    yield Change(doubled, "twice as many sequences in a step"), task.changed(doubled), machine
     ram = replace(budgets, ram=2 * budgets.ram)
     yield Change({}, f"twice the RAM, {gib(2 * budgets.ram)}"), replace(task, budgets=ram), machine
     gpu = replace(budgets, gpu=2 * budgets.gpu)

@@ -155,6 +155,9 @@ def _task_json(task: PlanRequest, machine: Machine, tokens_per_step: int) -> dic
         "tokens_per_step": tokens_per_step,
         "steps": task.recipe.train.steps,
         "budgets": task.budgets.why,
+        "budgets_given": {
+            tier: str(given) for tier in ("gpu", "ram") if (given := getattr(task.recipe.budgets, tier)) is not None
+        },
     }
 
 

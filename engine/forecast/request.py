@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from penstock.engine.config import Recipe, parse_bytes
+from penstock.engine.config import PART_STEP, Recipe, parse_bytes
+from penstock.engine.forecast.choices import chunk_options
 from penstock.engine.forecast.costs import Calibration
+from penstock.engine.forecast.least import MemoryTier, NoPlanError, helps, least, why_not
 from penstock.engine.forecast.problem import (
     ALLOCATOR_SHARE,
     DTYPE_BYTES,
@@ -21,7 +24,7 @@ from penstock.engine.forecast.problem import (
     overhead_bytes,
     workspace_bytes,
 )
-from penstock.engine.forecast.search import SearchResult, chunk_options, search, why_not
+from penstock.engine.forecast.search import SearchResult, search
 from penstock.engine.machine.budgets import Budgets
 from penstock.engine.machine.profile import Machine
 from penstock.engine.model.spec import ModelSpec, depths, layouts
@@ -31,9 +34,10 @@ from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import FP32, BufferShape, PlanInput, PlanOptions, SampleSpace
 from penstock.storage.chunk import ChunkFormat
-from penstock.storage.errors import BudgetError
+from penstock.storage.errors import BudgetError, UserError
 from penstock.storage.layout import part_numel_even
 from penstock.storage.offsite_place import mover_bytes
+from penstock.storage.units import bytes_text
 
 
 def buffer_shapes(spec: ModelSpec, recipe: Recipe) -> tuple[BufferShape, ...]:
@@ -86,9 +90,7 @@ class PlanRequest:
             stream_tokens = train.micro_batch_size * data.sequence_length
             temporaries += attention_workspace(spec, tokens, stream_tokens, deterministic=train.deterministic)
             temporaries += min(temporaries // 8, HOLES_BYTES)
-            temporaries += (
-                overhead_bytes(train.global_batch_size * data.sequence_length) + budgets.gpu // ALLOCATOR_SHARE
-            )
+            temporaries += overhead_bytes(train.global_batch_size * data.sequence_length)
         return PlanInput(
             blocks=learned(
                 block_shapes(spec, train.compute_dtype, compiled=self.device_type == "cuda" and train.compile != "off"),
@@ -106,6 +108,7 @@ class PlanRequest:
             workspace_bytes=temporaries,
             gpu_budget=budgets.gpu,
             ram_budget=budgets.ram,
+            allocator_share=ALLOCATOR_SHARE if self.device_type == "cuda" else 0,
             device_reads=self.device_reads,
             reader_bytes=self.reader_bytes,
             offsite_bytes=0 if storage.offsite is None else mover_bytes(largest_file),
@@ -163,16 +166,88 @@ class PlanRequest:
         before: SearchResult | None = None,
         rough: bool = False,
     ) -> SearchResult:
-        """engine.forecast.search.search of this model, recipe and budgets. Raises BudgetError where no plan fits."""
-        return search(
-            self.problem,
-            self.chunks,
-            machine,
-            calibration,
-            documents,
-            filled,
-            known=known,
-            only=only,
-            before=before,
-            rough=rough,
+        """engine.forecast.search.search of this model, recipe and budgets.
+
+        Raises BudgetError where no plan fits: how much would do, and what of the recipe to lower instead.
+        """
+        try:
+            return search(
+                self.problem,
+                self.chunks,
+                machine,
+                calibration,
+                documents,
+                filled,
+                known=known,
+                only=only,
+                before=before,
+                rough=rough,
+            )
+        except NoPlanError as error:
+            raise self._explained(error) from None
+
+    def settled(self) -> PlanRequest:
+        """The same with each budget of "least" in bytes, the GPU's first. Raises BudgetError where no plan fits."""
+        task = replace(self, budgets=replace(self.budgets, least=frozenset()))
+        tiers: tuple[MemoryTier, ...] = ("gpu", "ram")
+        for tier in tiers:
+            if tier not in self.budgets.least:
+                continue
+            try:
+                found = least(task.problem, task.chunks, tier)
+            except NoPlanError as error:
+                raise task._explained(error) from None
+            why = f"the least that a plan needs, {bytes_text(found.need_bytes)}"
+            if found.margin_bytes:
+                why += f", and {bytes_text(found.margin_bytes)} for saved graphs, whose sizes are not measured yet"
+            task = replace(task, budgets=task.budgets.with_size(tier, found.need_bytes + found.margin_bytes, why))
+        return task
+
+    def changed(self, values: Mapping[str, Any]) -> PlanRequest:
+        """The same with fields of the recipe changed. Raises UserError where a value is not allowed."""
+        task = self
+        for name, value in values.items():
+            section, _, field = name.partition(".")
+            if section == "budgets":
+                sizes: dict[str, Any] = {field: parse_bytes(value, name)}
+                task = replace(task, budgets=replace(task.budgets, **sizes))
+            else:
+                changed: dict[str, Any] = {section: replace(getattr(task.recipe, section), **{field: value})}
+                task = replace(task, recipe=replace(task.recipe, **changed))
+        return task
+
+    def _explained(self, error: NoPlanError) -> BudgetError:
+        """A refusal that also names what of the recipe to lower instead: each was tried, and lowers the need."""
+        found: dict[str, list[str]] = {}
+        for verb, name, value in self._instead(error):
+            try:
+                task = self.changed({name: value})
+            except UserError:
+                continue
+            if helps(task.problem, task.chunks, error):
+                found.setdefault(verb, []).append(name if verb == "lower" else f"{name}={str(value).lower()}")
+        ways = [f"{verb} {' or '.join(filter(None, (', '.join(n[:-1]), n[-1])))}" for verb, n in found.items()]
+        return BudgetError(
+            ", or ".join([str(error), *ways]),
+            tier=error.tier,
+            need_bytes=error.need_bytes,
+            budget_bytes=error.budget_bytes,
         )
+
+    def _instead(self, error: NoPlanError) -> Iterator[tuple[str, str, Any]]:
+        """(lower or set, field, value) of what may need less; where a field has a number, half of it."""
+        data, train, storage = self.recipe.data, self.recipe.train, self.recipe.storage
+        micro, sequences = train.micro_batch_size, train.global_batch_size
+        yield "lower", "train.chunk_tokens", error.chunk_tokens // 2
+        yield "lower", "train.micro_batch_size", max((n for n in range(1, micro) if sequences % n == 0), default=0)
+        yield "lower", "train.global_batch_size", sequences // 2 // micro * micro
+        yield "lower", "data.sequence_length", data.sequence_length // 2
+        part = parse_bytes(storage.part_bytes, "storage.part_bytes")
+        yield "lower", "storage.part_bytes", part // 2 // PART_STEP * PART_STEP
+        yield "lower", "storage.keep_last", storage.keep_last - 1
+        if storage.keep_best:
+            yield "set", "storage.keep_best", False
+        if train.activation_checkpointing == "none":
+            yield "set", "train.activation_checkpointing", "auto"
+        if train.kv_window != "auto":
+            yield "set", "train.kv_window", "auto"

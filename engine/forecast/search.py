@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from penstock.engine.forecast.choices import dimensions, options
 from penstock.engine.forecast.costs import Calibration
 from penstock.engine.forecast.extrapolate import estimate, num_ops
+from penstock.engine.forecast.least import NoPlanError, ProblemAt, frugal, least_lacking
 from penstock.engine.forecast.simulate import Simulation
 from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import Filled, Plan
-from penstock.engine.plan.planner import make_plan, state_exceeds_disk
-from penstock.engine.plan.problem import KV_SLOTS, GraphsAside, PlanInput, PlanOptions
+from penstock.engine.plan.planner import make_plan
+from penstock.engine.plan.problem import GraphsAside, PlanInput, PlanOptions
 from penstock.storage.errors import BudgetError
 
 EXHAUSTIVE_OPS = 1_500
@@ -22,12 +24,6 @@ EXHAUSTIVE_OPS = 1_500
 START_CHUNK = 8192
 """Where the search for the chunk length of a large step begins, or where its stream makes START_CHUNKS chunks."""
 START_CHUNKS = 32
-MOST_CHUNKS = 128
-"""Chunks of one micro-batch that an automatic chunk length makes at most, unless shorter ones alone fit."""
-_CHUNKS = tuple(1 << n for n in range(9, 17))
-"""Chunk lengths tried where the recipe names none."""
-_FRUGAL_CHUNKS = 2
-"""Shortest chunk lengths, which need least of each tier: where they do not fit, their refusal is what is said."""
 WORTH_A_PASS = 0.01
 """What trying every change must have gained for another pass over them."""
 WEAR_GAIN = 0.02
@@ -43,9 +39,6 @@ LIKELY_WITH_GROUPS: tuple[dict[str, Any], ...] = (
 """Choices with which groups are combined, whatever is best without them."""
 GROUP_STARTS = 3
 """So many of what groups were combined with are improved: the best ones that differ in group or in what leaves."""
-
-ProblemAt = Callable[[int], PlanInput]
-"""Tokens of a chunk -> the problem with chunks of that length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,53 +82,6 @@ def _ahead(one: Candidate, other: Candidate) -> bool:
     """Whether `one`, whose step is no longer, keeps no lane busy for longer than `other`."""
     busy = one.simulation.busy_s
     return all(seconds <= other.simulation.busy_s[lane] * (1 + 1e-9) for lane, seconds in busy.items())
-
-
-def chunk_options(stream_tokens: int) -> list[int]:
-    """Chunk lengths worth trying for a micro-batch of `stream_tokens` tokens, longest last."""
-    shorter = [n for n in _CHUNKS if n < stream_tokens]
-    few = [n for n in shorter if n * MOST_CHUNKS >= stream_tokens]
-    return [*(few or shorter), *([stream_tokens] if stream_tokens <= _CHUNKS[-1] else [])]
-
-
-def dimensions(problem: PlanInput, num_chunks: int) -> dict[str, list[Any]]:
-    """Field of PlanOptions -> the values worth trying, the likeliest first."""
-    attends = any(block.attends for block in problem.blocks)
-    useful = attends and num_chunks > KV_SLOTS
-    streamed = {"whole": [False], "streamed": [useful], "auto": [False, True] if useful else [False]}
-    recompute: dict[str, list[Any]] = {"full": ["all"], "auto": ["none", "half", "all"] if attends else ["none"]}
-    gpu_first = ["graphs", "blocks", "half", "graphs only", "weights", "records"]
-    if problem.activation_checkpointing != "auto":
-        of_graphs = ["graphs"] if problem.activation_checkpointing == "none" else []
-        gpu_first = [*of_graphs, "blocks", "graphs only", "weights", "records"]
-    return {
-        "streamed": streamed[problem.kv_window],
-        "gpu_first": gpu_first,
-        "recompute": recompute.get(problem.activation_checkpointing, ["none"]),
-        "ram_first": ["activations", "weights", "state", *["records"] * any(b.frozen for b in problem.buffers)],
-        "stages": [4, 2],
-        "spare_slots": [1, 2],
-        "group": _groups(problem),
-        "graphs_aside": _graphs_aside(problem),
-    }
-
-
-def _groups(problem: PlanInput) -> list[int]:
-    """Micro-batches of a group: all of a step, half of them, and so on."""
-    found = [0]
-    size = 1 if problem.one_group else problem.micro_batches
-    while size > 1:
-        found.append(size := -(-size // 2))
-    return found
-
-
-def _graphs_aside(problem: PlanInput) -> list[GraphsAside]:
-    known = any(b.backward and b.graph_bytes_per_token is not None for b in problem.blocks)
-    if not known or problem.kv_window == "streamed" or problem.activation_checkpointing not in ("auto", "none"):
-        return ["none"]
-    if problem.activation_checkpointing == "none":
-        return ["none", "all"]
-    return ["none", "room", "quarter", "half", "most", "all"]
 
 
 @dataclass(slots=True)
@@ -197,7 +143,7 @@ class _Search:
         where = chunks.index(best.chunk_tokens)
         found: list[Candidate] = []
         for chunk in chunks[max(0, where - 1) : where + 1]:
-            values = _options(self.problem(chunk))
+            values = options(self.problem(chunk))
             likely = [best.choice]
             for changes in LIKELY_WITH_GROUPS:
                 allowed = {name: value for name, value in changes.items() if value in values[name]}
@@ -285,25 +231,23 @@ def search(
     `known`: a combination that is kept unless another is faster by SWITCH_GAIN; `only`: one that is taken if it fits,
     whatever its speed; `before`: a search with other times, which says what need not be tried again (SearchResult.far);
     `rough`: half the time, for a search that another with measured times follows (simulate's `settled`).
-    Raises BudgetError, that of the combination which lacks least, where none fits.
+    Raises NoPlanError, that of the combination which lacks least, where none fits.
     """
     hunt = _Search(problem_at, machine, calibration, documents, filled, rough)
     lengths = list(chunks)
     if only is not None and (taken := hunt.attempt(*only)) is not None:
         return SearchResult(taken, hunt.tried, hunt.refused)
     fitting: dict[int, Plan] = {}
-    refusals: dict[int, list[BudgetError]] = {}
-    hopeless = state_exceeds_disk(hunt.problem(lengths[0]))
-    for chunk in lengths[:_FRUGAL_CHUNKS] if hopeless else lengths:
+    refusals: list[NoPlanError] = []
+    for chunk in lengths:
         problem = hunt.problem(chunk)
-        values = _options(problem)
-        first = _frugal(problem, values)
+        first = frugal(problem)
         if not isinstance(first, Plan):
-            refusals[chunk] = first
+            refusals += first
             hunt.refused += [(chunk, PlanOptions(), error) for error in first[:1]]
             continue
         if num_ops(first) <= EXHAUSTIVE_OPS:
-            hunt.everything(chunk, values, before)
+            hunt.everything(chunk, options(problem), before)
             if not hunt.tried:
                 hunt.attempt(chunk, first.choice)  # it may need groups, or graphs that leave
         else:
@@ -316,53 +260,10 @@ def search(
     if hunt.tried:
         hunt.by_groups(min(hunt.tried, key=rank), lengths)
     else:
-        raise _least_lacking([error for chunk in lengths[:_FRUGAL_CHUNKS] for error in refusals[chunk]])
+        raise least_lacking(refusals)
     best = sparing(hunt.tried)
     if known is not None and known[0] in lengths:
         kept = hunt.attempt(*known)
         if kept is not None and best.step_s > kept.step_s * (1 - SWITCH_GAIN):
             best = kept
     return SearchResult(best, hunt.tried, hunt.refused)
-
-
-def _options(problem: PlanInput) -> dict[str, list[Any]]:
-    return dimensions(problem, -(-problem.rows * problem.row_tokens // problem.chunk_tokens))
-
-
-def why_not(problem_at: ProblemAt, chunks: Sequence[int]) -> BudgetError | None:
-    """The refusal of the combination that lacks least; None as soon as one fits. The shortest chunks need least."""
-    refusals: list[BudgetError] = []
-    for chunk in chunks[:_FRUGAL_CHUNKS]:
-        problem = problem_at(chunk)
-        found = _frugal(problem, _options(problem))
-        if isinstance(found, Plan):
-            return None
-        refusals += found
-    return _least_lacking(refusals)
-
-
-def _frugal(problem: PlanInput, values: dict[str, list[Any]]) -> Plan | list[BudgetError]:
-    """A plan that needs little of each tier, or why there is none."""
-    refusals = []
-    names = ["group", "streamed", "recompute", "ram_first", "gpu_first"]
-    ends = {name: list(dict.fromkeys((found[0], found[-1]))) for name, found in values.items()}
-    ends["ram_first"] = values["ram_first"]
-    if problem.activation_checkpointing == "none":  # else what leaves need not be saved
-        names.insert(0, "graphs_aside")
-    for way in itertools.product(*(ends[name] for name in names)):
-        choice = PlanOptions(**dict(zip(names, way, strict=True)))
-        try:
-            return make_plan(problem, choice)
-        except BudgetError as error:
-            refusals.append(error)
-    return refusals
-
-
-def _least_lacking(refusals: Sequence[BudgetError]) -> BudgetError:
-    return min(refusals, key=_lack)
-
-
-def _lack(error: BudgetError) -> tuple[int, int]:
-    """Which refusal is worth most: that of the last tier placed, then what is missing least."""
-    order = ["nvme", "ram", "gpu"]
-    return order.index(error.tier) if error.tier in order else len(order), error.need_bytes - error.budget_bytes

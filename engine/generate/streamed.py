@@ -76,7 +76,7 @@ class StreamedModel:
         self._where, self._source, self._data = where, source, data
         self._apart = memory_is_apart(device)
         self._sizes = Sizes.of(self.spec, dtype.itemsize)
-        budgets = free_budgets(device, gpu_bytes=gpu_bytes, ram_bytes=ram_bytes)
+        budgets = free_budgets(device, gpu=gpu_bytes, ram=ram_bytes)
         self._gpu_bytes, self._ram_bytes = budgets.gpu, budgets.ram
         self._cleanup.callback(configure(device, budgets.gpu, deterministic=False).restore)
         if (cpus := usable_cpus()) < torch.get_num_threads():

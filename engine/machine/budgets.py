@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from penstock.engine.config import BudgetConfig, parse_bytes
+from penstock.engine.config import Budget, BudgetConfig, Share
 from penstock.engine.machine.limits import (
     GPU_RESERVE,
     GPU_TIER_SHARE,
@@ -42,6 +42,17 @@ class Budgets:
     """Tier -> how its figure came about, in words."""
     nvme_room: int | None = None
     """What the drives have for the run, free or held by it already, where `nvme` is None."""
+    least: frozenset[str] = frozenset()
+    """Tiers that shall have no more than a plan needs: until that is known (PlanRequest.settled) all that is there."""
+    shared: int | None = None
+    """Bytes of one memory that holds both tiers, where `ram` is what `gpu` leaves of it."""
+
+    def with_size(self, tier: str, size: int, why: str) -> Budgets:
+        """The same with a tier's bytes decided."""
+        changed: dict[str, Any] = {tier: size}
+        if tier == "gpu" and self.shared is not None:
+            changed["ram"] = self.shared - size
+        return replace(self, **changed, why=self.why | {tier: why}, least=self.least - {tier})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +99,8 @@ def run_budgets(
     `new`: nothing of the run is on the drives yet. `others`: what other runs have reserved. `root`: where memory is
     looked at. Raises UserError for budgets beyond what the machine has at all.
     """
-    gpu, ram, nvme = _given(config)
-    free = free_budgets(device, gpu_bytes=gpu, ram_bytes=ram, others=others, root=root)
-    why = {
-        tier: "the recipe's" if given is not None else free.why[tier] for tier, given in (("gpu", gpu), ("ram", ram))
-    }
+    gpu, ram, nvme = config.given()
+    free = free_budgets(device, gpu=gpu, ram=ram, others=others, root=root)
     total = total_memory(root)
     _require("ram", ram, total, "this machine")
     if _is_shared(device):
@@ -100,14 +108,14 @@ def run_budgets(
         _require_together(gpu, ram, total)
     room = None
     if nvme is not None:
-        why["nvme"] = "the recipe's"
+        why = "the recipe's"
     elif new:
         nvme = _free_on(drives)
-        why["nvme"] = "free on the drives, less a reserve"
+        why = "free on the drives, less a reserve"
     else:
         room = _free_on(drives) + _held_on(drives)
-        why["nvme"] = "free on the drives, less a reserve, and what the run holds there"
-    return Budgets(free.gpu, free.ram, nvme, why, room)
+        why = "free on the drives, less a reserve, and what the run holds there"
+    return replace(free, nvme=nvme, nvme_room=room, why=free.why | {"nvme": why})
 
 
 def machine_budgets(config: BudgetConfig, machine: Machine) -> Budgets:
@@ -115,47 +123,81 @@ def machine_budgets(config: BudgetConfig, machine: Machine) -> Budgets:
 
     Raises UserError for budgets beyond what the machine has.
     """
-    gpu, ram, nvme = _given(config)
+    gpu, ram, nvme = config.given()
     sizes = {"gpu": machine.gpu_bytes, "ram": machine.ram_bytes, "nvme": machine.nvme_bytes}
-    for tier, given in (("gpu", gpu), ("ram", ram), ("nvme", nvme)):
-        _require(tier, given, sizes[tier], f"machine {machine.name}")
+    for tier, value in (("gpu", gpu), ("ram", ram), ("nvme", nvme)):
+        _require(tier, value, sizes[tier], f"machine {machine.name}")
     reserved = machine.ram_bytes - reserve_bytes(RAM_RESERVE, machine.ram_bytes, machine.ram_bytes)
-    if machine.gpu is None:
-        both = split_shared(machine.gpu_bytes + machine.ram_bytes, gpu, ram)
-        own = (machine.gpu_bytes, reserved) if gpu is None and ram is None else both
-    else:
+    why = {tier: f"{machine.name} has {size / 2**30:,.1f} GiB, less a reserve" for tier, size in sizes.items()}
+    if machine.gpu is not None:
         left = machine.gpu_bytes - reserve_bytes(GPU_RESERVE, machine.gpu_bytes, machine.gpu_bytes)
-        own = (left if gpu is None else gpu, reserved if ram is None else ram)
-    why = {
-        tier: "the recipe's"
-        if given is not None
-        else f"{machine.name} has {sizes[tier] / 2**30:,.1f} GiB, less a reserve"
-        for tier, given in (("gpu", gpu), ("ram", ram), ("nvme", nvme))
-    }
-    return Budgets(own[0], own[1], machine.nvme_bytes if nvme is None else nvme, why)
+        budgets = _apart(left, reserved, gpu, ram, why)
+    elif gpu is None and ram is None:
+        budgets = Budgets(machine.gpu_bytes, reserved, None, why)
+    else:
+        budgets = _together(machine.gpu_bytes + reserved, gpu, ram, why)
+    return replace(
+        budgets,
+        nvme=machine.nvme_bytes if nvme is None else nvme,
+        why=budgets.why | {"nvme": _reason(nvme, why["nvme"])},
+    )
 
 
-def _given(config: BudgetConfig) -> tuple[int | None, int | None, int | None]:
-    """(gpu, ram, nvme) bytes that the recipe gives."""
+def _apart(gpu_bytes: int, ram_bytes: int, gpu: Budget, ram: Budget, why: dict[str, str]) -> Budgets:
+    """The budgets where each tier has memory of its own, of which so much is there; `why`: tier -> why so much."""
+    found, reasons = [], dict(why)
+    for tier, there, given in (("gpu", gpu_bytes, gpu), ("ram", ram_bytes, ram)):
+        found.append(_size(given, there))
+        reasons[tier] = _reason(given, why[tier])
+    return Budgets(found[0], found[1], None, reasons, least=_least(gpu, ram))
 
-    def read(tier: str) -> int | None:
-        value = getattr(config, tier)
-        return None if value is None else parse_bytes(value, f"budgets.{tier}")
 
-    return read("gpu"), read("ram"), read("nvme")
+def _together(total_bytes: int, gpu: Budget, ram: Budget, why: dict[str, str]) -> Budgets:
+    """The budgets where one memory holds both tiers: what a recipe gives one leaves the rest to the other."""
+    if isinstance(gpu, Share) and isinstance(ram, Share) and gpu.part + ram.part > 1:
+        raise UserError(
+            f"budgets.gpu and budgets.ram: {gpu} and {ram}, but here both tiers share the same memory; give shares "
+            "that come to 100% at most, or leave one out to give it the rest"
+        )
+    reasons = why | {"gpu": _reason(gpu, why["gpu"]), "ram": _reason(ram, why["ram"])}
+    known = [None if given in (None, "least") else _size(given, total_bytes) for given in (gpu, ram)]
+    least, shared = _least(gpu, ram), None
+    if gpu == "least":  # until it is known what that is, either tier may have all that the recipe leaves
+        shared = total_bytes if known[1] is None else None
+        both = max(0, total_bytes - (known[1] or 0)), total_bytes if known[1] is None else known[1]
+    else:
+        both = split_shared(total_bytes, *known)
+    return Budgets(*both, None, reasons, least=least, shared=shared)
 
 
-def _require(tier: str, given: int | None, size: int, where: str) -> None:
-    if given is not None and given > size:
+def _size(given: Budget, there: int) -> int:
+    """Bytes of a budget where so many are there."""
+    if isinstance(given, Share):
+        return int(there * given.part)
+    return given if isinstance(given, int) else there
+
+
+def _reason(given: Budget, why: str) -> str:
+    if isinstance(given, Share):
+        return f"{given} of what is free: {why}"
+    return "the recipe's" if isinstance(given, int) else why
+
+
+def _least(gpu: Budget, ram: Budget) -> frozenset[str]:
+    return frozenset(tier for tier, given in (("gpu", gpu), ("ram", ram)) if given == "least")
+
+
+def _require(tier: str, given: Budget, size: int, where: str) -> None:
+    if isinstance(given, int) and given > size:
         raise UserError(
             f"budgets.{tier}: {given:,} bytes, but {where} has {size:,}; lower it, or leave budgets.{tier} out to take "
             "what is free"
         )
 
 
-def _require_together(gpu: int | None, ram: int | None, size: int) -> None:
+def _require_together(gpu: Budget, ram: Budget, size: int) -> None:
     """One memory holds both tiers."""
-    if gpu is not None and ram is not None and gpu + ram > size:
+    if isinstance(gpu, int) and isinstance(ram, int) and gpu + ram > size:
         raise UserError(
             f"budgets.gpu and budgets.ram: {gpu:,} and {ram:,} bytes, but here both tiers share the {size:,} of this "
             "machine's memory; lower them, or leave one out to give it the rest"
@@ -206,12 +248,12 @@ def split_shared(total_bytes: int, gpu_bytes: int | None = None, ram_bytes: int 
 def free_budgets(
     device: torch.device,
     *,
-    gpu_bytes: int | None = None,
-    ram_bytes: int | None = None,
+    gpu: Budget = None,
+    ram: Budget = None,
     others: Sequence[Reserved] = (),
     root: Path = Path("/"),
 ) -> Budgets:
-    """What a run on `device` may use of each tier; `gpu_bytes` and `ram_bytes` are what its recipe gives already.
+    """What a run on `device` may use of each tier; `gpu` and `ram` are what its recipe says of them.
 
     `others`: what other runs have planned, which is still free. Asking for a GPU's memory makes a CUDA context there,
     as the run will.
@@ -226,32 +268,25 @@ def free_budgets(
         f"{bytes_text(memory.free_bytes)} free ({memory.where}){planned}, less {bytes_text(ram_reserve)} for the system"
     )
     if device.type != "cuda":
-        tiers = split_shared(ram_free, gpu_bytes, ram_bytes)
         shared = f"{ram_why}; without a GPU both tiers share it"
-        return Budgets(*tiers, None, {"gpu": shared, "ram": shared})
+        return _together(ram_free, gpu, ram, {"gpu": shared, "ram": shared})
     import torch
 
     free, total = gpu_memory(device, root)
     free += torch.cuda.memory_reserved(device)
-    gpu = gpu_name(device) if others else ""
-    left = max(0, free - sum(other.gpu_bytes.get(gpu, 0) for other in others))
+    name = gpu_name(device) if others else ""
+    left = max(0, free - sum(other.gpu_bytes.get(name, 0) for other in others))
     gpu_reserve = reserve_bytes(GPU_RESERVE, total, left)
     gpu_free = left - gpu_reserve
-    planned = f"of which {words(others, gpu)}, " if left < free else ""
+    planned = f"of which {words(others, name)}, " if left < free else ""
     gpu_why = (
         f"{bytes_text(free)} free, {planned}{bytes_text(total - free)} of {bytes_text(total)} taken by other processes "
         f"and by CUDA, less {bytes_text(gpu_reserve)} for what CUDA loads later"
     )
     if no_own:
-        tiers = split_shared(min(ram_free, gpu_free), gpu_bytes, ram_bytes)
         shared = f"{ram_why}; this GPU has no memory of its own, both tiers share it"
-        return Budgets(*tiers, None, {"gpu": shared, "ram": shared})
+        return _together(min(ram_free, gpu_free), gpu, ram, {"gpu": shared, "ram": shared})
     if is_wsl(root) and (most := int(total_memory(root) * WSL_PINNED_SHARE)) < ram_free:
         ram_free = most
         ram_why += f"; no more than {bytes_text(most)}, about what WSL2 can pin"
-    return Budgets(
-        gpu_free if gpu_bytes is None else gpu_bytes,
-        ram_free if ram_bytes is None else ram_bytes,
-        None,
-        {"gpu": gpu_why, "ram": ram_why},
-    )
+    return _apart(gpu_free, ram_free, gpu, ram, {"gpu": gpu_why, "ram": ram_why})

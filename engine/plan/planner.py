@@ -39,7 +39,7 @@ from penstock.engine.plan.problem import (
 from penstock.engine.plan.saving import Saving, fitting, spread
 from penstock.storage.chunk import ChunkFormat
 from penstock.storage.errors import BudgetError
-from penstock.storage.units import size_text
+from penstock.storage.units import least_text
 
 SMALL_WINDOW = 4
 """A window of keys and values is small where so many of them are no more than a layer's weights."""
@@ -142,7 +142,7 @@ class _Planner(Saving):
             + SAVED_SLOTS * aligned(self.max_chunk * saved),
             "saved activations": self.on_gpu_bytes,
             "saved graphs": self.graphs_bytes,
-            "workspace": p.workspace_bytes,
+            "workspace": p.workspace_bytes + allocator_bytes(p),
         }
         if self.grouped:
             parts["gradient sums"] = sum(b.numel for b in p.buffers if b.name in self.sums - resident) * FP32
@@ -155,21 +155,26 @@ class _Planner(Saving):
 
     def place_gpu(self) -> None:
         p = self.problem
-        need = self.gpu_need(set())
-        if need > p.gpu_budget:
+        all_graphs = p.activation_checkpointing == "none" and not self.leaving
+        if p.activation_checkpointing == "none":
+            self.require_graphs()
+        if all_graphs:
+            self.saved_graphs.update(self.keepable())
+            self.graphs_bytes = sum(self.graph_bytes(*key) for key in self.saved_graphs)
+        taken = self.gpu_need(set())
+        if taken > p.gpu_budget:
+            need = with_share(taken - allocator_bytes(p), p.allocator_share)
             listing = ", ".join(f"{k} {gib(v)}" for k, v in self.gpu_parts(set()).items() if v)
+            what = "one block's working set"
+            if all_graphs:
+                what += " and all activations, which train.activation_checkpointing=none needs,"
             raise BudgetError(
-                f"budgets.gpu: {gib(p.gpu_budget)} cannot hold one block's working set of {gib(need)} ({listing}); "
-                f"give at least {size_text(need)}, or lower train.chunk_tokens, train.micro_batch_size or "
-                "data.sequence_length",
+                f"budgets.gpu: {gib(p.gpu_budget)} cannot hold {what} of {gib(need)} ({listing}); "
+                f"give at least {least_text(need)}",
                 tier="gpu",
                 need_bytes=need,
                 budget_bytes=p.gpu_budget,
             )
-        if p.activation_checkpointing == "none":
-            self.require_graphs()
-            if not self.leaving:
-                self.keep_all()
         # Sums come before whole blocks, of which they are a fourth; graphs before both.
         graphs_first = self.choice.gpu_first in ("graphs", "graphs only")
         if not self.grouped or graphs_first or self.keep_sums(p.gpu_budget):
@@ -214,21 +219,6 @@ class _Planner(Saving):
             raise BudgetError(
                 f"train.activation_checkpointing: what {unknown[0]} would have to keep is not known, so 'none' is not "
                 "possible; use auto, selective or full"
-            )
-
-    def keep_all(self) -> None:
-        p = self.problem
-        self.saved_graphs.update(self.keepable())
-        self.graphs_bytes = sum(self.graph_bytes(*key) for key in self.saved_graphs)
-        need = self.gpu_need(set())
-        if need > p.gpu_budget:
-            raise BudgetError(
-                f"budgets.gpu: {gib(p.gpu_budget)} cannot hold all activations "
-                f"(train.activation_checkpointing=none needs {gib(need)}); give at least {size_text(need)}, or use "
-                "train.activation_checkpointing=auto",
-                tier="gpu",
-                need_bytes=need,
-                budget_bytes=p.gpu_budget,
             )
 
     def reside(self, budget: int) -> bool:
@@ -281,14 +271,15 @@ class _Planner(Saving):
         # State on the GPU passes through part stages when it is checkpointed, weights there when they are made.
         through = self.choice.stages if self.weights else 2 if self.resident else 0
         activations = self.stream_bytes() + self.records_bytes() + self.block_bytes(False)
-        if activations + everything + through * part_stage <= self.ram_budget:
+        whole = activations + everything + through * part_stage
+        if whole <= self.ram_budget:
             tiers: dict[str, dict[str, Tier]] = {b.name: dict.fromkeys(kinds[b.name], "ram") for b in rest}
             parts = {"activations": activations, "resident blocks": everything, "stages": through * part_stage}
             placement = _RamPlacement(tiers, parts, part_stages=through)
             self.fill_room(placement, self.ram_budget - sum(parts.values()))
             return placement
         spilling = self.choice.ram_first != "activations"
-        placement = self._stages(spilling)
+        placement = self._stages(spilling, whole)
         for buffer in rest:
             placement.tiers[buffer.name] = dict.fromkeys(kinds[buffer.name], "nvme")
         left = self.ram_budget - sum(placement.parts.values())
@@ -374,10 +365,11 @@ class _Planner(Saving):
             yield from of_kinds(waiting, "gradient")
             yield from of_kinds(trained, "state")
 
-    def _stages(self, spilling: bool) -> _RamPlacement:
+    def _stages(self, spilling: bool, whole: int) -> _RamPlacement:
         """What passes through RAM: the hidden states, one block's pass, parts of state and, if `spilling`, records.
 
-        A saved graph needs its keys and values in RAM all the same. Raises BudgetError where that alone is too much.
+        A saved graph needs its keys and values in RAM all the same. Raises BudgetError where that alone is too much;
+        `whole`: what RAM would need to hold everything, which is less than that for a small model.
         """
         p, stages = self.problem, self.choice.stages
         own = ACTIVATION_STAGES[stages] if spilling and self.saving else 0
@@ -392,16 +384,25 @@ class _Planner(Saving):
         staged = stages * sum((self.stage_bytes(True)[0], self.stage_bytes(False)[1]))
         summed = [b for b in p.buffers if b.name not in self.resident and self.sums_tier(b) == "ram"]
         sums = sum(self.kind_bytes(b, "gradient") for b in summed)
-        need = stream + passing + records + staged + own * widest + sums + p.beside_bytes + self.samples.ram_bytes
-        if need > p.ram_budget:
-            samples = f", samples {gib(self.samples.ram_bytes)}" if p.samples else ""
-            uploads = f", uploads (storage.offsite) {gib(p.offsite_bytes)}" if p.offsite_bytes else ""
-            waiting = f", gradients between groups {gib(sums)}" if self.grouped else ""
+        least = stream + passing + records + staged + own * widest + sums
+        if least > self.ram_budget:
+            beside = p.beside_bytes + self.samples.ram_bytes
+            need = min(least, whole) + beside
+            parts = {
+                "hidden states of the step": stream,
+                "one block's pass": passing,
+                "saved activations": records,
+                "staging": staged + own * widest,
+                "gradients between groups": sums if self.grouped else 0,
+                "samples": self.samples.ram_bytes if p.samples else 0,
+                "uploads (storage.offsite)": p.offsite_bytes,
+            }
+            listing = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+            needed = f"one block's working set of {gib(least + beside)} ({listing})"
+            if whole < least:
+                needed += f", nor all of the model's state and activations, {gib(need)}"
             raise BudgetError(
-                f"budgets.ram: {gib(p.ram_budget)} cannot hold one block's working set of {gib(need)} (hidden states "
-                f"of the step {gib(stream)}, one block's pass {gib(passing)}, saved activations {gib(records)}, "
-                f"staging {gib(staged + own * widest)}{waiting}{samples}{uploads}); give at least {size_text(need)}, "
-                "or lower train.global_batch_size, data.sequence_length or storage.part_bytes",
+                f"budgets.ram: {gib(p.ram_budget)} cannot hold {needed}; give at least {least_text(need)}",
                 tier="ram",
                 need_bytes=need,
                 budget_bytes=p.ram_budget,
@@ -499,8 +500,7 @@ class _Planner(Saving):
             listing = ", ".join(f"{k} {gib(v)}" for k, v in parts.items() if v)
             raise BudgetError(
                 f"budgets.nvme: {p.nvme_budget:,} bytes cannot hold {gib(need)} ({listing}); give at least "
-                f"{size_text(need)}, or drives with more room (storage.nvme), or keep fewer generations "
-                "(storage.keep_last, storage.keep_best, storage.offsite)",
+                f"{least_text(need)}, or name drives with more room (storage.nvme)",
                 tier="nvme",
                 need_bytes=need,
                 budget_bytes=p.nvme_budget,
@@ -508,6 +508,21 @@ class _Planner(Saving):
         if p.last_good and (p.nvme_budget is None or need + generation <= p.nvme_budget):
             parts[LAST_GOOD] = generation
         return parts
+
+
+def allocator_bytes(problem: PlanInput) -> int:
+    """The share of the GPU's budget that is left to the allocator."""
+    return problem.gpu_budget // problem.allocator_share if problem.allocator_share else 0
+
+
+def with_share(used_bytes: int, share: int) -> int:
+    """The least budget that holds `used_bytes` and one part in `share` of itself; 0: no such part."""
+    if not share:
+        return used_bytes
+    budget = -(-used_bytes * share // (share - 1))
+    while (budget - 1) - (budget - 1) // share >= used_bytes:
+        budget -= 1
+    return budget
 
 
 def _pools(problem: PlanInput) -> dict[str, Pool]:

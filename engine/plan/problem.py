@@ -167,6 +167,8 @@ class PlanInput:
     """Temporaries of the largest compute op: activations of one layer, gradients before they are summed, logits."""
     gpu_budget: int
     ram_budget: int
+    allocator_share: int = 0
+    """One part in so many of the GPU's budget is left to the allocator; 0: none."""
     device_reads: bool = True
     """Weights on NVMe are read straight into their slot on the compute device, not through a stage in RAM."""
     reader_bytes: int = 0

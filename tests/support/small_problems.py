@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from penstock.engine.forecast.search import dimensions
+from penstock.engine.forecast.choices import dimensions
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import (
@@ -20,7 +20,7 @@ from penstock.engine.plan.problem import (
     Window,
 )
 from penstock.storage.errors import BudgetError
-from penstock.storage.units import size_text
+from penstock.storage.units import least_text
 
 KV_DIM, HEAD_DIM, HEADS, HIDDEN = 16, 8, 4, 32
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -234,5 +234,5 @@ def with_need(shape: PlanInput, refusal: BudgetError) -> PlanInput:
     given = getattr(shape, field)
     assert refusal.budget_bytes <= given < refusal.need_bytes
     assert f"budgets.{refusal.tier}" in str(refusal)
-    assert f"give at least {size_text(refusal.need_bytes)}, or" in str(refusal)
+    assert f"give at least {least_text(refusal.need_bytes)}" in str(refusal)
     return replace(shape, **{field: refusal.need_bytes})

@@ -31,9 +31,9 @@ from penstock.engine.config import (
 )
 from penstock.engine.data.prepare import make_loader, make_validation, prepare_data
 from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, Spike, StepMetrics, ValidationMetrics, Want
+from penstock.engine.forecast.choices import dimensions
 from penstock.engine.forecast.problem import DTYPE_BYTES
 from penstock.engine.forecast.request import PlanRequest
-from penstock.engine.forecast.search import dimensions
 from penstock.engine.generate.prompts import prepare_prompts
 from penstock.engine.hf.config import make_config, model_config
 from penstock.engine.machine.budgets import Budgets

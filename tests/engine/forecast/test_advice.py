@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from samples import sampled
 
 from penstock.engine.config import DataConfig, StorageConfig, TrainConfig, parse_bytes
-from penstock.engine.forecast.advice import Change, applied, best_change, fits, fixes
+from penstock.engine.forecast.advice import Change, best_change, fits, fixes
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.budgets import Budgets
@@ -69,7 +69,7 @@ def test_every_suggested_change_is_accepted(task: PlanRequest) -> None:
     for change in changes:
         assert change.values
         assert change.text
-        changed = applied(task, change.values)
+        changed = task.changed(change.values)
         assert fits(changed)
         changed.search(GENERIC)
         assert all(f"{name}=" in word for name, word in zip(change.values, change.to_json()["set"], strict=True))
@@ -81,10 +81,10 @@ def test_what_the_machine_lacks_is_a_change_of_the_machine() -> None:
     task = a_task(tiny.data(), tiny.training(), tiny.storage(), budgets)
     roomy = fixes(task, SIZES)[-1]
     assert list(roomy.values) == ["budgets.gpu"]
-    assert fits(applied(task, roomy.values))
+    assert fits(task.changed(roomy.values))
     assert re.fullmatch(r"\d+[KMG]iB", roomy.values["budgets.gpu"])
-    less = {"budgets.gpu": int(0.99 * parse_bytes(roomy.values["budgets.gpu"], "budgets.gpu")) - 1}
-    assert not fits(applied(task, less)), "the smallest, in whole units"
+    less = {"budgets.gpu": parse_bytes(roomy.values["budgets.gpu"], "budgets.gpu") - 1024}
+    assert not fits(task.changed(less)), "the smallest, in whole KiB"
     poor = fixes(task, SIZES | {"gpu": 200_000})[-1]
     assert poor.values == {}
     assert "a machine with" in poor.text
@@ -95,20 +95,20 @@ def test_the_least_change_of_a_field_is_suggested() -> None:
     budgets = Budgets(1 << 30, 1 << 30, None, {})
     d, t = tiny.data(sequence_length=256), tiny.training(chunk_tokens=256, global_batch_size=1)
     roomy = a_task(d, t, tiny.storage(), budgets)
-    need = [applied(roomy, {"train.chunk_tokens": n, "budgets.gpu": 1}).refusal() for n in (256, 128, 64)]
+    need = [roomy.changed({"train.chunk_tokens": n, "budgets.gpu": 1}).refusal() for n in (256, 128, 64)]
     assert all(error is not None for error in need)
     wanted = [error.need_bytes for error in need if error is not None]
     assert wanted[0] > wanted[1] > wanted[2]
-    task = applied(roomy, {"budgets.gpu": wanted[1]})
+    task = roomy.changed({"budgets.gpu": wanted[1]})
     assert Change({"train.chunk_tokens": 128}, "shorter chunks") in fixes(task, SIZES)
 
 
 def test_changes_are_checked_as_recipes_are() -> None:
     task = a_task(tiny.data(), tiny.training(), tiny.storage(), Budgets(1, 1, 1, {}))
-    assert applied(task, {"budgets.ram": "2KiB"}).budgets.ram == 2048
-    assert applied(task, {"train.lr": 0.5, "data.sequence_length": 9}).recipe.data.sequence_length == 9
+    assert task.changed({"budgets.ram": "2KiB"}).budgets.ram == 2048
+    assert task.changed({"train.lr": 0.5, "data.sequence_length": 9}).recipe.data.sequence_length == 9
     with pytest.raises((UserError, ValueError), match=r"train\.global_batch_size: 0"):
-        applied(task, {"train.global_batch_size": 0})
+        task.changed({"train.global_batch_size": 0})
 
 
 def test_the_best_change_is_faster_per_token() -> None:

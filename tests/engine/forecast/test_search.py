@@ -15,19 +15,11 @@ from msgspec import structs
 from samples import sampled
 from small_problems import TIERS, problem, window_chunks, with_need
 
+from penstock.engine.forecast.choices import chunk_options, dimensions
 from penstock.engine.forecast.costs import Costs
 from penstock.engine.forecast.extrapolate import estimate
-from penstock.engine.forecast.search import (
-    Candidate,
-    SearchResult,
-    chunk_options,
-    decisions,
-    dimensions,
-    promised_s,
-    search,
-    sparing,
-    why_not,
-)
+from penstock.engine.forecast.least import why_not
+from penstock.engine.forecast.search import Candidate, SearchResult, decisions, promised_s, search, sparing
 from penstock.engine.forecast.simulate import Clocks, simulate
 from penstock.engine.machine.profile import AttentionRate, Drive, Machine
 from penstock.engine.plan.planner import make_plan

@@ -224,7 +224,7 @@ def test_budgets_without_a_gpu(tmp_path: Path) -> None:
     assert free.why["ram"] == (
         "20.0 GiB free (this machine's memory), less 2.6 GiB for the system; without a GPU both tiers share it"
     )
-    free = free_budgets(torch.device("cpu"), gpu_bytes=GIB, root=tmp_path)
+    free = free_budgets(torch.device("cpu"), gpu=GIB, root=tmp_path)
     assert (free.gpu, free.ram) == (GIB, usable - GIB)
 
 

@@ -64,7 +64,7 @@ def test_wsl_gives_the_ram_tier_what_it_can_pin(
     free = free_budgets(CUDA, root=tmp_path)
     assert free.ram == expected
     assert ("about what WSL2 can pin" in free.why["ram"]) is (expected == 16 * GIB)
-    assert free_budgets(CUDA, ram_bytes=24 * GIB, root=tmp_path).ram == 24 * GIB  # who says so has it tried
+    assert free_budgets(CUDA, ram=24 * GIB, root=tmp_path).ram == 24 * GIB  # who says so has it tried
     both = free_budgets(torch.device("cpu"), root=tmp_path)  # nothing is pinned without a GPU
     assert both.ram + both.gpu == available - int(2.56 * GIB)
     (remark,) = [text for text in remarks(CUDA, tmp_path) if "WSL2" in text]
@@ -99,7 +99,7 @@ def test_one_memory_is_counted_once_and_never_taken_whole(tmp_path: Path, monkey
     assert free.gpu + free.ram == available - reserve
     assert free.gpu == pytest.approx(0.4 * (available - reserve), abs=1)
     assert "both tiers share it" in free.why["gpu"]
-    given = free_budgets(CUDA, gpu_bytes=60 * GIB, root=tmp_path)
+    given = free_budgets(CUDA, gpu=60 * GIB, root=tmp_path)
     assert (given.gpu, given.ram) == (60 * GIB, available - reserve - 60 * GIB)
     with pytest.raises(UserError, match="both tiers share"):
         run_budgets(BudgetConfig(gpu="80GiB", ram="80GiB"), CUDA, [tmp_path], new=True, root=tmp_path)

@@ -163,7 +163,7 @@ def test_the_refusal_and_the_warning_say_who_holds_what(machine: Path, start: St
     assert (error.value.tier, error.value.need_bytes, error.value.budget_bytes) == ("ram", 2, 1)
     assert name in str(error.value)
     with reservation(machine, observer) as mine:
-        given = free_budgets(CPU, ram_bytes=GIB, gpu_bytes=8 * GIB, others=mine.others, root=machine)
+        given = free_budgets(CPU, ram=GIB, gpu=8 * GIB, others=mine.others, root=machine)
         mine.reserve(given)
         mine.settle(plan(GIB, 8 * GIB))
     assert len(observer.messages) == 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from samples import sampled
 from small_problems import planned, problem, problems, some_plan, window_chunks, with_need
 
-from penstock.engine.forecast.search import dimensions
+from penstock.engine.forecast.choices import dimensions
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import KV_SLOTS, PlanInput, PlanOptions, RamFirst
@@ -262,7 +262,7 @@ def test_only_what_can_differ_is_tried() -> None:
 
 
 def test_everything_is_kept_or_refused_with_the_need() -> None:
-    with pytest.raises(BudgetError, match=r"budgets\.gpu: .*train\.activation_checkpointing=none needs") as e:
+    with pytest.raises(BudgetError, match=r"budgets\.gpu: .*which train\.activation_checkpointing=none needs") as e:
         made(activation_checkpointing="none", gpu_budget=400_000)
     assert e.value.tier == "gpu"
     plan = made(activation_checkpointing="none", gpu_budget=e.value.need_bytes)
