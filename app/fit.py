@@ -20,6 +20,7 @@ from penstock.engine.config import (
     MOST_STEPS,
     MOST_TOKENS,
     AfterConfig,
+    BudgetConfig,
     DataConfig,
     Recipe,
     StorageConfig,
@@ -68,8 +69,12 @@ class Question:
     """How their number came about, in words; empty where it was given."""
 
     def to_json(self) -> dict[str, Any]:
+        from penstock.engine.machine.budgets import machine_budgets
+
         machine = self.machine
+        budgets = machine_budgets(BudgetConfig(), machine)
         return {
+            "budgets": {"gpu": budgets.gpu, "ram": budgets.ram},
             "machine": {"name": self.machine_name, "title": machine.name, "source": machine.source},
             "power_w": machine.power_w,
             "models": list(self.models),

@@ -115,10 +115,11 @@ def head_lines(question: Mapping[str, Any]) -> list[str]:
     name = machine["name"] or "this machine"
     title = "" if machine["title"] in (name, "generic", "generic-gpu") else f" ({machine['title']})"
     from_file = f" ({question['tokens_from']})" if question["tokens_from"] else ""
-    batch = question["step_tokens"]
+    batch, sizes = question["step_tokens"], question["budgets"]
+    memory = f"{bytes_text(sizes['gpu'])} of GPU memory and {bytes_text(sizes['ram'])} of RAM"
     return [
         f"What {name}{title} can train, every parameter, on {count_text(tokens)} tokens{from_file}",
-        f"planned, with nothing else running; rates: {machine['source']}",
+        f"planned, with nothing else running, within {memory}; rates: {machine['source']}",
         f"a step is {batch:,} tokens in sequences of the context, or one sequence where that is longer",
     ]
 

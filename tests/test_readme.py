@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/guide.md", "CONTRIBUTING.md", "docs/evaluate.md")
 LINE = re.compile(r"^(?:\$ )?penstock (.+)$|`penstock ([^`\n]+)`", re.M)
 SMALL = ["train.steps=1", "data.sequence_length=64", "train.chunk_tokens=32", "train.compile=off", "train.device=cpu"]
-SMALL += ["budgets.gpu=8MiB", "budgets.ram=16MiB", "budgets.nvme=1GiB", "storage.part_bytes=64KiB"]
+SMALL += ["budgets.gpu=least", "budgets.ram=least", "budgets.nvme=1GiB", "storage.part_bytes=64KiB"]
 
 
 def found(page: str) -> list[str]:

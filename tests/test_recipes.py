@@ -53,7 +53,7 @@ SHRUNK = settings(
         "validate_every": 1,
         "validation_sequences": "none",
     },
-    budgets={"gpu": "8MiB", "ram": "8MiB"},
+    budgets={"gpu": "least", "ram": "least"},
     storage={"checkpoint_every": 1},
     after={"sample_prompt": "none"},
 )

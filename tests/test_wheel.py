@@ -24,7 +24,7 @@ SMALL += "data.max_documents=20 data.validation_documents=none data.sequence_len
 SMALL += "data.tokenizer_vocab_size=300 train.validate_every=none train.validation_sequences=none "
 SMALL += "train.validate_first=false train.decay_steps=none "
 SMALL += "train.warmup_steps=0 train.compile=off train.device=cpu "
-SMALL += "budgets.gpu=8MiB budgets.ram=16MiB storage.part_bytes=64KiB after.sample_tokens=4"
+SMALL += "budgets.gpu=least budgets.ram=least storage.part_bytes=64KiB after.sample_tokens=4"
 SETTINGS = [word for text in SMALL.split() for word in ("--set", text)]
 
 OWN_CODE = ("app", "engine", "storage", "tui", "recipes", "torch")

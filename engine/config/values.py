@@ -50,8 +50,10 @@ def parse_budget(text: str | int | None, where: str) -> Budget:
 
     Raises UserError naming `where`.
     """
-    if text is None or text == "least":
-        return text
+    if text is None:
+        return None
+    if text == "least":
+        return "least"
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", str(text))
     if match is None:
         try:

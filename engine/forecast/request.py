@@ -197,7 +197,7 @@ class PlanRequest:
                 found = least(task.problem, task.chunks, tier)
             except NoPlanError as error:
                 raise task._explained(error) from None
-            why = f"the least that a plan needs, {bytes_text(found.need_bytes)}"
+            why = "the least that a plan needs"
             if found.margin_bytes:
                 why += f", and {bytes_text(found.margin_bytes)} for saved graphs, whose sizes are not measured yet"
             task = replace(task, budgets=task.budgets.with_size(tier, found.need_bytes + found.margin_bytes, why))

@@ -26,7 +26,7 @@ from penstock.app.rundir import read_info
 from penstock.storage.checkpoints import checkpoint_names
 
 ROOMY = {"gpu": "64MiB", "ram": "256MiB"}
-NARROW = ("budgets.gpu=512KiB", "budgets.ram=130MiB")
+NARROW = ("budgets.gpu=least", "budgets.ram=least")
 """Other budgets: state that was in memory is on the drive."""
 
 

@@ -19,7 +19,7 @@ _SMALL = settings(
     model={"vocab_size": 400},
     train={"warmup_steps": 0, "global_batch_size": 2, "steps": 2},
     storage={"checkpoint_every": 1, "keep_every": 2},
-    budgets={"gpu": "8MiB", "ram": "8MiB", "nvme": "512MiB"},
+    budgets={"gpu": "least", "ram": "least", "nvme": "512MiB"},
 )
 _CHOICES = ("data.source=", "data.path=", "data.tokenizer_vocab_size=", "train.steps=")
 """Of `_SMALL` what a page's command says for itself, or the model's folder."""
