@@ -24,7 +24,7 @@ TINY: dict[str, dict[str, Any]] = {
         "device": "cpu",
         "calibrate": False,
     },
-    "budgets": {"gpu": "least", "ram": "least", "nvme": "64MiB"},
+    "budgets": {"gpu": "512KiB", "ram": "1MiB", "nvme": "64MiB"},
     "storage": {"part_bytes": "64KiB"},
 }
 """A step on a folder `corpus` of texts, state on all tiers. What a plan could choose is given: that spares a search."""
