@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from samples import cases
 
 from penstock.app.bench.offsite import bench_offsite
 
 
-@pytest.mark.parametrize("on_drive", [False, True])
+@pytest.mark.parametrize("on_drive", cases([False, True], False))
 def test_a_small_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str], on_drive: bool) -> None:
     report = bench_offsite(
         rounds=2, steps=2, layers=1, hidden=64, bytes_per_s=2_000_000, on_drive=on_drive, json=True, folder=tmp_path

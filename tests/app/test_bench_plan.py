@@ -163,6 +163,7 @@ def test_a_case_ends_at_its_limit(tmp_path: Path) -> None:
         run_case(CASES[0], tmp_path / "run", limit_s=0.2)
 
 
+@pytest.mark.long
 def test_cuda_cases_fit_a_gpu_and_differ_in_what_a_plan_decides() -> None:
     recipes = differing(CUDA_CASES)
     assert len(recipes) >= 8

@@ -114,35 +114,6 @@ def test_a_corpus_that_is_deleted_is_made_again(here: Path, capsys: Captured, tm
     assert "all as written" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("gone", [False, True])
-def test_a_run_goes_on_with_its_tokens_whatever_becomes_of_the_source(
-    here: Path, capsys: Captured, tmp_path: Path, gone: bool
-) -> None:
-    runs = [tmp_path / "one", tmp_path / "two"]
-    source, moved = here.parent / "texts" / "a.txt", tmp_path / "a.txt"
-    for run in runs:
-        shutil.copytree(here, run)
-    assert main(["resume", str(runs[0]), "--set", "train.steps=3"]) == 0
-    assert "since the run's tokens were made" not in capsys.readouterr().out
-    source.rename(moved)
-    try:
-        if not gone:
-            source.write_text("something else\n" * 400)
-        assert main(["resume", str(runs[1]), "--set", "train.steps=3"]) == 0
-    finally:
-        moved.rename(source)
-    word = "is gone" if gone else "has changed"
-    assert f"data.path: {source} {word} since the run's tokens were made: it goes on with those" in _joined(capsys)
-    one, two = (json_lines(run / "metrics.jsonl") for run in runs)
-    assert [line["loss"] for line in one] == [line["loss"] for line in two]
-    assert len(one) == 3
-
-
-def _joined(capsys: Captured) -> str:
-    """What was printed, its lines made one."""
-    return " ".join(capsys.readouterr().out.split())
-
-
 def test_every_byte_of_a_runs_recipe(here: Path) -> None:
     content, recipe = (here / "recipe.json").read_bytes(), read_recipe(here)
     assert json.loads(content)["crc32c"]
