@@ -21,16 +21,19 @@ def processes() -> ForkServerContext:
     return context
 
 
-@pytest.fixture(params=[1, 2], ids=["one drive", "two drives"])
+ONE, TWO = pytest.param(False, id="one drive", marks=pytest.mark.long), pytest.param(True, id="two drives")
+
+
+@pytest.fixture(params=[ONE, TWO])
 def store(
     tmp_path: Path, workspace: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[NvmeStore]:
     """Generation 3 of a store, or the module's `GENERATION`; one call after the other, so that a number names a place.
 
-    One drive is a folder on disk; two are in memory where there is some, which is faster.
+    One drive is a folder on disk; two are in memory where there is some: each sync of a disk takes its time.
     """
     monkeypatch.setattr(drives, "WRITE_THREADS", 1)
-    base, folders = (tmp_path, None) if request.param == 1 else (workspace, [workspace / "a", workspace / "b"])
+    base, folders = (workspace, [workspace / "a", workspace / "b"]) if request.param else (tmp_path, None)
     generation = getattr(request.module, "GENERATION", 3)
     store = make(base / "state", *range(1, generation + 1), drives=folders)
     yield store
@@ -38,9 +41,19 @@ def store(
 
 
 @pytest.fixture
-def workspace(tmp_path: Path) -> Iterator[Path]:
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """In memory for a module that says so."""
+    if not getattr(request.module, "IN_MEMORY", False):
+        return tmp_path
+    folder: Path = request.getfixturevalue("workspace")
+    return folder
+
+
+@pytest.fixture
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """For many small stores: in memory where there is some, since whoever opens and commits them syncs."""
     shm = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="penstock-test-", dir=shm if os.access(shm, os.W_OK) else tmp_path))
+    place = shm if os.access(shm, os.W_OK) else tmp_path_factory.getbasetemp()
+    folder = Path(tempfile.mkdtemp(prefix="penstock-test-", dir=place))
     yield folder
     shutil.rmtree(folder)

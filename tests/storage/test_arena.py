@@ -34,7 +34,7 @@ def test_what_is_too_much_is_named() -> None:
 
 def test_memory_is_resident_only_when_touched_and_goes_on_close() -> None:
     process = psutil.Process()
-    size = 256 << 20
+    size = 64 << 20
     before = process.memory_info().rss
     arena = HostArena(size, budget_bytes=size)
     slot = arena.slot("big", size)
@@ -100,9 +100,9 @@ def test_small_slots_share_few_registrations_and_one_too_large_for_any_is_refuse
 
 
 def test_pinning_makes_every_slot_resident_and_registers_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.storage.arena.PIECE_BYTES", 64 << 20)
-    monkeypatch.setattr("penstock.storage.arena._STEP_BYTES", 24 << 20)
-    sizes = [40 << 20, 30 << 20, 1, 100 << 20, 5000]
+    monkeypatch.setattr("penstock.storage.arena.PIECE_BYTES", 16 << 20)
+    monkeypatch.setattr("penstock.storage.arena._STEP_BYTES", 6 << 20)
+    sizes = [10 << 20, 7 << 20, 1, 25 << 20, 5000]
     arena = HostArena(1 << 30, budget_bytes=1 << 30)
     slots = [arena.slot(f"s{i}", n) for i, n in enumerate(sizes)]
     registrar, told = RecordingRegistrar(), list[tuple[int, int]]()
@@ -137,10 +137,10 @@ def test_what_cannot_be_pinned_is_given_back(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_pages_come_in_without_populate_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.storage.arena._MADV_POPULATE_WRITE", 9999)  # as a kernel before 5.14 answers
-    arena = HostArena(64 << 20, budget_bytes=64 << 20)
-    slot = arena.slot("all", 64 << 20)
+    arena = HostArena(32 << 20, budget_bytes=32 << 20)
+    slot = arena.slot("all", 32 << 20)
     before = psutil.Process().memory_info().rss
     arena.pin(RecordingRegistrar())
-    assert psutil.Process().memory_info().rss - before > 60 << 20
+    assert psutil.Process().memory_info().rss - before > 30 << 20
     assert int(slot.max()) == 0
     arena.close()

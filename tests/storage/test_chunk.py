@@ -1,3 +1,4 @@
+import itertools
 import mmap
 import os
 import threading
@@ -20,14 +21,12 @@ def test_zeros_need_not_exist(data: bytes, num_zeros: int) -> None:
     assert checksum(memoryview(data), num_zeros) == crc32c(data + bytes(num_zeros))
 
 
-@pytest.mark.parametrize(
-    "size", [0, 1, 7, 8, 4095, 4097, *(k * crc._PIECE_BYTES + d for k in (1, 3) for d in (-1, 0, 1))]
-)
-@pytest.mark.parametrize("num_zeros", [0, 1, 4092])
-def test_sizes_without_the_crc32c_package(size: int, num_zeros: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_without_the_crc32c_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crc, "HAVE_CRC32C", False)
-    data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
-    assert checksum(data.data, num_zeros) == crc32c(data.tobytes() + bytes(num_zeros))
+    for size in (0, 1, 7, 8, 4095, 4097, *(k * crc._PIECE_BYTES + d for k in (1, 3) for d in (-1, 0, 1))):
+        data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+        for num_zeros in (0, 1, 4092):
+            assert checksum(data.data, num_zeros) == crc32c(data.tobytes() + bytes(num_zeros)), (size, num_zeros)
 
 
 def test_without_the_package_a_thread_opens_one_store_however_many_checksums_it_computes(
@@ -50,24 +49,23 @@ def _aligned(size: int) -> chunk.Bytes:
 UGLY = [1, 2, 4091, 4092, 4093, 4095, 4096, 4097, 8191, 8192, 12288, 65536 + 4096]
 
 
-@pytest.mark.parametrize("size", UGLY)
-@pytest.mark.parametrize("spare", [0, 1, 4096, 100_000])
 @pytest.mark.parametrize("direct", [False, True])
-def test_round_trip(tmp_path: Path, size: int, spare: int, direct: bool) -> None:
-    form = chunk.ChunkFormat(size + spare)
-    data, out = _aligned(size), _aligned(size)
-    path = tmp_path / "c"
-    for seed in (1, 2):  # the second write overwrites in place
-        data[:] = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-        chunk.write_chunk(path, data, form, direct=direct)
-        chunk.read_chunk(path, out, form, direct=direct)
-        assert np.array_equal(out, data)
-        raw = path.read_bytes()
-        assert len(raw) % 4096 == 0
-        assert len(raw) == form.file_bytes
-        assert raw[:size] == data.tobytes()
-        assert not any(raw[size:-4])
-        assert int.from_bytes(raw[-4:], "little") == crc32c(raw[:-4])
+def test_round_trip(tmp_path: Path, direct: bool) -> None:
+    for size, spare in itertools.product(UGLY, (0, 1, 4096, 100_000)):
+        form = chunk.ChunkFormat(size + spare)
+        data, out = _aligned(size), _aligned(size)
+        path = tmp_path / f"{size}-{spare}"
+        for seed in (1, 2):  # the second write overwrites in place
+            data[:] = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+            chunk.write_chunk(path, data, form, direct=direct)
+            chunk.read_chunk(path, out, form, direct=direct)
+            assert np.array_equal(out, data)
+            raw = path.read_bytes()
+            assert len(raw) % 4096 == 0
+            assert len(raw) == form.file_bytes
+            assert raw[:size] == data.tobytes()
+            assert not any(raw[size:-4])
+            assert int.from_bytes(raw[-4:], "little") == crc32c(raw[:-4])
 
 
 @settings(max_examples=30, deadline=None)

@@ -23,6 +23,8 @@ from penstock.storage.errors import UserError
 from penstock.storage.manifest import ArraySpec, Manifest
 from penstock.storage.nvme import NvmeStore
 
+IN_MEMORY = True
+
 
 def folders(base: Path, names: str) -> list[Path]:
     return [base / name for name in names]

@@ -28,9 +28,16 @@ from penstock.storage.nvme import NvmeStore
 # ---------------------------------------------------------------- no space, broken drive: writes and commits
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
 @pytest.mark.parametrize(
-    ("call", "first"), [*(("pwritev", first) for first in range(0, 14, 3)), ("open", 0), ("open", 3)]
+    ("call", "first", "code"),
+    [
+        ("pwritev", 0, errno.ENOSPC),
+        ("pwritev", 3, errno.EIO),
+        ("pwritev", 9, errno.EDQUOT),
+        ("pwritev", 12, errno.ENOSPC),
+        ("open", 0, errno.EROFS),
+        ("open", 3, errno.ENOSPC),
+    ],
 )
 def test_a_write_fails(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int, call: str, first: int) -> None:
     with monkeypatch.context() as patch:
@@ -53,8 +60,9 @@ def test_a_write_fails(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: 
         assert_sound(store.root, 3, generation=3)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("first", [0, 3, 6, 7, 9])  # 7 chunk files, 3 to 6 folders
+@pytest.mark.parametrize(
+    ("first", "code"), [(0, errno.EIO), (6, errno.ENOSPC), (7, errno.EIO), (9, errno.EIO)]
+)  # 7 chunk files, 3 to 6 folders
 def test_a_sync_fails(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int, first: int) -> None:
     write_all(store, 4)
     with monkeypatch.context() as patch:
@@ -71,11 +79,9 @@ def test_a_sync_fails(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: i
     assert_sound(store.root, 3, generation=3)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("call", ["open", "write", "fsync", "replace", "fsync of the folder"])
-def test_the_manifest_cannot_be_written(
-    store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int, call: str
-) -> None:
+def test_the_manifest_cannot_be_written(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    code = errno.ENOSPC if call == "write" else errno.EIO
     write_all(store, 4)
     num_syncs = 7 + len({path.parent for path in committed_files(store)})
     with monkeypatch.context() as patch:
@@ -104,7 +110,7 @@ def test_the_manifest_cannot_be_written(
 # ---------------------------------------------------------------- reads
 
 
-@pytest.mark.parametrize("first", [0, 1, 3, 6])
+@pytest.mark.parametrize("first", [0, 3, 6])
 def test_a_read_fails(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     with monkeypatch.context() as patch:
         failing(patch, ["preadv"], errno.EIO, first=first)
@@ -119,14 +125,10 @@ def test_a_read_fails(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, first: 
     assert_sound(store.root, 3)
 
 
-@pytest.mark.parametrize("aligned", [False, True])
-@pytest.mark.parametrize(
-    ("call", "most"), [(call, most) for call in ("pwritev", "preadv") for most in (512, 4096, 8192, 12288)]
-)
+@pytest.mark.parametrize(("most", "aligned"), [(512, False), (4096, True), (8192, False), (12288, True)])
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
 def test_short_calls(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, call: str, aligned: bool, most: int) -> None:
     """The kernel may take or give less than it was asked to; with direct I/O whole blocks."""
-    if aligned and most < 4096:
-        pytest.skip("direct I/O moves whole blocks")
     real, shortened = getattr(os, call), 0
 
     def short(fd: int, views: list[memoryview], offset: int) -> int:
@@ -162,13 +164,12 @@ def test_a_drive_that_takes_nothing(store: NvmeStore, monkeypatch: pytest.Monkey
     assert_holds(store, 4)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_spilled_activations_fail(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_spilled_activations_fail(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     data, out = torch.ones(9000, dtype=torch.uint8), torch.zeros(9000, dtype=torch.uint8)
     store.spill("l", data).result()
-    for call, word, move in (
-        ("pwritev", "spill/k: writing", lambda: store.spill("k", data)),
-        ("preadv", "spill/l: reading", lambda: store.unspill("l", out)),
+    for code, call, word, move in (
+        (errno.ENOSPC, "pwritev", "spill/k: writing", lambda: store.spill("k", data)),
+        (errno.EIO, "preadv", "spill/l: reading", lambda: store.unspill("l", out)),
     ):
         with monkeypatch.context() as patch:
             failing(patch, [call], code)

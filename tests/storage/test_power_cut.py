@@ -257,6 +257,9 @@ def test_power_cut_of_an_ext4_image(tmp_path: Path, processes: ForkServerContext
                 time.sleep(0.01)
             try:
                 for _ in range(5):
+                    before = committed.value
+                    while committed.value == before and child.is_alive():  # however slowly it goes on
+                        time.sleep(0.01)
                     time.sleep(rng.uniform(0, 0.05))
                     os.kill(child.pid or 0, signal.SIGSTOP)
                     while not _stopped(child.pid or 0):

@@ -1,4 +1,5 @@
 import errno
+import itertools
 import os
 import shutil
 import sys
@@ -26,10 +27,9 @@ def reader(request: pytest.FixtureRequest) -> Reader:
     return DirectReader(direct=request.param == "direct")
 
 
-@pytest.mark.parametrize("dtype", checks.DTYPES)
-@pytest.mark.parametrize("nbytes", checks.SIZES_BYTES)
-def test_contents(reader: Reader, tmp_path: Path, nbytes: int, dtype: str) -> None:
-    checks.check_contents(reader, "cpu", tmp_path / "a", nbytes, dtype)
+def test_contents(reader: Reader, tmp_path: Path) -> None:
+    for nbytes, dtype in itertools.product(checks.SIZES_BYTES, checks.DTYPES):
+        checks.check_contents(reader, "cpu", tmp_path / f"{nbytes} {dtype}", nbytes, dtype)
 
 
 @pytest.mark.parametrize("check", checks.CHECKS)
@@ -37,9 +37,9 @@ def test_checks(reader: Reader, tmp_path: Path, check: Callable[[Reader, str, Pa
     check(reader, "cpu", tmp_path / "a")
 
 
-@pytest.mark.parametrize("name", checks.DAMAGE)
-def test_damage(reader: Reader, tmp_path: Path, name: str) -> None:
-    checks.check_damage(reader, "cpu", tmp_path / "a", name)
+def test_damage(reader: Reader, tmp_path: Path) -> None:
+    for name in checks.DAMAGE:
+        checks.check_damage(reader, "cpu", tmp_path / name, name)
 
 
 @pytest.mark.parametrize("position", [0, 4000, checks.PART_BYTES - 1, checks.PART_BYTES + 1])

@@ -17,6 +17,7 @@ from penstock.storage.checkpoints import CheckpointInfo, delete_checkpoint, list
 from penstock.storage.errors import BudgetError, UserError
 from penstock.storage.nvme import NvmeStore
 
+IN_MEMORY = True
 GENERATION = 1
 """Of the store."""
 GENERATION_BYTES = 3 * 20480 + 3 * 12288 + 12288
@@ -51,7 +52,7 @@ def test_links_are_shared_and_survive_later_generations(store: NvmeStore) -> Non
     store.verify()
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK])
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV, errno.EMLINK])
 def test_copies_where_links_fail(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     failing(monkeypatch, ["link"], code)
     written = store.bytes_written
@@ -158,11 +159,11 @@ def test_a_damaged_checkpoint_can_be_deleted(store: NvmeStore) -> None:
     assert not chunks_of(store, "one")
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "a b", "ü", "a\n"])
-def test_bad_names(store: NvmeStore, name: str) -> None:
-    for call in (store.checkpoint, store.restore, lambda name: delete_checkpoint(store.root, name)):
-        with pytest.raises(UserError, match="checkpoint name"):
-            call(name)
+def test_bad_names(store: NvmeStore) -> None:
+    for name in ("", ".", "..", ".hidden", "a/b", "a b", "ü", "a\n"):
+        for call in (store.checkpoint, store.restore, lambda name: delete_checkpoint(store.root, name)):
+            with pytest.raises(UserError, match="checkpoint name"):
+                call(name)
 
 
 def test_taken_and_unknown_names(store: NvmeStore) -> None:
@@ -296,13 +297,11 @@ def test_a_checkpoint_stays_on_a_drive_that_the_run_left(tmp_path: Path) -> None
     assert not list((tmp_path / "gone/checkpoints").glob("*"))
 
 
-def test_a_store_moves_with_its_checkpoints(store: NvmeStore, tmp_path: Path) -> None:
-    if store.drives != [store.root]:
-        pytest.skip("only where everything is in one folder")
-    store.checkpoint("one")
-    advance(store, 2)
-    store.close()
-    store.root.rename(tmp_path / "moved")
+def test_a_store_moves_with_its_checkpoints(tmp_path: Path) -> None:
+    with closing(make(tmp_path / "state", 1)) as store:
+        store.checkpoint("one")
+        advance(store, 2)
+    (tmp_path / "state").rename(tmp_path / "moved")
     with closing(NvmeStore.open(tmp_path / "moved")) as moved:
         assert_holds(moved, 2)
         assert_checkpoint(moved, "one", 1)

@@ -34,12 +34,11 @@ def test_what_json_wrote_is_read(value: object) -> None:
     assert parse_json(json.dumps(value).encode()) == value
 
 
-@pytest.mark.parametrize("opening", ["[", '{"a":'])
-@pytest.mark.parametrize("depth", [MOST_DEPTH + 2, 5_000, 100_000, 3_000_000])
-def test_deep_nesting_is_a_value_error(opening: str, depth: int) -> None:
-    closing = "]" if opening == "[" else "}"
-    with pytest.raises(ValueError, match="levels deep"):
-        parse_json(opening * depth + "1" + closing * depth)
+@pytest.mark.parametrize("depth", [MOST_DEPTH + 2, 5_000, 3_000_000])
+def test_deep_nesting_is_a_value_error(depth: int) -> None:
+    for opening, closing in ("[]", ('{"a":', "}")):
+        with pytest.raises(ValueError, match="levels deep"):
+            parse_json(opening * depth + "1" + closing * depth)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +79,7 @@ def test_regular_files_are_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "link in the way", "pipe", "socket", "folder", "device"])
-@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_APPEND | os.O_CREAT, os.O_RDWR | os.O_CREAT])
-def test_nothing_else_is(tmp_path: Path, kind: str, flags: int) -> None:
+def test_nothing_else_is(tmp_path: Path, kind: str) -> None:
     target, path = tmp_path / "target", tmp_path / "run" / "file"
     target.write_bytes(b"secret")
     path.parent.mkdir()
@@ -94,8 +92,9 @@ def test_nothing_else_is(tmp_path: Path, kind: str, flags: int) -> None:
         path = Path("/dev/null")
     else:
         plant(path, kind, target)
-    with pytest.raises(OSError, match=r"it is|Is a directory"):
-        os.close(open_regular(path, below=path.parent if kind == "device" else tmp_path / "run", flags=flags))
+    for flags in (os.O_RDONLY, os.O_WRONLY | os.O_APPEND | os.O_CREAT, os.O_RDWR | os.O_CREAT):
+        with pytest.raises(OSError, match=r"it is|Is a directory"):
+            os.close(open_regular(path, below=path.parent if kind == "device" else tmp_path / "run", flags=flags))
     assert target.read_bytes() == b"secret"
     assert not (tmp_path / "nothing").exists()
 

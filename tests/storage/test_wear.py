@@ -116,7 +116,7 @@ def test_a_drive_that_hangs_costs_a_moment(
     tmp_path: Path, install: Install, disks: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wear, "_TIMEOUT_S", 0.2)
-    install("smartctl", SMARTCTL_NVME, seconds=4)
+    install("smartctl", SMARTCTL_NVME, seconds=60)
     start = time.monotonic()
     assert percentage_used(tmp_path) is None
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 30
