@@ -11,7 +11,9 @@ import pytest
 import tiny
 
 import penstock.engine.preparing
+from penstock.engine import opening
 from penstock.engine.events import Preparing, StepMetrics
+from penstock.engine.model.check import check_model
 from penstock.engine.preparing import TELL_S, Checklist
 
 
@@ -135,6 +137,7 @@ def test_a_run_tells_what_it_prepares_and_its_first_step_alone(tmp_path: Path) -
 
 def test_what_takes_long_says_what_it_is_at_and_how_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.engine.preparing, "TELL_S", 0.0)
+    monkeypatch.setattr(opening, "check_model", check_model)  # which no other test has asked before
     run = tiny.Silent()
     tiny.train_run(
         tmp_path,
