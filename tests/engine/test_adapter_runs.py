@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,18 +14,13 @@ import tiny
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from samples import cases
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock.engine.config import AdapterConfig, ModelConfig
 from penstock.engine.export import export
-from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.generate.decode import Decoding
 from penstock.engine.generate.streamed import StreamedModel
-from penstock.engine.model.reference import Training
-from penstock.engine.model.runner import ModelRunner
-from penstock.engine.optim.base import MASTER
 from penstock.storage.errors import UserError
 
 STEPS = 3
@@ -54,14 +48,14 @@ def logits(model: Any) -> Tensor:
 
 
 CASES = [
-    ("llama", "lora", ["all-linear", "embed_tokens", "lm_head"]),
+    pytest.param("llama", "lora", ["all-linear", "embed_tokens", "lm_head"], marks=pytest.mark.long),
     ("qwen3", "dora", ["q_proj", "down_proj"]),
-    ("gemma3_text", "rslora", ["model.layers.1.*"]),
+    pytest.param("gemma3_text", "rslora", ["model.layers.1.*"], marks=pytest.mark.long),
     ("qwen3_moe", "lora", ["all-linear", "gate", "gate_up_proj"]),
 ]
 
 
-@pytest.mark.parametrize(("model_type", "method", "targets"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(("model_type", "method", "targets"), CASES)
 def test_exports_are_what_peft_makes_of_them(tmp_path: Path, model_type: str, method: str, targets: list[str]) -> None:
     model = model_folder(tmp_path / "model", model_type)
     run = sections(model, adapted.section(method, targets=targets))
@@ -105,13 +99,12 @@ def test_a_run_goes_on_from_an_adapter(tmp_path: Path) -> None:
     """The first loss is that of the model with the adapter; a checkpoint's export is of its step."""
     model = model_folder(tmp_path / "model", "llama")
     first = sections(model, adapted.section("dora"))
-    tiny.train_run(tmp_path / "first", tiny.Silent(), **first)
+    fresh = tiny.Silent()
+    tiny.train_run(tmp_path / "first", fresh, **first)
     export(tmp_path / "first", tiny.recipe(**first), out_dir=tmp_path / "adapter")
     second = sections(model, adapted.section("dora", start=str(tmp_path / "adapter")))
     observer = tiny.Silent(asks={1: "early"})
     tiny.train_run(tmp_path / "second", observer, storage=tiny.storage(checkpoint_every=1), **second)
-    fresh = tiny.Silent()
-    tiny.train_run(tmp_path / "fresh", fresh, **first)
     assert observer.metrics[0].loss < fresh.metrics[0].loss - 0.01
     recipe = tiny.recipe(**second)
     assert export(tmp_path / "second", recipe, out_dir=tmp_path / "early", checkpoint="early").step == 1
@@ -215,40 +208,14 @@ def test_an_adapter_beside_random_weights_is_exported_merged(tmp_path: Path) -> 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
 
 
-@pytest.mark.parametrize("method", cases(["lora", "dora"], "dora"))
-def test_every_placement_gives_the_references_bits(tmp_path: Path, method: str) -> None:
-    """Of the adapter's state and the step in plain words; nothing of the base is written after it was there."""
-    adapter, train = adapted.section(method), tiny.training(steps=STEPS, clip_norm=0.2, warmup_steps=0)
-    found = []
-    for number, (gpu, ram) in enumerate([*tiny.TIERS[:3], ("1GiB", "1GiB")]):
-        delayed = random.Random(number) if number else None
-        with tiny.session(tmp_path / str(number), t=train, gpu=gpu, ram=ram, adapter=adapter) as session:
-            assert {array.buffer for array in session.store.arrays() if array.kind == MASTER} == {
-                "layers.0",
-                "layers.1",
-                "layers.2",
-            }
-            if number == 0:
-                runner = ModelRunner(session.spec, device="cpu", dtype=torch.float32)
-                plain = Training(runner, train, tiny.parameters(session.store, session.spec))
-                cursor, chunk = session.loader.cursor, session.plan.max_chunk_tokens
-                expected = [plain.step(session.loader.next_step(), chunk, LOGITS_BYTES["cpu"]) for _ in range(STEPS)]
-                session.loader.seek(cursor)
-            if delayed is not None:
-                tiny.delay(session, delayed)
-            assert [(m.loss, m.grad_norm) for m in tiny.steps(session, STEPS)] == expected
-            found.append(tiny.digest(session.store))
-    assert len(set(found)) == 1
-
-
-@pytest.mark.parametrize("saved", ["none", "full"])
-def test_other_ways_to_save_activations_give_the_same(tmp_path: Path, saved: str) -> None:
+def test_other_ways_to_save_activations_give_the_same(tmp_path: Path) -> None:
     losses = []
-    for way in ("selective", saved):
+    for way in ("selective", "none", "full"):
         train = tiny.training(steps=STEPS, activation_checkpointing=way)
         with tiny.session(tmp_path / way, t=train, adapter=adapted.section("dora")) as session:
             losses.append([metrics.loss for metrics in tiny.steps(session, STEPS)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0] == pytest.approx(losses[2], rel=1e-6)
 
 
 def test_streamed_weights_of_an_adapters_folder(tmp_path: Path, folders: tuple[Path, Path]) -> None:

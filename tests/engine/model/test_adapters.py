@@ -28,8 +28,10 @@ def _documents() -> list[torch.Tensor]:
     return [torch.randint(97, (length,), generator=generator) for length in (41, 22)]
 
 
-@pytest.mark.parametrize("method", adapted.METHODS)
-@pytest.mark.parametrize("model_type", adapted.SHAPES)
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [("llama", "lora"), ("llama", "dora"), ("qwen3", "rslora"), ("gemma3_text", "dora"), ("qwen3_moe", "lora")],
+)
 def test_gradients_are_those_of_plain_peft(model_type: str, method: str) -> None:
     check_gradients(model_type, method, compile=False)
 
@@ -119,14 +121,13 @@ def test_new_adapters_begin_as_pefts_do() -> None:
     assert torch.allclose(built(input_ids=_documents()[0][None]).logits, logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("model_type", "method", "targets"),
+    ("model_type", "method", "targets", "dtype"),
     [
-        ("llama", "lora", ["all-linear", "embed_tokens", "lm_head"]),
-        ("llama", "dora", ["all-linear"]),
-        ("gemma3_text", "rslora", ["q_proj"]),
-        ("qwen3_moe", "lora", ["q_proj", "gate", "gate_up_proj", "experts.down_proj"]),
+        ("llama", "lora", ["all-linear", "embed_tokens", "lm_head"], torch.bfloat16),
+        ("llama", "dora", ["all-linear"], torch.bfloat16),
+        ("gemma3_text", "rslora", ["q_proj"], torch.float32),
+        ("qwen3_moe", "lora", ["q_proj", "gate", "gate_up_proj", "experts.down_proj"], torch.float32),
     ],
     ids=["lora", "dora", "rslora", "experts"],
 )

@@ -58,8 +58,7 @@ def qwen3() -> tuple[PretrainedConfig, Any, ModelRunner, dict[str, Tensor]]:
     return config, model, runner, in_buffers(runner.spec, {name: p.detach() for name, p in model.named_parameters()})
 
 
-@pytest.mark.parametrize("chunk", [128, 32, 8, 45])
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 5])
+@pytest.mark.parametrize(("chunk", "num_micro_batches"), [(128, 1), (32, 2), (8, 2), (45, 5)])
 def test_chunks_and_micro_batches_are_exact(qwen3: Any, chunk: int, num_micro_batches: int) -> None:
     config, model, runner, weights = qwen3
     rows = [documents([60 - i, 5 + i, 63]) for i in range(num_micro_batches)]
@@ -162,6 +161,7 @@ def test_inputs_count_shared_tables_once(qwen3: Any) -> None:
     assert inputs.nbytes == cos.nbytes + sin.nbytes + 10 * 8
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_template_serves_every_layer_without_recompiling() -> None:
     config = tiny(num_hidden_layers=3)

@@ -40,6 +40,7 @@ MUST_PASS: list[tuple[str, dict[str, Any]]] = [
     ("cohere", {}),
     ("mixtral", {}),
     ("mixtral", {"sliding_window": 1024}),
+    ("qwen2_moe", {}),
     ("qwen3_moe", {}),
     ("gpt_oss", {}),
     ("deepseek_v3", {}),
@@ -49,12 +50,18 @@ MUST_PASS: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),  # learned positions
     ("mamba2", {}),  # no attention
 ]
+OFTEN = [case for case in MUST_PASS if case[1] or case[0] not in ("mistral", "qwen2", "qwen3", "phi3", "gemma3_text")]
+"""Without those whose layers others have too."""
 
 
 @pytest.mark.parametrize(
     "pieces", [pytest.param(False, id="whole", marks=pytest.mark.long), pytest.param(True, id="pieces")]
 )
-@pytest.mark.parametrize(("model_type", "fields"), MUST_PASS, ids=str)
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.long) for case in MUST_PASS],
+    ids=str,
+)
 def test_models_pass(model_type: str, fields: dict[str, Any], pieces: bool) -> None:
     result = check_model(CONFIG_MAPPING[model_type](**fields), pieces=pieces)
     assert result.ok, result.reason

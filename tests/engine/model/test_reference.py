@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import adapted
 import pytest
 import tiny
 import torch
 from plain import plain_training
+from samples import cases
 
+from penstock.engine.config import AdapterConfig
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.model.reference import Training
@@ -17,49 +21,93 @@ from penstock.engine.model.runner import ModelRunner
 from penstock.engine.optim.base import MASTER
 from penstock.engine.session import Session
 
-STEPS = 3
+WIDE = tiny.model(hidden_size=64, intermediate_size=96, head_dim=16, num_layers=2)
+"""All its weights are multiples of what a flat buffer aligns to: linear modules of one input are one product."""
+TIED = tiny.model(tie_embeddings=True)
+PLAIN: dict[str, Any] = {}
+BFLOAT16 = {"compute_dtype": "bfloat16"}
+NVME: dict[str, Any] = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR}
+MIXED: dict[str, Any] = {"gpu": 1_000_000, "ram": 1_500_000}
+LEAVING: dict[str, Any] = {"gpu": tiny.FLOOR, "group": 1, "graphs_aside": "all"}
+HALVES = {"freeze": ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]}
+"""Half of every layer, and of the lowest blocks everything."""
+TOP = {"freeze": ["*embed_tokens*", "*.layers.*"]}
+"""All but the head and the norm before it."""
 
 
-def reference(session: Session) -> tuple[Training, list[tuple[float, float]]]:
+class Case(NamedTuple):
+    train: dict[str, Any] = PLAIN
+    placed: dict[str, Any] = NVME
+    model: Any = tiny.model()
+    adapter: AdapterConfig | None = None
+
+
+CASES = {
+    "plain": Case(),
+    "tied, not clipped": Case({"clip_norm": None}, model=TIED),
+    "some on every tier": Case(placed=MIXED),
+    "some on every tier, tied, bfloat16": Case(BFLOAT16, MIXED, TIED),
+    "halves frozen": Case(HALVES),
+    "halves frozen, tied, bfloat16": Case(HALVES | BFLOAT16, model=TIED),
+    "frozen but for the head": Case(TOP),
+    "frozen but for the head, tied, bfloat16": Case(TOP | BFLOAT16, model=TIED),
+    "norms frozen, bfloat16": Case({"freeze": ["*norm*"]} | BFLOAT16),
+    "lora": Case(adapter=adapted.section("lora")),
+    "dora in RAM": Case(placed={"gpu": tiny.FLOOR}, adapter=adapted.section("dora")),
+    "dora on the GPU": Case(placed={}, adapter=adapted.section("dora")),
+    "joined in RAM, bfloat16": Case(BFLOAT16, {"gpu": tiny.FLOOR}, WIDE),
+    "joined, graphs leave": Case({"activation_checkpointing": "auto"}, LEAVING, WIDE),
+    "joined, recomputed": Case({"activation_checkpointing": "full"}, model=WIDE),
+    "joined, graphs, bfloat16": Case({"activation_checkpointing": "none"} | BFLOAT16, {}, WIDE),
+}
+LONG = {"halves frozen", "frozen but for the head, tied, bfloat16", "dora on the GPU", "joined, recomputed"}
+"""What others of them have too."""
+
+
+def reference(session: Session, steps: int) -> tuple[Training, list[tuple[float, float]]]:
     """The session's next steps by the reference, and the loss and gradient norm of each."""
-    train = session.recipe.train
+    train, cursor = session.recipe.train, session.loader.cursor
     runner = ModelRunner(session.spec, device="cpu", dtype=compute_dtype(train))
     training = Training(runner, train, tiny.parameters(session.store, session.spec))
-    cursor = session.loader.cursor
     chunk, logits_bytes = session.plan.max_chunk_tokens, LOGITS_BYTES["cpu"]
-    results = [training.step(session.loader.next_step(), chunk, logits_bytes) for _ in range(STEPS)]
+    results = [training.step(session.loader.next_step(), chunk, logits_bytes) for _ in range(steps)]
     session.loader.seek(cursor)
     return training, results
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("dtype", "clip_norm"), [("float32", 0.5), ("float32", None), ("bfloat16", 0.5)])
-@pytest.mark.parametrize(("gpu", "ram"), [(tiny.FLOOR, tiny.FLOOR), (1_000_000, 1_500_000)], ids=["least", "mixed"])
-def test_the_engine_gives_the_references_bits(
-    tmp_path: Path, gpu: str | int, ram: str | int, dtype: str, clip_norm: float | None, tied: bool
-) -> None:
-    t = tiny.training(micro_batch_size=1, chunk_tokens=20, clip_norm=clip_norm, compute_dtype=dtype)
-    with tiny.session(tmp_path, m=tiny.model(tie_embeddings=tied), t=t, gpu=gpu, ram=ram) as session:
-        assert len({chunk.micro_batch for chunk in session.plan.chunks}) == 2
-        if gpu != tiny.FLOOR:
-            assert {buffer.state for buffer in session.plan.buffers.values()} == {"gpu", "ram", "nvme"}
-        training, expected = reference(session)
-        steps = tiny.steps(session, STEPS)
-        weights = tiny.parameters(session.store, session.spec)
-    assert [(m.loss, m.grad_norm) for m in steps] == expected
-    assert all(norm > 0.5 for _, norm in expected), "nothing to clip"
+@pytest.mark.parametrize("name", cases(CASES, *(name for name in CASES if name not in LONG)))
+def test_the_engine_gives_the_references_bits(tmp_path: Path, name: str) -> None:
+    """Wherever state lives and however lanes are delayed; of what is frozen the weights that there were."""
+    case = CASES[name]
+    t = tiny.training(**{"micro_batch_size": 1, "chunk_tokens": 20, "clip_norm": 1e-3} | case.train)
+    with tiny.session(tmp_path, m=case.model, t=t, adapter=case.adapter, **case.placed) as session:
+        spec, plan = session.spec, session.plan
+        assert len({chunk.micro_batch for chunk in plan.chunks}) == 2
+        assert case.placed is not MIXED or {b.state for b in plan.buffers.values()} == {"gpu", "ram", "nvme"}
+        assert case.placed is not LEAVING or plan.graphs_aside
+        assert case.model is not WIDE or all(len(groups) == 2 for groups in spec.joined)
+        held = {array.buffer for array in session.store.arrays() if array.kind == MASTER}
+        assert held == spec.buffers.keys() - spec.frozen
+        training, expected = reference(session, 2)
+        tiny.delay(session, random.Random(name))
+        steps = tiny.steps(session, 2)
+        weights = tiny.parameters(session.store, spec)
+    assert [(m.loss, m.grad_norm) for m in steps] == [pytest.approx(pair, rel=1e-6) for pair in expected]
+    assert all(norm > 1e-3 for _, norm in expected), "nothing to clip"
     masters = training.by_name({buffer: kinds[MASTER] for buffer, kinds in training.state.items()})
-    assert weights.keys() == masters.keys()
-    for name, weight in weights.items():
-        assert torch.equal(weight, masters[name]), name
+    stays = {name: weight.float() for name, weight in training.by_name(training.weights).items()}
+    assert weights.keys() == stays.keys() >= masters.keys()
+    assert (masters.keys() < stays.keys()) == bool(spec.frozen)
+    for parameter, weight in weights.items():
+        assert torch.equal(weight, masters.get(parameter, stays[parameter])), parameter
 
 
 @pytest.mark.parametrize("policy", [{"chunk_tokens": 7}, {"chunk_tokens": 96, "micro_batch_size": 2}], ids=str)
 def test_the_reference_is_plain_pytorch(tmp_path: Path, policy: dict[str, Any]) -> None:
     t = tiny.training(clip_norm=0.5, warmup_steps=2, lr=3e-3, **policy)
     with tiny.session(tmp_path, t=t) as session:
-        training, results = reference(session)
-        losses, expected, _ = plain_training(session, STEPS)
+        training, results = reference(session, 3)
+        losses, expected, _ = plain_training(session, 3)
     assert [loss for loss, _ in results] == pytest.approx(losses, rel=1e-5)
     weights = training.by_name(training.weights)
     assert weights.keys() == expected.keys()
