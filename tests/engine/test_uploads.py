@@ -1,12 +1,14 @@
 """Uploads beside a run: due, waiting for one another, limited, counted by the plan; to a folder of another disk."""
 
 import json
+import threading
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import tiny
 
+from penstock.engine.events import StepMetrics
 from penstock.engine.forecast.problem import kept_generations
 from penstock.engine.run_files import run_files
 from penstock.engine.uploads import Uploads
@@ -37,24 +39,31 @@ def test_every_so_many_steps_and_the_last_one(tmp_path: Path) -> None:
     assert plain.last_loss == result.last_loss
 
 
-def test_one_at_a_time_and_the_newest_next(tmp_path: Path) -> None:
-    """Uploads that take longer than the steps between them: told once, never two generations aside."""
-    place, most = tmp_path / "place", 0
+def test_one_at_a_time_and_the_newest_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload that takes longer than the steps after it: told once, never two generations aside."""
+    place, most, trained, begins = tmp_path / "place", 0, threading.Event(), Uploads._begins
 
     class Counts(tiny.Silent):
-        def on_step(self, metrics: object) -> None:
+        def on_step(self, metrics: StepMetrics) -> None:
             nonlocal most
             names = checkpoint_names(tmp_path / "run" / "state")
             most = max(most, sum(name.startswith("offsite-") for name in names))
-            super().on_step(metrics)  # type: ignore[arg-type]
+            super().on_step(metrics)
+            if metrics.step == 6:
+                trained.set()
 
+    def slow(self: Uploads, total: int) -> None:
+        begins(self, total)
+        assert trained.wait(300)
+
+    monkeypatch.setattr(Uploads, "_begins", slow)
     observer = Counts()
-    storage = tiny.storage(offsite=str(place), offsite_every=1, offsite_bandwidth="2MiB", keep_good=None)
-    tiny.train_run(tmp_path / "run", observer, train=tiny.training(steps=15), storage=storage)
+    storage = tiny.storage(offsite=str(place), offsite_every=1, offsite_bandwidth="2GiB", keep_good=None)
+    tiny.train_run(tmp_path / "run", observer, storage=storage)
     said = [message for message in observer.messages if "is due for an upload, and that of step" in message]
     assert len(said) == 1
     assert most == 1
-    assert entries(place)[-1] == 15
+    assert entries(place)[-1] == 6
     assert len(entries(place)) == 2
     assert not any(name.startswith("offsite-") for name in checkpoint_names(tmp_path / "run" / "state"))
 

@@ -65,7 +65,7 @@ class StreamOnCpu:
 
     def wait_event(self, event: EventOnCpu) -> None:
         record = event._record
-        self.put(lambda: None if record is None else (record.done.wait(20), None)[1])
+        self.put(lambda: None if record is None else (record.done.wait(300), None)[1])
 
     def query(self) -> bool:
         if self.broken:
@@ -75,7 +75,7 @@ class StreamOnCpu:
     def synchronize(self) -> None:
         if self.broken:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
-        self.record().done.wait(20)
+        self.record().done.wait(300)
 
 
 class EventOnCpu:
@@ -96,7 +96,7 @@ class EventOnCpu:
 
     def synchronize(self) -> None:
         assert self._record is not None, "an event that was never recorded is waited for"
-        assert self._record.done.wait(20), "deadlock"
+        assert self._record.done.wait(300), "deadlock"
 
     def elapsed_time(self, end: EventOnCpu) -> float:
         assert self._record.done.is_set()

@@ -244,13 +244,14 @@ def test_budgets_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, int
         assert "13.0 GiB of 24.0 GiB taken by other processes" in free.why["gpu"]
 
 
-def test_disk(tmp_path: Path) -> None:
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the file system says it now: others write there meanwhile."""
     status = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda place: status)
     free = status.f_bavail * status.f_frsize
     found = free_disk(tmp_path / "not/made/yet")
-    assert 0 <= found <= free
-    assert found >= free // 2 - 64 * 2**20  # others write here meanwhile
-    assert free - found <= DISK_RESERVE[2] + 64 * 2**20
+    assert free // 2 <= found <= free
+    assert free - found <= DISK_RESERVE[2]
 
 
 def test_that_no_file_can_be_opened_is_no_machine_without_memory() -> None:

@@ -72,12 +72,12 @@ def test_the_current_folder_is_the_default(tmp_path: Path, monkeypatch: pytest.M
     assert machine.drives_share == 1.0
 
 
-def test_folders_on_one_disk_share_its_room(tmp_path: Path) -> None:
+def test_folders_on_one_disk_share_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drives, "free_disk", lambda folder: 3000)
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         folder.mkdir()
-    alone, *_, shared = (drives._fillable(folders[0], folders[:count]) for count in (1, 2, 3))
-    assert shared == pytest.approx(alone / 3, rel=0.05)
+    assert [drives._fillable(folders[0], folders[:count]) for count in (1, 2, 3)] == [3000, 1500, 1000]
 
 
 @settings(max_examples=10, deadline=None)
@@ -171,8 +171,8 @@ def test_a_full_disk_ends_the_other_threads(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "pwritev", full)
     start = time.monotonic()
     with pytest.raises(UserError, match="free some space on this disk"):
-        drives.probe_drives([tmp_path], 60, block_bytes=BLOCK, most_bytes=64 * BLOCK)
-    assert time.monotonic() - start < 20
+        drives.probe_drives([tmp_path], 3600, block_bytes=BLOCK, most_bytes=64 * BLOCK)
+    assert time.monotonic() - start < 1800
     assert list(tmp_path.iterdir()) == []
 
 
@@ -190,7 +190,7 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) 
         while "filling" not in process.stdout.readline():
             assert process.poll() is None
         process.send_signal(number)
-        assert process.wait(30) != 0
+        assert process.wait(300) != 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny
 from compiled import compiled_afresh
+from samples import cases
 
 from penstock.engine.data.prepare import make_loader, prepare_data
 from penstock.engine.forecast.costs import Calibration, Costs, op_kind
@@ -72,7 +73,7 @@ def measured(
     return plan, [m.documents for m in batch], found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, "whole window", "streamed, saved graphs", "experts", "frozen halves"))
 def test_every_kind_of_compute_op_is_timed(tmp_path: Path, case: str) -> None:
     plan, documents, found = measured(tmp_path, *CASES[case])
     costs = Costs(plan, GENERIC, None, documents)
@@ -90,7 +91,7 @@ def test_every_kind_of_compute_op_is_timed(tmp_path: Path, case: str) -> None:
     assert found.to_json()["samples"].keys() == found.samples.keys()
 
 
-@pytest.mark.parametrize("case", ["saved graphs", "streamed, saved graphs"])
+@pytest.mark.parametrize("case", cases(["saved graphs", "streamed, saved graphs"], "streamed, saved graphs"))
 def test_what_saved_graphs_take_is_what_is_counted_when_layers_run(tmp_path: Path, case: str) -> None:
     _, settings, gpu = CASES[case]
     plan, _, found = measured(tmp_path / "data", *CASES[case])
@@ -107,7 +108,7 @@ def test_what_saved_graphs_take_is_what_is_counted_when_layers_run(tmp_path: Pat
     assert 0.9 * planned <= found.graph_bytes_per_token["layers.0"] <= planned + layers[0].lse_bytes_per_token
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", cases(["float32", "bfloat16"], "bfloat16"))
 def test_measured_graphs_fit_the_slots_in_which_they_leave(tmp_path: Path, dtype: str) -> None:
     settings = {"activation_checkpointing": "auto", "compute_dtype": dtype}
     _, _, found = measured(tmp_path / "data", {}, settings, "1GiB")
