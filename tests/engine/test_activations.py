@@ -60,7 +60,7 @@ def test_activations_of_four_times_the_ram_budget(tmp_path: Path) -> None:
     assert read <= written, "what is still on the GPU is not read back"
 
 
-@sampled(5, 15)
+@sampled(3, 15)
 @given(
     share=st.floats(0.0, 1.0),
     layers=st.integers(1, 4),

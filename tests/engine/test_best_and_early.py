@@ -77,12 +77,13 @@ def best_step(folder: Path) -> int | None:
     return read_checkpoint(root, resolve_checkpoint(root, "best")).step
 
 
-def weights_after(folder: Path, step: int) -> str:
-    """Digest of a run of the same recipe that ends after `step`, schedule and all."""
-    tiny.train_run(
-        folder, tiny.Silent(step), data=HELD_OUT, train=tiny.training(steps=6), storage=tiny.storage(keep_good=None)
-    )
-    return tiny.digest_of(folder)
+@pytest.fixture(scope="module")
+def after(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """Step -> digest of what a run of the same recipe without validations has then."""
+    folder = tmp_path_factory.mktemp("straight")
+    kept = tiny.storage(checkpoint_every=1, keep_last=6, keep_good=None)
+    tiny.train_run(folder, tiny.Silent(), data=HELD_OUT, train=tiny.training(steps=6), storage=kept)
+    return {step: checkpoint_digest(folder, f"step-{step:06}") for step in range(1, 7)}
 
 
 def checkpoint_digest(folder: Path, name: str) -> str:
@@ -93,15 +94,15 @@ def checkpoint_digest(folder: Path, name: str) -> str:
 
 @pytest.mark.parametrize("every", cases([1000, 1, 2], 1000, 2))
 def test_the_generation_of_the_lowest_validation_loss_is_kept(
-    tmp_path: Path, losses: dict[int, float], every: int
+    tmp_path: Path, losses: dict[int, float], after: dict[int, str], every: int
 ) -> None:
     """Whole, of that very step, and with no change to what is trained."""
     told(losses, [3.0, 2.0, 2.5, 1.5, 1.5, math.nan])
     observer, _ = run(tmp_path / "run", storage={"checkpoint_every": every})
     assert tiny.kept(tmp_path / "run") == ["best-000004"]
     assert not observer.checkpoints
-    assert checkpoint_digest(tmp_path / "run", "best-000004") == weights_after(tmp_path / "four", 4)
-    assert tiny.digest_of(tmp_path / "run") == weights_after(tmp_path / "six", 6)
+    assert checkpoint_digest(tmp_path / "run", "best-000004") == after[4]
+    assert tiny.digest_of(tmp_path / "run") == after[6]
     export(tmp_path / "run", tiny.recipe(data=HELD_OUT), out_dir=tmp_path / "model", checkpoint="best-000004")
     assert (tmp_path / "model" / "config.json").exists()
 
@@ -118,13 +119,15 @@ def test_it_stands_beside_the_last_good_and_the_last_ones(tmp_path: Path, losses
     assert set(tiny.kept(tmp_path)) == {"best-000002", "good-000005", "step-000005", "step-000006"}
 
 
-@pytest.mark.parametrize("stop_after", cases([1, 3, 4, 5], 3, 4))
-def test_a_resumed_run_keeps_the_same_one(tmp_path: Path, losses: dict[int, float], stop_after: int) -> None:
+@pytest.mark.parametrize("stop_after", cases([3, 4], 4))
+def test_a_resumed_run_keeps_the_same_one(
+    tmp_path: Path, losses: dict[int, float], after: dict[int, str], stop_after: int
+) -> None:
     told(losses, [3.0, 2.0, 2.5, 1.5, 1.7, 1.6])
     run(tmp_path, stop_after)
     run(tmp_path, resume=True)
     assert tiny.kept(tmp_path) == ["best-000004"]
-    assert checkpoint_digest(tmp_path, "best-000004") == weights_after(tmp_path / "four", 4)
+    assert checkpoint_digest(tmp_path, "best-000004") == after[4]
 
 
 def test_one_whose_loss_no_generation_tells_is_measured_again(tmp_path: Path, losses: dict[int, float]) -> None:
@@ -170,7 +173,9 @@ def test_its_room_is_planned(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- early
 
 
-def test_a_run_without_a_lower_loss_ends_with_its_step_committed(tmp_path: Path, losses: dict[int, float]) -> None:
+def test_a_run_without_a_lower_loss_ends_with_its_step_committed(
+    tmp_path: Path, losses: dict[int, float], after: dict[int, str]
+) -> None:
     told(losses, [3.0, 2.0, 2.5, 2.0])
     observer, result = run(tmp_path, train={"early_stopping_patience": 2})
     assert result.steps == result.steps_done == 4
@@ -179,11 +184,11 @@ def test_a_run_without_a_lower_loss_ends_with_its_step_committed(tmp_path: Path,
     assert observer.messages[-1] == "ended early after step 4: no gain in 2 validations; best 2 at step 2"
     assert [v.step for v in observer.validations] == [1, 2, 3, 4]
     assert Manifest.read(tmp_path / "state").step == 4
-    assert tiny.digest_of(tmp_path) == weights_after(tmp_path / "four", 4)
+    assert tiny.digest_of(tmp_path) == after[4]
     assert best_step(tmp_path) == 2
 
 
-@pytest.mark.parametrize("stop_after", cases([1, 2, 3, 4], 2, 3))
+@pytest.mark.parametrize("stop_after", cases([2, 3], 3))
 def test_patience_survives_a_stop(tmp_path: Path, losses: dict[int, float], stop_after: int) -> None:
     told(losses, [3.0, 2.0, 2.5, 2.2, 2.1])
     run(tmp_path, stop_after, train={"early_stopping_patience": 3}, storage={"checkpoint_every": 1})
@@ -191,7 +196,9 @@ def test_patience_survives_a_stop(tmp_path: Path, losses: dict[int, float], stop
     assert (result.steps, result.early_end) == (5, EarlyEnd(3, 2.0, 2))
 
 
-def test_with_more_patience_it_goes_on_to_the_bits_of_a_straight_run(tmp_path: Path, losses: dict[int, float]) -> None:
+def test_with_more_patience_it_goes_on_to_the_bits_of_a_straight_run(
+    tmp_path: Path, losses: dict[int, float], after: dict[int, str]
+) -> None:
     told(losses, [3.0, 4.0, 4.0, 2.0, 4.0, 4.0])
     run(tmp_path, train={"early_stopping_patience": 2})
     _, again = run(tmp_path, resume=True, train={"early_stopping_patience": 2})
@@ -199,7 +206,7 @@ def test_with_more_patience_it_goes_on_to_the_bits_of_a_straight_run(tmp_path: P
     _, result = run(tmp_path, resume=True, train={"early_stopping_patience": 3})
     assert (result.steps, result.early_end) == (6, None)
     assert best_step(tmp_path) == 4
-    assert tiny.digest_of(tmp_path) == weights_after(tmp_path / "six", 6)
+    assert tiny.digest_of(tmp_path) == after[6]
 
 
 def test_the_last_step_is_no_early_end(tmp_path: Path, losses: dict[int, float]) -> None:
@@ -273,7 +280,7 @@ def test_kill_9_leaves_the_best_of_a_straight_run(tmp_path: Path) -> None:
     def child(folder: Path, moment: int | None) -> int | None:
         process = processes.Process(target=train_until_killed, args=(folder, moment))
         process.start()
-        process.join(120)
+        process.join(600)
         return process.exitcode
 
     straight, parts = tmp_path / "straight", tmp_path / "parts"

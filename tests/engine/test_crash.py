@@ -34,7 +34,7 @@ from penstock.storage.nvme import NvmeStore
 from penstock.storage.retention import automatic_name
 
 STEPS = 5
-KILLS = samples(6, 18)
+KILLS = samples(3, 18)
 """For each of three placements."""
 FROZEN_KILLS = samples(2, 30)
 """Of a run of which half is frozen, and of one of an adapter."""
@@ -125,7 +125,7 @@ def processes() -> ForkServerContext:
 def run_child(processes: ForkServerContext, act: Callable[..., None], *args: Any) -> int | None:
     child = processes.Process(target=act, args=args)
     child.start()
-    child.join(120)
+    child.join(600)
     return child.exitcode
 
 
@@ -140,7 +140,7 @@ def test_kill_9_at_random_moments_resumes_bit_for_bit(
     how: How,
     kills: int,
 ) -> None:
-    assert run_child(processes, train_until_killed, tmp_path / "straight", None, gpu, ram, drives, how) == 0
+    train_until_killed(tmp_path / "straight", None, gpu, ram, drives, how)
     expected = tiny.digest_of(tmp_path / "straight")
     died: Counter[str] = Counter()
     finished = seed = 0

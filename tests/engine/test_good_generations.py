@@ -43,9 +43,8 @@ def largest(folder: Path) -> float:
     return found
 
 
-@pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.long)])
-@pytest.mark.parametrize("lr", [1e36, 1e18, 1e39])
-def test_a_rate_that_destroys_the_weights(tmp_path: Path, every: int, lr: float) -> None:
+@pytest.mark.parametrize(("lr", "every"), [(1e36, 2), (1e18, 1), pytest.param(1e39, 1, marks=pytest.mark.long)])
+def test_a_rate_that_destroys_the_weights(tmp_path: Path, lr: float, every: int) -> None:
     """Whatever is committed can be trained on, and the message says what there is."""
     with pytest.raises(DivergedError, match=r"step \d: .*Generation (\d) \(step (\d)\) is committed.*: resume") as told:
         run(
@@ -61,16 +60,15 @@ def test_a_rate_that_destroys_the_weights(tmp_path: Path, every: int, lr: float)
     assert math.isfinite(ended.metrics[-1].loss)
 
 
-@pytest.mark.parametrize("lr", [1e36, 1e30])
-def test_the_last_step_is_looked_at_too(tmp_path: Path, lr: float) -> None:
+def test_the_last_step_is_looked_at_too(tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match=r"step 1: master of block \S+ .* after its update, so it is not committed"):
-        run(tmp_path, train=tiny.training(steps=1, lr=lr, lr_schedule="constant"))
+        run(tmp_path, train=tiny.training(steps=1, lr=1e30, lr_schedule="constant"))
     assert Manifest.read(tmp_path / "state").meta["step"] == 0
 
 
-@pytest.mark.parametrize(("gpu", "ram"), tiny.TIERS[:3])
-@pytest.mark.parametrize("kind", ["master", "exp_avg", "exp_avg_sq"])
-def test_no_kind_of_state_is_committed_that_is_not_finite(tmp_path: Path, gpu: str, ram: str, kind: str) -> None:
+@pytest.mark.parametrize(("budgets", "kind"), [*zip(tiny.TIERS, ["master", "exp_avg", "exp_avg_sq"], strict=False)])
+def test_no_kind_of_state_is_committed_that_is_not_finite(tmp_path: Path, budgets: Any, kind: str) -> None:
+    gpu, ram = budgets
     with tiny.session(tmp_path, gpu=gpu, ram=ram) as session:
         tiny.steps(session, 1)
         before = tiny.digest(session.store)
@@ -112,7 +110,7 @@ def test_the_last_good_generation_is_kept(tmp_path: Path) -> None:
     assert tiny.kept(tmp_path) == ["good-000005"]
 
 
-@pytest.mark.parametrize("bad", [{4}, {4, 5}, {2, 4, 6}, {1, 2, 3, 4, 5, 6}])
+@pytest.mark.parametrize("bad", [{2, 4, 6}, {1, 2, 3, 4, 5, 6}])
 def test_a_generation_that_a_bad_loss_follows_is_not_the_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: set[int]
 ) -> None:

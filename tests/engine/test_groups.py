@@ -18,7 +18,13 @@ DATA = tiny.data()
 
 
 def training(**changes: Any) -> tiny.TrainConfig:
-    settings = {"global_batch_size": 5, "chunk_tokens": 7, "activation_checkpointing": "auto", "kv_window": "whole"}
+    settings = {
+        "steps": 2,
+        "global_batch_size": 5,
+        "chunk_tokens": 7,
+        "activation_checkpointing": "auto",
+        "kv_window": "whole",
+    }
     return tiny.training(**settings | changes)
 
 
@@ -37,14 +43,13 @@ def digest(folder: Path, *, outgrown: bool = False, **options: Any) -> tuple[lis
 TIERS = {"gpu": ("1GiB", "1GiB"), "ram": (tiny.FLOOR, "1GiB"), "nvme": (tiny.FLOOR, tiny.FLOOR)}
 
 
-@pytest.mark.parametrize("gradient_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(("tier", "gradient_dtype"), [("gpu", "float32"), ("ram", "bfloat16"), ("nvme", "float32")])
 def test_groups_compute_the_same_bits(tmp_path: Path, tier: str, gradient_dtype: str) -> None:
     """Gradients are summed in the same order in however many groups, on the GPU or by way of RAM."""
     gpu, ram = TIERS[tier]
     options = {"t": training(activation_checkpointing="selective", gradient_dtype=gradient_dtype), "gpu": gpu}
     *expected, _ = digest(tmp_path / "one", ram=ram, **options)
-    for group in (1, 2, 3):
+    for group in (1, 3):
         *found, plan = digest(tmp_path / f"groups of {group}", ram=ram, group=group, **options)
         assert plan.num_groups == -(-5 // group)
         assert found == expected
@@ -52,25 +57,31 @@ def test_groups_compute_the_same_bits(tmp_path: Path, tier: str, gradient_dtype:
         assert sums == ({"gpu"} if tier == "gpu" else {"ram"})
 
 
-@pytest.mark.parametrize("group", [0, 2])
-@pytest.mark.parametrize("tier", ["ram", "nvme"])
-def test_graphs_that_leave_give_the_gradients_of_graphs_that_stay(tmp_path: Path, tier: str, group: int) -> None:
-    *expected, plan = digest(tmp_path / "stay", t=training(activation_checkpointing="none"))
+@pytest.fixture(scope="module")
+def stay(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What comes of graphs that stay on the GPU."""
+    *found, plan = digest(tmp_path_factory.mktemp("stay"), t=training(activation_checkpointing="none"))
     assert not plan.graphs_aside
+    return found
+
+
+@pytest.mark.parametrize(("tier", "group"), [("ram", 2), ("nvme", 0)])
+def test_graphs_that_leave_give_the_gradients_of_graphs_that_stay(
+    tmp_path: Path, stay: list[Any], tier: str, group: int
+) -> None:
     gpu, ram = TIERS[tier]
     *found, plan = digest(tmp_path / "leave", t=training(), gpu=gpu, ram=ram, group=group, graphs_aside="all")
     layers = {i for i, block in enumerate(plan.blocks) if block.role == "layer"}
     assert plan.graphs_aside == {(i, chunk.index) for i in layers for chunk in plan.places}
     assert plan.spilled == (plan.graphs_aside if tier == "nvme" else set())
-    assert found == expected
+    assert found == stay
 
 
-def test_a_graph_larger_than_its_slot_is_computed_again_and_told(tmp_path: Path) -> None:
-    *expected, _ = digest(tmp_path / "stay", t=training(activation_checkpointing="none"))
+def test_a_graph_larger_than_its_slot_is_computed_again_and_told(tmp_path: Path, stay: list[Any]) -> None:
     small: dict[str, Any] = {"t": training(), "gpu": tiny.FLOOR, "graphs_aside": "all", "graph_bytes": {"layers.0": 1}}
     *found, plan = digest(tmp_path / "again", outgrown=True, **small)
     assert plan.graphs_aside
-    assert found == expected
+    assert found == stay
     with tiny.session(tmp_path / "told", m=MODEL, d=DATA, **small) as session:
         train_step(session)
         (first,) = session.notes

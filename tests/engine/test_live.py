@@ -22,8 +22,8 @@ from penstock.storage.checkpoints import list_checkpoints
 from penstock.storage.manifest import Manifest
 
 
-def run(folder: Path, observer: tiny.Silent, tier: int = 3) -> TrainResult:
-    gpu, ram = tiny.TIERS[tier]
+def run(folder: Path, observer: tiny.Silent) -> TrainResult:
+    gpu, ram = tiny.TIERS[3]
     budgets, storage = tiny.BudgetConfig(gpu=gpu, ram=ram), tiny.storage(checkpoint_every=2)
     found: TrainResult = tiny.train_run(folder, observer, budgets=budgets, storage=storage)
     return found
@@ -61,16 +61,22 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.engine.train, "POLL_S", 0.001)
 
 
-@pytest.mark.parametrize("tier", [0, 3])
-def test_a_pause_changes_no_bit(tmp_path: Path, tier: int) -> None:
-    straight, pausing = tiny.Silent(), Pausing(at=(1, 2, 5))
-    run(tmp_path / "straight", straight, tier)
-    result = run(tmp_path / "pausing", pausing, tier)
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[tiny.Silent, TrainResult, str]:
+    """What a run tells that nobody pauses, its result and its digest."""
+    folder, observer = tmp_path_factory.mktemp("straight"), tiny.Silent()
+    return observer, run(folder, observer), tiny.digest_of(folder)
+
+
+def test_a_pause_changes_no_bit(tmp_path: Path, told: tuple[tiny.Silent, TrainResult, str]) -> None:
+    straight, _, expected = told
+    pausing = Pausing(at=(1, 2, 5))
+    result = run(tmp_path / "pausing", pausing)
     assert pausing.pauses == [(True, 1), (False, 1), (True, 2), (False, 2), (True, 5), (False, 5)]
     assert [(m.step, m.loss, m.grad_norm) for m in pausing.metrics] == [
         (m.step, m.loss, m.grad_norm) for m in straight.metrics
     ]
-    assert tiny.digest_of(tmp_path / "pausing") == tiny.digest_of(tmp_path / "straight")
+    assert tiny.digest_of(tmp_path / "pausing") == expected
     assert not result.stopped
     assert pausing.checkpoints == [(f"looked-{step}", step, None) for step in (1, 2, 5)]
     made = {info.name: info.meta["step"] for info in list_checkpoints(tmp_path / "pausing" / "state")}
@@ -112,9 +118,8 @@ def test_a_stop_before_the_first_step_is_honoured(tmp_path: Path) -> None:
     assert (result.stopped, result.steps, result.steps_done) == (True, 0, 0)
 
 
-def test_every_span_is_told_once_with_what_it_waited_for(tmp_path: Path) -> None:
-    observer = tiny.Silent()
-    result = run(tmp_path, observer)
+def test_every_span_is_told_once_with_what_it_waited_for(told: tuple[tiny.Silent, TrainResult, str]) -> None:
+    observer, result, _ = told
     ids = [span.id for span in observer.spans]
     assert len(set(ids)) == len(ids)
     assert sorted(ids) == list(range(len(ids)))
@@ -129,10 +134,11 @@ def test_every_span_is_told_once_with_what_it_waited_for(tmp_path: Path) -> None
     assert result.lanes == {lane: {"busy_s": t.busy_s, "bytes": t.bytes} for lane, t in totals.items()}
 
 
-def test_metrics_tell_the_time_and_what_the_tiers_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    observer = tiny.Silent()
-    result = run(tmp_path, observer)
-    assert all(abs(m.time - time.time()) < 60 for m in observer.metrics)
+def test_metrics_tell_the_time_and_what_the_tiers_hold(told: tuple[tiny.Silent, TrainResult, str]) -> None:
+    observer, result, _ = told
+    times = [m.time for m in observer.metrics]
+    assert times == sorted(times)
+    assert time.time() - 3600 < times[0] <= times[-1] <= time.time()
     held = [m.tier_bytes for m in observer.metrics]
     for tier in ("gpu", "ram", "nvme"):
         peaks = [tiers[tier] for tiers in held]
@@ -161,7 +167,7 @@ def test_spans_are_told_within_a_step(tmp_path: Path, monkeypatch: pytest.Monkey
     observer = Waiting()
 
     def wait(op: Op) -> None:
-        assert op.action is not HEAD or observer.told.wait(20), "nothing was told within the step"
+        assert op.action is not HEAD or observer.told.wait(300), "nothing was told within the step"
 
     with tiny.session(tmp_path) as session, Live(session, observer):
         tiny.before_ops(session, wait)

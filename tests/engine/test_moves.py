@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import tiny
 
 from penstock.engine.machine import budgets
+from penstock.engine.session import require_record
 from penstock.engine.train import train_step
 from penstock.storage.disk import publish
 from penstock.storage.errors import UserError
@@ -88,24 +90,23 @@ def test_each_step_tells_what_it_moved(tmp_path: Path) -> None:
 
 
 def test_generations_are_kept_as_the_recipe_says(tmp_path: Path) -> None:
-    none, last = (tiny.storage(checkpoint_every=1, keep_last=n, keep_good=None) for n in (1, 2))
-    tiny.train_run(tmp_path / "none", tiny.Silent(), storage=none)
-    assert tiny.kept(tmp_path / "none") == []
-    tiny.train_run(tmp_path / "last", tiny.Silent(), storage=last)
-    assert tiny.kept(tmp_path / "last") == [automatic_name(5), automatic_name(6)]
-    every = tiny.storage(checkpoint_every=1, keep_every=3, keep_good=None)
-    tiny.train_run(tmp_path / "every", tiny.Silent(), storage=every)
-    assert tiny.kept(tmp_path / "every") == [automatic_name(3), automatic_name(6)]
-    with closing(NvmeStore.open(tmp_path / "every" / "state" / "checkpoints" / automatic_name(3))) as store:
+    kept = tiny.storage(checkpoint_every=1, keep_last=2, keep_every=3, keep_good=None)
+    tiny.train_run(tmp_path, tiny.Silent(), storage=kept)
+    assert tiny.kept(tmp_path) == [automatic_name(step) for step in (3, 5, 6)]
+    with closing(NvmeStore.open(tmp_path / "state" / "checkpoints" / automatic_name(3))) as store:
         assert store.meta["step"] == 3
         store.verify()
 
 
 def test_back_to_a_checkpoint_and_on_ends_in_the_same_bits(tmp_path: Path) -> None:
-    observer = tiny.Silent(asks={2: "before-{step}"})
+    """And one that cannot be made stops nothing."""
+    observer = tiny.Silent(asks={2: "before-{step}", 4: "bad/name"})
     rarely = tiny.storage(checkpoint_every=100)
     tiny.train_run(tmp_path, observer, storage=rarely)
-    assert observer.checkpoints == [("before-{step}", 2, None)]
+    assert observer.checkpoints[0] == ("before-{step}", 2, None)
+    ((name, step, error),) = observer.checkpoints[1:]
+    assert (name, step) == ("bad/name", 4)
+    assert "bad/name" in error
     expected = tiny.digest_of(tmp_path)
     again = tiny.Silent()
     tiny.train_run(tmp_path, again, resume=True, checkpoint="before-2", storage=rarely)
@@ -114,54 +115,41 @@ def test_back_to_a_checkpoint_and_on_ends_in_the_same_bits(tmp_path: Path) -> No
     assert tiny.digest_of(tmp_path) == expected
 
 
-def test_a_checkpoint_that_cannot_be_made_stops_nothing(tmp_path: Path) -> None:
-    observer = tiny.Silent(asks={2: "bad/name"})
-    result = tiny.train_run(tmp_path, observer)
-    assert result.steps == 6
-    ((name, step, error),) = observer.checkpoints
-    assert (name, step) == ("bad/name", 2)
-    assert "bad/name" in error
-
-
-def test_what_a_resumed_run_cannot_change_is_named(tmp_path: Path) -> None:
-    tiny.train_run(tmp_path, tiny.Silent(stop_after=2))
+def test_what_a_resumed_run_cannot_change_is_named(stopped: Path) -> None:
     with pytest.raises(UserError, match=r"storage\.part_bytes: .*16KiB"):
-        tiny.train_run(tmp_path, tiny.Silent(), resume=True, storage=tiny.storage(part_bytes="8KiB"))
+        tiny.train_run(stopped, tiny.Silent(), resume=True, storage=tiny.storage(part_bytes="8KiB"))
     with pytest.raises(UserError, match="another model"):
-        tiny.train_run(tmp_path, tiny.Silent(), resume=True, model=tiny.model(num_layers=4))
-    with pytest.raises(UserError, match="has no checkpoint 'x'; it has good-000001"):
-        tiny.train_run(tmp_path, tiny.Silent(), resume=True, checkpoint="x")
-    assert tiny.train_run(tmp_path, tiny.Silent(), resume=True).steps == 6
+        tiny.train_run(stopped, tiny.Silent(), resume=True, model=tiny.model(num_layers=4))
+    with pytest.raises(UserError, match=r"has no checkpoint 'x'; it has good-00000\d"):
+        tiny.train_run(stopped, tiny.Silent(), resume=True, checkpoint="x")
 
 
 def test_an_open_nvme_budget_is_what_the_drives_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a new run what is free, of a resumed one what it holds there as well: never what it holds alone."""
     free = 7 * 2**30
     monkeypatch.setattr(budgets, "free_disk", lambda place: free)
-    new = tiny.train_run(tmp_path, tiny.Silent(stop_after=2)).tiers["nvme"]
+    new = tiny.train_run(tmp_path, tiny.Silent(stop_after=1)).tiers["nvme"]
     assert new["budget_bytes"] == free
-    resumed = tiny.train_run(tmp_path, tiny.Silent(stop_after=1), resume=True).tiers["nvme"]
+    resumed = tiny.train_run(tmp_path, tiny.Silent(stop_after=0), resume=True).tiers["nvme"]
     assert free + new["peak_bytes"] / 2 < resumed["budget_bytes"] < free + 2 * new["peak_bytes"]
 
 
-def test_going_on_with_another_recipe_is_said(tmp_path: Path) -> None:
-    tiny.train_run(tmp_path, tiny.Silent(stop_after=1))
-    same, other = tiny.Silent(stop_after=1), tiny.Silent(stop_after=1)
-    tiny.train_run(tmp_path, same, resume=True, budgets=tiny.BudgetConfig(gpu="500MiB", ram="500MiB"))
-    assert not any("recipe has changed" in text for text in same.messages)
-    tiny.train_run(tmp_path, other, resume=True, train=tiny.training(steps=6, lr=1e-3))
-    lr = tiny.training(steps=6).lr
-    said = f"since generation 3 the recipe has changed: train.lr was {lr} and is 0.001; going on with the present one"
-    assert said in other.messages
-    longer = tiny.Silent(stop_after=1)
-    tiny.train_run(tmp_path, longer, resume=True, train=tiny.training(steps=9, lr=1e-3))
-    (told,) = [text for text in longer.messages if "has changed" in text]
-    assert "has changed: train.steps was 6 and is 9; going on" in told
+def test_going_on_with_another_recipe_is_said(stopped: Path) -> None:
+    generation, lr = Manifest.read(stopped / "state").generation, tiny.training().lr
+    for changes, said in (
+        ({"budgets": tiny.BudgetConfig(gpu="500MiB", ram="500MiB")}, []),
+        ({"train": tiny.training(steps=3, lr=1e-3)}, [f"train.lr was {lr} and is 0.001"]),
+        ({"train": tiny.training(steps=9)}, ["train.steps was 3 and is 9"]),
+    ):
+        observer = tiny.Silent(stop_after=0)
+        tiny.train_run(stopped, observer, resume=True, **THREE_STEPS | changes)
+        begins = f"since generation {generation} the recipe has changed: "
+        told = [text.removeprefix(begins) for text in observer.messages if "recipe has changed" in text]
+        assert told == [f"{change}; going on with the present one" for change in said]
 
 
-def test_the_manifest_says_where_a_generation_comes_from(tmp_path: Path) -> None:
-    tiny.train_run(tmp_path, tiny.Silent(stop_after=2))
-    meta = Manifest.read(tmp_path / "state").meta
+def test_the_manifest_says_where_a_generation_comes_from(stopped: Path) -> None:
+    meta = Manifest.read(stopped / "state").meta
     assert meta["step"] == 2
     assert len(meta["recipe"]) == 64
     assert meta["rng"] == {"train.seed": 0, "data.seed": 0}
@@ -192,8 +180,6 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"tokens": [1]},
         {"recipe": 7},
         {"cursor": []},
-        {"cursor": {}},
-        {"cursor": {"piece": -1}},
         {"plan": {"chunk_tokens": "16"}},
         {"plan": {"chunk_tokens": 16, "of_a_later_version": 1}},
         {"plan": {"chunk_tokens": 16, "stages": True}},
@@ -204,14 +190,32 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_record_that_makes_no_sense_is_one_message(stopped: Path, change: dict[str, Any]) -> None:
     """Its checksum is right: somebody made it, or a later version did."""
-    root = stopped / "state"
+    with (
+        recorded(stopped, change) as root,
+        closing(NvmeStore.open(root)) as store,
+        pytest.raises(UserError, match=r"does not say where .*another version"),
+    ):
+        require_record(store)
+
+
+@pytest.mark.parametrize("change", [{"step": 10**30}, {"cursor": {"piece": -1}}], ids=str)
+def test_a_run_does_not_go_on_from_such_a_record(stopped: Path, change: dict[str, Any]) -> None:
+    with recorded(stopped, change) as root:
+        before = Manifest.read(root).meta
+        with pytest.raises(UserError, match=r"does not say where|record of the generation"):
+            tiny.train_run(stopped, tiny.Silent(), resume=True, **THREE_STEPS)
+        assert Manifest.read(root).meta == before
+
+
+@contextmanager
+def recorded(run: Path, change: dict[str, Any]) -> Iterator[Path]:
+    """The state of a run whose last generation's record is another meanwhile."""
+    root = run / "state"
     current = Manifest.read(root)
     meta = {name: value for name, value in (current.meta | change).items() if value is not None}
     publish(replace(current, meta=meta).prepare(root), root / FILE_NAME)
     try:
-        with pytest.raises(UserError, match=r"does not say where|another version|record of the generation"):
-            tiny.train_run(stopped, tiny.Silent(), resume=True, **THREE_STEPS)
-        assert Manifest.read(root).meta == meta
+        yield root
     finally:
         publish(current.prepare(root), root / FILE_NAME)
 

@@ -51,8 +51,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Result:
         return run(session)
 
 
-@pytest.mark.parametrize("ram", ["1GiB", tiny.FLOOR])
-@pytest.mark.parametrize("checkpointing", ["full", "none"])
+@pytest.mark.parametrize(("checkpointing", "ram"), [("full", tiny.FLOOR), ("none", "1GiB")])
 def test_saving_less_or_more_changes_no_bit(tmp_path: Path, expected: Any, checkpointing: str, ram: str) -> None:
     gpu = "1GiB" if checkpointing == "none" else tiny.FLOOR
     with tiny.session(
@@ -81,8 +80,7 @@ def test_what_ram_cannot_hold_stays_on_the_gpu_where_there_is_room(tmp_path: Pat
         assert session.gpu.arena.used_bytes + plan.tiers["gpu"].parts["workspace"] <= need
 
 
-@pytest.mark.parametrize("ram", ["1GiB", tiny.FLOOR])
-@pytest.mark.parametrize("checkpointing", ["full", "selective", "none"])
+@pytest.mark.parametrize(("checkpointing", "ram"), [("full", "1GiB"), ("selective", tiny.FLOOR), ("none", tiny.FLOOR)])
 def test_a_streamed_window_gives_the_same_gradients(
     tmp_path: Path, expected: Result, checkpointing: str, ram: str
 ) -> None:

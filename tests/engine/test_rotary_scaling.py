@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 from model_folders import as_users_have_it
+from samples import cases
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.engine.config import ModelConfig
@@ -43,7 +44,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return as_users_have_it(tmp_path_factory.mktemp("model") / "origin", "llama", False)
 
 
-@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("kind", cases(SCALED, "yarn", "llama3"))
 def test_it_trains_past_the_old_length_and_is_exported(tmp_path: Path, origin: Path, kind: str) -> None:
     run, observer = sections(origin, SCALED[kind]), tiny.Silent()
     tiny.train_run(tmp_path / "run", observer, **run)

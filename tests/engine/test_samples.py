@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.engine import samples, validation
 from penstock.engine.config import AdapterConfig, DataConfig, ModelConfig, SamplesConfig
-from penstock.engine.events import SampleMetrics, Want
+from penstock.engine.events import SampleMetrics, ValidationMetrics, Want
 from penstock.engine.export import export
 from penstock.engine.generate.prompts import Prompts, prepare_prompts
 from penstock.engine.hf.config import model_config
@@ -134,25 +135,30 @@ def test_families_write_what_transformers_writes(tmp_path: Path, text: Path, fam
 
 
 @pytest.mark.sampled
-def test_delays_change_nothing(tmp_path: Path, text: Path) -> None:
-    """Runs of two steps with samples after each, with the ops of every lane delayed at random."""
-    policy, budgets = PLANS["nvme-streamed-spilled"]
+@pytest.mark.parametrize("name", cases(PLANS, "nvme-streamed-spilled", "nvme-spilled-groups-graphs-leaving"))
+def test_delays_change_nothing(tmp_path: Path, text: Path, name: str) -> None:
+    """Runs of two steps with a validation of two passes and samples after each, all lanes' ops delayed at random."""
+    policy, budgets = PLANS[name]
     found = set()
     for seed in range(drawn(2, 5)):
-        options = {"t": tiny.training(steps=2, **policy), "samples": wanted(every=1, temperature=0.9), **budgets}
-        with tiny.session(tmp_path / str(seed), m=tiny.model(**MODEL), d=data_of(text), **options) as session:
-            tiny.delay(session, random.Random(seed))
+        t = tiny.training(steps=2, validate_every=1, validation_sequences=4, **policy)
+        options = {"t": t, "samples": wanted(every=1, temperature=0.9), **budgets}
+        d = data_of(text, validation_documents=3)
+        with tiny.session(tmp_path / str(seed), m=tiny.model(**MODEL), d=d, **options) as session:
+            tiny.delay(session, random.Random(f"{name} {seed}"))
             steps, written, digest = run(session)
             found.add((*steps, *(sample.text for one in written for sample in one.samples), digest))
     assert len(found) == 1
 
 
 def train_run(folder: Path, observer: tiny.Silent, text: Path, *, resume: bool = False, **changes: Any) -> Any:
+    """Five steps, of which the second, the fourth and the last are validated and sampled."""
     sections = {
         "model": tiny.model(**MODEL),
-        "data": data_of(text),
-        "train": tiny.training(steps=5),
+        "data": data_of(text, validation_documents=3),
+        "train": tiny.training(steps=5, validate_every=2, validation_sequences=2),
         "samples": wanted(temperature=0.8, seed=3),
+        "storage": tiny.storage(),
     }
     return tiny.train_run(folder, observer, resume=resume, **sections | changes)
 
@@ -161,32 +167,56 @@ def texts_of(observer: tiny.Silent) -> list[tuple[int, list[str]]]:
     return [(one.step, [sample.text for sample in one.samples]) for one in observer.samples]
 
 
+def losses_of(observer: tiny.Silent) -> list[tuple[int, float, int]]:
+    return [(one.step, one.loss, one.tokens) for one in observer.validations]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[tiny.Silent, str]:
+    """What a run tells that nobody stops or pauses, and its digest."""
+    folder, observer = tmp_path_factory.mktemp("straight"), tiny.Silent()
+    train_run(folder, observer, text)
+    return observer, tiny.digest_of(folder)
+
+
 @pytest.mark.parametrize("stop_after", cases([1, 2, 3], 2))
-def test_a_resumed_run_writes_the_same_samples(tmp_path: Path, text: Path, stop_after: int) -> None:
-    """A stop after a step that is due does not wait for the samples: the resumed run makes up for them."""
-    straight, first, second = tiny.Silent(), tiny.Silent(stop_after), tiny.Silent()
-    train_run(tmp_path / "straight", straight, text)
+def test_a_resumed_run_is_validated_and_sampled_at_the_same_steps(
+    tmp_path: Path, text: Path, whole: tuple[tiny.Silent, str], stop_after: int
+) -> None:
+    """A stop after a step that is due does not wait for either: the resumed run makes up for them."""
+    straight, first, second = whole[0], tiny.Silent(stop_after), tiny.Silent()
     train_run(tmp_path / "parts", first, text)
     train_run(tmp_path / "parts", second, text, resume=True)
-    assert [step for step, _ in texts_of(straight)] == [2, 4, 5]
+    assert [step for step, _ in texts_of(straight)] == [step for step, *_ in losses_of(straight)] == [2, 4, 5]
     assert texts_of(first) + texts_of(second) == texts_of(straight)
-    assert texts_of(first) == texts_of(straight)[: int(stop_after > 2)]
+    assert losses_of(first) + losses_of(second) == losses_of(straight)
+    assert len(texts_of(first)) == len(losses_of(first)) == int(stop_after > 2)
     assert [m.loss for m in first.metrics + second.metrics] == [m.loss for m in straight.metrics]
     assert len({str(one) for _, one in texts_of(straight)}) == 3
     plan = straight.plan["tiers"]
     assert {tier for tier in plan if plan[tier]["parts"].get("samples")} == {"gpu", "ram"}
 
 
-def test_a_run_that_ends_early_writes_samples_of_its_last_step(tmp_path: Path, text: Path) -> None:
-    train = {"steps": 9, "validate_every": 1, "validation_sequences": 2, "early_stopping_patience": 1, "lr": 10.0}
+def test_a_run_that_ends_early_writes_samples_of_its_last_step(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = validation.validate
+
+    def rising(session: Session) -> ValidationMetrics:
+        found = real(session)
+        return dataclasses.replace(found, loss=float(found.step))
+
+    monkeypatch.setattr(validation, "validate", rising)
+    train = {"steps": 9, "validate_every": 1, "validation_sequences": 2, "early_stopping_patience": 1}
     observer = tiny.Silent()
-    data = data_of(text, validation_documents=3)
-    train_run(tmp_path, observer, text, data=data, train=tiny.training(**train), samples=wanted(every=100))
-    assert len(observer.metrics) < 9
-    assert [one.step for one in observer.samples] == [observer.metrics[-1].step]
+    train_run(tmp_path, observer, text, train=tiny.training(**train), samples=wanted(every=100))
+    assert [one.step for one in observer.metrics] == [1, 2]
+    assert [one.step for one in observer.samples] == [2]
 
 
-def test_a_paused_run_writes_its_samples_when_it_goes_on(tmp_path: Path, text: Path) -> None:
+def test_a_paused_run_is_validated_and_sampled_when_it_goes_on(
+    tmp_path: Path, text: Path, whole: tuple[tiny.Silent, str]
+) -> None:
     class Pausing(tiny.Silent):
         def __init__(self) -> None:
             super().__init__()
@@ -198,16 +228,19 @@ def test_a_paused_run_writes_its_samples_when_it_goes_on(tmp_path: Path, text: P
         def on_pause(self, paused: bool) -> None:
             self.told.append("paused" if paused else "going on")
 
+        def on_validation(self, metrics: ValidationMetrics) -> None:
+            super().on_validation(metrics)
+            self.told.append(f"validated {metrics.step}")
+
         def on_sample(self, metrics: SampleMetrics) -> None:
             super().on_sample(metrics)
             self.told.append(f"sampled {metrics.step}")
 
-    straight, pausing = tiny.Silent(), Pausing()
-    train_run(tmp_path / "straight", straight, text)
+    pausing = Pausing()
     train_run(tmp_path / "paused", pausing, text)
-    assert pausing.told[:3] == ["paused", "going on", "sampled 2"]
-    assert texts_of(pausing) == texts_of(straight)
-    assert tiny.digest_of(tmp_path / "paused") == tiny.digest_of(tmp_path / "straight")
+    assert pausing.told[:4] == ["paused", "going on", "validated 2", "sampled 2"]
+    assert (texts_of(pausing), losses_of(pausing)) == (texts_of(whole[0]), losses_of(whole[0]))
+    assert tiny.digest_of(tmp_path / "paused") == whole[1]
 
 
 def test_what_is_asked_of_a_chat_is_in_its_template(tmp_path: Path) -> None:
@@ -245,9 +278,9 @@ def test_what_is_asked_of_a_chat_is_in_its_template(tmp_path: Path) -> None:
 def test_what_cannot_be_sampled_is_refused_before_anything_is_made(
     tmp_path: Path, text: Path, model: dict[str, Any], data: dict[str, Any], asked: dict[str, Any], message: str
 ) -> None:
-    given = data_of(text, **data) if data else tiny.data()
+    sections = {"model": tiny.model(**model), "train": tiny.training(), "samples": wanted(**asked)}
     with pytest.raises(UserError, match=message):
-        train_run(tmp_path, tiny.Silent(), text, model=tiny.model(**model), data=given, samples=wanted(**asked))
+        train_run(tmp_path, tiny.Silent(), text, data=data_of(text, **data) if data else tiny.data(), **sections)
     assert not (tmp_path / "state").exists()
 
 

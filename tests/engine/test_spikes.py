@@ -143,11 +143,11 @@ def leaps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("leaps")
 def test_a_run_tells_the_step_that_leapt_resumed_or_not(tmp_path: Path) -> None:
-    train = tiny.training(steps=26, lr=1e-4)
+    run: dict[str, Any] = {"train": tiny.training(steps=26, lr=1e-4), "storage": tiny.storage()}
     straight, first, second = tiny.Silent(), tiny.Silent(stop_after=23), tiny.Silent()
-    tiny.train_run(tmp_path / "straight", straight, train=train)
-    tiny.train_run(tmp_path / "parts", first, train=train)
-    tiny.train_run(tmp_path / "parts", second, resume=True, train=train)
+    tiny.train_run(tmp_path / "straight", straight, **run)
+    tiny.train_run(tmp_path / "parts", first, **run)
+    tiny.train_run(tmp_path / "parts", second, resume=True, **run)
     assert first.spikes == []
     for told in (straight.spikes, second.spikes):
         assert [spike.step for spike in told] == [24]

@@ -23,24 +23,8 @@ from penstock.storage.errors import UserError
 @pytest.mark.parametrize(
     ("tied", "policy", "gpu"),
     [
-        (False, {}, tiny.FLOOR),
-        pytest.param(True, {}, tiny.FLOOR, marks=pytest.mark.long),
-        pytest.param(False, {"activation_checkpointing": "full"}, tiny.FLOOR, marks=pytest.mark.long),
         (True, {"activation_checkpointing": "none"}, "1GiB"),
-        pytest.param(False, {"kv_window": "streamed", "chunk_tokens": 7}, tiny.FLOOR, marks=pytest.mark.long),
         (True, {"kv_window": "streamed", "chunk_tokens": 20, "activation_checkpointing": "full"}, tiny.FLOOR),
-        pytest.param(
-            True,
-            {"kv_window": "streamed", "chunk_tokens": 7, "activation_checkpointing": "full"},
-            tiny.FLOOR,
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            False,
-            {"kv_window": "streamed", "chunk_tokens": 7, "activation_checkpointing": "none"},
-            "1GiB",
-            marks=pytest.mark.long,
-        ),
         (False, {"kv_window": "auto", "activation_checkpointing": "auto"}, 1_100_000),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
@@ -76,12 +60,10 @@ def test_placement_changes_no_bit(tmp_path: Path, gradient_dtype: str) -> None:
     assert len(digests) == 1
 
 
-DELAYED: list[tuple[dict[str, Any], str | int, str | int]] = [
-    *(({"chunk_tokens": 20}, gpu, ram) for gpu, ram in tiny.TIERS),
-    ({"kv_window": "streamed", "chunk_tokens": 9}, tiny.FLOOR, tiny.FLOOR),
+DELAYED: list[Any] = [
+    ({"chunk_tokens": 20}, *tiny.TIERS[-1]),
+    *(pytest.param({"chunk_tokens": 20}, *budgets, marks=pytest.mark.long) for budgets in tiny.TIERS[:-1]),
     ({"kv_window": "streamed", "chunk_tokens": 9, "activation_checkpointing": "full"}, tiny.FLOOR, tiny.FLOOR),
-    ({"kv_window": "streamed", "chunk_tokens": 9, "activation_checkpointing": "none"}, "1GiB", tiny.FLOOR),
-    ({"activation_checkpointing": "full", "chunk_tokens": 9}, tiny.FLOOR, tiny.FLOOR),
     ({"activation_checkpointing": "none", "chunk_tokens": 9}, "1GiB", tiny.FLOOR),
 ]
 
@@ -122,10 +104,8 @@ def test_a_failing_op_stops_the_run_with_its_own_traceback(tmp_path: Path) -> No
 
         train_step(session)
         tiny.before_ops(session, broken_update)
-        started = time.perf_counter()
         with pytest.raises(RuntimeError, match="the lane broke") as caught:
             train_step(session)
-        assert time.perf_counter() - started < 1.0
         assert any(entry.name == "broken_update" for entry in caught.traceback)
         assert "lane" in caught.value.__notes__[0]
     with tiny.session(tmp_path) as session:
@@ -184,7 +164,7 @@ def test_a_slow_commit_lags_behind_the_steps(tmp_path: Path) -> None:
         commit, steps_at = session.store.commit, []
 
         def slow(meta: dict[str, Any]) -> int:
-            until = time.monotonic() + 30
+            until = time.monotonic() + 300
             while meta["step"] == 2 and session.step < 5 and time.monotonic() < until:
                 time.sleep(0.005)
             steps_at.append((meta["step"], session.step))

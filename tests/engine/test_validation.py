@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from tiny_plans import FLOORS, PLANS, SHORT, STREAMED, features
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock.engine.events import ValidationMetrics, Want
 from penstock.engine.session import Session, run_identity
 from penstock.engine.train import train_step
 from penstock.engine.validation import due, validate
@@ -76,21 +74,6 @@ def test_it_is_what_transformers_finds_and_changes_no_bit(tmp_path: Path, name: 
     assert list(found[1]) == [2, 4]
     assert found[1][4] == pytest.approx(loss, rel=1e-6)
     assert found[1][2] != found[1][4]
-
-
-@pytest.mark.parametrize("name", cases(PLANS, "mixed", "nvme-streamed-spilled", "gpu-streamed-graphs",
-                                       "nvme-spilled-groups-graphs-leaving"))  # fmt: skip
-def test_delays_change_nothing(tmp_path: Path, name: str) -> None:
-    """Runs of two steps and a validation of two passes, with the ops of every lane delayed at random."""
-    policy, budgets = PLANS[name]
-    found = set()
-    t = tiny.training(steps=2, validate_every=1, validation_sequences=4, **policy)
-    for seed in range(3):
-        with tiny.session(tmp_path / str(seed), t=t, d=HELD_OUT, **budgets) as session:
-            tiny.delay(session, random.Random(f"{name} {seed}"))
-            steps, losses, digest = run(session)
-            found.add((*steps, *losses.items(), digest))
-    assert len(found) == 1
 
 
 @pytest.mark.parametrize(
@@ -211,50 +194,12 @@ def test_what_it_gets_right_is_what_transformers_gets_right(tmp_path: Path) -> N
     assert all(one.accuracy > 0 for one in found)
 
 
-@pytest.mark.parametrize("stop_after", cases([1, 2, 3], 2))
-def test_a_resumed_run_is_validated_at_the_same_steps(tmp_path: Path, stop_after: int) -> None:
-    """A stop after a step that is due does not wait for the validation: the resumed run makes up for it."""
-    straight, first, second = tiny.Silent(), tiny.Silent(stop_after), tiny.Silent()
-    train_run(tmp_path / "straight", straight)
-    train_run(tmp_path / "parts", first)
-    train_run(tmp_path / "parts", second, resume=True)
-    expected = [(v.step, v.loss, v.tokens) for v in straight.validations]
-    assert [(v.step, v.loss, v.tokens) for v in first.validations + second.validations] == expected
-    assert [m.loss for m in first.metrics + second.metrics] == [m.loss for m in straight.metrics]
-    assert [v.step for v in first.validations] == [step for step in (2,) if step < stop_after]
-
-
 def test_a_checkpoint_asked_for_before_a_validation_is_of_that_step(tmp_path: Path) -> None:
     observer, twin = tiny.Silent(asks={2: "at-2", 5: "at-5"}), tiny.Silent()
     train_run(tmp_path / "asked", observer)
     assert observer.checkpoints == [("at-2", 2, None), ("at-5", 5, None)]
     train_run(tmp_path / "asked", twin, resume=True, checkpoint="at-2")
     assert [(v.step, v.loss) for v in twin.validations] == [(v.step, v.loss) for v in observer.validations]
-
-
-def test_a_paused_run_is_validated_when_it_goes_on(tmp_path: Path) -> None:
-    class Pausing(tiny.Silent):
-        def __init__(self) -> None:
-            super().__init__()
-            self.told: list[str] = []
-
-        def wanted(self) -> Want:
-            steps, paused = len(self.metrics), self.told.count("paused")
-            return "pause" if steps == 2 and paused == len(self.told) == 0 else "run"
-
-        def on_pause(self, paused: bool) -> None:
-            self.told.append("paused" if paused else "going on")
-
-        def on_validation(self, metrics: ValidationMetrics) -> None:
-            super().on_validation(metrics)
-            self.told.append(f"validated {metrics.step}")
-
-    straight, pausing = tiny.Silent(), Pausing()
-    train_run(tmp_path / "straight", straight)
-    train_run(tmp_path / "paused", pausing)
-    assert pausing.told[:3] == ["paused", "going on", "validated 2"]
-    assert [v.loss for v in pausing.validations] == [v.loss for v in straight.validations]
-    assert [m.loss for m in pausing.metrics] == [m.loss for m in straight.metrics]
 
 
 def test_weights_that_are_not_finite_are_told_and_not_raised(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -23,12 +24,13 @@ from penstock.engine.attention.spans import Geometry
 from penstock.engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn, _on_device
 
 SIZES = [(1, 1), (63, 63), (64, 64), (65, 65), (530, 530), (1, 40), (64, 65), (70, 600), (530, 531), (513, 1100)]
+KINDS = ["causal", "full", "window", "old keys", "softcap"]
+WIDTHS = itertools.cycle([(16, 16), (24, 16), (16, 24)])
+GRID = [(n, m, case, next(WIDTHS)) for (n, m), case in itertools.product(SIZES, KINDS)]
 
 
 @pytest.mark.parametrize("backend", [TorchCpuFlash(), TiledReference()], ids=lambda b: b.name)
-@pytest.mark.parametrize("widths", [(16, 16), (24, 16), (16, 24)], ids=str)
-@pytest.mark.parametrize("case", ["causal", "full", "window", "old keys", "softcap"])
-@pytest.mark.parametrize(("n", "m"), SIZES)
+@pytest.mark.parametrize(("n", "m", "case", "widths"), GRID)
 def test_backend_equals_dense_softmax(backend: Backend, widths: tuple[int, int], case: str, n: int, m: int) -> None:
     torch.manual_seed(0)
     left = {"window": m // 3, "old keys": m - 1}.get(case)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from corpora import make_corpus
 
 from penstock.engine.config import DataConfig
 from penstock.engine.data.corpus import kept_tokenizer, prepare_corpus, prepare_tokenizer, random_corpus
@@ -22,6 +23,8 @@ from penstock.engine.data.corpus_files import (
     META,
     SUMS,
     TOKENS,
+    WEIGHT_SUMS,
+    WEIGHTS,
     CorpusWriter,
     TokenCorpus,
     verify_corpus,
@@ -85,15 +88,24 @@ def _parsed(content: bytes) -> object:
         return None
 
 
-@pytest.mark.parametrize("name", [META, TOKENS, SUMS, DOCUMENTS])
-def test_every_flipped_byte_is_found_by_use_and_by_scrub(corpus: Path, name: str) -> None:
-    original = TokenCorpus.open(corpus).tokens[:].copy()
-    for _ in flips(corpus / name):
-        with pytest.raises(UserError, match=f"{name}: damaged: .*; restore the file, or delete the folder {corpus}"):
-            assert (TokenCorpus.open(corpus).tokens[:] == original).all()
+@pytest.mark.parametrize("name", [META, TOKENS, SUMS, DOCUMENTS, WEIGHTS, WEIGHT_SUMS])
+def test_every_flipped_byte_is_found_by_use_and_by_scrub(tmp_path: Path, name: str) -> None:
+    made = make_corpus(tmp_path / "corpus", [[1, 2, 3, 0], [4, 5, 0]], weights=[[0, 0, 1, 2], None])
+    tokens, weights, folder = made.tokens[:].copy(), made.weights[:].copy(), made.folder
+
+    def used() -> bool:
+        found = TokenCorpus.open(folder)
+        return bool((found.tokens[:] == tokens).all() and (found.weights[:] == weights).all())
+
+    for _ in flips(folder / name):
+        with pytest.raises(UserError, match=f"{name}: damaged: .*; restore the file, or delete the folder {folder}"):
+            assert used()
         with pytest.raises(UserError, match=f"{name}: damaged"):
-            verify_corpus(corpus)
-    assert verify_corpus(corpus) == sum(path.stat().st_size for path in corpus.iterdir())
+            verify_corpus(folder)
+    assert verify_corpus(folder) == sum(path.stat().st_size for path in folder.iterdir())
+    (folder / name).unlink()
+    with pytest.raises(UserError, match=f"{name}.*restore the file, or delete the folder"):
+        TokenCorpus.open(folder)
 
 
 def test_a_block_is_checked_before_its_first_token_is_handed_out_and_others_are_left_alone(tmp_path: Path) -> None:
@@ -181,7 +193,7 @@ def test_an_id_above_the_largest_is_not_handed_out(corpus: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [TOKENS, SUMS, DOCUMENTS])
-@pytest.mark.parametrize("how", ["pipe", "link", "folder", "gone", "empty"])
+@pytest.mark.parametrize("how", ["pipe", "link", "folder", "empty"])
 def test_a_file_that_is_no_file(corpus: Path, name: str, how: str) -> None:
     content = (corpus / name).read_bytes()
     (corpus / name).unlink()
@@ -190,7 +202,6 @@ def test_a_file_that_is_no_file(corpus: Path, name: str, how: str) -> None:
         "pipe": lambda: os.mkfifo(corpus / name),
         "link": lambda: (corpus / name).symlink_to(corpus.parent / "other"),
         "folder": (corpus / name).mkdir,
-        "gone": lambda: None,
         "empty": (corpus / name).touch,
     }[how]()
     with pytest.raises(UserError, match=f"{name}.*restore the file, or delete the folder"):

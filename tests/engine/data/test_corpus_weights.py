@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from samples import sampled
 
 from penstock.engine.data import corpus_files
-from penstock.engine.data.corpus_files import META, WEIGHT_SUMS, WEIGHTS, CorpusWriter, TokenCorpus, verify_corpus
+from penstock.engine.data.corpus_files import WEIGHTS, CorpusWriter, TokenCorpus, verify_corpus
 from penstock.engine.data.span_files import BLOCK_BYTES
 from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.storage.errors import UserError
@@ -57,24 +57,6 @@ def test_other_weights_are_another_corpus(tmp_path):
         for number, given in enumerate([None, [[1, 0, 1]], [[1, 1, 0]]])
     }
     assert len(contents) == 3
-
-
-@pytest.mark.parametrize("name", [WEIGHTS, WEIGHT_SUMS, META])
-def test_every_flipped_byte_is_found_by_use_and_by_scrub(tmp_path, name):
-    corpus = make_corpus(tmp_path / "corpus", [[1, 2, 3, 0], [4, 5, 0]], weights=[[0, 0, 1, 2], None])
-    original, file = corpus.weights[:].copy(), tmp_path / "corpus" / name
-    content = file.read_bytes()
-    for at in range(0, len(content), 1 if name != META else 7):
-        if name == META and content[at : at + 1].isspace():
-            continue
-        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        with pytest.raises(UserError, match=f"{name}: damaged: .*; restore the file, or delete the folder"):
-            assert (TokenCorpus.open(file.parent).weights[:] == original).all()
-        with pytest.raises(UserError, match=f"{name}: damaged"):
-            verify_corpus(file.parent)
-    file.unlink()
-    with pytest.raises(UserError, match=f"{name}.*restore the file, or delete the folder"):
-        TokenCorpus.open(file.parent)
 
 
 def test_only_the_damaged_block_of_weights_is_refused(tmp_path):

@@ -138,7 +138,7 @@ def test_a_realistic_mix_fills_its_rows(median, capacity):
 
 @pytest.mark.usefixtures("small_windows")
 @sampled(10, 60)
-@given(LENGTHS, st.integers(40, 64), st.integers(1, 2), PACKINGS, LONG, ORDERS)
+@given(LENGTHS, st.integers(40, 64), st.integers(1, 2), PACKINGS | st.just("wrap"), LONG, ORDERS)
 def test_a_resume_at_any_step_goes_on_exactly(tmp_path_factory, lengths, length, rows, how, long_documents, order):
     corpus = make_corpus(tmp_path_factory.mktemp("corpus"), unique_documents(lengths))
     given = {"packing": how, "long_documents": long_documents, "order": order, "seed": 5}

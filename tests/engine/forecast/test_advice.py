@@ -57,7 +57,7 @@ tasks = st.builds(
 )
 
 
-@sampled(10, 40, derandomize=True)
+@sampled(5, 40, derandomize=True)
 @given(tasks)
 def test_every_suggested_change_is_accepted(task: PlanRequest) -> None:
     error = task.refusal()

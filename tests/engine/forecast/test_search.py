@@ -29,7 +29,7 @@ from penstock.storage.errors import BudgetError
 
 TIGHT: dict[str, Any] = {"gpu_budget": 500_000, "ram_budget": 600_000, "micro_batches": 1}
 AUTO: dict[str, Any] = {"activation_checkpointing": "auto", "kv_window": "auto"}
-EVENLY = sampled(10, 30, derandomize=True)
+EVENLY = sampled(5, 30, derandomize=True)
 
 
 def found(shape: PlanInput, machine: Machine, chunks: tuple[int, ...] = (), **kept: Any) -> SearchResult:
@@ -83,7 +83,7 @@ def slowdown(shape: PlanInput, richer: PlanInput, machine: Machine) -> float:
     return promised_s(found(richer, machine).best.step_s) / promised_s(found(shape, machine).best.step_s)
 
 
-@sampled(10, 40, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@sampled(5, 40, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(small, machines(), st.sets(st.sampled_from(["gpu", "ram", "nvme"]), min_size=1), st.sampled_from([1.05, 1.3, 2]))
 def test_more_budget_never_promises_a_clearly_slower_step(
     shape: PlanInput, machine: Machine, tiers: set[str], times: float
@@ -215,7 +215,7 @@ def test_a_refusal_names_a_tier_and_what_it_needs(shape: PlanInput, order: list[
     assert e.value.tier in TIERS
 
 
-@sampled(15, 60, derandomize=True)
+@sampled(6, 60, derandomize=True)
 @given(small, st.floats(1, 10), st.floats(1, 1.5))
 def test_nothing_is_refused_that_some_choice_fits(shape: PlanInput, gpu: float, ram: float) -> None:
     poor, _ = fitting(replace(shape, gpu_budget=1, ram_budget=1, nvme_budget=None), ROUND)
@@ -286,7 +286,7 @@ def test_a_choice_that_works_is_kept_unless_another_is_clearly_faster() -> None:
     assert found(poor, ROUND, only=(length, refused.choice)).plan.tiers["gpu"].peak_bytes <= poor.gpu_budget
 
 
-@sampled(10, 40, derandomize=True)
+@sampled(5, 40, derandomize=True)
 @given(small, machines(), st.lists(st.floats(0.6, 1.6), min_size=3, max_size=3))
 def test_a_second_search_looks_again_at_what_other_times_may_favour(
     shape: PlanInput, machine: Machine, factors: list[float]

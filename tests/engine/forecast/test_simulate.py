@@ -123,7 +123,7 @@ def test_busy_seconds_count_what_lies_between_the_two_times() -> None:
     assert busy_seconds(spans, 0, 10) == dict.fromkeys(LANES, 0) | {"h2d": 1 + 2 + 1, "compute": 1}
 
 
-@sampled(15, 60)
+@sampled(10, 60)
 @given(planned(), machines())
 def test_lanes_and_dependencies_are_respected_whatever_the_plan(plan: Plan, machine: Machine) -> None:
     builder, costs, clocks = ScheduleBuilder(plan), Costs(plan, machine), Clocks(machine)
@@ -147,7 +147,7 @@ def test_lanes_and_dependencies_are_respected_whatever_the_plan(plan: Plan, mach
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(mine))
 
 
-@sampled(15, 60)
+@sampled(10, 60)
 @given(planned(), machines())
 def test_a_step_takes_at_least_as_long_as_any_of_its_lanes(plan: Plan, machine: Machine) -> None:
     costs = Costs(plan, machine)
@@ -221,8 +221,8 @@ RATES = {
 
 
 def _grid() -> list[object]:
-    """Each case and each of the rates once; all pairs in make test-all."""
-    once = set(zip(DEEP, itertools.cycle(RATES), strict=False))
+    """Of every other case one of the rates, and each rate once besides; all pairs in make test-all."""
+    once = set([*zip(DEEP, itertools.cycle(RATES), strict=False)][::2]) | set(zip(DEEP, RATES, strict=False))
     pairs = itertools.product(DEEP, RATES)
     return [pytest.param(*pair, marks=() if pair in once else pytest.mark.long) for pair in pairs]
 
@@ -242,7 +242,7 @@ def test_a_few_layers_tell_what_many_take(case: str, rates: str) -> None:
     assert evaluation_s < 0.7 * whole.step_s
 
 
-@pytest.mark.parametrize("case", ["all in RAM", "streamed", "many chunks", "chunks of two micro-batches"])
+@pytest.mark.parametrize("case", ["streamed", "chunks of two micro-batches"])
 def test_padding_that_is_not_computed_is_not_predicted(case: str) -> None:
     """Micro-batches filled by quarters, one of them empty: told by a few layers and merged chunks as by all of them."""
     plan, machine = some_plan(*DEEP[case]), ROUND

@@ -19,7 +19,7 @@ from penstock.engine.hf.weights import export_folder, import_blocks
 from penstock.storage.errors import UserError
 from penstock.storage.safetensors_io import CheckpointReader
 
-MODELS = [("llama", False), ("llama", True), ("qwen3", True), ("gemma3_text", True)]
+MODELS = [("llama", False), ("gemma3_text", True)]
 
 
 def exported(folder: Path, out: Path, change: Any = None, **options: Any) -> tuple[Path, list[str], dict[str, Tensor]]:

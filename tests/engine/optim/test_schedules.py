@@ -60,7 +60,8 @@ def test_a_wsd_run_goes_on_as_if_it_had_been_longer_from_the_start(tmp_path: Pat
     def run(folder: str, steps: int, *, stop: int | None = None, resume: bool = False) -> list[tuple[float, float]]:
         observer = tiny.Silent(stop_after=stop)
         train = tiny.training(steps=steps, lr_schedule="wsd", decay_steps=3, warmup_steps=1)
-        tiny.train_run(tmp_path / folder, observer, resume=resume, train=train, model=tiny.model(num_layers=1))
+        sections = {"train": train, "model": tiny.model(num_layers=1), "storage": tiny.storage()}
+        tiny.train_run(tmp_path / folder, observer, resume=resume, **sections)
         return [(m.loss, m.lr) for m in observer.metrics]
 
     whole = run("whole", 8)
