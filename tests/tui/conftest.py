@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import quick_pilot
 import real_runs
 from textual.pilot import Pilot
 
@@ -18,8 +19,13 @@ from penstock.tui.app import PenstockApp
 
 
 @pytest.fixture(autouse=True)
-def _steady(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No animation, no blinking, no colours switched off by the surroundings, UTF-8, no answers kept by other tests."""
+def _steady(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """No animation, no blinking, no colours switched off by the surroundings, UTF-8, no answers kept by other tests.
+
+    A module says by QUICK_PILOT that it waits for what it looks at (quick_pilot.py).
+    """
+    if getattr(request.module, "QUICK_PILOT", False):
+        quick_pilot.make_quick(monkeypatch)
     monkeypatch.setattr(fits, "cache_folder", lambda kind: tmp_path.with_name(f"{tmp_path.name}-cache") / kind)
     monkeypatch.setenv("TEXTUAL_ANIMATIONS", "none")
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -17,6 +17,7 @@ from penstock.tui.data.draft import Draft
 from penstock.tui.theme import THEMES
 from penstock.tui.widgets.form import FieldList, FieldRow, Form
 
+QUICK_PILOT = True
 TEXT_SMALL = Path(__file__).parents[2] / "recipes" / "text_small.py"
 
 

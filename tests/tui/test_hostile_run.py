@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import real_runs
 from textual._compositor import CompositorUpdate
 from textual.screen import Screen
 
@@ -21,6 +22,7 @@ from penstock.tui.app import PenstockApp
 from penstock.tui.data.run_data import RunData
 from penstock.tui.screens.pickers import PathPicker
 
+QUICK_PILOT = True
 HERE = Path(__file__).parent
 ESCAPES = "\x1b]0;owned\x07\x1b]52;c;b3duZWQ=\x1b\\\x1b[7777X\x9d0;owned\x9c\x9b7777X\u202e\u2066\x08\x7f\x0e"
 MARKUP = "[on #010203][@click=app.quit][link=http://x]owned"
@@ -108,19 +110,17 @@ KEYS = {"home": ("down", "down", "down", "tab", "end", "up"), "timeline": ("full
 async def test_nothing_that_is_drawn_is_obeyed(root: Path) -> None:
     app = RecordedApp(root, glyphs=UNICODE)
     async with app.run_test(size=(200, 60), notifications=True) as pilot:
-        await pilot.pause(0.4)
         home = app.screen
         for name, show in SCREENS.items():
             show(app, hostile_runs(root))
-            await pilot.pause(0.6)
+            await real_runs.until(lambda: "owned" in app.drawn, pilot.pause)  # it is shown, as text
             await pilot.press(*KEYS.get(name, ()))
-            await pilot.pause(0.3)
+            await pilot.pause(0.2)
             assert app.is_running, name
-            assert "owned" in app.drawn, f"{name}: it is shown, as text"
             assert [match[0] for match in FORBIDDEN.finditer(app.drawn)] == [], name
             while app.screen is not home:
                 app.pop_screen()
-            await pilot.pause(0.2)
+            await pilot.pause()
             app.drawn = ""
 
 
@@ -159,7 +159,8 @@ async def test_a_run_whose_name_is_no_text(root: Path) -> None:
     app = RecordedApp(root, glyphs=UNICODE)
     async with app.run_test(size=(120, 40)) as pilot:
         for show in (lambda: app.open_run(run), lambda: app.open_timeline(run), lambda: app.open_compare([run])):
+            app.drawn = ""
             show()
-            await pilot.pause(0.3)
+            await real_runs.until(lambda: "zz" in app.drawn, pilot.pause)
         assert app.is_running
         app.drawn.encode()

@@ -18,6 +18,8 @@ from penstock.tui.render.pipeline import height_for, pipeline_rows
 from penstock.tui.synthetic import Writer
 
 GB = 10**9
+NOW = time.time()
+"""Of the runs and of who looks at them, however long that takes."""
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def add(folder: Path, *ops: tuple[str, str, float, float, int], step: int = 1, *
         for lane, op, start, end, size in ops:
             line = {"lane": lane, "op": op, "block": "layers.0", "start_s": start, "end_s": end, "bytes": size}
             file.write(json.dumps(line | {"step": step}) + "\n")
-    found = {"state": "finished", "pid": 1, "host": "elsewhere", "heartbeat": time.time(), "clock_s": 10.0} | status
+    found = {"state": "finished", "pid": 1, "host": "elsewhere", "heartbeat": NOW, "clock_s": 10.0} | status
     (folder / "status.json").write_text(json.dumps(found))
 
 
@@ -56,7 +58,7 @@ STEP = [
 
 
 def polled(folder: Path) -> RunData:
-    data = RunData(folder)
+    data = RunData(folder, lambda: NOW)
     data.poll()
     return data
 
@@ -106,8 +108,9 @@ def test_a_gpu_that_reads_the_drive_itself_has_a_way_of_its_own(run: Path) -> No
 def test_marks_move_as_far_as_bytes_have_and_stand_otherwise(tmp_path: Path) -> None:
     """The fastest way's marks move four cells a second, others less, and none while nothing arrives."""
     writer = Writer(tmp_path / "run", num_spans=3000, num_steps=10)
-    writer.begin(time.time())
-    data = RunData(tmp_path / "run")
+    writer.begin(NOW)
+    now_s = [NOW]
+    data = RunData(tmp_path / "run", lambda: now_s[0])
     data.poll()
     data.state = "running"
     marks = Marks()
@@ -116,7 +119,8 @@ def test_marks_move_as_far_as_bytes_have_and_stand_otherwise(tmp_path: Path) -> 
     assert set(marks.offsets.values()) == {0}
     moved = []
     for _ in range(3):
-        writer.advance(1.0, time.time())
+        now_s[0] += 1.0
+        writer.advance(1.0, now_s[0])
         data.poll()
         data.state = "running"
         before, now = marks.offsets, flow(data)
