@@ -16,26 +16,30 @@ def cluster(
         str,
         typer.Argument(
             metavar="RECIPE|RUN|DCP",
-            help="A recipe as train takes it or a run's DCP checkpoint, with --run-dir, or a run's directory.",
+            help="A run directory; or, with --run-dir, a recipe or the DCP checkpoint of a run.",
             autocompletion=complete_recipes,
         ),
     ],
     overrides: SetOption = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Directory of the run, on a disk that all machines share; goes on if begun."),
+        typer.Option(
+            metavar="DIR", help="Run directory on a disk that all machines share. A run that is there is continued."
+        ),
     ] = None,
     scratch: Annotated[
-        bool, typer.Option("--from-scratch", help="Begin with random weights of the recipe's shape: no model folder.")
+        bool,
+        typer.Option("--from-scratch", help="Start from random weights of the recipe's shape, without a model folder."),
     ] = False,
     context_parallel: Annotated[
         int,
-        typer.Option(min=1, metavar="RANKS", help="Ranks that share a micro-batch, each with some of its tokens."),
+        typer.Option(min=1, metavar="RANKS", help="Number of ranks over which each micro-batch's tokens are spread."),
     ] = 1,
 ) -> None:
-    """Train on several machines, or go on with a run there: the same recipe on PyTorch's FSDP2, under torchrun.
+    """Train or continue a run on several machines with PyTorch's FSDP2.
 
-    The state is in DIR/dcp, as torch.distributed.checkpoint writes it; a restart by torchrun goes on from the last.
+    Start it with torchrun. The state is written to DIR/dcp by torch.distributed.checkpoint; when torchrun restarts, it
+    continues from the last checkpoint there.
     """
     from penstock.app.cluster import run_cluster
 
@@ -53,15 +57,19 @@ def cluster(
 def import_dcp(
     checkpoint: Annotated[
         Path,
-        typer.Argument(metavar="DCP|RUN", help="A DCP checkpoint's folder, or a run, of which its newest."),
+        typer.Argument(metavar="DCP|RUN", help="Folder of a DCP checkpoint, or a run, whose newest one is used."),
     ],
     overrides: SetOption = None,
     run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory of the new run; default runs/<name>-<time>.")
+        Path | None, typer.Option(metavar="DIR", help="Run directory to create. Default: runs/<name>-<time>.")
     ] = None,
 ) -> None:
-    """Make a run directory of a checkpoint that penstock cluster or export --format dcp has written; resume it then."""
+    """Turn a DCP checkpoint back into a run directory.
+
+    The checkpoint is one that `penstock cluster` or `penstock export --format dcp` wrote. `penstock resume` continues
+    the run.
+    """
     from penstock.app.cluster import import_dcp as make_run
 
     path, step = make_run(checkpoint, run_dir=run_dir, overrides=overrides or [])
-    typer.echo(printable(f"{path}: step {step:,}; go on with: ") + shell("penstock", "resume", path))
+    typer.echo(printable(f"{path}: step {step:,}; continue with: ") + shell("penstock", "resume", path))

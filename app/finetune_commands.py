@@ -21,7 +21,7 @@ ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="Hugging Face folder, or the name of a model on the hub.")
 ]
 DataArgument = Annotated[
-    str, typer.Argument(metavar="DATA", help="File or folder of conversations or text, or a data set on the hub.")
+    str, typer.Argument(metavar="DATA", help="File or folder with conversations or text, or a data set on the hub.")
 ]
 
 
@@ -30,26 +30,27 @@ def finetune(
     data: DataArgument,
     overrides: SetOption = None,
     epochs: Annotated[
-        float | None, typer.Option(metavar="N", help="How often the data is read; default by its size.")
+        float | None, typer.Option(metavar="N", help="How often to go through the data. Default: depends on its size.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Recipe to write, .py or .json; default ./MODEL_DATA.py.")
+        Path | None, typer.Option(metavar="FILE", help="Recipe file to write, .py or .json. Default: ./MODEL_DATA.py.")
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory of the run; default runs/<name>-<time>.")
+        Path | None, typer.Option(metavar="DIR", help="Run directory to create. Default: runs/<name>-<time>.")
     ] = None,
     machine: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE", help="Plan for another machine and write the recipe; nothing is trained."),
+        typer.Option(metavar="NAME|FILE", help="Plan for another machine and write the recipe, but do not train."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Train without asking.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print what was found, chosen and planned as one JSON object, and leave.")
+        bool, typer.Option("--json", help="Print the findings, choices and plan as one JSON object, and exit.")
     ] = False,
 ) -> None:
-    """Look at a model and at data, choose what a fine-tune needs, plan it, ask, and train every parameter.
+    """Fine-tune a model on your data.
 
-    What was chosen is written as an ordinary recipe. Exits with 1 where it does not fit.
+    Looks at both, chooses the settings, shows the plan, asks, and trains all parameters. The settings are written as an
+    ordinary recipe. Exits with 1 if the run does not fit this machine.
     """
     from rich.console import Console
 
@@ -81,10 +82,10 @@ def finetune(
     trains = machine is None
     if trains and not yes:
         if not asks:
-            raise UserError("finetune: there is no terminal to ask on; add --yes to train without a question")
-        trains = typer.confirm(f"train now? (the recipe is written to {printable(file)})", default=True)
+            raise UserError("finetune: there is no terminal to ask on; add --yes to train without asking")
+        trains = typer.confirm(f"train now? (the recipe will be written to {printable(file)})", default=True)
     write_recipe(found, file, command(model, data, overrides or [], epochs, machine), overwrite=replaces)
-    typer.echo(printable(f"recipe written to {file}; it is trained by ") + shell("penstock", "train", file))
+    typer.echo(printable(f"recipe written to {file}; to train it again: ") + shell("penstock", "train", file))
     if trains:
         api.begin(file, run_dir=run_dir)
 
@@ -94,20 +95,24 @@ def data(
         str,
         typer.Argument(
             metavar="RECIPE|MODEL",
-            help="A recipe, whose data is shown; or a model, with DATA behind it.",
+            help="A recipe, to show its data; or a model, followed by DATA.",
             autocompletion=complete_recipes,
         ),
     ],
-    data: Annotated[str | None, typer.Argument(metavar="[DATA]", help="File, folder or data set on the hub.")] = None,
+    data: Annotated[str | None, typer.Argument(metavar="[DATA]", help="File, folder, or data set on the hub.")] = None,
     show: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Rows to show, from the first; default 3, with --json all.")
+        int | None, typer.Option(min=0, metavar="N", help="How many rows to show. Default: 3, with --json all.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON object a row: ids, weights, text; the report goes to stderr.")
+        bool,
+        typer.Option("--json", help="Print one JSON object per row: ids, weights, text. The report goes to stderr."),
     ] = False,
     overrides: SetOption = None,
 ) -> None:
-    """Print rows as training reads them: token ids, what has a loss, and text; then what there is of them."""
+    """Show rows of data as training reads them.
+
+    Prints token ids, which tokens are trained, and the text, then statistics of the whole data.
+    """
     from rich.console import Console
 
     from penstock.app.finetune import data_report, first_recipe
@@ -116,7 +121,7 @@ def data(
     from penstock.app.finetune_view import WHOLE_CHARS, Watch, console_page, found_rows, print_rows, sample_rows
 
     if data is None and Path(recipe).expanduser().is_dir():
-        raise UserError(f"{recipe}: is a folder; name a recipe, or the data behind a model: penstock data MODEL DATA")
+        raise UserError(f"{recipe}: is a folder; give a recipe, or a model and its data: penstock data MODEL DATA")
     if data is None:
         found = api.resolved_recipe(Path(recipe), overrides or [])
     else:

@@ -13,14 +13,15 @@ from penstock.storage.errors import UserError
 from penstock.storage.untrusted import printable
 
 GpuOption = Annotated[
-    str | None, typer.Option("--gpu", metavar="SIZE", help="GPU memory to use, as 20GiB; default what is free.")
+    str | None,
+    typer.Option("--gpu", metavar="SIZE", help="GPU memory to use, for example 20GiB. Default: what is free."),
 ]
-RamOption = Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="RAM to use; default what is free.")]
+RamOption = Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="RAM to use. Default: what is free.")]
 AskedArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN|FOLDER",
-        help="Run directory, or its name below runs/; a Hugging Face folder, or the name of a model on the hub.",
+        help="Run directory or the name of one in runs/; Hugging Face folder, or the name of a model on the hub.",
     ),
 ]
 
@@ -28,33 +29,37 @@ AskedArgument = Annotated[
 def sample(
     model: AskedArgument,
     prompts: Annotated[
-        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue; several are read together.")
+        list[str] | None,
+        typer.Option("--prompt", metavar="TEXT", help="Text to continue; may be repeated, all are read together."),
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File whose whole text is a prompt; - is standard input.")
+        Path | None, typer.Option(metavar="FILE", help="File with one more prompt; - is standard input.")
     ] = None,
     chat: Annotated[
         bool,
-        typer.Option("--chat", help="By its tokenizer's chat template: answer the prompts, or talk in the terminal."),
+        typer.Option("--chat", help="Use the chat template: answer the prompts, or chat in the terminal without any."),
     ] = False,
     tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="At most so many tokens of each; default 64, in a chat 1024.")
+        int | None, typer.Option(metavar="N", help="Most tokens to generate per prompt. Default: 64, with --chat 1024.")
     ] = None,
     temperature: Annotated[
-        float, typer.Option(metavar="T", help="Draw tokens; 0, the default, always takes the likeliest.")
+        float, typer.Option(metavar="T", help="Sampling temperature; 0 always takes the most likely token.")
     ] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", metavar="P", help="Draw of the likeliest that make up P.")] = 1.0,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the draws.")] = 0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", metavar="P", help="Sample from the most likely tokens with total probability P.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.")] = 0,
     checkpoint: Annotated[
-        str | None, typer.Option("--checkpoint", metavar="NAME", help="Of a run: ask this checkpoint.")
+        str | None,
+        typer.Option("--checkpoint", metavar="NAME", help="For a run: use this checkpoint, not the last generation."),
     ] = None,
     gpu: GpuOption = None,
     ram: RamOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, when all is done.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
-    """Continue text, or chat, by a model that need not fit in memory: its weights are streamed.
+    """Generate text or chat with a model, also one that does not fit in memory.
 
-    What lives where and how long it will take is said before it starts, on standard error.
+    Its weights are streamed. Where they are kept and how long it will take is printed to stderr first.
     """
     from penstock.app import sampling
 
@@ -62,7 +67,7 @@ def sample(
     if not chat and not given:
         raise UserError("give --prompt TEXT, --prompt-file FILE or --chat")
     if as_json and not given:
-        raise UserError("--json: a talk prints no JSON; give --prompt TEXT")
+        raise UserError("--json: cannot be used in an interactive chat; give --prompt TEXT")
     with sampling.opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram) as found:
         decoding = sampling.decoding_of(
             found, (1024 if chat else 64) if tokens is None else tokens, temperature, top_p, seed

@@ -10,21 +10,20 @@ from penstock.engine.config.values import MOST_SIZE, require, require_most
 
 @dataclass(kw_only=True, slots=True)
 class AdapterConfig:
-    """Small matrices beside a model that stays as it is: of the base there are weights only, of the adapter full
-    state."""
+    """Train small adapter matrices beside a frozen base model. The base needs weights only, without optimizer state."""
 
     method: Literal["none", "lora", "dora", "rslora"] = "none"
-    """What is trained: none trains the model itself; lora a low-rank sum beside linear modules; dora that and the
-    length of each row; rslora is lora with alpha over the square root of the rank."""
+    """Kind of adapter. none trains the model itself. lora adds a low-rank product to linear modules. dora also trains
+    the magnitude of each row. rslora is lora scaled by alpha over the square root of the rank."""
     rank: int = 16
-    """Rank of the sum; no larger than the least side of a matrix that it stands beside."""
+    """Rank of the adapter matrices. It must not exceed the smaller side of any matrix they are added to."""
     alpha: float = 32.0
-    """The sum counts by this over the rank."""
+    """Scale of the adapter: its output is multiplied by alpha / rank."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Modules that get one, by the end of their names, as ["q_proj", "v_proj"], or whole names with *; all-linear is
-    every linear module of the layers, the head not."""
+    """Modules that get an adapter, by the end of their names, for example ["q_proj", "v_proj"], or by whole names with
+    *. all-linear means every linear module of the layers, without the head."""
     start: str | None = None
-    """Adapter folder to go on from, as peft writes it; none begins with a new adapter, which changes nothing yet."""
+    """Adapter folder, as peft writes it, to continue training from. none starts with a new adapter."""
 
     def __post_init__(self) -> None:
         require(self.rank >= 1, f"adapter.rank: {self.rank} must be at least 1")
@@ -33,7 +32,7 @@ class AdapterConfig:
         require(bool(self.targets), "adapter.targets: the list is empty; name modules, or write all-linear")
         require(
             self.start is None or self.method != "none",
-            "adapter.start: an adapter to go on from, but adapter.method is none; set lora, dora or rslora",
+            "adapter.start: names an adapter to continue from, but adapter.method is none; set lora, dora or rslora",
         )
 
     @property

@@ -28,65 +28,68 @@ Source = Literal[
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """Which text, which tokenizer, how it is packed."""
+    """Data, tokenizer and packing."""
 
     source: Source = "python_stdlib"
-    """python_stdlib: the running interpreter's library; text: files below path, each a document; jsonl: a `text` field
-    per row of path. Conversations, a row each: messages (role and content, as OpenAI has them, tools too), sharegpt,
-    alpaca, prompt_completion. tokens: rows of token ids. needles: haystacks made on the spot; random: seeded random
-    token ids (benchmarks). Rows come from JSON, JSONL, Parquet, CSV, Arrow and data sets of the hub."""
+    """Format of the data. text: each file in path is a document. jsonl: each row has a `text` field. Conversations, one
+    per row: messages (OpenAI's role and content, with tools), sharegpt, alpaca, prompt_completion. tokens: rows of
+    token ids. Rows are read from JSON, JSONL, Parquet, CSV, Arrow or data sets on the hub. Without a path:
+    python_stdlib (Python's own library), needles (generated retrieval tasks), random (random token ids, for
+    benchmarks)."""
     path: str | None = None
-    """File or folder that the source reads, or hf://OWNER/NAME[@REVISION] of the hub; none is enough to plan with, and
-    refused by a run."""
+    """File or folder with the data, or hf://OWNER/NAME[@REVISION] on the hub. Not needed for a plan, but for a run."""
     split: str | None = None
-    """Split of a data set of several; none takes train."""
+    """Split to use if the data set has several. none uses train."""
     mixture: list[dict[str, Any]] = field(default_factory=list)
-    """Several sources in place of one: objects with path, and where they differ from the fields here source, split,
-    columns and max_documents; weight is how often a document comes per epoch (2 twice, 0.5 in every other one)."""
+    """Several data sets instead of one: a list of objects, each with a path and, if they differ from the fields here,
+    source, split, columns and max_documents. weight is how often each document is used per epoch (2: twice; 0.5: every
+    other epoch)."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Names that a row's fields have in the file, by the names that the format has for them: {"messages": "chat"}."""
+    """Names of the columns in your file, if they differ from those of the format: {"messages": "chat"} reads the column
+    chat as messages."""
     chat_template: str | None = None
-    """File of a Jinja chat template; none takes the tokenizer's own."""
+    """File with a Jinja chat template. none uses the tokenizer's own."""
     trained_tokens: Literal["assistant", "last", "all"] = "assistant"
-    """What of a conversation has a loss: the tokens of all assistant turns, of the last one, or all tokens."""
+    """Which tokens of a conversation are trained: those of all assistant turns, of the last assistant turn, or all."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """What becomes of a row that is malformed, empty or has no token to train: the run is refused, or it is left out
-    and counted."""
+    """What to do with a row that is malformed, empty or has no token to train: refuse the run, or skip and count it."""
     packing: Literal["wrap", "best_fit", "none"] = "wrap"
-    """How documents fill rows of sequence_length. wrap: end to end, the last of a row goes on in the next; best_fit:
-    whole, so placed that little stays empty; none: one a row, and what stays empty costs nothing."""
+    """How documents fill rows of data.sequence_length. wrap: end to end; the last document of a row continues in the
+    next row. best_fit: whole documents, arranged to leave little space empty. none: one document per row; empty space
+    costs no time."""
     long_documents: Literal["split", "cut", "drop"] = "split"
-    """What becomes of a document longer than a row: split into documents of a row's length, cut to one, or left out."""
+    """What to do with a document longer than a row: split it into several, cut off its end, or drop it."""
     order: Literal["shuffled", "kept"] = "shuffled"
-    """Order of the documents: another one every epoch, chosen by seed, or the source's own."""
+    """Order of the documents: shuffled anew every epoch by data.seed, or kept as in the source."""
     bos: Literal["auto", "on", "off"] = "auto"
-    """Whether a text begins with the tokenizer's begin-of-text token; auto where the tokenizer itself puts it there. A
-    chat template says so by itself."""
+    """Whether a text begins with the tokenizer's begin-of-text token. auto follows the tokenizer. Conversations follow
+    their chat template."""
     tokenizer: str | None = None
-    """Hugging Face folder or tokenizer.json; none takes the model folder's, or trains a byte-level BPE on the data."""
+    """Hugging Face folder or tokenizer.json. none uses the tokenizer in the model folder, or without one trains a
+    byte-level BPE on the data."""
     tokenizer_vocab_size: int = 4096
-    """Entries of a tokenizer trained on the data."""
+    """Vocabulary size of a tokenizer trained on the data."""
     sequence_length: int = 4096
-    """Tokens of one packed sequence (the context)."""
+    """Tokens per packed sequence (the context length)."""
     seed: int = 0
     """Seed of the document order."""
     max_documents: int | None = None
     """Use only the first documents of the source."""
     validation_documents: int | None = None
-    """Documents held out of training for the validation loss, chosen by seed, with order=kept the last ones; none holds
-    out none. train.validate_every says when they are looked at."""
+    """Number of documents held out for the validation loss, chosen by data.seed; with data.order=kept the last ones.
+    train.validate_every sets how often they are used. none holds out nothing."""
 
     def __post_init__(self) -> None:
         for number, part in enumerate(self.mixture):
             _check_part(part, f"data.mixture[{number}]", self.source)
         require(
             self.path is None or not self.mixture,
-            f"data.path: {self.path} beside data.mixture; make it a part of the mixture, or leave one of them out",
+            f"data.path: {self.path} cannot be used with data.mixture; add it to the mixture, or leave one of them out",
         )
         require(self.sequence_length >= 2, f"data.sequence_length: {self.sequence_length} must be at least 2")
         require(
             self.tokenizer_vocab_size > 256,
-            f"data.tokenizer_vocab_size: {self.tokenizer_vocab_size} must be over 256, the byte alphabet",
+            f"data.tokenizer_vocab_size: {self.tokenizer_vocab_size} must be above 256, the number of bytes",
         )
         require_most("data", self, ("sequence_length",), MOST_TOKENS)
         require_most("data", self, ("tokenizer_vocab_size",), MOST_SIZE)
@@ -95,10 +98,12 @@ class DataConfig:
         most = self.max_documents
         require(most is None or most >= 1, f"data.max_documents: {most} must be at least 1; none reads all")
         held = self.validation_documents
-        require(held is None or held >= 1, f"data.validation_documents: {held} must be at least 1; none holds out none")
+        require(
+            held is None or held >= 1, f"data.validation_documents: {held} must be at least 1; none holds out nothing"
+        )
         require(
             held is None or most is None or held < most,
-            f"data.validation_documents: {held} leaves nothing of data.max_documents {most} to train on",
+            f"data.validation_documents: {held} leaves no documents to train on, as data.max_documents is {most}",
         )
 
     @property
@@ -129,10 +134,10 @@ class DataConfig:
 
 _PATHLESS = ("python_stdlib", "needles", "random")
 _PART: dict[str, tuple[tuple[type, ...], str]] = {
-    "path": ((str,), "a text"),
-    "source": ((str,), "a text"),
-    "split": ((str,), "a text"),
-    "columns": ((dict,), "an object of texts"),
+    "path": ((str,), "text"),
+    "source": ((str,), "text"),
+    "split": ((str,), "text"),
+    "columns": ((dict,), "an object of names"),
     "max_documents": ((int,), "a whole number"),
     "weight": ((int, float), "a number"),
 }
@@ -141,7 +146,7 @@ _LEAST_WEIGHT, _MOST_WEIGHT = 1e-4, 1e4
 
 
 def _check_part(part: object, where: str, usual: str) -> None:
-    """Raise UserError for a part of a mixture that is none; `usual` is the source of one that names none."""
+    """Raise UserError for a part of a mixture that is not one; `usual` is the source of a part that names none."""
     if not isinstance(part, dict):
         raise UserError(f'{where}: must be an object such as {{"path": "chats.jsonl", "weight": 2}}')
     for key, value in part.items():
@@ -150,17 +155,22 @@ def _check_part(part: object, where: str, usual: str) -> None:
         fits = isinstance(value, types) and not isinstance(value, bool)
         require(fits, f"{where}.{key}: {one_line(repr(value), 60)} must be {words}")
     source, sources = part.get("source", usual), [name for name in get_args(Source) if name != "random"]
-    require(source in sources, f"{where}.source: '{one_line(source, 40)}' mixes not; {_nearest(source, sources)}")
+    require(
+        source in sources,
+        f"{where}.source: '{one_line(source, 40)}' cannot be used in a mixture; {_nearest(source, sources)}",
+    )
     if (source in _PATHLESS) == ("path" in part):
-        lacks = "a source that reads its path" if "path" in part else "a path: a file, a folder or hf://OWNER/NAME"
-        raise UserError(f"{where}: lacks {lacks}")
+        problem = (
+            "its source reads no path" if "path" in part else "has no path; give a file, a folder or hf://OWNER/NAME"
+        )
+        raise UserError(f"{where}: {problem}")
     columns = [text for pair in part.get("columns", {}).items() for text in pair]
-    require(all(isinstance(text, str) for text in columns), f"{where}.columns: must give names by names")
+    require(all(isinstance(text, str) for text in columns), f"{where}.columns: must map names to names")
     most, weight = part.get("max_documents", 1), part.get("weight", 1)
     require(most >= 1, f"{where}.max_documents: {most} must be at least 1; leave it out to read all")
     require(
         _LEAST_WEIGHT <= weight <= _MOST_WEIGHT,  # not of NaN either
-        f"{where}.weight: {weight} must be from {_LEAST_WEIGHT} to {_MOST_WEIGHT:g}; leave the part out for none of it",
+        f"{where}.weight: {weight} must be from {_LEAST_WEIGHT} to {_MOST_WEIGHT:g}; to leave this data out, remove it",
     )
 
 

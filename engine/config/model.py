@@ -10,40 +10,40 @@ from penstock.engine.config.values import MOST_LAYERS, MOST_SIZE, require, requi
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """Which model: a Hugging Face folder, a shape to train from scratch, or both: then they are the same model."""
+    """The model: a Hugging Face folder, a shape to train from scratch, or both, which must then match."""
 
     path: str | None = None
-    """Hugging Face folder (config.json, *.safetensors) to fine-tune, or hf://OWNER/NAME[@REVISION] of the hub; none
-    trains the shape below from scratch. With a shape beside it a run can be planned without the folder, or started
-    with --from-scratch."""
+    """Hugging Face folder (config.json, *.safetensors) to fine-tune, or hf://OWNER/NAME[@REVISION] on the hub. none
+    trains the shape given by the other fields from scratch. If both are given, the run can be planned without the
+    folder or started with --from-scratch."""
     model_type: str = "qwen3"
-    """transformers model type of the shape below, for example qwen3, llama, mixtral."""
+    """Model type in transformers, for a model given by its shape; for example qwen3, llama, mixtral."""
     num_layers: int | None = None
-    """Decoder layers."""
+    """Number of decoder layers."""
     hidden_size: int | None = None
     """Width of the residual stream."""
     intermediate_size: int | None = None
     """Width of the MLP."""
     num_heads: int | None = None
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int | None = None
-    """Key and value heads; fewer than num_heads is grouped-query attention."""
+    """Number of key and value heads; fewer than num_heads means grouped-query attention."""
     head_dim: int | None = None
     """Width of one attention head."""
     vocab_size: int | None = None
-    """Vocabulary entries; none takes the tokenizer's."""
+    """Vocabulary size. none uses that of the tokenizer."""
     max_position: int | None = None
-    """Longest position the rotary embedding is configured for; none takes data.sequence_length."""
+    """Longest position that the rotary embedding is configured for. none uses data.sequence_length."""
     tie_embeddings: bool = False
     """Share the embedding matrix with the output head."""
     embedding_std: float | None = None
-    """Standard deviation of a new model's token embeddings; none takes the model's own. 1 keeps tokens apart where
-    layers are narrow."""
+    """Standard deviation of the initial token embeddings of a new model. none uses the model's default; 1 helps very
+    narrow models to tell tokens apart."""
     added_tokens: list[str] = field(default_factory=list)
-    """Special tokens to add to the tokenizer; the embedding grows where it has no row for them, and their rows begin as
-    the mean of the others."""
+    """Special tokens to add to the tokenizer. The embedding grows if it has no rows for them; new rows start as the
+    mean of the others."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the transformers config, by their own names, for example {"rope_theta": 1e6}."""
+    """Other fields of the transformers config, by their names there, for example {"rope_theta": 1e6}."""
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
@@ -62,5 +62,5 @@ class ModelConfig:
 
     @property
     def has_shape(self) -> bool:
-        """Whether the fields describe a model by themselves; width and depth are what no default stands for."""
+        """Whether the fields describe a model by themselves; width and depth have no defaults."""
         return self.num_layers is not None and self.hidden_size is not None

@@ -32,20 +32,21 @@ class AfterConfig:
     """What happens once the last step is committed."""
 
     export: bool = False
-    """Write a Hugging Face folder to export/ in the run directory; where one is there, to export-step-N/."""
+    """Export the finished model as a Hugging Face folder to export/ in the run directory, or to export-step-N/ if
+    export/ exists."""
     export_merged: bool = False
-    """Where an adapter is trained, export the base with it merged in; else the adapter's own folder is exported."""
+    """For an adapter: export the base model with the adapter merged in, instead of the adapter alone."""
     export_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Dtype of the exported weights; auto is that of the model that the run began with, and of
-    an adapter's own folder float32."""
+    """Dtype of the exported weights. auto keeps the dtype of the original model; an adapter exported alone is
+    float32."""
     export_shard: str | int = "5GB"
-    """Largest size of one exported file of weights."""
+    """Largest size of an exported weight file."""
     push: str | None = None
-    """Repository of the hub, OWNER/NAME, to which the export is pushed; none pushes nothing."""
+    """Hub repository, OWNER/NAME, to upload the export to. none uploads nothing."""
     sample_prompt: str | None = None
-    """Text that plain transformers continues from the exported folder; none prints no sample."""
+    """Prompt that plain transformers continues with the exported model, as a test. none skips the test."""
     sample_tokens: int = 60
-    """Tokens to generate after the prompt, at most."""
+    """Most tokens to generate after that prompt."""
 
     def __post_init__(self) -> None:
         parse_bytes(self.export_shard, "after.export_shard")
@@ -55,28 +56,28 @@ class AfterConfig:
         )
         require(
             not self.export_merged or self.export,
-            "after.export_merged: true, but nothing is exported; set after.export=true, or leave it out",
+            "after.export_merged: true, but nothing is exported; set after.export=true, or leave this out",
         )
         require(
             self.push is None or self.export,
-            "after.push: the export is pushed; set after.export=true, or push nothing",
+            "after.push: needs an export; set after.export=true, or leave after.push out",
         )
         require(
             self.sample_prompt is None or self.export,
-            "after.sample_prompt: the sample is generated from the export; set after.export=true, or no prompt",
+            "after.sample_prompt: needs an export; set after.export=true, or leave after.sample_prompt out",
         )
 
 
 @dataclass(kw_only=True, slots=True)
 class Recipe:
-    """One run: which model, which data, how to train, what the tiers may use and what happens at the end."""
+    """One run: the model, the data, how to train, what each tier may use and what happens at the end."""
 
     name: str
     """Short name; run directories start with it."""
     machine: str = ""
-    """Machine that the recipe is written for: a preset's name, or a profile's file; empty for none."""
+    """Machine that the recipe is written for: name of a preset or a profile file. Empty for none."""
     trackers: list[str] = field(default_factory=list)
-    """Where metrics and samples go as well: trackio, wandb, tensorboard, mlflow; each takes its settings from its own
+    """Trackers that also get metrics and samples: trackio, wandb, tensorboard, mlflow. Each is configured by its own
     environment variables."""
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
@@ -90,17 +91,18 @@ class Recipe:
     def __post_init__(self) -> None:
         require(
             re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(self.name)) is not None,
-            f"name: '{one_line(self.name)}' must be letters, digits, '.', '_' and '-', as it names a folder",
+            f"name: '{one_line(self.name)}' must consist of letters, digits, '.', '_' and '-', as it names a folder",
         )
         require(
             len(self.name) <= _NAME_CHARS,
-            f"name: {len(self.name)} characters are too many for a folder; use at most {_NAME_CHARS}",
+            f"name: {len(self.name)} characters are too long for a folder name; use at most {_NAME_CHARS}",
         )
         for tracker in self.trackers:
             require(
-                tracker in TRACKERS, f"trackers: '{one_line(tracker, 40)}' is none of them; write {', '.join(TRACKERS)}"
+                tracker in TRACKERS,
+                f"trackers: '{one_line(tracker, 40)}' is not a tracker; choose from {', '.join(TRACKERS)}",
             )
-        require(len({*self.trackers}) == len(self.trackers), "trackers: one is named twice; name each once")
+        require(len({*self.trackers}) == len(self.trackers), "trackers: one is listed twice; list each once")
         if isinstance(self.data, DataConfig) and isinstance(self.train, TrainConfig):  # else said by who loads it
             require(
                 self.train.validate_every is None or self.data.validation_documents is not None,
@@ -110,25 +112,25 @@ class Recipe:
         if isinstance(self.adapter, AdapterConfig) and isinstance(self.train, TrainConfig):
             require(
                 not self.adapter.is_used or not self.train.freeze,
-                "train.freeze: an adapter is trained, and all of the model beside it is frozen as it is; leave "
-                "train.freeze out, and say in adapter.targets what has an adapter",
+                "train.freeze: cannot be used with an adapter, beside which the whole model is frozen; leave "
+                "train.freeze out, and choose with adapter.targets which modules get an adapter",
             )
         if isinstance(self.adapter, AdapterConfig) and isinstance(self.model, ModelConfig):
             require(
                 not self.adapter.is_used or not self.model.added_tokens,
-                "model.added_tokens: their rows of the embedding would never be trained, as an adapter's base is "
-                "frozen; leave the tokens out, or train the model itself with adapter.method=none",
+                "model.added_tokens: cannot be used with an adapter, because the base is frozen and the embeddings of "
+                "new tokens would never be trained; leave the tokens out, or set adapter.method=none",
             )
         if isinstance(self.adapter, AdapterConfig) and isinstance(self.after, AfterConfig):
             require(
                 not self.after.export_merged or self.adapter.is_used,
-                "after.export_merged: true, but there is no adapter to merge; set adapter.method, or leave it out",
+                "after.export_merged: true, but there is no adapter to merge; set adapter.method, or leave this out",
             )
         if isinstance(self.storage, StorageConfig) and isinstance(self.train, TrainConfig):
             require(
                 not self.storage.keep_best or self.train.validate_every is not None,
-                "storage.keep_best: true, but no validation loss is measured to tell the best by; set "
-                "train.validate_every, or leave storage.keep_best out",
+                "storage.keep_best: true, but no validation loss is measured; set train.validate_every, or leave "
+                "storage.keep_best out",
             )
 
 
@@ -209,7 +211,7 @@ def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         was, now_is = (json.dumps(values.get(key, usual.get(key))) for values in (before, now))
         if was != now_is:
             short = all(len(text) <= _SHORT for text in (was, now_is))
-            changed.append(f"{key} was {was} and is {now_is}" if short else f"{key} is another")
+            changed.append(f"{key} was {was} and is {now_is}" if short else f"{key} has changed")
     return ", ".join(changed)
 
 

@@ -11,31 +11,31 @@ MOST_SAMPLE_TOKENS = 2**20
 
 @dataclass(kw_only=True, slots=True)
 class SamplesConfig:
-    """Texts that the model writes while it learns: the same prompts each time."""
+    """Sample texts generated during training, from the same prompts each time."""
 
     every: int | None = None
-    """Steps between two times that samples are written, also after the last step; none writes none."""
+    """Generate samples every so many steps and after the last one. none generates none."""
     prompts: list[str] = field(default_factory=list)
-    """Texts to go on from."""
+    """Prompts to continue."""
     chat: bool = False
-    """The prompts are what a user says, put into the tokenizer's chat template."""
+    """Treat the prompts as user messages and put them into the tokenizer's chat template."""
     tokens: int = 64
-    """Tokens to write behind each prompt, at most."""
+    """Most tokens to generate per prompt."""
     temperature: float = 0.0
-    """0 takes the likeliest token each time; above, tokens are drawn, the flatter the higher."""
+    """Sampling temperature. 0 always takes the most likely token; higher values give more random text."""
     top_p: float = 1.0
-    """Tokens are drawn from the likeliest ones that together have so much of the probability."""
+    """Sample only from the most likely tokens whose probabilities add up to this."""
     seed: int = 0
-    """Seed of what is drawn: the same at every time."""
+    """Seed of the sampling, the same each time."""
 
     def __post_init__(self) -> None:
         require(self.every is None or self.every >= 1, f"samples.every: {self.every} must be at least 1")
         require_most("samples", self, ("every",), MOST_STEPS)
         require(
             self.every is None or bool(self.prompts),
-            f"samples.every: {self.every}, but there is no prompt; set samples.prompts, or leave samples.every out",
+            f"samples.every: {self.every}, but there are no prompts; set samples.prompts, or leave samples.every out",
         )
-        require("" not in self.prompts, "samples.prompts: one is empty; give each a text")
+        require("" not in self.prompts, "samples.prompts: a prompt is empty; write a text")
         require(
             1 <= self.tokens <= MOST_SAMPLE_TOKENS,
             f"samples.tokens: {self.tokens} must be from 1 to {MOST_SAMPLE_TOKENS:,}",

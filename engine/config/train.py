@@ -17,84 +17,86 @@ class TrainConfig:
     steps: int = 100
     """Optimizer steps of the whole run."""
     global_batch_size: int = 1
-    """Sequences whose gradients make one optimizer step."""
+    """Sequences per optimizer step."""
     micro_batch_size: int = 1
-    """Sequences laid end to end into one token stream; their number times the sequence length sets the K/V window."""
+    """Sequences processed together, as one stream of tokens. GPU memory for keys and values grows with their total
+    length."""
     chunk_tokens: int | None = None
-    """Tokens of one chunk, the unit of activation memory; need not divide anything; none lets the plan choose."""
+    """Tokens per chunk, the unit of activation memory. Any number works; none lets the plan choose."""
     activation_checkpointing: Literal["auto", "full", "selective", "none"] = "auto"
-    """What backward recomputes of a layer. full: all of it, attention too, as forward saves the layer's input only;
-    selective: all but attention, whose keys, values and output are saved too; none: nothing, as everything is saved in
-    GPU memory; auto lets the plan choose layer by layer."""
+    """What the backward pass recomputes in a layer. full: everything including attention; only the layer's input is
+    saved. selective: everything except attention, whose keys, values and output are saved too. none: nothing; all
+    activations are kept in GPU memory. auto lets the plan choose for each layer."""
     kv_window: Literal["auto", "whole", "streamed"] = "auto"
-    """Hold one layer's keys and values of a micro-batch on the GPU whole, or stream them from RAM chunk by chunk; auto
-    streams only where the budget is too small."""
+    """Keep one layer's keys and values of a micro-batch whole on the GPU, or stream them from RAM in chunks. auto
+    streams them only if the GPU budget is too small."""
     optimizer: str = "adamw"
-    """Optimizer by name; adamw is the one there is."""
+    """Name of the optimizer. adamw is the only one."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr_ratio: float = 0.1
-    """Final learning rate over the peak one."""
+    """Final learning rate divided by the peak learning rate."""
     warmup_steps: int = 0
-    """Steps of linear warm-up from zero."""
+    """Steps of linear warm-up, starting from zero."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape of the decay after warm-up. wsd: constant, and over the last train.decay_steps down by 1 - sqrt. Such a run
-    can be made longer: resume it, from before its decay or from a checkpoint of then, with more train.steps."""
+    """Shape of the learning rate after warm-up. wsd (warmup-stable-decay) stays constant and falls over the last
+    train.decay_steps as 1 - sqrt. Such a run can be extended: resume it with more train.steps, before the decay begins
+    or from a checkpoint made before it."""
     decay_steps: int | None = None
-    """Steps of the decay that ends a wsd schedule; none is a tenth of all steps."""
+    """Length of the decay at the end of a wsd schedule, in steps. none means a tenth of all steps."""
     lr_groups: dict[str, float] = field(default_factory=dict)
-    """Pattern of parameter names, with * -> factor on the learning rate, as {"*embed_tokens*": 0.1}; the first pattern
-    that fits counts, and where none does the factor is 1. At 0 parameters stay as they are."""
+    """Factors on the learning rate by patterns of parameter names, for example {"*embed_tokens*": 0.1}. The first
+    pattern that matches is used; without a match the factor is 1. With factor 0 parameters do not change."""
     layer_lr_decay: float = 1.0
-    """Factor on the learning rate from one layer to the one below it, times that of train.lr_groups: the head and the
-    norm before it have train.lr, the last layer this factor of it, the layer below its square, and so on down to the
-    embedding, which has the least even where it is the head, too."""
+    """Factor on the learning rate from each layer to the one below it, applied on top of train.lr_groups. The head and
+    the final norm use train.lr, the last layer train.lr times this factor, the layer below it times its square, and so
+    on. The embedding has the lowest rate, also if it is tied to the head."""
     freeze: list[str] = field(default_factory=list)
-    """Patterns of parameter names, with *, that stay as they are, as ["*embed_tokens*", "*.layers.[0-3].*"]: of them
-    there are weights only, without master weights, moments, gradients or writes."""
+    """Patterns of names of parameters that are not trained, for example ["*embed_tokens*", "*.layers.[0-3].*"]. They
+    take no master weights, moments, gradients or writes."""
     beta1: float = 0.9
-    """Adam's decay of the first moment."""
+    """Adam's decay rate of the first moment."""
     beta2: float = 0.95
-    """Adam's decay of the second moment."""
+    """Adam's decay rate of the second moment."""
     eps: float = 1e-8
     """Adam's epsilon."""
     weight_decay: float = 0.1
-    """Decoupled weight decay; never applied to norms and biases."""
+    """Decoupled weight decay. It is never applied to norms and biases."""
     clip_norm: float | None = 1.0
-    """Global gradient norm to clip to; none does not clip."""
+    """Clip gradients to this global norm. none does not clip."""
     z_loss: float = 0.0
-    """Weight of the squared log-partition of the logits in the loss (PaLM has 1e-4); 0 leaves it out."""
+    """Weight of the z-loss, the squared log-partition of the logits (PaLM uses 1e-4). 0 turns it off."""
     router_aux_loss: float | None = None
-    """Weight of a mixture of experts' load-balancing loss, where the model defines one; none takes it from the model's
-    config where that switches it on (output_router_logits)."""
+    """Weight of the load-balancing loss of a mixture of experts, if the model defines one. none uses the model's
+    config, if that turns the loss on (output_router_logits)."""
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "bfloat16"
-    """Dtype of the weights and activations in forward and backward; master weights and moments are float32. auto is
-    bfloat16, but float32 on a CPU that has no instructions for bfloat16 and takes several times as long with it."""
+    """Dtype of weights and activations in the forward and backward pass; master weights and moments are always float32.
+    auto is bfloat16, except on a CPU without bfloat16 instructions, where float32 is several times faster."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which a block's gradient waits for the optimizer; it is always summed in float32 first."""
+    """Dtype in which gradients are stored until the optimizer uses them. They are always summed in float32 first."""
     validate_every: int | None = None
-    """Steps between two measurements of the validation loss, which is also measured after the last step; none measures
-    none. Needs data.validation_documents."""
+    """Measure the validation loss every so many steps and after the last one. none never measures it. Needs
+    data.validation_documents."""
     validate_first: bool = False
-    """Measure it before the first step as well."""
+    """Also measure the validation loss before the first step."""
     validation_sequences: int | None = None
-    """Sequences that a validation looks at, the same every time, fewer where the documents held out fill fewer; none
-    takes as many as a step has."""
+    """Sequences per validation, the same ones every time; fewer if the validation documents fill fewer. none uses as
+    many as a training step."""
     early_stopping_patience: int | None = None
-    """Validations in a row without a lower validation loss after which the run ends, as if its last step had come; none
-    goes on to the last step."""
+    """End the run after this many validations in a row without a lower validation loss. none always trains to the last
+    step."""
     seed: int = 0
-    """Seed of the weights of a model trained from scratch."""
+    """Seed of the random weights of a model trained from scratch."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile layers and optimizer with torch.compile; auto does where the compilers for it are there and, as measured
-    before the first step, it pays within the run's steps."""
+    """Compile layers and optimizer with torch.compile. auto does so if the compilers are installed and a measurement
+    before the first step shows that it saves time within this run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto takes CUDA where there is a GPU."""
+    """Where to compute. auto uses CUDA if there is a GPU."""
     calibrate: bool = True
-    """Measure one block's ops before the first step and plan again with what they take."""
+    """Time the ops of one block before the first step and plan again with the result."""
     deterministic: bool = False
-    """Use only kernels that give the same bits on every run on one machine, which takes time on a GPU; on CPU every run
-    gives them anyway."""
+    """Use only kernels that give the same bits in every run on one machine. This is slower on a GPU; on a CPU it is
+    always so."""
 
     def __post_init__(self) -> None:
         counts = ("steps", "global_batch_size", "micro_batch_size", "chunk_tokens")
@@ -112,8 +114,8 @@ class TrainConfig:
             )
         require(
             self.validation_sequences is None or self.validate_every is not None,
-            f"train.validation_sequences: {self.validation_sequences} is never used; say with train.validate_every "
-            "when to measure the validation loss, or leave it out",
+            f"train.validation_sequences: {self.validation_sequences} is not used, as no validation loss is measured; "
+            "set train.validate_every, or leave this out",
         )
         patience = self.early_stopping_patience
         require(
@@ -121,7 +123,7 @@ class TrainConfig:
             f"train.early_stopping_patience: {patience}, but no validation loss is measured; set train.validate_every, "
             "or leave this out",
         )
-        require("" not in self.freeze, "train.freeze: a pattern is empty; name parameters, with *")
+        require("" not in self.freeze, 'train.freeze: a pattern is empty; write for example "*embed_tokens*"')
         require(-(2**63) <= self.seed < 2**63, f"train.seed: {self.seed} has more than 64 bits")
         require(
             not self.validate_first or self.validate_every is not None,
@@ -143,17 +145,17 @@ class TrainConfig:
         require(self.weight_decay >= 0, f"train.weight_decay: {self.weight_decay} must not be negative")
 
     def _check_schedule(self) -> None:
-        """The learning rate over steps and parameters; whether patterns fit is said where the model is known."""
+        """The learning rate over steps and parameters; patterns are checked later, when the model is known."""
         given, left = self.decay_steps, self.steps - self.warmup_steps
         require(
             given is None or self.lr_schedule == "wsd",
-            f"train.decay_steps: {given} is for train.lr_schedule wsd, which is {self.lr_schedule}; set wsd, or leave "
-            "train.decay_steps out",
+            f"train.decay_steps: {given} is only used with train.lr_schedule=wsd, but that is {self.lr_schedule}; set "
+            "wsd, or leave train.decay_steps out",
         )
         require(given is None or given >= 1, f"train.decay_steps: {given} must be at least 1")
         require(
             given is None or given <= left,
-            f"train.decay_steps: {given} exceeds the {left} of train.steps that train.warmup_steps leaves",
+            f"train.decay_steps: {given} exceeds the {left} steps that remain of train.steps after train.warmup_steps",
         )
         require(0 < self.layer_lr_decay <= 1, f"train.layer_lr_decay: {self.layer_lr_decay} must be above 0, at most 1")
         for pattern, factor in self.lr_groups.items():

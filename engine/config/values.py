@@ -1,4 +1,4 @@
-"""Sizes in a recipe, and limits of its numbers: beyond them is a slip."""
+"""Sizes in a recipe, and limits of its numbers, beyond which a value can only be a mistake."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.storage.errors import UserError
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _LARGEST = 10**18
-"""Bytes; what is larger is a slip of the unit."""
+"""Bytes; a larger size can only be a wrong unit."""
 
 
 def parse_bytes(text: str | int, where: str) -> int:
@@ -26,7 +26,7 @@ def parse_bytes(text: str | int, where: str) -> int:
     if size < 1:
         raise UserError(f"{where}: '{text}' is not a size; write for example 512MiB, 24GiB or 1.5TB")
     if size > _LARGEST:
-        raise UserError(f"{where}: '{text}' is more than any machine has; write for example 512MiB, 24GiB or 1.5TB")
+        raise UserError(f"{where}: '{text}' is larger than any machine; write for example 512MiB, 24GiB or 1.5TB")
     return int(size)
 
 
@@ -82,7 +82,7 @@ MOST_SEQUENCES = 2**20
 
 
 def require_most(section: str, config: object, names: Sequence[str], most: int) -> None:
-    """Raise UserError for a number of the section beyond `most`: a slip, whose plan would take for ever."""
+    """Raise UserError for a number of the section beyond `most`, with which a plan would take for ever."""
     for name in names:
         value = getattr(config, name)
-        require(value is None or value <= most, f"{section}.{name}: {value} is a slip of the pen; the most is {most:,}")
+        require(value is None or value <= most, f"{section}.{name}: {value} exceeds the maximum of {most:,}")

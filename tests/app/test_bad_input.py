@@ -143,11 +143,11 @@ def test_a_bad_input_is_one_message(name: str, tmp_path: Path) -> None:
         (["adapter.start=nowhere"], "nowhere: no adapter_config.json is there"),
         (
             ['train.freeze=["*lora_A*"]'],
-            "train.freeze: an adapter is trained, and all of the model beside it is frozen",
+            "train.freeze: cannot be used with an adapter",
         ),
-        (['model.added_tokens=["<new>"]'], "model.added_tokens: their rows of the embedding would never be trained"),
+        (['model.added_tokens=["<new>"]'], "model.added_tokens: cannot be used with an adapter"),
         (["after.export_merged=true"], "after.export_merged: true, but nothing is exported"),
-        (["adapter.method=none", "adapter.start=nowhere"], "adapter.start: an adapter to go on from, but"),
+        (["adapter.method=none", "adapter.start=nowhere"], "adapter.start: names an adapter to continue from, but"),
     ],
     ids=str,
 )

@@ -129,7 +129,7 @@ def test_a_recipe_runs_as_a_script_just_the_same(cli: Cli) -> None:
 
 
 def test_runs_export_and_trace(cli: Cli) -> None:
-    assert cli.run("runs").stdout == "no runs below runs/\n"
+    assert cli.run("runs").stdout == "no runs in runs/\n"
     cli.run("train", "tiny.py")
     (name,) = os.listdir(cli.folder / "runs")
     assert re.fullmatch(r"tiny-\d{8}-\d{6}", name)

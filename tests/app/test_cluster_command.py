@@ -80,7 +80,7 @@ def test_a_run_goes_on_several_machines_and_comes_back(cli: Cli) -> None:
     assert "step 13" in refused.stderr
     assert "import-dcp" in refused.stderr
 
-    assert "step 13; go on with: penstock resume" in cli.run("import-dcp", "run", "--run-dir", "back").stdout
+    assert "step 13; continue with: penstock resume" in cli.run("import-dcp", "run", "--run-dir", "back").stdout
     assert steps(folder / "back") == list(range(1, 14))
     cli.run("resume", "back", "--set", "train.steps=20")
     assert losses(folder / "back") == pytest.approx(losses(folder / "whole"), abs=1e-4)

@@ -166,7 +166,7 @@ def test_rows_are_printed_as_training_reads_them(here: Path, capsys: pytest.Capt
 
 
 def test_a_model_without_data_has_no_rows(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "name a recipe, or the data behind a model" in refusal(capsys, "data", "tiny-chat")
+    assert "give a recipe, or a model and its data" in refusal(capsys, "data", "tiny-chat")
 
 
 def test_a_question_is_asked_on_a_terminal_and_no_keeps_the_recipe(
@@ -178,7 +178,7 @@ def test_a_question_is_asked_on_a_terminal_and_no_keeps_the_recipe(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("typer.confirm", lambda *args, **options: False)
     assert main(["finetune", "tiny-chat", "talks.jsonl"]) == 0
-    assert "recipe written to tiny_chat_talks.py; it is trained by penstock train tiny_chat_talks.py" in (
+    assert "recipe written to tiny_chat_talks.py; to train it again: penstock train tiny_chat_talks.py" in (
         capsys.readouterr().out
     )
     assert not (here / "runs").exists()

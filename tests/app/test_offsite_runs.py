@@ -155,7 +155,7 @@ def test_a_checkpoint_goes_there_by_hand(s3: S3, tmp_path: Path, capsys: pytest.
         cli.run("checkpoint", "run", "mine", "--to", place).stdout == f"checkpoint mine: step 2 is at {place} already\n"
     )
     assert cli.run("checkpoint", place).stdout.startswith("mine  step 2, generation ")
-    assert "give it a NAME" in refusal(capsys, "checkpoint", "run", "--to", place)
+    assert "give the checkpoint's NAME" in refusal(capsys, "checkpoint", "run", "--to", place)
     assert not any(secret in said.stderr + said.stdout for secret in KEYS.values() if secret != "us-east-1")
     found = penstock.resume(f"{place}/mine", run_dir="found")
     assert losses(found)[:2] == losses(run)

@@ -153,7 +153,9 @@ def test_what_it_refuses(
     assert "give at least " in said
     assert "--gpu: 'much' is not a size" in refused(str(model), *asks, "--gpu", "much")
     assert "give --prompt TEXT, --prompt-file FILE or --chat" in refused(str(model))
-    assert "--json: a talk prints no JSON; give --prompt TEXT" in refused(str(model), "--chat", "--json")
+    assert "--json: cannot be used in an interactive chat; give --prompt TEXT" in refused(
+        str(model), "--chat", "--json"
+    )
     assert "--top-p: 0; above 0" in refused(str(model), *asks, "--top-p", "0")
     assert "--temperature: -1" in refused(str(model), *asks, "--temperature", "-1")
     assert "--tokens: 0" in refused(str(model), *asks, "--tokens", "0")

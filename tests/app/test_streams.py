@@ -28,7 +28,7 @@ def test_a_refusal_survives_streams_that_are_closed(tmp_path: Path, redirections
 
 def test_output_that_is_not_printed_is_told(tmp_path: Path) -> None:
     found = shell(tmp_path, "PENSTOCK train --fields >/dev/full", code=2)
-    assert found == ("", "error: standard output: No space left on device; not all was printed\n")
+    assert found == ("", "error: standard output: No space left on device; the output is incomplete\n")
 
 
 @pytest.mark.parametrize("redirections", [">&-", ">&- 2>&-", "| head -c 1", "2>&1 | true"])
@@ -64,18 +64,18 @@ def test_what_a_recipe_prints_is_no_output_of_the_command(tmp_path: Path, capsys
 def test_a_mistake_of_ours_gives_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from penstock.app import cli
+    from penstock.app import run_commands
     from penstock.app.cli import main
 
     def raises(error: Exception) -> None:
         raise error
 
     for ours in (RecursionError(), OverflowError(), UnicodeError(), FileNotFoundError(2, "gone", "x"), OSError(5, "?")):
-        monkeypatch.setattr(cli, "list_runs", lambda error=ours: raises(error))
+        monkeypatch.setattr(run_commands, "list_runs", lambda error=ours: raises(error))
         with pytest.raises(type(ours)):
             main(["runs"])
     for theirs in (MemoryError(), PermissionError(13, "not yours", "x"), OSError(28, "full", "x")):
-        monkeypatch.setattr(cli, "list_runs", lambda error=theirs: raises(error))
+        monkeypatch.setattr(run_commands, "list_runs", lambda error=theirs: raises(error))
         assert main(["runs"]) == 2
         assert capsys.readouterr().err.count("\n") == 1
 
@@ -83,4 +83,4 @@ def test_a_mistake_of_ours_gives_its_traceback(
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     found = shell(tmp_path, "cd gone && rmdir ../gone && PENSTOCK runs", code=2)
-    assert found.stderr.startswith("error: the current folder is gone")
+    assert found.stderr.startswith("error: the current folder no longer exists")

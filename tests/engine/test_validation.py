@@ -229,13 +229,13 @@ def test_older_runs_keep_their_digest_and_their_place_in_the_data(tmp_path: Path
     ("make", "message"),
     [
         (lambda: tiny.training(validate_every=0), r"train\.validate_every: 0 must be at least 1"),
-        (lambda: tiny.training(validation_sequences=2), r"train\.validation_sequences: 2 is never used"),
+        (lambda: tiny.training(validation_sequences=2), r"train\.validation_sequences: 2 is not used"),
         (
             lambda: tiny.training(validate_every=1, validation_sequences=3, micro_batch_size=2),
             r"train\.validation_sequences: 3 is not a multiple of train\.micro_batch_size 2",
         ),
         (lambda: tiny.data(validation_documents=0), r"data\.validation_documents: 0 must be at least 1"),
-        (lambda: tiny.data(validation_documents=40), r"40 leaves nothing of data\.max_documents 40"),
+        (lambda: tiny.data(validation_documents=40), r"40 leaves no documents to train on"),
     ],
 )
 def test_a_setting_that_cannot_be_meant_is_refused(make: Callable[[], object], message: str) -> None:

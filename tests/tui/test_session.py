@@ -22,4 +22,4 @@ def test_a_picture_shows_the_lines_and_loads_nothing() -> None:
 
 def test_a_command_has_a_terminal(tmp_path: Path) -> None:
     lines = screen_lines(run(["runs"], tmp_path, "", 80))
-    assert [Text.from_ansi(line).plain for line in lines if line] == ["no runs below runs/"]
+    assert [Text.from_ansi(line).plain for line in lines if line] == ["no runs in runs/"]

@@ -74,11 +74,11 @@ def test_a_wsd_run_goes_on_as_if_it_had_been_longer_from_the_start(tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"decay_steps": 5}, r"train\.decay_steps: 5 is for train\.lr_schedule wsd, which is cosine; set wsd"),
+        ({"decay_steps": 5}, r"train\.decay_steps: 5 is only used with train\.lr_schedule=wsd, but that is cosine"),
         ({"decay_steps": 0, "lr_schedule": "wsd"}, r"train\.decay_steps: 0 must be at least 1"),
         (
             {"decay_steps": 96, "lr_schedule": "wsd", "warmup_steps": 5},
-            r"train\.decay_steps: 96 exceeds the 95 of train\.steps that train\.warmup_steps leaves",
+            r"train\.decay_steps: 96 exceeds the 95 steps that remain of train\.steps after",
         ),
         ({"layer_lr_decay": 0.0}, r"train\.layer_lr_decay: 0\.0 must be above 0, at most 1"),
         ({"layer_lr_decay": 1.1}, r"train\.layer_lr_decay: 1\.1 must be above 0"),
