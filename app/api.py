@@ -156,15 +156,17 @@ def go_on(
     if (place := offsite.place_of(str(run))) is not None:
         run, checkpoint = offsite.fetch(place, None if run_dir is None else Path(run_dir), checkpoint, overrides), None
     elif run_dir is not None:
-        raise UserError(f"--run-dir: {one_line(run, 80)} is no place off this machine; a run stays where it is")
+        raise UserError(
+            f"--run-dir: {one_line(run, 80)} is a run on this machine and stays where it is; leave --run-dir out"
+        )
     path = find_run(str(run)).resolve()
     checkpoint = checkpoint_named(path, checkpoint)
     if (overrides or checkpoint is not None or copy_state) and is_live(path):
         raise UserError(
-            f"{path}: is running; stop it first (`{shell('penstock', 'stop', path)}`), then resume it changed"
+            f"{path}: is running; stop it first (`{shell('penstock', 'stop', path)}`), then resume it with the changes"
         )
     if control.go_on(path):
-        print(printable(f"{path.name}: goes on"))
+        print(printable(f"{path.name}: continues"))
         return path
     from penstock.app.launch import run_training
 
@@ -301,7 +303,7 @@ def _after(
         parse_bytes(max_shard_size, "--max-shard-size")
     size = recipe.after.export_shard if max_shard_size is None else max_shard_size
     if merged and not recipe.adapter.is_used:
-        raise UserError("--merged: this run trains no adapter, and its export is the whole model; leave it out")
+        raise UserError("--merged: this run trains no adapter; leave --merged out")
     whole = recipe.after.export_merged if merged is None else merged
     return AfterConfig(export=True, export_merged=whole, export_dtype=cast(Any, wanted), export_shard=size, push=push)
 

@@ -56,7 +56,7 @@ class CheckpointRequests:
             return None
         self._taken.remove(name)
         if not is_real_folder(self._folder):
-            return f"{self._folder}: is gone, so nobody is told of checkpoint {name}"
+            return f"{self._folder}: no longer exists, so the request for checkpoint {name} cannot be answered"
         try:
             atomic_write(self._folder / f"{name}.answer", json.dumps({"step": step, "error": error}))
         except UserError as failure:
@@ -125,23 +125,25 @@ def _ask(run_path: Path, name: str) -> int:
     folder = run_path / "requests"
     request, answer = folder / f"{name}.request", folder / f"{name}.answer"
     if os.path.lexists(request):
-        raise UserError(f"{run_path}: checkpoint '{name}' is asked for already; wait for it, or choose another name")
+        raise UserError(
+            f"{run_path}: checkpoint '{name}' has already been requested; wait for it, or choose another name"
+        )
     try:
         folder.mkdir(exist_ok=True)
         remove_own(answer)
     except OSError as error:
-        raise disk_error(error, answer, "asking the run for a checkpoint") from None
+        raise disk_error(error, answer, "requesting a checkpoint") from None
     atomic_write(request, "")
     while not os.path.lexists(answer):
         if not is_live(run_path):
             request.unlink(missing_ok=True)
-            raise UserError(f"{run_path}: the run ended before it made the checkpoint; ask again, now that it is over")
+            raise UserError(f"{run_path}: the run ended before it made the checkpoint; run the command again")
         heartbeat = number(read_status(run_path).get("heartbeat"))
         if heartbeat is not None and abs(time.time() - heartbeat) > _SILENT_S:
             request.unlink(missing_ok=True)
             raise UserError(
-                f"{run_path}: its process holds the run and has said nothing for {abs(time.time() - heartbeat):.0f} s; "
-                "ask again once it goes on, or end it and ask then"
+                f"{run_path}: its process is alive but has not responded for {abs(time.time() - heartbeat):.0f} s; "
+                "try again when it responds, or end it first"
             )
         time.sleep(_POLL_S)
     content = read_object(answer) or {}
@@ -151,7 +153,7 @@ def _ask(run_path: Path, name: str) -> int:
         raise disk_error(error, answer, "reading the run's answer") from None
     step, failure = whole(content.get("step")), content.get("error", "")
     if step is None or not (failure is None or isinstance(failure, str)):
-        raise UserError(f"{answer}: is no answer of a run; list the run's checkpoints, and ask again")
+        raise UserError(f"{answer}: cannot be read; list the run's checkpoints, and try again")
     if failure is not None:
         raise UserError(f"checkpoint {step_name(name, step)} was not made: {failure}")
     return step
@@ -191,7 +193,11 @@ def copy_state_of(run: RunDir) -> str:
     drives = drive_folders(run.path, run.recipe.storage)
     copied = copy_state(state_folder(run.path), drives)
     folders = ", ".join(str(folder) for folder in drives)
-    return f"{copied:,} bytes of state copied to {folders}" if copied else "all of this run's state is its own already"
+    return (
+        f"{copied:,} bytes of state copied to {folders}"
+        if copied
+        else "this run already has its own copy of all its state"
+    )
 
 
 def delete_checkpoint_of(run_path: Path, name: str) -> None:
@@ -262,4 +268,6 @@ def scrub_run(run_path: Path) -> str:
         raise UserError("\n".join(failures))
     took_s = time.perf_counter() - started
     kept = f" and {len(names)} checkpoint{'s' * (len(names) != 1)}" if names else ""
-    return f"the last generation{kept}: {size:,} bytes with the data, all as written ({size / took_s / 1e9:.1f} GB/s)"
+    return (
+        f"last generation{kept} verified: {size:,} bytes including the data, no damage ({size / took_s / 1e9:.1f} GB/s)"
+    )

@@ -232,7 +232,7 @@ def probe(
     from penstock.app.probe import probe_machine
 
     asks = not yes and sys.stdin.isatty() and sys.stderr.isatty()
-    ask = (lambda plan: typer.confirm(f"{printable(plan)}\ngo on?", default=True, err=True)) if asks else None
+    ask = (lambda plan: typer.confirm(f"{printable(plan)}\ncontinue?", default=True, err=True)) if asks else None
     if probe_machine(paths or [], seconds=seconds, size=size, save=save, as_json=as_json, ask=ask) is None:
         raise typer.Exit(REFUSED)
 

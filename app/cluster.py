@@ -102,10 +102,10 @@ def _resolve(given: str, run_dir: Path | None, overrides: Sequence[str], from_sc
     if run_dir is None:
         path = _run_named(given)
         if from_scratch:
-            raise UserError(f"--from-scratch: {path} is a run, which has its weights; leave it out")
+            raise UserError(f"--from-scratch: {path} is a run, which already has weights; leave --from-scratch out")
         return change_run(read_recipe(path), overrides, Path.cwd()), path
     if (Path(given) / "recipe.json").is_file():
-        raise UserError(f"--run-dir: {given} is a run, which goes on in its own directory; leave --run-dir out")
+        raise UserError(f"--run-dir: {given} is a run, which continues in its own directory; leave --run-dir out")
     from penstock.engine.cluster.layout import RECORD_NAME, read_record
 
     if (Path(given) / RECORD_NAME).is_file():
@@ -123,7 +123,7 @@ def _run_named(given: str) -> Path:
         return find_run(given).resolve()
     except UserError as error:
         raise UserError(
-            f"{error}. Of a recipe, name the run's directory, on a disk that all machines share, with --run-dir DIR"
+            f"{error}. For a recipe, add --run-dir DIR, a directory on a disk that all machines share"
         ) from None
 
 
@@ -163,7 +163,7 @@ def _train_first(run: RunDir, ranks: Ranks, context_parallel: int) -> None:
             said = _outcome(run.path, result)
             summary, last_losses, warnings = observer.conclude(_as_result(result), said)
         except StopRequested:
-            observer.tell("stopped before the first step; the same command goes on")
+            observer.tell("stopped before the first step; the same command continues the run")
             observer.close("stopped")
             return
         except BaseException as error:
@@ -193,12 +193,12 @@ def _run_other(recipe: Recipe, path: Path, ranks: Ranks, context_parallel: int) 
 def _outcome(path: Path, result: ClusterResult) -> str:
     if result.folder is None:
         if result.stopped:
-            return f"stopped after step {result.step:,}; the same command goes on"
-        return f"finished after step {result.step:,}; nothing was left to do"
+            return f"stopped after step {result.step:,}; the same command continues the run"
+        return f"finished after step {result.step:,}; nothing left to do"
     back = shell("penstock", "import-dcp", short_path(result.folder), "--run-dir", "DIR")
     if result.stopped:
-        return f"stopped after step {result.step:,}; the same command goes on, or on one machine: {back}"
-    return f"finished after step {result.step:,}; to export it, or to go on, on one machine: {back}"
+        return f"stopped after step {result.step:,}; the same command continues it, or on one machine: {back}"
+    return f"finished after step {result.step:,}; to export it, or to continue on one machine: {back}"
 
 
 def _as_result(result: ClusterResult) -> Any:
@@ -258,7 +258,7 @@ def import_dcp(given: Path, *, run_dir: Path | None, overrides: Sequence[str] = 
 def _newest(given: Path) -> Path:
     folders = dcp_folders(given)
     if not folders and (given / "recipe.json").is_file():
-        raise UserError(f"{given}: is a run without a DCP checkpoint; penstock resume goes on with it")
+        raise UserError(f"{given}: is a run without a DCP checkpoint; continue it with penstock resume")
     return folders[max(folders)] if folders else given
 
 

@@ -42,15 +42,19 @@ def cluster_rows(page: Page, forecast: dict[str, Any]) -> None:
     )
     if not found["fits"]:
         short = bytes_text(found["peak_bytes"] - found["budget_bytes"])
-        would = " or ".join(found["would_fit"]) or "no single change that was tried"
-        page.wrapped(f"too large by {short}; would fit: {would}", "text")
+        would = (
+            "would fit: " + " or ".join(found["would_fit"])
+            if found["would_fit"]
+            else "no single change was found that fits"
+        )
+        page.wrapped(f"too large by {short}; {would}", "text")
     page.wrapped(_bound(found), "dim")
 
 
 def _bound(found: dict[str, Any]) -> str:
     """What bounds a step: computing, or what crosses the slower link meanwhile."""
     layers = "compiled layers" if found["compiled"] else "eager layers"
-    words = [f"bound by {found['bound_by']}: computing takes {seconds_text(found['compute_s'])} a step ({layers})"]
+    words = [f"bound by {found['bound_by']}: compute takes {seconds_text(found['compute_s'])} a step ({layers})"]
     if found["nvlink_s"] or found["network_s"]:
         words.append("all-gather and reduce-scatter meanwhile")
     if found["nvlink_s"]:

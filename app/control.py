@@ -38,9 +38,9 @@ def pause_or_stop(run_path: Path, want: Literal["pause", "stop"]) -> str:
     is_paused = read_status(run_path).get("state") == "paused"  # before: a quick run has paused when this was written
     ask(run_path, want)
     if is_paused:
-        return "it is paused already" if want == "pause" else "it stops; its last step is committed"
+        return "already paused" if want == "pause" else "stops; its last step is committed"
     done = "pauses" if want == "pause" else "stops"
-    return f"it {done} once the step under way is done and committed"
+    return f"{done} once its current step is committed"
 
 
 def go_on(run_path: Path) -> bool:
@@ -52,7 +52,7 @@ def go_on(run_path: Path) -> bool:
         return False
     status = read_status(run_path)
     if status.get("state") != "paused" and wanted(run_path) != "pause":
-        raise UserError(f"{run_path}: in use by process {status.get('pid')}; it is running already")
+        raise UserError(f"{run_path}: in use by process {status.get('pid')}; it is already running")
     ask(run_path, "run")
     return True
 
@@ -63,4 +63,4 @@ def forget(run_path: Path) -> None:
     try:
         remove_own(file)
     except OSError as error:
-        raise disk_error(error, file, "removing what was asked of the process before") from None
+        raise disk_error(error, file, "removing a request to the previous process") from None

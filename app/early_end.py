@@ -31,6 +31,5 @@ def nothing_left(path: Path, step: int, patience: int | None) -> str | None:
     if ended is None or patience is None or ended.validations < patience:
         return None
     return (
-        f"{path}: {ended.words(step)}; there is nothing to resume, unless train.early_stopping_patience={patience} is "
-        "raised, or none"
+        f"{path}: {ended.words(step)}; to continue it, raise train.early_stopping_patience={patience} or set it to none"
     )

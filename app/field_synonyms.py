@@ -15,40 +15,40 @@ class Synonym(NamedTuple):
     """What is different about it."""
 
 
-_ROWS = Synonym("train.micro_batch_size", "counts sequences; train.global_batch_size those of a whole step")
+_ROWS = Synonym(
+    "train.micro_batch_size", "sequences processed together; train.global_batch_size counts those of a whole step"
+)
 _GLOBAL = Synonym("train.global_batch_size", "sequences of an optimizer step, all micro-batches together")
 _EPOCHS = Synonym("train.steps", "counts optimizer steps, not epochs: documents x epochs / sequences a step")
-_ACCUMULATION = Synonym(
-    "train.global_batch_size", "what accumulates to one step: train.micro_batch_size times the accumulation steps"
-)
+_ACCUMULATION = Synonym("train.global_batch_size", "train.micro_batch_size times the accumulation steps")
 _CONTEXT = Synonym("data.sequence_length")
 _WARMUP_SHARE = Synonym("train.warmup_steps", "counts steps: the ratio times train.steps")
 _SAVE_EVERY = Synonym("storage.checkpoint_every")
 _MODEL = Synonym("model.path", "a folder, or hf://OWNER/NAME")
-_DATA = Synonym("data.path", "a file, a folder or hf://OWNER/NAME; data.source says in which format")
+_DATA = Synonym("data.path", "a file, a folder or hf://OWNER/NAME; data.source sets the format")
 _RECOMPUTE = Synonym("train.activation_checkpointing", "full, selective, none or auto, not true or false")
 _DTYPE = Synonym("train.compute_dtype", "bfloat16, float32 or auto; master weights are float32 in any case")
-_SCHEDULE = Synonym("train.lr_schedule", "cosine, linear, constant or wsd, which is warmup_stable_decay elsewhere")
-_DECAY = Synonym("train.decay_steps", "steps at the end of train.lr_schedule=wsd; what lies before them is stable")
-_GROUPS = Synonym("train.lr_groups", 'a factor on train.lr by pattern, as {"*embed_tokens*": 0.1}')
-_FROZEN = Synonym("train.freeze", 'patterns of parameter names, as ["*embed_tokens*"]')
+_SCHEDULE = Synonym("train.lr_schedule", "cosine, linear, constant or wsd (warmup_stable_decay)")
+_DECAY = Synonym("train.decay_steps", "steps at the end of train.lr_schedule=wsd; before them the rate is constant")
+_GROUPS = Synonym("train.lr_groups", 'factors on train.lr by pattern, such as {"*embed_tokens*": 0.1}')
+_FROZEN = Synonym("train.freeze", 'patterns of parameter names, such as ["*embed_tokens*"]')
 _PATIENCE = Synonym("train.early_stopping_patience", "counts validations, not steps")
 _RANK = Synonym("adapter.rank")
 _ADAPTER = Synonym("adapter.method", "lora, dora, rslora or none")
-_TARGETS = Synonym("adapter.targets", 'ends of module names, as ["q_proj", "v_proj"], or all-linear')
-_TRACKERS = Synonym("trackers", 'a list, as ["wandb"]')
+_TARGETS = Synonym("adapter.targets", 'ends of module names, such as ["q_proj", "v_proj"], or all-linear')
+_TRACKERS = Synonym("trackers", 'a list, such as ["wandb"]')
 _TRAINED = Synonym("data.trained_tokens", "assistant, last or all")
 _PACKING = Synonym("data.packing", "wrap, best_fit or none; attention never crosses a document's end")
-_TEMPLATE = Synonym("data.chat_template", "a Jinja file; none takes the tokenizer's own template")
-_ORDER = Synonym("data.order", "shuffled or kept; data.seed says how it is shuffled")
-_MIXTURE = Synonym("data.mixture", 'a list of objects, as {"path": "more.jsonl", "weight": 0.5}')
-_COLUMNS = Synonym("data.columns", 'names in the file by names of the format, as {"messages": "chat"}')
+_TEMPLATE = Synonym("data.chat_template", "a Jinja file; none uses the tokenizer's own template")
+_ORDER = Synonym("data.order", "shuffled or kept; data.seed sets the shuffling")
+_MIXTURE = Synonym("data.mixture", 'a list of objects, such as {"path": "more.jsonl", "weight": 0.5}')
+_COLUMNS = Synonym("data.columns", 'your column names by those of the format, such as {"messages": "chat"}')
 _LONG = Synonym("data.long_documents", "split, cut or drop")
-_PUSH = Synonym("after.push", "OWNER/NAME; none pushes nothing")
+_PUSH = Synonym("after.push", "OWNER/NAME; none uploads nothing")
 _NO_LENGTHS = Synonym("", "padding costs nothing, so rows are not sorted by length; data.packing fills them")
-_NO_NEFTUNE = Synonym("", "NEFTune is not there: no noise is added to embeddings")
-_NO_QUANTISATION = Synonym("", "weights are never quantised: a base that is not trained stays in train.compute_dtype")
-_NO_CLUSTER = Synonym("", "a run uses one GPU of one machine")
+_NO_NEFTUNE = Synonym("", "NEFTune is not supported: no noise is added to embeddings")
+_NO_QUANTISATION = Synonym("", "quantisation is not supported: a frozen base stays in train.compute_dtype")
+_NO_CLUSTER = Synonym("", "a run uses one GPU of one machine; `penstock cluster` uses several")
 
 SYNONYMS: dict[str, Synonym] = {
     **dict.fromkeys(("learning_rate", "max_lr", "base_lr", "peak_lr"), Synonym("train.lr")),
@@ -86,7 +86,7 @@ SYNONYMS: dict[str, Synonym] = {
     **dict.fromkeys(("gradient_checkpointing", "use_gradient_checkpointing"), _RECOMPUTE),
     **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype", "precision", "mixed_precision"), _DTYPE),
     **dict.fromkeys(("torch_compile", "compile_model"), Synonym("train.compile")),
-    **dict.fromkeys(("random_seed", "data_seed"), Synonym("train.seed", "data.seed orders the documents")),
+    **dict.fromkeys(("random_seed", "data_seed"), Synonym("train.seed", "data.seed sets the order of the documents")),
     **dict.fromkeys(("eval_steps", "eval_interval", "eval_every"), Synonym("train.validate_every")),
     **dict.fromkeys(
         ("val_set_size", "validation_split", "eval_split", "test_size", "val_size"),
@@ -94,7 +94,7 @@ SYNONYMS: dict[str, Synonym] = {
     ),
     **dict.fromkeys(("save_steps", "save_interval", "save_every", "checkpoint_interval"), _SAVE_EVERY),
     **dict.fromkeys(("save_total_limit",), Synonym("storage.keep_last")),
-    **dict.fromkeys(("output_dir", "out_dir"), Synonym("", "--run-dir names the directory of the run")),
+    **dict.fromkeys(("output_dir", "out_dir"), Synonym("", "use --run-dir for the run directory")),
     **dict.fromkeys(("run_name",), Synonym("name")),
     **dict.fromkeys(("model_name_or_path", "model_name", "base_model", "pretrained_model_name_or_path"), _MODEL),
     **dict.fromkeys(("dataset", "datasets", "dataset_name", "train_file", "dataset_path", "data_path"), _DATA),
@@ -111,7 +111,7 @@ SYNONYMS: dict[str, Synonym] = {
     **dict.fromkeys(("truncation", "truncation_mode", "truncation_strategy", "excess_length_strategy"), _LONG),
     **dict.fromkeys(("add_bos_token", "add_bos"), Synonym("data.bos", "auto, on or off")),
     **dict.fromkeys(("additional_special_tokens", "new_special_tokens", "add_tokens"), Synonym("model.added_tokens")),
-    **dict.fromkeys(("max_shard_size", "export_size"), Synonym("after.export_shard", "a size, as 5GB")),
+    **dict.fromkeys(("max_shard_size", "export_size"), Synonym("after.export_shard", "a size such as 5GB")),
     **dict.fromkeys(("hub_model_id", "push_to_hub", "push_to_hub_model_id", "export_hub_model_id"), _PUSH),
     **dict.fromkeys(("tokenizer_name", "tokenizer_path", "tokenizer_name_or_path"), Synonym("data.tokenizer")),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), Synonym("model.num_layers")),

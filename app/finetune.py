@@ -115,7 +115,7 @@ def _opened(
     except TurnsError:
         if "data.trained_tokens" in given:
             raise
-    why = "the chat template renders earlier turns in another way than it asks for them"
+    why = "the chat template renders earlier turns differently from the turn to be answered"
     made = Default("data.trained_tokens", "last", why)
     recipe = _with(recipe, {made.key: made.value})
     return recipe, open_source(recipe, listener), [made]
@@ -187,11 +187,17 @@ def _prompt(source: Source, recipe: Recipe, given: Mapping[str, Any]) -> list[De
     if found is None:
         return []
     prompt, answer = found
-    where = "the first held out" if recipe.data.validation_documents else "the first of the data"
+    where = "from the first validation document" if recipe.data.validation_documents else "from the first document"
     made = [Default("after.sample_prompt", prompt, where)]
     if "after.sample_tokens" not in given:
         tokens = min(SAMPLE_TOKENS[1], 2 * answer) if answer else SAMPLE_TOKENS[0]
-        made.append(Default("after.sample_tokens", tokens, "twice the answer in the data" if answer else "a few"))
+        made.append(
+            Default(
+                "after.sample_tokens",
+                tokens,
+                "twice the length of the answer in the data" if answer else "a short sample",
+            )
+        )
     return made
 
 
@@ -239,7 +245,7 @@ def write_recipe(proposal: Proposal, path: Path, words: Sequence[str], *, overwr
 def require_new(path: Path, *, overwrite: bool = False) -> None:
     """UserError for a name that no recipe has, or that is taken."""
     if path.suffix not in (".py", ".json"):
-        raise UserError(f"--out: {path}: a recipe's name ends in .py or .json")
+        raise UserError(f"--out: {path}: a recipe's name must end in .py or .json")
     if path.is_dir() or (os.path.lexists(path) and not overwrite):
         raise UserError(f"--out: {path} exists; choose another name, or remove it")
 
@@ -274,6 +280,6 @@ def _about(proposal: Proposal, path: Path, words: Sequence[str]) -> list[str]:
         "",
         f"Data   {lengths['documents']:,} documents ({recipe.data.source}), {lengths['tokens']:,} tokens, of which "
         f"{lengths['trained_tokens']:,} are trained",
-        f"Use    {shell('penstock', 'train', path.name)} trains it again; any field may be changed before",
+        f"Use    {shell('penstock', 'train', path.name)} trains it again; change any field first",
         f"Made   by {shell('penstock', *words)}",
     ]

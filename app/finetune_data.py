@@ -173,7 +173,7 @@ class Source:
         ]
         if templates:
             how = "its generation markers" if templates[0].has_markers else "rendering each turn's prefix"
-            words = [_TRAINED[data.trained_tokens], *([] if data.trained_tokens == "all" else [f"told by {how}"])]
+            words = [_TRAINED[data.trained_tokens], *([] if data.trained_tokens == "all" else [f"found by {how}"])]
             name = "the tokenizer's own" if data.chat_template is None else printable(data.chat_template)
             found.append(f"chat template: {name}; trained: {', '.join(words)}")
         return [*found, *dict.fromkeys(describe_specials(self.tokenizer, part) for part in data.parts)]
@@ -182,11 +182,11 @@ class Source:
         """What may not be as the user thinks."""
         found = []
         if skipped := self.corpus.info.skipped_rows:
-            found.append(f"{skipped:,} {'row is' if skipped == 1 else 'rows are'} bad and left out (data.bad_rows)")
+            found.append(f"{skipped:,} bad {'row is' if skipped == 1 else 'rows are'} skipped (data.bad_rows)")
         found += self.corpus.notes
         if lost := self._lost(recipe.data):
             found.append(
-                f"{lost:,} of the documents that are cut have nothing to train left; raise data.sequence_length"
+                f"{lost:,} of the documents that are cut have no trained tokens left; raise data.sequence_length"
             )
         return found
 
@@ -195,8 +195,8 @@ class Source:
         data = recipe.data
         if data.long_documents == "cut" and self._lost(data) == len(self):
             raise UserError(
-                f"data.sequence_length: every document is cut to {data.sequence_length:,} tokens, before its first one "
-                f"that is trained; raise it (the longest has {int(self.lengths.max()):,})"
+                f"data.sequence_length: every document is cut to {data.sequence_length:,} tokens, before its first "
+                f"trained token; raise it (the longest has {int(self.lengths.max()):,})"
             )
 
     def _lost(self, data: DataConfig) -> int:
@@ -217,7 +217,7 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
     from penstock.app.launch import require_data, require_inputs
 
     if recipe.data.source == "random":
-        raise UserError("data.source: random has no text to look at; name a recipe with data")
+        raise UserError("data.source: random has no text to show; give a recipe with data")
     recipe = fetched(recipe, weights=with_model)
     (require_inputs if with_model else require_data)(recipe)
     checklist = Checklist(listener)

@@ -97,7 +97,7 @@ class _Made:
     def set(self, key: str, value: Any, why: str) -> Any:
         """The value of a field: the given one, or `value`."""
         if key in self.given:
-            value, why = self.given[key], "as you said"
+            value, why = self.given[key], "set by you"
         self.found[key] = Default(key, value, why)
         return value
 
@@ -110,16 +110,16 @@ def _data(made: _Made, found: Found) -> None:
     row, why = row_length(found.lengths, found.context, text=found.text, packed=not found.recurrent)
     made.set("data.sequence_length", row, why)
     if found.recurrent:
-        made.set("data.packing", "none", "one a row: the model carries a state from token to token")
+        made.set("data.packing", "none", "one document per row, as the model carries a state from token to token")
     else:
-        made.set("data.packing", "best_fit", "whole, so placed that little stays empty")
+        made.set("data.packing", "best_fit", "whole documents, arranged to leave little space empty")
     if found.text:
-        made.set("data.long_documents", "split", "what is longer goes on as a document of its own")
+        made.set("data.long_documents", "split", "longer documents are split into several")
     else:
-        made.set("data.long_documents", "cut", "what is longer than a row loses its end")
+        made.set("data.long_documents", "cut", "documents longer than a row lose their end")
     held = held_out(count)
     if held is None:
-        why = f"{count:,} documents are too few for that"
+        why = f"{count:,} documents are too few to hold any out"
     else:
         why = f"{held / count:.1%} of {count:,}, held out of training"
     made.set("data.validation_documents", held, why)
@@ -132,7 +132,7 @@ def _steps(made: _Made, found: Found, epochs: float | None) -> None:
     batch = _power_below(max(1, min(wanted // row, rows // LEAST_STEPS)))
     step = f"{batch * row:,} tokens a step"
     short = batch * 2 * row <= wanted and rows // LEAST_STEPS < batch * 2
-    made.set("train.global_batch_size", batch, f"{step}, for steps enough" if short else step)
+    made.set("train.global_batch_size", batch, f"{step}, to have enough steps" if short else step)
     batch = made.value("train.global_batch_size")
     tokens = int(found.lengths.sum())
     if epochs is None:
@@ -149,24 +149,26 @@ def _optimizer(made: _Made, found: Found) -> None:
     rate = next(rate for most, rate in LEARNING_RATES if found.num_params < most)
     size = params_text(found.num_params)
     if made.given.get("adapter.method", "none") == "none":
-        made.set("train.lr", rate, f"usual for {size} parameters, all of them trained")
+        made.set("train.lr", rate, f"usual for {size} parameters, all trained")
     else:
         rate = float(f"{rate * ADAPTER_RATE:g}")
-        made.set("train.lr", rate, f"an adapter beside {size} parameters: {ADAPTER_RATE} times what they would take")
+        made.set(
+            "train.lr", rate, f"an adapter on {size} parameters: {ADAPTER_RATE} times the rate for training them all"
+        )
     made.set("train.warmup_steps", min(steps - 1, math.ceil(WARMUP * steps)), f"{WARMUP:.0%} of the steps")
-    made.set("train.lr_schedule", "cosine", "down to a tenth at the end")
-    made.set("train.weight_decay", 0.01, "little, for a short training")
-    made.set("train.clip_norm", 1.0, "an odd batch does no harm")
-    made.set("train.compute_dtype", "auto", "bfloat16 over float32 master weights")
+    made.set("train.lr_schedule", "cosine", "decays to a tenth at the end")
+    made.set("train.weight_decay", 0.01, "low, as the training is short")
+    made.set("train.clip_norm", 1.0, "limits the effect of an unusual batch")
+    made.set("train.compute_dtype", "auto", "bfloat16 with float32 master weights")
 
 
 def _looks(made: _Made) -> None:
     """When it is looked at, committed and exported."""
     steps, held = made.value("train.steps"), made.value("data.validation_documents")
     if held is not None:
-        made.set("train.validate_every", max(1, math.ceil(steps / 8)), "eight looks at what was held out")
-    made.set("storage.checkpoint_every", min(50, max(1, math.ceil(steps / 5))), "what a crash may cost")
-    made.set("after.export", True, "a Hugging Face folder in the end")
+        made.set("train.validate_every", max(1, math.ceil(steps / 8)), "eight validations in the run")
+    made.set("storage.checkpoint_every", min(50, max(1, math.ceil(steps / 5))), "most steps that a crash can cost")
+    made.set("after.export", True, "a Hugging Face folder at the end")
 
 
 def row_length(lengths: NDArray[np.int64], context: int | None, *, text: bool, packed: bool = True) -> tuple[int, str]:
@@ -179,10 +181,13 @@ def row_length(lengths: NDArray[np.int64], context: int | None, *, text: bool, p
     most = MOST_ROW["text" if text else "rows"]
     why = f"covers 99 % of the documents, up to {share:,} tokens" if outliers else f"covers the longest, {longest:,}"
     if row > most:
-        row, why = most, f"documents have up to {longest:,} tokens; more than {most:,} a row is yours to set"
+        row, why = most, f"documents have up to {longest:,} tokens; rows of more than {most:,} have to be set by you"
     tokens = int(lengths.sum())
     while packed and row < min(PACKED_ROW, PACKED_DOCUMENTS * usual) and tokens >= PACKED_ROWS * 2 * row:
-        row, why = row * 2, f"{max(1, row * 2 // max(1, usual)):,} usual documents of {usual:,} tokens packed into one"
+        row, why = (
+            row * 2,
+            f"{max(1, row * 2 // max(1, usual)):,} typical documents of {usual:,} tokens packed into each row",
+        )
     if context is not None and row > context:
         row, why = context, f"the model's own context; the longest document has {longest:,}"
     return row, why

@@ -214,13 +214,13 @@ def shortened(pieces: Sequence[Piece], most: int, ellipsis: str) -> list[Piece]:
 
 def chosen_rows(page: Page, chosen: Sequence[Mapping[str, Any]]) -> None:
     """Every field that is not a default, and why."""
-    page.head("chosen", "any of it can be set")
+    page.head("chosen", "all of it can be changed")
     wide = max(len(item["key"]) for item in chosen)
     room = max(10, page.width - wide - _VALUE - 6)
     for item in chosen:
         value = "none" if item["value"] is None else item["value"]
         text = value if isinstance(value, str) else json.dumps(value)
-        token = "good bold" if item["why"] == "as you said" else "accent"
+        token = "good bold" if item["why"] == "set by you" else "accent"
         row: Row = [(f"  {item['key']:<{wide}}  ", "text")]
         why = textwrap.wrap(item["why"], room)
         if len(text) > _VALUE:

@@ -98,7 +98,7 @@ def ask(
     from penstock.engine.machine.presets import find_machine
 
     if tokens is not None and data is not None:
-        raise UserError("--tokens and --data: both say how many tokens there are; give one of them")
+        raise UserError("--tokens and --data: both set the number of tokens; give only one")
     lengths = CONTEXTS if contexts is None else context_sizes(contexts, "--contexts")
     number = TOKENS if tokens is None else parse_count(tokens, "--tokens", _DECIMAL, MOST_STEPS)
     source = ""
@@ -119,7 +119,7 @@ def context_sizes(text: str, option: str) -> tuple[int, ...]:
     """Contexts such as 8k,64k, ascending, each of at least 2 tokens. Raises UserError naming the option."""
     found = {parse_count(one, option, _BINARY, MOST_TOKENS): one for one in text.split(",")}
     if (least := min(found)) < 2:
-        raise UserError(f"{option} {found[least]}: a context has at least 2 tokens")
+        raise UserError(f"{option} {found[least]}: a context needs at least 2 tokens")
     return tuple(sorted(found))
 
 
@@ -146,7 +146,7 @@ def count_tokens(path: Path) -> tuple[int, str]:
     share = _text_share(head, str(path)) if path.suffix == ".jsonl" else 1.0
     tokens = round(size * share / TEXT_BYTES_PER_TOKEN)
     if tokens < 1:
-        raise UserError(f"--data {path}: no text in it")
+        raise UserError(f"--data {path}: contains no text")
     what = "text fields" if path.suffix == ".jsonl" else "text"
     return tokens, f"{path.name}, estimated at {TEXT_BYTES_PER_TOKEN} bytes of its {what} a token"
 
@@ -164,7 +164,7 @@ def _text_share(head: bytes, where: str) -> float:
             found = json.loads(line)["text"] if line.strip() else ""
             text += len(found.encode())
         except (ValueError, TypeError, KeyError, AttributeError):
-            raise UserError(f'--data {where}: line {number} is no JSON object with a "text"') from None
+            raise UserError(f'--data {where}: line {number} is not a JSON object with a "text"') from None
     return text / max(1, sum(map(len, lines)))
 
 

@@ -118,17 +118,17 @@ def head_lines(question: Mapping[str, Any]) -> list[str]:
     batch, sizes = question["step_tokens"], question["budgets"]
     memory = f"{bytes_text(sizes['gpu'])} of GPU memory and {bytes_text(sizes['ram'])} of RAM"
     return [
-        f"What {name}{title} can train, every parameter, on {count_text(tokens)} tokens{from_file}",
+        f"What {name}{title} can train (all parameters) on {count_text(tokens)} tokens{from_file}",
         f"planned, with nothing else running, within {memory}; rates: {machine['source']}",
-        f"a step is {batch:,} tokens in sequences of the context, or one sequence where that is longer",
+        f"a step is {batch:,} tokens in sequences of the context length, or one sequence if that is longer",
     ]
 
 
 def notes(question: Mapping[str, Any], cells: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """What the figures mean, of those that are there."""
     found = list(cells)
-    yield "takes: tokens over tokens/s. writes: to all drives together" + (
-        ", and of the endurance that their maker warrants"
+    yield "takes: tokens divided by tokens/s. writes: to all drives together" + (
+        ", and the share of their rated endurance"
         if any(cell.get("endurance_share") is not None for cell in found)
         else "; their endurance is not known"
     )
@@ -136,12 +136,12 @@ def notes(question: Mapping[str, Any], cells: Iterable[Mapping[str, Any]]) -> It
     if power is None:
         yield "kWh: n/a, as the power limit of the GPU's board is not known"
     else:
-        yield f"kWh: at most, of the GPU's board alone, at its power limit of {power:,.0f} W all of the time"
+        yield f"kWh: at most; only the GPU's board, at its power limit of {power:,.0f} W all the time"
     models = list(dict.fromkeys(cell["model"] for cell in found if cell["gradient_dtype"] == "bfloat16"))
     if models:
-        yield f"gradients wait in bfloat16, as in the recipes of such models: {', '.join(models)}"
+        yield f"gradients are stored in bfloat16, as in the recipes of these models: {', '.join(models)}"
     if any(cell["stretched"] for cell in found):
-        yield "context*: beyond the model's own positions, to which YaRN stretches them"
+        yield "context*: longer than the model's own context, extended by YaRN"
     if question["machine"]["source"].startswith("assumed"):
         yield "assumed rates; `penstock probe` measures them in a minute"
 

@@ -33,8 +33,9 @@ def haystack_line(folder: Path, length: int, seed: int, base: str | None = None)
     name, answer = words[asked[-1] - 1], said[-1]
     place = words.index(name)
     around = " ".join(words[max(0, place - _AROUND) : place + 2 + _AROUND])
-    verdict = "right" if answer == words[asked[-1]] else f"wrong, it is {words[asked[-1]]}"
+    verdict = "correct" if answer == words[asked[-1]] else f"wrong, the answer is {words[asked[-1]]}"
     return (
-        f"plain transformers, from the export, answer {right} of {len(asked)} questions about a haystack of {length:,} "
-        f"tokens; token {place:,} is in '{around}', and '{name}' behind the question is followed by {answer}: {verdict}"
+        f"plain transformers with the exported model answer {right} of {len(asked)} questions about a context of "
+        f"{length:,} tokens; '{around}' is at token {place:,}, and for '{name}' the model answers {answer}: "
+        f"{verdict}"
     )

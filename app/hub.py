@@ -110,7 +110,7 @@ def _folder(hub: HubName, kind: Kind, *, weights: bool = True, config_only: bool
     if offline_wanted():
         found = _cached(hub, kind, weights=weights, config_only=config_only)
         if found is None:
-            raise UserError(f"{hub}: HF_HUB_OFFLINE is set and it is not in {cache()}; {elsewhere(hub, kind)}")
+            raise UserError(f"{hub}: HF_HUB_OFFLINE is set, and it is not in {cache()}; {elsewhere(hub, kind)}")
         return found
     with online(), explaining(hub, kind):
         try:
@@ -119,7 +119,7 @@ def _folder(hub: HubName, kind: Kind, *, weights: bool = True, config_only: bool
             found = _cached(hub, kind, weights=weights, config_only=config_only) if is_unreachable(error) else None
             if found is None:
                 raise
-            say(f"{hub}: the hub cannot be reached; taking the copy in the cache, {found.name[:12]}")
+            say(f"{hub}: the hub cannot be reached; using the cached copy, {found.name[:12]}")
             return found
         return _fetch(hub, kind, files)
 
@@ -178,11 +178,11 @@ def _choose(
         chosen = [file for file in files if _is_data(file.name)]
         if not chosen and any(file.name.endswith(".py") for file in files):
             raise UserError(
-                f"{hub}: has only a loading script, which is never run; take the hub's own conversion of it, "
+                f"{hub}: has only a loading script, which is never run; use the hub's own conversion of it, "
                 f"hf://{hub.name}@refs/convert/parquet, or save it as Parquet or JSONL"
             )
         if not chosen:
-            raise UserError(f"{hub}: holds no data file (parquet, json, jsonl, csv, arrow, txt, md); name another")
+            raise UserError(f"{hub}: contains no data file (parquet, json, jsonl, csv, arrow, txt, md); give another")
         return commit, chosen
     top = [file for file in files if "/" not in file.name]
     if not any(file.name == "config.json" for file in top):

@@ -95,7 +95,7 @@ def explaining(hub: HubName, kind: Kind) -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         raise UserError(
-            f"{hub}: interrupted; files that are complete stay in the cache, and the same command goes on from there"
+            f"{hub}: interrupted; complete files stay in the cache, and the same command continues from there"
         ) from None
     except Exception as error:
         raise UserError(f"{hub}: {explain_hub(error, hub, kind)}") from error
@@ -112,7 +112,7 @@ def explain_hub(error: Exception, hub: HubName, kind: Kind, *, pushing: bool = F
         if isinstance(one, errors.RevisionNotFoundError):
             return f"has no revision '{hub.revision}'; look at {url} for its branches and tags"
         if isinstance(one, errors.RepositoryNotFoundError) and pushing:
-            return "the hub does not let you write there; log in with `hf auth login`, with a token that may"
+            return "you have no write access there; log in with `hf auth login` and a token that has it"
         if isinstance(one, errors.RepositoryNotFoundError):
             what = "model" if kind == "model" else "data set"
             return f"no such {what} is on the hub, or it is private; correct the name, or log in with `hf auth login`"
@@ -129,4 +129,4 @@ def explain_hub(error: Exception, hub: HubName, kind: Kind, *, pushing: bool = F
         return f"{one_line(error.strerror)} ({cache()}); free space there, or set HF_HOME to another folder"
     if pushing:
         return one_line(error, 300)
-    return f"{one_line(error, 300)}; files that are complete stay in the cache: run the same command again"
+    return f"{one_line(error, 300)}; complete files stay in the cache: run the same command again"

@@ -47,7 +47,9 @@ def parse_hub(text: str | Path) -> HubName:
     inner = _KINDS.sub("", _PREFIX.sub("", str(text), count=1), count=1)
     match = _NAME.fullmatch(inner)
     if match is None or ".." in inner:
-        raise UserError(f"{one_line(text)}: is no name on the hub; write hf://OWNER/NAME or hf://OWNER/NAME@REVISION")
+        raise UserError(
+            f"{one_line(text)}: is not a name on the hub; write hf://OWNER/NAME or hf://OWNER/NAME@REVISION"
+        )
     return HubName(match[1], match[2])
 
 

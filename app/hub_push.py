@@ -16,11 +16,11 @@ def require_push(name: str) -> HubName:
 
     hub = parse_hub(name)
     if hub.revision is not None:
-        raise UserError(f"--push {name}: goes to the main branch; leave out @{hub.revision}")
+        raise UserError(f"--push {name}: uploads to the main branch; leave out @{hub.revision}")
     if offline_wanted():
         raise UserError(f"--push {name}: HF_HUB_OFFLINE is set; unset it, or export without --push")
     if get_token() is None:
-        raise UserError(f"--push {name}: nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN")
+        raise UserError(f"--push {name}: you are not logged in to the hub; run `hf auth login`, or set HF_TOKEN")
     return hub
 
 
@@ -29,7 +29,7 @@ def push_folder(folder: Path, name: str) -> str:
     from huggingface_hub import HfApi
 
     hub = require_push(name)
-    again = f"{folder} is whole, push it with `{shell('hf', 'upload', hub.name, folder)}`"
+    again = f"{folder} is complete; upload it with `{shell('hf', 'upload', hub.name, folder)}`"
     with online(), quiet():
         try:
             api = HfApi()
@@ -44,4 +44,4 @@ def push_folder(folder: Path, name: str) -> str:
         except Exception as error:
             raise UserError(f"--push {name}: {explain_hub(error, hub, 'model', pushing=True)}; {again}") from error
     url = str(done.commit_url).partition("/commit/")[0]
-    return f"pushed to {url}" + ("" if existed else ", which is new and private: who may see it is set there")
+    return f"pushed to {url}" + ("" if existed else ", a new private repository; its visibility can be changed there")

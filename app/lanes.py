@@ -87,11 +87,13 @@ class LaneTimes:
         ends = self.ends
         if first - 1 not in ends or last not in ends or first > last:
             have = f"steps {min(ends) + 1} to {max(ends)}" if len(ends) > 1 else "no step after the first"
-            raise UserError(f"--steps {first}:{last}: the spans hold {have} whole; choose among these")
+            raise UserError(f"--steps {first}:{last}: the run's log has {have} in full; choose from these")
         start, end = ends[first - 1], ends[last]
         window = end - start
         if window <= 0:
-            raise UserError(f"--steps {first}:{last}: in the spans the last ends before the first; choose others")
+            raise UserError(
+                f"--steps {first}:{last}: in the run's log the last of them ends before the first; choose other steps"
+            )
         found, moved = {}, {}
         for lane, ops in self._lanes.items():
             began, ended, size = np.frombuffer(ops).reshape(-1, 3).T
@@ -148,7 +150,7 @@ def lanes_report(run_path: Path, steps: str | None, *, as_json: bool) -> str:
     if (warning := lines.warning()) is not None:
         print(f"warning: {warning}", file=sys.stderr)
     if len(times.ends) < 2:
-        raise UserError(f"{lines.path}: holds fewer than two steps; shares are counted from the end of the first one")
+        raise UserError(f"{lines.path}: has fewer than two steps; shares are counted from the end of the first one")
     end = max(times.ends)
     first, last = wanted or (min(max(min(times.ends), WARMUP_STEPS) + 1, end), end)
     shares = times.shares(first, last)

@@ -144,7 +144,7 @@ class RunObserver:
         self._display.message(text)
 
     def _on_first_signal(self) -> None:
-        self.tell("stopping once the step is committed; a second signal aborts at once")
+        self.tell("stopping after this step is committed; a second signal aborts at once")
 
     def _on_guest_signal(self, number: int) -> None:
         self._callbacks.signal = number
@@ -196,7 +196,7 @@ class RunObserver:
 
     def on_pause(self, paused: bool) -> None:
         self._log.set_state("paused" if paused else "running")
-        self.tell("paused; the step is committed" if paused else "going on")
+        self.tell("paused; the step is committed" if paused else "continuing")
 
 
 def from_scratch(recipe: Recipe) -> Recipe:
@@ -237,10 +237,12 @@ def require_weights(recipe: Recipe) -> None:
     folder = Path(recipe.model.path).expanduser()
     if any(folder.glob("*.safetensors")):
         return
-    reason = "is no folder" if folder.is_file() else "holds no *.safetensors" if folder.exists() else "does not exist"
+    reason = (
+        "is not a folder" if folder.is_file() else "contains no *.safetensors" if folder.exists() else "does not exist"
+    )
     raise UserError(
         f"model.path: {folder} {reason}; put the model's Hugging Face folder there, name another with "
-        "--set model.path=..., or add --from-scratch to begin with random weights"
+        "--set model.path=..., or add --from-scratch to start with random weights"
     )
 
 
@@ -257,13 +259,13 @@ def require_data(recipe: Recipe) -> None:
     if is_hub(data.path) or any(is_hub(part.get("path")) for part in data.mixture):
         return
     if data.lacks_path:
-        reason = f"the recipe names no text for data.source={data.source}"
+        reason = f"the recipe names no data for data.source={data.source}"
     elif data.source in ("text", "jsonl") and not Path(str(data.path)).expanduser().exists():
         reason = f"{data.path} does not exist"
     else:
         return require_readable(data)
     raise UserError(
-        f"data.path: {reason}; name your text with --set data.path=..., or train on random tokens, for a speed trial, "
+        f"data.path: {reason}; name your data with --set data.path=..., or train on random tokens, for a speed test, "
         "with --set data.source=random"
     )
 
@@ -315,11 +317,11 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None, gu
     with observer.signals:
         try:
             result = _train(recipe, run.path, observer, resume, checkpoint)
-            go_on = f"stopped after step {result.steps}; go on with: {shell('penstock', 'resume', run.path)}"
+            go_on = f"stopped after step {result.steps}; continue with: {shell('penstock', 'resume', run.path)}"
             said = go_on if result.stopped else f"finished after step {result.steps}"
             summary, last_losses, warnings = observer.conclude(result, said)
         except StopRequested:
-            observer.tell(f"stopped before the first step; go on with: {shell('penstock', 'resume', run.path)}")
+            observer.tell(f"stopped before the first step; continue with: {shell('penstock', 'resume', run.path)}")
             observer.close("stopped")
             return
         except KeyboardInterrupt:
@@ -330,7 +332,7 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None, gu
             log.message(failed.text(), "error")
             observer.close("failed", f"a callback raised {type(failed.error).__name__}: {failed.error}")
             step, way = committed_step(run.path) or 0, shell("penstock", "resume", run.path)
-            failed.error.add_note(f"the generation of step {step:,} is intact; go on with: {way}")
+            failed.error.add_note(f"the generation of step {step:,} is intact; continue with: {way}")
             raise failed.error from failed.error.__cause__
         except BaseException as error:
             observer.fail(error)
@@ -338,7 +340,7 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None, gu
         finally:
             display.close()
     if log.dropped_spans:
-        display.message(f"{log.dropped_spans:,} spans were dropped because the disk did not take them in time")
+        display.message(f"{log.dropped_spans:,} spans were dropped because the disk was too slow")
     for warning in warnings:
         display.message(f"warning: {warning}")
     for line in summary_lines(summary, last_losses, observer.wall_s):
@@ -354,13 +356,15 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None, gu
         if recipe.after.sample_prompt is not None:
             most = recipe.after.sample_tokens
             text = sample_text(folder, recipe.after.sample_prompt, most, recipe.model.path)
-            display.message(f"sample, at most {most} tokens by transformers behind the prompt: {text!r}")
+            display.message(f"sample, at most {most} tokens by transformers after the prompt: {text!r}")
         if recipe.data.source == "needles":
             from penstock.app.haystack import haystack_line
 
             display.message(haystack_line(folder, recipe.data.sequence_length, recipe.data.seed, recipe.model.path))
     look = shell("penstock", "watch", short_path(run.path))
-    display.message(f"look closer: {look}; all figures and messages: summary.json, metrics.jsonl and log.jsonl there")
+    display.message(
+        f"look closer with: {look}; all figures and messages are in its summary.json, metrics.jsonl and log.jsonl"
+    )
 
 
 def _require_newest(path: Path) -> None:
@@ -370,8 +374,8 @@ def _require_newest(path: Path) -> None:
     if newest > (committed_step(path) or 0):
         folder = folders[newest]
         raise UserError(
-            f"{path}: has gone on on several machines, up to step {newest:,}; make a run of that with "
-            f"`{shell('penstock', 'import-dcp', folder, '--run-dir', 'DIR')}` and resume it, or go on there with "
+            f"{path}: was continued on several machines, up to step {newest:,}; turn that into a run with "
+            f"`{shell('penstock', 'import-dcp', folder, '--run-dir', 'DIR')}` and resume it, or continue there with "
             "penstock cluster"
         )
 

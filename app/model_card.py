@@ -49,7 +49,7 @@ def card_text(folder: Path, run_path: Path, recipe: Recipe, exported: Exported) 
         "---",
         f"# {recipe.name}",
         "",
-        f"{_what(named, exported)}, begun from {began}.",
+        f"{_what(named, exported)}, started from {began}.",
         "",
         "| | |",
         "|---|---|",
@@ -122,7 +122,7 @@ def other_programs(folder: Path | str, adapter: dict[str, Any] | None = None) ->
     """How an exported folder comes to other programs, a line each; `adapter`: what `adapter_config` says of it."""
     if adapter is not None:
         if adapter["use_dora"]:
-            return ["for vLLM, llama.cpp and Ollama, which know no DoRA: export it with --merged"]
+            return ["for vLLM, llama.cpp and Ollama, which do not support DoRA: export it with --merged"]
         base = str(adapter["base_model_name_or_path"])
         option = "--base" if Path(base).is_dir() else "--base-model-id"
         lora = shell("vllm", "serve", base, "--enable-lora", "--lora-modules", f"{Path(folder).name}={folder}")

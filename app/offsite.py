@@ -120,10 +120,10 @@ def send(run_path: Path, name: str, to: str) -> str:
             )
     took_s, step = time.monotonic() - started, sent.entry.step
     if not sent.moved_bytes:
-        return f"checkpoint {name}: step {step:,} is at {place} already"
+        return f"checkpoint {name}: step {step:,} is already at {place}"
     return (
         f"checkpoint {name}: step {step:,}, {sent.moved_bytes:,} bytes in {took_s:.1f} s at {place}; "
-        f"go on from there: {shell('penstock', 'resume', f'{place}/{name}')}"
+        f"to continue from there: {shell('penstock', 'resume', f'{place}/{name}')}"
     )
 
 
@@ -135,7 +135,7 @@ def listed(place: Place) -> list[str]:
     with PlaceLink(place, "RUN") as link:
         index = read_index(link).index
         if index is None:
-            raise UserError(f"{place}: holds no state: penstock.json is not there; correct the name")
+            raise UserError(f"{place}: contains no state, as penstock.json is missing; check the name")
         return [
             f"{entry.name}  step {'unknown' if entry.step is None else f'{entry.step:,}'}, generation "
             f"{entry.generation}, {bytes_text(entry.bytes)}, {time.strftime('%Y-%m-%d %H:%M', _local(entry.time))}"
@@ -166,7 +166,7 @@ def fetch(
     with link, tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         for name in found.files:
             if name not in (RECIPE, *HISTORY, _CONSTANTS) and name.split("/")[0] not in ("data", INPUTS):
-                raise UserError(f"{found.place}: names '{one_line(name, 80)}', which is no file of a run")
+                raise UserError(f"{found.place}: names '{one_line(name, 80)}', which is not a file of a run")
         text = read_small(link, found, RECIPE, Path(scratch)).decode("utf-8", errors="replace")
         recipe = from_run_json(text, f"{found.place}/{found.folder}/{RECIPE}")
         recipe = change_run(recipe, overrides, Path.cwd())

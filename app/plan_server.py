@@ -114,7 +114,7 @@ class PlanServer:
             identity, status = self._child_id, self._reap()
             if status != 0:
                 how = f"signal {-status}" if status < 0 else f"exit code {status}"
-                self.send({"id": identity, "error": f"the planner's process ended ({how}); is memory short?"})
+                self.send({"id": identity, "error": f"the planner's process ended ({how}); perhaps memory is short"})
 
     def _end_child(self) -> None:
         if self._child is not None:

@@ -129,7 +129,7 @@ def _page(
         return
     _figures(page, forecast)
     if forecast.get("tiers"):
-        page.head("memory", "planned at most, of its budget" + _given(forecast))
+        page.head("memory", "planned peak, of the budget" + _given(forecast))
     for name, tier in (forecast.get("tiers") or {}).items():
         _tier(page, name, tier)
     _lanes(page, forecast)
@@ -330,7 +330,7 @@ def _refusal(page: Page, forecast: dict[str, Any], keys: bool, advising: bool) -
     if advising:
         page.line([(f"trying changes one by one{page.glyphs.ellipsis}", "dim")])
     elif not changes:
-        page.wrapped("no single change was found to fit", "dim")
+        page.wrapped("no single change was found that fits", "dim")
     for change in changes:
         if keys and change["set"] and change in fixes(forecast):
             page.line([(f"{fixes(forecast).index(change) + 1} ", "accent bold"), (change["text"], "text")])
@@ -507,7 +507,7 @@ def _end(page: Page, forecast: dict[str, Any]) -> None:
     run = forecast.get("run") or {}
     page.head("whole run", f"{forecast['steps']:,} steps in {duration_text(run.get('seconds'))}")
     if run.get("validations"):
-        page.wrapped(f"{run['validations']:,} validations of {seconds_text(run['validation_s'])} in it", "text")
+        page.wrapped(f"{run['validations']:,} validations of {seconds_text(run['validation_s'])} included", "text")
     if samples := run.get("samples"):
         page.wrapped(
             f"samples: {samples['prompts']:,} x {samples['tokens']:,} tokens every {samples['every']:,} steps, about "

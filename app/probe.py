@@ -66,7 +66,7 @@ def probe_machine(
     else:
         console = Console()
         console.print(machine_table(machine))
-        console.print(f"kept in {target}", soft_wrap=True, highlight=False)
+        console.print(f"saved to {target}", soft_wrap=True, highlight=False)
     return machine
 
 
@@ -81,7 +81,7 @@ def _plan_text(folders: Sequence[Path], written: int, seconds: float) -> str:
     each = "" if len(places) == 1 else "each of "
     return (
         f"measuring takes about {duration_text(seconds)} and writes up to {written / 1e9:.3g} GB to {each}"
-        f"{', '.join(places)}, in files without a name that are gone when it ends (--size writes less or more)"
+        f"{', '.join(places)}, in temporary files that are removed at the end (--size sets how much)"
     )
 
 

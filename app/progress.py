@@ -204,7 +204,7 @@ def plan_line(plan: dict[str, Any]) -> str:
     recompute = chunks - plan["saved_graphs"]["chunks"]
     recomputed = f"{recompute:,} of {chunks:,} layer chunks recompute the layer in backward"
     if aside := plan.get("graphs_aside", {}).get("chunks"):
-        recomputed += f", graphs of {aside:,} leave the GPU until then"
+        recomputed += f", the graphs of {aside:,} are moved off the GPU until then"
     if (groups := plan.get("groups", 1)) > 1:
         recomputed = f"in each of {groups:,} groups of {plan['group_tokens']:,} tokens {recomputed}"
     return f"plan: {', '.join(parts)}; {traffic}; {recomputed}"
@@ -229,7 +229,7 @@ def summary_lines(summary: dict[str, Any], last_losses: Sequence[float], wall_s:
         parts.append("attention by " + ", ".join(f"{' and '.join(v)} {k}" for k, v in attention["chosen"].items() if v))
     if tiers := summary["tiers"].items():  # on several machines there are none
         parts.append(
-            "held at most: " + ", ".join(f"{name} {of_text(t['peak_bytes'], t['budget_bytes'])}" for name, t in tiers)
+            "peak memory: " + ", ".join(f"{name} {of_text(t['peak_bytes'], t['budget_bytes'])}" for name, t in tiers)
         )
     for drive in summary["drives"]:
         used = "" if drive["percentage_used"] is None else f", endurance used {drive['percentage_used']:.0f}%"

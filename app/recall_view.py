@@ -91,8 +91,8 @@ def _cell(right: int, asked: int, glyphs: Glyphs) -> tuple[str, str]:
 
 def recall_rows(first: RecallMap, last: RecallMap, glyphs: Glyphs) -> list[Row]:
     """The maps of two steps side by side, or one of the same step, below what they show."""
-    head = "answers in haystacks it has not seen, percent right by length, and by depth of what is asked; "
-    rows: list[Row] = [[(f"{head}guessing a digit gives {CHANCE:.0%}", "text")]]
+    head = "correct answers on unseen contexts, in percent, by context length and depth of the fact; "
+    rows: list[Row] = [[(f"{head}guessing gives {CHANCE:.0%}", "text")]]
     maps: Sequence[list[Row]] = [map_rows(found, glyphs) for found in dict.fromkeys((first, last))]
     for index in range(max(map(len, maps))):
         pieces = [one[index] if index < len(one) else [] for one in maps]

@@ -216,7 +216,7 @@ def _json_or_text(text: str, key: str) -> Any:
     except json.JSONDecodeError:
         return text
     except ValueError as error:
-        raise UserError(f"{key}: '{one_line(text, 80)}' is no value ({error})") from None
+        raise UserError(f"{key}: '{one_line(text, 80)}' is not a value ({error})") from None
 
 
 def change_run(recipe: Recipe, overrides: Sequence[str], folder: Path) -> Recipe:
@@ -227,7 +227,7 @@ def change_run(recipe: Recipe, overrides: Sequence[str], folder: Path) -> Recipe
     changed = resolve_paths(apply_overrides(recipe, overrides), folder)
     for section in ("name", "model", "data"):
         if getattr(changed, section) != getattr(recipe, section):
-            raise UserError(f"--set {section}: a run keeps its {section}; start a new run to change it")
+            raise UserError(f"--set {section}: cannot be changed in an existing run; start a new run instead")
     return changed
 
 
@@ -291,7 +291,7 @@ def _read_recipe(path: Path) -> str:
         return read_regular(real_path(path), most_bytes=_FILE_BYTES).decode("utf-8")
     except FileNotFoundError:
         raise UserError(
-            f"recipe {path}: no such file, nor a recipe of that name; shipped ones are {', '.join(shipped.names())}"
+            f"recipe {path}: no such file or shipped recipe; shipped recipes are {', '.join(shipped.names())}"
         ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"recipe {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
@@ -323,9 +323,9 @@ def _explain(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted while the recipe was built"
     if isinstance(error, SystemExit):
-        return "ends the process; let it only set a global named 'recipe'"
+        return "ends the process; it should only set a global named 'recipe'"
     if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] in _PARTS:
-        return "Penstock's names are imported from `penstock`, as in `from penstock import Recipe, TrainConfig`"
+        return "import Penstock's names from `penstock`, as in `from penstock import Recipe, TrainConfig`"
     try:
         said = one_line(error)
     except Exception:
@@ -336,6 +336,6 @@ def _explain(error: BaseException) -> str:
         cls, key = classes[match.group(1)], match.group(2)
         for item in RENAMED:
             if item.old.endswith(f".{key}"):
-                return f"{cls.__name__} has no field '{key}' any more: it is {item.new} now"
+                return f"{cls.__name__} has no field '{key}' any more; it is now {item.new}"
         return f"{cls.__name__} has no field '{key}'; {hint(key) or nearest(key, hints(cls))}"
     return f"{type(error).__name__}: {said}"

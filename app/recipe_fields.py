@@ -107,7 +107,7 @@ def parse(text: str, hint: Any, key: str) -> Any:
             return word in ("true", "yes", "on", "1")
         if member is int and re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", word):
             if len(word) > _MOST_DIGITS:
-                raise UserError(f"{key}: a number of {len(word)} digits is a slip of the pen")
+                raise UserError(f"{key}: a number of {len(word)} digits is too long")
             return int(word)
         if member is float:
             try:
@@ -161,7 +161,7 @@ def _require_text(text: str, key: str) -> None:
     except UnicodeEncodeError:
         raise UserError(f"{key}: {one_line(repr(text))} is not UTF-8 text; use another") from None
     if "\0" in text and tuple(key.split(".")) in PATHS:
-        raise UserError(f"{key}: {one_line(repr(text))} holds a zero byte, which no path does")
+        raise UserError(f"{key}: {one_line(repr(text))} contains a zero byte, which a path cannot")
 
 
 def _checked_json(value: dict[str, Any], key: str) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _checked_json(value: dict[str, Any], key: str) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{key}: {one_line(error)}; use texts, numbers, true/false, lists and objects only") from None
     if copy != value:
-        raise UserError(f"{key}: {one_line(value)} does not survive JSON; use text keys and lists instead of tuples")
+        raise UserError(f"{key}: {one_line(value)} cannot be stored as JSON; use text keys and lists instead of tuples")
     return typing.cast(dict[str, Any], copy)
 
 
@@ -206,7 +206,7 @@ def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is list:
         inner = typing.get_origin(typing.get_args(hint)[0])
         return "a list of JSON objects" if inner is dict else 'a list of texts such as ["a", "b"]'
-    return {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[hint]
+    return {str: "text", int: "a whole number", float: "a number", bool: "true or false"}[hint]
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

@@ -164,9 +164,9 @@ class JsonLines:
             return None
         many = f"{self.damaged:,} damaged lines are" if self.damaged > 1 else "a damaged line is"
         if self._extent is not None:
-            return f"{self.path}: {many} left out"
+            return f"{self.path}: {many} skipped"
         first = "the first is " if self.damaged > 1 else ""
-        return f"{self.path}: {many} left out; {first}line {self._first_damaged:,}"
+        return f"{self.path}: {many} skipped; {first}line {self._first_damaged:,}"
 
 
 def read_tail(path: Path, tail_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
@@ -246,5 +246,5 @@ def remove_own(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISREG(mode):
-        refuse(path, "no regular file, so none of ours")
+        refuse(path, "not a regular file")
     path.unlink(missing_ok=True)

@@ -194,9 +194,9 @@ def require_own(run_path: Path) -> None:
             continue
         kind, fine = ("folder", stat.S_ISDIR(mode)) if name in OWN_FOLDERS else ("file", stat.S_ISREG(mode))
         if not fine:
-            what = "a link" if stat.S_ISLNK(mode) else f"no {kind}"
+            what = "a link" if stat.S_ISLNK(mode) else f"not a {kind}"
             raise UserError(
-                f"{path}: is {what}, where a run has a {kind} of its own; move it away. To keep a run's state on "
+                f"{path}: is {what}, but a run needs a {kind} of its own here; move it away. To keep a run's state on "
                 "another drive, name the drive in storage.nvme"
             )
 
@@ -253,8 +253,8 @@ class RunDir:
         try:
             if os.path.lexists(path / "metrics.jsonl"):
                 raise UserError(
-                    f"run directory {path}: already holds a run; go on with `{shell('penstock', 'resume', path)}`, "
-                    "or choose another --run-dir"
+                    f"run directory {path}: already contains a run; continue it with "
+                    f"`{shell('penstock', 'resume', path)}`, or choose another --run-dir"
                 )
             before = _Before.look(path, made, content)
             for name in ("spans.jsonl", "log.jsonl", "status.json", "control.json"):  # of the run that is replaced
@@ -358,7 +358,9 @@ def find_run(run: str, root: Path = Path("runs")) -> Path:
             if (path / "recipe.json").is_file():
                 return path
         except PermissionError:
-            raise UserError(f"{path}: this user may not look into it; work as the user whose run it is") from None
+            raise UserError(
+                f"{path}: you have no permission to read it; run the command as the user who owns the run"
+            ) from None
         except (OSError, ValueError):  # no name that a file can have
             continue
     names = [info.name for info in list_runs(root)]
@@ -440,18 +442,20 @@ def why_gone(path: Path, status: dict[str, Any]) -> str:
     started = number(status.get("started")) or 0.0
     for line in reversed(read_tail(path / "log.jsonl")):
         if line.get("level") == "error" and (number(line.get("time")) or 0.0) >= started:
-            return f"its last word, which its status lacks: {str(line.get('text')).strip()}"
-    go_on = f"go on with: {shell('penstock', 'resume', path)}"
+            return f"its last message was: {str(line.get('text')).strip()}"
+    go_on = f"continue with: {shell('penstock', 'resume', path)}"
     try:
         room = os.statvfs(path)
     except OSError as error:
-        return f"its process is gone, and its folder cannot be looked at: {error.strerror}"
+        return f"its process is gone, and its folder cannot be read: {error.strerror}"
     if room.f_bavail * room.f_frsize < _FULL_BYTES:
-        return f"its process is gone, and the disk is full: why it ended could not be written. Free space, then {go_on}"
+        return (
+            f"its process is gone, and the disk is full, so the reason could not be recorded. Free space, then {go_on}"
+        )
     heartbeat, booted = number(status.get("heartbeat")), time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     if heartbeat is not None and heartbeat < booted - _BOOT_SLACK_S:
-        return f"its process is gone since the machine was restarted; {go_on}"
-    return f"its process is gone without a word: killed, or out of memory (the kernel's log tells); {go_on}"
+        return f"its process ended when the machine was restarted; {go_on}"
+    return f"its process ended without a message: killed, or out of memory (see the kernel's log); {go_on}"
 
 
 def list_runs(root: Path = Path("runs")) -> list[RunInfo]:

@@ -87,7 +87,7 @@ def find_model(where: str | Path) -> tuple[Path, Path | None]:
         return path, None
     if path.is_dir() and not (path / "recipe.json").is_file():
         raise UserError(
-            f"{printable(path)}: no model: it is neither a run, which has a recipe.json, nor a Hugging Face folder, "
+            f"{printable(path)}: not a model: neither a run, which has a recipe.json, nor a Hugging Face folder, "
             "which has a config.json"
         )
     if on_hub(where) is not None and not path.exists():
@@ -99,7 +99,7 @@ def find_model(where: str | Path) -> tuple[Path, Path | None]:
 def _require_idle(run: Path) -> None:
     if is_live(run):
         raise UserError(
-            f"{run}: is running; keep a checkpoint of it (`{shell('penstock', 'checkpoint', run, 'now')}`), then give "
+            f"{run}: is running; keep a checkpoint of it (`{shell('penstock', 'checkpoint', run, 'now')}`), then add "
             "--checkpoint now"
         )
 
@@ -191,11 +191,11 @@ def decoding_of(model: StreamedModel, tokens: int, temperature: float, top_p: fl
     from penstock.engine.generate.decode import Decoding
 
     if tokens < 1:
-        raise UserError(f"--tokens: {tokens}; at least one")
+        raise UserError(f"--tokens: {tokens} must be at least 1")
     if not 0 <= temperature <= 100:
-        raise UserError(f"--temperature: {temperature:g}; 0, for the likeliest token, to 100")
+        raise UserError(f"--temperature: {temperature:g} must be from 0 (the most likely token) to 100")
     if not 0 < top_p <= 1:
-        raise UserError(f"--top-p: {top_p:g}; above 0, and at most 1")
+        raise UserError(f"--top-p: {top_p:g} must be above 0, at most 1")
     return Decoding(new_tokens=tokens, temperature=temperature, top_p=top_p, seed=seed, stop_ids=model.stop_ids)
 
 

@@ -96,7 +96,7 @@ def write_trace(
     """
     spans_path = run_path / "spans.jsonl"
     if not os.path.lexists(spans_path):
-        raise UserError(f"{run_path}: has no spans.jsonl yet; its first step is not done")
+        raise UserError(f"{run_path}: has no spans.jsonl yet; its first step is not finished")
     lines, name = JsonLines(spans_path, extent), run_path.resolve().name
     spans, start_s = lines.spans(), None
     if steps is not None:
@@ -125,7 +125,7 @@ def _window(spans: Iterable[Span], steps: tuple[int, int], run_path: Path) -> tu
             end_s = span.end_s if span.step == last else end_s
             before_s = span.end_s
     if not 0.0 <= start_s < end_s:
-        raise UserError(f"{run_path}: its spans do not hold the end of step {last}; choose a step that is done")
+        raise UserError(f"{run_path}: its log does not contain the end of step {last}; choose a finished step")
     return start_s, end_s
 
 

@@ -149,7 +149,7 @@ def test_the_quickstart_finds_what_was_said_once(folder: Path) -> None:
     assert before["lengths"] == after["lengths"] == [512, 1024, 2048, 4096, 8192]
     assert max(shares[0]) < 0.3
     assert min(shares[1]) >= 0.9
-    assert int(re.findall(r"from the export, answer (\d+) of 16 questions", out)[0]) >= 14
+    assert int(re.findall(r"the exported model answer (\d+) of 16 questions", out)[0]) >= 14
     steps = [json.loads(line)["step"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, load_recipe("quickstart").train.steps + 1))
 
@@ -160,7 +160,7 @@ def test_without_its_model_and_text_a_recipe_says_what_helps(
 ) -> None:
     """Text that is not there is refused as weights are: in one line, with nothing written."""
     model = ("model.path", str(folder / "models"), "does not exist", "--from-scratch", "--set model.path=")
-    data = ("data.path: the recipe names no text", "--set data.path=", "speed trial", "--set data.source=random")
+    data = ("data.path: the recipe names no data", "--set data.path=", "speed test", "--set data.source=random")
     for options, parts in (([], (*model, *data)), (["--from-scratch"], data)):
         message = refusal(capsys, "train", str(path), *options)
         for part in parts:

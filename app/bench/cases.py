@@ -278,6 +278,6 @@ def cases_of(text: str) -> list[tuple[str, Case]]:
         elif name in GROUPS or name in by_case:
             named = [by_case[case] for case in GROUPS.get(name, (name,))]
         else:
-            raise UserError(f"--suite {name}: no such suite; choose among {', '.join([*GROUPS, *SUITES])}")
+            raise UserError(f"--suite {name}: no such suite; choose from {', '.join([*GROUPS, *SUITES])}")
         found += [each for each in named if each not in found]
     return found

@@ -54,7 +54,7 @@ def call(
     said = what and f"{what}: "
     text = "\n".join(lines[-_OUTPUT_LINES:])
     if code is None:
-        raise CallFailed(f"{said}not done after {limit_s:.0f} s, so it was ended", text, ended=True)
+        raise CallFailed(f"{said}not done after {limit_s:.0f} s, so it was stopped", text, ended=True)
     handed = [line.removeprefix(_ANSWER) for line in lines if line.startswith(_ANSWER)]
     answer = json.loads(handed[-1]) if handed else {}
     if "refusal" in answer:
@@ -93,7 +93,7 @@ def require_folders(*folders: Path | None) -> None:
     """UserError for the first that is named and not there."""
     for folder in folders:
         if folder is not None and not real_path(folder).is_dir():
-            raise UserError(f"{folder}: no such folder; make it first")
+            raise UserError(f"{folder}: no such folder; create it first")
 
 
 def require_matplotlib(what: str) -> None:

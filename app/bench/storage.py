@@ -181,7 +181,7 @@ def _parts_that_fit(folders: Sequence[Path], size_bytes: int, part_bytes: int) -
     if fitting == wanted:
         return wanted, None
     total = bytes_text(fitting * len(folders) * part_bytes)
-    return fitting, f"{where}: room is short, so {total} are moved per measurement"
+    return fitting, f"{where}: little space is free, so {total} are moved per measurement"
 
 
 def _readers(folders: Sequence[Path]) -> tuple[dict[str, Reader], dict[str, str]]:

@@ -84,7 +84,7 @@ class Asked:
     def __init__(self, model: Model, *, batch_tokens: int = SCORED_TOKENS, seed: int = 0) -> None:
         """Raises UserError where the model has no tokenizer."""
         if model.tokenizer is None:
-            raise UserError("the model has no tokenizer, and tasks are texts; put tokenizer files beside its weights")
+            raise UserError("the model has no tokenizer, which tasks need; put its tokenizer files next to the weights")
         self._model, self._seed = model, seed
         self.tokenizer: TextTokenizer = model.tokenizer
         self.template = model.template

@@ -82,7 +82,9 @@ def find_tasks(names: Sequence[str], include_path: Path | None, others: Sequence
     Raises UserError with the nearest names for one that there is not.
     """
     if include_path is not None and not include_path.is_dir():
-        raise UserError(f"--include-path {printable(include_path)}: no such folder; name one with tasks as .yaml files")
+        raise UserError(
+            f"--include-path {printable(include_path)}: no such folder; give a folder with tasks as .yaml files"
+        )
     manager = _manager(names, include_path)
     found: list[str] = []
     for name in names:
@@ -131,9 +133,7 @@ def ask_tasks(
         except (ValueError, TypeError, LookupError, AssertionError, AttributeError) as error:
             if model.asking or isinstance(error, UserError):
                 raise
-            raise UserError(
-                f"--tasks {printable(','.join(index.names))}: cannot be asked: {one_line(error)}"
-            ) from error
+            raise UserError(f"--tasks {printable(','.join(index.names))}: cannot be used: {one_line(error)}") from error
     return _results(results)
 
 
@@ -229,9 +229,9 @@ def _seeded() -> Iterator[None]:
 
 def _require_possible(name: str, task: Any) -> None:
     if getattr(task, "UNSAFE_CODE", False):
-        raise UserError(f"--tasks {printable(name)}: runs code that the model writes, which is not done here")
+        raise UserError(f"--tasks {printable(name)}: runs code that the model writes, which is not supported")
     if getattr(task, "MULTIMODAL", False):
-        raise UserError(f"--tasks {printable(name)}: asks about images or sound; only text is asked here")
+        raise UserError(f"--tasks {printable(name)}: needs images or sound; only text is supported")
 
 
 def _configure(task: Any, num_fewshot: int | None) -> None:

@@ -30,9 +30,11 @@ def make_questions(
     Raises UserError where a length is more than the model's context, or has no room for a question.
     """
     if asked.limit is not None and (longest := max(haystacks.lengths)) > asked.limit:
-        raise UserError(f"--lengths {longest:,}: the model's context has {asked.limit:,} tokens; ask for no more")
+        raise UserError(f"--lengths {longest:,}: exceeds the model's context of {asked.limit:,} tokens")
     if haystacks.new_tokens >= asked.context:
-        raise UserError(f"--answer-tokens {haystacks.new_tokens:,}: the context has {asked.context:,}; ask for fewer")
+        raise UserError(
+            f"--answer-tokens {haystacks.new_tokens:,}: leaves no room in a context of {asked.context:,}; give fewer"
+        )
 
     def prompt(question: Question) -> list[int]:
         if chat is None:

@@ -76,9 +76,9 @@ def evaluate(
 def _new_file(file: str | Path, option: str) -> Path:
     path = Path(file).expanduser()
     if path.is_dir():
-        raise UserError(f"{option} {printable(path)}: is a folder; name a file")
+        raise UserError(f"{option} {printable(path)}: is a folder; give a file")
     if not path.parent.is_dir():
-        raise UserError(f"{option} {printable(path)}: its folder does not exist; make it first")
+        raise UserError(f"{option} {printable(path)}: its folder does not exist; create it first")
     return path
 
 

@@ -60,10 +60,10 @@ class Told:
         share = self._done / self._total if self._total else 1.0
         eta = duration_text((now - self._began) * (1 - share) / share) if share else "n/a"
         detail = f"{self._done:,} of {self._total:,}  ETA {eta}"
-        self._watch.on_prepare(Preparing("asking", "progress", now - self._began, detail, share))
+        self._watch.on_prepare(Preparing("evaluating", "progress", now - self._began, detail, share))
         if not self._console.is_terminal and now - self._last >= _TELL_S:
             self._last = now
-            self.say(f"asked {detail}")
+            self.say(f"evaluated {detail}")
 
 
 def before_line(asked: Asked, requests: Requests) -> str:
@@ -74,17 +74,18 @@ def before_line(asked: Asked, requests: Requests) -> str:
         estimates.append(asked.estimate(requests.likelihoods, requests.likelihood_tokens, 0))
     if requests.texts:
         written = f"{requests.texts:,} texts of at most {requests.new_tokens:,} tokens"
-        what.append(f"{written} behind {requests.prompt_tokens:,}")
+        what.append(f"{written} after prompts of {requests.prompt_tokens:,} tokens")
         estimates.append(asked.estimate(requests.texts, requests.prompt_tokens, requests.new_tokens))
     if not estimates:
-        return "nothing to ask"
+        return "nothing to evaluate"
     seconds, (_, one) = sum(found for found, _ in estimates), estimates[-1]
     where = ", ".join(f"{bytes_text(size)} in {tier}" for tier, size in one.weights.items() if size)
-    guess = "; this machine was never probed, so that is a guess" if one.assumed else ""
+    guess = "(a guess until `penstock probe` has measured this machine)" if one.assumed else ""
     most = " at most" if requests.texts else ""
     return (
-        f"asking {' and '.join(what)}: about {seconds_text(seconds)}{most}, bound by {one.bound_by}{guess}; "
-        f"up to {asked.batch_tokens:,} tokens a pass, one about {seconds_text(one.first_s)}; weights: {where or 'n/a'}"
+        f"evaluating {' and '.join(what)}: about {seconds_text(seconds)}{most}, bound by {one.bound_by}{guess}; "
+        f"up to {asked.batch_tokens:,} tokens per pass, about {seconds_text(one.first_s)} each; "
+        f"weights: {where or 'n/a'}"
     )
 
 
@@ -94,7 +95,7 @@ def print_report(found: Mapping[str, Any], console: Console) -> None:
         console.print(_table(found))
     if (needles := found["needles"]) is not None:
         glyphs = ASCII if console.options.ascii_only else UNICODE
-        rows: list[Row] = [[("share of hidden numbers in the answers, by length, and by depth of each number", "text")]]
+        rows: list[Row] = [[("hidden numbers found, by context length and by depth of the number", "text")]]
         for one in maps(needles).values():
             rows += [[], *map_rows(one, glyphs)]
         print_rows(rows, console)

@@ -73,7 +73,7 @@ class Wanted:
 def require_possible(wanted: Wanted) -> None:
     """Raise UserError for options that mean nothing, before anything is loaded."""
     if not wanted.tasks:
-        raise UserError(f"--tasks: none is named; name some of the harness's, or {', '.join(needles.NAMES)}")
+        raise UserError(f"--tasks: no task given; name tasks of lm-evaluation-harness, or {', '.join(needles.NAMES)}")
     if wanted.filler not in FILLERS:
         raise UserError(f"--filler {printable(wanted.filler)}: write {' or '.join(FILLERS)}")
     for option, value, least in (
@@ -85,7 +85,7 @@ def require_possible(wanted: Wanted) -> None:
         ("--batch-tokens", wanted.batch_tokens, 1),
     ):
         if value is not None and value < least:
-            raise UserError(f"{option} {value}: at least {least} is wanted")
+            raise UserError(f"{option} {value}: must be at least {least}")
 
 
 def find_harness_tasks(wanted: Wanted) -> TaskNames | None:

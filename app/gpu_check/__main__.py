@@ -23,10 +23,14 @@ _CUDA = "import sys, torch; torch.cuda.is_available() or sys.exit(1); print(torc
 def main(arguments: list[str] | None = None) -> int:
     """Run the stages; 0 where nothing failed, and where there is no CUDA device."""
     parser = argparse.ArgumentParser(prog="python -m penstock.app.gpu_check", description=__doc__)
-    parser.add_argument("--results", type=Path, default=Path("gpu-check-results"), help="folder for all that is found")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for everything; default %(default)s")
-    parser.add_argument("--only", help="STAGE[,STAGE]: run these stages alone")
-    parser.add_argument("--resume", action="store_true", help="go on with the results: skip what they hold as done")
+    parser.add_argument("--results", type=Path, default=Path("gpu-check-results"), help="folder for the results")
+    parser.add_argument(
+        "--limit-s", type=float, default=LIMIT_S, help="time limit for everything, in seconds; default %(default)s"
+    )
+    parser.add_argument("--only", help="STAGE[,STAGE]: run only these stages")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue an earlier check: skip what its results already contain"
+    )
     parser.add_argument("--suites", default="gpu", help="NAME[,NAME]: what stage suites measures (bench step --list)")
     parser.add_argument("--scratch", type=Path, help="folder on the drive to use; default the current one")
     chosen = parser.parse_args(arguments)
@@ -45,12 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         scratch = (chosen.scratch or Path.cwd()).expanduser().resolve()
         if not scratch.is_dir():
-            raise UserError(f"--scratch {scratch}: no such folder; make it first")
+            raise UserError(f"--scratch {scratch}: no such folder; create it first")
         stages = all_stages(scratch, chosen.suites)
         names = [stage.name for stage in stages]
         wanted = names if chosen.only is None else [name.strip() for name in chosen.only.split(",")]
         if unknown := [name for name in wanted if name not in names]:
-            raise UserError(f"--only {unknown[0]}: no such stage; choose among {', '.join(names)}")
+            raise UserError(f"--only {unknown[0]}: no such stage; choose from {', '.join(names)}")
         head = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "gpu": cuda.stdout.strip().splitlines()[-1],
@@ -65,12 +69,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"gpu-check: {error}", file=sys.stderr)
         return BAD_INPUT
     except Ended as end:
-        say(f"gpu-check: ended by {end}; {results.folder} holds what was found")
+        say(f"gpu-check: ended by {end}; {results.folder} has what was found")
         return FAILED
     say(results.markdown())
     failed = results.failed()
     took_s = chosen.limit_s - check.left_s
-    say(f"gpu-check: {took_s:.0f} s; failed: {', '.join(failed) or 'nothing'}; all of it in {results.folder}")
+    say(f"gpu-check: {took_s:.0f} s; failed: {', '.join(failed) or 'nothing'}; results in {results.folder}")
     return FAILED if failed else 0
 
 

@@ -54,7 +54,7 @@ def run_telling(
         return {"status": "done"}
     last = log.read_text(errors="replace").strip()[-4000:]
     if code is None:
-        return {"status": "ended", "reason": f"not done after {limit_s:.0f} s, so it was ended", "output": last}
+        return {"status": "ended", "reason": f"not finished after {limit_s:.0f} s, so it was stopped", "output": last}
     words = [line for line in last.splitlines() if not line.startswith("[")]  # a library's note at exit: [name] ...
-    reason = words[-1] if words else "it said nothing"
+    reason = words[-1] if words else "no output"
     return {"status": "failed", "reason": f"exit {code}: {reason}", "output": last}

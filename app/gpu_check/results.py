@@ -42,9 +42,11 @@ class Results:
             earlier = json.loads(file.read_text())
             version, self.values["stages"] = earlier["version"], dict(earlier["stages"])
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{file}: is no gpu-check's; give another folder, or leave --resume out") from None
+            raise UserError(f"{file}: is not a gpu-check result; give another folder, or leave --resume out") from None
         if version != VERSION:
-            raise UserError(f"{file}: of another version of gpu-check; give another folder, or leave --resume out")
+            raise UserError(
+                f"{file}: written by another version of gpu-check; give another folder, or leave --resume out"
+            )
         for _, case in self._cases():
             if case["status"] == "running":
                 case |= {"status": "ended", "reason": "gpu-check itself was killed"}

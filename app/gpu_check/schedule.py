@@ -85,7 +85,7 @@ class Check:
     def _stage(self, stage: Stage, reserved_s: float) -> None:
         todo = [c for c in stage.cases if self.results.status(stage.name, c.name) not in KEPT]
         if there := len(stage.cases) - len(todo):
-            self.say(f"{stage.name}: {there} of {len(stage.cases)} cases are there already")
+            self.say(f"{stage.name}: {there} of {len(stage.cases)} cases are already done")
         if not todo:
             return
         end = self.clock() + min(stage.cap_s, self.left_s)

@@ -93,7 +93,7 @@ def choose(folder: Path) -> Smoke:
         gpu, ram = max(smoke.plain_bytes, parse_bytes(smoke.gpu, "gpu")), parse_bytes(smoke.ram, "ram")
         if gpu <= free.gpu and ram <= free.ram and 24 * smoke.shape.params <= disk:
             return smoke
-    raise UserError(f"no smoke fits {free.gpu:,} bytes of GPU, {free.ram:,} of RAM, {disk:,} of disk")
+    raise UserError(f"no smoke test fits {free.gpu:,} bytes of GPU, {free.ram:,} of RAM, {disk:,} of disk")
 
 
 def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "auto") -> Setup:

@@ -159,8 +159,8 @@ class _Attached:
             return
         self._warned = True
         self._tell(
-            f"tracker {self.name}: {self.problem}; it is tried again, the run goes on without it "
-            f"({self._run.name}/{FOLDER}/{self.name}.log has its own words)",
+            f"tracker {self.name}: {self.problem}; it will be tried again, and the run continues without it "
+            f"({self._run.name}/{FOLDER}/{self.name}.log has its own messages)",
             "warning",
         )
 
@@ -188,7 +188,7 @@ class Trackers:
         for tracker in self._all:
             tracker.thread.join(max(0.0, deadline - time.monotonic()))
             if tracker.thread.is_alive():
-                tracker.problem = tracker.problem or f"it did not take all of it within {FINISH_S:.0f} s"
+                tracker.problem = tracker.problem or f"it did not accept everything within {FINISH_S:.0f} s"
                 tracker.kill()
             if self._begun and not tracker.done:
                 self._tell_unsent(tracker)
@@ -196,8 +196,10 @@ class Trackers:
 
     def _tell_unsent(self, tracker: _Attached) -> None:
         again = shell("penstock", "track", self._run)
-        what = unsent(self._run, tracker.name) or "what it was sent last may not have arrived"
-        self._tell(f"tracker {tracker.name}: {what} ({tracker.problem}); nothing is lost, send it: {again}", "warning")
+        what = unsent(self._run, tracker.name) or "the last data may not have arrived"
+        self._tell(
+            f"tracker {tracker.name}: {what} ({tracker.problem}); nothing is lost, send it with: {again}", "warning"
+        )
 
 
 def unsent(run: Path, name: str) -> str | None:

@@ -115,7 +115,7 @@ class MLflow(Tracker):
         try:
             self._client.log_text(self._run, text, name)
         except Exception as error:
-            self.remarks.append(f"its artifact store does not take samples and summary ({one_line(error, 200)})")
+            self.remarks.append(f"its artifact store does not accept samples and summary ({one_line(error, 200)})")
 
     def close(self, end: End) -> None:
         if self.about.summary is not None:

@@ -80,7 +80,7 @@ class Trackio(Tracker):
         deadline = time.monotonic() + _DRAIN_S
         while getattr(self._run, "_queued_logs", None) or getattr(self._run, "_sending_batch", None):
             if time.monotonic() > deadline:
-                raise TrackerError(f"it has not written in {_DRAIN_S} s what it was handed")
+                raise TrackerError(f"it has not written in {_DRAIN_S} s what it was given")
             time.sleep(0.05)
 
     def close(self, end: End) -> None:

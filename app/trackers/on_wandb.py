@@ -67,7 +67,7 @@ class Wandb(Tracker):
         except wandb.errors.Error as error:
             if isinstance(error, wandb.errors.AuthenticationError) or _REFUSED.search(str(error)):
                 raise TrackerError("it refuses this login; log in with `wandb login`, or set WANDB_API_KEY") from error
-            raise TrackerError(f"its server does not answer as it should ({one_line(error, 160)})") from error
+            raise TrackerError(f"its server gave an unexpected answer ({one_line(error, 160)})") from error
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
         # wandb counts what it was sent; offline it does not know what it was sent before.

@@ -74,7 +74,7 @@ def _wandb() -> str | None:
     host = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL") or said.get("base_url") or _WANDB).hostname
     if host is not None and _in_netrc(host):
         return None
-    return "nobody is logged in; `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
+    return "you are not logged in; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
 
 
 def _wandb_settings() -> dict[str, str]:
@@ -104,17 +104,17 @@ def _trackio() -> str | None:
     if os.environ.get("TRACKIO_SPACE_ID"):
         from huggingface_hub import get_token
 
-        return None if get_token() else "nobody is logged in to the hub, for TRACKIO_SPACE_ID; `hf auth login`"
+        return None if get_token() else "TRACKIO_SPACE_ID needs a login to the hub; run `hf auth login`"
     server = os.environ.get("TRACKIO_SERVER_URL") or ""
     if server and "write_token=" not in server and not os.environ.get("TRACKIO_WRITE_TOKEN"):
-        return "TRACKIO_SERVER_URL wants a write token; set TRACKIO_WRITE_TOKEN"
+        return "TRACKIO_SERVER_URL needs a write token; set TRACKIO_WRITE_TOKEN"
     return None
 
 
 def _mlflow() -> str | None:
     if os.environ.get("MLFLOW_TRACKING_URI") or _can_be_imported("sqlalchemy"):
         return None
-    return "nobody says where to; set MLFLOW_TRACKING_URI to a server's address"
+    return "no server is set; set MLFLOW_TRACKING_URI to a server's address"
 
 
 _LOGINS: dict[str, Callable[[], str | None]] = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}

@@ -99,7 +99,7 @@ class Sender:
             lines = [line for line in lines if line.step < again]
         elif again is not None:
             self._feed.redone, again = None, None
-            self._remark("steps were done again; of them it keeps what it was sent first")
+            self._remark("some steps were repeated; it keeps what it was sent first")
         if lines and not self._open:
             self._begin(lines[0].step)
             return True

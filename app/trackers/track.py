@@ -23,10 +23,10 @@ def track(run: Path, names: Iterable[str]) -> Iterator[str]:
     """
     names = list(names)
     if not names:
-        raise UserError(f"{run}: its recipe names no trackers; name one with --to {'|'.join(TRACKERS)}")
+        raise UserError(f"{run}: its recipe names no trackers; choose one with --to {'|'.join(TRACKERS)}")
     for name in names:
         if name not in TRACKERS:
-            raise UserError(f"--to {one_line(name, 40)}: is no tracker; write {', '.join(TRACKERS)}")
+            raise UserError(f"--to {one_line(name, 40)}: is not a tracker; choose from {', '.join(TRACKERS)}")
     require_trackers(names)
     if read_last(run / "metrics.jsonl") is None:
         raise UserError(f"{run}: has no step yet, so there is nothing to send")
@@ -38,7 +38,7 @@ def track(run: Path, names: Iterable[str]) -> Iterator[str]:
         if problem:
             failed.append(f"{name}: {problem}")
     if failed:
-        raise UserError(f"{run}: not all was sent; {'; '.join(failed)}")
+        raise UserError(f"{run}: not everything was sent; {'; '.join(failed)}")
 
 
 def _send(run: Path, name: str) -> Generator[str, None, str]:

@@ -176,7 +176,7 @@ CASES = {
     "a split of what has none": Bad(
         {"source": "text", "path": "note.txt", "split": "train"}, ("data.split: ",), {"note.txt": "a b c"}
     ),
-    "no path": Bad({"source": "messages"}, ("data.path: the recipe names no text for data.source=messages",)),
+    "no path": Bad({"source": "messages"}, ("data.path: the recipe names no data for data.source=messages",)),
     "a path to nothing": Bad(TALKS | {"path": "none.jsonl"}, ("data.path: ", "none.jsonl does not exist")),
     "a folder of two kinds": Bad(
         {"source": "jsonl", "path": "both"},

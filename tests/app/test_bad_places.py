@@ -54,7 +54,7 @@ def test_a_run_that_one_may_not_look_into_is_not_said_to_be_missing(open_folder:
     run.chmod(0)
 
     def act() -> None:
-        with pytest.raises(UserError, match=rf"{run}: .*may not look into"):
+        with pytest.raises(UserError, match=rf"{run}: .*no permission to read it"):
             find_run(str(run))
 
     as_another(act)

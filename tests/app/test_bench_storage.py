@@ -141,7 +141,7 @@ def test_little_room_moves_less_and_says_so(
     _free(monkeypatch, 40 * CHUNK)  # two folders on one disk: 6 chunks each
     figures = bench.bench_storage(_folders(tmp_path, 2), size_bytes=64 * CHUNK, part_bytes=CHUNK, rounds=1)
     assert [case["moved_bytes"] for case in figures["cases"]] == [6 * CHUNK, 6 * CHUNK, 12 * CHUNK]
-    assert "room is short, so 12.0 MiB are moved per measurement" in capsys.readouterr().err
+    assert "little space is free, so 12.0 MiB are moved per measurement" in capsys.readouterr().err
 
 
 def test_too_little_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

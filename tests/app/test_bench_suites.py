@@ -40,7 +40,7 @@ def test_names_of_suites_and_groups() -> None:
     assert {suite for suite, _ in gpu} == {"short", "long", "short-24gb", "long-24gb", "tiers", "short-32b"}
     assert len(cases_of("gpu,short")) == len(gpu) == 8  # each once
     assert cases_of("long-8b") == [("long", SUITES["long"][1])]
-    with pytest.raises(UserError, match="--suite nope: no such suite; choose among gpu, short"):
+    with pytest.raises(UserError, match="--suite nope: no such suite; choose from gpu, short"):
         cases_of("short,nope")
     assert all(case_of(json.loads(json.dumps(asdict(case)))) == case for cases in SUITES.values() for case in cases)
 

@@ -231,7 +231,7 @@ def test_exports_and_checkpoints_asked_for_at_once_are_all_answered(cli: Cli) ->
         done(export)
     stop(process)  # it takes no request now
     (run / "requests" / "one.request").touch()
-    with pytest.raises(UserError, match="'one' is asked for already"):
+    with pytest.raises(UserError, match="'one' has already been requested"):
         make_checkpoint(run, "one")
     process.kill()
     process.communicate()

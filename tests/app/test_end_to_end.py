@@ -68,7 +68,7 @@ def test_a_run_leaves_every_figure(whole_run: tuple[Path, str]) -> None:
             "trained to step 30, ",
             f"mean {summary['mean_tokens_per_s']:,.0f} tokens/s, ",
             "exported to whole/export",
-            "sample, at most 8 tokens by transformers behind the prompt: 'def ",
+            "sample, at most 8 tokens by transformers after the prompt: 'def ",
             "look closer: penstock watch whole; ",
         ),
         strict=True,

@@ -128,11 +128,11 @@ def test_results_are_not_lost_where_they_cannot_be_kept(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tasks", "needles", "--lengths", "2048"], "--lengths 2,048: the model's context has 1,024 tokens"),
+        (["--tasks", "needles", "--lengths", "2048"], "--lengths 2,048: exceeds the model's context of 1,024 tokens"),
         (["--tasks", "needles", "--lengths", "200"], "--lengths 200: no room for what is hidden"),
         (["--tasks", "needles", "--lengths", "many"], "--lengths many: not a number"),
         (["--tasks", "needles", "--filler", "poems"], "--filler poems: write essay or noise"),
-        (["--tasks", ","], "--tasks: none is named"),
+        (["--tasks", ","], "--tasks: no task given"),
         (["--tasks", "needles", "--depths", "0"], "--depths 0: at least 1"),
         (["--tasks", "needles", "--out", "nowhere/found.json"], "its folder does not exist"),
         (["--tasks", "needles", "--gpu", "lots"], "--gpu: 'lots' is not a size"),

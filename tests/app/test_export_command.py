@@ -83,7 +83,7 @@ def test_options_and_what_is_said(run: Path, tmp_path: Path, capsys: pytest.Capt
         (["--dtype", "int8"], "--dtype int8: write bf16, fp16 or fp32"),
         (["--max-shard-size", "big"], "--max-shard-size: 'big' is not a size"),
         (["--push", "x"], "write hf://OWNER/NAME"),
-        (["--push", "me/model@v1"], "goes to the main branch"),
+        (["--push", "me/model@v1"], "uploads to the main branch"),
     ],
 )
 def test_options_that_mean_nothing(
@@ -119,13 +119,13 @@ def test_a_push_makes_a_private_repository_and_uploads_the_folder(
     run: Path, tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(run), str(tmp_path / "out"), "--push", "me/tuned"]) == 0
-    assert "which is new and private" in capsys.readouterr().out
+    assert "a new private repository" in capsys.readouterr().out
     pushed = hub.repos["models/me/tuned"]
     assert pushed.private
     assert pushed.files == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     hub.repos["models/me/tuned"].private = False
     assert main(["export", str(run), str(tmp_path / "again"), "--push", "hf://me/tuned", "--dtype", "fp32"]) == 0
-    assert "new and private" not in capsys.readouterr().out
+    assert "private" not in capsys.readouterr().out
     assert not pushed.private
     assert pushed.files["model.safetensors"] == (tmp_path / "again" / "model.safetensors").read_bytes()
 
@@ -145,7 +145,7 @@ def test_a_push_that_fails_is_one_line_and_leaves_the_folder(
     assert (tmp_path / "out" / "README.md").exists()
     monkeypatch.delenv("HF_TOKEN")
     error = refusal(capsys, "export", str(run), str(tmp_path / "none"), "--push", "me/tuned")
-    assert "nobody is logged in" in error
+    assert "you are not logged in" in error
     assert not (tmp_path / "none").exists()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("PENSTOCK_OFFLINE_BY_DEFAULT", raising=False)

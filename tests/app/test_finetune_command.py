@@ -97,7 +97,7 @@ def test_one_line_trains_a_model_and_leaves_a_recipe_that_repeats_it(
         "train.steps 6 as you said",
         "fits on this machine",
         "recipe written to tiny_chat_talks.py",
-        "sample, at most 12 tokens by transformers behind the prompt",
+        "sample, at most 12 tokens by transformers after the prompt",
     ):
         assert part in printed, part
     recipe = load_recipe("tiny_chat_talks.py")
@@ -266,7 +266,7 @@ GOOD = json.dumps(talk(1))
 MUTE = json.dumps({"messages": [{"role": "user", "content": "hello"}]})
 BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no model": (no_model, "nothing-here"),
-    "no weights": (no_weights, "holds no *.safetensors"),
+    "no weights": (no_weights, "contains no *.safetensors"),
     "no tokenizer": (no_tokenizer, "holds no tokenizer files"),
     "no template": (no_template, "chat template"),
     "no data": (no_data, "nowhere.jsonl"),
@@ -283,7 +283,7 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "the shortest document has 29 tokens",
     ),
     "a context beyond the model's": (settings("data.sequence_length=4096"), "max_position_embeddings 1024"),
-    "a tracker that nobody is logged in to": (settings('trackers=["wandb"]'), "wandb: nobody is logged in"),
+    "a tracker that nobody is logged in to": (settings('trackers=["wandb"]'), "wandb: you are not logged in"),
     "an adapter of another base": (other_adapter, "belongs to another base"),
     "no adapter": (settings("adapter.method=lora", "adapter.start=nothing-here"), "nothing-here"),
     "a prompt beyond the context": (
@@ -293,7 +293,7 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "an unknown field": (settings("train.learning_rate=1"), "train.lr"),
     "no epochs": (options("--epochs", "0"), "--epochs"),
     "a recipe that is there": (taken_recipe, "mine.py exists"),
-    "a recipe of no known kind": (options("--out", "mine.txt"), "ends in .py or .json"),
+    "a recipe of no known kind": (options("--out", "mine.txt"), "must end in .py or .json"),
     "a recipe where none can be": (options("--out", "talks.jsonl/mine.py"), "talks.jsonl/mine.py: cannot be written"),
     "a run that is there": (taken_run, "is not empty"),
     "an unknown machine": (options("--machine", "nowhere-9000"), "nowhere-9000"),
@@ -326,4 +326,4 @@ def test_bad_rows_are_left_out_when_told_to_and_counted(here: Path, capsys: pyte
     assert main(arguments) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["lengths"]["documents"] == 2
-    assert any("2 rows are bad and left out" in text for text in found["warnings"])
+    assert any("2 bad rows are skipped" in text for text in found["warnings"])

@@ -65,8 +65,8 @@ def test_a_recurrent_model_has_a_document_a_row() -> None:
         ([100] * 999 + [100_000], 32_768, False, 1024, "10 usual documents"),  # the outlier is 500 times the p99
         ([3000] * 40, 2048, False, 2048, "the model's own context"),
         ([3000] * 40, 5000, False, 4096, "covers the longest, 3,000"),
-        ([100_000] * 3, 131_072, True, 8192, "more than 8,192 a row is yours to set"),
-        ([100_000] * 3, 131_072, False, 32_768, "more than 32,768 a row is yours to set"),
+        ([100_000] * 3, 131_072, True, 8192, "rows of more than 8,192 have to be set by you"),
+        ([100_000] * 3, 131_072, False, 32_768, "rows of more than 32,768 have to be set by you"),
         ([2048] * 10, None, False, 2048, "covers the longest, 2,048"),
         ([100] * 97 + [2000] * 3, 32_768, False, 2048, "covers the longest, 2,000"),
     ],
@@ -97,7 +97,7 @@ def test_much_data_is_read_once_in_steps_of_131_072_tokens_by_a_large_model() ->
 def test_what_the_user_sets_stays_and_the_rest_follows() -> None:
     given = {"data.sequence_length": 1000, "train.lr": 3e-4, "data.validation_documents": None}
     items = {item.key: item for item in choose(found([500] * 1000), given, 2)}
-    assert items["data.sequence_length"][1:] == (1000, "as you said")
+    assert items["data.sequence_length"][1:] == (1000, "set by you")
     assert items["train.lr"].value == 3e-4
     assert "train.validate_every" not in items
     # 500 rows an epoch, 31 a step at the most for 16 steps of it.

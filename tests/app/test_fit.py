@@ -140,7 +140,7 @@ def test_every_preset_knows_its_power_limit() -> None:
     [
         ({"models": "nothing-like-it"}, "--models nothing-like-it: matches none of Llama-3.2-1B, "),
         ({"contexts": "8k,many"}, "--contexts many: not a number from 1 to "),
-        ({"contexts": "1"}, "--contexts 1: a context has at least 2 tokens"),
+        ({"contexts": "1"}, "--contexts 1: a context needs at least 2 tokens"),
         ({"tokens": "0"}, "--tokens 0: not a number"),
         ({"tokens": "1M", "data": Path("x")}, "--tokens and --data: "),
         ({"data": Path("no.jsonl")}, r"--data no.jsonl: cannot be read \(No such file or directory\)"),
@@ -166,7 +166,7 @@ def test_a_files_tokens_are_estimated_from_its_text(tmp_path: Path) -> None:
     text.write_text("word " * 800)
     assert fit.count_tokens(text) == (1000, "mine.txt, estimated at 4 bytes of its text a token")
     lines.write_text('{"text": "fine"}\n{"txt": 1}\n')
-    with pytest.raises(UserError, match='line 2 is no JSON object with a "text"'):
+    with pytest.raises(UserError, match='line 2 is not a JSON object with a "text"'):
         fit.count_tokens(lines)
 
 

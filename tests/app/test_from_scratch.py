@@ -111,7 +111,7 @@ def test_weights_are_looked_for_before_anything_else(folder: Path) -> None:
         return Recipe(name="x", model=ModelConfig(path=str(path)))
 
     for path, reason in (
-        (folder, r"holds no \*\.safetensors"),
+        (folder, r"contains no \*\.safetensors"),
         (folder / "config.json", "is no folder"),
         (folder / "none", "does not exist"),
     ):

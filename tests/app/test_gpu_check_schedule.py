@@ -176,7 +176,7 @@ def test_a_resumed_check_runs_what_is_not_done(bench: Bench, tmp_path: Path) -> 
     assert before["part"] == 7
     assert results.not_measured() == {"one/lacking": "skipped: no room"}
     assert results.case("one", "good")["figure"] == 1
-    assert second.said[0] == "one: 2 of 5 cases are there already"
+    assert second.said[0] == "one: 2 of 5 cases are already done"
     third = Bench(tmp_path)
     third.run([stage("one", third.case("good", 5))], 100)
     assert third.begun == ["good"]  # without resume all begins anew
@@ -209,7 +209,7 @@ def test_ended_by_a_signal_the_case_under_way_is_named_and_the_rest_too(bench: B
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    for content, reason in (('{"version": 99, "stages": {}}', "of another version"), ("[]", "is no gpu-check's")):
+    for content, reason in (('{"version": 99, "stages": {}}', "by another version"), ("[]", "is not a gpu-check result")):
         (tmp_path / "gpu-check.json").write_text(content)
         with pytest.raises(UserError, match=reason):
             Results(tmp_path, {}, {}, resume=True)
@@ -239,7 +239,7 @@ if "hang" in sys.argv:
     [
         ("well", 60, "done", ""),
         ("fail", 60, "failed", "exit 1: no such card"),
-        ("hang", 10, "ended", "not done after 10 s, so it was ended"),
+        ("hang", 10, "ended", "not finished after 10 s, so it was stopped"),
     ],
 )
 def test_a_process_hands_over_what_it_finds(tmp_path: Path, how: str, limit_s: float, status: str, reason: str) -> None:

@@ -230,7 +230,7 @@ def test_a_damaged_answer_is_one_message(run: Path, content: str) -> None:
         path.with_suffix(".new").write_text(content)
         path.with_suffix(".new").replace(path)
 
-    with pytest.raises(UserError, match=r"answer: is no answer of a run"):
+    with pytest.raises(UserError, match=r"answer: cannot be read"):
         asked(run, answer)
 
 
@@ -243,7 +243,7 @@ def test_an_answer_that_is_no_file_is_one_message(run: Path, target: Path, obsta
 
 def test_a_process_that_hangs_is_not_waited_for(run: Path) -> None:
     (run / "status.json").write_text(json.dumps({"state": "running", "heartbeat": time.time() - 100}))
-    with RunDir.open(run), pytest.raises(UserError, match=r"has said nothing for 1\d\d s"):
+    with RunDir.open(run), pytest.raises(UserError, match=r"has not responded for 1\d\d s"):
         make_for_export(run)
     assert os.listdir(run / "requests") == []
 
@@ -386,12 +386,12 @@ def test_what_can_be_told_of_a_process_that_is_gone(run: Path, monkeypatch: pyte
     full: Any = os.statvfs_result((4096, 4096, 10**6, 0, 0, 0, 0, 0, 0, 255))
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", lambda path: full)
-        assert "the disk is full: why it ended could not be written. Free space" in crashed(run)
+        assert "the disk is full, so the reason could not be recorded. Free space" in crashed(run)
     errors = [{"time": at, "level": "error", "text": f"at {at}\nTraceback"} for at in (50.0, 150.0)]
     (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in errors[:1]))
     assert "killed" in crashed(run), "that was the process before"
     (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in errors))
-    assert crashed(run) == "its last word, which its status lacks: at 150.0\nTraceback"
+    assert crashed(run) == "its last message was: at 150.0\nTraceback"
     assert crashed(run, error="its own word") == "its own word"
 
 
@@ -409,7 +409,7 @@ def test_a_run_that_could_not_write_its_failure_is_told_by_the_command_line(
     assert main(["runs"]) == 0
     output = capsys.readouterr().out
     assert "crashed" in output
-    assert "one: its process is gone without a word" in output
+    assert "one: its process ended without a message" in output
 
 
 def test_a_clock_that_was_set_back_does_not_hide_a_hanging_process(run: Path) -> None:

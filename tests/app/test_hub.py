@@ -248,7 +248,7 @@ def test_a_token_opens_what_is_private(hub: FakeHub, monkeypatch: pytest.MonkeyP
             {"chats.py": b"import os", "README.md": b""},
             "only a loading script.*refs/convert/parquet",
         ),
-        ({"README.md": b"", "image.png": b""}, "holds no data file"),
+        ({"README.md": b"", "image.png": b""}, "contains no data file"),
     ],
 )
 def test_data_sets_that_cannot_be_read(hub: FakeHub, files: dict[str, bytes], message: str) -> None:
@@ -287,7 +287,7 @@ def test_without_a_network_the_cache_serves_and_else_one_line_says_what_to_do(
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     capsys.readouterr()
     assert model_folder(NAME) == folder
-    assert "cannot be reached; taking the copy in the cache" in capsys.readouterr().err
+    assert "cannot be reached; using the cached copy" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9 cannot be reached .* `hf download other/llama`"):
         model_folder("hf://other/llama")
 
@@ -303,7 +303,7 @@ def test_an_interrupted_download_goes_on_from_the_files_that_are_complete(
 
     with monkeypatch.context() as patch:
         patch.setattr(huggingface_hub, "snapshot_download", interrupted)
-        with pytest.raises(UserError, match="interrupted; files that are complete stay"):
+        with pytest.raises(UserError, match="interrupted; complete files stay"):
             model_folder(NAME)
     hub.requests.clear()
     model_folder(NAME)

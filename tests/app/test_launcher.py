@@ -49,15 +49,15 @@ def test_a_run_is_started_paused_resumed_and_stopped(tmp_path: Path) -> None:
     wait_until(lambda: read_info(run).step > 2)
     status = json.loads((run / "status.json").read_text())
     assert os.getsid(status["pid"]) == status["pid"] != os.getsid(0)
-    with pytest.raises(UserError, match="running already"):
+    with pytest.raises(UserError, match="already running"):
         launcher.resume(run)
     said = launcher.command(["pause", str(run)])
-    assert (said.code, "pauses once the step under way" in said.output) == (0, True)
+    assert (said.code, "pauses once its current step" in said.output) == (0, True)
     wait_until(lambda: read_info(run).state == "paused")
     step = read_info(run).step
     beat = read_info(run).heartbeat
     wait_until(lambda: read_info(run).heartbeat != beat)
-    assert "paused already" in launcher.command(["pause", run.name], tmp_path).output
+    assert "already paused" in launcher.command(["pause", run.name], tmp_path).output
     assert launcher.command(["checkpoint", str(run), "x"]).output == f"checkpoint x: step {step:,}\n"
     assert (read_info(run).step, steps(run)[-1]) == (step, step)
     launcher.resume(run)

@@ -149,7 +149,7 @@ def test_a_checkpoint_goes_there_by_hand(s3: S3, tmp_path: Path, capsys: pytest.
     cli = Cli(tmp_path, program=REAL)
     said = cli.run("checkpoint", "run", "mine", "--to", place)
     assert said.stdout.startswith("checkpoint mine: step 2, ")
-    assert said.stdout.endswith(f"at {place}; go on from there: penstock resume {place}/mine\n")
+    assert said.stdout.endswith(f"at {place}; to continue from there: penstock resume {place}/mine\n")
     assert "mine" in checkpoint_names(run / "state")
     assert (
         cli.run("checkpoint", "run", "mine", "--to", place).stdout == f"checkpoint mine: step 2 is at {place} already\n"
@@ -321,5 +321,5 @@ def test_no_secret_is_kept(s3: S3, tmp_path: Path) -> None:
 
 def test_run_dir_is_for_places(s3: S3, capsys: pytest.CaptureFixture[str]) -> None:
     penstock.train(recipe(), run_dir="run", on_step=stop_at(1))
-    assert "is no place off this machine" in refusal(capsys, "resume", "run", "--run-dir", "other")
+    assert "is a run on this machine" in refusal(capsys, "resume", "run", "--run-dir", "other")
     assert main(["checkpoint", "run"]) == 0

@@ -257,7 +257,7 @@ def test_what_is_still_being_tried_is_said() -> None:
     assert "trying changes one by one…" in rows(empty, advising=True)
     empty["tiers"] = {}
     assert "the gpu tier is too small\n" in shown(empty, 80)
-    assert "no single change was found to fit" in shown(empty, 80)
+    assert "no single change was found that fits" in shown(empty, 80)
 
 
 def test_a_forecast_is_left_as_it_is() -> None:

@@ -188,7 +188,7 @@ def test_summary_shows_every_figure() -> None:
         "trained to step 1,500, 1,000,000 tokens: loss 8.3000 -> 4.1000 (mean of the last 2: 4.5000), "
         "validation loss 4.5000 (best 4.4000 after step 1,200)",
         "mean 3,457 tokens/s, 1.25 s a step; 0.123 TFLOP/s of the model; compute busy 75%; "
-        "held at most: gpu 512 MiB of 1.0 GiB, nvme 0 of 0 B; 9.0 GiB written to /mnt/a/run, endurance used 3%",
+        "peak memory: gpu 512 MiB of 1.0 GiB, nvme 0 of 0 B; 9.0 GiB written to /mnt/a/run, endurance used 3%",
     ]
     chosen = {"forward": ["torch-cudnn", "torch-cuda-flash"], "backward": ["flash-attn-4"]}
     on_gpu = summary | {"attention": {"installed": {"torch-cudnn": None}, "chosen": chosen}}
@@ -205,5 +205,5 @@ def test_summary_shows_every_figure() -> None:
     assert summary_lines(summary, [], wall_s=0.0) == [
         "trained to step 1,500, 1,000,000 tokens: loss n/a -> n/a",
         "mean n/a tokens/s, n/a a step; n/a TFLOP/s of the model; "
-        "held at most: gpu 512 MiB of 1.0 GiB, nvme 0 of 0 B; 9.0 GiB written to /mnt/a/run",
+        "peak memory: gpu 512 MiB of 1.0 GiB, nvme 0 of 0 B; 9.0 GiB written to /mnt/a/run",
     ]

@@ -202,7 +202,7 @@ def test_a_run_that_ended_early_says_so_and_has_nothing_to_resume(
     assert summary["ended_early"] == {"validations": 2, "best": 2.0, "best_step": 1}
     assert summary["validation_loss"] == {"last": 3.0, "best": 2.0, "best_step": 1}
     assert (run / "export" / "config.json").exists()
-    with pytest.raises(penstock.UserError, match=r"nothing to resume, unless train\.early_stopping"):
+    with pytest.raises(penstock.UserError, match=r"to continue it, raise train\.early_stopping"):
         penstock.resume(run)
     penstock.export(run, "best", checkpoint="best")
     for name in ("best", "best-{step}"):

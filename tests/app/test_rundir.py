@@ -41,7 +41,7 @@ def test_a_directory_with_a_run_is_refused(tmp_path: Path) -> None:
     RunDir.create(Recipe(name="y"), path).__exit__()
     assert read_recipe(path).name == "y", "a run without a step is replaced"
     (path / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match=r"already holds a run.*penstock resume"):
+    with pytest.raises(UserError, match=r"already contains a run.*penstock resume"):
         RunDir.create(Recipe(name="z"), path)
     assert read_recipe(path).name == "y"
 

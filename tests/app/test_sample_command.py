@@ -144,7 +144,7 @@ def test_what_it_refuses(
     assert "and the model's context is 256; shorten it" in said
     assert "there is no tokenizer" in refused(str(bare), *asks)
     assert "has no chat template" in refused(str(mute), "--chat")
-    assert "it is neither a run, which has a recipe.json, nor a Hugging Face folder" in refused("empty", *asks)
+    assert "not a model: neither a run, which has a recipe.json, nor a Hugging Face folder" in refused("empty", *asks)
     assert "nothing: no such run" in refused("nothing", *asks)
     assert "unborn" in refused("unborn", *asks)
     assert "only runs have checkpoints" in refused(str(model), *asks, "--checkpoint", "x")

@@ -26,7 +26,7 @@ def test_a_script_kills_its_run_and_resumes_it(tmp_path: Path) -> None:
     assert steps == list(range(1, 61))
     before = (tmp_path / "run" / "summary.json").read_bytes()
     said = done(started(tmp_path, sys.executable, "mine.py", "--run-dir", "run"), code=2).stderr
-    assert "already holds a run" in said
+    assert "already contains a run" in said
     assert (tmp_path / "run" / "summary.json").read_bytes() == before
 
 

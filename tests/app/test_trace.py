@@ -95,7 +95,7 @@ def test_single_steps(tmp_path: Path) -> None:
     assert starts(3, 4) == [6.0, 7.0, 8.0, 9.0]
     sizes = [len(line) for line in lines]
     assert starts(2, extent=(sum(sizes[:1]), sum(sizes[:7]))) == [2.0, 3.0, 1.5]
-    with pytest.raises(UserError, match="do not hold the end of step 5"):
+    with pytest.raises(UserError, match="does not contain the end of step 5"):
         starts(5)
 
 

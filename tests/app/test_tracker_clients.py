@@ -192,13 +192,13 @@ def test_one_sender_at_a_time(run: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 TROUBLE = {
     ("wandb", "refuses"): "it refuses this login; log in with `wandb login`",
-    ("wandb", "hangs"): "it did not take all of it within 2 s",
+    ("wandb", "hangs"): "it did not accept everything within 2 s",
     ("mlflow", "refuses"): "RestException",
     ("mlflow", "fails"): "too many 500 error responses",
-    ("mlflow", "hangs"): "it did not take all of it within 2 s",
+    ("mlflow", "hangs"): "it did not accept everything within 2 s",
     ("trackio", "refuses"): "it refuses the write token; set TRACKIO_WRITE_TOKEN",
     ("trackio", "fails"): "its server answers 500",
-    ("trackio", "hangs"): "it did not take all of it within 2 s",
+    ("trackio", "hangs"): "it did not accept everything within 2 s",
 }
 
 
@@ -222,7 +222,7 @@ def test_trouble_is_told_in_a_line_and_what_is_missing_is_sent_later(
     assert len(texts) <= 2
     assert TROUBLE[name, mood] in texts[-1]
     assert texts[-1].startswith(f"tracker {name}: steps 1 to 20 were not sent (")
-    assert texts[-1].endswith(f"); nothing is lost, send it: penstock track {run}")
+    assert texts[-1].endswith(f"); nothing is lost, send it with: penstock track {run}")
     if (name, mood) == ("mlflow", "fails"):
         server.mood = "works"
         assert main(["track", str(run), "--to", name]) == 0
@@ -256,8 +256,8 @@ def test_a_killed_sender_is_started_again_and_told_of_once(run: Path, monkeypatc
     assert third.wait(PATIENCE_S)
     trackers.finish("finished")
     assert [text for level, text in told if level == "warning"] == [
-        "tracker tensorboard: its process was ended by signal 9; it is tried again, the run goes on without it "
-        "(run/trackers/tensorboard.log has its own words)"
+        "tracker tensorboard: its process was ended by signal 9; it will be tried again, and the run continues without it "
+        "(run/trackers/tensorboard.log has its own messages)"
     ]
     record = json.loads((run / "trackers" / "tensorboard.json").read_text())["places"]["tensorboard"]
     assert (record["sent"]["metrics"][0], record["ended"]) == (25, "finished")
