@@ -71,9 +71,7 @@ def test_a_shipped_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_fir
     Path("quickstart").write_text("")
     with pytest.raises(penstock.UserError, match="must set a global named 'recipe'"):
         penstock.load_recipe("quickstart")
-    with pytest.raises(
-        penstock.UserError, match=r"no such file or shipped recipe; shipped recipes are 120b_gh200, "
-    ):
+    with pytest.raises(penstock.UserError, match=r"no such file or shipped recipe; shipped recipes are 120b_gh200, "):
         penstock.load_recipe("quickstrt")
     with pytest.raises(penstock.UserError, match="no such file"):
         penstock.load_recipe("./7b_512k")

@@ -140,7 +140,7 @@ def test_a_resume_goes_back_and_changes_budgets_and_drives(
 ) -> None:
     run, at = stopped / "run", list_checkpoints(stopped / "run" / "state")[0].meta["step"]
     monkeypatch.chdir(stopped)
-    assert "--set model: cannot be changed in an existing run" in refusal(capsys, "resume", "run", "--set", "model.num_layers=4")
+    assert "model: cannot be changed in an existing" in refusal(capsys, "resume", "run", "--set", "model.num_layers=4")
     refusal(capsys, "resume", "run", "--set", f"train.steps={at + 3}", "--set", "storage.nvme=/proc/none")
     assert read_recipe(run).train.steps == 100_000, "a resume that is refused changes nothing"
     changes = [f"train.steps={at + 3}", "budgets.gpu=1GiB", "budgets.ram=1GiB", 'storage.nvme=["one", "two"]']

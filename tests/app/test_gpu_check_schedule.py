@@ -209,7 +209,7 @@ def test_ended_by_a_signal_the_case_under_way_is_named_and_the_rest_too(bench: B
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    for content, reason in (('{"version": 99, "stages": {}}', "by another version"), ("[]", "is not a gpu-check result")):
+    for content, reason in (('{"version": 99, "stages": {}}', "by another version"), ("[]", "not a gpu-check result")):
         (tmp_path / "gpu-check.json").write_text(content)
         with pytest.raises(UserError, match=reason):
             Results(tmp_path, {}, {}, resume=True)

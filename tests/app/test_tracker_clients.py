@@ -256,8 +256,8 @@ def test_a_killed_sender_is_started_again_and_told_of_once(run: Path, monkeypatc
     assert third.wait(PATIENCE_S)
     trackers.finish("finished")
     assert [text for level, text in told if level == "warning"] == [
-        "tracker tensorboard: its process was ended by signal 9; it will be tried again, and the run continues without it "
-        "(run/trackers/tensorboard.log has its own messages)"
+        "tracker tensorboard: its process was ended by signal 9; it will be tried again, and the run continues without "
+        "it (run/trackers/tensorboard.log has its own messages)"
     ]
     record = json.loads((run / "trackers" / "tensorboard.json").read_text())["places"]["tensorboard"]
     assert (record["sent"]["metrics"][0], record["ended"]) == (25, "finished")

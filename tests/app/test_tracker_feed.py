@@ -131,8 +131,8 @@ def test_what_cannot_be_sent_to_is_refused_before_the_first_step(
     with pytest.raises(UserError) as error:
         require_trackers(["tensorboard", "wandb", "trackio"])
     assert str(error.value) == (
-        "trackers: wandb: you are not logged in; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline; trackio: "
-        "TRACKIO_SERVER_URL needs a write token; set TRACKIO_WRITE_TOKEN, or leave it out of trackers"
+        "trackers: wandb: you are not logged in; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline; "
+        "trackio: TRACKIO_SERVER_URL needs a write token; set TRACKIO_WRITE_TOKEN, or leave it out of trackers"
     )
     (tmp_path / ".netrc").write_text(f"machine api.wandb.ai login user password {'0' * 40}\n")
     (tmp_path / ".netrc").chmod(0o600)
@@ -148,6 +148,6 @@ def test_what_cannot_be_sent_to_is_refused_before_the_first_step(
     assert "tensorboard is not installed; `pip install tensorboard`" in refusal(
         capsys, "track", str(run), "--to", "tensorboard"
     )
-    assert "--to comet: is not a tracker; choose from trackio, wandb" in refusal(capsys, "track", str(run), "--to", "comet")
+    assert "comet: is not a tracker; choose from trackio, wandb" in refusal(capsys, "track", str(run), "--to", "comet")
     assert "its recipe names no trackers; choose one with --to" in refusal(capsys, "track", str(run))
     assert not (run / "trackers").exists()
