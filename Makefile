@@ -1,13 +1,13 @@
-# make quickstart   train the quickstart recipe, installing into .venv first where needed; ARGS="--set FIELD=VALUE"
-# make test         lint, types and tests: ten minutes on 2 cores
-# make test-long    ten minutes of the long tests: a slice, which rotates with the commit count
-# make test-all     all tests, with longer soaks, more seeds and more kills: 45 minutes
-# make cuda-branches   docs/cuda-branches.md: the lines that only a GPU executes, from a run of all tests under coverage
-# make screens      docs/screens/*.svg and docs/keys.md, from runs trained for it; three minutes
-# make gpu-check    what ten minutes of a GPU are worth, most valuable first, with the interpreter in PYTHON; installs
-#                   nothing; RESULTS=DIR keeps all of it as it is found, ARGS="--resume --only suites" and the like
-# make standin      tests/standin: PyTorch's CUDA build on a machine without a GPU, see tests/standin/README.md; 5 GB into
-#                   .venv-cuda the first time, or STANDIN_PYTHON=the interpreter of an environment that has it
+# make quickstart     install into .venv if needed and train the quickstart recipe; ARGS="--set FIELD=VALUE" changes a field
+# make test           lint, types and tests: ten minutes on 2 cores
+# make test-long      ten minutes of the long tests: a slice, which rotates with the commit count
+# make test-all       all tests, with longer soaks, more seeds and more kills: 45 minutes
+# make cuda-branches  write docs/cuda-branches.md, the lines that only a GPU executes, by running all tests under coverage
+# make screens        train some runs and write docs/screens/*.svg and docs/keys.md from them: three minutes
+# make gpu-check      test and measure on a GPU in ten minutes, the most valuable parts first; installs nothing.
+#                     PYTHON=the interpreter to use, RESULTS=DIR keeps the results, ARGS="--resume --only suites" etc.
+# make standin        run tests/standin, PyTorch's CUDA build on a machine without a GPU; see tests/standin/README.md.
+#                     The first time it installs 5 GB into .venv-cuda; or give STANDIN_PYTHON=an interpreter that has it
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,10 +15,10 @@ CUDA_VENV := .venv-cuda
 STANDIN_PYTHON ?= $(CUDA_VENV)/bin/python
 STANDIN_TORCH := 2.11.0
 STANDIN := build/standin
-# Three on two cores: many a test waits for a process of its own.
+# Three processes on two cores, as many tests wait for a process that they started.
 SPREAD := -n 3 --dist worksteal
 COMMITS = $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
-# Hundreds of processes are started: each would compile our modules.
+# Tests start hundreds of processes, each of which would otherwise compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-all test-long lint types screens gpu-check standin cuda-branches clean
@@ -32,7 +32,7 @@ test: lint types
 test-all: lint types
 	ALL_SAMPLES=1 $(BIN)/python -m pytest $(SPREAD) -m ''
 
-# Of what test-all has beyond test.
+# A slice of the tests that test-all has and test has not.
 test-long: $(VENV)/.installed-dev
 	ALL_SAMPLES=1 $(BIN)/python -m pytest $(SPREAD) -m 'long or sampled' --long-slice $(COMMITS)
 
@@ -40,7 +40,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy follows folders, not the package's path: it is shown the package as it is installed.
+# mypy follows folders, so it gets the package in the layout in which it is installed.
 types: $(VENV)/.installed-dev
 	mkdir -p build/types/penstock
 	ln -sfn $(CURDIR)/app $(CURDIR)/engine $(CURDIR)/storage $(CURDIR)/tui $(CURDIR)/penstock/*.py build/types/penstock/
