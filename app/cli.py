@@ -23,7 +23,7 @@ import penstock
 from penstock.app import api, cluster_commands, finetune_commands, run_commands, sample_command
 from penstock.app.bench.commands import bench_cli
 from penstock.app.evaluation import command as eval_command
-from penstock.app.help_groups import CONTROL, KEEP, LOOK, MACHINE, TRAIN, GroupedCommands
+from penstock.app.help_groups import CONTROL, KEEP, LOOK, MACHINE, TRAIN, GroupedCommands, help_of
 from penstock.app.hub_names import stay_offline
 from penstock.app.loading import loading
 from penstock.app.options import JsonOption, RecipeArgument, SetOption, complete_recipes
@@ -207,7 +207,7 @@ def fit(
 def probe(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[PATH]...", help="A folder on each drive to measure. Default: the current folder."),
+        typer.Argument(metavar="PATH", help="A folder on each drive to measure. Default: the current folder."),
     ] = None,
     save: Annotated[
         Path | None,
@@ -299,7 +299,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
 
 for _group, _command, _example in _COMMANDS:
     _name = _example.partition("penstock ")[2].split()[0]
-    cli.command(_name, epilog=f"Example: {_example}", rich_help_panel=_group)(_command)
+    cli.command(_name, help=help_of(_command), epilog=f"Example: {_example}", rich_help_panel=_group)(_command)
 cli.add_typer(bench_cli, name="bench", rich_help_panel=MACHINE)
 
 

@@ -99,7 +99,7 @@ def data(
             autocompletion=complete_recipes,
         ),
     ],
-    data: Annotated[str | None, typer.Argument(metavar="[DATA]", help="File, folder, or data set on the hub.")] = None,
+    data: Annotated[str | None, typer.Argument(metavar="DATA", help="File, folder, or data set on the hub.")] = None,
     show: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="How many rows to show. Default: 3, with --json all.")
     ] = None,

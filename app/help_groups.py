@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -30,6 +31,11 @@ class GroupedCommands(typer.core.TyperGroup):
             listed = [name for name in names if group_of(self.commands[name]) == group]
             with formatter.section(group):
                 formatter.write_dl([(name, self.commands[name].get_short_help_str(width)) for name in listed])
+
+
+def help_of(function: Callable[..., None]) -> str:
+    """Its docstring, each paragraph in one line: typer keeps line ends in all paragraphs but the first."""
+    return "\n\n".join(" ".join(part.split()) for part in str(function.__doc__).split("\n\n"))
 
 
 def group_of(command: Any) -> str:

@@ -70,7 +70,7 @@ def checkpoint(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME]",
+            metavar="NAME",
             help="Name of the checkpoint; {step} in it becomes the step number. Without NAME, checkpoints are listed.",
         ),
     ] = None,
