@@ -94,7 +94,7 @@ def test_one_line_trains_a_model_and_leaves_a_recipe_that_repeats_it(
         "60 documents, 4,350 tokens, of which 20.7% are trained",
         "talks.jsonl:2",
         "«The plum is blue.<|im_end|>»",
-        "train.steps 6 as you said",
+        "train.steps 6 set by you",
         "fits on this machine",
         "recipe written to tiny_chat_talks.py",
         "sample, at most 12 tokens by transformers after the prompt",
