@@ -62,7 +62,7 @@ def test_a_recurrent_model_has_a_document_a_row() -> None:
 @pytest.mark.parametrize(
     ("lengths", "context", "text", "row", "why"),
     [
-        ([100] * 999 + [100_000], 32_768, False, 1024, "10 usual documents"),  # the outlier is 500 times the p99
+        ([100] * 999 + [100_000], 32_768, False, 1024, "10 typical documents"),  # the outlier is 500 times the p99
         ([3000] * 40, 2048, False, 2048, "the model's own context"),
         ([3000] * 40, 5000, False, 4096, "covers the longest, 3,000"),
         ([100_000] * 3, 131_072, True, 8192, "rows of more than 8,192 have to be set by you"),

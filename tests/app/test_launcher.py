@@ -157,7 +157,7 @@ def test_a_pause_that_has_not_come_yet_is_called_off(cli: Cli) -> None:
     run, process = cli.begin(2, FAKE_STEP_S="0.5")
     stop(process)  # amid a step
     assert "pauses once" in cli.run("pause", "out").stdout
-    assert "goes on" in cli.run("resume", "out").stdout
+    assert "continues" in cli.run("resume", "out").stdout
     cli.run("resume", "out", "--set", "train.steps=7", code=2)
     process.send_signal(signal.SIGCONT)
     done(process)

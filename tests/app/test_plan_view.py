@@ -316,7 +316,7 @@ def test_a_cluster_has_its_rows(width: int) -> None:
         "2,000 steps of 60.0 s, 4,369 tokens/s, MFU 31.0%; a GPU's micro-batches in a step: 2",
         "✓ memory of a GPU 48.0 of 78.0 GiB: logits 20.0 GiB, saved activations 10.0 GiB, moments 8.0 GiB, gradients "
         "4.0 GiB, others 6.0 GiB",
-        "bound by compute: computing takes 59.0 s a step (eager layers), all-gather and reduce-scatter meanwhile, "
+        "bound by compute: compute takes 59.0 s a step (eager layers), all-gather and reduce-scatter meanwhile, "
         "3.10 s over NVLink, 3.50 s over the network, for each GPU 400 Gbit/s, assumed",
     ):
         assert part in flat(text), part

@@ -193,7 +193,7 @@ def test_summary_shows_every_figure() -> None:
     chosen = {"forward": ["torch-cudnn", "torch-cuda-flash"], "backward": ["flash-attn-4"]}
     on_gpu = summary | {"attention": {"installed": {"torch-cudnn": None}, "chosen": chosen}}
     assert (
-        "; attention by torch-cudnn and torch-cuda-flash forward, flash-attn-4 backward; held"
+        "; attention by torch-cudnn and torch-cuda-flash forward, flash-attn-4 backward; peak"
         in (summary_lines(on_gpu, [], wall_s=20.0)[1])
     )
     on_cpu = summary | {"attention": {"installed": None, "chosen": {"forward": ["torch-cpu-flash"], "backward": []}}}

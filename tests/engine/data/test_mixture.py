@@ -41,7 +41,7 @@ def test_a_part_that_is_none_is_refused_by_its_place(mixture, message):
 
 
 def test_a_path_beside_a_mixture_is_refused():
-    with pytest.raises(UserError, match=r"data\.path: a\.txt beside data\.mixture"):
+    with pytest.raises(UserError, match=r"data\.path: a\.txt cannot be used with data\.mixture"):
         DataConfig(source="text", path="a.txt", mixture=[PART])
 
 
