@@ -110,7 +110,7 @@ def _folder(hub: HubName, kind: Kind, *, weights: bool = True, config_only: bool
     if offline_wanted():
         found = _cached(hub, kind, weights=weights, config_only=config_only)
         if found is None:
-            raise UserError(f"{hub}: HF_HUB_OFFLINE is set, and it is not in {cache()}; {elsewhere(hub, kind)}")
+            raise UserError(f"{hub}: HF_HUB_OFFLINE is set and it is not in {cache()}; {elsewhere(hub, kind)}")
         return found
     with online(), explaining(hub, kind):
         try:

@@ -454,8 +454,8 @@ def why_gone(path: Path, status: dict[str, Any]) -> str:
         )
     heartbeat, booted = number(status.get("heartbeat")), time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     if heartbeat is not None and heartbeat < booted - _BOOT_SLACK_S:
-        return f"its process ended when the machine was restarted; {go_on}"
-    return f"its process ended without a message: killed, or out of memory (see the kernel's log); {go_on}"
+        return f"its process is gone since the machine was restarted; {go_on}"
+    return f"its process is gone without a message: killed, or out of memory (see the kernel's log); {go_on}"
 
 
 def list_runs(root: Path = Path("runs")) -> list[RunInfo]:

@@ -38,7 +38,7 @@ def commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
         yield from commands(f"{name} {word}", inner)
 
 
-@pytest.mark.parametrize(("name", "command"), commands("penstock", ROOT), ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "command"), [*commands("penstock", ROOT)], ids=lambda value: str(value))
 def test_commands_and_options_have_a_sentence_of_help(name: str, command: Any) -> None:
     first = command.help.splitlines()[0]
     assert first[0].isupper(), first

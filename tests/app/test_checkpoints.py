@@ -112,7 +112,7 @@ def test_bad_names_are_refused(stopped: Path, capsys: pytest.CaptureFixture[str]
 def test_scrub_finds_the_flipped_bit(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = stopped / "run"
     assert main(["scrub", str(run)]) == 0
-    assert "the last generation and 1 checkpoint: " in capsys.readouterr().out
+    assert "last generation and 1 checkpoint verified: " in capsys.readouterr().out
     victim = next((run / "state" / "checkpoints" / "live").rglob("c.0.0"))
     whole = victim.read_bytes()
     victim.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])

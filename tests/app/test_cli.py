@@ -192,7 +192,7 @@ def test_a_signal_before_the_first_step_stops_at_once(cli: Cli) -> None:
 def test_the_second_signal_aborts_at_once(cli: Cli) -> None:
     run, process = cli.begin(FAKE_STEP_S="3600")
     process.send_signal(signal.SIGINT)
-    wait_until(lambda: any("stopping once" in line["text"] for line in json_lines(run / "log.jsonl")))
+    wait_until(lambda: any("stopping after" in line["text"] for line in json_lines(run / "log.jsonl")))
     time.sleep(2 * signals._SAME_REQUEST_S)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)

@@ -112,7 +112,7 @@ def test_weights_are_looked_for_before_anything_else(folder: Path) -> None:
 
     for path, reason in (
         (folder, r"contains no \*\.safetensors"),
-        (folder / "config.json", "is no folder"),
+        (folder / "config.json", "is not a folder"),
         (folder / "none", "does not exist"),
     ):
         with pytest.raises(UserError, match=f"{reason}; put the model's .* --set model.path=.* --from-scratch"):

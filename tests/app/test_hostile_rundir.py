@@ -98,7 +98,7 @@ def test_readers_neither_wait_nor_follow(run: Path, target: Path, name: str, obs
         with pytest.raises(UserError, match=r"run\.lock: locking the run failed: "):
             RunLock(run)
     if name == "control.json":
-        with pytest.raises(UserError, match=r"control\.json: .*none of ours; move it away"):
+        with pytest.raises(UserError, match=r"control\.json: .*not a regular file; move it away"):
             control.forget(run)
     assert os.path.lexists(run / name)
     assert untouched(target)
@@ -142,7 +142,7 @@ def test_a_run_directory_may_be_reached_through_links(run: Path, tmp_path: Path)
 def test_replacing_a_run_deletes_its_files_only(run: Path, target: Path, name: str) -> None:
     for obstacle in ("link", "folder"):
         OBSTACLES[obstacle](run / name, target)
-        with pytest.raises(UserError, match=rf"{name}: is (a link|no file), .*; move it away"):
+        with pytest.raises(UserError, match=rf"{name}: is (a link|not a file), .*; move it away"):
             RunDir.create(Recipe(name="x"), run)
         assert not is_live(run)
         assert os.path.lexists(run / name)
@@ -200,7 +200,7 @@ def test_an_answer_that_cannot_be_written_does_not_end_the_run(run: Path) -> Non
     assert "a.answer: writing" in str(requests.answer("a", 1, None))
     (folder / "a.answer").rmdir()
     folder.rmdir()
-    assert "requests: is gone" in str(requests.answer("b", 1, None))
+    assert "requests: no longer exists" in str(requests.answer("b", 1, None))
     assert requests.take() == []
 
 
@@ -236,7 +236,7 @@ def test_a_damaged_answer_is_one_message(run: Path, content: str) -> None:
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_an_answer_that_is_no_file_is_one_message(run: Path, target: Path, obstacle: str) -> None:
-    with pytest.raises(UserError, match=r"answer: .*none of ours"):
+    with pytest.raises(UserError, match=r"answer: .*not a regular file"):
         asked(run, lambda path: OBSTACLES[obstacle](path, target))
     assert untouched(target)
 
@@ -326,7 +326,7 @@ def test_steps_done_again_are_dropped_past_bad_lines_which_stay(run: Path) -> No
     file.write_bytes(b"\n".join(lines) + b"\n" + b'{"step": 5')
     warning = drop_steps(file, 3)
     assert file.read_bytes() == b"\n".join([b'{"step": 1}', *BAD, b'{"step": 2, "loss": 1.25e-7}', b""])
-    assert warning == f"{file}: {len(BAD) + 1} damaged lines are left out; the first is line 2"
+    assert warning == f"{file}: {len(BAD) + 1} damaged lines are skipped; the first is line 2"
     before = file.stat().st_ino
     drop_steps(file, 3)
     assert file.stat().st_ino == before, "nothing to drop, nothing written"
@@ -347,7 +347,7 @@ def test_a_resumed_run_goes_on_behind_bad_lines(run: Path) -> None:
     assert (span["start_s"], span["id"]) == (0.5, 0)
     assert read_info(run).loss == 1.0
     assert [(line["level"], line["text"].partition(": ")[2]) for line in json_lines(run / "log.jsonl")] == [
-        ("warning", f"{len(BAD)} damaged lines are left out; the first is line 2")
+        ("warning", f"{len(BAD)} damaged lines are skipped; the first is line 2")
     ] * 2
 
 
@@ -360,11 +360,11 @@ def test_bad_lines_neither_end_nor_blind_a_run(cli: Cli) -> None:
     resumed = cli.run("resume", "run")
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["tokens"]) == (9, 900)
-    assert f"metrics.jsonl: {len(BAD) + 1} damaged lines are left out; the first is line 3" in resumed.stdout
+    assert f"metrics.jsonl: {len(BAD) + 1} damaged lines are skipped; the first is line 3" in resumed.stdout
     for command, code in (("lanes", 2), ("trace", 0)):  # one whole step is too few for lanes
         done = cli.run(command, "run", code=code)
         assert "Traceback" not in done.stderr
-        assert f"spans.jsonl: {len(BAD) + 1} damaged lines are left out" in done.stdout + done.stderr
+        assert f"spans.jsonl: {len(BAD) + 1} damaged lines are skipped" in done.stdout + done.stderr
 
 
 # ---------------------------------------------------------------------- the end of a run, told by others
@@ -409,7 +409,7 @@ def test_a_run_that_could_not_write_its_failure_is_told_by_the_command_line(
     assert main(["runs"]) == 0
     output = capsys.readouterr().out
     assert "crashed" in output
-    assert "one: its process ended without a message" in output
+    assert "one: its process is gone without a message" in output
 
 
 def test_a_clock_that_was_set_back_does_not_hide_a_hanging_process(run: Path) -> None:

@@ -112,7 +112,7 @@ def test_control_c_stops_at_a_step_with_that_step_committed(capsys: pytest.Captu
         penstock.train(recipe(), run_dir="run", on_step=on_step)
     assert state(Path("run")) == ("stopped", 2)
     assert signal.getsignal(signal.SIGINT) is before
-    assert "stopped after step 2; go on with" in capsys.readouterr().out
+    assert "stopped after step 2; continue with" in capsys.readouterr().out
 
 
 def test_a_second_control_c_does_not_wait_and_leaves_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

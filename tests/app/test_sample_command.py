@@ -156,7 +156,7 @@ def test_what_it_refuses(
     assert "--json: cannot be used in an interactive chat; give --prompt TEXT" in refused(
         str(model), "--chat", "--json"
     )
-    assert "--top-p: 0; above 0" in refused(str(model), *asks, "--top-p", "0")
+    assert "--top-p: 0 must be above 0" in refused(str(model), *asks, "--top-p", "0")
     assert "--temperature: -1" in refused(str(model), *asks, "--temperature", "-1")
     assert "--tokens: 0" in refused(str(model), *asks, "--tokens", "0")
     assert "an empty prompt" in refused(str(model), "--prompt", "")
