@@ -66,7 +66,7 @@ def test_no_folder_for_temporary_files_is_one_message(
     """As where /tmp, /var/tmp and the current folder are read-only or full: libraries need one when they are loaded."""
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
-    monkeypatch.setattr(penstock.app.cli, "_command", lambda: lambda *args, **kwargs: tempfile.mkdtemp())
+    monkeypatch.setattr(penstock.app.cli, "_all_commands", lambda: lambda *args, **kwargs: tempfile.mkdtemp())
     assert penstock.app.cli.main(["runs"]) == 2
     said = capsys.readouterr().err
     assert "/proc/none" in said
