@@ -147,10 +147,10 @@ def open_session(
         task = replace(
             task, device_reads=readers.device is not None, reader_bytes=readers.pinned_bytes(len(drives))
         ).settled()
-        for tier, given in (("gpu", budgets.gpu), ("ram", budgets.ram)):
-            if given == "least" or (isinstance(given, str) and "%" in given):
+        for tier, budget in (("gpu", budgets.gpu), ("ram", budgets.ram)):
+            if budget == "least" or (isinstance(budget, str) and "%" in budget):
                 size = bytes_text(getattr(task.budgets, tier))
-                observer.on_message(f"budgets.{tier}={given}: {size} ({task.budgets.why[tier]})")
+                observer.on_message(f"budgets.{tier}={budget}: {size} ({task.budgets.why[tier]})")
         with checklist.step("searching a plan"):
             found = task.search(machine, documents=documents, filled=filled, rough=train.calibrate)
         with checklist.step("self-check"):
