@@ -80,7 +80,7 @@ def before_line(asked: Asked, requests: Requests) -> str:
         return "nothing to evaluate"
     seconds, (_, one) = sum(found for found, _ in estimates), estimates[-1]
     where = ", ".join(f"{bytes_text(size)} in {tier}" for tier, size in one.weights.items() if size)
-    guess = "(a guess until `penstock probe` has measured this machine)" if one.assumed else ""
+    guess = " (a guess until `penstock probe` has measured this machine)" if one.assumed else ""
     most = " at most" if requests.texts else ""
     return (
         f"evaluating {' and '.join(what)}: about {seconds_text(seconds)}{most}, bound by {one.bound_by}{guess}; "

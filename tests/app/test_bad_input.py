@@ -37,7 +37,7 @@ HUGE = ["2000000TB", "9" * 30, "9" * 400 + "GiB"]
 @pytest.mark.parametrize(("tier", "sizes"), [("gpu", NO_SIZES + HUGE), ("ram", HUGE[:1]), ("nvme", NO_SIZES[:1])])
 def test_a_budget_that_is_no_size_or_that_no_machine_has(refused: Train, tier: str, sizes: list[str]) -> None:
     for size in sizes:
-        reason = "is more than any machine has" if size in HUGE else "is not a size; write for example"
+        reason = "is larger than any machine" if size in HUGE else "is not a size; write for example"
         assert f"budgets.{tier}: '{size}' {reason}" in refused(f"budgets.{tier}={size}")
 
 

@@ -33,7 +33,7 @@ def test_needles_are_printed_kept_and_drawn(
     monkeypatch.chdir(tmp_path)
     assert main(["eval", str(folder), *NEEDLES, "--chat", "--out", "found.json", "--svg", "found.svg"]) == 0
     said = capsys.readouterr()
-    assert "asking 18 texts of at most 6 tokens behind" in said.err
+    assert "evaluating 18 texts of at most 6 tokens after" in said.err
     assert "bound by" in said.err
     for kind in ("single", "multikey", "multivalue"):
         assert f"0% right needles, {kind}" in said.out
@@ -76,7 +76,7 @@ def test_tasks_of_a_folder_are_printed_and_are_json(
     arguments = ["eval", str(folder), "--tasks", "fruit_choice,fruit_written", "--include-path", str(tasks)]
     assert main([*arguments, "--limit", "3"]) == 0
     said = capsys.readouterr()
-    assert "asking 12 log-likelihoods" in said.err
+    assert "evaluating 12 log-likelihoods" in said.err
     assert "3 texts of at most 12 tokens" in said.err
     assert "fruit_choice" in said.out
     assert "acc_norm" in said.out
@@ -133,7 +133,7 @@ def test_results_are_not_lost_where_they_cannot_be_kept(
         (["--tasks", "needles", "--lengths", "many"], "--lengths many: not a number"),
         (["--tasks", "needles", "--filler", "poems"], "--filler poems: write essay or noise"),
         (["--tasks", ","], "--tasks: no task given"),
-        (["--tasks", "needles", "--depths", "0"], "--depths 0: at least 1"),
+        (["--tasks", "needles", "--depths", "0"], "--depths 0: must be at least 1"),
         (["--tasks", "needles", "--out", "nowhere/found.json"], "its folder does not exist"),
         (["--tasks", "needles", "--gpu", "lots"], "--gpu: 'lots' is not a size"),
         (["--tasks", "needles", "--checkpoint", "step-3"], "step-3"),

@@ -125,7 +125,7 @@ def test_a_push_makes_a_private_repository_and_uploads_the_folder(
     assert pushed.files == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     hub.repos["models/me/tuned"].private = False
     assert main(["export", str(run), str(tmp_path / "again"), "--push", "hf://me/tuned", "--dtype", "fp32"]) == 0
-    assert "private" not in capsys.readouterr().out
+    assert "new private" not in capsys.readouterr().out
     assert not pushed.private
     assert pushed.files["model.safetensors"] == (tmp_path / "again" / "model.safetensors").read_bytes()
 
