@@ -18,6 +18,8 @@ from pathlib import Path
 
 from penstock.app.run_files import number, read_object, remove_own, whole
 from penstock.app.rundir import RunDir, is_live, read_status, require_own
+from penstock.app.working import Working, working
+from penstock.engine import preparing
 from penstock.engine.events import STEP_MARK as STEP_MARK
 from penstock.engine.events import step_name
 from penstock.storage.disk import atomic_write, disk_error
@@ -102,7 +104,7 @@ def make_checkpoint(run_path: Path, name: str) -> tuple[str, int]:
     from penstock.storage.manifest import step_of
     from penstock.storage.nvme import NvmeStore
 
-    with RunDir.open(run_path) as run:
+    with working("keeping the last generation"), RunDir.open(run_path) as run:
         drives = drive_folders(run.path, run.recipe.storage)
         with closing(NvmeStore.open(state_folder(run.path), drives=drives)) as store:
             step = step_of(store.meta) or 0
@@ -134,6 +136,23 @@ def _ask(run_path: Path, name: str) -> int:
     except OSError as error:
         raise disk_error(error, answer, "requesting a checkpoint") from None
     atomic_write(request, "")
+    with working("waiting for the run to commit the step under way"):
+        _wait_for(answer, request, run_path)
+    content = read_object(answer) or {}
+    try:
+        remove_own(answer)
+    except OSError as error:
+        raise disk_error(error, answer, "reading the run's answer") from None
+    step, failure = whole(content.get("step")), content.get("error", "")
+    if step is None or not (failure is None or isinstance(failure, str)):
+        raise UserError(f"{answer}: cannot be read; list the run's checkpoints, and try again")
+    if failure is not None:
+        raise UserError(f"checkpoint {step_name(name, step)} was not made: {failure}")
+    return step
+
+
+def _wait_for(answer: Path, request: Path, run_path: Path) -> None:
+    """Until the run has answered. UserError where it ends before, or says nothing any more."""
     while not os.path.lexists(answer):
         if not is_live(run_path):
             request.unlink(missing_ok=True)
@@ -146,17 +165,6 @@ def _ask(run_path: Path, name: str) -> int:
                 "try again when it responds, or end it first"
             )
         time.sleep(_POLL_S)
-    content = read_object(answer) or {}
-    try:
-        remove_own(answer)
-    except OSError as error:
-        raise disk_error(error, answer, "reading the run's answer") from None
-    step, failure = whole(content.get("step")), content.get("error", "")
-    if step is None or not (failure is None or isinstance(failure, str)):
-        raise UserError(f"{answer}: cannot be read; list the run's checkpoints, and try again")
-    if failure is not None:
-        raise UserError(f"checkpoint {step_name(name, step)} was not made: {failure}")
-    return step
 
 
 def export_folder(run_path: Path, step: int | None) -> Path:
@@ -191,7 +199,8 @@ def copy_state_of(run: RunDir) -> str:
     from penstock.storage.copying import copy_state
 
     drives = drive_folders(run.path, run.recipe.storage)
-    copied = copy_state(state_folder(run.path), drives)
+    with working("copying the state"):
+        copied = copy_state(state_folder(run.path), drives, preparing.tell)
     folders = ", ".join(str(folder) for folder in drives)
     return (
         f"{copied:,} bytes of state copied to {folders}"
@@ -205,7 +214,7 @@ def delete_checkpoint_of(run_path: Path, name: str) -> None:
     from penstock.storage.checkpoints import delete_checkpoint, read_checkpoint
 
     read_checkpoint(run_path / "state", name)
-    with RunDir.open(run_path) as run:
+    with working(f"deleting checkpoint {name}"), RunDir.open(run_path) as run:
         delete_checkpoint(run.path / "state", name)
 
 
@@ -253,13 +262,15 @@ def scrub_run(run_path: Path) -> str:
 
     failures: list[str] = []
     started, size = time.perf_counter(), 0
-    with RunDir.open(run_path, read_only=True) as run:
+    with Working() as shown, RunDir.open(run_path, read_only=True) as run:
         root = state_folder(run.path)
         drives = drive_folders(run.path, run.recipe.storage)
         names = checkpoint_names(root)
         for folder in (root, *(checkpoint_folder(root, name) for name in names)):
-            with closing(NvmeStore.open(folder, drives=drives, read_only=True)) as store:
-                checks = [store.verify]
+            what = "the last generation" if folder == root else f"checkpoint {folder.name}"
+            state = closing(NvmeStore.open(folder, drives=drives, read_only=True))
+            with shown.step(f"reading {what}"), state as store:
+                checks = [partial(store.verify, preparing.tell)]
                 if folder == root:
                     checks.append(partial(verify_run_files, run.path, store.meta))
                 read, found = run_checks(checks)

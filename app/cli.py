@@ -28,6 +28,7 @@ from penstock.app.hub_names import stay_offline
 from penstock.app.loading import loading
 from penstock.app.options import JsonOption, RecipeArgument, SetOption, complete_recipes
 from penstock.app.streams import open_standard_streams, print_failure
+from penstock.app.working import Working, working
 from penstock.storage.errors import UserError, used_up
 from penstock.storage.untrusted import RefusedFileError, printable
 
@@ -128,9 +129,10 @@ def plan(
     """
     if context is not None:
         overrides = [*(overrides or []), f"data.sequence_length={context}"]
-    forecast = api.plan(
-        recipe, machine=machine, overrides=overrides or [], from_scratch=scratch, trace=trace, cluster=cluster
-    )
+    with working(f"planning {recipe}"):
+        forecast = api.plan(
+            recipe, machine=machine, overrides=overrides or [], from_scratch=scratch, trace=trace, cluster=cluster
+        )
     if as_json:
         typer.echo(json.dumps(forecast, indent=1))
     else:
@@ -187,9 +189,15 @@ def fit(
 
     def found() -> Iterator[dict[str, Any]]:
         nonlocal fitting
-        for cell in cells(question):
-            fitting = fitting or cell["fits"]
-            yield cell
+        planned, number = cells(question), 0
+        with Working() as shown:
+            while True:
+                with shown.step(f"planning: {number} of {question.num_cells} done"):
+                    cell = next(planned, None)
+                if cell is None:
+                    return
+                fitting, number = fitting or cell["fits"], number + 1
+                yield cell
 
     if as_json:
         for line in itertools.chain([question.to_json()], found()):
@@ -255,7 +263,8 @@ def check(
         from penstock.engine.hf.config import read_config
         from penstock.engine.model.check import check_model
 
-    result = asdict(check_model(read_config(folder)))
+    with working(f"checking {model}"):
+        result = asdict(check_model(read_config(folder)))
     if not math.isfinite(result["max_rel_error"] or 0.0):  # JSON has no infinity
         result["max_rel_error"] = None
     if as_json:

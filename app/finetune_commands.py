@@ -12,6 +12,7 @@ import typer
 
 from penstock.app import api
 from penstock.app.options import SetOption, complete_recipes
+from penstock.app.working import Working, working
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import printable, shell
 
@@ -55,7 +56,7 @@ def finetune(
     from rich.console import Console
 
     from penstock.app.finetune import command, propose, recipe_file, require_new, require_new_run, write_recipe
-    from penstock.app.finetune_view import Watch, console_page, print_rows, report_rows
+    from penstock.app.finetune_view import console_page, print_rows, report_rows
     from penstock.app.plan_view import print_plan
 
     asks = not yes and not as_json and sys.stdin.isatty()
@@ -63,9 +64,9 @@ def finetune(
     if out is not None and not as_json:
         require_new(out, overwrite=replaces)
     require_new_run(run_dir)
-    with Watch(Console(stderr=True), lines=as_json) as watch:
-        found = propose(model, data, overrides=overrides or [], epochs=epochs, machine=machine or "", listener=watch)
-        with watch.step("planning"):
+    with Working(each=as_json) as shown:
+        found = propose(model, data, overrides=overrides or [], epochs=epochs, machine=machine or "", listener=shown)
+        with shown.step("planning"):
             forecast = api.plan(found.recipe)
     if as_json:
         typer.echo(json.dumps(found.report | {"plan": forecast}))
@@ -118,7 +119,7 @@ def data(
     from penstock.app.finetune import data_report, first_recipe
     from penstock.app.finetune_data import open_source
     from penstock.app.finetune_report import token_row
-    from penstock.app.finetune_view import WHOLE_CHARS, Watch, console_page, found_rows, print_rows, sample_rows
+    from penstock.app.finetune_view import WHOLE_CHARS, console_page, found_rows, print_rows, sample_rows
 
     if data is None and Path(recipe).expanduser().is_dir():
         raise UserError(f"{recipe}: is a folder; give a recipe, or a model and its data: penstock data MODEL DATA")
@@ -126,14 +127,15 @@ def data(
         found = api.resolved_recipe(Path(recipe), overrides or [])
     else:
         found = first_recipe(recipe, data, overrides or [])
-    with Watch(Console(stderr=True), lines=False) as watch:
-        source = open_source(found, watch, with_model=False)
+    with Working() as shown:
+        source = open_source(found, shown, with_model=False)
     if as_json:
         for document in itertools.islice(source.documents(), show):
             print(json.dumps(token_row(document, source.tokenizer)), flush=True)
     console = Console(stderr=as_json)
     page, samples = console_page(console), console_page(console)
-    report = data_report(source, found, 0 if as_json else 3 if show is None else show)
+    with working("counting tokens"):
+        report = data_report(source, found, 0 if as_json else 3 if show is None else show)
     sample_rows(samples, report["samples"], most=WHOLE_CHARS)
     found_rows(page, report)
     print_rows([*samples.rows, *page.rows], console)

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from rich.cells import cell_len, chop_cells
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from penstock.app.rows import ASCII, UNICODE, Glyphs, Page, Row, merged
-from penstock.engine.events import Preparing
-from penstock.engine.preparing import Checklist
 from penstock.storage.units import params_text, percent_text
-from penstock.storage.untrusted import printable
 
 SAMPLE_CHARS = 700
 """Of a document that is shown: of a longer one the middle is left out."""
@@ -31,44 +25,6 @@ _STYLES |= {"axis": "dim"}
 WHOLE_CHARS = 20_000
 """Of one that is looked at closely."""
 Piece = Mapping[str, Any]
-
-
-class Watch:
-    """Shows on a console what is being done: a bar on a terminal, or with `lines` a line each time that it is told.
-
-    Elsewhere nothing. An `engine.preparing.Listener`.
-    """
-
-    def __init__(self, console: Console, *, lines: bool) -> None:
-        self._console, self._lines = console, lines
-        self._bar: Progress | None = None
-        if console.is_terminal and not lines:
-            columns = TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[how]}")
-            self._bar = Progress(*columns, console=console, transient=True)
-            self._task = self._bar.add_task("", total=None, how="")
-
-    def __enter__(self) -> Watch:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def on_prepare(self, item: Preparing) -> None:
-        """Show where an item is."""
-        words = [item.detail or "", f"{item.seconds:.0f} s" if item.seconds >= 1 else ""]
-        how = printable("  ".join(filter(None, words)))
-        if self._lines:
-            print(printable("  ".join(filter(None, [item.name, *words]))), file=sys.stderr, flush=True)
-        elif self._bar is not None:
-            total, done = (None, 0.0) if item.fraction is None else (1.0, item.fraction)
-            self._bar.update(self._task, description=item.name, total=total, completed=done, how=how)
-
-    def step(self, name: str) -> AbstractContextManager[None]:
-        """While entered, `name` is being done."""
-        return Checklist(self).step(name)
 
 
 def print_rows(rows: Iterable[Row], console: Console) -> None:

@@ -68,6 +68,10 @@ class Question:
     source: str = ""
     """How their number came about, in words; empty where it was given."""
 
+    @property
+    def num_cells(self) -> int:
+        return len(self.models) * len(self.contexts)
+
     def to_json(self) -> dict[str, Any]:
         from penstock.engine.machine.budgets import machine_budgets
 

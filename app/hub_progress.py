@@ -1,17 +1,17 @@
-"""What is told of a download from the hub: a bar on a terminal, elsewhere a line now and then, on standard error."""
+"""What a download from the hub says, on standard error."""
 
 from __future__ import annotations
 
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from penstock.app.hub_names import HubName
+from penstock.app.working import working
+from penstock.engine import preparing
 from penstock.storage.units import bytes_text, duration_text
 from penstock.storage.untrusted import printable
-
-_LINE_S = 10.0
-"""Between two lines of progress where there is no terminal."""
 
 
 def say(text: str) -> None:
@@ -19,40 +19,32 @@ def say(text: str) -> None:
 
 
 class Fetching:
-    """What is told of a download: a bar on a terminal, elsewhere a line now and then, on standard error."""
+    """Tells how far a download is, and on standard error when it is done."""
 
     def __init__(self, hub: HubName, total: int) -> None:
         self._hub, self._total = hub, total
         self._counts: dict[int, int] = {}
-        self._began = self._told = time.monotonic()
-        self._progress: Any = None
+        self._began = time.monotonic()
+        self._shown = ExitStack()
 
     def __enter__(self) -> Fetching:
-        if self._total and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-            columns = (BarColumn(bar_width=24), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._progress.add_task("fetching", total=self._total)
-            self._progress.start()
+        if self._total:
+            self._shown.enter_context(working(f"fetching {self._hub}"))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self._shown.close()
         if self._total and kind is None:
             say(f"fetched {self._hub} in {duration_text(time.monotonic() - self._began)}")
 
     def count(self, bar: int, num_bytes: int) -> None:
         """A bar of huggingface_hub's has got on; it has several for the same bytes."""
         self._counts[bar] = self._counts.get(bar, 0) + num_bytes
-        done = min(self._total, max(self._counts.values()))
-        if self._progress is not None:
-            self._progress.update(self._task, completed=done)
-        elif self._total and time.monotonic() - self._told >= _LINE_S:
-            self._told = time.monotonic()
-            say(f"fetching {self._hub}: {bytes_text(done)} of {bytes_text(self._total)}")
+        if self._total:
+            done = min(self._total, max(self._counts.values()))
+            rate = done / max(1e-9, time.monotonic() - self._began)
+            words = f"{bytes_text(done)} of {bytes_text(self._total)}, {bytes_text(int(rate))}/s"
+            preparing.tell(done / self._total, words)
 
     def bar_class(self) -> type[Any]:
         """A bar for huggingface_hub that shows nothing itself."""

@@ -29,6 +29,7 @@ from penstock.app.signals import GuestSignals, StopRequested, StopSignals
 from penstock.app.speed import MeanSpeed
 from penstock.app.trackers.attach import Trackers
 from penstock.app.trackers.require import require_trackers
+from penstock.app.working import working
 from penstock.engine.config import AfterConfig, Recipe, dcp_folders, drive_folders, parse_bytes
 from penstock.engine.events import (
     Preparing,
@@ -351,16 +352,21 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None, gu
         return
     if recipe.after.export:
         folder = export_folder(run.path, result.steps)
-        for line in export_run(run.path, recipe, folder):
+        with working(f"exporting to {short_path(folder)}"):
+            exported = export_run(run.path, recipe, folder)
+        for line in exported:
             display.message(line)
         if recipe.after.sample_prompt is not None:
             most = recipe.after.sample_tokens
-            text = sample_text(folder, recipe.after.sample_prompt, most, recipe.model.path)
+            with working("asking the export, by plain transformers"):
+                text = sample_text(folder, recipe.after.sample_prompt, most, recipe.model.path)
             display.message(f"sample, at most {most} tokens by transformers after the prompt: {text!r}")
         if recipe.data.source == "needles":
             from penstock.app.haystack import haystack_line
 
-            display.message(haystack_line(folder, recipe.data.sequence_length, recipe.data.seed, recipe.model.path))
+            with working("asking the export, by plain transformers"):
+                line = haystack_line(folder, recipe.data.sequence_length, recipe.data.seed, recipe.model.path)
+            display.message(line)
     look = shell("penstock", "watch", short_path(run.path))
     display.message(
         f"look closer with: {look}; all figures and messages are in its summary.json, metrics.jsonl and log.jsonl"

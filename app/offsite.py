@@ -14,6 +14,8 @@ from penstock.app.checkpoints import make_checkpoint
 from penstock.app.recipe import change_run, from_run_json, to_run_json
 from penstock.app.run_files import read_object, remove_own
 from penstock.app.rundir import RunLock, fresh_path, is_live, read_recipe, require_own
+from penstock.app.working import working
+from penstock.engine import preparing
 from penstock.engine.config import drive_folders, state_folder
 from penstock.engine.run_files import HISTORY, INPUTS, RECIPE, run_files
 from penstock.storage.disk import atomic_write, require_writable
@@ -27,43 +29,21 @@ MARK = "fetch.json"
 _CONSTANTS = "state/constants.safetensors"
 
 
-class Progress:
-    """How far bytes are on their way: one line that is written over on a terminal, a line now and then elsewhere."""
+class _Moved:
+    """Tells the step under way how many of its bytes have moved."""
 
-    def __init__(self, what: str) -> None:
-        self._what, self._total, self._moved = what, 0, 0
-        self._tty = sys.stderr.isatty()
-        self._said_at = self._began = time.monotonic()
-        self._open = False
+    def __init__(self) -> None:
+        self._total = self._moved = 0
+        self._began = time.monotonic()
 
     def begins(self, total: int) -> None:
         self._total = total
 
     def told(self, moved: int) -> None:
         self._moved += moved
-        now = time.monotonic()
-        if not moved or now - self._said_at < (0.2 if self._tty else 30.0):
-            return
-        self._said_at = now
-        share = min(1.0, self._moved / self._total) if self._total else 0.0
-        rate = self._moved / max(1e-9, now - self._began)
-        text = f"{self._what}: {share:.0%} of {bytes_text(self._total)}, {bytes_text(int(rate))}/s"
-        print(f"\r{text}   " if self._tty else text, file=sys.stderr, end="" if self._tty else "\n", flush=True)
-        self._open = self._tty
-
-    def end(self) -> None:
-        if self._open:
-            print(file=sys.stderr)
-            self._open = False
-
-
-@contextlib.contextmanager
-def _shown(what: str) -> Iterator[Progress]:
-    progress = Progress(what)
-    try:
-        yield progress
-    finally:
-        progress.end()
+        rate = self._moved / max(1e-9, time.monotonic() - self._began)
+        words = f"of {bytes_text(self._total)}, {bytes_text(int(rate))}/s"
+        preparing.tell(self._moved / self._total if self._total else 0.0, words)
 
 
 def named_place(text: str) -> Place | None:
@@ -106,7 +86,13 @@ def send(run_path: Path, name: str, to: str) -> str:
             name, _ = make_checkpoint(run_path, name)
         files = run_files(run_path.resolve(), recipe)
         started = time.monotonic()
-        with _shown(f"to {place}") as progress:
+        progress = _Moved()
+        with working(f"sending to {place}") as shown:
+
+            def waits() -> None:
+                shown.clear()
+                print("another upload of this run is under way; waiting for it", file=sys.stderr)
+
             sent = send_checkpoint(
                 Claim(link, root, store, recipe.name),
                 root,
@@ -114,7 +100,7 @@ def send(run_path: Path, name: str, to: str) -> str:
                 name,
                 files | {_CONSTANTS: checkpoint_folder(root, name) / Path(_CONSTANTS).name},
                 name=name,
-                waits=lambda: print("another upload of this run is under way; waiting for it", file=sys.stderr),
+                waits=waits,
                 begins=progress.begins,
                 told=progress.told,
             )
@@ -172,8 +158,10 @@ def fetch(
         recipe = change_run(recipe, overrides, Path.cwd())
         mark = {"place": str(found.place), "folder": found.folder}
         path = _target(run_dir, mark, root) or fresh_path(root, recipe.name)
-        with _made(path, mark), _shown(f"from {found.place}") as progress:
+        progress = _Moved()
+        with _made(path, mark), working(f"fetching from {found.place}") as shown:
             path = path.resolve()
+            shown.clear()
             print(printable(f"run directory {path}: step {found.manifest.step} of {place}"), file=sys.stderr)
             progress.begins(found.num_bytes)
             names = [name for name in found.files if name != RECIPE]

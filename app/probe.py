@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from penstock.app.working import working
 from penstock.engine.config import parse_bytes
+from penstock.engine.events import Preparing
 from penstock.engine.machine.presets import profile_path
 from penstock.storage.disk import atomic_write, require_writable
 from penstock.storage.errors import UserError
+from penstock.storage.filesystem import check_folder
 from penstock.storage.units import bytes_text, duration_text
 
 if TYPE_CHECKING:
@@ -49,16 +51,13 @@ def probe_machine(
         errors.print(plan, soft_wrap=True, highlight=False, markup=False)
     elif not ask(plan):
         return None
-    status = errors.status("measuring this machine") if errors.is_terminal else None
-    shown: AbstractContextManager[object] = nullcontext() if status is None else status
+    for warning in [warning for folder in folders for warning in check_folder(folder)]:
+        errors.print(f"note: {warning}", soft_wrap=True, highlight=False, markup=False)
 
     def say(text: str) -> None:
-        if status is None:
-            errors.print(text, soft_wrap=True, highlight=False)
-        else:
-            status.update(text)
+        shown.on_prepare(Preparing(text, "begun", 0.0))
 
-    with shown:
+    with working("measuring this machine") as shown:
         machine = probe(paths, seconds=seconds, size=written, say=say)
     atomic_write(target, json.dumps(machine.to_json(), indent=2) + "\n")
     if as_json:

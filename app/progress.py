@@ -27,11 +27,11 @@ from penstock.storage.untrusted import printable
 _ETA_WINDOW = 20
 _ITEM_CELLS = 29
 """The names of a checklist's items are about so long: their times stand below one another."""
-_LONG_S = 60.0
-"""Without a terminal what took longer to prepare is worth a line, and where it is each time as long has passed."""
+_LONG_S = 10.0
+"""Without a terminal what took longer to prepare is worth a line; so is where it is, as often or at each twentieth."""
 _SHORT_S = 0.1
 """On a terminal what took longer to prepare is."""
-_QUIET_S = 600.0
+_QUIET_S = 60.0
 """A run that is not on a terminal shows a sign of life at least this often."""
 
 
@@ -112,7 +112,7 @@ class Display:
     def prepare(self, item: Preparing) -> None:
         """Show an item of the checklist on the bar while it is being done, and as a line once it is.
 
-        Without a terminal there is a line for what takes long only, a minute apart while it does.
+        Without a terminal there is a line for what takes long only, and now and then while it does.
         """
         self._item = None if item.state == "done" else (item, time.perf_counter())
         if item.state == "begun":
@@ -121,7 +121,7 @@ class Display:
             if item.seconds >= (_LONG_S if self._progress is None else _SHORT_S):
                 self.message(item_line(item))
         elif self._progress is None and item.seconds >= self._line_due_s:
-            self._line_due_s = item.seconds + _LONG_S
+            self._line_due_s = item.seconds + max(_LONG_S, item.seconds / 20)
             self.message("  ".join([item_line(item), *_how_far(item), "..."]))
 
     def recall(self, maps: Sequence[RecallMap]) -> None:

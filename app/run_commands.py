@@ -12,6 +12,7 @@ from penstock.app import api, control, offsite
 from penstock.app.checkpoints import delete_checkpoint_of, make_checkpoint, scrub_run
 from penstock.app.options import CheckpointOption, JsonOption, RunArgument
 from penstock.app.rundir import find_run, list_runs
+from penstock.app.working import working
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import printable, shell
 
@@ -151,14 +152,15 @@ def export(
     from penstock.app.model_card import adapter_config, other_programs
 
     path = find_run(run)
-    if format == "dcp":
-        if (dtype, max_shard_size, push, merged) != (None, None, None, None):
-            raise UserError(
-                "--format dcp: writes the state unchanged; leave out --dtype, --max-shard-size, --push and --merged"
-            )
-        made, said = api.export_dcp(path, out_dir, checkpoint)
-    else:
-        made, said = api.export_named(path, out_dir, checkpoint, dtype, max_shard_size, push, merged)
+    if format == "dcp" and (dtype, max_shard_size, push, merged) != (None, None, None, None):
+        raise UserError(
+            "--format dcp: writes the state unchanged; leave out --dtype, --max-shard-size, --push and --merged"
+        )
+    with working(f"exporting to {out_dir}"):
+        if format == "dcp":
+            made, said = api.export_dcp(path, out_dir, checkpoint)
+        else:
+            made, said = api.export_named(path, out_dir, checkpoint, dtype, max_shard_size, push, merged)
     if made is not None:
         typer.echo(
             printable(f"checkpoint {made} is kept; to delete it when the run has ended: ")
@@ -202,7 +204,9 @@ def lanes(
     """Show how busy each lane and the drive were, and how long compute waited for them."""
     from penstock.app.lanes import lanes_report
 
-    typer.echo(lanes_report(find_run(run), steps, as_json=as_json))
+    with working("reading the run's spans"):
+        report = lanes_report(find_run(run), steps, as_json=as_json)
+    typer.echo(report)
 
 
 def trace(
@@ -214,7 +218,8 @@ def trace(
     from penstock.app.lanes import parse_steps
     from penstock.app.trace import write_trace
 
-    count = write_trace(find_run(run), out, None if steps is None else parse_steps(steps))
+    with working(f"writing {out}"):
+        count = write_trace(find_run(run), out, None if steps is None else parse_steps(steps))
     typer.echo(printable(f"{count:,} spans written to {out}; open it at https://ui.perfetto.dev"))
 
 
@@ -234,5 +239,7 @@ def track(
     from penstock.app.trackers.track import track as send
 
     path = find_run(run)
-    for line in send(path, to or read_recipe(path).trackers):
-        typer.echo(printable(line))
+    with working("sending to trackers") as shown:
+        for line in send(path, to or read_recipe(path).trackers):
+            shown.clear()
+            typer.echo(printable(line))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from penstock.app.working import Working
+from penstock.engine import preparing
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import printable
 
@@ -68,26 +71,38 @@ def sample(
         raise UserError("give --prompt TEXT, --prompt-file FILE or --chat")
     if as_json and not given:
         raise UserError("--json: cannot be used in an interactive chat; give --prompt TEXT")
-    with sampling.opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram) as found:
+    with Working() as shown, ExitStack() as stack:
+        with shown.step(f"opening {model}"):
+            found = stack.enter_context(sampling.opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram))
         decoding = sampling.decoding_of(
             found, (1024 if chat else 64) if tokens is None else tokens, temperature, top_p, seed
         )
         if not given:
+            shown.end()
             sampling.chat(found, decoding, _ask, on_start=_remark, on_text=_show)
             return
         between = "\n" if chat else ""
         alone = len(given) == 1 and not as_json
 
+        count, most = 0, decoding.new_tokens * len(given)
+
         def begin(text: str) -> None:
+            shown.clear()
             _remark(text)
             if alone and not chat:
                 _show(given[0])
 
         def more(sequence: int, text: str) -> None:
+            nonlocal count
+            count += 1
+            preparing.tell(count / most, f"{count:,} of at most {most:,} tokens")
             if alone:
+                if sys.stdout.isatty():  # what is being written shows how far it is
+                    shown.end()
                 _show(text)
 
-        samples = sampling.continued(found, given, decoding, chat=chat, on_start=begin, on_text=more)
+        with shown.step("reading the prompt and writing"):
+            samples = sampling.continued(found, given, decoding, chat=chat, on_start=begin, on_text=more)
         if as_json:
             print(json.dumps(sampling.as_json(found, samples)))
         elif alone:

@@ -36,7 +36,8 @@ class Listener(Protocol):
 class Checklist:
     """Tells `listener` of one item after the other; nobody, if it is None.
 
-    Whoever prepares something may make one: the items of several checklists follow one another.
+    Whoever prepares something may make one: the items of several checklists follow one another, or one that is done
+    within another takes its place meanwhile.
     """
 
     def __init__(self, listener: Listener | None = None) -> None:
@@ -60,7 +61,7 @@ class Checklist:
             self._told = self._began
             self._tell(Preparing(item, "begun", 0.0))
         global _under_way
-        _under_way = self
+        outer, _under_way = _under_way, self
         try:
             yield
         except BaseException:
@@ -68,7 +69,7 @@ class Checklist:
                 self._item = None
             raise
         finally:
-            _under_way = None
+            _under_way = outer
         with self._lock:
             self._item = None
             self._tell(Preparing(item, "done", time.perf_counter() - self._began))

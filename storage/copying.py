@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,14 +34,16 @@ from penstock.storage.drives import (
 from penstock.storage.errors import UserError
 from penstock.storage.layout import part_numel_even
 from penstock.storage.manifest import Manifest, Stored
+from penstock.storage.units import Told, untold
 
 
-def copy_state(root: Path, drives: Sequence[Path]) -> int:
+def copy_state(root: Path, drives: Sequence[Path], told: Told = untold) -> int:
     """Copy what the manifest in `root`, and those of its checkpoints, name on drives of another run directory.
 
     The copies go to `drives` and are hard links where that is possible: whoever writes such a file leaves it to the
-    other. Returns the bytes of state that were copied, 0 where all of it is this run directory's own. Crash safe: what
-    a manifest names is there, whole, before and after it is replaced, and a second call does the rest.
+    other. `told` is given the share of a generation that is copied. Returns the bytes of state that were copied, 0
+    where all of it is this run directory's own. Crash safe: what a manifest names is there, whole, before and after it
+    is replaced, and a second call does the rest.
     UserError when the state is in use, is older than what its drive holds, is not whole or finds no room.
     """
     root = Path(root).expanduser().absolute()
@@ -63,7 +66,7 @@ def copy_state(root: Path, drives: Sequence[Path]) -> int:
             for folder in foreign:
                 locks.take(folder)
             ids = ids or _claim(targets, foreign, content.store, root, locks)
-            total += _copy(content, path.parent, root, found, ids, placed)
+            total += _copy(content, path.parent, root, found, ids, placed, told)
     except OSError as error:
         raise disk_error(error, Path(error.filename or root), "copying the state") from error
     finally:
@@ -95,7 +98,13 @@ _Placed = dict[tuple[int, int, int], Path]
 
 
 def _copy(
-    content: Manifest, place: Path, root: Path, found: Mapping[str, Path], ids: Mapping[str, Path], placed: _Placed
+    content: Manifest,
+    place: Path,
+    root: Path,
+    found: Mapping[str, Path],
+    ids: Mapping[str, Path],
+    placed: _Placed,
+    told: Told,
 ) -> int:
     """Copy all that `content`, the manifest in folder `place`, names, and name the copies there; their bytes.
 
@@ -123,7 +132,7 @@ def _copy(
     keys = {target: _shared_key(target, source, owners) for target, source in jobs.items()}
     jobs = {target: placed.get(keys[target], source) for target, source in jobs.items()}
     _require_room(jobs, owners)
-    _place(jobs, owners)
+    _place(jobs, owners, told)
     placed.update((key, target) for target, key in keys.items())
     for id, base in bases.items():
         if content.checkpoint is not None:
@@ -151,15 +160,18 @@ def _require_room(jobs: Mapping[Path, Path], owners: Mapping[Path, Path]) -> Non
     require_room(needs, "a copy of the state")
 
 
-def _place(jobs: Mapping[Path, Path], owners: Mapping[Path, Path]) -> None:
+def _place(jobs: Mapping[Path, Path], owners: Mapping[Path, Path], told: Told) -> None:
     """Make target -> source links or copies, durably; `owners` are the drives of their folders. OSError."""
     for parent, folder in owners.items():
         make_folder(parent, inside=folder)
+
+    count = itertools.count(1)
 
     def one(target: Path) -> None:
         if not ownership.is_same(target, jobs[target]):
             target.unlink(missing_ok=True)
             link_or_copy(jobs[target], target)
+        told(next(count) / len(jobs), f"of {len(jobs):,} files")
 
     with ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="copy-state") as threads:
         list(threads.map(one, jobs))

@@ -45,6 +45,7 @@ from penstock.storage.room import Room
 from penstock.storage.scrub import read_chunk_file, scrub
 from penstock.storage.spill import Spill
 from penstock.storage.tidy import sweep, tidy
+from penstock.storage.units import Told, untold
 
 __all__ = ["ArraySpec", "NvmeStore", "Traffic"]
 
@@ -360,15 +361,16 @@ class NvmeStore:
             self._committing = False
         return self.generation
 
-    def verify(self) -> int:
+    def verify(self, told: Told = untold) -> int:
         """Read all of the committed generation at the drives' speed, all drives at once; returns the bytes read.
 
+        `told` is given the share that has been read and what it is of, from any thread.
         UserError naming every chunk file that is not what was written (the first 20 of them).
         """
         with self._lock:
             committed = [array for array in self._committable() if array.slot is not None]
             files = [array.committed_file(part) for array in committed for part in range(len(array.parts))]
-        return scrub(files, f"generation {self.generation}", READ_THREADS)
+        return scrub(files, f"generation {self.generation}", READ_THREADS, told)
 
     def checkpoint(self, name: str) -> None:
         """Keep the committed generation as checkpoint `name` (storage.checkpoints): a link for each chunk file.

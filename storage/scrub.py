@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from penstock.storage.disk import disk_error
 from penstock.storage.drives import Drive
 from penstock.storage.errors import UserError
 from penstock.storage.readers import Reader
+from penstock.storage.units import Told, bytes_text, untold
 
 _MOST_LISTED = 20
 
@@ -58,7 +60,7 @@ def _reported(file: ChunkFile, origin: str) -> Iterator[None]:
         raise disk_error(error, file.path, f"reading {file.payload_bytes:,} bytes of {origin}") from error
 
 
-def scrub(files: Iterable[ChunkFile], origin: str, threads: int) -> int:
+def scrub(files: Iterable[ChunkFile], origin: str, threads: int, told: Told = untold) -> int:
     """Read the files, `threads` at a time on every drive and all drives at once; returns the bytes read.
 
     Every byte of every file is checked, by direct I/O into memory of its own: `threads` chunks for each drive.
@@ -71,6 +73,8 @@ def scrub(files: Iterable[ChunkFile], origin: str, threads: int) -> int:
         total += file.form.file_bytes
         largest = max(largest, file.form.file_bytes)
     damaged: list[str] = []
+    count = itertools.count(1)
+    num_files = sum(map(len, work.values()))
 
     def run(queue: deque[ChunkFile]) -> None:
         memory = empty_aligned(largest, torch.uint8).numpy()
@@ -85,6 +89,7 @@ def scrub(files: Iterable[ChunkFile], origin: str, threads: int) -> int:
                 file.drive.count(read=file.form.file_bytes)
             except UserError as error:
                 damaged.append(str(error))
+            told(next(count) / num_files, f"of {bytes_text(total)}")
 
     futures = [drive.readers.submit(run, queue) for drive, queue in work.items() for _ in range(threads)]
     for future in futures:

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+
+Told = Callable[[float, str], None]
+"""Is told how far work is: the share that is done, and what it is of."""
+
+
+def untold(share: float, words: str) -> None:
+    """Nobody asks how far it is."""
 
 
 def bytes_text(num_bytes: float | None) -> str:

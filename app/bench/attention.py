@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from penstock.app.bench.cases import Case, Shape
 from penstock.app.bench.process import scratch, show
 from penstock.app.bench.setup import choose
 from penstock.app.bench.suite_worker import open_case
+from penstock.app.working import Working
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
 from penstock.storage.errors import UserError
@@ -52,14 +54,18 @@ def bench_attention(
         compiled=compile,
     )
     found: list[dict[str, float]] = []
-    with scratch(folder) as path:
-        setup = choose(case, Path(path))
-        with open_case(setup, Path(path), short_steps=1, document_tokens=2 * chunk_tokens)[1] as session:
+    with scratch(folder) as path, ExitStack() as stack, Working() as shown:
+        with shown.step("preparing"):
+            setup = choose(case, Path(path))
+            _, session = open_case(setup, Path(path), short_steps=1, document_tokens=2 * chunk_tokens)
+            stack.enter_context(session)
             train_step(session)  # of short documents: compiles, and leaves a gradient to apply under the next
-            for _ in range(rounds):
+        for number in range(1, rounds + 1):
+            with shown.step(f"round {number} of {rounds}: attention of {tokens:,} tokens alone"):
                 alone = _attention_s(session, tokens)
+            with shown.step(f"round {number} of {rounds}: a step of {tokens:,} tokens"):
                 step = train_step(session).step_s
-                found.append({"step_s": step, "attention_s": alone, "ratio": step / alone})
+            found.append({"step_s": step, "attention_s": alone, "ratio": step / alone})
     report: dict[str, Any] = {key: statistics.median(each[key] for each in found) for key in found[0]}
     report |= {"tokens": tokens, "chunk_tokens": chunk_tokens, "model": SHAPE.name, "rounds": found}
     line = (

@@ -30,6 +30,7 @@ from penstock.app.bench.cases import Shape
 from penstock.app.bench.process import call, require_folders, require_matplotlib, resident_bytes, scratch, show
 from penstock.app.bench.setup import Setup, random_recipe, shape_model
 from penstock.app.bench.suite_worker import open_case
+from penstock.app.working import Working
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.machine.budgets import Budgets
 from penstock.engine.plan.plan import Plan
@@ -68,9 +69,13 @@ def bench_memory(
     """
     require_folders(None if save is None else save.parent)
     rows = []
-    for tokens, depth, window in wanted(lengths, depths, chunk_tokens):
-        rows.append(_measured(tokens, depth, window, document_tokens, chunk_tokens))
-        print(_row(rows[-1]), file=sys.stderr, flush=True)
+    cases = list(wanted(lengths, depths, chunk_tokens))
+    with Working() as shown:
+        for number, (tokens, depth, window) in enumerate(cases, start=1):
+            about = f"{tokens:,} tokens, {depth} layers, K/V window {window}"
+            with shown.step(f"measurement {number} of {len(cases)}: {about}"):
+                rows.append(_measured(tokens, depth, window, document_tokens, chunk_tokens))
+            print(_row(rows[-1]), file=sys.stderr, flush=True)
     report = report_of(rows, document_tokens, chunk_tokens)
     if save is not None:
         save.with_suffix(".json").write_text(json_module.dumps(report, indent=1) + "\n")

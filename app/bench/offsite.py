@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.app.bench.process import scratch, show
+from penstock.app.working import Working
 from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from penstock.engine.events import Observer, Want
 from penstock.engine.opening import open_session
@@ -58,19 +59,22 @@ def bench_offsite(
     """
     times: dict[str, list[list[float]]] = {way: [] for way in WAYS}
     moved = dict.fromkeys(WAYS, 0)
-    with scratch(folder) as path:
+    with scratch(folder) as path, Working() as shown:
         recipe = _recipe(layers, hidden, on_drive=on_drive)
         observer = _Nobody()  # type: ignore[abstract]  # what it does not define does nothing
         with open_session(recipe, run_dir=Path(path, "run"), observer=observer, resume=False) as session:
-            for _ in range(WARMUP_STEPS):
-                train_step(session)
-            session.finish()
-            session.store.checkpoint(_NAME)
+            with shown.step("preparing"):
+                for _ in range(WARMUP_STEPS):
+                    train_step(session)
+                session.finish()
+                session.store.checkpoint(_NAME)
             state_bytes = session.store.disk_bytes() // 2
             for number in range(rounds):
                 for way in (*WAYS[number % 3 :], *WAYS[: number % 3]):
                     rate = float(bytes_per_s) if way == "limited" else None
-                    with _uploading(session, Path(path), rate if way != "alone" else 0.0) as upload:
+                    about = f"round {number + 1} of {rounds}: {steps} steps, upload {way}"
+                    uploading = _uploading(session, Path(path), rate if way != "alone" else 0.0)
+                    with shown.step(about), uploading as upload:
                         times[way].append([train_step(session).step_s for _ in range(steps)])
                     moved[way] += upload.moved
     medians = {way: [statistics.median(of_round) for of_round in found] for way, found in times.items()}

@@ -18,6 +18,7 @@ from penstock.app.bench.cases import Shape
 from penstock.app.bench.process import scratch, show
 from penstock.app.bench.setup import Setup, plan_request, random_recipe, shape_model
 from penstock.app.bench.suite_worker import open_case
+from penstock.app.working import Working
 from penstock.engine.data.loader import DataLoader, MicroBatch
 from penstock.engine.machine.budgets import Budgets
 from penstock.engine.model.tokens import IGNORE_LABEL
@@ -51,20 +52,23 @@ def bench_packing(
     """
     if context < 2 * document or document < 2:
         raise UserError(f"--context {context}: give room for two documents of {document} tokens, of at least 2 each")
-    with scratch(folder) as path:
+    with scratch(folder) as path, Working() as shown:
         rows = {"packed": 1, "apart": context // document}
         opened: dict[str, Session] = {}
         try:
-            for name, count in rows.items():
-                opened[name] = _open(Path(path) / name, context, document, chunk_tokens, count)
+            with shown.step("preparing"):
+                for name, count in rows.items():
+                    opened[name] = _open(Path(path) / name, context, document, chunk_tokens, count)
             times: dict[str, list[float]] = {name: [] for name in opened}
             cpu_times: dict[str, list[float]] = {name: [] for name in opened}
-            tokens = {name: train_step(session).tokens for name, session in opened.items()}  # touches the memory
-            for _ in range(rounds):
+            with shown.step("the first steps, which are not timed"):
+                tokens = {name: train_step(session).tokens for name, session in opened.items()}  # touches the memory
+            for number in range(1, rounds + 1):
                 for name, session in opened.items():
-                    before_s = time.process_time()
-                    times[name].append(train_step(session).step_s)
-                    cpu_times[name].append(time.process_time() - before_s)
+                    with shown.step(f"round {number} of {rounds}: a step of rows that are {name}"):
+                        before_s = time.process_time()
+                        times[name].append(train_step(session).step_s)
+                        cpu_times[name].append(time.process_time() - before_s)
             computed = {name: _computed(session) for name, session in opened.items()}
         finally:
             for session in opened.values():

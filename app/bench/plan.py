@@ -29,6 +29,7 @@ from penstock.app.bench.process import CallFailed, call, markdown_row, require_f
 from penstock.app.launch import run_training
 from penstock.app.run_files import JsonLines
 from penstock.app.rundir import RunDir
+from penstock.app.working import working
 from penstock.engine.machine.limits import machine_memory
 from penstock.storage.errors import UserError
 from penstock.storage.units import bytes_text, seconds_text
@@ -75,7 +76,8 @@ def bench_plan(
     for number, case in enumerate(cases, start=1):
         if time.monotonic() - begun > time_limit_s:
             break
-        rows.append(row_of(case, folder, run))
+        with working(f"case {number} of {len(cases)}: {case.name}"):
+            rows.append(row_of(case, folder, run))
         print(f"{number}/{len(cases)} {progress(rows[-1])}", file=sys.stderr, flush=True)
     report = report_of(rows)
     if save is not None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.app.bench.process import call, require_folders, require_matplotlib, scratch, show
+from penstock.app.working import Working
 from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
 from penstock.engine.data.prepare import make_loader, make_validation, prepare_data
@@ -68,15 +69,16 @@ def bench_precision(
     Returns the report: per case its rows of step, loss and share of weights that differ from the start's.
     """
     require_folders(folder, None if save is None else save.parent)
-    with scratch(folder) as path:
-        print(f"{before_steps} steps on Python", file=sys.stderr, flush=True)
-        call("penstock.app.bench.precision:begin", path, before_steps, what="bench precision, the model to start from")
+    with scratch(folder) as path, Working() as shown:
+        with shown.step(f"{before_steps} steps on Python"):
+            begin = "penstock.app.bench.precision:begin"
+            call(begin, path, before_steps, what="bench precision, the model to start from")
         cases: dict[str, list[dict[str, float]]] = {}
         for run in RUNS:
-            print(f"{steps} steps at {lr:g}, {run}", file=sys.stderr, flush=True)
-            cases |= call(
-                "penstock.app.bench.precision:go_on", run, path, steps, every, lr, what=f"bench precision, {run}"
-            )
+            with shown.step(f"{steps} steps at {lr:g}, {run}"):
+                cases |= call(
+                    "penstock.app.bench.precision:go_on", run, path, steps, every, lr, what=f"bench precision, {run}"
+                )
     cases = {case: cases[case] for case in CASES}
     for case, rows in cases.items():
         print(f"{CASES[case]}: {_row(rows)}", file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ import torch
 from penstock.app.bench.kernels import step_kernels
 from penstock.app.bench.plain import PlainBatch, compiled_steps, plain_steps
 from penstock.app.bench.process import call, resident_bytes, scratch, show
+from penstock.app.working import Working
 from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from penstock.engine.events import Observer, StepMetrics, Want
 from penstock.engine.hf.config import model_config
@@ -77,10 +78,11 @@ def bench_step(
     """
     cases = [case for case in WORDS if case != "compiled" or _compiles()]
     runs: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
-    for _ in range(rounds):
-        for case in cases:
+    turns = list(enumerate(cases * rounds, start=1))
+    with Working() as shown:
+        for number, case in turns:
             memory = None if case in (*PLAIN, "kernels") else _memory_bytes(case, runs)
-            with scratch(folder) as path:
+            with shown.step(f"measurement {number} of {len(turns)}: {WORDS[case]}"), scratch(folder) as path:
                 runs[case].append(_run_case(case, steps, path, batch, memory))
     figures: dict[str, Any] = {"dtype": runs["plain"][0]["dtype"], "batch": list(batch)}
     for case, outcomes in runs.items():

@@ -39,6 +39,8 @@ from penstock.app.bench.raw_io import (
     sync_files,
     timed,
 )
+from penstock.app.working import working
+from penstock.engine import preparing
 from penstock.storage.arena import HostArena
 from penstock.storage.chunk import ChunkFormat
 from penstock.storage.disk import require_writable
@@ -117,7 +119,10 @@ def bench_storage(
         readers, skipped = _readers(list(places.values()))
         fio = Fio.find(places[folders[0]])
         load_before = os.getloadavg()[0]
-        cases = [_run_case(plan, places, fio, readers, rounds) for plan in plans]
+        cases = []
+        for plan in plans:
+            with working(f"measuring {plan.name}"):
+                cases.append(_run_case(plan, places, fio, readers, rounds))
     figures: dict[str, Any] = {
         "read_ratio": cases[-1]["ratios"]["direct_read"],
         "write_ratio": cases[-1]["ratios"]["store_write"],
@@ -237,6 +242,8 @@ def _run_case(
                 for phase in ("_write", "_read"):
                     order = [name for name in jobs if name.endswith(phase)]
                     for name in order if number % 2 == 0 else reversed(order):
+                        done = sum(len(runs[each]) for each in jobs) / (rounds * len(jobs))
+                        preparing.tell(done, f"round {number + 1} of {rounds}, {name.replace('_', ' ')}")
                         runs[name].append(jobs[name]())
                         if phase == "_write" and name != "store_write":  # the same and the time to make it durable
                             written = runs[name][-1]

@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock.app.bench.cases import GROUPS, SUITES, Case, Rates, cases_of
 from penstock.app.bench.process import CallFailed, call, nvidia_smi, require_folders, scratch, show
+from penstock.app.working import Working, working
 from penstock.engine.machine.peaks import peak_flops
 from penstock.storage.errors import UserError
 
@@ -37,13 +38,16 @@ def bench_suites(
     cases = cases_of(names)
     started = time.monotonic()
     require_folders(folder, trace_dir)
-    machine = probe()
+    with working("looking at this machine"):
+        machine = probe()
     report: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine, "cases": []}
-    for suite, case in cases:
-        left_s = math.inf if time_limit_s is None else time_limit_s - (time.monotonic() - started)
-        outcome = _outcome(case, machine, folder, trace_dir, left_s)
-        report["cases"].append({"suite": suite, "case": case.name} | outcome)
-        print(_progress(report["cases"][-1]), file=sys.stderr, flush=True)
+    with Working() as shown:
+        for number, (suite, case) in enumerate(cases, start=1):
+            left_s = math.inf if time_limit_s is None else time_limit_s - (time.monotonic() - started)
+            with shown.step(f"case {number} of {len(cases)}: {case.name}"):
+                outcome = _outcome(case, machine, folder, trace_dir, left_s)
+            report["cases"].append({"suite": suite, "case": case.name} | outcome)
+            print(_progress(report["cases"][-1]), file=sys.stderr, flush=True)
     show(report, _line(report["cases"]), as_json=json)
     return report
 

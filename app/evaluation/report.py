@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -12,41 +11,31 @@ from rich.table import Table
 
 from penstock.app.evaluation.asked import Asked, Requests
 from penstock.app.evaluation.needles import maps
-from penstock.app.finetune_view import Watch, print_rows
+from penstock.app.finetune_view import print_rows
 from penstock.app.recall_view import map_rows
 from penstock.app.rows import ASCII, UNICODE, Row
+from penstock.app.working import Working
 from penstock.engine.events import Preparing
 from penstock.storage.units import bytes_text, duration_text, seconds_text
 from penstock.storage.untrusted import printable
 
-_TELL_S = 60.0
-"""Between two lines on the way, where there is no terminal for a bar."""
-
 
 class Told:
-    """Tells people what is asked and how far it is: a bar on a terminal, a line a minute elsewhere."""
+    """Tells people what is asked and how far it is."""
 
-    def __init__(self, console: Console) -> None:
-        self._console, self._watch = console, Watch(console, lines=False)
+    def __init__(self, console: Console, shown: Working) -> None:
+        self._console, self._shown = console, shown
         self._total = self._done = 0
-        self._began = self._last = 0.0
-
-    def __enter__(self) -> Told:
-        self._watch.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._watch.__exit__(kind, error, trace)
+        self._began = 0.0
 
     def say(self, text: str) -> None:
+        self._shown.clear()
         self._console.print(printable(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def asks(self, asked: Asked, requests: Requests) -> None:
         """Say what will be asked and about how long it takes."""
         self._total, self._done = requests.total, 0
-        self._began = self._last = time.perf_counter()
+        self._began = time.perf_counter()
         self.say(before_line(asked, requests))
         self._show()
 
@@ -56,14 +45,11 @@ class Told:
         self._show()
 
     def _show(self) -> None:
-        now = time.perf_counter()
+        took_s = time.perf_counter() - self._began
         share = self._done / self._total if self._total else 1.0
-        eta = duration_text((now - self._began) * (1 - share) / share) if share else "n/a"
-        detail = f"{self._done:,} of {self._total:,}  ETA {eta}"
-        self._watch.on_prepare(Preparing("evaluating", "progress", now - self._began, detail, share))
-        if not self._console.is_terminal and now - self._last >= _TELL_S:
-            self._last = now
-            self.say(f"evaluated {detail}")
+        eta = duration_text(took_s * (1 - share) / share) if share else "n/a"
+        detail = f"{self._done:,} of {self._total:,} requests answered, ETA {eta}"
+        self._shown.on_prepare(Preparing("evaluating", "progress", took_s, detail, share))
 
 
 def before_line(asked: Asked, requests: Requests) -> str:

@@ -21,6 +21,7 @@ from penstock.app.evaluation.asked import Asked, Model
 from penstock.app.evaluation.report import Told
 from penstock.app.evaluation.svg import heat_maps
 from penstock.app.run_files import json_text
+from penstock.app.working import working
 from penstock.engine.data.chat import ChatTemplate
 from penstock.engine.data.retrieval import FILLERS, KINDS, Filler, Haystacks
 from penstock.engine.generate.streamed import SCORED_TOKENS
@@ -108,7 +109,8 @@ def ask_all(open_model: Opener, wanted: Wanted) -> dict[str, Any]:
     index = find_harness_tasks(wanted)
     found: dict[str, Any] = {"tasks": {}, "groups": {}, "needles": None}
     began = time.perf_counter()
-    with Told(Console(file=sys.stderr)) as told, open_model() as model:
+    with working("opening the model") as shown, open_model() as model:
+        told = Told(Console(file=sys.stderr), shown)
         asked = Asked(model, batch_tokens=wanted.batch_tokens, seed=wanted.seed)
         chat = _template(asked) if wanted.chat else None
         if wanted.kinds:

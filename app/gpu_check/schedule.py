@@ -16,6 +16,8 @@ from typing import Any
 
 from penstock.app.bench.process import raised_by_signals
 from penstock.app.gpu_check.results import Results
+from penstock.app.working import working
+from penstock.storage.units import duration_text
 
 LEAST_LIMIT_S = 20.0
 """Beyond twice its estimate, what a case may take before it is ended."""
@@ -102,7 +104,8 @@ class Check:
             begun = self.clock()
             job = Job(limit_s, self.results, before, lambda more, case=case: self._found(stage, case, more))  # type: ignore[misc]
             try:
-                outcome = dict(case.run(job))
+                with working(f"{stage.name}/{case.name}, about {duration_text(estimate_s)}"):
+                    outcome = dict(case.run(job))
             except Exception as error:  # one case's failure keeps no other from running
                 outcome = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
             except BaseException:

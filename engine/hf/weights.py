@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from penstock.engine import preparing
 from penstock.engine.data.tokenizer import TOKENIZER_FILES, TextTokenizer
 from penstock.engine.hf.conversion import Conversion, ConversionPlan, Stored, transformers_layout
 from penstock.engine.model import skeleton
@@ -328,7 +329,8 @@ class _Like(NamedTuple):
             for name in layout.kept:
                 writer.write(name, reader.read(name))
             owned = buffers_of_blocks(spec)
-            for block, conversions in layout.of_block.items():
+            for number, (block, conversions) in enumerate(layout.of_block.items()):
+                preparing.tell(number / len(layout.of_block), block)
                 params = {name: value for buffer in owned[block] for name, value in read_buffer(buffer).items()}
                 for conversion in conversions:
                     values = {target: params[layout.canonical[target]] for target in conversion.targets}
@@ -383,7 +385,9 @@ def _export_fresh(
     with CheckpointWriter(out_dir, tensors, max_shard_bytes) as writer:
         for name, tensor in transformers_layout(model, constants).items():
             writer.write(name, tensor)
-        for buffers in buffers_of_blocks(spec).values():
+        owned = buffers_of_blocks(spec)
+        for number, (block, buffers) in enumerate(owned.items()):
+            preparing.tell(number / len(owned), block)
             values = {name: value for buffer in buffers for name, value in read_buffer(buffer).items()}
             rounded = {name: rounding(name, tensor, dtype) for name, tensor in values.items()}
             for name, tensor in transformers_layout(model, rounded).items():

@@ -27,7 +27,7 @@ from penstock.storage.arena import HostArena
 from penstock.storage.disk import read_all, reporting, require_writable, write_all
 from penstock.storage.drives import READ_THREADS, WRITE_THREADS
 from penstock.storage.errors import UserError
-from penstock.storage.filesystem import check_folder, existing, mount_of
+from penstock.storage.filesystem import existing, mount_of
 
 BLOCK_BYTES = 32 << 20
 """Of one request: as long as the store's chunk files."""
@@ -141,9 +141,6 @@ def probe_drives(
     Each alone: writes with the sync that makes them durable, reads, both at once; then all drives at once.
     """
     rooms = check_folders(folders, block_bytes)
-    for folder in folders:
-        for warning in check_folder(folder):
-            say(warning)
     sizes = [_fillable(folder, folders) for folder in folders]
     count, filled = len(folders), max(_LEAST_BLOCKS * block_bytes, int(seconds * _FILL_BYTES_PER_S))
     filled, blocks = min(filled, max(_LEAST_BLOCKS * block_bytes, most_written // 2)), most_written // block_bytes

@@ -9,6 +9,7 @@ import torch
 from bad_model_files import CONFIG
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import penstock.app.working
 from penstock.app.bench import process
 from penstock.app.bench import step as bench
 from penstock.app.bench.attention import bench_attention
@@ -74,6 +75,17 @@ def test_ratios_are_medians_without_warm_up_and_highest_peaks(tmp_path, outcomes
     }
     assert {name: figures[name] for name in expected} == pytest.approx(expected)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_measurement_is_said_without_a_terminal(tmp_path, outcomes, monkeypatch, capsys):
+    monkeypatch.setattr(penstock.app.working, "FIRST_S", 0.0)
+    monkeypatch.setattr(penstock.app.working, "EVERY_S", 0.0)
+    figures = bench.bench_step(json=True, rounds=2, steps=1, folder=tmp_path)
+    printed = capsys.readouterr()
+    said = [line for line in printed.err.splitlines() if line.startswith("measurement")]
+    words = list(bench.WORDS.values()) * 2
+    assert said == [f"measurement {number} of 14: {word}" for number, word in enumerate(words, start=1)]
+    assert json.loads(printed.out) == figures
 
 
 def test_penstock_is_given_the_memory_that_plain_pytorch_took(tmp_path, outcomes):

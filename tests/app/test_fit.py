@@ -173,7 +173,6 @@ def test_a_files_tokens_are_estimated_from_its_text(tmp_path: Path) -> None:
 def test_the_command_streams_cells_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = ["--machine", "rtx4090-64", "--models", "Llama-3.2-1B,gpt-oss", "--contexts", "8k", "--tokens", "20M"]
     printed = done(started(tmp_path, *REAL, "fit", *options, "--json"))
-    assert printed.stderr == ""
     head, small, large = (json.loads(line) for line in printed.stdout.splitlines())
     assert (head["tokens"], head["models"]) == (20_000_000, ["Llama-3.2-1B", "gpt-oss-120b"])
     assert (small["fits"], large["fits"], large["tier"]) == (True, False, "gpu")
