@@ -169,7 +169,7 @@ class PenstockApp(App[None]):
     def refuses(self) -> bool:
         """Whether no action is taken here, which it says then."""
         if self.read_only:
-            self.notify("read-only: this shows runs and takes no action", severity="warning")
+            self.notify("read-only: this window shows runs and cannot change them", severity="warning")
         return self.read_only
 
     def target(self, typed: str) -> Path | None:
@@ -211,7 +211,7 @@ class PenstockApp(App[None]):
                 run = partial(self.run_action, action.id, where)
                 yield SystemCommand(f"{action.label} ({action.shown_key})", action.help, run)
         yield SystemCommand("Choose a theme", "Penstock's own and Textual's.", self.action_change_theme)
-        yield SystemCommand("Screenshot", "Write what is shown as an SVG file.", self.deliver_screenshot)
+        yield SystemCommand("Screenshot", "Save the screen as an SVG file.", self.deliver_screenshot)
 
     def action_help(self) -> None:
         from penstock.tui.screens.help import HelpScreen

@@ -21,7 +21,7 @@ def written_path(root: Path, typed: str, *, inside: bool) -> Path:
     except (OSError, ValueError, RuntimeError) as error:  # ValueError: a NUL or half a character; RuntimeError: ~nobody
         raise UserError(f"{typed}: cannot be written there ({getattr(error, 'strerror', None) or error})") from None
     if inside and not _is_inside(path, root):
-        raise UserError(f"{typed}: lies outside {root}; in a browser, files are written below that folder alone")
+        raise UserError(f"{typed}: is outside {root}; in a browser, files can only be written below that folder")
     return path
 
 

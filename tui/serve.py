@@ -20,7 +20,7 @@ from penstock.tui.web.access import Access, is_remote
 from penstock.tui.web.server import WebServer
 
 _MOST_LINE = 400
-_END = "Ctrl+C ends it; runs go on."
+_END = "Press Ctrl+C to stop serving; runs keep running."
 _Place = tuple[socket.AddressFamily, str, tuple[Any, ...]]
 """Where to listen: the family, the address, and of IPv6 flow and interface."""
 
@@ -77,7 +77,7 @@ def _resolve(host: str) -> list[_Place]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, ValueError) as error:
-        raise UserError(f"--host {host}: is no address of this machine ({error})") from None
+        raise UserError(f"--host {host}: is not an address of this machine ({error})") from None
     return list(dict.fromkeys((family, str(name[0]), name[2:]) for family, _, _, _, name in found))
 
 

@@ -114,7 +114,7 @@ def test_a_start_from_the_terminal_application_leaves_its_words(
     assert data.error == "loss is NaN in step 3, chunk 1"
     assert [alert.text for alert in alerts(data)] == [
         "loss is NaN in step 3, chunk 1",
-        "it failed before its first step had ended, and has left nothing behind",
+        "the run failed before its first step finished and left nothing behind",
     ]
     assert launcher.last_words(tmp_path / "runs" / "never") is None
 

@@ -32,7 +32,7 @@ const socket = new window.WebSocket("ws://localhost:8000/ws");
 window.fire("focus"); now("connecting");
 socket.fire("open"); now("open");
 window.fire("focus"); now("back in the window");
-socket.fire("close", { reason: "the server ends" }); now("closed");
+socket.fire("close", { reason: "the server is shutting down" }); now("closed");
 window.fire("focus"); now("back when closed");
 console.log(JSON.stringify({ ...seen, why: elements.why.textContent, classes: [...classes],
   url: elements.terminal.dataset.sessionWebsocketUrl }));
@@ -51,7 +51,7 @@ def test_the_terminal_has_the_keyboard_while_it_is_open_and_the_button_afterward
         "back in the window": keys,
         "closed": ["again"],
         "back when closed": [],
-        "why": "the server ends",
+        "why": "the server is shutting down",
         "classes": ["-closed"],
         "url": "ws://localhost:8000/ws",
     }

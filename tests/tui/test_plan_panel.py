@@ -51,7 +51,7 @@ def test_states() -> None:
     text = page(PlanState("done", fitting(), stale=True, error="data.path: /x does not exist"))
     assert text.startswith("✗ no plan")
     assert "  data.path: /x does not exist" in text
-    assert "f5 tries again" in page(PlanState("idle", trouble="the planner ended again: no room"))
+    assert "f5 tries again" in page(PlanState("idle", trouble="the planner stopped again: no room"))
 
 
 def test_one_row_for_narrow_terminals() -> None:

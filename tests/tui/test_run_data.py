@@ -191,8 +191,8 @@ def test_alerts_of_a_running_run(first: Path, monkeypatch: pytest.MonkeyPatch) -
     found = " | ".join(alert.text for alert in alerts(read(first)))
     assert "gradient norm 50.0 is" in found
     assert "the loss of step 60 is not a number" in found
-    assert re.search(r"no op has ended for 5m0\ds; d2h store_x layers\.1 under way", found)  # some seconds have passed
-    assert "nvme is 97% full, which the plan did not foresee" in found
+    assert re.search(r"no op has finished for 5m0\ds; d2h store_x layers\.1 under way", found)  # seconds pass
+    assert "nvme is 97% full, more than the plan allows for" in found
 
 
 def test_a_loss_that_leapt_is_told_with_its_documents_for_some_steps(
@@ -208,7 +208,7 @@ def test_a_loss_that_leapt_is_told_with_its_documents_for_some_steps(
     ]
     append(first / "spikes.jsonl", {"step": 11, "loss": 9.0, "documents": documents, "num_documents": 5})
     data = read(first)
-    told = "the loss leapt in step 11, trained on chats.jsonl:7, document 41 and 3 more"
+    told = "the loss spiked in step 11, trained on chats.jsonl:7, document 41 and 3 more"
     assert told in [alert.text for alert in alerts(data)]
     line = lines_of(first / "metrics.jsonl")[-1]
     append(first / "metrics.jsonl", line | {"step": 31})

@@ -236,7 +236,7 @@ async def test_freezing_holds_the_display_only(screen: RunScreen, pilot: Pilot[N
         file.write(json.dumps(line) + "\n")
     await real_runs.until(lambda: screen.data.metrics.rows == 13, pilot.pause)
     assert screen.frozen
-    assert "display held" in kpi(screen)
+    assert "display frozen" in kpi(screen)
     await pilot.press("space")
     await pilot.pause(0.2)
     assert "1.2345" in kpi(screen)
@@ -268,7 +268,7 @@ async def test_a_run_that_is_over_shows_its_last_step(first: Path, root: Path) -
     shutil.rmtree(first / "state")
     (first / "spans.jsonl").write_text("")
     async with opened(first) as (_, screen):
-        assert "the run has finished, and no op of a step was recorded" in drawn(screen.lanes)
+        assert "the run has finished, and no ops were recorded" in drawn(screen.lanes)
         assert "no step was recorded" in drawn(screen.query_one(PipelineBar))
 
 
@@ -284,8 +284,8 @@ async def test_a_key_that_does_nothing_says_why(screen: RunScreen, pilot: Pilot[
     assert await said("S", "S") == "the run has finished: there is nothing to stop"  # once, where a key is held down
     assert await said("full_stop") == ""
     assert await said("full_stop") == "it is the last one"
-    assert await said("d") == "this is the newest there is"
-    assert await said("2", "f") == "all of it is in view"
+    assert await said("d") == "this is the latest"
+    assert await said("2", "f") == "everything is in view already"
     assert await said("w") == ""
     (screen.data.path / "predicted.jsonl").unlink()
     assert "no planned step" in await said("p")

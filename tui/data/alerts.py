@@ -52,22 +52,22 @@ def _of_tier(tier: Tier) -> Alert | None:
     held, planned = tier.held_bytes, tier.planned_bytes
     if held is None or tier.share is None or tier.share <= FULL_SHARE or (planned is not None and held <= planned):
         return None
-    return Alert(f"{tier.name} is {tier.share:.0%} full, which the plan did not foresee", "warn")
+    return Alert(f"{tier.name} is {tier.share:.0%} full, more than the plan allows for", "warn")
 
 
 def _of_state(data: RunData) -> list[Alert]:
     state = data.state
     if state == "failed":
-        return [Alert(first_line(data.error) or "the run failed without saying why", "bad")]
+        return [Alert(first_line(data.error) or "the run failed without an error message", "bad")]
     if state == "crashed":
-        kept = "" if data.committed_step is None else f"; R goes on from step {data.committed_step:,}"
+        kept = "" if data.committed_step is None else f"; R resumes from step {data.committed_step:,}"
         return [Alert((first_line(data.error) or "its process is gone") + kept, "bad")]
     if state == "finished" and (ended := early_end_in(data.summary)) is not None:
         return [Alert(ended.words(data.step), "warn")]
     if state == "stale" and data.silent_s is None:
-        return [Alert("its last sign of life is of the future, and its process holds the run: a clock was set", "warn")]
+        return [Alert("its last heartbeat lies in the future, and its process is alive: the clock was changed", "warn")]
     if state == "stale":
-        return [Alert(f"no sign of life for {duration_text(data.silent_s)}, but its process holds the run", "warn")]
+        return [Alert(f"no heartbeat for {duration_text(data.silent_s)}, but its process is alive", "warn")]
     return []
 
 
@@ -83,7 +83,7 @@ def spike(data: RunData) -> Alert | None:
     ]
     more = (whole(data.spike, "num_documents") or 0) - len(named)
     documents = ", ".join(named) + (f" and {more:,} more" if more > 0 else "")
-    return Alert(f"the loss leapt in step {step:,}" + (f", trained on {documents}" if named else ""), "warn")
+    return Alert(f"the loss spiked in step {step:,}" + (f", trained on {documents}" if named else ""), "warn")
 
 
 def first_line(words: str | None) -> str:
@@ -92,7 +92,7 @@ def first_line(words: str | None) -> str:
 
 
 def stall(data: RunData) -> Alert | None:
-    """That no op has ended for long, with the op that has been under way the longest."""
+    """That no op has finished for long, with the op that has been under way the longest."""
     clock_s = data.clock_s
     view = data.spans.view
     if clock_s is None or not view.num_spans or data.behind:
@@ -108,4 +108,4 @@ def stall(data: RunData) -> Alert | None:
         if (start_s := number(op, "start_s")) is not None
     ]
     what = f"; {min(under_way)[1]} under way" if under_way else ""
-    return Alert(f"no op has ended for {duration_text(silent_s)}{what}", "warn")
+    return Alert(f"no op has finished for {duration_text(silent_s)}{what}", "warn")

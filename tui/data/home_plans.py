@@ -132,7 +132,7 @@ class HomePlans:
         await asyncio.wait([asking], timeout=limit_s)
         if not asking.done():
             client.forget()
-            self._fits[key] = Fit(fits=None, message="planning it takes long; open it to see the plan")
+            self._fits[key] = Fit(fits=None, message="planning takes a while; open the recipe to see its plan")
             return True
         state = asking.result()
         if state is None or state.trouble is not None:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 _WORDS = {
     "preparing": "the run is still being prepared",
-    "running": "the run is going on",
+    "running": "the run is running",
     "paused": "the run is paused",
     "finished": "the run has finished",
     "stopped": "the run was stopped",
@@ -19,6 +19,7 @@ _WORDS = {
     "gone": "the run's directory is gone",
 }
 """A state in words."""
+_UNKNOWN = "the run's state is not known yet"
 
 
 RESUMABLE = ("paused", "stopped", "failed", "crashed")
@@ -29,24 +30,24 @@ def refusals(data: RunData) -> dict[str, str]:
     """Action -> why it is not offered now; empty where it is. Only actions that depend on the run's state."""
     state, begun = data.state, data.step > 0
     committed = data.committed_step is not None
-    words = _WORDS.get(state, "nothing is known of the run yet")
+    words = _WORDS.get(state, _UNKNOWN)
     can_save = begun and state in ("running", "paused", "stopped", "finished", "crashed")
     can_export = data.exists and begun and (state in ("running", "paused") or committed)
-    nothing_yet = words if begun or not data.exists else "no step has been made yet"
+    nothing_yet = words if begun or not data.exists else "no step has finished yet"
     return {
-        "save_checkpoint": "" if can_save else f"{nothing_yet}: there is nothing to keep",
-        "pause": "" if state == "running" else f"{words}: nothing can be paused",
-        "resume": "" if state in RESUMABLE else f"{words}: nothing can be resumed",
-        "stop": "" if data.is_live else f"{words}: there is nothing to stop",
-        "export": "" if can_export else f"{nothing_yet}: no committed state can be exported",
-        "timeline": "" if data.exists else f"{words}: its steps cannot be read",
+        "save_checkpoint": "" if can_save else f"{nothing_yet}, so there is nothing to save",
+        "pause": "" if state == "running" else f"{words}, so it cannot be paused",
+        "resume": "" if state in RESUMABLE else f"{words}, so it cannot be resumed",
+        "stop": "" if data.is_live else f"{words}, so it cannot be stopped",
+        "export": "" if can_export else f"{nothing_yet}, so there is no committed state to export",
+        "timeline": "" if data.exists else f"{words}, so its steps cannot be read",
     }
 
 
 def why_no_ops(state: str, *, live: bool, behind: bool = False) -> str:
     """Why there are no spans to show; `behind`: not all has been read."""
     if behind:
-        return "reading what the run has recorded"
+        return "reading the run's records"
     if live:
-        return "no spans yet: the first step's ops show here as they end"
-    return f"{_WORDS.get(state, 'nothing is known of the run yet')}, and no op of a step was recorded"
+        return "no ops yet: they appear here as the first step runs"
+    return f"{_WORDS.get(state, _UNKNOWN)}, and no ops were recorded"

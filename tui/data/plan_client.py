@@ -172,11 +172,11 @@ class PlanClient:
             why = await self._one_server()
             self._process, self._ready = None, False
             if self._restarted:
-                self._set(replace(self.state, phase="idle", trouble=f"the planner ended again: {why}"))
+                self._set(replace(self.state, phase="idle", trouble=f"the planner stopped again: {why}"))
                 self._answer(self.state)
                 return
             self._restarted = True
-            self._set(replace(self.state, phase="starting", trouble=f"the planner ended ({why}); starting it again"))
+            self._set(replace(self.state, phase="starting", trouble=f"the planner stopped ({why}); restarting it"))
 
     async def _one_server(self) -> str:
         """Returns why it ended."""

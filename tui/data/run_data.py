@@ -374,18 +374,19 @@ class RunData:
 
     def _say_problems(self) -> None:
         if not self.exists and self.state == "failed":
-            self.problems = ["it failed before its first step had ended, and has left nothing behind"]
+            self.problems = ["the run failed before its first step finished and left nothing behind"]
             return
         if not self.exists:
-            self.problems = [f"{printable(str(self.path))} is gone; what is shown was read before"]
+            self.problems = [f"{printable(str(self.path))} is gone; this shows what was read earlier"]
             return
         problems = list(self._wrong.values())
         if self._stamps.get("recipe") is None:
             problems.insert(
-                0, f"{printable(str(self.path))} has no recipe.json: it is no run directory, or one that is being made"
+                0,
+                f"{printable(str(self.path))} has no recipe.json: it is not a run directory, or it is still being created",
             )
         elif not self.status and "status" not in self._wrong:
-            problems.append("no status.json yet: no process has begun to work on the run")
+            problems.append("no status.json yet: the run has not started")
         self.problems = problems
 
 

@@ -8,8 +8,8 @@ from penstock.app.rows import Glyphs, Page, Row
 from penstock.tui.data.finetune_client import FinetuneState
 
 _ABOUT = (
-    "Name a model and data above, and press enter: both are looked at, and what a fine-tune of every parameter needs "
-    "is chosen. Nothing is trained before it is launched.",
+    "Give a model and data above and press enter. Penstock inspects both and proposes a recipe that trains every "
+    "parameter. Nothing is trained until you launch it.",
     "Model: a Hugging Face folder, or OWNER/NAME on the hub.",
     "Data: a file or folder, or OWNER/NAME of a data set: conversations (messages, ShareGPT, Alpaca, prompt and "
     "completion) as JSON lines, JSON, Parquet, CSV or Arrow, or plain text.",

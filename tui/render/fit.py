@@ -71,7 +71,10 @@ def detail_rows(state: FitState, chosen: Cell | None, width: int, glyphs: Glyphs
         _figures(page, state, cell)
     else:
         page.wrapped(f"does not fit: {refusal_text(cell)}", "bad")
-        page.wrapped(changes_text(cell) or "what would fit is said of a model's first context that does not", "text")
+        page.wrapped(
+            changes_text(cell) or "its shortest context that does not fit lists changes that would help",
+            "text",
+        )
         page.wrapped(cell["message"], "dim")
     if state.question is not None:
         page.line([])

@@ -90,7 +90,7 @@ def runs_table(runs: Sequence[RunEntry], ages: Sequence[str], marked: set[Path],
         _Source("last steps", [[(sparkline(run.losses, 10, glyphs.eighths), "ema")] for run in runs], 4, right=False),
         _Source("mean tok/s", [[_figure(run.mean_tokens_per_s)] for run in runs], 5),
         _Source("ETA", [[("-" if run.left_s is None else duration_text(run.left_s), "text")] for run in runs], 7),
-        _Source("last sign", [[(age, "dim")] for age in ages], 2),
+        _Source("updated", [[(age, "dim")] for age in ages], 2),
     ]
     if marked:
         marks: list[Row] = [[(glyphs.check if run.path in marked else " ", "accent")] for run in runs]
@@ -135,7 +135,7 @@ def recipes_table(
         _Source("size", [[_size(*each, glyphs)] for each in known], 8),
         _Source("context", [[_context(recipe, fit)] for recipe, fit, _ in known], 7),
         _Source("fits here?", [fit_row(fit, coming, glyphs) for _, fit, coming in known], 9, right=False),
-        _Source("what it is", [_about(recipe) for recipe in recipes], 5, right=False, flexible=True),
+        _Source("description", [_about(recipe) for recipe in recipes], 5, right=False, flexible=True),
         _Source("GPU", [[(recipe.needs.get("GPU", ""), "dim")] for recipe in recipes], 4, right=False, flexible=True),
     ]
     if any(recipe.own for recipe in recipes):

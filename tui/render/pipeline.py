@@ -197,7 +197,7 @@ def _box(node: Node, name: str, width: int, height: int, glyphs: Glyphs) -> list
         measured = tier.held_bytes is not None
         size = of_text(tier.held_bytes if measured else tier.planned_bytes, tier.budget_bytes)
         figures = size if measured else f"planned {size}"
-    holds = _listed("home of ", node.holds, inner, glyphs)
+    holds = _listed("stores ", node.holds, inner, glyphs)
     doing: Row = [(node.doing, f"{token} bold")]
     content: list[Row] = [
         [*_fill(node, name, inner - len(percent), glyphs), (percent, "bold")],

@@ -7,7 +7,7 @@ from penstock.app.rows import Glyphs, Page, Row
 from penstock.storage.units import duration_text, seconds_text
 from penstock.tui.data.plan_client import PlanState
 
-_PHASES = {"starting": "loading the planner", "planning": "planning", "advising": "trying what would help"}
+_PHASES = {"starting": "loading the planner", "planning": "planning", "advising": "searching for changes that help"}
 
 
 def state_rows(state: PlanState, machine: str, width: int, glyphs: Glyphs) -> list[Row]:
@@ -18,17 +18,17 @@ def state_rows(state: PlanState, machine: str, width: int, glyphs: Glyphs) -> li
     if state.trouble is not None:
         page.wrapped(f"{glyphs.cross} {state.trouble}", "bad")
         if state.phase == "idle":
-            page.wrapped("The form works without it; f5 tries again.", "dim")
+            page.wrapped("You can go on editing; f5 tries again.", "dim")
         page.line([])
     if state.error is not None:
         page.line([(f"{glyphs.cross} no plan", "bad bold")])
         page.wrapped(state.error, "bad", 2)
         page.line([])
-    status = f"{_PHASES[state.phase]}{glyphs.ellipsis}" if working else "older" if state.stale else ""
+    status = f"{_PHASES[state.phase]}{glyphs.ellipsis}" if working else "outdated" if state.stale else ""
     if forecast is None:
         if state.error is None and state.trouble is None:
             page.ends([(f"for {machine or 'this machine'}", "text")], [(status, "accent")])
-            page.wrapped("Whether it fits, how long a step takes and what bounds it will stand here.", "dim")
+            page.wrapped("Here you will see whether it fits, how long a step takes and what limits it.", "dim")
         return page.rows
     rows = plan_rows(forecast, width, glyphs, status=status, advising=state.phase == "advising")
     if state.stale:

@@ -42,7 +42,7 @@ def waited_text(view: SpanView, row: int) -> str:
         return "waited for nothing"
     rows = [found for found in map(view.row_of_id, waited) if found is not None]
     if not rows:
-        return f"waited for {len(waited)} ops before these"
+        return f"waited for {len(waited)} earlier ops"
     last = view.span(max(rows, key=lambda other: view.end_s[other]))
     more = f" +{len(waited) - 1}" if len(waited) > 1 else ""
     return f"waited for {op_name(last)} ({last.lane}){more}"

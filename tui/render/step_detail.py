@@ -15,7 +15,9 @@ from penstock.tui.data.spans import Ints, SpanView
 from penstock.tui.render.lanes import SHORT, lane_token, op_name
 from penstock.tui.render.ticks import fit
 
-NOT_RECORDED = "This run did not record what its ops waited for: no critical path, and no reasons for idle lanes."
+NOT_RECORDED = (
+    "This run did not record what its ops waited for: no critical path is known, and no reasons for idle lanes."
+)
 _MOST_WAITED = 12
 _LANE_CELLS = 11
 _TWO_COLUMNS = 110
@@ -146,7 +148,7 @@ def _path_outline(view: SpanView, analysis: StepAnalysis, width: int, height: in
         name = (fit(lane, _LANE_CELLS + 1), lane_token(lane))
         rows.append([name, (f"{seconds_text(seconds):>8}  ", "bold"), (text, "text")])
     if len(shown) < len(stretches):
-        rows.append([(f"{' ' * (_LANE_CELLS + 1)}and {len(stretches) - len(shown)} more; c goes along them", "dim")])
+        rows.append([(f"{' ' * (_LANE_CELLS + 1)}and {len(stretches) - len(shown)} more; c steps through them", "dim")])
     return rows
 
 
@@ -203,7 +205,7 @@ def op_rows(
 def inspector_rows(view: SpanView, row: int | None, analysis: StepAnalysis | None, width: int) -> list[Row]:
     """One op in full: what it did, what it waited for and how long, and who waited for it."""
     if row is None:
-        return [exactly([("no op selected:  .  and  ,  go along a lane", "dim")], width)]
+        return [exactly([("no op selected:  .  and  ,  step along a lane", "dim")], width)]
     span = view.span(row)
     length_s = span.end_s - span.start_s
     rows: list[Row] = [

@@ -121,7 +121,10 @@ class CompareScreen(PenstockScreen):
         self.query_one("#figures-pane").focus()
         self.start_feed(self._poll, self._take, every_s=0.5)
         if self._left_out:
-            self.notify(f"{self._left_out} more were marked: {MOST_RUNS} runs are compared at once", severity="warning")
+            self.notify(
+                f"only {MOST_RUNS} runs are compared; {self._left_out} marked ones are left out",
+                severity="warning",
+            )
 
     def _poll(self) -> bool:
         return any([run.poll() for run in self._runs])
@@ -144,7 +147,7 @@ class CompareScreen(PenstockScreen):
         self.query_one("#figures", TableView).show([("", "dim"), *letters], figure_rows(self._runs))
         body = config_rows(self._runs, all_fields=self._all_fields)
         self.query_one("#config", TableView).show([("", "dim"), *letters], body, changed=True)
-        what = "all fields" if self._all_fields else "fields that differ" if body else "no field differs"
+        what = "all fields" if self._all_fields else "fields that differ" if body else "no fields differ"
         self.query_one("#config-pane").border_title = f"recipe: {what}"
 
     def _draw_titles(self) -> None:

@@ -234,7 +234,7 @@ class ConfigureScreen(PenstockScreen):
     def action_fix(self, number: int = 1) -> None:
         found = fixes(self._current_forecast())
         if number > len(found):
-            self.notify("no such change: the plan lists those that it tried", severity="warning")
+            self.notify("there is no fix of this number; the plan lists them", severity="warning")
         else:
             self._apply(found[number - 1]["set"])
 
@@ -297,7 +297,7 @@ class ConfigureScreen(PenstockScreen):
         if recipe is None:
             return False
         default = f"recipes/{recipe.name.replace('-', '_')}.json"
-        answer = await self.penstock.ask_text("Save as", "A JSON file, trained by `penstock train FILE`:", default)
+        answer = await self.penstock.ask_text("Save as", "JSON file, which `penstock train FILE` trains:", default)
         if answer is None:
             return False
         path = self.penstock.target(answer)
@@ -363,13 +363,13 @@ class ConfigureScreen(PenstockScreen):
         recipe = resolve_paths(recipe, self.penstock.root)
         if (missing := _missing_weights(recipe)) is not None:
             if not await self.penstock.ask(
-                "No weights", f"{missing}\n\nBegin with random weights of the same shape?", "Random weights", "Cancel"
+                "No weights", f"{missing}\n\nStart from random weights of the same shape?", "Random weights", "Cancel"
             ):
                 return
             scratch = True
         before, self.machine = self.machine, ""
         self._titles()
-        self._tell_launch("planning for this machine before the launch")
+        self._tell_launch("planning for this machine before launch")
         state = await self.client.plan(_without_machine(recipe), None, from_scratch=scratch, fetch=True)
         if state is None:
             return  # the recipe was edited meanwhile
@@ -443,10 +443,10 @@ def _missing_weights(recipe: Recipe) -> str | None:
 
 
 def _launch_text(state: PlanState) -> str:
-    where = "It starts on this machine, whatever was planned for, and goes on when this window is closed."
+    where = "The run starts on this machine, whichever you planned for, and keeps running when this window closes."
     forecast = state.forecast
     if state.trouble is not None or forecast is None:
-        return f"{where}\n\nIt was not planned: {state.trouble or state.error or 'no answer'}"
+        return f"{where}\n\nThere is no plan: {state.trouble or state.error or 'no answer'}"
     if not forecast["fits"]:
         return f"{where}\n\nIT DOES NOT FIT HERE: {forecast['refusal']['message']}\nThe run will refuse to start."
     run = duration_text((forecast.get("run") or {}).get("seconds"))

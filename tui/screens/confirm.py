@@ -53,7 +53,7 @@ class TextDialog(ModalScreen[str | None]):
             box.border_title = Text(self._title)
             yield Label(self._text, markup=False)
             yield Input(self._value, id="answer")
-            yield Label("enter takes it, esc cancels", classes="hint")
+            yield Label("enter accepts, esc cancels", classes="hint")
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()

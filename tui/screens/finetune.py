@@ -126,7 +126,7 @@ class FinetuneScreen(PenstockScreen):
         return True
 
     def why_not(self, action: str) -> str:
-        return "look at a model and data first: enter in the form" if action == "configure" else ""
+        return "inspect a model and data first: press enter in the form" if action == "configure" else ""
 
     def on_input_changed(self) -> None:
         self.refresh_bindings()

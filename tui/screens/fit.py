@@ -126,7 +126,7 @@ class FitScreen(PenstockScreen):
         """Save the cell's recipe, unless one of that name is there, and open it."""
         cell = None if self.chosen is None else self.client.state.cells.get(self.chosen)
         if cell is None:
-            self.notify("this one is not planned yet", severity="warning")
+            self.notify("this context is not planned yet", severity="warning")
             return
         recipe = from_dict(cell["recipe"])
         name = "-".join(filter(None, [recipe.name, Path(self.machine).stem])).replace(".", "_").replace("-", "_")
@@ -134,7 +134,7 @@ class FitScreen(PenstockScreen):
         if path is None:
             return
         if os.path.lexists(path):
-            self.notify(f"{path} is there already and stays as it is")
+            self.notify(f"{path} already exists and is left unchanged")
         else:
             try:
                 save_recipe(path, recipe)

@@ -72,7 +72,7 @@ class HomeScreen(PenstockScreen):
 
     def compose(self) -> ComposeResult:
         yield Static(id="title")
-        yield Input(placeholder="words that a run or a recipe shows; esc ends the search", id="search")
+        yield Input(placeholder="search runs and recipes; esc ends the search", id="search")
         with Container(id="main"):
             with Vertical(id="lists"):
                 yield _Table(cursor_type="row", id="runs", classes="pane")
@@ -272,7 +272,7 @@ class HomeScreen(PenstockScreen):
         if run is None or run.state not in RESUMABLE:
             return
         where = f"step {run.step:,} of {run.total_steps:,}"
-        if await self.penstock.ask("resume", f"Go on with {run.name} ({run.state}, {where})?", yes="Resume"):
+        if await self.penstock.ask("Resume", f"Resume {run.name} ({run.state}, {where})?", yes="Resume"):
             self._resume(run.path)
 
     @work(thread=True, group="resume")

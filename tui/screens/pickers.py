@@ -54,11 +54,11 @@ class MachinePicker(ModalScreen[str | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="box") as box:
-            box.border_title = "plan for which machine"
-            yield Input(placeholder="filter, or the file of a profile that `penstock probe --save` made", compact=True)
+            box.border_title = "choose a machine to plan for"
+            yield Input(placeholder="filter, or a profile file written by `penstock probe --save`", compact=True)
             yield OptionList(id="machines")
             yield Static(id="source", markup=False)
-            yield Label("enter chooses, esc leaves it as it is; a run always starts on this machine", classes="hint")
+            yield Label("enter selects, esc cancels; runs always start on this machine", classes="hint")
 
     def on_mount(self) -> None:
         self._fill("")
@@ -191,7 +191,7 @@ class PathPicker(ModalScreen[str | None]):
             yield Input(self._value, placeholder="a path; empty for none", compact=True)
             start = first_folder(self._value, self._start)
             yield _Tree(start, host_of(self).glyphs, folders_only=self._folders_only)
-            yield Label("space chooses, enter opens, u goes up, tab: the text, esc cancels", classes="hint")
+            yield Label("space selects, enter opens, u goes up, tab edits the path, esc cancels", classes="hint")
 
     def on_mount(self) -> None:
         self.query_one(_Tree).focus()
@@ -234,7 +234,7 @@ def first_folder(value: str, start: Path) -> Path:
 
 
 class ChangesDialog(ModalScreen[None]):
-    """What is not as the recipe had it."""
+    """List the fields that differ from the recipe."""
 
     DEFAULT_CSS = """
     ChangesDialog .box { width: 100; }
@@ -256,7 +256,7 @@ class ChangesDialog(ModalScreen[None]):
     def _text(self) -> Text:
         dark = self.app.current_theme.dark
         if not self._differences:
-            return Text("nothing is changed", style("dim", dark))
+            return Text("no changes", style("dim", dark))
         name = max(len(item.key) for item in self._differences)
         arrow = (f" {host_of(self).glyphs.arrow} ", "axis")
         lines: list[Row] = [

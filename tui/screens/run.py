@@ -174,7 +174,7 @@ class RunScreen(LaneKeys, PenstockScreen):
         with Container(id="body"):
             with Vertical(id="main"):
                 yield from self._made(side=False)
-                yield FilterInput(placeholder="words, !words that must not be there", id="filter", compact=True)
+                yield FilterInput(placeholder="words to show, !words to hide", id="filter", compact=True)
             with Vertical(id="side"):
                 yield from self._made(side=True)
         yield Footer(compact=True, show_command_palette=False)
@@ -386,10 +386,10 @@ class RunScreen(LaneKeys, PenstockScreen):
         self._samples(lambda pane: pane.go(1), "these are the newest samples")
 
     def action_prompt_next(self) -> None:
-        self._samples(lambda pane: pane.next_prompt(1), "there is one prompt only")
+        self._samples(lambda pane: pane.next_prompt(1), "there is only one prompt")
 
     def action_prompt_previous(self) -> None:
-        self._samples(lambda pane: pane.next_prompt(-1), "there is one prompt only")
+        self._samples(lambda pane: pane.next_prompt(-1), "there is only one prompt")
 
     def _samples(self, move: Callable[[SamplesPane], bool], why_not: str) -> None:
         """Move in the samples, which come up where they are not seen."""
@@ -418,16 +418,16 @@ class RunScreen(LaneKeys, PenstockScreen):
     @_asking
     async def action_save_checkpoint(self) -> None:
         live = self.data.is_live
-        text = "The state at the end of this step is kept" if live else "The committed state is kept"
-        text += f" under a name, in which {STEP_MARK} becomes its step."
+        text = "Saves the state at the end of this step" if live else "Saves the committed state"
+        text += f" under a name. {STEP_MARK} in the name becomes its step."
         name = await self.penstock.ask_text("Save a checkpoint", text, f"at-step-{STEP_MARK}")
         if name is not None:
-            self.notify("the run keeps it at the end of its step" if live else "saving", title=f"Checkpoint {name}")
+            self.notify("the run saves it at the end of its step" if live else "saving", title=f"Checkpoint {name}")
             await self._command(["checkpoint", "--", str(self.data.path), name])
 
     @_asking
     async def action_pause(self) -> None:
-        text = "The run finishes its step, commits it and waits. Others who watch it see it paused."
+        text = "The run finishes its step, commits it and waits. Everyone who watches it sees it paused."
         if await self.penstock.ask("Pause the run?", text, "Pause"):
             await self._command(["pause", str(self.data.path)])
 
@@ -439,7 +439,7 @@ class RunScreen(LaneKeys, PenstockScreen):
 
     @_asking
     async def action_export(self) -> None:
-        text = "A folder to write in Hugging Face's format; it must not exist yet, or be empty."
+        text = "A new or empty folder for the Hugging Face model:"
         out = await self.penstock.ask_text("Export", text, str(export_folder(self.data.path, self.data.step)))
         if out is not None and (path := self.penstock.target(out)) is not None:
             self.notify(f"writing {path}", title="Export")
@@ -448,12 +448,12 @@ class RunScreen(LaneKeys, PenstockScreen):
     @_asking
     async def action_resume(self) -> None:
         if self.data.state == "paused":
-            if await self.penstock.ask("Go on?", "The paused run goes on.", "Resume"):
+            if await self.penstock.ask("Resume the run?", "The paused run continues.", "Resume"):
                 await self._command(["resume", str(self.data.path)])
             return
         committed = self.data.committed_step
-        begin = "from its beginning" if committed is None else f"behind step {committed:,}"
-        text = f"A new process trains on, {begin}. It goes on when this terminal closes."
+        begin = "from the beginning" if committed is None else f"after step {committed:,}"
+        text = f"A new process continues training {begin}. It keeps running when this terminal closes."
         if await self.penstock.ask("Resume the run?", text, "Resume"):
             await self._in_thread(_resume, self.data.path)
 
@@ -485,7 +485,7 @@ def _resume(path: Path) -> tuple[bool, str]:
         resume(path)
     except (UserError, OSError) as error:
         return False, str(error)
-    return True, "the run goes on in a process of its own"
+    return True, "the run continues in a process of its own"
 
 
 for _name in PANES:

@@ -104,7 +104,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
 
     def on_mount(self) -> None:
         self.query_one("#idle").border_title = "waits"
-        self.query_one("#idle").border_subtitle = "up, down: another lane's"
+        self.query_one("#idle").border_subtitle = "up, down: select a lane"
         self.query_one("#inspector").border_title = "op"
         self._draw_titles()
         self.lane_view.focus()
@@ -127,10 +127,10 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         if not self.run_path.is_dir():
             return f"{printable(self.run_path.name)}: the run directory is gone"
         if not os.path.lexists(self.run_path / "spans.jsonl"):
-            return "no spans yet: the first step's ops show here once it is done"
+            return "no ops yet: the first step's ops appear here once it is done"
         if (wrong := self._index.problem) is not None:
             return wrong
-        return "no step has ended yet"
+        return "no step has finished yet"
 
     def _load(self, step: int) -> None:
         self._loading = step
@@ -151,16 +151,16 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self._loading = None
         self.lane_view.predicted, self.lane_view.predicted_note = predicted, note
         if loaded is None:
-            self.said = f"step {step} is not in this run's spans"
+            self.said = f"step {step} was not recorded by this run"
             self.notify(self.said, severity="warning")
         else:
             self.step = loaded
             self.found, self._search = None, ""
             self.lane_view.show_step(loaded.spans.view, loaded.spans.window, loaded.analysis)
             if loaded.spans.num_damaged:
-                self.notify(f"{loaded.spans.num_damaged} damaged lines are left out", severity="warning")
+                self.notify(f"{loaded.spans.num_damaged} damaged lines were skipped", severity="warning")
             if not loaded.spans.whole:
-                self.notify("more ops than are kept: the beginning of the step is missing", severity="warning")
+                self.notify("the step has more ops than are kept; its beginning is missing", severity="warning")
         self._redraw()
 
     def _redraw(self) -> None:
@@ -257,7 +257,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         if self.step is None:
             return
         text = await self.penstock.ask_text(
-            "Find ops", "Words of op, block, lane or chunk; nothing ends the search", self._search
+            "Find ops", "Words of an op, block, lane or chunk; leave it empty to end the search", self._search
         )
         if text is None or self.step is None:
             self.found, self._search = None, ""
@@ -269,7 +269,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         if len(self.found):
             self.lane_view.select(view.span(int(self.found[0])))
         else:
-            self.notify(f"no op of this step has {text}")
+            self.notify(f"no op of this step matches {text}")
         self._redraw()
 
     def move_span(self, by: int) -> None:
@@ -306,7 +306,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             return
         blocker = Blockers(self.step.spans.view).blocker(row)
         if blocker is None:
-            self.notify("nothing held this op, as far as is known")
+            self.notify("no op is known that this one waited for")
             return
         self.lane_view.select(self.step.spans.view.span(blocker))
         self._redraw()

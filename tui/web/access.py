@@ -74,7 +74,7 @@ class Access:
         found = list(hosts)
         match = _HOST.fullmatch(found[0].lower()) if len(found) == 1 else None
         if match is None:
-            return "no Host, or none that can be read"
+            return "missing or unreadable Host header"
         name, port = match[1], int(match[2] or _HTTP_PORT)
         if port != self.port:
             return f"Host names port {port}, not {self.port}: a tunnel needs the same port at both ends"
@@ -102,7 +102,7 @@ class Access:
         if not found and not needed:
             return None
         if len(found) != 1:
-            return "no Origin, which every browser sends"
+            return "missing Origin header, which every browser sends"
         return None if found[0].lower() == f"http://{host.lower()}" else "the request comes from a page of another site"
 
 

@@ -87,7 +87,7 @@ class WebServer:
             sweep.cancel()
             for server in servers:
                 server.close()
-            await asyncio.gather(*(window.close("the server ends") for window in self._windows))
+            await asyncio.gather(*(window.close("the server is shutting down") for window in self._windows))
             await runner.cleanup()
 
     async def _sweep(self, factory: web.Server) -> None:
@@ -114,7 +114,7 @@ class WebServer:
             return web.Response(status=answer.status, text=f"{answer.status}: {answer.reason}\n")
         except Exception as error:
             log.error("%s: %s: %s", _what(request), type(error).__name__, printable(error))
-            return web.Response(status=500, text="the server's log says what went wrong\n")
+            return web.Response(status=500, text="see the server's log for what went wrong\n")
 
     def _refusal(self, request: web.Request) -> web.Response | None:
         """What is answered to those who are not let in."""
@@ -124,18 +124,18 @@ class WebServer:
             origins = request.headers.getall("Origin", [])
             trouble = access.origin_trouble(origins, request.headers["Host"], needed=request.path == "/ws")
         if trouble is None and request.method not in ("GET", "HEAD"):
-            return web.Response(status=405, text="405: only GET is answered\n")
+            return web.Response(status=405, text="405: only GET requests are allowed\n")
         if trouble is None and request.path == "/" and "token" in request.query:
             if access.is_token(request.query["token"]):
                 return self._welcome(request)
-            trouble = "another token than the address that was printed has"
+            trouble = "wrong token"
         elif trouble is None and not access.is_token(request.cookies.get(access.cookie, "")):
             trouble = "no token"
         if trouble is None:
             return None
         log.warning("%s: refused: %s", _what(request), trouble)
         return web.Response(
-            status=403, text=f"403: {trouble}.\nOpen the address that `penstock serve` printed, token and all.\n"
+            status=403, text=f"403: {trouble}.\nOpen the address that `penstock serve` printed, including its token.\n"
         )
 
     def _welcome(self, request: web.Request) -> web.Response:

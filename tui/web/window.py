@@ -88,7 +88,7 @@ class Window:
                 break
             except TimeoutError:
                 if act is not None:
-                    log.warning("%s: process %d does not end; it is made to", self.name, process.pid)
+                    log.warning("%s: process %d does not exit; killing it", self.name, process.pid)
                     with contextlib.suppress(ProcessLookupError):
                         act()
         await asyncio.wait([tasks[-1]], timeout=_LAST_WORDS_S)
@@ -118,7 +118,7 @@ class Window:
                 log.warning("%s: a message was ignored: %s", self.name, error)
                 malformed += 1
                 if malformed == _MOST_MALFORMED:
-                    raise ConnectionError(f"{malformed} messages made no sense; the window is closed") from None
+                    raise ConnectionError(f"{malformed} malformed messages; closing the window") from None
                 continue
             if message.answer is not None:
                 await self._socket.send_str(message.answer)
@@ -138,7 +138,7 @@ class Window:
         stream = self._output
         try:
             if await stream.readexactly(len(_FIRST_BYTES)) != _FIRST_BYTES:
-                raise ValueError("the application's first words are not understood")
+                raise ValueError("the application's first output was not understood")
             while True:
                 head = await stream.readexactly(5)
                 size = int.from_bytes(head[1:], "big")

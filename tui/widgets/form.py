@@ -28,12 +28,14 @@ from penstock.tui.widgets.lines import row_bindings
 MARK_CELLS = 2
 NAME_CELLS = 26
 SECTIONS = {
-    "recipe": "which run this is",
-    "model": "which model",
-    "data": "which text, how it is packed",
+    "recipe": "name, machine and trackers",
+    "model": "the model to train",
+    "adapter": "train a small adapter and leave the model as it is",
+    "data": "what to train on, and how it is packed",
     "train": "steps, batch, optimizer, precision",
-    "budgets": "how much of each tier the run may use",
-    "storage": "where the state lives, how often it is committed",
+    "budgets": "memory and disk that the run may use",
+    "storage": "where state is stored, and how often it is committed",
+    "samples": "texts that the model writes while it trains",
     "after": "what happens after the last step",
 }
 
@@ -272,7 +274,7 @@ class Form(Vertical):
         self._current = next(iter(self.rows))
 
     def compose(self) -> ComposeResult:
-        yield Input(placeholder="words of a field's name or help", id="filter", compact=True)
+        yield Input(placeholder="filter by name or help", id="filter", compact=True)
         with FieldList(id="fields"):
             last = ""
             for key, row in self.rows.items():
@@ -314,8 +316,8 @@ class Form(Vertical):
         if moved:
             self.keep_in_view()
         differing = [item.key for item in self.draft.differences]
-        for section, about in SECTIONS.items():
-            self._title(section, about, sum(section_of(key) == section for key in differing))
+        for section in dict.fromkeys(map(section_of, self.rows)):
+            self._title(section, SECTIONS[section], sum(section_of(key) == section for key in differing))
         self._hint()
 
     def _title(self, section: str, about: str, num_changed: int) -> None:

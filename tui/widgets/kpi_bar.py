@@ -17,7 +17,7 @@ from penstock.tui.widgets.lines import RunPane
 def figures(data: RunData, *, frozen: bool = False) -> list[Figure]:
     """The run's key figures by falling weight; what is not known is left out or n/a."""
     metrics, total = data.metrics, data.total_steps
-    found = [Figure("display held", token="warn reverse")] if frozen else []
+    found = [Figure("display frozen", token="warn reverse")] if frozen else []
     if data.is_live and (item := next((item for item in data.preparing if not item.done), None)) is not None:
         found.append(_preparing(item))
     found.append(Figure(f"{data.step:,}/{total:,}" if total else f"{data.step:,}", label="step"))

@@ -22,20 +22,20 @@ class LaneKeys:
         move()
 
     def action_zoom_in(self) -> None:
-        self._zoom(ZOOM, "a closer look is not to be had")
+        self._zoom(ZOOM, "cannot zoom in any further")
 
     def action_zoom_out(self) -> None:
-        self._zoom(1 / ZOOM, "all of it is in view")
+        self._zoom(1 / ZOOM, "everything is in view already")
 
     def _zoom(self, factor: float, why_not: str) -> None:
         view = self.zoomed()
         self.act(view, why_not, lambda: view.zoom(factor))
 
     def action_pan_left(self) -> None:
-        self._pan(-PAN, "there is nothing further back to see")
+        self._pan(-PAN, "this is the beginning")
 
     def action_pan_right(self) -> None:
-        self._pan(PAN, "this is the newest there is")
+        self._pan(PAN, "this is the latest")
 
     def _pan(self, share: float, why_not: str) -> None:
         view = self.zoomed()
@@ -43,12 +43,12 @@ class LaneKeys:
 
     def action_fit(self) -> None:
         view = self.zoomed()
-        self.act(view, "all of it is in view", view.fit)
+        self.act(view, "everything is in view already", view.fit)
 
     def move_span(self, by: int) -> None:
         """Along the ops, or the steps."""
         view = self.zoomed()
-        self.act(view, "it is the last one" if by > 0 else "it is the first one", lambda: view.action_move(by))
+        self.act(view, "this is the last one" if by > 0 else "this is the first one", lambda: view.action_move(by))
 
     def action_next_span(self) -> None:
         self.move_span(1)
@@ -57,7 +57,7 @@ class LaneKeys:
         self.move_span(-1)
 
     def action_lane_up(self) -> None:
-        self.act(self.lane_view, "it is the first lane", lambda: self.lane_view.move_lane(-1))
+        self.act(self.lane_view, "this is the first lane", lambda: self.lane_view.move_lane(-1))
 
     def action_lane_down(self) -> None:
-        self.act(self.lane_view, "it is the last lane", lambda: self.lane_view.move_lane(1))
+        self.act(self.lane_view, "this is the last lane", lambda: self.lane_view.move_lane(1))

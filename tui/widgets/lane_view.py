@@ -327,7 +327,7 @@ class LaneView(LineWidget, can_focus=True):
         return f"lanes  {which} {seconds_text(step.end_s - step.start_s)}{between}"
 
     def _status(self, length_s: float) -> str:
-        how = "held, " if self.frozen else "live, " if self.mode == "live" and self._running else ""
+        how = "frozen, " if self.frozen else "live, " if self.mode == "live" and self._running else ""
         note = f"{self.predicted_note}   " if self._predicted_view() is not None and self.predicted_note else ""
         return f"{note}{how}{seconds_text(length_s)} in view"
 
@@ -335,7 +335,7 @@ class LaneView(LineWidget, can_focus=True):
         if self.selected is None:
             return self._hint()
         if row is None:
-            return [("the selected op is not among the spans kept", "dim")]
+            return [("the selected op is no longer kept", "dim")]
         if self._info is None or self._info[0] != self.selected:
             self._info = (self.selected, span_row(view, row))
         return self._info[1]
@@ -344,7 +344,7 @@ class LaneView(LineWidget, can_focus=True):
         if not self.view.num_spans:
             return [(self.nothing, "dim")]
         if self._cursor_s is not None:
-            return [(f"nothing under way on {self.lane} at {self._cursor_s:.6f} s", "dim")]
+            return [(f"nothing running on {self.lane} at {self._cursor_s:.6f} s", "dim")]
         running = self._now(self.view)
         if running:
             return now_row(running)

@@ -55,7 +55,7 @@ class LogPane(RunPane, can_focus=True):
     def headline(self) -> str:
         """How the log is shown."""
         parts = [f"filter {self.words}"] if self.words else []
-        parts += [] if self.follows else ["held, end follows"]
+        parts += [] if self.follows else ["scrolled back, end follows"]
         return "  ".join(parts)
 
     def rows(self, width: int, height: int) -> list[Row]:

@@ -183,7 +183,7 @@ class LossChart(RunPane, can_focus=True):
     def cursor_step(self) -> int | None:
         return None if self._row is None else int(self._data.metrics.column("step")[self._row])
 
-    nothing = "no step has ended yet"
+    nothing = "no step has finished yet"
     """What to say where there is no curve."""
 
     @property

@@ -25,7 +25,7 @@ class SamplesPane(ScrolledLines):
     def nothing(self) -> str:
         """Why there are no samples."""
         if get(self._data.recipe, "samples", "every") is None:
-            return "this run writes no samples (samples.every)"
+            return "this run generates no samples; set samples.every"
         return "no samples yet"
 
     def _at(self) -> int:
