@@ -33,7 +33,7 @@ def serve_browsers(root: Path, host: str, port: int, *, allow_remote: bool, read
     places = _resolve(host)
     if is_remote(address for _, address, _ in places) and not allow_remote:
         raise UserError(
-            f"--host {host}: other machines would reach it, over plain http: whoever learns the address can run "
+            f"--host {host}: other machines could reach it over plain HTTP, and whoever learns the address can run "
             "recipes, which are Python code, as you. Leave --host out and use an SSH tunnel, or add --allow-remote"
         )
     sockets = _listen(places, host, port)
@@ -115,11 +115,11 @@ def _listen(places: list[_Place], host: str, port: int) -> list[socket.socket]:
 def served_line(root: Path, access: Access, read_only: bool) -> str:
     """What is served, to whom, how that is protected and what they can do, for the console and for the page."""
     if access.is_remote:
-        whom = "this machine and others, unencrypted: who has the address with its token, or reads the traffic,"
+        whom = "this machine and others, unencrypted: whoever has the address with its token, or reads the traffic,"
     else:
-        whom = "this machine alone: who has the address with its token"
+        whom = "this machine only: whoever has the address with its token"
     can = (
-        "sees runs and takes no action (--no-read-only lets it)"
+        "can see runs and change nothing (--no-read-only allows changes)"
         if read_only
         else f"can start and stop runs, and run recipes, which are Python code, as {_user()}"
     )

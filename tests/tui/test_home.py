@@ -234,3 +234,21 @@ def test_plans_of_any_content_are_no_crash(tmp_path: Path) -> None:
     ):
         (tmp_path / "plan.json").write_text(content)
         assert plan_lines(tmp_path) == []
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+async def test_without_a_run_it_says_how_to_begin(tmp_path: Path, read_only: bool) -> None:
+    app = PenstockApp(tmp_path, read_only=read_only)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.pause()
+        welcome = app.screen.query_one("#welcome", Static)
+        said = str(welcome.render())
+        assert "penstock train quickstart" in said
+        assert ("n      fine-tune" in said, "enter  open" in said) == (not read_only, not read_only)
+        assert welcome.region.height == len(said.splitlines()) + 2, "all of it is in view"
+        await pilot.press("tab")
+        assert app.screen.query_one("#recipes", DataTable).has_focus
+        (tmp_path / "runs" / "one").mkdir(parents=True)
+        (tmp_path / "runs" / "one" / "recipe.json").write_text("{}")
+        await real_runs.until(pilot.pause, lambda: names(app, "runs") == ["one"])
+        assert not welcome.display

@@ -383,7 +383,7 @@ class RunData:
         if self._stamps.get("recipe") is None:
             problems.insert(
                 0,
-                f"{printable(str(self.path))} has no recipe.json: it is not a run directory, or it is still being created",
+                f"{printable(str(self.path))} has no recipe.json: it is not a run directory, or is still being created",
             )
         elif not self.status and "status" not in self._wrong:
             problems.append("no status.json yet: the run has not started")

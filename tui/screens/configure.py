@@ -212,7 +212,7 @@ class ConfigureScreen(PenstockScreen):
     async def action_browse(self) -> None:
         key = self.form.current.key
         if key not in PATHS:
-            self.notify(f"{key} names no file; browse at {', '.join(PATHS)}")
+            self.notify(f"{key} is not a path; o browses for {', '.join(PATHS)}")
             return
         folders = key in ("model.path", "storage.nvme")
         picker = PathPicker(key, self.draft.text(key), self.penstock.root, folders_only=folders)
@@ -241,7 +241,7 @@ class ConfigureScreen(PenstockScreen):
     def action_best(self) -> None:
         best = (self._current_forecast() or {}).get("best_change")
         if best is None or not best["set"]:
-            self.notify("there is no such change of the recipe", severity="warning")
+            self.notify("the plan has no fix to apply", severity="warning")
         else:
             self._apply(best["set"])
 
@@ -324,7 +324,7 @@ class ConfigureScreen(PenstockScreen):
         if self.form.is_filtered:
             self.form.end_filter()
         self.form.go(key)
-        self.notify(f"{key}: {message}", title="not yet", severity="error")
+        self.notify(f"{key}: {message}", title="mend this first", severity="error")
         return None
 
     # ------------------------------------------------------------------ launch

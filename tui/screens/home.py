@@ -22,6 +22,7 @@ from penstock.tui.data.offers import RESUMABLE
 from penstock.tui.data.recipes import RecipeCatalog, RecipeEntry, describe, matches
 from penstock.tui.render.home_table import STATE_TOKENS, ColumnSpec, Table, recipes_table, runs_table
 from penstock.tui.render.sparkline import sparkline
+from penstock.tui.render.welcome import welcome_rows
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.theme import style, styled
 
@@ -45,6 +46,7 @@ class HomeScreen(PenstockScreen):
     HomeScreen #title { height: 1; padding: 0 1; }
     HomeScreen DataTable { background: $background; overflow-x: hidden; scrollbar-gutter: stable; }
     HomeScreen #runs { min-height: 4; max-height: 50%; }
+    HomeScreen #welcome { height: auto; max-height: 50%; padding: 0 1; }
     HomeScreen #recipes { height: 1fr; }
     HomeScreen #main { layout: vertical; }
     HomeScreen #lists { width: 1fr; height: 1fr; }
@@ -76,13 +78,14 @@ class HomeScreen(PenstockScreen):
         with Container(id="main"):
             with Vertical(id="lists"):
                 yield _Table(cursor_type="row", id="runs", classes="pane")
+                yield Static(id="welcome", classes="pane", markup=False)
                 yield _Table(cursor_type="row", id="recipes", classes="pane")
             with VerticalScroll(id="detail", classes="pane"):
                 yield Static(id="about", markup=False)
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        self.query_one("#runs").border_title = "runs"
+        self.query_one("#runs").border_title = self.query_one("#welcome").border_title = "runs"
         self.query_one("#recipes").border_title = "recipes"
         self._catalog = RunCatalog(self.penstock.root)
         self._recipe_catalog = RecipeCatalog(self.penstock.root)
@@ -109,13 +112,14 @@ class HomeScreen(PenstockScreen):
 
     def _draw(self) -> None:
         dark, now = self.app.current_theme.dark, self.penstock.clock()
-        room = self._table("runs").scrollable_content_region.width
+        room = self._table("recipes").scrollable_content_region.width
         ages = [_age(now - run.changed) for run in self._runs]
         drawn = (self._runs, self._recipes, self._words, frozenset(self._marked), dark, room, ages, self._fits)
         if (*drawn, self._planning) == self._drawn:
             return
         self._drawn = (*drawn, self._planning)
         self._draw_title(dark)
+        self._draw_welcome(dark)
         shown = [
             (run, age)
             for run, age in zip(self._runs, ages, strict=True)
@@ -142,6 +146,16 @@ class HomeScreen(PenstockScreen):
         title = styled([("penstock", "title"), (root, "dim"), (counts, "text"), (marked, "accent")], dark)
         self.query_one("#title", Static).update(title)
 
+    def _draw_welcome(self, dark: bool) -> None:
+        """Where there is no run: how to begin, in place of their list."""
+        runs, welcome = self._table("runs"), self.query_one("#welcome", Static)
+        if runs.has_focus and not self._runs:
+            self._table("recipes").focus()
+        runs.display, welcome.display = bool(self._runs), not self._runs
+        if not self._runs:
+            lines = welcome_rows(read_only=self.penstock.read_only)
+            welcome.update(Text("\n").join(styled(line, dark) for line in lines))
+
     def _draw_detail(self) -> None:
         dark = self.app.current_theme.dark
         pane, about = self.query_one("#detail"), self.query_one("#about", Static)
@@ -154,7 +168,7 @@ class HomeScreen(PenstockScreen):
             about.update(_recipe_text(chosen, self._fits.get(chosen.path), dark))
         else:
             pane.border_title = ""
-            about.update("nothing here yet: a recipe is configured with enter" if not self._words else "nothing found")
+            about.update("nothing found" if self._words else "nothing is selected")
 
     @property
     def chosen(self) -> RunEntry | RecipeEntry | None:
@@ -264,7 +278,8 @@ class HomeScreen(PenstockScreen):
         self.penstock.open_finetune()
 
     def action_switch(self) -> None:
-        self._table("runs" if self._table("recipes").has_focus else "recipes").focus()
+        to_runs = self._runs and self._table("recipes").has_focus
+        self._table("runs" if to_runs else "recipes").focus()
 
     @work(group="action")
     async def action_resume(self) -> None:
