@@ -63,8 +63,8 @@ class HostArena:
         """Map the arena; BudgetError when `capacity_bytes` exceeds `budget_bytes`."""
         if capacity_bytes > budget_bytes:
             raise BudgetError(
-                f"budgets.ram: the host arena needs {capacity_bytes:,} bytes and the budget is {budget_bytes:,}; "
-                "raise budgets.ram, or let more blocks live on NVMe"
+                f"budgets.ram: pinned RAM needs {capacity_bytes:,} bytes and the budget is {budget_bytes:,}; "
+                "raise budgets.ram, or keep more blocks on NVMe"
             )
         assert capacity_bytes > 0, capacity_bytes
         self.capacity_bytes = _page_up(capacity_bytes)
@@ -128,8 +128,8 @@ class HostArena:
                     if code != 0:
                         raise BudgetError(
                             f"cannot pin {total:,} bytes of RAM (cudaHostRegister error {code} after {offset:,} "
-                            "bytes); raise the memlock limit (ulimit -l) or lower budgets.ram: WSL2, for one, pins "
-                            "about half of its RAM"
+                            "bytes); raise the memlock limit (ulimit -l) or lower budgets.ram: WSL2, for example, can "
+                            "pin only about half of its RAM"
                         )
                     self._registered.append(base + offset)
         except BaseException:
@@ -165,7 +165,7 @@ def cut_pieces(slot_bytes: Sequence[int]) -> list[tuple[int, int]]:
         if nbytes >= MOST_BYTES:
             raise BudgetError(
                 f"one slot of host memory needs {nbytes:,} bytes, and CUDA pins less than {MOST_BYTES:,} at once; "
-                "lower train.chunk_tokens or data.sequence_length, or let this block live on NVMe"
+                "lower train.chunk_tokens or data.sequence_length, or keep this block on NVMe"
             )
         if end > start and end + nbytes - start > PIECE_BYTES:
             pieces.append((start, end - start))
@@ -208,7 +208,9 @@ def _page_in(address: int, nbytes: int) -> None:
         return
     code = ctypes.get_errno()
     if code == errno.ENOMEM:
-        raise BudgetError(f"no RAM is left to pin ({os.strerror(code)}); lower budgets.ram, or end what else runs")
+        raise BudgetError(
+            f"no RAM is left that can be pinned ({os.strerror(code)}); lower budgets.ram, or stop other programs"
+        )
     ctypes.memset(address, 0, nbytes)  # a kernel before 5.14
 
 

@@ -93,7 +93,8 @@ def best_name(step: int) -> str:
 _MEANT = {
     "last-good": (
         LAST_GOOD,
-        "none of its generations was followed by a step of a good loss and then by another commit (storage.keep_good)",
+        "no generation has been confirmed good yet: that takes a later step with a normal loss and a later commit "
+        "(storage.keep_good)",
     ),
     "best": (BEST, "no generation was kept for its validation loss (storage.keep_best)"),
 }
@@ -245,8 +246,8 @@ def place_restored(
 def _require_same_content(name: str, kept: Manifest, array: Array, stored: Stored) -> None:
     if stored.crcs != array.crcs:
         raise UserError(
-            f"checkpoint '{name}' (generation {kept.generation}): array {array.name}, which is written once, is not "
-            "this run's; restore it into the run that it was made of"
+            f"checkpoint '{name}' (generation {kept.generation}): array {array.name}, which is written only once, "
+            "belongs to another run; restore the checkpoint into the run that made it"
         )
 
 
@@ -303,7 +304,8 @@ def _require_no_other(folder: Path) -> None:
     """UserError where `folder` is a whole checkpoint that is not listed."""
     if _is_whole(folder):
         raise UserError(
-            f"{folder}: there is a checkpoint that this run does not list, maybe of a newer copy of its run directory; "
+            f"{folder}: holds a checkpoint that this run does not list, perhaps from a newer copy of its run "
+            "directory; "
             "choose another name, or remove the folder"
         )
 
@@ -337,8 +339,8 @@ def require_same_arrays(name: str, kept: Manifest, arrays: Mapping[ArraySpec, Ar
     if differing:
         one = next(iter(differing))
         raise UserError(
-            f"checkpoint '{name}': holds other state than this run: array {one.buffer}/{one.kind} differs; "
-            "restore it into the run that it was made of"
+            f"checkpoint '{name}': holds other state than this run: array {one.buffer}/{one.kind} differs; restore it "
+            "into the run that made it"
         )
 
 

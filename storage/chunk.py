@@ -128,10 +128,10 @@ def read_chunk(path: Path, out: Bytes, form: ChunkFormat, *, direct: bool, expec
             _pread(fd, [block], form.file_bytes - BLOCK_BYTES)
     stored = int.from_bytes(block[-_CRC_BYTES:], "little")
     if bytes(block[max(out.size - form.file_bytes, -BLOCK_BYTES) : -_CRC_BYTES]).strip(b"\0"):
-        raise ChunkError("checksum mismatch: the padding behind the payload is not zero")
+        raise ChunkError("checksum mismatch: the padding after the payload is not zero")
     found = checksum(out.data, form.stored_bytes - out.size)
     if found != stored:
-        raise ChunkError(f"checksum mismatch: the bytes have CRC-32C {found:08x}, the file says {stored:08x}")
+        raise ChunkError(f"checksum mismatch: the bytes have CRC-32C {found:08x}, the file records {stored:08x}")
     require_expected(stored, expected)
 
 
@@ -146,7 +146,7 @@ def check_chunk(path: Path, memory: Bytes, form: ChunkFormat, expected: int) -> 
     stored = int.from_bytes(memory[form.stored_bytes :].tobytes(), "little")
     found = checksum(memory[: form.stored_bytes].data, 0)
     if found != stored:
-        raise ChunkError(f"checksum mismatch: the bytes have CRC-32C {found:08x}, the file says {stored:08x}")
+        raise ChunkError(f"checksum mismatch: the bytes have CRC-32C {found:08x}, the file records {stored:08x}")
     require_expected(stored, expected)
 
 
@@ -165,7 +165,7 @@ def require_expected(stored: int, expected: int | None) -> None:
     """Raise ChunkError unless the file's checksum `stored` is the one that the manifest records, where known."""
     if expected is not None and stored != expected:
         raise ChunkError(
-            f"stale: whole, but of another generation (CRC-32C {stored:08x}, the manifest says {expected:08x})"
+            f"stale: intact, but from another generation (CRC-32C {stored:08x}, the manifest records {expected:08x})"
         )
 
 
@@ -184,7 +184,7 @@ def _open_chunk(path: Path, form: ChunkFormat, *, direct: bool) -> int:
     size = os.fstat(fd).st_size
     if size != form.file_bytes:
         os.close(fd)
-        raise ChunkError(f"the file has {size:,} bytes and should have {form.file_bytes:,}")
+        raise ChunkError(f"the file has {size:,} bytes instead of {form.file_bytes:,}")
     return fd
 
 
@@ -205,4 +205,4 @@ def _is_aligned(data: Bytes) -> bool:
 
 def _pread(fd: int, out: list[memoryview], offset: int) -> None:
     if not read_all(fd, out, offset):
-        raise ChunkError("the file ended while it was read")
+        raise ChunkError("the file ended while it was being read")

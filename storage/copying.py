@@ -86,7 +86,8 @@ def _claim(targets: Sequence[Path], foreign: Sequence[Path], store: str, root: P
     for folder in targets:
         if any(ownership.is_same(folder, other) for other in foreign):
             raise UserError(
-                f"--copy-state: {folder} holds the state of the run that this one is a copy of; name other drives with "
+                f"--copy-state: {folder} holds the state of the run that this one was copied from; choose other "
+                "drives with "
                 "--set storage.nvme=..., or rename this run directory"
             )
         ids[ownership.join(folder, store, root, locks)] = folder
@@ -122,7 +123,9 @@ def _copy(
         for part in range(len(stored.crcs)):
             source = found[stored.drives[stripe(number, part, len(stored.drives))]] / below / f"c.{part}.0"
             if not source.is_file() or source.stat().st_size != file_bytes:
-                raise UserError(f"{source}: is not there or not whole; this state cannot be copied: scrub the original")
+                raise UserError(
+                    f"{source}: is missing or incomplete, so this state cannot be copied; scrub the original run"
+                )
             jobs[bases[order[stripe(number, part, len(order))]] / below / source.name] = source
             total += file_bytes
         for id, base in bases.items():

@@ -32,7 +32,7 @@ def require_writable(path: Path) -> None:
 
 def require_free(path: Path, nbytes: int, what: str) -> None:
     """Raise UserError unless the file system of existing folder `path` has `nbytes` free for `what`."""
-    with reporting(path, f"looking for room for {what}"):
+    with reporting(path, f"checking the free space for {what}"):
         free = shutil.disk_usage(path).free
     if free < nbytes:
         raise UserError(
@@ -60,12 +60,12 @@ _HINTS = {
     errno.ENOSPC: "free some space on this disk",
     errno.EDQUOT: "free some space: your quota on this disk is used up",
     errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
-    errno.EACCES: "work as the user who may write there, or change the permissions",
-    errno.EPERM: "work as the user who may write there, or change the permissions",
+    errno.EACCES: "run as a user with write access, or change the permissions",
+    errno.EPERM: "run as a user with write access, or change the permissions",
     errno.ENOENT: "the folder is gone: is the drive still mounted?",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "raise the machine's limit on open files (fs.file-max)",
-    errno.EROFS: "the file system is mounted read-only: look into the kernel's log and check the disk",
+    errno.EROFS: "the file system is mounted read-only: check the kernel log and the disk",
 }
 
 
@@ -76,7 +76,7 @@ def disk_error(error: OSError, path: Path, doing: str) -> UserError:
     code = error.errno or 0
     if code == errno.EINVAL and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
         code = errno.EFBIG  # what direct I/O makes of that limit
-    hint = _HINTS.get(code, "check the disk and the kernel's log")
+    hint = _HINTS.get(code, "check the disk and the kernel log")
     return UserError(f"{path}: {doing} failed: {error.strerror or error}; {hint}")
 
 
@@ -178,7 +178,7 @@ def write_all(fd: int, data: list[memoryview], offset: int) -> None:
     while data := [view for view in data if view]:
         count = os.pwritev(fd, data, offset)
         if count == 0:
-            raise OSError(errno.EIO, "the drive took no byte")
+            raise OSError(errno.EIO, "the drive accepted no data")
         data, offset = _behind(data, count), offset + count
 
 
@@ -214,7 +214,7 @@ def _create(path: Path) -> int:
         return os.open(path, flags, 0o644)
     except FileExistsError:
         if not stat.S_ISREG(os.lstat(path).st_mode):
-            refuse(path, "in the way of a temporary file, and no file")
+            refuse(path, "is where a temporary file has to be written, and is not a file")
     path.unlink()
     return os.open(path, flags, 0o644)
 
@@ -300,7 +300,7 @@ def build_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
     for place, fine in ((temporary, False), (folder, is_real_folder(folder))):
         if os.path.lexists(place) and not fine:
-            raise UserError(f"{place}: is in the way of a new folder; move it away")
+            raise UserError(f"{place}: is where a folder has to be made; move it away")
     require_writable(temporary)
     try:
         yield temporary

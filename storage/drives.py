@@ -136,7 +136,7 @@ class Locks:
         if folder not in self._held:
             for other in self._held:
                 if os.path.samefile(folder, other):
-                    raise UserError(f"storage.nvme: {folder} and {other} are one folder; name each drive once")
+                    raise UserError(f"storage.nvme: {folder} and {other} are the same folder; name each drive once")
             self._held[folder] = lock_folder(folder)
             self._here.add(folder)
 
@@ -170,8 +170,8 @@ def read_identity(folder: Path) -> Identity | None:
         return None
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path}: not a readable drive identity ({type(error).__name__}: {error}); take it from a copy, or choose "
-            "an empty folder"
+            f"{path}: not a readable drive identity ({type(error).__name__}: {error}); restore it from a copy, or "
+            "choose an empty folder"
         ) from error
 
 
@@ -205,7 +205,7 @@ def present(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, P
                 continue
             if identity.drive in found:
                 raise UserError(
-                    f"storage.nvme: {candidate} and {found[identity.drive]} are copies of one drive; name one of them"
+                    f"storage.nvme: {candidate} and {found[identity.drive]} are copies of the same drive; name only one"
                 )
             found[identity.drive] = candidate
     for record in current.drives:
@@ -226,8 +226,8 @@ def require_present(current: Manifest, root: Path, found: Container[str]) -> Non
             what = f"checkpoint '{current.checkpoint}'" if current.checkpoint else f"generation {current.generation}"
             state = "it is not there" if not path.exists() else f"the folder lacks this drive's {IDENTITY_NAME}"
             raise UserError(
-                f"{os.path.normpath(path)}: this drive holds part of {what} (named by {root / 'manifest.json'}), and "
-                f"{state}: is it mounted? If it has moved, give its new place in storage.nvme"
+                f"{os.path.normpath(path)}: this drive holds part of {what} (listed in {root / 'manifest.json'}), and "
+                f"{state}: is it mounted? If it has moved, set storage.nvme to its new path"
             )
 
 
@@ -279,7 +279,7 @@ class DriveSet:
             groups[folder.stat().st_dev].append(str(folder))
         doubts = [warning for folder in self.folders for warning in check_folder(folder)]
         return doubts + [
-            f"storage.nvme: {', '.join(group)} are on one device: striping over them adds no speed"
+            f"storage.nvme: {', '.join(group)} are on one device, so striping over them is no faster"
             for group in groups.values()
             if len(group) > 1
         ]
@@ -348,7 +348,7 @@ def require_room(needs: Mapping[Path, int], what: str) -> None:
     """UserError unless every device has free what the folders on it need for `what`, in bytes, plus 5 %."""
     groups: dict[int, list[Path]] = defaultdict(list)
     for folder in needs:
-        with reporting(folder, f"looking for room for {what}"):
+        with reporting(folder, f"checking the free space for {what}"):
             groups[folder.stat().st_dev].append(folder)
     for folders in groups.values():
         also = "" if len(folders) == 1 else f" (with {', '.join(str(folder) for folder in folders[1:])})"

@@ -49,10 +49,12 @@ def used_up(error: BaseException) -> UserError | None:
     """
     code = error.errno if isinstance(error, OSError) else None
     if code in (errno.EMFILE, errno.ENFILE):
-        return UserError("no more files can be opened; raise the limit on open files (ulimit -n)")
+        return UserError("the limit on open files is reached; raise it (ulimit -n)")
     if isinstance(error, RuntimeError) and str(error).startswith(_NO_THREAD):
-        return UserError("no more threads can be started; raise the limit on them (ulimit -u, pids.max), or on memory")
+        return UserError(
+            "no more threads can be started; raise the limit on threads (ulimit -u, pids.max) or on memory"
+        )
     said = isinstance(error, (RuntimeError, ImportError)) and _NO_MEMORY.search(str(error))
     if said or isinstance(error, MemoryError) or code == errno.ENOMEM:
-        return UserError("memory is used up; give smaller sizes, or stop what else is running")
+        return UserError("out of memory; use smaller sizes, or stop other programs")
     return None

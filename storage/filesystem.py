@@ -80,29 +80,29 @@ def check_folder(folder: Path) -> list[str]:
     kind = mount.filesystem
     if kind in _MEMORY:
         return [
-            f"{folder}: {kind} is memory: what is stored here takes RAM beside budgets.ram and is gone after a reboot; "
-            "give a folder on a drive"
+            f"{folder}: {kind} is kept in memory: files here take RAM on top of budgets.ram and are lost at reboot; "
+            "choose a folder on a drive"
         ]
     warnings = []
     if kind in _NETWORK or (kind.startswith("fuse") and kind not in _LOCAL_FUSE):
         warnings.append(
-            f"{folder}: {kind} is a network file system: locks and durability are the server's word, and the "
-            "network's speed is the limit; a local drive is safer and faster"
+            f"{folder}: {kind} is a network file system: locks and durability depend on the server, and speed on the "
+            "network; a local drive is safer and faster"
         )
     if kind in _LAYERED:
         warnings.append(
             f"{folder}: {kind} is a container's writable layer: it is lost with the container and slower than the "
-            "drive under it; mount a folder of the host and give that"
+            "drive beneath it; mount a host folder and use that"
         )
     if not supports_direct(existing(folder)):
         warnings.append(
-            f"{folder}: no direct I/O on this {kind}: reads and writes go through the page cache, which takes memory "
-            "that budgets.ram does not count, and are slower"
+            f"{folder}: {kind} here does not support direct I/O: reads and writes go through the page cache, which is "
+            "slower and takes memory that budgets.ram does not count"
         )
     device = device_of(folder)
     if device.rotational:
         warnings.append(
-            f"{folder}: on a spinning disk ({device.model or device.name}); expect a few percent of an SSD's speed"
+            f"{folder}: on a hard disk ({device.model or device.name}), which reaches a few percent of an SSD's speed"
         )
     return warnings
 

@@ -183,8 +183,8 @@ class Manifest:
         except FileNotFoundError as error:
             if backup is None:
                 raise UserError(
-                    f"{path}: no such file: no generation was ever committed here, or its drive is not mounted; "
-                    "start a new run, or mount it"
+                    f"{path}: no such file: no generation was committed here, or the drive is not mounted; mount it, "
+                    "or start a new run"
                 ) from error
             raise UserError(f"{path}: the file is missing; {_hint(root, backup)}") from error
         except OSError as error:
@@ -194,7 +194,7 @@ class Manifest:
         if backup is not None and backup.store == manifest.store and backup.generation > manifest.generation:
             raise UserError(
                 f"{path}: holds generation {manifest.generation}, but generation {backup.generation} was committed: "
-                f"an older manifest was put in its place; {_hint(root, backup)}"
+                f"the file was replaced by an older manifest; {_hint(root, backup)}"
             )
         return manifest
 
@@ -216,16 +216,16 @@ def decode(data: bytes) -> Manifest:
     if content.get("format") != _FORMAT:
         raise ValueError(f"format is {content.get('format')!r}, not {_FORMAT!r}")
     if content.get("version") != _VERSION:
-        raise ValueError(f"version {content.get('version')} is not the version {_VERSION} that this Penstock reads")
+        raise ValueError(f"version {content.get('version')} is not version {_VERSION}, which this Penstock reads")
     stored, found = content.pop("crc32c", None), _own_checksum(content)
     if stored != found:
-        raise ValueError(f"checksum mismatch: the content has CRC-32C {found}, the file says {stored}")
+        raise ValueError(f"checksum mismatch: the content has CRC-32C {found}, the file records {stored}")
     # The checksum finds accidents; whoever writes a manifest can write that as well.
     file = typed(content, _File)
     known = {drive.id for drive in file.drives}
-    _require(len(known) == len(file.drives), "a drive is there twice")
+    _require(len(known) == len(file.drives), "a drive is listed twice")
     arrays = dict(_array(item, known) for item in file.arrays)
-    _require(len(arrays) == len(file.arrays), "an array is there twice")
+    _require(len(arrays) == len(file.arrays), "an array is listed twice")
     return Manifest(file.store, file.generation, arrays, file.drives, file.meta, file.checkpoint)
 
 
@@ -237,7 +237,7 @@ def _require(ok: bool, what: str) -> None:
 def _array(item: _Array, drives: set[str]) -> tuple[ArraySpec, Stored]:
     parts = -(-item.numel // part_numel_even(item.numel, item.part_numel))
     sound = drives.issuperset(item.drives) and len(item.crc32c) == parts
-    _require(sound, f"array {item.buffer}/{item.kind} is on an unknown drive, or has not one checksum a part")
+    _require(sound, f"array {item.buffer}/{item.kind} is on an unknown drive, or does not have one checksum per part")
     spec = ArraySpec(item.buffer, item.kind, item.numel, item.dtype, item.part_numel, item.fixed)
     return spec, Stored(item.slot, item.drives, tuple(int(crc, 16) for crc in item.crc32c))
 

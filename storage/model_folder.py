@@ -18,7 +18,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _CONFIG_BYTES = 1 << 24
 _BLOB = re.compile(r"\.\./\.\./blobs/[0-9a-f]{40,64}")
-_ADVICE = "copy the file itself into the folder, or download the model again into a folder of its own"
+_ADVICE = "copy the file itself into the folder, or download the model into a new folder"
 
 
 def is_plain_name(name: object) -> bool:
@@ -52,7 +52,7 @@ def read_model_file(folder: Path, name: str, most_bytes: int) -> bytes:
     with reporting(folder / name, "reading it"), open(open_model_file(folder, name), "rb") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
-        raise UserError(f"{folder / name}: has more than the {most_bytes:,} bytes that are read; {_ADVICE}")
+        raise UserError(f"{folder / name}: is larger than the limit of {most_bytes:,} bytes; {_ADVICE}")
     return content
 
 

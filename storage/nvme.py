@@ -450,7 +450,7 @@ class NvmeStore:
     def _require_sound(self) -> None:
         assert not self._read_only, "opened for reading"
         if self._broken:
-            raise UserError(f"{self.root}: {self._broken}, so this state cannot be trusted; resume the run")
+            raise UserError(f"{self.root}: {self._broken}, so the state in memory cannot be trusted; resume the run")
 
     def _settle(self) -> None:
         """Give the arrays their folders on every active drive, and every drive its identity, durably."""
@@ -491,7 +491,7 @@ class NvmeStore:
             publish(temporary, path)
         except OSError as error:
             # Either generation may be the one on disk: its chunk files must not be written any more.
-            self._broken = "the manifest could not be put in place"
+            self._broken = "the manifest could not be replaced"
             raise disk_error(error, path, what) from error
         moved = []
         with self._lock:

@@ -99,7 +99,11 @@ class Index(Struct, frozen=True, forbid_unknown_fields=True):
     def words(self) -> str:
         """Whose it is, for a message."""
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.time))
-        last = f", {self.entries[-1].name} its newest" if self.entries else ", nothing of it is whole yet"
+        last = (
+            f", the newest being {self.entries[-1].name}"
+            if self.entries
+            else ", which holds no complete generation yet"
+        )
         return f"run '{self.run}' (last written by {self.host or 'another machine'} on {since}{last})"
 
 
@@ -120,8 +124,8 @@ def read_index(link: PlaceLink) -> Seen:
         return Seen(Index.decode(text), generation)
     except ValueError as error:
         raise OffsiteError(
-            f"{link.place}/{INDEX}: is no index of ours, or damaged ({error}); choose another prefix, or go on "
-            f"from one of its folders: {shell('penstock', 'resume', str(link.place))}/FOLDER",
+            f"{link.place}/{INDEX}: is not a Penstock index, or is damaged ({error}); choose another prefix, or "
+            f"resume from one of its folders: {shell('penstock', 'resume', str(link.place))}/FOLDER",
             permanent=True,
         ) from None
 
@@ -180,7 +184,9 @@ class Claim:
         if generation is None:
             now = read_index(self.link)
             if now.index is None:
-                raise PlaceChangedError(f"{self.link.place}: its {INDEX} was removed meanwhile; nothing was committed")
+                raise PlaceChangedError(
+                    f"{self.link.place}: its {INDEX} was removed during the upload; nothing was committed"
+                )
             if now.index.store != self._store:
                 refuse_other(self.link, now.index)
             self._refuse_changed(now.index)
@@ -189,8 +195,8 @@ class Claim:
 
     def _refuse_changed(self, index: Index) -> NoReturn:
         raise PlaceChangedError(
-            f"storage.offsite: {self.link.place}: another machine or copy has gone on with this {index.words}; nothing "
-            f"there was changed; name another prefix, or go on from there: "
+            f"storage.offsite: {self.link.place}: another machine or copy has continued this {index.words}; nothing "
+            "there was changed; choose another prefix, or resume from there: "
             f"{shell('penstock', 'resume', str(self.link.place))}"
         )
 
@@ -198,7 +204,7 @@ class Claim:
 def refuse_other(link: PlaceLink, index: Index) -> NoReturn:
     """Raise PlaceChangedError: the place is another run's."""
     empty = f"delete {INDEX} there if that run is gone"
-    way = f"go on with that run: {shell('penstock', 'resume', str(link.place))}" if index.entries else empty
+    way = f"resume that run: {shell('penstock', 'resume', str(link.place))}" if index.entries else empty
     raise PlaceChangedError(f"storage.offsite: {link.place}: holds {index.words}; choose another prefix, or {way}")
 
 
@@ -277,5 +283,5 @@ def read_manifest(link: PlaceLink, folder: str) -> Manifest | None:
         return decode_manifest(text.encode())
     except ValueError as error:
         raise UserError(
-            f"{link.place}/{folder}/{MANIFEST}: is not readable ({error}); take another with --checkpoint NAME"
+            f"{link.place}/{folder}/{MANIFEST}: cannot be read ({error}); choose another with --checkpoint NAME"
         ) from None

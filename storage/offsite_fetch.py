@@ -101,14 +101,14 @@ def _find_below(link: PlaceLink, place: Place, name: str, asked: Place) -> Found
 
 def _nothing(place: Place) -> UserError:
     return UserError(
-        f"{place}: holds no state: neither {INDEX} nor a generation is there; correct the name, and for a store other "
+        f"{place}: holds no state: neither {INDEX} nor a generation was found; check the name, and for a store other "
         "than AWS set AWS_ENDPOINT_URL"
     )
 
 
 def _chosen(link: PlaceLink, place: Place, index: Index, name: str | None) -> Found:
     if not index.entries:
-        raise UserError(f"{place}: holds {index.words}: there is nothing to go on from")
+        raise UserError(f"{place}: holds {index.words}, so there is nothing to resume from")
     entry = index.entries[-1]
     if name is not None:
         named = [entry for entry in index.entries if name in (entry.name, entry.folder)]
@@ -119,7 +119,7 @@ def _chosen(link: PlaceLink, place: Place, index: Index, name: str | None) -> Fo
     found = read_manifest(link, entry.folder)
     if found is None or found.store != index.store or found.generation != entry.generation:
         what = "has no manifest" if found is None else "has the manifest of another generation"
-        raise UserError(f"{place}/{entry.folder}: {what}; take another with --checkpoint NAME")
+        raise UserError(f"{place}/{entry.folder}: {what}; choose another with --checkpoint NAME")
     return Found(place, entry.folder, entry.name, index, found, read_files(link, entry.folder))
 
 
@@ -127,7 +127,7 @@ def read_small(link: PlaceLink, found: Found, name: str, folder: Path) -> bytes:
     """The content of one of a run's small files, through `folder`. UserError where there is none, or it is large."""
     pieces = found.files.get(name)
     if pieces is None or file_bytes(pieces) > _MOST_SMALL_BYTES:
-        raise UserError(f"{found.place}/{found.folder}: has no {name} of a run; take another with --checkpoint NAME")
+        raise UserError(f"{found.place}/{found.folder}: lacks {name}; choose another with --checkpoint NAME")
     path = folder / f"fetched-{uuid.uuid4().hex[:8]}"
     try:
         link.get_files({path: pieces}, FILES, lambda moved: None)
@@ -141,7 +141,7 @@ def fetch_files(link: PlaceLink, found: Found, targets: Mapping[str, Path], insi
     wanted = {path: found.files[name] for name, path in targets.items()}
     size = sum(map(file_bytes, wanted.values()))
     if size > _MOST_FILES_BYTES:
-        raise UserError(f"{found.place}/{found.folder}: its files have {size:,} bytes, which no run has")
+        raise UserError(f"{found.place}/{found.folder}: its files add up to {size:,} bytes, more than any run has")
     require_room({inside: size}, "the run's files")
     for path in wanted:
         try:
@@ -167,7 +167,7 @@ def fetch_state(link: PlaceLink, found: Found, root: Path, drives: Sequence[Path
     try:
         locks.take(root)
         if (root / manifest.FILE_NAME).exists():
-            raise UserError(f"{root}: holds a state already; choose another --run-dir")
+            raise UserError(f"{root}: already holds a state; choose another --run-dir")
         ids = {ownership.join(folder, found.manifest.store, root, locks): folder for folder in folders}
         order = tuple(ids)
         jobs, arrays = _jobs(found, ids)

@@ -60,11 +60,11 @@ def read_files(link: PlaceLink, folder: str) -> dict[str, Pieces]:
             raise ValueError(f"its format is {one_line(found.format, 40)}")
         for file in found.files:
             if not may_be_named(file.path):
-                raise ValueError(f"it names '{one_line(file.path, 80)}', which is no file of a run")
+                raise ValueError(f"it names '{one_line(file.path, 80)}', which is not a file of a run")
         return {file.path: [(piece.sha256, piece.bytes) for piece in file.pieces] for file in found.files}
     except ValueError as error:
         raise UserError(
-            f"{link.place}/{folder}/{RUN_FILES}: is not readable ({error}); take another with --checkpoint NAME"
+            f"{link.place}/{folder}/{RUN_FILES}: cannot be read ({error}); choose another with --checkpoint NAME"
         ) from None
 
 

@@ -30,15 +30,15 @@ _HINTS = {
         "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
         "gcs": "set GOOGLE_APPLICATION_CREDENTIALS, or run gcloud auth application-default login",
     },
-    "the credentials are refused": {
-        "s3": "let AWS_ACCESS_KEY_ID or AWS_PROFILE be of somebody who may read, write, list and delete there",
-        "gcs": "let GOOGLE_APPLICATION_CREDENTIALS be of somebody who may read, write, list and delete there",
+    "the credentials were refused": {
+        "s3": "set AWS_ACCESS_KEY_ID or AWS_PROFILE to an account that may read, write, list and delete there",
+        "gcs": "set GOOGLE_APPLICATION_CREDENTIALS to an account that may read, write, list and delete there",
     },
-    "the bucket is not there": {
-        "s3": "make it, or correct its name; for a store other than AWS set AWS_ENDPOINT_URL",
-        "gcs": "make it, or correct its name",
+    "the bucket does not exist": {
+        "s3": "create it, or correct its name; for a store other than AWS set AWS_ENDPOINT_URL",
+        "gcs": "create it, or correct its name",
     },
-    "the region is another": {"s3": "set AWS_REGION to the bucket's", "gcs": "correct the bucket's name"},
+    "the bucket is in another region": {"s3": "set AWS_REGION to the bucket's", "gcs": "correct the bucket's name"},
 }
 
 
@@ -146,7 +146,7 @@ class PlaceLink:
     def error(self, what: str, *, permanent: bool) -> OffsiteError:
         """What was refused, where, and how to mend it."""
         hint = _HINTS.get(what, {}).get(self.place.driver)
-        hint = hint or ("" if permanent else "look at the network and the store, then try again")
+        hint = hint or ("" if permanent else "check the network and the store, then try again")
         said = f"{self._field}: {self.place}: {one_line(printable(what))}" + (f"; {hint}" if hint else "")
         return OffsiteError(said, permanent=permanent)
 
@@ -170,7 +170,7 @@ class PlaceLink:
                 if isinstance(error, UserError):
                     raise
             self.release()
-            raise self.error("the process that moves bytes has ended", permanent=False)
+            raise self.error("the upload process has ended", permanent=False)
 
     def _start(self) -> subprocess.Popen[str]:
         self._process = subprocess.Popen(

@@ -51,10 +51,13 @@ class Refusal(Exception):
 _MEANT = (
     (("Failed to get credentials", "Failed to create credentials"), "no credentials were found"),
     (("Failed to obtain", "oauth", "Could not find the credentials"), "no credentials were found"),
-    (("NoSuchBucket", "bucket does not exist"), "the bucket is not there"),
-    (("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"), "the credentials are refused"),
-    (("PERMISSION_DENIED", "UNAUTHENTICATED", "AccessDenied"), "the credentials are refused"),
-    (("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"), "the region is another"),
+    (("NoSuchBucket", "bucket does not exist"), "the bucket does not exist"),
+    (("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"), "the credentials were refused"),
+    (("PERMISSION_DENIED", "UNAUTHENTICATED", "AccessDenied"), "the credentials were refused"),
+    (
+        ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
+        "the bucket is in another region",
+    ),
 )
 
 
@@ -67,7 +70,7 @@ def meaning(error: BaseException) -> Refusal:
     if "os_error_code" in str(error):
         return Refusal(text, permanent="os_error_code='28'" not in str(error))
     if isinstance(error, TimeoutError):
-        return Refusal("it does not answer in time", permanent=False)
+        return Refusal("it did not answer in time", permanent=False)
     return Refusal(text or type(error).__name__, permanent=False)
 
 
@@ -116,7 +119,7 @@ class Bucket:
             else:  # it is longer, or not there
                 found = self._read(key, slice(0, 1))
                 if found.state == "value":
-                    raise Refusal(f"{key} has more than the {most:,} bytes that are read", permanent=True)
+                    raise Refusal(f"{key} is larger than the limit of {most:,} bytes", permanent=True)
                 return None, bytes(found.stamp.generation)
             found = self._read(key, slice(0, None), most)
             return bytes(found.value) if found.state == "value" else None, bytes(found.stamp.generation)
@@ -135,7 +138,7 @@ class Bucket:
                     raise Refusal(f"{key} is shorter than its {size:,} bytes", permanent=False) from error
                 raise
             if found.state != "value":
-                raise Refusal(f"{key} is not there", permanent=True)
+                raise Refusal(f"{key} is missing", permanent=True)
             check(value := bytes(found.value))
             return value
 
@@ -161,9 +164,9 @@ class Bucket:
             there = found.value if found.state == "value" else b""  # a copy, each time that it is asked for
             del found
             if len(there) != len(value):
-                raise Refusal(f"{key} has {len(there):,} of its {len(value):,} bytes there", permanent=False)
+                raise Refusal(f"{key} has only {len(there):,} of its {len(value):,} bytes there", permanent=False)
             if checksum(memoryview(there), 0) != crc:
-                raise Refusal(f"{key} is there with another checksum", permanent=False)
+                raise Refusal(f"{key} has a different checksum there", permanent=False)
 
         self.again(act)
 
@@ -180,7 +183,7 @@ class Bucket:
             if not stamp.generation or generation != stamp.generation:
                 return None
             expected = generation
-            raise Refusal(f"{key} is not what was written", permanent=False)
+            raise Refusal(f"{key} differs from what was written", permanent=False)
 
         written: bytes | None = self.again(act)
         return written
@@ -226,7 +229,7 @@ def read_chunk_bytes(path: Path, file_bytes: int, crc: int) -> bytes:
         data = file.read(file_bytes + 1)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # training has better use for the memory
     if len(data) != file_bytes:
-        raise UserError(f"{path}: has {len(data):,} bytes and should have {file_bytes:,}; scrub the run")
+        raise UserError(f"{path}: has {len(data):,} bytes instead of {file_bytes:,}; scrub the run")
     require_chunk(data, crc, str(path))
     return data
 
@@ -236,7 +239,10 @@ def require_chunk(data: bytes, crc: int, name: str) -> None:
     view = memoryview(data)
     found, stored = checksum(view[:-4], 0), int.from_bytes(view[-4:], "little")
     if not found == stored == crc:
-        raise UserError(f"{name}: has CRC-32C {found:08x}, says {stored:08x}, and the manifest says {crc:08x}: damaged")
+        raise UserError(
+            f"{name}: is damaged: it has CRC-32C {found:08x}, but records {stored:08x}, and the manifest records "
+            f"{crc:08x}"
+        )
 
 
 class Mover:

@@ -99,7 +99,9 @@ def parse_place(text: str, field: str) -> Place:
     """The place that `text` names, a relative folder taken from the current one. UserError naming `field`."""
     said = one_line(text, 100)
     if printable(text) != text or "\n" in text or "\0" in text:
-        raise UserError(f"{field}: '{said}' holds control characters; write s3://bucket/prefix, gs://... or a folder")
+        raise UserError(
+            f"{field}: '{said}' contains control characters; write s3://bucket/prefix, gs://... or a folder"
+        )
     scheme, separator, rest = text.partition("://")
     if not separator:
         if not text.strip():
@@ -107,7 +109,7 @@ def parse_place(text: str, field: str) -> Place:
         return _folder(text, field)
     driver = _SCHEMES.get(scheme.lower())
     if driver is None:
-        raise UserError(f"{field}: '{said}' is no place that can be written to; write s3://, gs:// or a folder")
+        raise UserError(f"{field}: '{said}' is not a supported place; write s3://, gs:// or a folder")
     if driver == "file":
         if not rest.startswith("/"):
             raise UserError(f"{field}: '{said}' names another machine; write file:///folder, or the folder itself")
@@ -115,16 +117,14 @@ def parse_place(text: str, field: str) -> Place:
     bucket, _, prefix = rest.partition("/")
     if "@" in bucket or "?" in rest:
         raise UserError(
-            f"{field}: {scheme}://... holds more than bucket and prefix; credentials and endpoints belong in the "
+            f"{field}: {scheme}://... has more than a bucket and a prefix; put credentials and endpoints in the "
             "environment (docs/offsite.md)"
         )
     if not _BUCKET.fullmatch(bucket):
-        raise UserError(f"{field}: '{one_line(bucket, 60)}' in '{said}' is no name of a bucket; correct it")
+        raise UserError(f"{field}: '{one_line(bucket, 60)}' in '{said}' is not a valid bucket name; correct it")
     prefix = prefix.strip("/")
     if not prefix:
-        raise UserError(
-            f"{field}: '{said}' names a bucket and no prefix; write {scheme}://{bucket}/a-name-for-this-run"
-        )
+        raise UserError(f"{field}: '{said}' has a bucket but no prefix; write {scheme}://{bucket}/a-name-for-this-run")
     if any(part in ("", ".", "..") for part in prefix.split("/")) or len(prefix) > _MOST_CHARS:
         raise UserError(f"{field}: the prefix of '{said}' has an empty part, '.' or '..', or is too long; correct it")
     return Place("s3" if driver == "s3" else "gcs", bucket, prefix)
@@ -135,9 +135,9 @@ def _folder(text: str, field: str) -> Place:
         path = Path(text).expanduser().absolute()
         folder = os.path.normpath(path)
     except (RuntimeError, OSError) as error:
-        raise UserError(f"{field}: '{one_line(text, 100)}' is no folder ({one_line(error)}); name another") from None
+        raise UserError(f"{field}: '{one_line(text, 100)}' is not a folder ({one_line(error)}); name another") from None
     if folder == "/":
-        raise UserError(f"{field}: / is the whole machine; name a folder on another disk")
+        raise UserError(f"{field}: / is the root of this machine; name a folder on another disk")
     return Place("file", "", folder)
 
 
@@ -145,7 +145,8 @@ def require_mounted(place: Place, field: str) -> None:
     """UserError where the folder above that of `place` is not there: its disk is not mounted, or the name is wrong."""
     if place.driver == "file" and not Path(place.path).is_dir() and not Path(place.path).parent.is_dir():
         raise UserError(
-            f"{field}: {Path(place.path).parent} is not there: is the disk mounted? Mount it, or name another"
+            f"{field}: {Path(place.path).parent} does not exist: is the disk mounted? Mount it, or choose another "
+            "folder"
         )
 
 

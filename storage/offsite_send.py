@@ -143,7 +143,7 @@ def load_of(
         if spec.fixed and there.get(label) == digest:
             continue
         if spec.fixed and label in there:
-            raise UserError(f"{place}: array {label}, which is written once, is another than at the place it goes to")
+            raise UserError(f"{place}: array {label}, which is written only once, differs from the one already there")
         if spec.fixed:
             fixed[label] = digest
         below = Path(spec.buffer, spec.kind, str(stored.slot))

@@ -41,7 +41,7 @@ def claim(folder: Path, store: str | None, root: Path) -> str | None:
     if identity is None:
         for name in (SCRATCH, CHECKPOINTS):
             if (folder / name).exists():
-                raise UserError(f"{folder / name}: is not ours and would be in our way; choose an empty folder")
+                raise UserError(f"{folder / name}: does not belong to Penstock; choose an empty folder")
         return None
     if identity.checkpoint is not None:
         raise UserError(f"{folder}: is checkpoint '{identity.checkpoint}' of a run; choose another folder")
@@ -93,16 +93,18 @@ def take_over(folders: Iterable[Path], root: Path) -> list[str]:
             continue
         if (other := owner(folder, identity, root)) is not None:
             if is_same(Path(identity.root), root) and _inode(other) != identity.inode:
-                what = f"came back as a copy, and {other} names the state on {folder} too: whose it is cannot be told. "
-                what += "Remove the one that nobody wants"
+                what = f"is one of two run directories that list the state on {folder}; the other is {other}, and it is "
+                what += "not clear which of them owns it. Remove the one that you do not need"
             else:
-                what = f"is a copy of {other}, which is still there and owns the state on {folder}. Go on with that run"
+                what = f"is a copy of {other}, which still exists and owns the state on {folder}. Resume that run"
             raise UserError(
-                f"{root}: {what}, or give this one a state of its own: `penstock resume RUN --copy-state` copies it, "
-                "or let storage.nvme name drives that hold a copy of it. Nothing was changed"
+                f"{root}: {what}, or give this one its own state: `penstock resume RUN --copy-state` copies it; or "
+                "set storage.nvme to drives that hold a copy. Nothing was changed"
             )
         if not is_same(Path(identity.root), root) and not folder.resolve().is_relative_to(root.resolve()):
-            said[identity.root] = f"{root}: has come here from {identity.root}, and takes over its state on {folder}"
+            said[identity.root] = (
+                f"{root}: was moved here from {identity.root}; its state on {folder} now belongs to this path"
+            )
     return list(said.values())
 
 
@@ -130,9 +132,10 @@ def require_plain(folders: Iterable[Path]) -> None:
                 if entry.is_dir(follow_symlinks=False):
                     left.append(entry.path)
                 elif not entry.is_file(follow_symlinks=False):
-                    what = "a link" if entry.is_symlink() else "no file and no folder"
+                    what = "a link" if entry.is_symlink() else "neither a file nor a folder"
                     raise UserError(
-                        f"{entry.path}: is {what}, and state has neither; remove it; storage.nvme names drives"
+                        f"{entry.path}: is {what}, which a state never contains; remove it (use storage.nvme to name "
+                        "other drives)"
                     )
 
 
@@ -212,7 +215,7 @@ def require_newest(current: Manifest, root: Path, folders: Iterable[Path]) -> No
     if newest is not current:
         raise UserError(
             f"{root / manifest.FILE_NAME}: holds generation {_named(current)}, but the drive {place} holds generation "
-            f"{_named(newest)}: this is an older copy of the run directory. To go on from the newer generation: "
+            f"{_named(newest)}: this is an older copy of the run directory. To resume from the newer generation: "
             f"{shell('cp', place / manifest.BACKUP_NAME, root / manifest.FILE_NAME)}. Nothing was changed"
         )
 
@@ -230,10 +233,9 @@ def unlisted(root: Path, folders: Iterable[Path]) -> list[str]:
             if (place / manifest.FILE_NAME).exists() or not manifest.has_backup(base):
                 continue
             said.append(
-                f"{base}: is a checkpoint that {root} does not list, as an older copy of the run directory does not; "
-                f"to list it: {shell('mkdir', '-p', place)} && "
-                f"{shell('cp', base / manifest.BACKUP_NAME, place / manifest.FILE_NAME)}; where nobody wants it, "
-                "remove the folder"
+                f"{base}: is a checkpoint that {root} does not list, as happens with an older copy of the run "
+                f"directory. To list it: {shell('mkdir', '-p', place)} && "
+                f"{shell('cp', base / manifest.BACKUP_NAME, place / manifest.FILE_NAME)} To drop it, remove the folder"
             )
     return said
 

@@ -201,7 +201,7 @@ class KvikioReader:
         stored = chunk.stored_checksum(path, form, direct=True)
         if expected is not None and stored != expected:
             raise chunk.ChunkError(
-                f"stale or damaged: it ends in CRC-32C {stored:08x}, and the manifest says {expected:08x}"
+                f"stale or damaged: it ends in CRC-32C {stored:08x}, but the manifest records {expected:08x}"
             )
         buffer: Any = out if out.is_cuda else out.numpy()
         try:
@@ -226,7 +226,9 @@ def find_readers(choice: str, device: torch.device) -> Readers:
         raise UserError(f"storage.reader: {choice!r} is not one of {', '.join(CHOICES)}")
     host: Reader = TensorstoreReader() if choice == "tensorstore" else DirectReader()
     if device.type == "cpu":
-        warning = "storage.reader: kvikio reads into CUDA memory, and this run computes on the CPU; using direct"
+        warning = (
+            "storage.reader: kvikio reads into CUDA memory, but this run computes on the CPU; using direct instead"
+        )
         return Readers(host, host, warning if choice == "kvikio" else None)
     if choice not in ("auto", "kvikio"):
         return Readers(host, None)
@@ -252,7 +254,7 @@ def _without_device(host: Reader, error: Exception) -> Readers:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
     hint = "; install it with: pip install 'penstock[gpu]'" if isinstance(error, ImportError) else ""
     return Readers(
-        host, None, f"kvikio is not used, reads to the GPU pass through host memory ({host.name}): {reason}{hint}"
+        host, None, f"kvikio is not used; reads to the GPU go through host memory ({host.name}): {reason}{hint}"
     )
 
 
@@ -280,7 +282,7 @@ def _probe(read: Callable[[Path, chunk.ChunkFormat], None], out: torch.Tensor, f
             torch.cuda.synchronize(out.device)  # the zeros must not arrive after the data
         read(path, form)
         if not torch.equal(out.cpu(), data):
-            raise OSError(errno.EIO, "a probe file came back with other bytes", str(path))
+            raise OSError(errno.EIO, "a test file was read back with different bytes", str(path))
     finally:
         path.unlink(missing_ok=True)
 

@@ -51,7 +51,7 @@ class Retention:
         self._checkpoint_every, self._keep_last, self._keep_every = checkpoint_every, keep_last, keep_every
         self._keeps_good = keep_good
         if self._keeps_good and not room_for_good:
-            self._give_up_good("the disk or budgets.nvme has no room for one more generation")
+            self._give_up_good("the disk or budgets.nvme has no room for another generation")
 
     def checkpoint(self, name: str) -> str | None:
         """Make a checkpoint; why it could not be made. Training goes on without it."""
@@ -122,4 +122,4 @@ class Retention:
     def _give_up_good(self, error: str) -> None:
         self._keeps_good = False
         step = int(self._store.meta["step"])
-        self._report("last-good", step, f"{error} (storage.keep_good: none is kept by this process)")
+        self._report("last-good", step, f"{error} (storage.keep_good: this process keeps no good generation)")

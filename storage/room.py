@@ -70,7 +70,8 @@ class Room:
     def _require_budget(self, need: int, held: int, what: str) -> None:
         if self._budget_bytes is not None and held + need > self._budget_bytes:
             raise BudgetError(
-                f"budgets.nvme: {what} in {self._drives.root} needs {need:,} bytes beside {held:,} already given out, "
-                f"and the budget is {self._budget_bytes:,}; raise budgets.nvme to {size_text(held + need)}, or keep "
+                f"budgets.nvme: {what} in {self._drives.root} needs {need:,} bytes on top of {held:,} already "
+                f"allocated, and the budget is {self._budget_bytes:,}; raise budgets.nvme to "
+                f"{size_text(held + need)}, or keep "
                 "more blocks in RAM"
             )

@@ -131,7 +131,7 @@ class CheckpointReader:
         path = self.folder / INDEX_NAME
         if not has_model_file(self.folder, INDEX_NAME):
             if not has_model_file(self.folder, SINGLE_NAME):
-                raise UserError(f"{self.folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there; give a model folder")
+                raise UserError(f"{self.folder}: has neither {SINGLE_NAME} nor {INDEX_NAME}; give a model folder")
             return {}
         content = read_model_file(self.folder, INDEX_NAME, _MAX_HEADER_BYTES)
         try:
@@ -298,10 +298,10 @@ def _read_header(folder: Path, shard: str) -> dict[str, _Entry]:
                     "copy or download it again"
                 )
             if header_bytes > _MAX_HEADER_BYTES:
-                raise ValueError(f"the header claims {header_bytes:,} bytes")
+                raise ValueError(f"the header claims to have {header_bytes:,} bytes")
             header = parse_object(file.read(header_bytes), unique=True)
         if not isinstance(header.pop("__metadata__", {}), dict):
-            raise ValueError("__metadata__ is no object")
+            raise ValueError("__metadata__ is not an object")
         entries = {name: _entry(path, data_start, name, item) for name, item in header.items()}
         expected = _require_filled(entries, data_start)
     except OSError as error:
@@ -311,7 +311,7 @@ def _read_header(folder: Path, shard: str) -> dict[str, _Entry]:
     except ValueError as error:
         raise UserError(f"{path}: not a safetensors file ({error}); copy or download it again") from error
     if size != expected:
-        state = "truncated" if size < expected else "longer than its header says"
+        state = "truncated" if size < expected else "longer than its header states"
         raise UserError(f"{path}: {state}: expected {expected:,} bytes, found {size:,}; copy or download it again")
     return entries
 
@@ -330,7 +330,7 @@ def _require_filled(entries: dict[str, _Entry], data_start: int) -> int:
 def _entry(path: Path, data_start: int, name: str, item: Any) -> _Entry:
     """Where a tensor of the header lies. ValueError for anything but a known dtype, a shape and offsets that agree."""
     if not isinstance(item, dict) or item.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"tensor '{name}' needs dtype, shape and data_offsets, and nothing else")
+        raise ValueError(f"tensor '{name}' must have dtype, shape and data_offsets, and nothing else")
     dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(f"dtype {one_line(dtype)} of tensor '{name}' is unknown")
@@ -338,9 +338,9 @@ def _entry(path: Path, data_start: int, name: str, item: Any) -> _Entry:
         if not isinstance(values, list) or not all(is_whole(value) and value >= 0 for value in values):
             raise ValueError(f"{what} {one_line(values)} of tensor '{name}' is not a list of sizes")
     if len(shape) > _MOST_DIMENSIONS or math.prod(max(size, 1) for size in shape) >= 2**60:
-        raise ValueError(f"shape {one_line(shape)} of tensor '{name}' is more than any tensor has")
+        raise ValueError(f"shape {one_line(shape)} of tensor '{name}' is too large")
     if len(offsets) != 2:
-        raise ValueError(f"data_offsets {one_line(offsets)} of tensor '{name}' are not a start and an end")
+        raise ValueError(f"data_offsets {one_line(offsets)} of tensor '{name}' are not a start and an end position")
     entry = _Entry(path, _DTYPES[dtype], tuple(shape), data_start + offsets[0], offsets[1] - offsets[0])
     if entry.nbytes != math.prod(shape) * entry.dtype.itemsize:
         raise ValueError(f"tensor '{name}' of shape {shape} and dtype {dtype} has {entry.nbytes} bytes")

@@ -53,8 +53,8 @@ def _reported(file: ChunkFile, origin: str) -> Iterator[None]:
                 f"{file.path} ({origin}): the file is missing and so is its folder: is the drive still mounted?"
             ) from error
         raise UserError(
-            f"{file.path} ({origin}): {error}; the drive or another program damaged the state: restore a checkpoint, "
-            "or start again from an exported one"
+            f"{file.path} ({origin}): {error}; the drive or another program damaged the state; restore a checkpoint, "
+            "or start a new run from an exported model"
         ) from error
     except OSError as error:
         raise disk_error(error, file.path, f"reading {file.payload_bytes:,} bytes of {origin}") from error

@@ -87,8 +87,8 @@ class Spill:
                     os.unlink(entry.path)
             if found != entry.crc:
                 raise UserError(
-                    f"{entry.path}: {doing}: checksum mismatch: the bytes have CRC-32C {found or 0:08x} and had "
-                    f"{entry.crc:08x} when they were written; check the disk, and resume the run"
+                    f"{entry.path}: {doing}: checksum mismatch: the bytes have CRC-32C {found or 0:08x} instead of "
+                    f"{entry.crc:08x} as written; check the disk and resume the run"
                 )
             entry.drive.count(read=_padded(entry.num_bytes))
 

@@ -37,7 +37,7 @@ def parse_json(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: bo
     Half a character: a lone surrogate escape, which no file or terminal takes. `unique`: refuse names given twice.
     """
     if len(content) > most_bytes:
-        raise ValueError(f"{len(content):,} bytes are more than the {most_bytes:,} that are read")
+        raise ValueError(f"{len(content):,} bytes exceed the limit of {most_bytes:,}")
     text = content.decode("utf-8") if isinstance(content, bytes) else content
     try:
         value = json.loads(text, object_pairs_hook=_unique if unique else None)
@@ -59,7 +59,7 @@ def parse_object(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: 
     """The same for a JSON object; ValueError where it is anything else."""
     value = parse_json(content, most_bytes=most_bytes, unique=unique)
     if not isinstance(value, dict):
-        raise ValueError(f"a JSON object is wanted, not {_kind(value)}")
+        raise ValueError(f"expected a JSON object, not {_kind(value)}")
     return value
 
 
@@ -100,7 +100,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"'{twice}' is there twice")
+        raise ValueError(f"'{twice}' appears twice")
     return found
 
 
@@ -109,7 +109,7 @@ def _check(value: Any, depth: int) -> None:
         raise RecursionError
     if isinstance(value, str):
         if not value.isascii() and _has_surrogate(value):
-            raise ValueError("text with a lone surrogate, which is no character")
+            raise ValueError("text with a lone surrogate, which is not a character")
     elif isinstance(value, dict):
         for key, item in value.items():
             _check(key, depth)
@@ -160,7 +160,7 @@ def open_regular(path: Path, *, below: Path | None = None, flags: int = os.O_RDO
             )
         except OSError as error:
             if _is_link(inner[-1], here):
-                refuse(path, "a link, which is not followed here")
+                refuse(path, "a symbolic link, which is not followed here")
             if error.errno == 6:  # ENXIO: a pipe without a reader, a socket
                 refuse(path, "no regular file")
             raise OSError(error.errno, error.strerror, str(path)) from None
@@ -178,7 +178,7 @@ def _enter(here: int, name: str, path: Path) -> int:
         return os.open(name, _FOLDER, dir_fd=here)
     except OSError as error:
         if _is_link(name, here):
-            refuse(path, f"in '{name}', a link, which is not followed here")
+            refuse(path, f"in '{name}', a symbolic link, which is not followed here")
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
@@ -206,7 +206,7 @@ def read_regular(path: Path, *, below: Path | None = None, most_bytes: int = MOS
         if len(content) > size:  # it grew meanwhile
             content += file.read(max(0, most_bytes + 1 - len(content)))
     if len(content) > most_bytes:
-        raise ValueError(f"more than the {most_bytes:,} bytes that are read")
+        raise ValueError(f"larger than the limit of {most_bytes:,} bytes")
     return content
 
 
@@ -215,7 +215,7 @@ def real_path(path: Path) -> Path:
     try:
         return path.expanduser().resolve()
     except (OSError, RuntimeError, ValueError) as error:  # too long, a loop or an unknown ~user, a zero byte
-        raise UserError(f"{one_line(path)}: is no path ({one_line(error)}); name another") from None
+        raise UserError(f"{one_line(path)}: is not a path ({one_line(error)}); choose another") from None
 
 
 def is_real_folder(path: Path) -> bool:

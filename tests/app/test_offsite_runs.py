@@ -183,7 +183,7 @@ def test_of_a_running_run(s3: S3, tmp_path: Path) -> None:
             "no credentials were found; set AWS_ACCESS_KEY_ID",
         ),
         ("s3://no-such-bucket-here/run", {}, "the bucket is not there; make it, or correct its name"),
-        ("/nowhere/at/all", {}, "/nowhere/at is not there: is the disk mounted? Mount it, or name another"),
+        ("/nowhere/at/all", {}, "/nowhere/at does not exist: is the disk mounted? Mount it, or choose another folder"),
     ],
 )
 def test_bad_places_are_refused_before_anything_is_made(
@@ -246,7 +246,7 @@ def test_training_goes_on_while_the_place_refuses(s3: S3, tmp_path: Path) -> Non
     assert 1 <= len(failed) <= 3, told
     for line in failed:
         assert line.startswith("storage.offsite: step ")
-        assert "the credentials are refused" in line
+        assert "the credentials were refused" in line
         assert line.endswith("Step 2 is the newest there; tried again when next due")
     assert not any(name.startswith("offsite-") for name in checkpoint_names(run / "state"))
 

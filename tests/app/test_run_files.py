@@ -145,7 +145,7 @@ def test_small_files_that_are_none(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     for content, wrong in (
         ('{"a"', "is damaged"),
-        ("[1]", "is damaged: a JSON object is wanted, not a list"),
+        ("[1]", "is damaged: expected a JSON object, not a list"),
         (f'{{"a": "{"x" * (1 << 20)}"}}', "is larger than anything a run writes"),
     ):
         path.write_text(content)

@@ -87,7 +87,7 @@ def test_new_rows_are_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("added", "message"),
     [
-        (["<a>", "<a>"], r"model\.added_tokens: '<a>' is there twice"),
+        (["<a>", "<a>"], r"model\.added_tokens: '<a>' appears twice"),
         (["  "], "is no token"),
         (["<|endoftext|>"], r"'<\|endoftext\|>' is a token of .* already; take it out"),
     ],

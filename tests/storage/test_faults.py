@@ -101,7 +101,7 @@ def test_the_manifest_cannot_be_written(store: NvmeStore, monkeypatch: pytest.Mo
         assert_sound(store.root, 3, generation=3)
         return
     # Either generation may be the one on disk: nothing more is written to the chunk files of either.
-    with pytest.raises(UserError, match="the manifest could not be put in place"):
+    with pytest.raises(UserError, match="the manifest could not be replaced"):
         store.write("embed", "master", 0, content(SPECS[2], 5))
     store.close()
     assert_sound(store.root, 4 if call == "fsync of the folder" else 3)
@@ -158,7 +158,7 @@ def test_short_calls(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, call: st
 def test_a_drive_that_takes_nothing(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", lambda fd, views, offset: 0)
-        with pytest.raises(UserError, match="the drive took no byte"):
+        with pytest.raises(UserError, match="the drive accepted no data"):
             write_all(store, 4)
     advance(store, 4)
     assert_holds(store, 4)

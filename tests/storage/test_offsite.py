@@ -251,7 +251,7 @@ def test_what_never_ends_is_given_up_and_the_old_state_stays(
 def test_a_server_that_does_not_answer_is_given_up(s3: S3, tmp_path: Path) -> None:
     s3.proxy.always = ("*", "", "delayed")
     link = PlaceLink(parse_place(new_place(), "--to"), most_pause_s=0.01, patience_s=0.2)
-    with link, pytest.raises(OffsiteError, match="it does not answer in time"):
+    with link, pytest.raises(OffsiteError, match="it did not answer in time"):
         link.read("penstock.json", 1000)
 
 

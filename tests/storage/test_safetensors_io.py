@@ -157,7 +157,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         _cut(SHARD_BYTES - 1),
         f"{SHARD}: truncated: expected {SHARD_BYTES} bytes, found {SHARD_BYTES - 1}",
     ),
-    "longer": (_cut(SHARD_BYTES + 1), "longer than its header says"),
+    "longer": (_cut(SHARD_BYTES + 1), "longer than its header states"),
     "a ghost": (_ghost, rf"{SHARD}: tensor 'ghost'"),
     "no file": (lambda folder: [file.unlink() for file in folder.iterdir()], r"neither model\.safetensors nor"),
     **{f"{size} bytes": (_cut(size), rf"{SHARD}: truncated: expected .* found {size}") for size in (0, 7, 8, 50)},

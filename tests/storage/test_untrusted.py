@@ -101,7 +101,7 @@ def test_nothing_else_is(tmp_path: Path, kind: str) -> None:
 
 def test_what_is_refused_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").symlink_to("/etc/passwd")
-    with pytest.raises(RefusedFileError, match="it is a link, which is not followed here"):
+    with pytest.raises(RefusedFileError, match="it is a symbolic link, which is not followed here"):
         open_regular(tmp_path / "file")
 
 

@@ -250,5 +250,5 @@ async def test_without_a_run_it_says_how_to_begin(tmp_path: Path, read_only: boo
         assert app.screen.query_one("#recipes", DataTable).has_focus
         (tmp_path / "runs" / "one").mkdir(parents=True)
         (tmp_path / "runs" / "one" / "recipe.json").write_text("{}")
-        await real_runs.until(pilot.pause, lambda: names(app, "runs") == ["one"])
+        await real_runs.until(lambda: names(app, "runs") == ["one"], pilot.pause)
         assert not welcome.display

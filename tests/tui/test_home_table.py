@@ -51,7 +51,7 @@ def test_columns_go_one_by_one_and_the_names_stay(width: int, ascii_only: bool, 
         assert {"done", "step", "loss", "mean tok/s", "ETA"} <= set(titles)
         assert sum(spec.width + PADDING for spec in table.columns) <= width
     if width >= 115:
-        assert {"progress", "last steps", "last sign"} <= set(titles)
+        assert {"progress", "last steps", "updated"} <= set(titles)
 
 
 def test_contexts_as_people_say_them() -> None:

@@ -163,7 +163,7 @@ def test_latin_1_is_refused_with_the_way_to_convert_it(tmp_path: Path, name: str
         ("a.json", '[{"a": ' + "[" * 100_000, "nested too deep|nested more"),
         ("a.json", '[{"a": "\\ud800"}]', "row 1: .*lone surrogate"),
         ("a.csv", "a,b\n1,2\n1,2,3\n", "a.csv:3: 3 values for 2 columns"),
-        ("a.csv", "a,a\n1,2\n", "column 'a' is there twice"),
+        ("a.csv", "a,a\n1,2\n", "column 'a' appears twice"),
         ("a.csv", 'a,b\n1,"2\n', "a.csv:.*look at its double quotes"),
         ("a.xml", "<a/>", "no file of rows; its name ends in none of"),
     ],
