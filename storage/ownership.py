@@ -93,7 +93,7 @@ def take_over(folders: Iterable[Path], root: Path) -> list[str]:
             continue
         if (other := owner(folder, identity, root)) is not None:
             if is_same(Path(identity.root), root) and _inode(other) != identity.inode:
-                what = f"is one of two run directories that list the state on {folder}; the other is {other}, and it is "
+                what = f"is one of two run directories that list the state on {folder}; the other is {other}. It is "
                 what += "not clear which of them owns it. Remove the one that you do not need"
             else:
                 what = f"is a copy of {other}, which still exists and owns the state on {folder}. Resume that run"
@@ -235,7 +235,7 @@ def unlisted(root: Path, folders: Iterable[Path]) -> list[str]:
             said.append(
                 f"{base}: is a checkpoint that {root} does not list, as happens with an older copy of the run "
                 f"directory. To list it: {shell('mkdir', '-p', place)} && "
-                f"{shell('cp', base / manifest.BACKUP_NAME, place / manifest.FILE_NAME)} To drop it, remove the folder"
+                f"{shell('cp', base / manifest.BACKUP_NAME, place / manifest.FILE_NAME)}; to drop it, remove the folder"
             )
     return said
 

@@ -116,7 +116,7 @@ def test_the_run_that_goes_on_uploads_there_again(s3: S3, tmp_path: Path, capsys
     assert found.parent == tmp_path / "runs"
     assert any(line.startswith(f"storage.offsite: step 6 is at {place}: ") for line in told)
     assert [line.split()[0] for line in output_of("checkpoint", place)] == ["step-000002", "step-000004", "step-000006"]
-    assert "has gone on with this run 'tiny'" in refusal(capsys, "resume", str(tmp_path / "lost"))
+    assert "has continued this run 'tiny'" in refusal(capsys, "resume", str(tmp_path / "lost"))
     again = penstock.resume(f"{place}/step-000004", run_dir="again", overrides=["storage.offsite=none"])
     assert tiny.digest_of(again) == tiny.digest_of(found)
 
@@ -182,7 +182,7 @@ def test_of_a_running_run(s3: S3, tmp_path: Path) -> None:
             {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""},
             "no credentials were found; set AWS_ACCESS_KEY_ID",
         ),
-        ("s3://no-such-bucket-here/run", {}, "the bucket is not there; make it, or correct its name"),
+        ("s3://no-such-bucket-here/run", {}, "the bucket does not exist; create it, or correct its name"),
         ("/nowhere/at/all", {}, "/nowhere/at does not exist: is the disk mounted? Mount it, or choose another folder"),
     ],
 )
@@ -207,7 +207,7 @@ def test_two_runs_on_one_prefix(s3: S3, tmp_path: Path) -> None:
     cli = Cli(tmp_path, recipe_text(budgets=ROOMY, storage={"offsite": place}), REAL)
     said = cli.run("train", "tiny.py", "--run-dir", "second", code=2).stderr.splitlines()
     assert said[-1].startswith(f"error: storage.offsite: {place}: holds run 'tiny' (last written by ")
-    assert said[-1].endswith(f"go on with that run: penstock resume {place}")
+    assert said[-1].endswith(f"resume that run: penstock resume {place}")
     assert not (tmp_path / "second").exists()
     penstock.train(recipe(), run_dir="third", on_step=stop_at(1))
     assert "holds run 'tiny'" in cli.run("checkpoint", "third", "x", "--to", place, code=2).stderr
@@ -267,7 +267,7 @@ def test_killed_while_it_uploads(s3: S3, tmp_path: Path) -> None:
     run = tmp_path / "run"
     left = [name for name in checkpoint_names(run / "state") if name.startswith("offsite-")]
     assert len(left) == 1
-    assert "nothing of it is whole yet" in cli.run("resume", place, code=2).stderr
+    assert "holds no complete generation yet" in cli.run("resume", place, code=2).stderr
     last = max(6, committed_step(run) or 0)
     told: list[str] = []
     penstock.resume(run, overrides=[f"train.steps={last}", "storage.offsite_bandwidth=none"], on_message=told.append)
@@ -304,7 +304,7 @@ def test_damage_on_the_way_makes_no_run(s3: S3, tmp_path: Path) -> None:
     content = s3.get(key)
     s3.put(key, content[:-1] + bytes([content[-1] ^ 1]))
     said = Cli(tmp_path, program=REAL).run("resume", place, "--run-dir", "new", code=2).stderr
-    assert "the manifest says" in said.splitlines()[-1]
+    assert "the manifest records" in said.splitlines()[-1]
     assert not (tmp_path / "new" / "recipe.json").exists()
 
 

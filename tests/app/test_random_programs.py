@@ -403,7 +403,7 @@ class Programs(RuleBasedStateMachine):
 
         def act(store: NvmeStore) -> None:
             for said in store.warnings:
-                command = said.partition("to list it: ")[2].partition("; where")[0]
+                command = said.partition("To list it: ")[2].partition("; to drop")[0]
                 assert not command or os.system(command) == 0
 
         places = self.places(run)

@@ -182,7 +182,7 @@ def fill(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "flipped bit": (lambda path: _flip(path), "checksum mismatch"),
-    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 4096), "has .* bytes and should have"),
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 4096), "has .* bytes instead of"),
     "missing": (lambda path: path.unlink(), "missing"),
 }
 

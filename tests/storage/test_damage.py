@@ -98,7 +98,9 @@ def test_a_stale_file(store: NvmeStore) -> None:
         good = path.read_bytes()
         path.write_bytes(raw)
         for found in (store.verify, lambda: assert_holds(store, 5)):
-            with pytest.raises(UserError, match=rf"{path} \(generation 5\): stale: whole, but of another generation"):
+            with pytest.raises(
+                UserError, match=rf"{path} \(generation 5\): stale: intact, but from another generation"
+            ):
                 found()
         path.write_bytes(good)
     store.close()
@@ -164,7 +166,7 @@ def test_a_stale_manifest(store: NvmeStore) -> None:
         with closing(NvmeStore.open(store.root)) as stale:
             for found in (stale.verify, lambda stale=stale: assert_holds(stale, 3)):
                 with pytest.raises(
-                    UserError, match=r"c\.\d\.0 \(generation 3\): stale: whole, but of another generation"
+                    UserError, match=r"c\.\d\.0 \(generation 3\): stale: intact, but from another generation"
                 ):
                     found()
         backup.write_bytes(good_backup)

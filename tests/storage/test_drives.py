@@ -259,7 +259,7 @@ def test_the_same_drive_twice(tmp_path: Path, store: NvmeStore) -> None:
             make(tmp_path / "new", drives=[tmp_path / "a", other])
     store.close()
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
-    with pytest.raises(UserError, match="copies of one drive"):
+    with pytest.raises(UserError, match="copies of the same drive"):
         NvmeStore.open(store.root, drives=[*folders(tmp_path, "ab"), tmp_path / "copy"])
 
 
@@ -296,7 +296,7 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     (theirs / "c.0.0").write_text("theirs")
     for name in ("scratch", "checkpoints"):
         (tmp_path / "a" / name).mkdir()
-        with pytest.raises(UserError, match=rf"a/{name}: is not ours and would be in our way"):
+        with pytest.raises(UserError, match=rf"a/{name}: does not belong to Penstock"):
             make(tmp_path / "root", drives=folders(tmp_path, "a"))
         (tmp_path / "a" / name).rmdir()
     for _ in range(2):

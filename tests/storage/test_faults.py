@@ -261,7 +261,7 @@ def test_a_drive_is_gone_at_opening(store: NvmeStore, how: str) -> None:
     elif how == "unreadable":
         drive.write_text("not a folder")
     expected = (
-        "no generation was ever committed|not a readable manifest|cannot be read"
+        "no generation was committed here|not a readable manifest|cannot be read"
         if drive == store.root
         else "part of generation 3.*is it mounted"
     )

@@ -83,6 +83,6 @@ def test_a_checkpoint_that_is_another_runs(tmp_path: Path) -> None:
             store.checkpoint("one")
     shutil.rmtree(tmp_path / "mine/checkpoints/one")
     (tmp_path / "mine/checkpoints/one").symlink_to(tmp_path / "other/checkpoints/one")
-    with pytest.raises(UserError, match="mine/checkpoints/one: is a link, and state has neither"):
+    with pytest.raises(UserError, match="mine/checkpoints/one: is a link, which a state never contains"):
         delete_checkpoint(tmp_path / "mine", "one")
     assert_whole(tmp_path / "other/checkpoints/one", 1)

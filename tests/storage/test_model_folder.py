@@ -66,7 +66,7 @@ def test_links_elsewhere_are_not_followed_though_they_look_like_the_hub_s(tmp_pa
     (tmp_path / "a" / "blobs").mkdir()
     (tmp_path / "a" / "blobs" / DIGEST).write_bytes(WEIGHTS)
     (folder / "model.safetensors").symlink_to(f"../../blobs/{DIGEST}")
-    with pytest.raises(UserError, match="a link, which is not followed"):
+    with pytest.raises(UserError, match="a symbolic link, which is not followed"):
         CheckpointReader(folder)
 
 
@@ -75,7 +75,7 @@ def test_a_file_that_becomes_a_link_while_it_is_read(tmp_path: Path) -> None:
     reader = CheckpointReader(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "moved")
     (tmp_path / "model.safetensors").symlink_to("moved")
-    with pytest.raises(UserError, match="a link, which is not followed"):
+    with pytest.raises(UserError, match="a symbolic link, which is not followed"):
         reader.read("a")
 
 

@@ -231,7 +231,7 @@ def test_unreadable_manifest(store: NvmeStore) -> None:
 
 def test_where_no_store_is_or_can_be(tmp_path: Path, store: NvmeStore) -> None:
     for root in (tmp_path / "nowhere", store.root):
-        with pytest.raises(UserError, match="no generation was ever committed"):
+        with pytest.raises(UserError, match="no generation was committed here"):
             NvmeStore.open(root)
     assert not (tmp_path / "nowhere").exists()
     (tmp_path / "file").write_text("")

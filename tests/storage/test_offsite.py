@@ -130,7 +130,7 @@ def test_what_goes_there_comes_back(place: str, tmp_path: Path) -> None:
         assert all(any(drive.glob("*/*/0/c.*.0")) for drive in drives)
         with pytest.raises(UserError, match="has no generation 'third'; it has first, second"):
             find(link_to, parse_place(place, "RUN"), "third")
-    with pytest.raises(UserError, match=r"holds no state: neither penstock\.json nor a generation is there"):
+    with pytest.raises(UserError, match=r"holds no state: neither penstock\.json nor a generation was found"):
         find(link_to, parse_place(f"{place}-other", "RUN"), None)
 
 
@@ -263,8 +263,8 @@ def test_a_server_that_does_not_answer_is_given_up(s3: S3, tmp_path: Path) -> No
             "no credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
         ),
         ({"AWS_PROFILE": "nobody", "AWS_ACCESS_KEY_ID": ""}, "no credentials were found"),
-        ({"place": "s3://no-such-bucket-here/run"}, "the bucket is not there; make it, or correct its name"),
-        ({"fault": "403"}, "the credentials are refused; let AWS_ACCESS_KEY_ID or AWS_PROFILE be of somebody who may"),
+        ({"place": "s3://no-such-bucket-here/run"}, "the bucket does not exist; create it, or correct its name"),
+        ({"fault": "403"}, "the credentials were refused; set AWS_ACCESS_KEY_ID or AWS_PROFILE to an account that may"),
     ],
 )
 def test_what_cannot_be_used_is_told_in_one_line(
@@ -288,7 +288,7 @@ def test_what_cannot_be_used_is_told_in_one_line(
 
 
 def test_a_disk_that_is_not_mounted_is_not_written_to(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not there: is the disk mounted"):
+    with pytest.raises(UserError, match="does not exist: is the disk mounted"):
         link_to(str(tmp_path / "mnt" / "run"))
 
 
@@ -319,7 +319,7 @@ def test_two_machines_that_go_on_with_one_run(place: str, tmp_path: Path) -> Non
             for root, steps in ((tmp_path / "c" / "state", (12,)), (None, (22,))):
                 with closing(first if root is None else NvmeStore.open(root)) as other:
                     advance(other, *steps)
-                    with pytest.raises(PlaceChangedError, match=r"has gone on with this run 'tiny'.*nothing there was"):
+                    with pytest.raises(PlaceChangedError, match=r"has continued this run 'tiny'.*nothing there was"):
                         send(other, place, f"step-{steps[0]:06}", automatic=True)
     assert fetched_step(place, tmp_path / "d") == 2
 
@@ -339,7 +339,7 @@ def test_who_loses_while_uploading_leaves_nothing(s3: S3, tmp_path: Path) -> Non
                     rival = Claim(another, tmp_path, store.id, "tiny")
                     rival.take()
 
-            with pytest.raises(PlaceChangedError, match="has gone on with this run"):
+            with pytest.raises(PlaceChangedError, match="has continued this run"):
                 send_checkpoint(claim, store.root, store.drives, "late", {}, name="late", begins=other_machine)
     assert not any("/late." in key for key in s3.keys("runs/"))
     assert fetched_step(place, tmp_path / "b") == 1
@@ -366,10 +366,10 @@ def test_damage_at_the_place_is_found(s3: S3, tmp_path: Path) -> None:
     assert fetched_step(place, tmp_path / "b2") == 1, "a second try goes on"
     manifest = f"{below}/{folder}/manifest.json"
     s3.put(manifest, s3.get(manifest).replace(b'"step": 1', b'"step": 7'))
-    with pytest.raises(UserError, match=r"is not readable .*take another with --checkpoint NAME"):
+    with pytest.raises(UserError, match=r"cannot be read .*choose another with --checkpoint NAME"):
         fetched_step(place, tmp_path / "b3")
     s3.put(f"{below}/penstock.json", b'{"format": "penstock-offsite"')
-    with pytest.raises(OffsiteError, match="is no index of ours, or damaged"):
+    with pytest.raises(OffsiteError, match="is not a Penstock index, or is damaged"):
         fetched_step(place, tmp_path / "b4")
 
 
@@ -381,7 +381,7 @@ def test_names_that_lead_elsewhere_are_refused(s3: S3) -> None:
         for path in ("../x", "/etc/passwd", "data/../../x", "data//x", ".ssh/key", "a\nb", "data/./x", "x" * 300, ""):
             assert not may_be_named(path)
             s3.put(f"{place.removeprefix(f's3://{BUCKET}/')}/x.1/run.json", encode_files({path: []}).encode())
-            with pytest.raises(UserError, match="which is no file of a run"):
+            with pytest.raises(UserError, match="which is not a file of a run"):
                 read_files(link, "x.1")
 
 
@@ -442,18 +442,18 @@ def test_gcs_is_named_and_opened_by_its_own_driver() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("s3://bucket", "names a bucket and no prefix"),
-        ("s3://bucket/", "names a bucket and no prefix"),
-        ("s3://Bucket/x", "is no name of a bucket"),
-        ("s3://key:secret@bucket/x", "credentials and endpoints belong in the environment"),
-        ("s3://bucket/x?token=abc", "credentials and endpoints belong in the environment"),
+        ("s3://bucket", "has a bucket but no prefix"),
+        ("s3://bucket/", "has a bucket but no prefix"),
+        ("s3://Bucket/x", "is not a valid bucket name"),
+        ("s3://key:secret@bucket/x", "put credentials and endpoints in the environment"),
+        ("s3://bucket/x?token=abc", "put credentials and endpoints in the environment"),
         ("s3://bucket/a/../b", "the prefix of"),
         ("s3://bucket/a//b", "the prefix of"),
-        ("http://bucket/a", "is no place that can be written to"),
+        ("http://bucket/a", "is not a supported place"),
         ("file://host/a", "names another machine"),
-        ("/", "is the whole machine"),
+        ("/", "is the root of this machine"),
         ("", "the name is empty"),
-        ("s3://bucket/a\x1b[31m", "holds control characters"),
+        ("s3://bucket/a\x1b[31m", "contains control characters"),
     ],
 )
 def test_what_is_no_place_is_refused(text: str, message: str) -> None:

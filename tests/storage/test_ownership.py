@@ -114,7 +114,7 @@ def test_a_move_is_recognised_and_said(tmp_path: Path, run: Path, drives: list[P
     moved = run.rename(tmp_path / "moved")
     for said in (True, False):
         with closing(NvmeStore.open(moved)) as store:
-            assert any(f"{moved}: has come here from {run}" in text for text in store.warnings) == said
+            assert any(f"{moved}: was moved here from {run}" in text for text in store.warnings) == said
             assert_holds(store, 2 if said else 3)
             advance(store, 3)
     delete_checkpoint(moved, "two")
@@ -167,7 +167,7 @@ def mend(pattern: str, message: str) -> None:
 
 
 NEWER = r"newer generation: (cp .*)\. Nothing"
-UNLISTED = r"to list it: (mkdir .*); where"
+UNLISTED = r"To list it: (mkdir .*); to drop"
 NAMES = ["it's a b", '$(touch pwned)"', "new\nline ümlaut 🚰", "-rf", "x" * 200]
 
 
@@ -229,7 +229,10 @@ def test_two_copies_of_an_owner_that_has_gone_leave_its_state_alone(tmp_path: Pa
     (tmp_path / "backup").rename(moved.parent)
     (tmp_path / "copy").rename(run.parent)
     before = tree(run, moved, *drives)
-    for folder, said in ((run, f"came back as a copy, and {moved} names"), (moved, f"is a copy of {run}, which")):
+    for folder, said in (
+        (run, "is one of two run directories that list the state on"),
+        (moved, f"is a copy of {run}, which"),
+    ):
         with pytest.raises(UserError, match=f"^{folder}: {said}.*--copy-state.*Nothing was changed"):
             NvmeStore.open(folder, drives=[tmp_path / "new"])
         assert tree(run, moved, *drives) == before
@@ -244,7 +247,7 @@ def test_a_name_that_an_unlisted_checkpoint_has_is_not_given_again(run: Path, dr
         store.checkpoint("two")
         shutil.rmtree(run / "checkpoints")
         before = tree(*(drive / "checkpoints" for drive in drives))
-        with pytest.raises(UserError, match="there is a checkpoint that this run does not list"):
+        with pytest.raises(UserError, match="holds a checkpoint that this run does not list"):
             store.checkpoint("two")
         assert tree(*(drive / "checkpoints" for drive in drives)) == before
         store.checkpoint("again")
@@ -324,7 +327,7 @@ def test_copy_state(tmp_path: Path, run: Path, drives: list[Path], target: str) 
 
 def test_copy_state_refuses(tmp_path: Path, run: Path, drives: list[Path]) -> None:
     copy = shutil.copytree(run, tmp_path / "copy")
-    with pytest.raises(UserError, match=r"--copy-state: .*/a holds the state of the run that this one is a copy of"):
+    with pytest.raises(UserError, match=r"--copy-state: .*/a holds the state of the run that this one was copied from"):
         copy_state(copy, drives)
     with closing(NvmeStore.open(run)), pytest.raises(UserError, match="in use by another process"):
         copy_state(copy, [tmp_path / "c"])  # a lock belongs to an open file: this is as from another process

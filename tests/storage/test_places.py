@@ -61,7 +61,7 @@ def test_a_drive_under_two_mount_points_is_one_drive(tmp_path: Path) -> None:
     if subprocess.run(["mount", "--bind", str(real), str(bound)], capture_output=True).returncode != 0:
         pytest.skip("cannot mount here; a container needs CAP_SYS_ADMIN")
     try:
-        with pytest.raises(UserError, match="are one folder; name each drive once"):
+        with pytest.raises(UserError, match="are the same folder; name each drive once"):
             make(tmp_path / "root", drives=[real / "x", bound / "x"])
         make(tmp_path / "root", 1, drives=[real / "x"]).close()
         with closing(NvmeStore.open(tmp_path / "root", drives=[bound / "x"])) as store:

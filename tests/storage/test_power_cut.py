@@ -49,7 +49,7 @@ class Expectation:
     def check(self, image: Path) -> None:
         """Open what a power cut left, read every bit, and go on training."""
         if self.promised == 0 and not (image / "manifest.json").exists():
-            with pytest.raises(UserError, match="no generation was ever committed"):
+            with pytest.raises(UserError, match="no generation was committed here"):
                 NvmeStore.open(image)
             shutil.rmtree(image)
             return

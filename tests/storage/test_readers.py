@@ -160,7 +160,7 @@ def test_the_probe_needs_no_folder_of_the_run(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("no_cuda_needed")
-@pytest.mark.parametrize(("kind", "reason"), [(FailingReader, "libcuda.so.1"), (SwappingReader, "other bytes")])
+@pytest.mark.parametrize(("kind", "reason"), [(FailingReader, "libcuda.so.1"), (SwappingReader, "different bytes")])
 def test_fallback_when_the_probe_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[FailingReader], reason: str
 ) -> None:
@@ -219,7 +219,7 @@ def test_a_reader_that_fails_at_the_size_of_a_part_is_not_used(tmp_path: Path) -
     confirmed = found.confirm(torch.empty(4 << 20, dtype=torch.uint8), [tmp_path])
     assert (confirmed.host, confirmed.device) == (found.host, None)
     assert confirmed.warning == (
-        "kvikio is not used, reads to the GPU pass through host memory (tensorstore): cannot map so much"
+        "kvikio is not used; reads to the GPU go through host memory (tensorstore): cannot map so much"
     )
     assert confirmed.pinned_bytes(4) == 0
     assert list(tmp_path.iterdir()) == []

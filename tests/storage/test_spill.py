@@ -132,7 +132,7 @@ def test_room_is_reserved(tmp_path: Path) -> None:
     store = NvmeStore.create(tmp_path / "s", SPECS, budget_bytes=state + 100_000 + 30_000)
     store.reserve_spill(0)
     store.reserve_spill(100_000)
-    with pytest.raises(BudgetError, match=rf"budgets\.nvme: .*beside {state + 100_000:,} already given out"):
+    with pytest.raises(BudgetError, match=rf"budgets\.nvme: .*on top of {state + 100_000:,} already allocated"):
         store.reserve_spill(100_000)
     with pytest.raises(BudgetError):
         store.add_scratch([replace(SPECS[0], kind="gradient")])

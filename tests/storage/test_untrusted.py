@@ -58,7 +58,7 @@ def test_size_is_bounded() -> None:
 
 @pytest.mark.parametrize("text", ["[]", "1", "null", '"a"'])
 def test_an_object_is_wanted(text: str) -> None:
-    with pytest.raises(ValueError, match="a JSON object is wanted"):
+    with pytest.raises(ValueError, match="expected a JSON object"):
         parse_object(text)
 
 

@@ -145,10 +145,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "padding": (_flip(PART_BYTES + 7), "checksum"),
     "checksum": (_flip(-2), "checksum|damaged"),
     "missing": (Path.unlink, "missing"),
-    "empty": (lambda path: path.write_bytes(b""), "has 0 bytes and should have"),
-    "one block short": (_resize(-4096), "bytes and should have"),
-    "one byte short": (_resize(-1), "bytes and should have"),
-    "one block long": (_resize(4096), "bytes and should have"),
+    "empty": (lambda path: path.write_bytes(b""), "has 0 bytes instead of"),
+    "one block short": (_resize(-4096), "bytes instead of"),
+    "one byte short": (_resize(-1), "bytes instead of"),
+    "one block long": (_resize(4096), "bytes instead of"),
 }
 
 

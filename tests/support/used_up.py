@@ -59,8 +59,8 @@ def no_file() -> None:
 
 
 SHORTAGES: dict[str, tuple[Callable[[], None], str]] = {
-    "memory": (no_memory, "memory is used up"),
-    "memory of torch": (no_tensor, "memory is used up"),
+    "memory": (no_memory, "out of memory"),
+    "memory of torch": (no_tensor, "out of memory"),
     "threads": (no_thread, "no more threads can be started"),
-    "open files": (no_file, "no more files can be opened"),
+    "open files": (no_file, "the limit on open files is reached"),
 }

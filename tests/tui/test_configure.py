@@ -164,7 +164,7 @@ async def test_number_keys_apply_fixes_and_b_what_helps_most(ui: Opened) -> None
     assert not (await ui.planned())["fits"]
     assert "1 shorter chunks" in ui.page()
     await ui.press("9")
-    assert "no such change" in ui.notes
+    assert "there is no fix" in ui.notes
     await ui.press("1")
     assert (ui.recipe.train.chunk_tokens, ui.recipe.train.kv_window) == (1024, "streamed")
     assert ui.form.current.key == "train.chunk_tokens"
@@ -491,12 +491,12 @@ async def test_a_run_s_recipe_can_be_configured_again(ui: Opened, place: Path) -
 
 @pytest.mark.parametrize("ui", [("text_small", "dies")], indirect=True)
 async def test_planner_trouble_leaves_the_form_working(ui: Opened) -> None:
-    await ui.until(lambda: "ended again" in (ui.state.trouble or ""))
+    await ui.until(lambda: "stopped again" in (ui.state.trouble or ""))
     assert "MemoryError: no room" in ui.page()
     await ui.type("train.steps", "20")
     assert ui.recipe.train.steps == 20
     await ui.press("f5")
-    await ui.until(lambda: "ended again" in (ui.state.trouble or ""))
+    await ui.until(lambda: "stopped again" in (ui.state.trouble or ""))
 
 
 @pytest.mark.parametrize("ui", [("text_small", "real")], indirect=True)

@@ -63,7 +63,7 @@ async def opened(app: PenstockApp, pilot: Pilot[None]) -> FinetuneScreen:
 def test_the_page_tells_each_state(width: int, glyphs: object) -> None:
     asked = Asked("m", "d")
     states = {
-        "Name a model and data above": FinetuneState(),
+        "Give a model and data above": FinetuneState(),
         "starting": FinetuneState(asked),
         "tokenizing the data": FinetuneState(asked, "tokenizing the data  3 s"),
         "no such model": FinetuneState(asked, "error", None, "no such model"),

@@ -221,7 +221,7 @@ async def test_selection_survives_what_arrives_and_says_when_it_is_dropped() -> 
             lane_view.update_live(2.0 * step, {}, True)
             text_of(lane_view)
         assert lane_view.row_of_selected() is None
-        assert "not among the spans kept" in text_of(lane_view)[-1]
+        assert "no longer kept" in text_of(lane_view)[-1]
 
 
 async def test_runs_of_before_say_that_nothing_is_recorded() -> None:
@@ -241,7 +241,7 @@ async def test_mouse_selects_zooms_and_drags() -> None:
         await pilot.click(lane_view, offset=(40, y + 3))
         assert lane_view.lane == "nvme_write"
         assert lane_view.selected is None
-        assert "nothing under way on nvme_write" in text_of(lane_view)[-1]
+        assert "nothing running on nvme_write" in text_of(lane_view)[-1]
         before = lane_view.window
         await pilot._post_mouse_events([MouseScrollUp], lane_view, offset=(40, y))
         start, end = lane_view.window
@@ -282,7 +282,7 @@ async def test_the_forecast_on_demand() -> None:
 async def test_an_empty_store() -> None:
     async with shown(LaneView(SpanStore())) as (lane_view, pilot):
         lane_view.update_live(None, None, True)
-        assert "no spans yet" in text_of(lane_view)[-1]
+        assert "no ops yet" in text_of(lane_view)[-1]
         for key in ("w", "s", "a", "d", "f", "full_stop", "comma", "up", "down"):
             await pilot.press(key)
             assert text_of(lane_view)

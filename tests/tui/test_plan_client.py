@@ -94,12 +94,12 @@ async def test_a_server_that_dies_is_started_again_once(client: Watched) -> None
 @pytest.mark.parametrize("client", [("dies",)], indirect=True)
 async def test_a_server_that_dies_twice_is_given_up_until_asked(client: Watched) -> None:
     client.request(recipe(5), None)
-    state = await client.until(lambda state: "ended again" in (state.trouble or ""))
+    state = await client.until(lambda state: "stopped again" in (state.trouble or ""))
     assert "MemoryError: no room" in (state.trouble or "")
     assert len(client.log.read_text().splitlines()) == 2
     client.retry()
     await client.until(lambda state: state.trouble is None)
-    await client.until(lambda state: "ended again" in (state.trouble or ""))
+    await client.until(lambda state: "stopped again" in (state.trouble or ""))
     assert len(client.log.read_text().splitlines()) == 4
 
 
@@ -115,13 +115,13 @@ async def test_last_words_that_are_read_after_the_end_are_told(
 
     monkeypatch.setattr(client, "_read_stderr", late)
     client.request(recipe(5), None)
-    state = await client.until(lambda state: "ended again" in (state.trouble or ""))
+    state = await client.until(lambda state: "stopped again" in (state.trouble or ""))
     assert "MemoryError: no room" in (state.trouble or "")
 
 
 async def test_a_request_that_kills_the_server_is_tried_once_more(client: Watched) -> None:
     client.request(recipe(666), None)
-    state = await client.until(lambda state: "ended again" in (state.trouble or ""))
+    state = await client.until(lambda state: "stopped again" in (state.trouble or ""))
     assert "exit code 3" in (state.trouble or "")
     assert [request[0] for request in client.requests] == [666, 666]
     client.request(recipe(5), None)

@@ -56,7 +56,7 @@ def test_a_crashed_run_says_where_it_can_go_on(first: Path, root: Path) -> None:
     assert (data.state, data.step) == ("crashed", 9)
     assert data.metrics.rows == 9
     assert "process is gone" in alerts(data)[0].text
-    assert "R goes on from step" in alerts(data)[0].text
+    assert "R resumes from step" in alerts(data)[0].text
 
 
 def test_what_changes_is_told(first: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_live_run_that_falls_silent(first: Path, monkeypatch: pytest.MonkeyPat
     now[0] = 1100.0
     assert "status" in data.poll()
     assert data.state == "stale"
-    assert "no sign of life for 1m40s" in alerts(data)[0].text
+    assert "no heartbeat for 1m40s" in alerts(data)[0].text
 
 
 def test_alerts_of_a_running_run(first: Path, monkeypatch: pytest.MonkeyPatch) -> None:

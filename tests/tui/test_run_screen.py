@@ -250,7 +250,7 @@ async def test_what_was_read_while_nothing_could_be_shown_is_shown_later(screen:
     spans.write_text(spans.read_text() + spans.read_text().splitlines()[-1] + "\n")
     read = screen.data.spans.view.num_spans
     await real_runs.until(lambda: screen.data.spans.view.num_spans > read, pilot.pause)
-    assert "no op of a step was recorded" in drawn(screen.lanes)
+    assert "no ops were recorded" in drawn(screen.lanes)
     screen.frozen = False
     await real_runs.until(lambda: "last step 12" in drawn(screen.lanes), pilot.pause)
 
@@ -279,11 +279,11 @@ async def test_a_key_that_does_nothing_says_why(screen: RunScreen, pilot: Pilot[
         await pilot.pause()
         return " | ".join(note.message for note in pilot.app._notifications)
 
-    assert await said("P") == "the run has finished: nothing can be paused"
-    assert await said("R") == "the run has finished: nothing can be resumed"
-    assert await said("S", "S") == "the run has finished: there is nothing to stop"  # once, where a key is held down
+    assert await said("P") == "the run has finished, so it cannot be paused"
+    assert await said("R") == "the run has finished, so it cannot be resumed"
+    assert await said("S", "S") == "the run has finished, so it cannot be stopped"  # once, where a key is held down
     assert await said("full_stop") == ""
-    assert await said("full_stop") == "it is the last one"
+    assert await said("full_stop") == "this is the last one"
     assert await said("d") == "this is the latest"
     assert await said("2", "f") == "everything is in view already"
     assert await said("w") == ""
@@ -426,7 +426,7 @@ async def test_samples_are_shown_step_by_step_and_prompt_by_prompt(first: Path, 
     async with opened(run, (120, 48)) as (pilot, screen):
         assert "samples" not in shown(screen)
         await pilot.press("n")
-        assert any("writes no samples" in note.message for note in pilot.app._notifications)
+        assert any("generates no samples" in note.message for note in pilot.app._notifications)
         for step in (4, 8):
             write(step, f"first at {step}", f"second at {step} \x1b[31mred\nbelow")
         await real_runs.until(lambda: len(screen.data.samples) == 2 and "samples" in shown(screen), pilot.pause)

@@ -145,7 +145,7 @@ async def test_search(first: Path) -> None:
         await pilot.press("N")
         assert screen.lane_view.selected == found[0]
         await answer(pilot, "slash", "no such op")
-        assert "no op of this step has no such op" in notices(pilot)
+        assert "no op of this step matches no such op" in notices(pilot)
         await pilot.press("slash")
         await pilot.press("escape")
         await pilot.pause()
@@ -229,10 +229,10 @@ async def test_missing_torn_and_vanishing_runs(first: Path) -> None:
         assert isinstance(pilot.app.screen, TimelineScreen)
     (first / "spans.jsonl").write_text("junk\n[1]\n\x00")
     async with timeline(first) as (screen, pilot):
-        await until(pilot, lambda: "no step has ended" in text_of(screen, "idle"))
+        await until(pilot, lambda: "no step has finished" in text_of(screen, "idle"))
     (first / "spans.jsonl").unlink()
     async with timeline(first) as (screen, pilot):
-        await until(pilot, lambda: "no spans yet" in text_of(screen, "idle"))
+        await until(pilot, lambda: "no ops yet" in text_of(screen, "idle"))
 
 
 async def test_a_step_on_show_outlives_its_directory(first: Path) -> None:

@@ -112,5 +112,5 @@ def test_an_export_takes_no_file_from_outside_the_origin(tmp_path: Path) -> None
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "notes.json").symlink_to(tmp_path / "secret")
     assert _copied_names(tmp_path, ()) == ["notes.json"]
-    with pytest.raises(UserError, match="a link, which is not followed"):
+    with pytest.raises(UserError, match="a symbolic link, which is not followed"):
         read_model_file(tmp_path, "notes.json", 100)
