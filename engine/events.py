@@ -224,7 +224,7 @@ class Spike:
     def words(self) -> str:
         """One sentence, with the first documents."""
         if math.isfinite(self.loss) and self.expected is not None:
-            what = f"the loss leapt to {self.loss:.4g} from a running mean of {self.expected:.4g}"
+            what = f"the loss jumped to {self.loss:.4g} from a running mean of {self.expected:.4g}"
         else:
             what = "a value is not finite"
         named = [one.words() for one in self.documents[:3]]

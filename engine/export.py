@@ -113,11 +113,14 @@ def export(
             )
             if is_kept:
                 remarks.append(
-                    f"model.path: {named} is not here: tensors have transformers' own names, and what the model has "
-                    "beside its text layers is left out; put the folder there for an export that is like it"
+                    f"model.path: {named} is missing here, so tensors have transformers' own names and only the text "
+                    "layers are exported; restore the folder for an export like the original"
                 )
             if alone:
-                remarks.append("merged: the adapter stands beside random weights, which nobody else has")
+                remarks.append(
+                    "merged: the adapter was trained on random weights that exist only in this run, so the whole "
+                    "model is exported"
+                )
         step = run.store.meta.get("step")
         return Exported(
             step=step if isinstance(step, int) else None,

@@ -42,7 +42,7 @@ class Faster(NamedTuple):
         """The line of the log; `gain` is the part of a step's time that the plan expects to save."""
         names = " or ".join(self.kernels)
         if gain is None:
-            expected = "what it brings over the present kernel is not published"
+            expected = "no published rates compare it with the current kernel"
         else:
             part = "less than 1%" if gain < 0.01 else f"{gain:.0%}"
             expected = f"by published rates the plan expects {part} of a step's time from it"

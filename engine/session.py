@@ -278,7 +278,7 @@ class Session:
         if before and not good:
             self.notes.append(
                 f"step {step}: the loss, {loss:.4g}, is more than {self.recipe.storage.keep_good} times its running "
-                "mean (storage.keep_good): no generation is taken for good until it is not. To go back: "
+                "mean (storage.keep_good): no generation counts as good while it is. To go back: "
                 "penstock resume RUN --checkpoint last-good, with a lower train.lr"
             )
         self._records[step]["loss_mean"] = self._watch.mean
@@ -295,8 +295,7 @@ class Session:
             self.remeasures = step == self.step
             if step > self.step:
                 self.notes.append(
-                    f"checkpoint {name} is of a step that is done again now; the next generation that is the best "
-                    "takes its place"
+                    f"checkpoint {name} is of a step that is being repeated; the next best generation replaces it"
                 )
 
     def finish_uploads(self, tell: Callable[[str], None]) -> None:
@@ -317,8 +316,8 @@ class Session:
             self._outgrown_told = True
             (block, chunk), nbytes = max(outgrown.items(), key=lambda found: found[1])
             self.notes.append(
-                f"{len(outgrown):,} saved graphs are larger than planned, the largest, of {block}, chunk {chunk}, "
-                f"{bytes_text(nbytes)}: backward computes these layers again"
+                f"{len(outgrown):,} saved graphs are larger than planned (the largest: {block}, chunk {chunk}, "
+                f"{bytes_text(nbytes)}), so backward recomputes these layers"
             )
 
     def look_for_spike(self) -> None:
@@ -378,15 +377,15 @@ class Session:
         step = int(self.store.meta["step"])
         last = f"Generation {self.store.generation} (step {step}) is committed"
         if step in self._proved:
-            return f"{last}, and the step after it had a good loss: resume from it"
+            return f"{last}, and the step after it had a normal loss: resume from it"
         try:
             name = resolve_checkpoint(self.store.root, "last-good")
         except UserError:
-            return f"{last}, which no later step has proved good, and no last-good is kept: resume from it"
+            return f"{last}, which no later step has confirmed as good, and no earlier good one is kept: resume from it"
         meta = read_checkpoint(self.store.root, name).meta
         return (
-            f"{last}, which no later step has proved good; the last that was is of step {meta['step']}: resume with "
-            "--checkpoint last-good"
+            f"{last}, which no later step has confirmed as good; the last good one is of step {meta['step']}: resume "
+            "with --checkpoint last-good"
         )
 
     def checkpoint_now(self, name: str) -> None:
@@ -458,6 +457,6 @@ def require_record(store: NvmeStore) -> None:
         or not all(type(value) is kinds.get(name) for name, value in plan.items() if name != "chunk_tokens")
     ):
         raise UserError(
-            f"{store.root / 'manifest.json'}: does not say where the run was, or another version of Penstock wrote it; "
-            "go on with that version, or take a checkpoint"
+            f"{store.root / 'manifest.json'}: does not record the run's position, or was written by another version "
+            "of Penstock; resume with that version, or from a checkpoint"
         )

@@ -131,8 +131,8 @@ def train(
                 raise UserError(str(reason)) from error
             store, step = session.store, session.store.meta["step"]
             raise UserError(
-                f"{str(reason).rstrip('.?')}. Generation {store.generation} (step {step}) is intact: mend this, then "
-                "resume"
+                f"{str(reason).rstrip('.?')}. Generation {store.generation} (step {step}) is intact: fix the cause, "
+                "then resume"
             ) from error
         result.gpu_memory = memory_use(session.device)
         if result.gpu_memory is not None:

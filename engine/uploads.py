@@ -114,8 +114,8 @@ class Uploads:
                 if not self._told_waits:
                     self._told_waits = True
                     self._say(
-                        f"step {step} is due for an upload, and that of step {self._sending} is still on its way: the "
-                        "newest generation goes when it is done; storage.offsite_every is shorter than an upload takes"
+                        f"step {step} is due for upload, but the upload of step {self._sending} is still running: the "
+                        "newest generation follows when it is done; uploads take longer than storage.offsite_every"
                     )
                 return
         self._keep_next()
@@ -161,7 +161,7 @@ class Uploads:
 
     def _progress(self) -> str:
         share = f"{min(1.0, self._moved / self._total):.0%} of {bytes_text(self._total)}" if self._total else "begun"
-        return f"uploading step {self._sending} to {self._link.place}: {share}; the run ends when it is there"
+        return f"uploading step {self._sending} to {self._link.place}: {share}; the run ends when the upload is done"
 
     def _say(self, text: str) -> None:
         self._messages.append(f"storage.offsite: {text}")
@@ -236,7 +236,7 @@ class Uploads:
         self._say(f"step {step} is at {self._link.place}: {bytes_text(sent.moved_bytes)} in {took_s:.1f} s")
 
     def _tell_of_another(self) -> None:
-        self._say("another upload of this run is under way; this one waits for it")
+        self._say("another upload of this run is in progress; waiting for it")
 
     def _begins(self, total: int) -> None:
         self._total = total
@@ -246,13 +246,18 @@ class Uploads:
 
     def _warn(self, step: int | None, error: Exception) -> None:
         newest = (
-            "nothing of this run is there yet" if self._newest is None else f"step {self._newest} is the newest there"
+            "nothing of this run has been uploaded yet"
+            if self._newest is None
+            else f"step {self._newest} is the newest there"
         )
         reason = str(error).removeprefix("storage.offsite: ") if isinstance(error, UserError) else repr(error)
-        self._say(f"step {step} was not uploaded: {reason}. {newest[0].upper()}{newest[1:]}; tried again when next due")
+        self._say(
+            f"step {step} was not uploaded: {reason}. {newest[0].upper()}{newest[1:]}; it will be tried again with "
+            "the next upload"
+        )
 
     def _delete(self, name: str) -> None:
         try:
             delete_checkpoint(self._root, name)
         except UserError as error:
-            self._say(f"checkpoint {name} stays for now: {error}")
+            self._say(f"checkpoint {name} could not be deleted yet: {error}")

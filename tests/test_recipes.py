@@ -105,7 +105,7 @@ def test_the_model_is_the_published_one(path: Path) -> None:
     assert not spec.recurrent
     validate_context(spec, recipe.data.sequence_length)
     if path in MISSIONS:
-        with pytest.raises(UserError, match=r"data\.sequence_length: 2097152 tokens do not fit"):
+        with pytest.raises(UserError, match=r"data\.sequence_length: 2097152 tokens exceed"):
             validate_context(spec, 2**21)
 
 

@@ -307,9 +307,7 @@ def penstock_attention(
     assert _handler is not None, "attention called outside of a block"
     name = type(module).__name__
     if attention_mask is not None:
-        raise UserError(
-            f"{name} builds an attention mask of its own; only causal and sliding-window masks are supported"
-        )
+        raise UserError(f"{name} builds its own attention mask; only causal and sliding-window masks are supported")
     if position_bias is not None:
         raise UserError(f"{name} adds a position bias to its attention scores, which is not supported")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):

@@ -374,7 +374,7 @@ def _fault(strategy: Strategy, x: Operands, parts: Sequence[Span], *, backward: 
         else:
             error_size, allowed = float(difference.norm() / target.norm()), _TOLERANCE
         if not error_size <= allowed:
-            return f"computes a wrong {name}: off by {error_size:.2g}"
+            return f"computes {name} incorrectly: off by {error_size:.2g}"
     return None
 
 

@@ -186,7 +186,7 @@ class TorchCudnn(CudaKernel):
         if problem.causal and not problem.square:
             return "aligns its causal limit at the top left"
         if not problem.aligned:
-            return f"would build a plan for every length that is no multiple of {ALIGNMENT}"
+            return f"would build a plan for every length that is not a multiple of {ALIGNMENT}"
         return None
 
     def _widths(self, qk_dim: int, v_dim: int) -> tuple[int, int]:

@@ -59,8 +59,8 @@ def choose_attention(
         tried[name] = f"differs by {error:.2g} ({_TOLERANCE[dtype]:g} is allowed)"
     said = "; ".join(f"{name} {why}" for name, why in tried.items())
     raise UserError(
-        f"model type '{spec.model_type}': plain transformers does not keep packed documents apart, so it is not "
-        f"trained on several machines ({said}); train it on one, with penstock train"
+        f"model type '{spec.model_type}': plain transformers does not separate packed documents, so it cannot be "
+        f"trained on several machines ({said}); train it on one with penstock train"
     )
 
 

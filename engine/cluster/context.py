@@ -70,8 +70,8 @@ class Context:
         for shape in spec.attention:
             if spec.recurrent or spec.length_dependent_rotary or shape is None or shape.chunk is not None:
                 raise UserError(
-                    f"--context-parallel: model type '{spec.model_type}' has layers that look at a stream by more than "
-                    "keys and values (a state, attention in blocks, or rotary tables by length); leave it out"
+                    f"--context-parallel: model type '{spec.model_type}' has layers that need more of a sequence than "
+                    "keys and values (a state, attention in blocks, or rotary tables by length); leave the option out"
                 )
         self._windows = [None if shape is None else shape.window for shape in spec.attention]
         self.group, self._base = group, base

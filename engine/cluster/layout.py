@@ -166,7 +166,9 @@ def require_intact(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
         except OSError as error:
             raise UserError(f"{file}: cannot be read ({error.strerror}); restore it from a copy") from None
         if now != found[name]:
-            raise UserError(f"{file}: is not as it was written; restore it from a copy, or take an older checkpoint")
+            raise UserError(
+                f"{file}: differs from what was written; restore it from a copy, or use an older checkpoint"
+            )
 
 
 class Record(NamedTuple):
@@ -186,9 +188,12 @@ def read_record(folder: Path) -> Record:
     """The record of a checkpoint. UserError where `folder` is none of a run, or its record is damaged."""
     path = folder / RECORD_NAME
     if not (folder / INDEX_NAME).is_file():
-        what = "does not exist" if not folder.exists() else f"has no {INDEX_NAME}: it is no whole DCP checkpoint"
+        what = (
+            "does not exist" if not folder.exists() else f"has no {INDEX_NAME}, so it is not a complete DCP checkpoint"
+        )
         raise UserError(
-            f"{folder}: {what}; name a folder such as RUN/dcp/step-000100, or what penstock export --format dcp wrote"
+            f"{folder}: {what}; give a folder such as RUN/dcp/step-000100, or one written by penstock export --format "
+            "dcp"
         )
     try:
         content = sealed.unseal(parse_object(read_regular(path, most_bytes=_RECORD_BYTES))).content
@@ -199,13 +204,13 @@ def read_record(folder: Path) -> Record:
         if not isinstance(recipe, dict) or not isinstance(meta, dict):
             raise ValueError("has no recipe, or no record of a step")
         if not all(is_whole(meta.get(name)) and meta[name] >= 0 for name in ("step", "tokens")):
-            raise ValueError("does not say of which step it is")
+            raise ValueError("does not say which step it is from")
         if not isinstance(meta.get("cursor"), dict):
-            raise ValueError("does not say where in the data it is")
+            raise ValueError("does not record the position in the data")
     except FileNotFoundError:
         raise UserError(
-            f"{path}: is missing: this DCP checkpoint is not of a run of Penstock, and does not say where in its data "
-            "it is; export it as a Hugging Face folder with the program that wrote it, and begin a run from that"
+            f"{path}: is missing: this DCP checkpoint was not written by Penstock and does not record the position in "
+            "its data; export it as a Hugging Face folder with the program that wrote it, and start a new run from that"
         ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); restore it from a copy") from None
@@ -266,7 +271,7 @@ def read_index(folder: Path) -> Metadata:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); restore it from a copy") from None
     except Exception as error:  # an index that was damaged fails anyhow
-        raise UserError(f"{path}: is no index of a DCP checkpoint ({error}); restore it from a copy") from None
+        raise UserError(f"{path}: is not an index of a DCP checkpoint ({error}); restore it from a copy") from None
     return index
 
 
@@ -281,12 +286,12 @@ def require_same_model(folder: Path, spec: ModelSpec, kinds: Sequence[str]) -> N
         if held[name] != shape:
             raise _other(folder, spec, f"'{name}' is {_shape(held[name])} there and {_shape(shape)} in the recipe's")
     for name in held.keys() - wanted.keys():
-        raise _other(folder, spec, f"it has '{one_line(name, 80)}', which the recipe's has not")
+        raise _other(folder, spec, f"it has '{one_line(name, 80)}', which the recipe's model lacks")
 
 
 def _other(folder: Path, spec: ModelSpec, why: str) -> UserError:
     return UserError(
-        f"{folder}: holds the state of another model than the recipe's ({spec.model_type}): {why}; restore the "
+        f"{folder}: holds the state of a model other than the recipe's ({spec.model_type}): {why}; restore the "
         "recipe's model, or choose another run directory"
     )
 
@@ -316,7 +321,7 @@ def save(folder: Path, tensors: Mapping[str, torch.Tensor], planner: SavePlanner
         with alone():
             dcp.save(state_dict(tensors), storage_writer=writer, planner=planner, no_dist=planner is not None)
     except CheckpointException as error:
-        raise _failed(error, f"{folder}: cannot be written", "free the disk, or choose another") from error
+        raise _failed(error, f"{folder}: cannot be written", "free some disk space, or choose another disk") from error
 
 
 def load(folder: Path, tensors: Mapping[str, torch.Tensor], *, no_dist: bool = False) -> None:
@@ -328,7 +333,7 @@ def load(folder: Path, tensors: Mapping[str, torch.Tensor], *, no_dist: bool = F
         with alone():
             dcp.load(state_dict(tensors), storage_reader=DcpReader(folder), no_dist=no_dist)
     except CheckpointException as error:
-        raise _failed(error, f"{folder}: cannot be read", "restore it from a copy, or take an older one") from error
+        raise _failed(error, f"{folder}: cannot be read", "restore it from a copy, or use an older one") from error
 
 
 def _failed(error: CheckpointException, what: str, fix: str) -> UserError:

@@ -84,8 +84,8 @@ class Ranks:
             local, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
             if local >= there:
                 raise UserError(
-                    f"torchrun --nproc-per-node: process {local} of this machine has no GPU, of which there are "
-                    f"{there}; start {there} on each"
+                    f"torchrun --nproc-per-node: process {local} of this machine has no GPU, as there are only "
+                    f"{there}; start {there} processes on each machine"
                 )
             torch.cuda.set_device(local)
         return init_device_mesh(device.type, (self.count,), mesh_dim_names=("shard",))
@@ -131,7 +131,7 @@ def joined() -> Iterator[Ranks]:
     missing = [name for name in _SET_BY_TORCHRUN if name not in os.environ]
     if missing:
         raise UserError(
-            f"penstock cluster is started by torchrun, which sets {missing[0]}: torchrun --nnodes M --nproc-per-node 8 "
+            f"start penstock cluster with torchrun, which sets {missing[0]}: torchrun --nnodes M --nproc-per-node 8 "
             "--rdzv-backend c10d --rdzv-endpoint HOST:29500 -m penstock cluster RECIPE --run-dir DIR (docs/cluster.md)"
         )
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"

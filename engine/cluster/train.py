@@ -141,10 +141,10 @@ def _open(
     record = ranks.together(lambda: None if start is None else read_record(start))
     if record is not None:
         ranks.together(lambda: loader.seek(record.meta["cursor"]))
-        observer.on_message(f"goes on from step {record.step:,} ({start})")
+        observer.on_message(f"continues from step {record.step:,} ({start})")
         before, now = record.meta.get("fields"), identity["fields"]
         if isinstance(before, dict) and (changed := changed_fields(before, now)):
-            observer.on_message(f"since then the recipe has changed: {changed}; going on with the present one")
+            observer.on_message(f"the recipe has changed since then: {changed}; continuing with the new recipe")
     share = Share(ranks.rank // spread, ranks.count // spread, context)
     return _ClusterRun(recipe, given, identity, run_dir, observer, ranks, sharded, share, loader, validation, record)
 
@@ -160,7 +160,7 @@ def require_even(recipe: Recipe, ranks: int, spread: int = 1) -> None:
     """UserError unless every group of `spread` ranks gets as many micro-batches of a step as any other."""
     train = recipe.train
     if ranks % spread:
-        raise UserError(f"--context-parallel {spread}: does not divide the {ranks:,} ranks; give a divisor")
+        raise UserError(f"--context-parallel {spread}: {ranks:,} ranks cannot be divided by it; give a divisor of them")
     groups, count = ranks // spread, train.global_batch_size // train.micro_batch_size
     if count % groups:
         fix = f"train.global_batch_size to a multiple of {groups:,}"
@@ -169,7 +169,8 @@ def require_even(recipe: Recipe, ranks: int, spread: int = 1) -> None:
         who = f"{groups:,} ranks" if spread == 1 else f"{groups:,} groups of {spread} ranks"
         raise UserError(
             f"train.global_batch_size {train.global_batch_size} is {count:,} micro-batches of "
-            f"{train.micro_batch_size}, which {who} cannot share evenly; set {fix}, or start other processes"
+            f"{train.micro_batch_size}, which {who} cannot share evenly; set {fix}, or start a different number of "
+            "processes"
         )
 
 
@@ -177,14 +178,14 @@ def not_done(recipe: Recipe) -> list[str]:
     """What the recipe asks for that a run on several machines leaves out, in words."""
     found = []
     if recipe.samples.every is not None:
-        found.append("samples are not written on several machines")
+        found.append("samples are not generated on several machines")
     if recipe.storage.keep_best:
-        found.append("storage.keep_best: no checkpoint is kept for its validation loss on several machines")
+        found.append("storage.keep_best: on several machines, the checkpoint with the best validation loss is not kept")
     if recipe.storage.offsite is not None:
-        found.append("storage.offsite: nothing is uploaded from several machines")
+        found.append("storage.offsite: on several machines, nothing is uploaded")
     if recipe.after.export:
         found.append(
-            "after.export: the last checkpoint stays a DCP checkpoint; penstock import-dcp makes a run of it, which "
+            "after.export: the last checkpoint stays a DCP checkpoint; penstock import-dcp turns it into a run, which "
             "penstock export writes as a Hugging Face folder"
         )
     return found
@@ -283,10 +284,10 @@ class _ClusterRun:
 
     def _require_finite(self, step: int, loss: float, norm: float) -> None:
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            last = "none was written yet" if self._saved is None else f"the last is {self._saved}"
+            last = "no checkpoint was written yet" if self._saved is None else f"the last checkpoint is {self._saved}"
             raise DivergedError(
-                f"step {step}: loss {loss:.4g}, gradient norm {norm:.4g}: not finite. No checkpoint of it is written; "
-                f"{last}: go on from it with a lower train.lr or more train.warmup_steps"
+                f"step {step}: loss {loss:.4g}, gradient norm {norm:.4g}: not finite. Its state was not saved; "
+                f"{last}. Resume with a lower train.lr or more train.warmup_steps"
             )
 
     def _validate(self) -> None:
@@ -326,7 +327,9 @@ class _ClusterRun:
             try:
                 act()
             except OSError as error:
-                raise UserError(f"{error.filename}: {error.strerror}; free the disk, or choose another") from error
+                raise UserError(
+                    f"{error.filename}: {error.strerror}; free some disk space, or choose another disk"
+                ) from error
 
     def _prune(self) -> None:
         storage, folders = self._recipe.storage, dcp_folders(self._run_dir)

@@ -29,9 +29,9 @@ def add_tokens(base: TextTokenizer, added: list[str], folder: Path) -> TextToken
     """
     for token in added:
         if not token.strip():
-            raise UserError(f"model.added_tokens: {token!r} is no token; take it out")
+            raise UserError(f"model.added_tokens: {token!r} is not a token; remove it")
         if added.count(token) > 1:
-            raise UserError(f"model.added_tokens: '{one_line(token)}' is there twice; take one out")
+            raise UserError(f"model.added_tokens: '{one_line(token)}' is listed twice; remove one")
     stamp = {"base": base.fingerprint, "added": added}
     record = read_trained_on(folder)
     if record is not None and {key: record.get(key) for key in stamp} == stamp:
@@ -46,7 +46,8 @@ def add_tokens(base: TextTokenizer, added: list[str], folder: Path) -> TextToken
     found = load_tokenizer(folder)
     if found.vocab_size != base.vocab_size + len(added):
         raise UserError(
-            f"model.added_tokens: the tokenizer of {base.folder} does not give new tokens the next ids; use another"
+            f"model.added_tokens: the tokenizer of {base.folder} does not give new tokens the next free ids; use "
+            "another tokenizer"
         )
     return found
 
@@ -64,6 +65,6 @@ def _add(base: TextTokenizer, added: list[str], folder: Path) -> None:
     known = tokenizer.get_vocab()
     for token in added:
         if token in known:
-            raise UserError(f"model.added_tokens: '{one_line(token)}' is a token of {base.folder} already; take it out")
+            raise UserError(f"model.added_tokens: '{one_line(token)}' is already a token of {base.folder}; remove it")
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in added], special_tokens=True)
     tokenizer.save_pretrained(str(folder))

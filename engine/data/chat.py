@@ -101,7 +101,7 @@ class ChatTemplate:
                 _compile_jinja_template(text)
             except TemplateSyntaxError as error:
                 raise UserError(
-                    f"{where} is no Jinja template: line {error.lineno}: {one_line(error.message)}"
+                    f"{where} is not a valid Jinja template: line {error.lineno}: {one_line(error.message)}"
                 ) from error
 
     @property
@@ -122,8 +122,10 @@ class ChatTemplate:
         weights = {turn: float(sample.messages[turn].get("weight", 1)) for turn in turns}
         counted = [turn for turn in (turns[-1:] if trained == "last" else turns) if weights[turn] > 0]
         if not counted:
-            why = "its assistant's messages all have weight 0" if turns else "no message of the assistant"
-            raise RowError(f"{sample.where}: no token to train: {why}; set data.trained_tokens=all, or leave it out")
+            why = "all assistant messages have weight 0" if turns else "there is no assistant message"
+            raise RowError(
+                f"{sample.where}: no token to train: {why}; set data.trained_tokens=all, or remove the conversation"
+            )
         found = view.marked(turns, counted) if view.generated is not None else view.nested(counted, trained)
         spans = [Span(start, stop, weights[turn]) for turn, start, stop in found]
         return Rendered(view.text, spans, weights[counted[-1]] if ends and counted[-1] == turns[-1] else 0.0)
@@ -213,8 +215,8 @@ class _View:
         begins = [0, *ends[:-1]]
         if any(begin > end for begin, end in zip(begins, ends, strict=True)):
             raise RowError(
-                f"{self._where}: the chat template's generation markers do not tell which turn they are of; set "
-                "data.trained_tokens=all, or take another template with data.chat_template"
+                f"{self._where}: the chat template's generation markers do not show which turn they belong to; set "
+                "data.trained_tokens=all, or choose another template with data.chat_template"
             )
         owned = zip(turns, begins, ends, strict=True)
         return [(turn, *span) for turn, begin, end in owned if turn in counted for span in spans[begin:end]]
@@ -245,6 +247,6 @@ class _View:
         ways = "all" if trained == "last" else "last or all"
         return TurnsError(
             f"{self._where}: messages[{turn}]: the chat template renders it as {printable(one)} by itself and as "
-            f"{printable(other)} in the whole conversation, so what is trained cannot be told; set "
+            f"{printable(other)} in the whole conversation, so Penstock cannot tell which tokens to train; set "
             f"data.trained_tokens={ways}, or data.chat_template to a template with generation markers"
         )

@@ -175,7 +175,9 @@ def require_readable(config: DataConfig) -> None:
     for part in config.parts:
         for file in source_files(part):
             if not os.access(file, os.R_OK):
-                raise UserError(f"data.path: {file} may not be read by this user; let it be read, or move it away")
+                raise UserError(
+                    f"data.path: {file} cannot be read by this user; change its permissions, or move it away"
+                )
     require_text(config)
 
 
@@ -200,7 +202,7 @@ def _require_text(
         progress.tell()
         yield sample
     if empty:
-        more = f"; {bad.count:,} rows were left out, the first: {bad.first}" if bad.count else ""
+        more = f"; {bad.count:,} rows were skipped, the first: {bad.first}" if bad.count else ""
         where = config.path or config.source
         raise UserError(f"data.source: the corpus is empty: {config.source} found no text in {where}{more}")
 
@@ -241,8 +243,9 @@ def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -
         if info.settings in ("", settings):
             if info.encoder not in ("", made_by):
                 raise UserError(
-                    f"{folder}: these tokens were made by another tokenizer, chat template or data.trained_tokens than "
-                    f"those of {tokenizer.folder}; restore them, or delete the folder to tokenise the source again"
+                    f"{folder}: these tokens were made with a different tokenizer, chat template or "
+                    f"data.trained_tokens than those of {tokenizer.folder}; restore them, or delete the folder to "
+                    "tokenize the source again"
                 )
             corpus = TokenCorpus.open(folder)
             corpus.notes += _what_became(config, tokenizer, encoders, info)
@@ -269,7 +272,7 @@ def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -
         writer.finish(eos_id=tokenizer.eos_id, skipped_rows=sum(of_part.count for of_part in bad), **origin)
     keep_corpus(digest, folder)
     corpus = TokenCorpus.open(folder)
-    corpus.notes += [f"the first row that was left out: {of_part.first}" for of_part in bad if of_part.count]
+    corpus.notes += [f"the first skipped row: {of_part.first}" for of_part in bad if of_part.count]
     return corpus
 
 
@@ -280,7 +283,7 @@ def _fill(writer: CorpusWriter, part: DataConfig, encoder: Encoder, sizes: Mappi
         writer.append(encoded.where, encoded.ids, encoded.last, encoded.weights)
     bad.add_many(*encoder.bad.take())
     if writer.num_documents == before:
-        raise UserError(f"data.source: the corpus is empty: {bad.count:,} rows were left out, the first: {bad.first}")
+        raise UserError(f"data.source: the corpus is empty: {bad.count:,} rows were skipped, the first: {bad.first}")
     writer.end_part()
     return bad
 
@@ -320,8 +323,8 @@ def _what_became(
     if changed is None:
         return []
     return [
-        f"data.path: {changed} since the run's tokens were made: it goes on with those; to train on what is there now, "
-        "begin a new run"
+        f"data.path: {changed} since the run's data was tokenized; the run continues with its existing tokens. To "
+        "train on the new data, start a new run"
     ]
 
 

@@ -100,7 +100,7 @@ class CorpusInfo:
             said += f", {self.num_trained:,} of them trained"
         if len(self.part_documents) > 1:
             said += f", parts of {', '.join(f'{count:,}' for count in self.part_documents)} documents"
-        return said + (f", {self.skipped_rows:,} rows left out as they could not be used" if self.skipped_rows else "")
+        return said + (f", {self.skipped_rows:,} unusable rows skipped" if self.skipped_rows else "")
 
 
 class Tokens(SpanFile):
@@ -124,7 +124,7 @@ class Weights(SpanFile):
 
     def _wrong(self, values: NDArray[Any]) -> str | None:
         fine = bool((np.isfinite(values) & (values >= 0)).all())
-        return None if fine else "a weight that is none"
+        return None if fine else "an invalid weight"
 
 
 class TokenCorpus:
@@ -171,7 +171,7 @@ class TokenCorpus:
         except (OSError, ValueError) as error:
             raise damage(path, f"it cannot be read ({error})") from error
         if (crc := hex_crc(content)) != wanted:
-            raise damage(path, f"it has CRC-32C {crc}, and {wanted} was written")
+            raise damage(path, f"it has CRC-32C {crc} instead of {wanted} as written")
         return content
 
     @classmethod
@@ -239,7 +239,7 @@ def _info(values: dict[str, Any]) -> CorpusInfo:
     if len(info.origins_crc32c) not in (0, 2):
         raise ValueError("one of two checksums of where documents come from is missing")
     if info.part_documents and sum(info.part_documents) != info.num_documents:
-        raise ValueError(f"parts of {sum(info.part_documents)} documents, and {info.num_documents} in all")
+        raise ValueError(f"parts of {sum(info.part_documents)} documents, but {info.num_documents} documents in all")
     return info
 
 
@@ -247,10 +247,10 @@ def _read_starts(folder: Path, info: CorpusInfo) -> NDArray[np.int64]:
     path = folder / DOCUMENTS
     content = read_regular(path, most_bytes=8 * info.num_documents + (1 << 16))
     if info.documents_crc32c and (crc := hex_crc(content)) != info.documents_crc32c:
-        raise damage(path, f"it has CRC-32C {crc}, and {info.documents_crc32c} was written")
+        raise damage(path, f"it has CRC-32C {crc}instead of {info.documents_crc32c} as written")
     starts = _array(content, info.num_documents + 1)
     if starts is None:
-        raise damage(path, f"it is no array of {info.num_documents + 1:,} offsets")
+        raise damage(path, f"it is not an array of {info.num_documents + 1:,} offsets")
     if starts[0] != 0 or starts[-1] != info.num_tokens or (starts[1:] < starts[:-1]).any():
         raise damage(path, f"its offsets do not rise from 0 to {info.num_tokens:,}")
     return starts
@@ -280,7 +280,7 @@ def _take_over(folder: Path, info: CorpusInfo) -> tuple[CorpusInfo, NDArray[np.u
             digest.update(data)
             sums.add(data)
     if digest.hexdigest() != info.content:
-        raise damage(path, f"it has SHA-256 {digest.hexdigest()[:12]}..., and {info.content[:12]}... was written")
+        raise damage(path, f"it has SHA-256 {digest.hexdigest()[:12]}... instead of {info.content[:12]}... as written")
     content, documents = sums.finish(), read_regular(folder / DOCUMENTS, most_bytes=_MOST_BYTES)
     found = replace(info, sums_crc32c=hex_crc(content), documents_crc32c=hex_crc(documents))
     with contextlib.suppress(UserError):

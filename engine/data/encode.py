@@ -123,7 +123,8 @@ class Encoder:
                 if sample.plain is None:
                     raise UserError(
                         f"data.chat_template: {sample.where} is a conversation, and the tokenizer has no chat "
-                        "template; name a file with one, the chat_template.jinja of this family's instruct model say"
+                        "template; give a file with one, such as the chat_template.jinja of this family's instruct "
+                        "model"
                     )
                 sample = sample.plain
             if not isinstance(sample, Completion):
@@ -189,8 +190,8 @@ class Encoder:
             part = self._tokenizer.encode_batch([one.rendered.text[:end]])[0]
             if part != ids[: len(part)]:
                 raise RowError(
-                    f"{one.where}: the tokenizer joins what is trained with what is not (characters about {end:,}) and "
-                    "tells no offsets; use a tokenizer with a tokenizer.json, or data.trained_tokens=all"
+                    f"{one.where}: the tokenizer merges trained with untrained text (around character {end:,}) and "
+                    "reports no offsets; use a tokenizer with a tokenizer.json, or data.trained_tokens=all"
                 )
             starts[done : len(part)], stops[done : len(part)] = begin, end
             done = len(part)
@@ -208,7 +209,7 @@ def _trained(encoded: Encoded) -> Encoded:
 def describe_specials(tokenizer: TextTokenizer, config: DataConfig) -> str:
     """Whether begin- and end-of-text tokens are added, and why, in one line."""
     if config.source == "tokens":
-        return "tokens are taken as they are: no begin- or end-of-text token is added"
+        return "tokens are used as given: no begin- or end-of-text tokens are added"
     encoder = Encoder(config, tokenizer)
     adds = encoder.adds_bos
     bos = tokenizer.decode([tokenizer.bos_id]) if tokenizer.bos_id is not None else None
@@ -216,7 +217,9 @@ def describe_specials(tokenizer: TextTokenizer, config: DataConfig) -> str:
     why = "data.bos says so" if config.bos != "auto" else "as the tokenizer does" if adds else "the tokenizer adds none"
     begins = f"{bos} begins each document ({why})" if adds else f"no begin-of-text token ({why})"
     if config.source in _CONVERSATIONS and encoder.template is not None:
-        own = f"conversations: as the chat template has them, {eos} behind those that it ends with no special token"
+        own = (
+            f"conversations follow the chat template, with {eos} after those that it does not end with a special token"
+        )
         if config.source in _ALWAYS:
             return own
         return f"{own}; other rows: {begins}, {eos} ends each document"

@@ -29,8 +29,8 @@ SERIAL_BATCHES = 2
 """Batches that this process encodes itself before it begins others: few samples are done before those have started."""
 _MOST_PROCESSES = 16
 _KILLED = (
-    "data: a process that makes tokens of the source was ended by signal {signal}, 9 where the system has no memory "
-    "left; free some, or let fewer processors be used (taskset), and start again"
+    "data: a tokenizing process was killed by signal {signal} (9 usually means out of memory); free some memory or "
+    "use fewer processors (taskset), then start again"
 )
 
 
@@ -73,7 +73,7 @@ def _in_parallel(encoder: Encoder, samples: Iterator[Sample], processes: int) ->
         if answer.user_error is not None:
             raise answer.user_error
         if answer.failure is not None:
-            raise RuntimeError(f"a process that makes tokens failed:\n{answer.failure}")
+            raise RuntimeError(f"a tokenizing process failed:\n{answer.failure}")
         encoder.bad.add_many(*answer.bad)
         return answer.encoded
 

@@ -118,8 +118,8 @@ class DataLoader:
         self._pieces = cut_pieces(starts, stops, sequence_length, long_documents)
         if not len(self._pieces.starts):
             raise UserError(
-                f"data.long_documents: drop leaves nothing, as all {len(starts):,} documents are longer than "
-                f"data.sequence_length={sequence_length}; raise that, or split or cut them"
+                f"data.long_documents: drop leaves nothing, because all {len(starts):,} documents are longer than "
+                f"data.sequence_length={sequence_length}; raise it, or set data.long_documents to split or cut"
             )
         self._start_epoch(0)
         self.report = self._pieces.report._replace(filled=self._share_filled())
@@ -163,10 +163,10 @@ class DataLoader:
     def seek(self, cursor: dict[str, Any]) -> None:
         """Continue from a `cursor`. Raises UserError when it belongs to another corpus or order, or is none."""
         if not _is_cursor(cursor):
-            raise self._lost("does not say where in the data it is")
+            raise self._lost("does not record the position in the data")
         if cursor["corpus"] != self._corpus.info.content:
             raise UserError(
-                f"{self._corpus.folder}: these are not the tokens that the run was trained on so far (content "
+                f"{self._corpus.folder}: these are not the tokens that the run has trained on so far (content "
                 f"{self._corpus.info.content[:12]}, expected {cursor['corpus'][:12]}); restore the data and tokenizer"
             )
         if cursor["seed"] != self._seed:
@@ -179,7 +179,7 @@ class DataLoader:
             if (before := cursor.get(name, _USUAL[name])) != value:
                 raise UserError(f"data.{name}: {value}, but the run so far used {one_line(before, 40)}; set it back")
         if self._packed != ("row" in cursor):
-            raise self._lost("is of rows that are filled in another way")
+            raise self._lost("is for rows that are filled differently")
         self._start_epoch(cursor["epoch"])
         if self._packed:
             self._window, self._row = cursor["window"], cursor["row"]
@@ -196,7 +196,7 @@ class DataLoader:
     def _lost(self, why: str) -> UserError:
         return UserError(
             f"{self._corpus.folder}: the record of the generation {why}; restore the run's manifest from a copy, or "
-            "go on from a checkpoint"
+            "resume from a checkpoint"
         )
 
     def _piece_tokens(self, index: int) -> int:
@@ -390,8 +390,8 @@ class ValidationSet:
             self.num_targets += sum(m.num_targets for m in micro_batches_of_pass)
         if not self.num_targets:
             raise UserError(
-                f"data.validation_documents: the {num_documents} documents held out have no token that follows "
-                "another; hold out more"
+                f"data.validation_documents: the {num_documents} held-out documents have no token to predict; hold "
+                "out more"
             )
 
     def passes(self, per_pass: int) -> Iterator[list[MicroBatch]]:

@@ -238,8 +238,8 @@ def split_documents(num_documents: int, held_out: int, seed: int, order: Order =
     """
     if held_out >= num_documents:
         raise UserError(
-            f"data.validation_documents: {held_out}, but the corpus has {num_documents} documents, of which at least "
-            "one must be left to train on; hold out fewer"
+            f"data.validation_documents: {held_out}, but the corpus has {num_documents} documents and at least one "
+            "must be left to train on; hold out fewer"
         )
     if order == "kept":
         return np.arange(num_documents - held_out), np.arange(num_documents - held_out, num_documents)

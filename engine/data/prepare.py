@@ -32,7 +32,7 @@ def prepare_data(recipe: Recipe, folder: Path, vocab_size: int | None = None) ->
     if data.source == "random":
         vocabulary = vocab_size or model.vocab_size
         if vocabulary is None:
-            raise UserError("model.vocab_size: data.source=random needs it; set it")
+            raise UserError("model.vocab_size: required with data.source=random; set it")
         return Data(random_corpus(data, vocabulary, folder / "corpus"), None)
     origin = Path(model.path).expanduser() if model.path is not None else None
     tokenizer, corpus = prepare_text(data, origin, folder, model.added_tokens)

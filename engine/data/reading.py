@@ -24,7 +24,7 @@ def source_files(config: DataConfig) -> list[Path]:
     if config.source in ("random", "needles"):
         return []
     if config.lacks_path:
-        raise UserError(f"data.path: data.source={config.source} needs it")
+        raise UserError(f"data.path: required with data.source={config.source}; set it")
     reader, root = find_format(config.source), Path(config.path or "").expanduser()
     try:
         if isinstance(reader, FileFormat) and not reader.NEEDS_PATH:
@@ -39,7 +39,7 @@ def source_files(config: DataConfig) -> list[Path]:
             raise UserError(f"data.split: data.source={config.source} has no splits; leave it out")
         return [root] if root.is_file() else sorted(reader.files(root))
     except OSError as error:
-        raise UserError(f"data.path: {error.filename or root} cannot be looked into: {error.strerror}") from error
+        raise UserError(f"data.path: {error.filename or root} cannot be read: {error.strerror}") from error
 
 
 def _row_files(config: DataConfig, root: Path) -> list[Path]:
@@ -97,7 +97,7 @@ def _converted(reader: RowFormat, columns: dict[str, str], file: Path, bad: BadR
     unknown = sorted(columns.keys() - set(reader.FIELDS))
     if unknown:
         raise UserError(
-            f"data.columns: '{printable(unknown[0])}' is no field of the format; it reads {', '.join(reader.FIELDS)}"
+            f"data.columns: '{printable(unknown[0])}' is not a field of the format; it reads {', '.join(reader.FIELDS)}"
         )
     for where, fields in read_rows(file, bad):
         try:

@@ -161,7 +161,8 @@ def _question(
     room = length - haystacks.new_tokens
     if (least := measure(made([]))) > room:
         raise UserError(
-            f"--lengths {length:,}: no room for what is hidden, asked and answered ({kind}); the least is "
+            f"--lengths {length:,}: too short for the hidden text, the question and the answer ({kind}); the minimum "
+            "is "
             f"{least + haystacks.new_tokens:,} tokens, {haystacks.new_tokens:,} of them for the answer"
         )
     filler = _sentences(haystacks.filler, chance)

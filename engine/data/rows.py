@@ -36,7 +36,7 @@ class BadRows:
     def add(self, error: RowError) -> None:
         """One more. Raises UserError where none is accepted."""
         if self.mode == "refuse":
-            message = f"{error}; or set data.bad_rows=skip, which leaves such rows out"
+            message = f"{error}; or set data.bad_rows=skip to skip such rows"
             raise (TurnsError if isinstance(error, TurnsError) else UserError)(message) from error
         self.first = self.first or str(error)
         self.count += 1

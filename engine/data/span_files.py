@@ -40,7 +40,7 @@ class SpanFile:
         self._num_bytes = length * self.dtype.itemsize
         found = os.fstat(fd).st_size
         if found != self._num_bytes:
-            raise damage(self.path, f"it has {found:,} bytes, and {self._num_bytes:,} were written")
+            raise damage(self.path, f"it has {found:,} bytes instead of {self._num_bytes:,} as written")
         self._checked = np.zeros(len(sums), dtype=bool)
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class SpanFile:
         crc, wanted = checksum(data, 0), int(self._sums[block])
         at = f"block {block:,} (bytes {block * BLOCK_BYTES:,} to {block * BLOCK_BYTES + len(data):,})"
         if crc != wanted:
-            return f"{at} has CRC-32C {crc:08x}, and {wanted:08x} was written"
+            return f"{at} has CRC-32C {crc:08x} instead of {wanted:08x} as written"
         why = self._wrong(np.frombuffer(data, dtype=self.dtype))
         return None if why is None else f"{at} holds {why}"
 
@@ -104,8 +104,8 @@ def damage(path: Path, why: str) -> UserError:
     """The UserError for a file of a corpus, or for its folder."""
     folder = path if path.is_dir() else path.parent
     return UserError(
-        f"{path}: damaged: {why}; restore the file, or delete the folder {folder} and resume, which makes the "
-        "tokenised corpus again from its source"
+        f"{path}: damaged: {why}; restore the file, or delete the folder {folder} and resume, which tokenizes the "
+        "source again"
     )
 
 
@@ -114,7 +114,7 @@ def read_sums(path: Path, num_bytes: int, wanted: str) -> NDArray[np.uint32]:
     length = -(-num_bytes // BLOCK_BYTES)
     content = read_regular(path, most_bytes=4 * length)
     if (crc := hex_crc(content)) != wanted or len(content) != 4 * length:
-        raise damage(path, f"it has CRC-32C {crc}, and {wanted} was written")
+        raise damage(path, f"it has CRC-32C {crc} instead of {wanted} as written")
     return np.frombuffer(content, dtype="<u4")
 
 

@@ -65,7 +65,7 @@ class TextTokenizer:
                 'add "eos_token" to its tokenizer_config.json'
             )
         if not is_whole(tokenizer.eos_token_id) or tokenizer.eos_token_id < 0:
-            raise UserError(f"{folder}: the tokenizer's end-of-text token {tokenizer.eos_token_id} is no token id")
+            raise UserError(f"{folder}: the tokenizer's end-of-text token {tokenizer.eos_token_id} is not a token id")
         self.eos_id = int(tokenizer.eos_token_id)
         self.vocab_size = 1 + max(len(tokenizer) - 1, self.eos_id, *tokenizer.get_vocab().values())
         digest = hashlib.sha256()
@@ -177,7 +177,7 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     if not folder.is_dir() or (folder != path and not path.is_file()):
         raise UserError(f"tokenizer: {path} does not exist; name a Hugging Face folder or a tokenizer.json")
     if not any(has_model_file(folder, name) for name in TOKENIZER_FILES):
-        raise UserError(f"tokenizer: {folder} holds no tokenizer files (tokenizer.json, tokenizer.model, vocab.json)")
+        raise UserError(f"tokenizer: {folder} has no tokenizer files (tokenizer.json, tokenizer.model, vocab.json)")
     _require_readable(folder)
     with _refusing(f"tokenizer: {folder} cannot be read"):
         from transformers import AutoTokenizer  # takes seconds, and a tokenizer trained here does without
@@ -284,7 +284,7 @@ def require_intact(folder: Path) -> int:
     record = read_trained_on(folder)
     wanted = {} if record is None else record.get("files", {})
     if not isinstance(wanted, dict):
-        raise _damage(folder / TRAINED_ON, "'files' is no object")
+        raise _damage(folder / TRAINED_ON, "'files' is not an object")
     if not wanted:
         return 0
     found = _checksums(folder)
@@ -292,9 +292,9 @@ def require_intact(folder: Path) -> int:
         if name not in found:
             raise _damage(folder / name, "the file is missing")
         if name not in wanted:
-            raise _damage(folder / name, "the file is none of those that Penstock wrote")
+            raise _damage(folder / name, "the file was not written by Penstock")
         if found[name] != wanted[name]:
-            raise _damage(folder / name, f"it has CRC-32C {found[name]}, and {wanted[name]!r:.20} was written")
+            raise _damage(folder / name, f"it has CRC-32C {found[name]} instead of {wanted[name]!r:.20} as written")
     return sum((folder / name).stat().st_size for name in found)
 
 
@@ -315,7 +315,7 @@ def _checksums(folder: Path) -> dict[str, str]:
 def _damage(path: Path, why: str) -> UserError:
     return UserError(
         f"{path}: damaged: {why}; restore the file, or delete the folder {path.parent} and resume, which trains the "
-        "tokenizer again on its source"
+        "tokenizer again"
     )
 
 

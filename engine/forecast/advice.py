@@ -17,7 +17,7 @@ from penstock.engine.plan.planner import state_exceeds_disk
 from penstock.storage.errors import BudgetError, UserError
 from penstock.storage.units import least_text, size_text
 
-_ROUNDED = "gradients wait in bfloat16, rounded once after their sum"
+_ROUNDED = "gradients kept in bfloat16, rounded once after summing"
 _TRIES = 12
 """Budgets that are raised after each other until a plan fits."""
 MIN_GAIN = 1.02
@@ -101,7 +101,7 @@ def _single(task: PlanRequest) -> Iterator[Change]:
     yield from _least(task, "data.sequence_length", _halves(recipe.data.sequence_length, 2), "a shorter context")
     size = parse_bytes(storage.part_bytes, "storage.part_bytes")
     sizes = [size_text(n) for n in _halves(size, 8192) if n % 8192 == 0]
-    yield from _least(task, "storage.part_bytes", sizes, "smaller chunk files, and so smaller stages")
+    yield from _least(task, "storage.part_bytes", sizes, "smaller chunk files, and so smaller staging buffers")
 
 
 def _halves(value: int, least: int) -> list[int]:
@@ -167,7 +167,7 @@ def _improvements(task: PlanRequest, machine: Machine) -> Iterator[tuple[Change,
     train, budgets = task.recipe.train, task.budgets
     if train.gradient_dtype == "float32":
         values = {"train.gradient_dtype": "bfloat16"}
-        yield Change(values, "gradients wait in bfloat16"), task.changed(values), machine
+        yield Change(values, "gradients kept in bfloat16"), task.changed(values), machine
     doubled = {"train.global_batch_size": 2 * train.global_batch_size}
     yield Change(doubled, "twice as many sequences in a step"), task.changed(doubled), machine
     ram = replace(budgets, ram=2 * budgets.ram)

@@ -103,7 +103,7 @@ def require_cluster(recipe: Recipe, cluster: Cluster) -> int:
     """Micro-batches of a step for each GPU. Raises UserError where the recipe's do not divide by the GPUs."""
     train, gpus = recipe.train, cluster.gpus
     if train.compute_dtype == "float32":
-        raise UserError("--cluster: planned for bfloat16 only, train.compute_dtype is float32")
+        raise UserError("--cluster: only bfloat16 can be planned, but train.compute_dtype is float32")
     micro_batches = train.global_batch_size // train.micro_batch_size
     if micro_batches % gpus:
         sequences = max(1, round(micro_batches / gpus)) * gpus * train.micro_batch_size
@@ -113,7 +113,7 @@ def require_cluster(recipe: Recipe, cluster: Cluster) -> int:
         raise UserError(
             f"--cluster {cluster.nodes}x{cluster.gpus_per_node}: the {micro_batches:,} micro-batches of a step "
             f"(train.global_batch_size {train.global_batch_size:,} / train.micro_batch_size "
-            f"{train.micro_batch_size:,}) do not divide by {gpus:,} GPUs; set {fix}, or name other nodes"
+            f"{train.micro_batch_size:,}) cannot be divided among {gpus:,} GPUs; set {fix}, or choose other nodes"
         )
     return micro_batches // gpus
 

@@ -23,7 +23,7 @@ class AdapterSource(FolderSource):
         stored = StoredAdapter.open(folder)
         folder_of_base = Path(stored.base or "").expanduser() if base is None else base
         if base is None and (stored.base is None or not folder_of_base.is_dir()):
-            raise UserError(f"{folder}: the adapter's base {stored.base} is not there; copy or download it there")
+            raise UserError(f"{folder}: the adapter's base model {stored.base} is missing; copy or download it there")
         super().__init__(folder_of_base, stored.section)
         if any(has_model_file(folder, name) for name in TOKENIZER_FILES):
             self.tokenizer = load_tokenizer(folder)

@@ -100,7 +100,7 @@ def place(
     fixed, chunk_tokens = chunk if chunk[0] <= gpu_bytes else least
     if fixed > gpu_bytes:
         raise UserError(
-            f"--gpu: {size_text(gpu_bytes)} do not hold one block of this model with the keys and values of "
+            f"--gpu: {size_text(gpu_bytes)} cannot hold one block of this model with the keys and values of "
             f"{kv_tokens:,} tokens; give at least {size_text(fixed)}" + (", or fewer tokens" if kv_tokens > 1 else "")
         )
     fixed -= most
@@ -133,7 +133,7 @@ def _weights(sizes: Sizes, gpu_bytes: int, ram_bytes: int, staged: bool) -> tupl
     staging = max(sizes.buffers[n] for n, where in tiers.items() if where == "disk") if staged else 0
     if staging > ram_bytes:
         raise UserError(
-            f"--ram: {size_text(ram_bytes)} do not hold one block of this model on its way from disk to the GPU; give "
+            f"--ram: {size_text(ram_bytes)} cannot hold one block of this model on its way from disk to the GPU; give "
             f"at least {size_text(staging)}"
         )
     streamed = [name for name in order if tiers[name] == "disk"]
@@ -159,5 +159,9 @@ def describe(placement: Placement, sizes: Sizes, device_type: str) -> str:
     parts = [f"{bytes_text(held[tier])} {words}" for tier, words in names.items() if held[tier]]
     if held["disk"]:
         parts.append(f"{bytes_text(held['disk'])} are read from disk for every pass")
-    kept = {"gpu": names["gpu"], "ram": names["ram"], "nowhere": "are not kept: every token reads its text anew"}
+    kept = {
+        "gpu": names["gpu"],
+        "ram": names["ram"],
+        "nowhere": "are not kept: the whole text is read again for every token",
+    }
     return ", ".join(parts) + f"; keys and values {kept[placement.keys_values]}"

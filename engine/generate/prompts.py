@@ -40,7 +40,7 @@ class Prompts:
     def describe(self) -> str:
         every, count, most = self.config.every, len(self.ids), max(map(len, self.ids))
         return (
-            f"samples: every {every:,} steps, {self.config.tokens:,} tokens behind each of {count:,} prompts of up to "
+            f"samples: every {every:,} steps, {self.config.tokens:,} tokens after each of {count:,} prompts of up to "
             f"{most:,} tokens"
         )
 
@@ -53,8 +53,8 @@ def prepare_prompts(recipe: Recipe, tokenizer: TextTokenizer | None, spec: Model
     tokenizer = tokenizer or _model_tokenizer(recipe)
     if tokenizer is None:
         raise UserError(
-            f"samples.prompts: data.source={data.source} brings no tokenizer that could read them; name one with "
-            "data.tokenizer, or leave samples.every out"
+            f"samples.prompts: data.source={data.source} has no tokenizer to read them; set data.tokenizer, or leave "
+            "samples.every out"
         )
     texts = [_asked(text, data, tokenizer) for text in config.prompts] if config.chat else config.prompts
     begin = [tokenizer.bos_id] if not config.chat and Encoder(data, tokenizer).adds_bos else []
@@ -86,7 +86,7 @@ def _asked(text: str, data: DataConfig, tokenizer: TextTokenizer) -> str:
     template = find_template(data, tokenizer)
     if template is None:
         raise UserError(
-            "samples.chat: the tokenizer has no chat template; name a file with one (data.chat_template), or set "
+            "samples.chat: the tokenizer has no chat template; set data.chat_template to a file with one, or set "
             "samples.chat=false"
         )
     return template.prompt([{"role": "user", "content": text}])
@@ -95,11 +95,11 @@ def _asked(text: str, data: DataConfig, tokenizer: TextTokenizer) -> str:
 def _check(number: int, ids: list[int], recipe: Recipe, spec: ModelSpec) -> None:
     """UserError for a prompt that the model cannot go on from as far as is asked for."""
     if not ids:
-        raise UserError(f"samples.prompts: number {number} has no token; give it a text")
+        raise UserError(f"samples.prompts: prompt {number} has no tokens; give it a text")
     if max(ids) >= spec.vocab_size:
         raise UserError(
-            f"samples.prompts: number {number} has the token {max(ids)}, beyond the model's vocabulary of "
-            f"{spec.vocab_size:,}; name the model's own tokenizer with data.tokenizer"
+            f"samples.prompts: prompt {number} has token {max(ids)}, beyond the model's vocabulary of "
+            f"{spec.vocab_size:,}; set data.tokenizer to the model's own tokenizer"
         )
     length, limit = len(ids) + recipe.samples.tokens, context_of(spec)
     why = f"the model's positions end at {limit}"
@@ -107,11 +107,11 @@ def _check(number: int, ids: list[int], recipe: Recipe, spec: ModelSpec) -> None
     if spec.recurrent and (limit is None or row < limit):
         limit = row
         why = (
-            f"this model carries state from token to token, and so one sequence has at most {row:,} (the run's "
+            f"this model carries state from token to token, so one sequence has at most {row:,} tokens (the run's "
             "data.sequence_length)"
         )
     if limit is not None and length > limit:
         raise UserError(
-            f"samples.tokens: {recipe.samples.tokens:,} behind prompt {number}, of {len(ids):,} tokens, make "
-            f"{length:,}, but {why}; shorten the prompt, or lower samples.tokens"
+            f"samples.tokens: {recipe.samples.tokens:,} after prompt {number} of {len(ids):,} tokens make {length:,}, "
+            f"but {why}; shorten the prompt, or lower samples.tokens"
         )

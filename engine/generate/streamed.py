@@ -138,7 +138,9 @@ class StreamedModel:
         if self._data.bos == "on" or (self._data.bos == "auto" and tokenizer.puts_bos):
             ids = [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *ids]
         if not ids:
-            raise UserError("an empty prompt: this tokenizer begins a text with no token; give at least one character")
+            raise UserError(
+                "an empty prompt: this tokenizer does not begin a text with a token; give at least one character"
+            )
         return ids
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -152,7 +154,7 @@ class StreamedModel:
 
     def _tokenizer(self) -> TextTokenizer:
         if self.tokenizer is None:
-            raise UserError(f"{self._where}: there is no tokenizer, so no text can be read; give a model with one")
+            raise UserError(f"{self._where}: it has no tokenizer, so no text can be read; give a model with one")
         return self.tokenizer
 
     # ------------------------------------------------------------------ continuing

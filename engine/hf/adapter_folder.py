@@ -96,14 +96,14 @@ class StoredAdapter:
         """UserError where there is no readable adapter_config.json of a LoRA."""
         if not has_model_file(folder, CONFIG_NAME) or not has_model_file(folder, WEIGHTS_NAME):
             missing = CONFIG_NAME if not has_model_file(folder, CONFIG_NAME) else WEIGHTS_NAME
-            raise UserError(f"{folder}: no {missing} is there; give an adapter folder as peft writes it")
+            raise UserError(f"{folder}: has no {missing}; give an adapter folder as written by peft")
         try:
             config = parse_object(read_model_file(folder, CONFIG_NAME, _CONFIG_BYTES))
         except ValueError as error:
             raise UserError(f"{folder / CONFIG_NAME}: not readable ({error}); copy or download it again") from error
         if config.get("peft_type") != "LORA":
             kind = one_line(config.get("peft_type"), 40)
-            raise UserError(f"{folder / CONFIG_NAME}: an adapter of type {kind}; only LoRA is known")
+            raise UserError(f"{folder / CONFIG_NAME}: an adapter of type {kind}; only LoRA is supported")
         return cls(folder, config)
 
     @property
@@ -118,17 +118,17 @@ class StoredAdapter:
         where = self.folder / CONFIG_NAME
         for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication", "lora_bias"):
             if config.get(name):
-                raise UserError(f"{where}: {name} is set, which Penstock does not train; merge it with peft first")
+                raise UserError(f"{where}: {name} is set, which is not supported; merge the adapter with peft first")
         if config.get("bias", "none") != "none":
             raise UserError(
-                f"{where}: bias is {one_line(config['bias'], 20)}; only adapters with bias none are trained"
+                f"{where}: bias is {one_line(config['bias'], 20)}; only adapters with bias none are supported"
             )
         method = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
         if config.get("use_dora") and config.get("use_rslora"):
-            raise UserError(f"{where}: use_dora and use_rslora together, which Penstock does not train")
+            raise UserError(f"{where}: use_dora and use_rslora together are not supported")
         rank, alpha = config.get("r"), config.get("lora_alpha")
         if not isinstance(rank, int) or isinstance(alpha, bool) or not isinstance(alpha, int | float):
-            raise UserError(f"{where}: r and lora_alpha are no numbers; copy or download it again")
+            raise UserError(f"{where}: r and lora_alpha are not numbers; copy or download it again")
         modules, parameters = config.get("target_modules") or [], config.get("target_parameters") or []
         if isinstance(modules, str):  # a regular expression: what it fits is in the file
             reader = CheckpointReader(self.folder, single=WEIGHTS_NAME)
@@ -159,7 +159,7 @@ class Start:
         for name, tensor in found.items():
             if not tensor.isfinite().all():
                 raise UserError(
-                    f"{self.reader.folder}: '{self.keys[name]}' holds a value that is not finite; take another adapter"
+                    f"{self.reader.folder}: '{self.keys[name]}' has a value that is not finite; use another adapter"
                 )
         return found
 
@@ -177,7 +177,7 @@ def open_start(folder: Path, spec: ModelSpec, model_path: str | None) -> Start:
         theirs, ours = getattr(section, name), getattr(adapter, name)
         if theirs != ours:
             raise UserError(
-                f"adapter.{name}: {ours} in the recipe, {theirs} in {folder}; set adapter.{name}={theirs}, or begin a "
+                f"adapter.{name}: {ours} in the recipe, {theirs} in {folder}; set adapter.{name}={theirs}, or start a "
                 "new adapter without adapter.start"
             )
     said = _require_same_base(stored, model_path)
@@ -186,13 +186,13 @@ def open_start(folder: Path, spec: ModelSpec, model_path: str | None) -> Start:
     for key, (dtype, shape) in reader.tensors.items():
         if key not in wanted:
             raise UserError(
-                f"adapter.targets: {folder} adapts '{_module(key)}' too, which the recipe does not; name the targets "
+                f"adapter.targets: {folder} also adapts '{_module(key)}', which the recipe does not; use the targets "
                 f"of that adapter: {', '.join(_shown(section.targets))}"
             )
         if shape != wanted[key].shape:
             raise UserError(
-                f"{folder}: '{key}' has shape {list(shape)}, and the recipe's model makes it "
-                f"{list(wanted[key].shape)}: the adapter belongs to another base"
+                f"{folder}: '{key}' has shape {list(shape)} instead of the recipe's {list(wanted[key].shape)}: the "
+                "adapter was trained on another base model"
                 f"{'' if stored.base is None else f', {one_line(stored.base, 80)}'}"
             )
         if dtype not in _FLOATS:
@@ -200,7 +200,7 @@ def open_start(folder: Path, spec: ModelSpec, model_path: str | None) -> Start:
     missing = next((key for key in wanted if key not in reader.tensors), None)
     if missing is not None:
         raise UserError(
-            f"adapter.targets: {folder} has nothing for '{_module(missing)}', which the recipe adapts; name the "
+            f"adapter.targets: {folder} has no adapter for '{_module(missing)}', which the recipe adapts; use the "
             f"targets of that adapter: {', '.join(_shown(section.targets))}"
         )
     return Start(reader, {param.name: key for key, param in wanted.items()}, said)
@@ -214,12 +214,12 @@ def _require_same_base(stored: StoredAdapter, model_path: str | None) -> list[st
     both = all(_HUB_NAME.fullmatch(name) and not Path(name).expanduser().exists() for name in (theirs, ours))
     if both and theirs.partition("@")[0] != ours.partition("@")[0]:
         raise UserError(
-            f"adapter.start: the adapter in {stored.folder} belongs to {one_line(theirs, 80)}, and model.path is "
-            f"{ours}; take the base that it was trained on"
+            f"adapter.start: the adapter in {stored.folder} was trained on {one_line(theirs, 80)}, but model.path is "
+            f"{ours}; use the base model that it was trained on"
         )
     if Path(theirs).name == Path(ours).name:
         return []
-    return [f"adapter.start: that adapter was trained on {one_line(theirs, 80)}; here it goes on on {ours}"]
+    return [f"adapter.start: the adapter was trained on {one_line(theirs, 80)}; this run continues it on {ours}"]
 
 
 def _module(key: str) -> str:

@@ -114,19 +114,19 @@ def _require_sane(values: Any, where: str, name: str = "") -> None:
             _require_sane(str(key), where, "a name")
             _require_sane(value, where, str(key))
     elif isinstance(values, str) and printable(values) != values:  # transformers' warnings would show them as they are
-        raise UserError(f"{where}: {printable(name)} holds control characters; take them out")
+        raise UserError(f"{where}: {printable(name)} contains control characters; remove them")
     elif isinstance(values, list):
         for value in values:
             if not (isinstance(value, float) and value == math.inf):  # ranges of some models are open
                 _require_sane(value, where, name)
     elif isinstance(values, float) and not math.isfinite(values):
-        raise UserError(f"{where}: {name} is {values}, which is no number; correct it")
+        raise UserError(f"{where}: {name} is {values}, which is not a number; correct it")
     elif is_size := re.fullmatch(_SIZES, name):
         if isinstance(values, str) or (isinstance(values, float) and not values.is_integer()):
-            raise UserError(f"{where}: {name} is {one_line(repr(values), 80)}, where a whole number is due; correct it")
+            raise UserError(f"{where}: {name} is {one_line(repr(values), 80)}, but must be a whole number; correct it")
         most = MOST_LAYERS if is_size.group("depth") else MOST_SIZE
         if isinstance(values, int | float) and not isinstance(values, bool) and not 0 <= values <= most:
-            raise UserError(f"{where}: {name} is {values}, and no model has that: 0 to {most:,}; correct it")
+            raise UserError(f"{where}: {name} is {values}, but must be from 0 to {most:,}; correct it")
 
 
 def model_config(recipe: Recipe, vocab_size: int | None) -> PretrainedConfig:
@@ -143,8 +143,8 @@ def model_config(recipe: Recipe, vocab_size: int | None) -> PretrainedConfig:
             return read_config(folder, model.overrides)
         if not model.has_shape:
             raise UserError(
-                f"model.path: {folder} does not exist, and the recipe gives no shape; name a Hugging Face model folder "
-                "or its config.json with --set model.path=..."
+                f"model.path: {folder} does not exist, and the recipe gives no shape; give a Hugging Face model "
+                "folder or its config.json with --set model.path=..."
             )
     vocabulary = model.vocab_size or vocab_size
     if vocabulary is None:
@@ -196,6 +196,6 @@ def _require_agreement(model: ModelConfig, config: PretrainedConfig, folder: Pat
     for name, value in given.items():
         if found[name] != value:
             raise UserError(
-                f"model.{name}: {value} in the recipe, {found[name]} in {folder}; name the folder of the recipe's "
+                f"model.{name}: {value} in the recipe, but {found[name]} in {folder}; set model.path to the recipe's "
                 f"model with --set model.path=..., or correct model.{name}"
             )

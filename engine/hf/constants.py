@@ -34,7 +34,7 @@ def read_constants_file(path: Path, crc: str | None, shapes: Mapping[str, tuple[
     with _damaged(path):
         tensors = load(_checked(path, crc))
         if (found := {name: tuple(tensor.shape) for name, tensor in tensors.items()}).items() - shapes.items():
-            raise ValueError(f"it holds {_words(found)}, and the model has {_words(shapes)}")
+            raise ValueError(f"it holds {_words(found)}, but the model has {_words(shapes)}")
         return tensors
 
 
@@ -56,7 +56,7 @@ def _damaged(path: Path) -> Iterator[None]:
 def _checked(path: Path, crc: object) -> bytes:
     content = read_regular(path)
     if crc is not None and (found := hex_crc(content)) != crc:
-        raise ValueError(f"it has CRC-32C {found}, and {crc!r:.20} was written")
+        raise ValueError(f"it has CRC-32C {found} instead of {crc!r:.20} as written")
     return content
 
 

@@ -148,7 +148,7 @@ class ConversionPlan:
         if self._stored[name].shape != expected:
             raise UserError(
                 f"{self._stored[name].file}: tensor '{name}' has shape {list(self._stored[name].shape)}, but "
-                f"config.json makes it {list(expected)}; the weights and the config do not belong together"
+                f"config.json implies {list(expected)}; the weights and the config do not match"
             )
 
     def _explain(self, conversion: Conversion, targets: list[str]) -> None:
@@ -159,7 +159,7 @@ class ConversionPlan:
         names |= _match(list(expected), conversion.sources) or {}
         for made, name in names.items():
             if name not in self._stored:
-                raise UserError(f"{where}: tensor '{name}' is missing; '{targets[0]}' is made of it")
+                raise UserError(f"{where}: tensor '{name}' is missing, from which '{targets[0]}' is made")
             self._check_shape(name, tuple(expected[made].shape))
         raise UserError(
             f"{where}: '{targets[0]}' of shape {list(self.shapes[targets[0]])} cannot be made of {conversion.sources}"

@@ -54,7 +54,7 @@ class NewRows(NamedTuple):
         if self.end > rows:
             grows = f"the embedding grows from {rows:,} to {self.end:,} rows"
         else:
-            grows = f"the embedding has {rows:,} rows, and spare ones for them"
+            grows = f"the embedding has {rows:,} rows, with spare rows for them"
         return f"{num_added:,} {tokens} added: {grows}; new rows are the mean of the others"
 
     def fill(self, values: Tensor, rows: int) -> Tensor:
@@ -80,8 +80,8 @@ def import_blocks(
     for name in layout.trained:
         if reader.tensors[name][0] not in FLOAT_DTYPES:
             raise UserError(
-                f"{reader.file(name)}: tensor '{name}' is {reader.tensors[name][0]}, which fp32 does not hold exactly; "
-                f"convert it to one of {', '.join(FLOAT_DTYPES)}"
+                f"{reader.file(name)}: tensor '{name}' is {reader.tensors[name][0]}, which fp32 cannot represent "
+                f"exactly; convert it to one of {', '.join(FLOAT_DTYPES)}"
             )
     return _import_blocks(reader, layout, spec, new_rows)
 
@@ -106,8 +106,8 @@ def _grow(values: dict[str, Tensor], spec: ModelSpec, buffer: str, new_rows: New
             values[param.name] = new_rows.fill(values[param.name], param.shape[0])
         elif tuple(values[param.name].shape) != tuple(param.shape):
             raise UserError(
-                f"model.added_tokens: model type '{spec.model_type}' has one more table by token id, "
-                f"'{param.name}', and Penstock cannot grow it; leave the tokens out"
+                f"model.added_tokens: model type '{spec.model_type}' has another table by token id, '{param.name}', "
+                "which Penstock cannot enlarge; leave the tokens out"
             )
 
 
@@ -133,8 +133,8 @@ def _read_block(reader: CheckpointReader, layout: CheckpointLayout, block: str) 
                 yield name, done[name]
             elif not _same_bits(done[name], tensor.float()):
                 raise UserError(
-                    f"{reader.folder}: {', '.join(conversion.sources)} and '{name}' are one tensor in this model and "
-                    f"differ in the checkpoint; set tie_word_embeddings to false in its config.json"
+                    f"{reader.folder}: {', '.join(conversion.sources)} and '{name}' are one tensor in this model but "
+                    "differ in the checkpoint; set tie_word_embeddings to false in its config.json"
                 )
 
 
@@ -192,7 +192,8 @@ class CheckpointLayout:
         missing = next((name for name in owner if name not in made), None)
         if missing is not None:
             raise UserError(
-                f"{reader.folder}: no tensor makes the model's parameter '{missing}'; the checkpoint is incomplete, or "
+                f"{reader.folder}: no tensor provides the model's parameter '{missing}'; the checkpoint is "
+                "incomplete, or "
                 f"its config.json belongs to another model"
             )
 
@@ -294,7 +295,7 @@ class _Rounding:
         lost = rounded.isinf() & values.isfinite()
         if lost.any():
             raise UserError(
-                f"export: tensor '{name}' holds {float(values[lost][0]):.6g}, and float16 ends at "
+                f"export: tensor '{name}' holds {float(values[lost][0]):.6g}, but the largest float16 value is "
                 f"{torch.finfo(dtype).max:g}; export as bfloat16 or float32"
             )
         self._flushed += int(((rounded == 0) & (values != 0)).sum())

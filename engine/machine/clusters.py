@@ -94,10 +94,10 @@ def parse_cluster(text: str) -> Cluster:
     written = f"--cluster {one_line(text, 40)}"
     match = re.fullmatch(r"(\d{1,6})x(\d{1,6})(?:x([a-z0-9-]+))?", text.strip().lower())
     if match is None:
-        raise UserError(f"{written}: write nodes x GPUs of each, as 2x8, or with their name, as 2x8xh100")
+        raise UserError(f"{written}: write NODESxGPUS, for example 2x8, or with the GPU's name 2x8xh100")
     nodes, gpus, name = int(match[1]), int(match[2]), match[3] or DEFAULT
     if not 1 <= nodes <= MOST_NODES or not 1 <= gpus <= MOST_GPUS_PER_NODE:
         raise UserError(f"{written}: 1 to {MOST_NODES:,} nodes with 1 to {MOST_GPUS_PER_NODE} GPUs each")
     if name not in CLUSTER_GPUS:
-        raise UserError(f"{written}: no GPU of that name is known; {', '.join(CLUSTER_GPUS)} are")
+        raise UserError(f"{written}: unknown GPU; known are {', '.join(CLUSTER_GPUS)}")
     return Cluster(nodes, gpus, CLUSTER_GPUS[name])

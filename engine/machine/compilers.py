@@ -84,11 +84,11 @@ def find_compilation(train: TrainConfig, device: torch.device, tell: Callable[[s
         return Compilation(layers=False, optimizer=False)
     layers, optimizer = layers_compile(device), optimizer_compiles()
     if train.compile == "on" and not (layers.ok and optimizer.ok):
-        raise UserError(f"train.compile: {layers.reason or optimizer.reason}; mend that, or use auto")
+        raise UserError(f"train.compile: {layers.reason or optimizer.reason}; fix that, or use auto")
     if not layers.ok:
         tell(f"layers run eagerly, which is slower: {layers.reason}")
     if not optimizer.ok:
-        tell(f"AdamW takes torch's fused kernel: {optimizer.reason}")
+        tell(f"AdamW uses torch's fused kernel: {optimizer.reason}")
     return Compilation(layers.ok, optimizer.ok)
 
 
@@ -103,7 +103,7 @@ def optimizer_compiles() -> Verdict:
         except (OSError, subprocess.SubprocessError):
             continue
         return _compiles(name, "probe.cpp", _CPP, ["-std=c++17", "-fopenmp", *_NATIVE], sysconfig.get_path("include"))
-    return Verdict(False, f"no C++ compiler: {' or '.join(names)} cannot be started (CXX can name another)")
+    return Verdict(False, f"no C++ compiler: {' or '.join(names)} could not be started (set CXX to use another)")
 
 
 @cache
@@ -113,7 +113,7 @@ def _through_triton() -> Verdict:
     compiler = os.environ.get("CC", shutil.which("gcc") or shutil.which("clang"))
     if compiler is None:
         return Verdict(
-            False, "no C compiler, which Triton needs: neither gcc nor clang is on PATH (CC can name another)"
+            False, "no C compiler, which Triton needs: neither gcc nor clang is on PATH (set CC to use another)"
         )
     scheme = sysconfig.get_default_scheme()
     # Debian's own scheme has a path for headers under which Python's are not; Triton does the same.
@@ -184,5 +184,5 @@ def _compiles(compiler: str, name: str, source: str, options: Sequence[str], inc
         return Verdict(False, f"{compiler} has no OpenMP (package libomp-dev for clang)")
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
-    complaint = next(iter([*errors, *lines]), f"it ended with {done.returncode} and said nothing")
+    complaint = next(iter([*errors, *lines]), f"it exited with {done.returncode} and no message")
     return Verdict(False, f"{compiler} cannot compile a few lines: {complaint}")

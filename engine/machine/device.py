@@ -36,7 +36,7 @@ def resolve_device(config: TrainConfig) -> torch.device:
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise UserError(
-            f"train.device: cuda was asked for, but torch finds no CUDA device: {why_no_cuda()}; use auto or cpu"
+            f"train.device: cuda was requested, but torch finds no CUDA device: {why_no_cuda()}; use auto or cpu"
         )
     if config.device == "cpu" or not available:
         return torch.device("cpu")
@@ -53,7 +53,7 @@ def resolve_device(config: TrainConfig) -> torch.device:
 
 def why_no_cuda() -> str:
     if torch.version.cuda is None and torch.version.hip is None:
-        return f"this torch ({torch.__version__}) is built without CUDA, install one that is built with it"
+        return f"this torch ({torch.__version__}) is built without CUDA; install one built with CUDA"
     try:
         torch.cuda.init()
     except Exception as error:  # torch raises several types here
@@ -137,8 +137,8 @@ def _limit_memory(settings: DeviceSettings, device: torch.device, budget_bytes: 
     others = total - free - torch.cuda.memory_reserved(device)
     if budget_bytes > total - others:
         raise UserError(
-            f"budgets.gpu: {budget_bytes:,} bytes, but {others:,} of the GPU's {total:,} are taken by other processes "
-            "and by CUDA itself; lower budgets.gpu, or end what else runs on this GPU (nvidia-smi)"
+            f"budgets.gpu: {budget_bytes:,} bytes, but {others:,} of the GPU's {total:,} are used by other processes "
+            "and by CUDA itself; lower budgets.gpu, or stop the other programs on this GPU (nvidia-smi)"
         )
     given = any("expandable_segments" in os.environ.get(name, "") for name in _ALLOC_CONF)
     if not given and torch.version.hip is None:  # which torch has for NVIDIA's driver alone
@@ -148,9 +148,8 @@ def _limit_memory(settings: DeviceSettings, device: torch.device, budget_bytes: 
     settings.call(lambda fraction: torch.cuda.set_per_process_memory_fraction(fraction, device), 1.0, min(limit, 1.0))
     torch.cuda.reset_peak_memory_stats(device)
     settings.message = (
-        f"GPU memory: {bytes_text(budget_bytes)} of {bytes_text(total)} are this run's budget; "
-        f"{bytes_text(others)} are taken by other "
-        "processes and by CUDA itself"
+        f"GPU memory: {bytes_text(budget_bytes)} of {bytes_text(total)} are this run's budget; other processes and "
+        f"CUDA itself use {bytes_text(others)}"
     )
 
 

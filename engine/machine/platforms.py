@@ -87,16 +87,18 @@ def remarks(device: torch.device, root: Path = Path("/")) -> list[str]:
         name = torch.cuda.get_device_name(device)
         if torch.version.hip is not None:
             found.append(
-                f"{name} is an AMD GPU (ROCm {torch.version.hip}), on which Penstock was never tried; kernels are "
-                "compared with a float32 reference before they are used"
+                f"{name} is an AMD GPU (ROCm {torch.version.hip}), on which Penstock has never been tested; kernels "
+                "are checked against a float32 reference before they are used"
             )
         if is_wsl(root):
-            found.append("WSL2 pins about half of its RAM: the RAM tier takes no more, unless budgets.ram says so")
+            found.append(
+                "WSL2 can pin only about half of its RAM: the RAM tier takes no more, unless budgets.ram says otherwise"
+            )
         if shares_memory(torch.cuda.get_device_properties(device)):
             found.append(f"{one_line(name, 80)} has no memory of its own: both tiers share the machine's")
     cpus, own = usable_cpus(root), len(os.sched_getaffinity(0))
     if cpus < own:
-        found.append(f"a control group gives this process the time of {cpus} CPUs, and it sees {own}: {cpus} are used")
+        found.append(f"a control group limits this process to {cpus} of the {own} CPUs that it sees; {cpus} are used")
     return found
 
 

@@ -321,7 +321,7 @@ def find_machine(name_or_path: str) -> Machine:
         return load_machine(path)
     near = difflib.get_close_matches(name_or_path.lower(), PRESETS, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"presets are {', '.join(PRESETS)}"
-    raise UserError(f"machine '{name_or_path}': no preset and no profile file of that name; {hint}")
+    raise UserError(f"machine '{name_or_path}': there is no preset or profile file of that name; {hint}")
 
 
 def profile_path() -> Path:

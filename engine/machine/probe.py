@@ -51,7 +51,7 @@ def planned_writes(
     check_folders(folders, block_bytes)
     least = least_written(len(folders), block_bytes)
     if size is not None and size < least:
-        raise UserError(f"--size {size_text(size)}: too little to measure with; give at least {size_text(least)}")
+        raise UserError(f"--size {size_text(size)}: too small to measure with; give at least {size_text(least)}")
     return folders, max(least, int(seconds * _WRITTEN_BYTES_PER_S)) if size is None else size
 
 
@@ -122,7 +122,7 @@ def _folders(paths: Sequence[Path]) -> list[Path]:
     for path in paths or [Path.cwd()]:
         folder = real_path(path)
         if folder in folders:
-            raise UserError(f"{path}: given twice; give one folder on each drive")
+            raise UserError(f"{path}: listed twice; give one folder on each drive")
         folders.append(folder)
     return folders
 
@@ -134,8 +134,8 @@ def _require_memory(device: torch.device, sizes: Sizes) -> None:
     for what, need, free in needs:
         if free < need + _SPARE_BYTES:
             raise UserError(
-                f"probe: measuring takes {need + _SPARE_BYTES:,} bytes of {what} and {free:,} are free; end what else "
-                "uses it and probe again"
+                f"probe: measuring takes {need + _SPARE_BYTES:,} bytes of {what} and {free:,} are free; stop other "
+                "programs and probe again"
             )
 
 

@@ -354,7 +354,7 @@ def _write(drive: _Files, number: int, data: memoryview, offset: int) -> None:
 
 def _read(drive: _Files, number: int, out: memoryview, offset: int) -> None:
     with reporting(drive.folder, f"reading {len(out):,} bytes"):
-        assert read_all(drive.fds[number], [out], offset), "the file is shorter than it was written"
+        assert read_all(drive.fds[number], [out], offset), "the file became shorter after it was written"
 
 
 def _sync(drive: _Files) -> None:

@@ -98,7 +98,7 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def from_json(values: Any, where: str) -> Machine:
     """The machine of a profile. Raises UserError naming `where` for another version and for missing or odd values."""
-    again = "make it again with `penstock probe --save FILE`"
+    again = "measure again with `penstock probe --save FILE`"
     if not isinstance(values, dict) or "version" not in values:
         raise UserError(f"{where}: is not a machine profile; `penstock probe --save FILE` makes one")
     if values["version"] != VERSION:

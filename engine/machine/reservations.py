@@ -152,9 +152,9 @@ class Reservation:
         planned = ram + (gpu if self._shared else 0)
         if self.others and planned > self._left_bytes:
             self._observer.on_message(
-                f"warning: this run plans {bytes_text(planned)} of RAM, and {bytes_text(self._left_bytes)} are free "
-                f"besides what others need: {words(self.others)}; lower budgets.ram, or a run may be stopped for want "
-                "of memory"
+                f"warning: this run plans {bytes_text(planned)} of RAM, and but only {bytes_text(self._left_bytes)} "
+                f"are free besides what other runs need: {words(self.others)}; lower budgets.ram, or a run may run "
+                "out of memory"
             )
 
     def allocated(self) -> None:
@@ -206,7 +206,9 @@ class Reservation:
                         break
                     time.sleep(_POLL_S)
             if self._lock < 0:
-                self._observer.on_message(f"{holder} still plans its memory; going on with what it has not reserved")
+                self._observer.on_message(
+                    f"{holder} is still planning its memory; continuing with what it has not reserved"
+                )
                 return False
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{self._run} (process {os.getpid()})\n".encode(), 0)
@@ -223,12 +225,12 @@ def _places() -> Iterator[Path]:
 
 
 def _open_folder(place: Path) -> int:
-    """A descriptor of the folder. OSError where it is not this user's alone: what is in it decides over their runs."""
+    """A descriptor of the folder. OSError where other users can access it: what is in it decides over their runs."""
     folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     status = os.fstat(folder)
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         os.close(folder)
-        raise PermissionError(None, "it is not this user's alone")
+        raise PermissionError(None, "other users can access it")
     return folder
 
 

@@ -58,8 +58,8 @@ class AdapterLayers:
         for module, base in self.bases.items():
             if base in shared:
                 raise UserError(
-                    f"'{plain_name(module)}' has an adapter, and its matrix is the embedding's and the head's in one: "
-                    "merged, both would change; export the adapter without --merged"
+                    f"'{plain_name(module)}' has an adapter, but the embedding and the head share its matrix, and "
+                    "merging would change both; export the adapter without --merged"
                 )
 
     def merged(self, values: Tensors, dtypes: Callable[[str], torch.dtype]) -> dict[str, Tensor]:
@@ -78,8 +78,8 @@ class AdapterLayers:
             sums = self._merge(module, own, found[base].to(dtypes(base), copy=True))
             if not sums.isfinite().all():
                 raise UserError(
-                    f"export: '{base}' with its adapter holds a value that {str(sums.dtype).removeprefix('torch.')} "
-                    "does not hold; export as bfloat16 or float32"
+                    f"export: '{base}' with its adapter has a value that {str(sums.dtype).removeprefix('torch.')} "
+                    "cannot represent; export as bfloat16 or float32"
                 )
             found[base] = sums.float()
         return found

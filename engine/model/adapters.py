@@ -140,8 +140,8 @@ def require_targets(model: PreTrainedModel, layers: str, adapter: AdapterConfig)
     embeddings = [name for name in targets.modules if isinstance(model.get_submodule(name), nn.Embedding)]
     if adapter.method == "dora" and embeddings:
         raise UserError(
-            f"adapter.method: dora, but '{embeddings[0]}' is an embedding, whose magnitudes would be over all tokens "
-            "at once; use lora or rslora, or leave it out of adapter.targets"
+            f"adapter.method: dora, but '{embeddings[0]}' is an embedding, which dora does not support; use lora or "
+            "rslora, or leave it out of adapter.targets"
         )
     if adapter.method == "dora" and targets.parameters:
         raise UserError(
@@ -153,8 +153,8 @@ def require_targets(model: PreTrainedModel, layers: str, adapter: AdapterConfig)
         least = min(shapes[name].shape[-2:])
         if adapter.rank > least:
             raise UserError(
-                f"adapter.rank: {adapter.rank} is larger than the least side of '{name}' "
-                f"({' x '.join(f'{n:,}' for n in shapes[name].shape)}); use at most {least:,}, or name other targets"
+                f"adapter.rank: {adapter.rank} is larger than the smallest side of '{name}' "
+                f"({' x '.join(f'{n:,}' for n in shapes[name].shape)}); use at most {least:,}, or choose other targets"
             )
     return targets
 
@@ -169,12 +169,12 @@ def _no_match(model: PreTrainedModel, layers: str, target: str) -> str:
                 if isinstance(module, _MODULES) and f".{target}." in f".{name}."
             }
         )
-        parts = f"; name what is in it: {', '.join(inside)}" if inside else ""
-        return f"'{shown}' is no linear module or embedding{parts}"
+        parts = f"; name the modules in it: {', '.join(inside)}" if inside else ""
+        return f"'{shown}' is not a linear module or an embedding{parts}"
     ends = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, _MODULES)})
     near = difflib.get_close_matches(target.rpartition(".")[2], ends, n=3, cutoff=0.5)
     if near:
-        return f"'{shown}' matches no module of the model; near it: {', '.join(near)}"
+        return f"'{shown}' matches no module of the model; the nearest are {', '.join(near)}"
     return f"'{shown}' matches no module of the model; it has {', '.join(ends)}"
 
 

@@ -132,7 +132,7 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{kind} is an encoder-decoder model; only decoder-only causal language models can be trained")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"{kind} is not a causal language model that this transformers version knows")
+        raise UserError(f"{kind} is not a causal language model known to this version of transformers")
     if getattr(config, "quantization_config", None):
         raise UserError(
             f"{kind}: the weights are quantised (quantization_config); train from the unquantised checkpoint"
@@ -166,8 +166,8 @@ def validate_context(spec: ModelSpec, sequence_length: int) -> None:
         f"over {original}) and max_position_embeddings in config.json or model.overrides"
     )
     raise UserError(
-        f"data.sequence_length: {sequence_length} tokens do not fit model type '{spec.model_type}', whose positions "
-        f"end at {reach}: {have}; shorten the sequences{advice if kind else ''}"
+        f"data.sequence_length: {sequence_length} tokens exceed the {reach} positions of model type "
+        f"'{spec.model_type}': {have}; shorten the sequences{advice if kind else ''}"
     )
 
 
@@ -334,8 +334,8 @@ def _buffers(
     unused = sorted(outer.keys() - trial.embed_parameters - trial.head_parameters)
     if unused:
         raise UserError(
-            f"model type '{model.config.model_type}': {unused[0]} ({len(unused)} such parameters) takes no part in the "
-            "text model's embedding or head; models with parts beside the text decoder cannot be trained"
+            f"model type '{model.config.model_type}': {unused[0]} ({len(unused)} such parameters) is not part of the "
+            "text model's embedding or head; models with parts other than the text decoder cannot be trained"
         )
     buffers = {EMBED: tuple(_spec(n, p) for n, p in outer.items() if n in trial.embed_parameters)}
     for index, layer in enumerate(layers):

@@ -118,7 +118,7 @@ def check_model(
 def _small_model(config: PretrainedConfig, adapter: AdapterConfig | None) -> tuple[PretrainedConfig, ModelSpec]:
     refuse_unsupported(config)
     preparing.tell(detail="making a small copy of the model")
-    with refused("could not be shrunk"):
+    with refused("could not be reduced to a small copy"):
         small, _ = shrink(config, adapter)
         return small, take_apart(small, adapter=adapter)
 

@@ -19,7 +19,7 @@ def frozen_names(names: Sequence[str], patterns: Iterable[str]) -> frozenset[str
         fitting = [name for name in names if fnmatchcase(name, pattern)]
         if not fitting:
             raise UserError(
-                f"train.freeze: '{one_line(pattern)}' fits no parameter; the nearest are {nearest(pattern, names)}"
+                f"train.freeze: '{one_line(pattern)}' matches no parameter; the nearest are {nearest(pattern, names)}"
             )
         found.update(fitting)
     return frozenset(found)
@@ -29,7 +29,7 @@ def require_rows_trained(spec: ModelSpec) -> None:
     """UserError where the rows that added tokens get would stay what they begin as."""
     for name in sorted(skeleton.vocabulary_tables(skeleton.build(spec.config)) & spec.frozen_params):
         raise UserError(
-            f"model.added_tokens: the rows of new tokens are to be trained, but train.freeze freezes {name}; leave it "
+            f"model.added_tokens: the rows of new tokens must be trained, but train.freeze freezes {name}; leave it "
             "out, or add no tokens"
         )
 
@@ -38,6 +38,6 @@ def require_some_trained(spec: ModelSpec) -> None:
     """UserError where every parameter is frozen."""
     if not spec.num_trained:
         raise UserError(
-            f"train.freeze: all {spec.num_params:,} parameters are frozen, so nothing is left to be trained; leave out "
-            "a pattern"
+            f"train.freeze: all {spec.num_params:,} parameters are frozen, so nothing is left to train; remove a "
+            "pattern"
         )

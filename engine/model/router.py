@@ -60,8 +60,8 @@ def router_coefficient(config: PretrainedConfig, wanted: float | None, *, recurr
         )
     if recurrent:
         raise UserError(
-            f"train.router_aux_loss: {wanted:g}, but model type '{kind}' is padded row by row, which this loss would "
-            "count; set it to 0"
+            f"train.router_aux_loss: {wanted:g}, but model type '{kind}' pads every row, and this loss would count "
+            "the padding; set it to 0"
         )
     return float(wanted)
 

@@ -106,7 +106,7 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     if len(outermost) != 1:
         raise UserError(
             f"model type '{model.config.model_type}': found {len(outermost)} lists of {count} layers in "
-            f"{type(model).__name__} where exactly one is needed; this model is built differently and cannot be trained"
+            f"{type(model).__name__} instead of exactly one; this model is built differently and cannot be trained"
         )
     return outermost[0]
 

@@ -156,7 +156,9 @@ def _blind(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
 def _refuse_side_channels(kind: str, seen: list[_Seen]) -> None:
     for index, call in enumerate(seen):
         if call.attention_calls > 1:
-            raise UserError(f"{kind}: layer {index} calls attention {call.attention_calls} times, once is supported")
+            raise UserError(
+                f"{kind}: layer {index} calls attention {call.attention_calls} times; only one call is supported"
+            )
         if not isinstance(call.output_hidden, Tensor) or call.output_hidden.shape != call.hidden.shape:
             raise UserError(f"{kind}: layer {index} does not return a hidden state of its input's shape")
         if index and call.hidden is not seen[index - 1].output_hidden:
@@ -167,8 +169,8 @@ def _refuse_side_channels(kind: str, seen: list[_Seen]) -> None:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 where = pytree.keystr(path[1:])
                 raise UserError(
-                    f"{kind}: layer {index} is given {where}, computed from trained parameters, beside its hidden "
-                    "state; only the hidden state may carry gradients between layers"
+                    f"{kind}: layer {index} is given {where}, computed from trained parameters, in addition to its "
+                    "hidden state; only the hidden state may carry gradients between layers"
                 )
 
 
@@ -196,7 +198,7 @@ def _mixes_tokens(kind: str, index: int, layer: nn.Module, call: _Seen) -> bool:
     (from_late,) = torch.autograd.grad(y, x, late)
     if from_early[:, half:].any():
         raise UserError(
-            f"{kind}: layer {index} ({type(layer).__name__}) lets tokens see later ones: its attention does not go "
+            f"{kind}: layer {index} ({type(layer).__name__}) lets tokens see later tokens: its attention does not go "
             "through transformers' attention interface, or it is not causal"
         )
     return bool(from_late[:, :half].any())

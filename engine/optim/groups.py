@@ -46,10 +46,10 @@ def _fits_none(pattern: str, names: list[str], frozen: Collection[str]) -> str:
     """Why a pattern counts for no parameter."""
     told = one_line(pattern)
     if any(fnmatchcase(name, pattern) for name in names):
-        return f"train.lr_groups: '{told}' counts for no parameter, as patterns before it take all; put it before them"
+        return f"train.lr_groups: '{told}' applies to no parameter, as earlier patterns match them all; put it first"
     if any(fnmatchcase(name, pattern) for name in frozen):
-        return f"train.lr_groups: '{told}' fits frozen parameters only, which have no learning rate; leave it out"
-    return f"train.lr_groups: '{told}' fits no parameter; the nearest are {nearest(pattern, names)}"
+        return f"train.lr_groups: '{told}' matches only frozen parameters, which have no learning rate; remove it"
+    return f"train.lr_groups: '{told}' matches no parameter; the nearest are {nearest(pattern, names)}"
 
 
 def nearest(pattern: str, names: Sequence[str]) -> str:

@@ -36,7 +36,7 @@ def explain(error: BaseException, op: Op | None, plan: Plan) -> UserError | None
         return UserError(_out_of_memory(text, where, plan))
     if isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and _CUDA.search(text)):
         return UserError(
-            f"the GPU failed in {where}: {text.strip().partition(chr(10))[0]}. Errors on the GPU come up late, so an "
+            f"the GPU failed in {where}: {text.strip().partition(chr(10))[0]}. GPU errors are reported late, so an "
             "earlier op may be the cause. If the GPU is gone or hangs (nvidia-smi; Xid in the kernel's log), resume on "
             "another one"
         )
@@ -54,9 +54,9 @@ def _out_of_memory(text: str, where: str, plan: Plan) -> str:
     asked = f" asked for {tried[1]} more" if tried else ""
     gpu = plan.tiers["gpu"]
     return (
-        f"budgets.gpu: out of GPU memory, in spite of the plan: {where}{asked}; the plan's peak is {gpu.peak_bytes:,} "
-        f"bytes of a budget of {gpu.budget_bytes:,}. Raise budgets.gpu, lower train.chunk_tokens, or end what "
-        "else runs on this GPU"
+        f"budgets.gpu: out of GPU memory despite the plan: {where}{asked}; the plan's peak is {gpu.peak_bytes:,} "
+        f"bytes of a budget of {gpu.budget_bytes:,}. Raise budgets.gpu, lower train.chunk_tokens, or stop the other "
+        "programs on this GPU"
     )
 
 

@@ -65,7 +65,8 @@ class MemoryGuard:
     def _message(self, op: Op, memory: FreeMemory, reserve: int) -> str:
         own = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
         return (
-            f"budgets.ram: memory is nearly used up before op {describe(op, self._plan)}: {memory.free_bytes:,} bytes "
+            f"budgets.ram: memory is almost exhausted before op {describe(op, self._plan)}: {memory.free_bytes:,} "
+            "bytes "
             f"are free of {memory.total_bytes:,} ({memory.where}), and a run stops below {reserve:,}, before it is "
             f"killed. The plan takes {self._planned_bytes:,} bytes of RAM at most; this process holds {own:,}, "
             "libraries included. Lower budgets.ram, or end what else uses memory, and resume: the last committed "

@@ -121,8 +121,8 @@ class EagerFallbacks(logging.Handler):
         if what not in self._told:
             self._told.add(what)
             self._noted.append(
-                f"torch.compile has given up {what}, compiled {record.args[1]} times: it runs eagerly from now on, "
-                "slower than planned; chunks of equal length (train.chunk_tokens) need fewer compilations"
+                f"torch.compile has given up on {what} after compiling it {record.args[1]} times: it runs eagerly "
+                "from now on, slower than planned; chunks of equal length (train.chunk_tokens) need fewer compilations"
             )
 
     def take(self) -> list[str]:

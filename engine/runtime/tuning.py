@@ -62,7 +62,7 @@ class Tuning:
             eager_s = self._step_s(found, self._measure(found, compute, brief=True))
         if steps_left * eager_s * GAIN < COMPILE_S:
             self.observer.on_message(
-                f"layers are not compiled: {steps_left:,} steps of about {eager_s:.2g} s end sooner without",
+                f"layers are not compiled: {steps_left:,} steps of about {eager_s:.2g} s finish sooner without",
                 detail=True,
             )
             return compute, self._calibrate("timing the ops", found, compute)

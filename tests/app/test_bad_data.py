@@ -105,7 +105,7 @@ CASES = {
     ),
     "an empty output": bad("alpaca", {"instruction": "a", "output": " "}, said="`output` is empty"),
     "an empty completion": bad("prompt_completion", {"prompt": "a", "completion": ""}, said="`completion` is empty"),
-    "no assistant": bad("messages", messages(("user", "a")), said="no message of the assistant"),
+    "no assistant": bad("messages", messages(("user", "a")), said="there is no assistant message"),
     "all masked": bad("tokens", {"input_ids": [5, 6], "labels": [-100, -100]}, said="no token to train"),
     "labels that are shifted": bad("tokens", {"input_ids": [5, 6], "labels": [6, -100]}, said="labels[0] is 6"),
     "a mask too short": bad(
@@ -116,7 +116,7 @@ CASES = {
     ),
     "all rows bad, and left out": Bad(
         {"source": "messages", "path": "bad.jsonl", "bad_rows": "skip"},
-        ("data.source: the corpus is empty: 2 rows were left out", "bad.jsonl:1"),
+        ("data.source: the corpus is empty: 2 rows were skipped", "bad.jsonl:1"),
         rows(messages(("user", "a")), messages(("user", "b"))),
     ),
     "all longer than a row, and dropped": Bad(
@@ -145,7 +145,7 @@ CASES = {
     ),
     "a template that does not nest": Bad(
         TALKS | {"chat_template": "changing.jinja"},
-        ("talks.jsonl:1", "messages[1]", "what is trained cannot be told", "data.trained_tokens=last or all"),
+        ("talks.jsonl:1", "messages[1]", "cannot tell which tokens to train", "data.trained_tokens=last or all"),
         {"changing.jinja": CHANGING},
     ),
     "a template that is none": Bad(
@@ -180,7 +180,7 @@ CASES = {
     "a path to nothing": Bad(TALKS | {"path": "none.jsonl"}, ("data.path: ", "none.jsonl does not exist")),
     "a folder of two kinds": Bad(
         {"source": "jsonl", "path": "both"},
-        ("both", "name a file"),
+        ("both", "give a file"),
         {"both/a.json": '[{"text": "a"}]', "both/a.csv": "text\na\n"},
     ),
 }
@@ -282,6 +282,6 @@ def test_a_file_that_changes_between_start_and_resume(here: Path, capsys: pytest
         capsys.readouterr()
         assert main(["resume", f"run{number}", "--set", "train.steps=4"]) == 0
         printed = " ".join(capsys.readouterr().out.split())
-        assert ("since the run's tokens were made" in printed) == bool(said), printed
-        assert not said or f"talks.jsonl {said.strip()} since the run's tokens were made: it goes on with" in printed
+        assert ("since the run's data was tokenized" in printed) == bool(said), printed
+        assert not said or f"talks.jsonl {said.strip()} since the run's data was tokenized; the run" in printed
         assert losses(here / f"run{number}") == losses(here / "whole")

@@ -67,7 +67,7 @@ def test_data_without_text_fields_or_place(refused: Train, tmp_path: Path) -> No
     assert "texts holds no file of rows (.json, .jsonl" in refused("data.source=jsonl", "data.path=texts")
     assert "odd.jsonl:1: no `text` field" in refused("data.source=jsonl", "data.path=odd.jsonl")
     assert "nowhere does not exist" in refused("data.path=nowhere")
-    with pytest.raises(UserError, match=r"data\.path: data\.source=jsonl needs it"):
+    with pytest.raises(UserError, match=r"data\.path: required with data\.source=jsonl"):
         require_text(DataConfig(source="jsonl"))
     assert "data.max_documents: 0 must be at least 1" in refused("data.max_documents=0")
 
@@ -137,7 +137,7 @@ def test_a_bad_input_is_one_message(name: str, tmp_path: Path) -> None:
     ("settings", "message"),
     [
         (['adapter.targets=["q_porj"]'], "adapter.targets: 'q_porj' matches no module of the model; near it: q_proj"),
-        (["adapter.rank=100000"], "adapter.rank: 100000 is larger than the least side of 'model.layers.0."),
+        (["adapter.rank=100000"], "adapter.rank: 100000 is larger than the smallest side of 'model.layers.0."),
         (["adapter.rank=0"], "adapter.rank: 0 must be at least 1"),
         (["adapter.targets=[]"], "adapter.targets: the list is empty"),
         (["adapter.start=nowhere"], "nowhere: no adapter_config.json is there"),

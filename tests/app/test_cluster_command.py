@@ -114,7 +114,7 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint(cli: Cl
     worker(process, rank=1).send_signal(signal.SIGKILL)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output
-    assert "goes on from step" in output
+    assert "continues from step" in output
     assert steps(folder / "run") == list(range(1, 61))
     assert losses(folder / "run") == pytest.approx(losses(folder / "whole"), abs=1e-4)
 
@@ -181,7 +181,7 @@ def test_what_is_wrong_everywhere_is_said_once(cli: Cli) -> None:
         (("nowhere", "--run-dir", "a"), "nowhere"),
         (("tiny.py",), "--run-dir DIR"),
         (("tiny.py", "--run-dir", "a", "--set", "data.source=text", "--set", "data.path=gone.txt"), "gone.txt"),
-        (("tiny.py", "--run-dir", "a", "--context-parallel", "2"), "does not divide the 1 ranks"),
+        (("tiny.py", "--run-dir", "a", "--context-parallel", "2"), "1 ranks cannot be divided by it"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -199,7 +199,7 @@ def test_every_group_of_ranks_gets_as_much() -> None:
         (12, 1, "set train.micro_batch_size to 1"),
         (5, 1, "set train.global_batch_size to a multiple of 5"),
         (8, 2, "4 groups of 2 ranks"),
-        (6, 4, "does not divide the 6 ranks"),
+        (6, 4, "6 ranks cannot be divided by it"),
     ):
         with pytest.raises(UserError, match=expected):
             require_even(recipe, ranks, spread)
@@ -209,7 +209,7 @@ def test_a_checkpoint_of_another_model_is_refused(one_rank: Path, capsys: pytest
     assert main(["cluster", "tiny.py", "--run-dir", "run", "--set", "train.steps=2"]) == 0
     wider = ("--set", "model.intermediate_size=64", "--set", "train.steps=3")
     error = refusal(capsys, "cluster", "tiny.py", "--run-dir", "run", *wider)
-    assert "another model" in error
+    assert "a model other than" in error
     assert "48 x 32" in error
     assert steps(one_rank / "run") == [1, 2]
 
@@ -282,14 +282,14 @@ def _cut(folder: Path) -> None:
 
 
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
-    (_pickled, "no index of a DCP checkpoint"),
+    (_pickled, "not an index of a DCP checkpoint"),
     (_other_folder, "files elsewhere"),
     (_without_record, "is missing"),
     (_edited_record, "CRC"),
-    (_no_index, "no whole DCP checkpoint"),
+    (_no_index, "not a complete DCP checkpoint"),
     (_without_a_file, "__0_0.distcp"),
-    (_flipped, "__0_1.distcp: is not as it was written"),
-    (_cut, "__0_1.distcp: is not as it was written"),
+    (_flipped, "__0_1.distcp: differs from what was written"),
+    (_cut, "__0_1.distcp: differs from what was written"),
 ]
 
 

@@ -129,7 +129,7 @@ def test_results_are_not_lost_where_they_cannot_be_kept(
     ("arguments", "message"),
     [
         (["--tasks", "needles", "--lengths", "2048"], "--lengths 2,048: exceeds the model's context of 1,024 tokens"),
-        (["--tasks", "needles", "--lengths", "200"], "--lengths 200: no room for what is hidden"),
+        (["--tasks", "needles", "--lengths", "200"], "--lengths 200: too short for the hidden text"),
         (["--tasks", "needles", "--lengths", "many"], "--lengths many: not a number"),
         (["--tasks", "needles", "--filler", "poems"], "--filler poems: write essay or noise"),
         (["--tasks", ","], "--tasks: no task given"),

@@ -129,7 +129,7 @@ BAD_DATA: dict[str, tuple[list[str], str]] = {
     "empty folder": (["data.source=text", "data.path=folder"], "the corpus is empty"),
     "no text at all": (["data.source=text", "data.path=latin.txt"], "not UTF-8 text"),
     "no tokenizer": (["data.tokenizer=nowhere"], "nowhere does not exist"),
-    "no vocabulary": (["data.source=random"], "model.vocab_size: data.source=random needs it"),
+    "no vocabulary": (["data.source=random"], "model.vocab_size: required with data.source=random"),
 }
 
 TRAINS_WITHOUT_TORCH = """
@@ -169,5 +169,5 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytes
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("text")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "b.txt")  # root may read everything
-    with pytest.raises(UserError, match=r"b\.txt may not be read by this user"):
+    with pytest.raises(UserError, match=r"b\.txt cannot be read by this user"):
         require_inputs(Recipe(name="x", data=DataConfig(source="text", path=str(tmp_path))))

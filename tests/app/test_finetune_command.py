@@ -267,7 +267,7 @@ MUTE = json.dumps({"messages": [{"role": "user", "content": "hello"}]})
 BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no model": (no_model, "nothing-here"),
     "no weights": (no_weights, "contains no *.safetensors"),
-    "no tokenizer": (no_tokenizer, "holds no tokenizer files"),
+    "no tokenizer": (no_tokenizer, "has no tokenizer files"),
     "no template": (no_template, "chat template"),
     "no data": (no_data, "nowhere.jsonl"),
     "a model of the hub without a network": (lambda here: ["hf://nobody/x", "talks.jsonl"], "HF_HUB_OFFLINE is set"),
@@ -284,7 +284,7 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "a context beyond the model's": (settings("data.sequence_length=4096"), "max_position_embeddings 1024"),
     "a tracker that nobody is logged in to": (settings('trackers=["wandb"]'), "wandb: you are not logged in"),
-    "an adapter of another base": (other_adapter, "belongs to another base"),
+    "an adapter of another base": (other_adapter, "was trained on another base model"),
     "no adapter": (settings("adapter.method=lora", "adapter.start=nothing-here"), "nothing-here"),
     "a prompt beyond the context": (
         settings("samples.every=2", f'samples.prompts=["{"long " * 1024}"]'),

@@ -175,7 +175,7 @@ def test_the_newest_are_kept(folder: Path, recipe: Recipe, monkeypatch: pytest.M
 def test_a_refusal_is_not_kept(folder: Path, recipe: Recipe) -> None:
     long = replace(recipe, data=replace(recipe.data, sequence_length=1 << 20))
     for _ in range(2):
-        with pytest.raises(UserError, match="tokens do not fit model type"):
+        with pytest.raises(UserError, match="positions of model type"):
             plan_recipe(long)
     assert not folder.exists()
 

@@ -247,7 +247,7 @@ def test_training_goes_on_while_the_place_refuses(s3: S3, tmp_path: Path) -> Non
     for line in failed:
         assert line.startswith("storage.offsite: step ")
         assert "the credentials were refused" in line
-        assert line.endswith("Step 2 is the newest there; tried again when next due")
+        assert line.endswith("Step 2 is the newest there; it will be tried again with the next upload")
     assert not any(name.startswith("offsite-") for name in checkpoint_names(run / "state"))
 
 

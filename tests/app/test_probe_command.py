@@ -86,7 +86,7 @@ def test_save_keeps_it_elsewhere(tiny: Path, tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["missing"], "no such folder"), ([".", "."], "given twice"), ([".", "--save", "."], "is a folder")],
+    [(["missing"], "no such folder"), ([".", "."], "listed twice"), ([".", "--save", "."], "is a folder")],
 )
 def test_bad_input(
     tiny: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -142,14 +142,14 @@ def test_what_it_refuses(
     asks = ["--prompt", "x"]
     assert "prompt 1: " in (said := refused(str(model), "--prompt", "apple " * 300))
     assert "and the model's context is 256; shorten it" in said
-    assert "there is no tokenizer" in refused(str(bare), *asks)
+    assert "it has no tokenizer" in refused(str(bare), *asks)
     assert "has no chat template" in refused(str(mute), "--chat")
     assert "not a model: neither a run, which has a recipe.json, nor a Hugging Face folder" in refused("empty", *asks)
     assert "nothing: no such run" in refused("nothing", *asks)
     assert "unborn" in refused("unborn", *asks)
     assert "only runs have checkpoints" in refused(str(model), *asks, "--checkpoint", "x")
     assert "checkpoint" in refused(str(run), *asks, "--checkpoint", "never")
-    assert "--gpu: 1MiB do not hold one block" in (said := refused(str(model), *asks, "--gpu", "1MiB"))
+    assert "--gpu: 1MiB cannot hold one block" in (said := refused(str(model), *asks, "--gpu", "1MiB"))
     assert "give at least " in said
     assert "--gpu: 'much' is not a size" in refused(str(model), *asks, "--gpu", "much")
     assert "give --prompt TEXT, --prompt-file FILE or --chat" in refused(str(model))

@@ -143,12 +143,12 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "no adapter_config.json is there"),
     "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors"),
     "no JSON": (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json: not readable"),
-    "no LoRA": (_changed(peft_type="IA3"), "an adapter of type IA3; only LoRA is known"),
+    "no LoRA": (_changed(peft_type="IA3"), "an adapter of type IA3; only LoRA is supported"),
     "patterns": (_changed(rank_pattern={"q_proj": 2}), "rank_pattern is set"),
     "rank": (_changed(r=8), "adapter.rank: 4 in the recipe, 8 in "),
     "alpha": (_changed(lora_alpha=7), "adapter.alpha: 6.0 in the recipe, 7.0 in "),
     "method": (_changed(use_dora=True), "adapter.method: lora in the recipe, dora in "),
-    "shapes": (_other_base, "the adapter belongs to another base"),
+    "shapes": (_other_base, "the adapter was trained on another base model"),
     "targets": (_without_a_tensor, "has nothing for 'model.layers.0.self_attn.k_proj', which the recipe adapts"),
     "cut": (_cut, "truncated"),
 }
@@ -203,7 +203,10 @@ def test_an_adapter_beside_random_weights_is_exported_merged(tmp_path: Path) -> 
     told = export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "merged")
     assert (told.adapter, told.remarks) == (
         None,
-        ["merged: the adapter stands beside random weights, which nobody else has"],
+        [
+            "merged: the adapter was trained on random weights that exist only in this run, so the whole model is "
+            "exported"
+        ],
     )
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
 

@@ -46,7 +46,7 @@ def test_rows_begin_as_the_mean_are_trained_and_exported(tmp_path: Path, tied: b
     sections = {"model": model, "data": data, "train": tiny.training(steps=2, lr=1e-30)}
     tiny.train_run(tmp_path / "run", observer, **sections)
     said = next(message for message in observer.messages if "tokens added" in message)
-    grows, has = f"grows from {size} to {size + 2} rows", f"has {size + spare} rows, and spare ones for them"
+    grows, has = f"grows from {size} to {size + 2} rows", f"has {size + spare} rows, with spare rows for them"
     assert said == f"2 tokens added: the embedding {has if spare else grows}; new rows are the mean of the others"
     export(tmp_path / "run", tiny.recipe(**sections), out_dir=tmp_path / "out", dtype="float32")
     before, after = load_file(origin / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
@@ -88,8 +88,8 @@ def test_new_rows_are_trained(tmp_path: Path) -> None:
     ("added", "message"),
     [
         (["<a>", "<a>"], r"model\.added_tokens: '<a>' appears twice"),
-        (["  "], "is no token"),
-        (["<|endoftext|>"], r"'<\|endoftext\|>' is a token of .* already; take it out"),
+        (["  "], "is not a token"),
+        (["<|endoftext|>"], r"'<\|endoftext\|>' is already a token of .*; remove it"),
     ],
 )
 def test_tokens_that_cannot_be_added(tmp_path: Path, added: list[str], message: str) -> None:
@@ -119,7 +119,7 @@ def test_rows_that_would_never_be_trained_are_not_added(tmp_path: Path, pattern:
         "data": DataConfig(source="text", path=str(text_file(tmp_path)), sequence_length=16),
         "train": tiny.training(freeze=[pattern]),
     }
-    said = rf"model\.added_tokens: the rows of new tokens are to be trained, but train\.freeze freezes .*{pattern[1:6]}"
+    said = rf"model\.added_tokens: the rows of new tokens must be trained, but train\.freeze freezes .*{pattern[1:6]}"
     with pytest.raises(UserError, match=said):
         tiny.train_run(tmp_path / "run", tiny.Silent(), **sections)
     assert not (tmp_path / "run" / "state").exists()

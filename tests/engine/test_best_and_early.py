@@ -147,7 +147,7 @@ def test_a_run_that_goes_back_says_that_the_best_is_of_steps_done_again(
     run(tmp_path, storage={"keep_every": 1, "checkpoint_every": 1})
     told(losses, [3.0, 2.5, 2.4, 9.0, 9.0, 9.0])
     observer, _ = run(tmp_path, resume=True, checkpoint="step-000002", storage={"keep_every": 1, "checkpoint_every": 1})
-    assert any("best-000004 is of a step that is done again" in text for text in observer.messages)
+    assert any("best-000004 is of a step that is being repeated" in text for text in observer.messages)
     assert best_step(tmp_path) == 3
     assert sum(name.startswith("best-") for name in tiny.kept(tmp_path)) == 1
 

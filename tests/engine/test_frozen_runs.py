@@ -124,11 +124,11 @@ def test_a_frozen_run_goes_on_from_checkpoints_and_only_as_it_began(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"freeze": ["*.atn.*"]}, "train.freeze: '*.atn.*' fits no parameter; the nearest are"),
-        ({"freeze": ["*"]}, "parameters are frozen, so nothing is left to be trained"),
+        ({"freeze": ["*.atn.*"]}, "train.freeze: '*.atn.*' matches no parameter; the nearest are"),
+        ({"freeze": ["*"]}, "parameters are frozen, so nothing is left to train"),
         (
             {"freeze": ["*.mlp.*"], "lr_groups": {"*.mlp.*": 0.1}},
-            "train.lr_groups: '*.mlp.*' fits frozen parameters only, which have no learning rate; leave it out",
+            "train.lr_groups: '*.mlp.*' matches only frozen parameters, which have no learning rate; remove it",
         ),
     ],
 )

@@ -89,7 +89,7 @@ def test_unknown_cards_and_kernels_without_published_rates() -> None:
     assert soft_capped.now is None
     assert soft_capped.words(None) == (
         "attention: flash-attn-2 would be faster on Ada GPUs and is not installed: "
-        "pip install --no-build-isolation 'penstock[flash2]'; what it brings over the present kernel is not published"
+        "pip install --no-build-isolation 'penstock[flash2]'; no published rates compare it with the current kernel"
     )
 
 

@@ -258,8 +258,8 @@ def test_what_is_asked_of_a_chat_is_in_its_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "data", "asked", "message"),
     [
-        ({}, {}, {}, r"samples\.prompts: data\.source=random brings no tokenizer .* data\.tokenizer"),
-        (MODEL, {"source": "text"}, {"chat": True}, r"samples\.chat: the tokenizer has no chat template; name a file"),
+        ({}, {}, {}, r"samples\.prompts: data\.source=random has no tokenizer .* data\.tokenizer"),
+        (MODEL, {"source": "text"}, {"chat": True}, r"samples\.chat: the tokenizer has no chat template; set data"),
         (
             MODEL,
             {"source": "text", "sequence_length": 64},

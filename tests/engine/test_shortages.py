@@ -47,7 +47,7 @@ def test_a_step_in_which_something_is_used_up(tmp_path: Path, straight: str, nam
         patch.setattr(Runtime, "perform", short)
         with pytest.raises(UserError, match=rf"in op \w+ \S+ .*: {message}") as caught:
             tiny.train_run(tmp_path, observer)
-    intact = re.search(r"Generation \d+ \(step \d\) is intact: mend this, then resume", str(caught.value))
+    intact = re.search(r"Generation \d+ \(step \d\) is intact: fix the cause, then resume", str(caught.value))
     assert (intact is not None) == bool(observer.metrics), "a run without a step has nothing to resume from"
     assert trained(tmp_path, resume=True) == straight
 

@@ -154,7 +154,7 @@ def test_a_run_tells_the_step_that_leapt_resumed_or_not(tmp_path: Path) -> None:
         assert told[0].loss > 9 * told[0].expected
         assert told[0].num_documents == len(told[0].documents) > 0
         assert told[0].documents[0].where.startswith("random document ")
-        assert told[0].words().startswith("step 24: the loss leapt to ")
+        assert told[0].words().startswith("step 24: the loss jumped to ")
     assert second.spikes[0].documents == straight.spikes[0].documents
     assert second.spikes[0].expected == straight.spikes[0].expected
 

@@ -60,7 +60,7 @@ def test_one_at_a_time_and_the_newest_next(tmp_path: Path, monkeypatch: pytest.M
     observer = Counts()
     storage = tiny.storage(offsite=str(place), offsite_every=1, offsite_bandwidth="2GiB", keep_good=None)
     tiny.train_run(tmp_path / "run", observer, storage=storage)
-    said = [message for message in observer.messages if "is due for an upload, and that of step" in message]
+    said = [message for message in observer.messages if "is due for upload, but the upload of step" in message]
     assert len(said) == 1
     assert most == 1
     assert entries(place)[-1] == 6

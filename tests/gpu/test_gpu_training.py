@@ -131,7 +131,7 @@ def test_the_budget_is_enforced_and_what_breaks_it_is_explained(tmp_path: Path) 
         with pytest.raises(torch.OutOfMemoryError) as caught:
             train_step(session)
         text = str(explain(caught.value, session.executor.failed_op, session.plan))
-        assert "out of GPU memory, in spite of the plan: op head of block head, chunk" in text
+        assert "out of GPU memory despite the plan: op head of block head, chunk" in text
         assert "asked for 1024.00 MiB more" in text or "asked for 1.00 GiB more" in text
     assert tiny.digest_of(tmp_path) == before
 

@@ -69,12 +69,12 @@ def read_rows(file: Path, bad: BadRows) -> Iterator[Row]:
     ending = container_of(file)
     if ending is None:
         raise UserError(
-            f"{printable(file)}: no file of rows; its name ends in none of {', '.join(CONTAINERS)} "
-            f"(with {', '.join(COMPRESSIONS)} behind it where it is compressed)"
+            f"{printable(file)}: not a file of rows: its name must end in one of {', '.join(CONTAINERS)} (followed by "
+            f"{', '.join(COMPRESSIONS)} if compressed)"
         )
     reader = cast(Container, importlib.import_module(CONTAINERS[ending]))
     if file.suffix.lower() in COMPRESSIONS and not reader.COMPRESSED:
-        raise UserError(f"{printable(file)}: {ending} files are not read compressed; decompress it first")
+        raise UserError(f"{printable(file)}: {ending} files cannot be read compressed; decompress it first")
     try:
         yield from reader.read(file, bad)
     except OSError as error:
@@ -206,7 +206,8 @@ class _FromUtf16(io.RawIOBase):
             except UnicodeError as error:
                 at = self._read + getattr(error, "start", 0)
                 raise UserError(
-                    f"{printable(self._file)}: not UTF-16 text about byte {at:,}, though it begins so; save it as UTF-8"
+                    f"{printable(self._file)}: not UTF-16 text around byte {at:,}, although it starts as such; save "
+                    "it as UTF-8"
                 ) from error
             self._read += len(data)
             if not data:
@@ -227,7 +228,7 @@ def decode_line(line: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         raise RowError(
             f"{where}: not UTF-8 text (byte 0x{line[error.start]:02x} at {error.start + 1:,} of the line); convert "
-            "the file, from Latin-1 say: iconv -f LATIN1 -t UTF-8 OLD > NEW"
+            "the file, for example from Latin-1: iconv -f LATIN1 -t UTF-8 OLD > NEW"
         ) from error
 
 

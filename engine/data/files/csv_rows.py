@@ -32,7 +32,7 @@ def read(file: Path, bad: BadRows) -> Iterator[Row]:
             return
         twice = next((column for column in columns if column and columns.count(column) > 1), None)
         if twice is not None:
-            raise UserError(f"{name}:1: the column '{one_line(twice)}' is there twice; name each once")
+            raise UserError(f"{name}:1: the column '{one_line(twice)}' appears twice; name each column once")
         while True:
             where = f"{name}:{lines.line_num + 1}"
             values = _next(lines, name)
@@ -43,8 +43,8 @@ def read(file: Path, bad: BadRows) -> Iterator[Row]:
             if len(values) != len(columns):
                 bad.add(
                     RowError(
-                        f"{where}: {len(values)} values for {len(columns)} columns; put values that hold the "
-                        "separator or a line's end into double quotes"
+                        f"{where}: {len(values)} values for {len(columns)} columns; put values that contain the "
+                        "separator or a line break in double quotes"
                     )
                 )
                 continue
@@ -57,7 +57,7 @@ def _next(lines: Iterator[list[str]], name: str) -> list[str] | None:
         return next(lines, None)
     except csv.Error as error:
         at = getattr(lines, "line_num", 0)
-        raise UserError(f"{name}:{at}: no row of values ({one_line(error)}); look at its double quotes") from error
+        raise UserError(f"{name}:{at}: not a row of values ({one_line(error)}); check its double quotes") from error
 
 
 def _lines(first: bytes, stream: BinaryIO, name: str) -> Iterator[str]:

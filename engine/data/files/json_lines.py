@@ -44,11 +44,11 @@ def _row(line: bytes, where: str) -> Row | None:
         raise
     except json.JSONDecodeError as error:
         raise RowError(
-            f"{where}: not a JSON object: {error.msg}, column {error.pos + 1:,}; each line needs one"
+            f"{where}: not a JSON object: {error.msg}, column {error.pos + 1:,}; each line must be one"
         ) from error
     except ValueError as error:
-        raise RowError(f"{where}: not a JSON object: {error}; each line needs one") from error
+        raise RowError(f"{where}: not a JSON object: {error}; each line must be one") from error
     if not isinstance(record, dict):
-        hint = "; a list of rows goes into a .json file" if isinstance(record, list) else ""
-        raise RowError(f"{where}: not a JSON object, which each line needs{hint}")
+        hint = "; put a list of rows in a .json file" if isinstance(record, list) else ""
+        raise RowError(f"{where}: not a JSON object, as each line must be{hint}")
     return Row(where, record)

@@ -38,7 +38,7 @@ def read(file: Path, bad: BadRows) -> Iterator[Row]:
         elif begin:
             raise text.wrong("neither a list of objects nor an object that holds one")
         if text.next():
-            raise text.wrong("something follows the end of the list; JSON lines belong into a .jsonl file")
+            raise text.wrong("something follows the end of the list; put JSON lines in a .jsonl file")
 
 
 def _is_lines(file: Path) -> bool:
@@ -68,7 +68,7 @@ def _object(text: _Text, bad: BadRows, name: str) -> Iterator[Row]:
     while text.next() == '"' or text.skip(","):
         key = text.value()
         if not isinstance(key, str) or not text.skip(":"):
-            raise text.wrong("a field's name and a colon are wanted")
+            raise text.wrong("expected a field's name and a colon")
         if text.next() != "[":
             text.value()
             continue
@@ -80,12 +80,12 @@ def _object(text: _Text, bad: BadRows, name: str) -> Iterator[Row]:
             continue
         if found is not None:
             raise text.wrong(
-                f"two lists of objects, '{printable(found)}' and '{printable(key)}'; leave one, or write a file each"
+                f"two lists of objects, '{printable(found)}' and '{printable(key)}'; keep one, or write two files"
             )
         found = key
         yield from _elements(text, bad, f"{name}:row ", opened=True)
     if not text.skip("}"):
-        raise text.wrong("an object that does not end")
+        raise text.wrong("an object that is not closed")
     if found is None:
         raise UserError(
             f"{name}: an object without a list of objects; write a list of rows, or one object a line (.jsonl)"
@@ -104,7 +104,7 @@ def _elements(text: _Text, bad: BadRows, where: str, opened: bool = False) -> It
         value = text.value()
         try:
             if not isinstance(value, dict):
-                raise RowError(f"{where}{number}: not a JSON object, which each row needs")
+                raise RowError(f"{where}{number}: not a JSON object, as each row must be")
             try:
                 require_sound(value)
             except ValueError as error:
@@ -115,7 +115,7 @@ def _elements(text: _Text, bad: BadRows, where: str, opened: bool = False) -> It
         if text.skip("]"):
             return
         if not text.skip(","):
-            raise text.wrong(f"a comma or the end of the list is wanted behind row {number}")
+            raise text.wrong(f"expected a comma or the end of the list after row {number}")
 
 
 class _Text:
@@ -186,7 +186,7 @@ class _Text:
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{self._name}: not UTF-8 text (byte 0x{error.object[error.start]:02x} about byte "
-                f"{self._bytes + error.start:,} of the file); convert it, from Latin-1 say: "
+                f"{self._bytes + error.start:,} of the file); convert it, for example from Latin-1: "
                 "iconv -f LATIN1 -t UTF-8 OLD > NEW"
             ) from error
         self._bytes += len(data)

@@ -37,7 +37,9 @@ def find_splits(root: Path) -> dict[str, list[Path]]:
     if (root / "dataset_dict.json").is_file():
         names = _saved(root / "dataset_dict.json").get("splits")
         if not isinstance(names, list) or not all(isinstance(name, str) and (root / name).is_dir() for name in names):
-            raise UserError(f"{printable(root)}: dataset_dict.json names splits that are not there; save it again")
+            raise UserError(
+                f"{printable(root)}: dataset_dict.json lists splits that do not exist; save the data set again"
+            )
         return {name: _saved_files(root / name) for name in names}
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
         return {TRAIN: _saved_files(root)}
@@ -48,8 +50,8 @@ def find_splits(root: Path) -> dict[str, list[Path]]:
     kinds = sorted({str(container_of(file)) for file in files})
     if len(kinds) > 1:
         raise UserError(
-            f"data.path: {printable(root)} holds {' and '.join(kinds)} files, which may be the same rows twice; name a "
-            "file, or a folder with one kind"
+            f"data.path: {printable(root)} holds {' and '.join(kinds)} files, which may hold the same rows twice; "
+            "give a file, or a folder with one kind"
         )
     found: dict[str, list[Path]] = defaultdict(list)
     for file in files:
@@ -73,8 +75,8 @@ def _named_in_readme(root: Path) -> dict[str, list[Path]] | None:
     if len(sets) > 1:
         names = ", ".join(printable(one.get("config_name")) for one in sets)
         raise UserError(
-            f"data.path: {printable(root)} holds several data sets: {names} (README.md); name the folder or the file "
-            "of one"
+            f"data.path: {printable(root)} holds several data sets: {names} (README.md); give the folder or file of "
+            "one of them"
         )
     found: dict[str, list[Path]] = {}
     entries = sets[0].get("data_files")
@@ -135,8 +137,8 @@ def split_files(root: Path, split: str | None) -> list[Path]:
     splits = find_splits(root)
     if not splits:
         raise UserError(
-            f"data.path: {printable(root)} holds no file of rows ({', '.join(CONTAINERS)}, also with "
-            f"{', '.join(COMPRESSIONS)} behind)"
+            f"data.path: {printable(root)} holds no file of rows ({', '.join(CONTAINERS)}, optionally followed by "
+            f"{', '.join(COMPRESSIONS)})"
         )
     wanted = split or (TRAIN if len(splits) > 1 else next(iter(splits)))
     if wanted not in splits:

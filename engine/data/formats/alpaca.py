@@ -28,7 +28,7 @@ def convert(fields: dict[str, Any], where: str) -> Conversation:
     if not (instruction.strip() or given.strip()):
         raise RowError(f"{where}: `instruction` and `input` are empty; one of them must ask something")
     if not output.strip():
-        raise RowError(f"{where}: `output` is empty; there is nothing to train on")
+        raise RowError(f"{where}: `output` is empty, so there is nothing to train on")
     history = _history(fields, where)
     question = "\n\n".join(part for part in (instruction, given) if part)
     messages = [{"role": "system", "content": system}] if system else []
@@ -46,5 +46,5 @@ def _history(fields: dict[str, Any], where: str) -> list[tuple[str, str]]:
     history = unpacked(fields.get("history")) or []
     for pair in history if isinstance(history, list) else [history]:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
-            raise RowError(f"{where}: `history` holds {kind(pair)}; a list of [question, answer] is wanted")
+            raise RowError(f"{where}: `history` holds {kind(pair)}; expected a list of [question, answer]")
     return [(asked, answered) for asked, answered in history]

@@ -116,7 +116,7 @@ def list_field(fields: dict[str, Any], name: str, where: str) -> list[Any]:
     """A field that is a list, or the JSON of one. RowError where it is missing, empty or anything else."""
     value = unpacked(required(fields, name, where))
     if not isinstance(value, list):
-        raise RowError(f"{where}: `{name}` is {kind(value)}; a list is wanted")
+        raise RowError(f"{where}: `{name}` is {kind(value)}; expected a list")
     if not value:
         raise RowError(f"{where}: `{name}` is empty")
     return value

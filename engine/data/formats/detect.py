@@ -59,9 +59,9 @@ def detect(path: Path, split: str | None = None) -> Detected:
         bad = BadRows("skip")
         first = [row.fields for row in itertools.islice(read_rows(files[0], bad), _ROWS)]
     except OSError as error:
-        raise UserError(f"data.path: {error.filename or root} cannot be looked into: {error.strerror}") from error
+        raise UserError(f"data.path: {error.filename or root} cannot be read: {error.strerror}") from error
     if not first:
-        raise UserError(bad.first or f"{printable(files[0])}: no row in it; name a file that has some")
+        raise UserError(bad.first or f"{printable(files[0])}: it has no rows; give a file that has some")
     source, rename = _format_of(first, files[0])
     columns = list(dict.fromkeys(name for fields in first for name in fields))
     return Detected(source, chosen if len(splits) > 1 else None, list(splits), len(files), columns, rename)
@@ -80,7 +80,7 @@ def _format_of(rows: list[dict[str, Any]], file: Path) -> tuple[str, dict[str, s
             return "messages", {"messages": name}
     columns = one_line(", ".join(dict.fromkeys(name for fields in rows for name in fields)), 300)
     raise UserError(
-        f"{printable(file)}: no known format has the columns {columns}; say what they are, such as "
+        f"{printable(file)}: the columns {columns} match no known format; say what they are, such as "
         'data.source=prompt_completion data.columns={"prompt": "...", "completion": "..."} or data.source=jsonl '
         'data.columns={"text": "..."}'
     )
@@ -100,7 +100,7 @@ def _plain_text(root: Path) -> Detected:
             text = "\0"
         if "\0" in text:
             raise UserError(
-                f"data.path: {printable(file)} is neither a file of rows that is known (.json, .jsonl, .csv, .tsv, "
+                f"data.path: {printable(file)} is neither a supported file of rows (.json, .jsonl, .csv, .tsv, "
                 ".parquet, .arrow) nor UTF-8 text; convert it, or name another path"
             )
     return Detected("text", None, [], len(files), [])

@@ -48,13 +48,13 @@ def read_tools(fields: dict[str, Any], where: str) -> list[dict[str, Any]] | Non
     if tools in (None, "", []):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(f"{where}: `tools` is {kind(tools)}; a list of JSON schemas of functions is wanted")
+        raise RowError(f"{where}: `tools` is {kind(tools)}; expected a list of JSON schemas of functions")
     return tools
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise RowError(f"{where} is {kind(value)}; an object with `role` and `content` is wanted")
+        raise RowError(f"{where} is {kind(value)}; expected an object with `role` and `content`")
     message = {key: item for key, item in value.items() if item is not None}
     role = message.get("role")
     if role not in ROLES:
@@ -81,7 +81,7 @@ def require_weight(weight: Any, where: str) -> None:
     """RowError where a message's weight is no number from 0 on."""
     number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not number or not 0 <= weight < math.inf:
-        raise RowError(f"{where}: `weight` is {one_line(weight, 40)}; a number from 0 on is wanted")
+        raise RowError(f"{where}: `weight` is {one_line(weight, 40)}; expected a number of at least 0")
 
 
 def _text(content: Any, where: str) -> str:
@@ -89,13 +89,13 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RowError(f"{where}: `content` is {kind(content)}; a text is wanted, or a list of parts with text")
+        raise RowError(f"{where}: `content` is {kind(content)}; expected a text, or a list of parts with text")
     texts = []
     for part in content:
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str):
             what = one_line(part.get("type", "no text"), 40) if isinstance(part, dict) else kind(part)
-            raise RowError(f"{where}: `content` has a part that is {what}; only text is trained, leave it out")
+            raise RowError(f"{where}: `content` has a part that is {what}; only text can be trained on, remove it")
         texts.append(text)
     return "".join(texts)
 
@@ -103,7 +103,7 @@ def _text(content: Any, where: str) -> str:
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     calls = unpacked(calls)
     if not isinstance(calls, list):
-        raise RowError(f"{where}: `tool_calls` is {kind(calls)}; a list is wanted")
+        raise RowError(f"{where}: `tool_calls` is {kind(calls)}; expected a list")
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -25,14 +25,16 @@ def convert(fields: dict[str, Any], where: str) -> Completion | Conversation:
     prompt, completion = (_messages_or_text(fields, name, where) for name in FIELDS[:2])
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
-            raise RowError(f"{where}: `completion` is empty; there is nothing to train on")
+            raise RowError(f"{where}: `completion` is empty, so there is nothing to train on")
         return Completion(where, prompt, completion)
     if isinstance(prompt, str) or isinstance(completion, str):
-        raise RowError(f"{where}: of `prompt` and `completion` one is a text and one a list; both must be the same")
+        raise RowError(
+            f"{where}: one of `prompt` and `completion` is a text and the other a list; both must be of the same kind"
+        )
     asked = [message | {"weight": 0} for message in read_messages(prompt, where, "prompt")]
     answered = read_messages(completion, where, "completion")
     if not any(message["role"] == "assistant" for message in answered):
-        raise RowError(f"{where}: `completion` has no assistant's message; there is nothing to train on")
+        raise RowError(f"{where}: `completion` has no assistant message, so there is nothing to train on")
     return Conversation(where, asked + answered, read_tools(fields, where))
 
 
@@ -42,5 +44,5 @@ def _messages_or_text(fields: dict[str, Any], name: str, where: str) -> str | li
     if isinstance(messages, list) and (has_messages(messages) or not isinstance(value, str)):
         return messages
     if not isinstance(value, str):
-        raise RowError(f"{where}: `{name}` is {kind(value)}; a text or a list of messages is wanted")
+        raise RowError(f"{where}: `{name}` is {kind(value)}; expected a text or a list of messages")
     return value

@@ -54,7 +54,7 @@ def convert(fields: dict[str, Any], where: str) -> Conversation:
 
 def _message(turn: Any, where: str) -> dict[str, Any]:
     if not isinstance(turn, dict):
-        raise RowError(f"{where} is {kind(turn)}; an object with `from` and `value` is wanted")
+        raise RowError(f"{where} is {kind(turn)}; expected an object with `from` and `value`")
     who, value = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
     role = ROLES.get(who.lower()) if isinstance(who, str) else None
     if role is None:
@@ -68,5 +68,5 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
     called = unpacked(value)
     calls = called if isinstance(called, list) else [called]
     if not all(isinstance(call, dict) for call in calls):
-        raise RowError(f'{where}: a function_call is JSON: {{"name": ..., "arguments": {{...}}}}')
+        raise RowError(f'{where}: a function_call must be JSON: {{"name": ..., "arguments": {{...}}}}')
     return message | {"tool_calls": [{"type": "function", "function": call} for call in calls]}

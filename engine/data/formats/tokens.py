@@ -32,7 +32,7 @@ def convert(fields: dict[str, Any], where: str) -> Ids:
     ids = list_field(fields, name, where)
     wrong = next((i for i, token in enumerate(ids) if not is_whole(token) or not 0 <= token <= _MOST_ID), None)
     if wrong is not None:
-        raise RowError(f"{where}: {name}[{wrong}] is {one_line(ids[wrong], 40)}, which is no token id")
+        raise RowError(f"{where}: {name}[{wrong}] is {one_line(ids[wrong], 40)}, which is not a token id")
     weights = _weights(fields, ids, where)
     if fields.get("attention_mask") is not None:
         there = _aligned(fields, "attention_mask", ids, where)
@@ -57,12 +57,12 @@ def _weights(fields: dict[str, Any], ids: list[int], where: str) -> list[float] 
     values = _aligned(fields, name, ids, where)
     for index, value in enumerate(values):
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise RowError(f"{where}: {name}[{index}] is {one_line(value, 40)}; a number from 0 on is wanted")
+            raise RowError(f"{where}: {name}[{index}] is {one_line(value, 40)}; expected a number of at least 0")
     return [float(value) for value in values]
 
 
 def _aligned(fields: dict[str, Any], name: str, ids: list[int], where: str) -> list[Any]:
     values = list_field(fields, name, where)
     if len(values) != len(ids):
-        raise RowError(f"{where}: `{name}` has {len(values):,} values for {len(ids):,} ids; one for each is wanted")
+        raise RowError(f"{where}: `{name}` has {len(values):,} values for {len(ids):,} ids; expected one for each")
     return values

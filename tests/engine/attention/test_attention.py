@@ -136,7 +136,7 @@ def test_what_would_be_computed_wrongly_is_refused() -> None:
     module = torch.nn.Linear(2, 2)
     q = torch.zeros(1, 2, 3, 4)
     cases: list[tuple[str, Tensor | None, dict[str, Any]]] = [
-        ("mask of its own", torch.zeros(1, 1, 3, 3), {}),
+        ("its own attention mask", torch.zeros(1, 1, 3, 3), {}),
         ("position bias", None, {"position_bias": torch.zeros(1, 2, 3, 3)}),
         ("not causal", None, {"is_causal": False}),
     ]

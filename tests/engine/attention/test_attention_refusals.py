@@ -63,7 +63,11 @@ def has(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
         (TorchCudnn(), {"window": True}, "has no sliding window"),
         (TorchCudnn(), {"segments": True}, "computes one segment at a time"),
         (TorchCudnn(), {"square": False}, "aligns its causal limit at the top left"),
-        (TorchCudnn(), {"aligned": False}, f"would build a plan for every length that is no multiple of {ALIGNMENT}"),
+        (
+            TorchCudnn(),
+            {"aligned": False},
+            f"would build a plan for every length that is not a multiple of {ALIGNMENT}",
+        ),
     ],
 )
 def test_torch_s_kernels(

@@ -102,10 +102,10 @@ def ranking(x: Operands, *kernels: TorchCpuFlash, timed: bool = False, window: i
 def test_kernels_that_compute_something_else_or_fail_are_left_out_by_name(window: int | None) -> None:
     result = ranking(operands(), OtherBase(), Unlaunchable(), TorchCpuFlash(), window=window)
     assert [s.name for s in result.strategies] == ["torch-cpu-flash, own + earlier", "tiled-reference, one call"]
-    assert result.refused["other-base, own + earlier"].startswith("computes a wrong")
+    assert result.refused["other-base, own + earlier"].startswith("computes ")
     assert result.refused["unlaunchable, own + earlier"] == "fails: RuntimeError: no kernel image is available"
     result = ranking(operands(), TopLeft())
-    assert result.refused["top-left, one call"].startswith("computes a wrong out")
+    assert result.refused["top-left, one call"].startswith("computes out incorrectly")
     assert result.strategies[0].name != "top-left, one call"
 
 

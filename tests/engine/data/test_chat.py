@@ -170,8 +170,8 @@ def test_the_last_turn_and_weights_of_messages(folder: Path, tmp_path: Path, tem
     assert found.weights is not None
     assert set(found.weights.tolist()) == {0, 0.5, 1}
     assert len(trained(every, found)) == 2
-    refused(every, CHAT[:2], "no token to train: no message of the assistant; set data.trained_tokens=all")
-    refused(every, [USER, BOT | {"weight": 0}], "no token to train: its assistant's messages all have weight 0")
+    refused(every, CHAT[:2], "no token to train: there is no assistant message; set data.trained_tokens=all")
+    refused(every, [USER, BOT | {"weight": 0}], "no token to train: all assistant messages have weight 0")
 
 
 def test_markers_in_several_pieces_belong_to_their_turn(folder: Path, tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_what_a_template_refuses_is_one_line(folder: Path, tmp_path: Path) -> No
     refused(encoder_of(folder, escape, tmp_path), CHAT, "unsafe|undefined|no attribute|refuses")
     begins = unmarked(CHATML) + "{{- messages[0].role[:0] -}}"
     refused(encoder_of(folder, begins, tmp_path), CHAT[2:], "with its first 0 messages")
-    with pytest.raises(UserError, match=r"template\.jinja is no Jinja template: line 1"):
+    with pytest.raises(UserError, match=r"template\.jinja is not a valid Jinja template: line 1"):
         encoded(encoder_of(folder, "{% if %}", tmp_path), CHAT)
 
 

@@ -293,7 +293,7 @@ def test_a_record_of_training_that_is_none(trained: tuple[DataConfig, Path], con
 def test_a_file_put_beside_a_trained_tokenizer_or_taken_away_is_damage(trained: tuple[DataConfig, Path]) -> None:
     config, folder = trained
     (folder / "added_tokens.json").write_text('{"x": 5}')
-    with pytest.raises(UserError, match=r"added_tokens\.json: damaged: the file is none of those that Penstock wrote"):
+    with pytest.raises(UserError, match=r"added_tokens\.json: damaged: the file was not written by Penstock"):
         prepare_tokenizer(config, None, folder)
     (folder / "added_tokens.json").unlink()
     (folder / "tokenizer_config.json").unlink()
@@ -316,7 +316,7 @@ def test_constants_are_checked_against_the_generations_checksum(tmp_path: Path) 
     crc, shapes = write_constants(file, tensors), {"scale": (4,), "other": (2,)}
     assert read_constants_file(file, crc, shapes)["scale"].equal(tensors["scale"])
     assert read_constants_file(file, None, shapes).keys() == {"scale"}
-    with pytest.raises(UserError, match=r"constants\.safetensors: damaged: it holds scale \[4\], and the model has"):
+    with pytest.raises(UserError, match=r"constants\.safetensors: damaged: it holds scale \[4\], but the model has"):
         read_constants_file(file, None, {"scale": (5,)})
     assert verify_constants(file, crc) == file.stat().st_size
     for _ in flips(file):

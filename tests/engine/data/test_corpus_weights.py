@@ -75,7 +75,7 @@ def test_only_the_damaged_block_of_weights_is_refused(tmp_path):
 def test_a_weight_that_is_none_is_refused_whatever_the_checksums_say(tmp_path, bad, monkeypatch):
     monkeypatch.setattr(CorpusWriter, "_append_weights", written_as_it_is)
     corpus = make_corpus(tmp_path / "corpus", [[1, 2, 0]], weights=[[1, bad, 1]])
-    with pytest.raises(UserError, match=r"block 0 .* holds a weight that is none"):
+    with pytest.raises(UserError, match=r"block 0 .* holds an invalid weight"):
         corpus.weights[:]
 
 

@@ -94,7 +94,7 @@ def test_load_tokenizer_refuses_what_is_none(tmp_path, tokenizer):
     with pytest.raises(UserError, match="does not exist"):
         load_tokenizer(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no tokenizer files"):
+    with pytest.raises(UserError, match="has no tokenizer files"):
         load_tokenizer(tmp_path / "empty")
     (tokenizer.folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(UserError, match="eos_token"):
@@ -128,7 +128,8 @@ def test_a_corpus_is_made_once_and_used_whatever_becomes_of_its_source(tmp_path,
     os.utime(jsonl, (1, 1))
     assert notes() == [], "another time, the same content"
     jsonl.write_text('{"text": "another"}\n')
-    goes_on = "since the run's tokens were made: it goes on with those; to train on what is there now, begin a new run"
+    goes_on = "since the run's data was tokenized; the run continues with its existing tokens. "
+    goes_on += "To train on the new data, start a new run"
     assert notes() == [f"data.path: {jsonl} has changed {goes_on}"]
     jsonl.unlink()
     assert notes() == [f"data.path: {jsonl} is gone {goes_on}"]
@@ -154,7 +155,9 @@ def test_tokens_of_another_tokenizer_are_refused_and_left_alone(tmp_path, jsonl,
     config = DataConfig(source="jsonl", path=str(jsonl))
     first = prepare_corpus(config, tokenizer, tmp_path / "corpus")
     other = train_tokenizer(TEXTS, 280, tmp_path / "other")
-    with pytest.raises(UserError, match=r"corpus: these tokens were made by another tokenizer.*delete the folder"):
+    with pytest.raises(
+        UserError, match=r"corpus: these tokens were made with a different tokenizer.*delete the folder"
+    ):
         prepare_corpus(config, other, tmp_path / "corpus")
     assert TokenCorpus.open(tmp_path / "corpus").info == first.info
 
@@ -370,7 +373,7 @@ def test_a_cursor_of_another_seed_or_corpus_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"data\.seed"):
         loader_of(corpus, 7, seed=4).seek(cursor)
     other = make_corpus(tmp_path / "two", unique_documents([5, 6]))
-    with pytest.raises(UserError, match="not the tokens that the run was trained on"):
+    with pytest.raises(UserError, match="not the tokens that the run has trained on"):
         loader_of(other, 7, seed=3).seek(cursor)
 
 
@@ -395,7 +398,7 @@ def test_documents_held_out_are_validated_on_and_never_trained_on(tmp_path_facto
     targets = sorted(token for index in validation for token in documents[index][1:])
     most = data.draw(st.integers(1, 60))
     if not targets:
-        with pytest.raises(UserError, match=r"data\.validation_documents: .* no token that follows another"):
+        with pytest.raises(UserError, match=r"data\.validation_documents: .* have no token to predict"):
             ValidationSet(loader(validation, False), num_documents=held_out, most=most)
         return
     try:

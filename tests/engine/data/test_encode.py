@@ -78,8 +78,8 @@ def test_specials_are_described(plain: TextTokenizer, with_bos: TextTokenizer) -
     assert said(with_bos) == f"{BOS} begins each document (as the tokenizer does), {EOS} ends each document"
     assert said(plain) == f"no begin-of-text token (the tokenizer adds none), {EOS} ends each document"
     assert said(with_bos, bos="off").startswith("no begin-of-text token (data.bos says so)")
-    assert said(plain, source="messages").startswith("conversations: as the chat template has them, ")
-    assert said(plain, source="tokens").startswith("tokens are taken as they are")
+    assert said(plain, source="messages").startswith("conversations follow the chat template, ")
+    assert said(plain, source="tokens").startswith("tokens are used as given")
 
 
 def test_of_a_completion_the_prompt_is_not_trained(plain: TextTokenizer) -> None:

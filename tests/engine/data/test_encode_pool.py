@@ -93,7 +93,7 @@ def test_a_process_that_is_killed_fails_the_run_and_takes_the_others_along(token
         next(stream)
     for pid in processes() - before:
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(UserError, match="was ended by signal 9"):
+    with pytest.raises(UserError, match="was killed by signal 9"):
         list(stream)
     assert processes() <= before
 

@@ -105,7 +105,7 @@ def test_a_container_gives_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if name in TEXT_KINDS or not ending:
             assert rows_of(file) == ROWS, file
         else:
-            refused(file, "are not read compressed; decompress it first")
+            refused(file, "cannot be read compressed; decompress it first")
 
 
 @pytest.mark.parametrize("ending", [ending for ending in PACK if ending])
@@ -150,7 +150,7 @@ def test_latin_1_is_refused_with_the_way_to_convert_it(tmp_path: Path, name: str
     ("name", "content", "message"),
     [
         ("a.jsonl", '{"a": 1}\n{"a": \n', "a.jsonl:2: not a JSON object"),
-        ("a.jsonl", "[1]\n", "a.jsonl:1: not a JSON object, which each line needs; a list of rows goes into a .json"),
+        ("a.jsonl", "[1]\n", "a.jsonl:1: not a JSON object, as each line must be; put a list of rows in a .json"),
         ("a.jsonl", "[" * 100_000, "nested"),
         ("a.json", '[{"a": 1},\n{"a": 2}\n{"a": 3}]', "a.json:3: .*behind row 2"),
         ("a.json", '[{"a": 1},\n{"a": tru}]', "a.json:2: .*Expecting value"),
@@ -164,8 +164,8 @@ def test_latin_1_is_refused_with_the_way_to_convert_it(tmp_path: Path, name: str
         ("a.json", '[{"a": "\\ud800"}]', "row 1: .*lone surrogate"),
         ("a.csv", "a,b\n1,2\n1,2,3\n", "a.csv:3: 3 values for 2 columns"),
         ("a.csv", "a,a\n1,2\n", "column 'a' appears twice"),
-        ("a.csv", 'a,b\n1,"2\n', "a.csv:.*look at its double quotes"),
-        ("a.xml", "<a/>", "no file of rows; its name ends in none of"),
+        ("a.csv", 'a,b\n1,"2\n', "a.csv:.*check its double quotes"),
+        ("a.xml", "<a/>", "not a file of rows: its name must end in one of"),
     ],
 )
 def test_what_is_malformed_is_named_by_file_and_place(tmp_path: Path, name: str, content: str, message: str) -> None:

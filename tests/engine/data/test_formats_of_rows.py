@@ -156,7 +156,7 @@ def test_columns_rename_the_fields(tmp_path: Path) -> None:
     row = {"question": "a", "answer": "b"}
     (found,) = samples_of(tmp_path, "prompt_completion", row, columns={"prompt": "question", "completion": "answer"})
     assert found == Completion(str(tmp_path / "rows.jsonl:1"), "a", "b")
-    with pytest.raises(UserError, match=r"data\.columns: 'words' is no field of the format; it reads text"):
+    with pytest.raises(UserError, match=r"data\.columns: 'words' is not a field of the format; it reads text"):
         samples_of(tmp_path, "jsonl", row, columns={"words": "question"})
 
 
@@ -164,8 +164,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("jsonl", {"content": "a"}, 'no `text` field; the row has content; name the one .* data.columns={"text": "..."}'),
     ("jsonl", {"text": 7}, "no `text` field that is a string; it holds a number"),
     ("messages", {"messages": []}, "`messages` is empty"),
-    ("messages", {"messages": "hello"}, "`messages` is a text; a list is wanted"),
-    ("messages", {"messages": ["a"]}, r"messages\[0\] is a text; an object with `role`"),
+    ("messages", {"messages": "hello"}, "`messages` is a text; expected a list"),
+    ("messages", {"messages": ["a"]}, r"messages\[0\] is a text; expected an object with `role`"),
     (
         "messages",
         {"messages": [{"role": "bot", "content": "a"}]},
@@ -178,26 +178,30 @@ BAD: list[tuple[str, Any, str]] = [
     (
         "messages",
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        "a part that is image_url; only text is trained",
+        "a part that is image_url; only text can be trained on",
     ),
     (
         "messages",
         {"messages": [{"role": "assistant", "content": "a", "weight": -1}]},
-        "`weight` is -1; a number from 0",
+        "`weight` is -1; expected a number",
     ),
     ("messages", {"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, "names no function"),
     ("messages", {"messages": [{"role": "user", "content": "a"}], "tools": "x"}, "`tools` is a text"),
     ("sharegpt", {"conversations": [{"from": "alien", "value": "a"}]}, r"conversations\[0\] has `from` 'alien'; known"),
     ("sharegpt", {"conversations": [{"from": "gpt"}]}, r"conversations\[0\] has no `value`"),
-    ("sharegpt", {"conversations": [{"from": "function_call", "value": "go"}]}, "a function_call is JSON"),
+    ("sharegpt", {"conversations": [{"from": "function_call", "value": "go"}]}, "a function_call must be JSON"),
     ("alpaca", {"instruction": "a"}, "no `output` field; the row has instruction"),
     ("alpaca", {"instruction": "a", "output": " "}, "`output` is empty"),
     ("alpaca", {"instruction": "", "output": "a"}, "`instruction` and `input` are empty"),
     ("alpaca", {"instruction": "a", "output": "a", "history": ["a"]}, "`history` holds a text"),
     ("prompt_completion", {"prompt": "a", "chosen": "b"}, "no `completion` field; the row has chosen, prompt"),
     ("prompt_completion", {"prompt": "a", "completion": ""}, "`completion` is empty"),
-    ("prompt_completion", {"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, "must be the same"),
-    ("tokens", {"input_ids": [1, -2]}, r"input_ids\[1\] is -2, which is no token id"),
+    (
+        "prompt_completion",
+        {"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]},
+        "must be of the same kind",
+    ),
+    ("tokens", {"input_ids": [1, -2]}, r"input_ids\[1\] is -2, which is not a token id"),
     ("tokens", {"input_ids": [1, 2.5]}, r"input_ids\[1\] is 2.5"),
     ("tokens", {"input_ids": [1, 2], "labels": [1]}, "`labels` has 1 values for 2 ids"),
     ("tokens", {"input_ids": [1, 2], "labels": [2, -100]}, r"labels\[0\] is 2 where the id is 1; .*not shifted"),
@@ -271,10 +275,10 @@ def test_a_conversation_under_another_name_is_recognised(tmp_path: Path) -> None
 def test_what_is_not_recognised_is_refused_with_its_columns(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"question": "a", "answer": "b"}')
-    with pytest.raises(UserError, match=r"no known format has the columns question, answer; .*data\.columns="):
+    with pytest.raises(UserError, match=r"the columns question, answer match no known format; .*data\.columns="):
         detect(file)
     file.write_text("")
-    with pytest.raises(UserError, match="no row in it"):
+    with pytest.raises(UserError, match="it has no rows"):
         detect(file)
     file.write_text("not json\n")
     with pytest.raises(UserError, match=r"a\.jsonl:1: not a JSON object"):
@@ -282,7 +286,7 @@ def test_what_is_not_recognised_is_refused_with_its_columns(tmp_path: Path) -> N
     picture = tmp_path / "folder" / "a.png"
     picture.parent.mkdir()
     picture.write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
-    with pytest.raises(UserError, match=r"a\.png is neither a file of rows that is known .* nor UTF-8 text"):
+    with pytest.raises(UserError, match=r"a\.png is neither a supported file of rows .* nor UTF-8 text"):
         detect(picture.parent)
     with pytest.raises(UserError, match="does not exist"):
         detect(tmp_path / "nothing")

@@ -253,7 +253,9 @@ def test_what_became_of_long_documents_is_said(tmp_path):
         "cut": ", 2 longer than the context and cut to it, rows 82.8% filled",
         "drop": ", 2 longer than the context and left out, rows 65.6% filled",
     }
-    with pytest.raises(UserError, match=r"data\.long_documents: drop leaves nothing, as all 4 documents are longer"):
+    with pytest.raises(
+        UserError, match=r"data\.long_documents: drop leaves nothing, because all 4 documents are longer"
+    ):
         loader_of(corpus, 4, long_documents="drop")
 
 

@@ -237,5 +237,5 @@ def test_micro_batches_that_do_not_divide() -> None:
     assert cluster_forecast(llama3_8b(), fixed, parse_cluster("3x8"))["micro_batches_per_gpu"] == 1
     with pytest.raises(UserError, match=r"set train.micro_batch_size=1, or"):
         cluster_forecast(llama3_8b(), work, parse_cluster("8x8"))
-    with pytest.raises(UserError, match="bfloat16 only"):
+    with pytest.raises(UserError, match="only bfloat16"):
         cluster_forecast(llama3_8b(), recipe(8192, 64, 2, compute_dtype="float32"), parse_cluster("2x8"))

@@ -290,5 +290,5 @@ def test_an_adapter_folder_is_asked_with_its_base(method: str, tmp_path: Path) -
     other = adapted.config("llama")
     other.hidden_size = 64
     adapted.base(other).save_pretrained(tmp_path / "other")
-    with pytest.raises(UserError, match="the adapter belongs to another base"):
+    with pytest.raises(UserError, match="the adapter was trained on another base model"):
         StreamedModel.open(tmp_path / "adapter", base=tmp_path / "other", device="cpu")

@@ -70,9 +70,9 @@ def test_the_page_has_the_figures_of_the_forecast(spec: ModelSpec) -> None:
 
 def test_refusals_name_what_would_do(spec: ModelSpec) -> None:
     sizes = Sizes.of(spec, 2)
-    with pytest.raises(UserError, match=r"--gpu: 1GiB do not hold one block .* give at least (\w+)") as refusal:
+    with pytest.raises(UserError, match=r"--gpu: 1GiB cannot hold one block .* give at least (\w+)") as refusal:
         place(sizes, 1, gpu_bytes=2**30, ram_bytes=2**36, staged=True)
     least = parse_bytes(str(refusal.value).rpartition(" ")[2], "least")
     place(sizes, 1, gpu_bytes=least, ram_bytes=2**36, staged=True)
-    with pytest.raises(UserError, match="--ram: 512MiB do not hold one block of this model on its way"):
+    with pytest.raises(UserError, match="--ram: 512MiB cannot hold one block of this model on its way"):
         place(sizes, 1, gpu_bytes=2**34, ram_bytes=2**29, staged=True)

@@ -321,11 +321,11 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
     [
         ("model.layers.0.self_attn.q_proj.weight", None, r"'model\.layers\.0\.self_attn\.q_proj\.weight'"),
         (EXPERT, None, f"'{EXPERT}' is missing"),
-        (EXPERT, torch.zeros(47, 32), r"w3\.weight' has shape \[47, 32\], but config\.json makes it \[48, 32\]"),
+        (EXPERT, torch.zeros(47, 32), r"w3\.weight' has shape \[47, 32\], but config\.json implies \[48, 32\]"),
         (
             "model.norm.weight",
             torch.zeros(31),
-            r"model\.safetensors: tensor 'model\.norm\.weight' has shape \[31\], but config\.json makes it \[32\]",
+            r"model\.safetensors: tensor 'model\.norm\.weight' has shape \[31\], but config\.json implies \[32\]",
         ),
         ("model.embed_tokens.weight", torch.zeros(64, 32, dtype=torch.float64), r"embed_tokens\.weight' is float64"),
     ],

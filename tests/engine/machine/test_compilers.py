@@ -64,9 +64,9 @@ def test_this_machine() -> None:
 
 def test_without_compilers_each_names_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _path_of(tmp_path / "bin", monkeypatch)
-    no_cpp = Verdict(False, "no C++ compiler: g++ cannot be started (CXX can name another)")
+    no_cpp = Verdict(False, "no C++ compiler: g++ could not be started (set CXX to use another)")
     assert optimizer_compiles() == layers_compile(CPU) == no_cpp
-    reason = "no C compiler, which Triton needs: neither gcc nor clang is on PATH (CC can name another)"
+    reason = "no C compiler, which Triton needs: neither gcc nor clang is on PATH (set CC to use another)"
     assert layers_compile(CUDA) == Verdict(False, reason)
 
 
@@ -91,8 +91,8 @@ def test_without_triton_no_layer_is_compiled_on_cuda(monkeypatch: pytest.MonkeyP
         ("echo 'cc1: error: cannot execute cc1plus' >&2; exit 1", "cc1: error: cannot execute cc1plus"),
         ("echo 'In file a:' >&2; echo 'b:1: fatal ERROR: no space' >&2; exit 1", "b:1: fatal ERROR: no space"),
         ("echo 'error: compilation of common code' >&2; exit 1", "error: compilation of common code"),
-        ("exit 3", "it ended with 3 and said nothing"),
-        ("exit 0", "it ended with 0 and said nothing"),  # and left no library behind
+        ("exit 3", "it exited with 3 and no message"),
+        ("exit 0", "it exited with 0 and no message"),  # and left no library behind
     ],
 )
 def test_a_compiler_that_fails_says_why_on_one_line(
@@ -144,7 +144,7 @@ def test_a_compiler_named_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "/nowhere/gcc")
     monkeypatch.setenv("CXX", "/nowhere/g++")
     assert layers_compile(CUDA).reason == "the compiler /nowhere/gcc cannot be started (No such file or directory)"
-    assert "/nowhere/g++ cannot be started" in optimizer_compiles().reason
+    assert "/nowhere/g++ could not be started" in optimizer_compiles().reason
 
 
 @pytest.mark.parametrize("choice", [(None, "theirs"), "theirs"])

@@ -133,7 +133,7 @@ def test_an_amd_gpu_is_taken_for_what_it_is_and_said_to_be_untried(
     configure(CUDA, 100 * GIB, deterministic=False).restore()
     assert settings == []  # expandable segments are for NVIDIA's driver alone
     (remark,) = remarks(CUDA, machine(tmp_path))
-    assert "never tried" in remark
+    assert "never been tested" in remark
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "rocminfo" in why_no_cuda()
@@ -161,7 +161,7 @@ def test_the_quota_of_a_container_counts_not_the_cpus_that_it_sees(
     assert cpu_quota(tmp_path) == 3.5
     assert usable_cpus(tmp_path) == 4
     assert remarks(torch.device("cpu"), tmp_path) == [
-        "a control group gives this process the time of 4 CPUs, and it sees 64: 4 are used"
+        "a control group limits this process to 4 of the 64 CPUs that it sees; 4 are used"
     ]
 
 

@@ -110,7 +110,7 @@ def test_what_will_be_written_is_known_before(tmp_path: Path) -> None:
     assert planned_writes([tmp_path], 50) == ([tmp_path], 50 * 2**30)
     assert planned_writes([tmp_path], 50, least) == ([tmp_path], least)
     assert planned_writes([tmp_path], 1) == ([tmp_path], max(least, 2**30))
-    with pytest.raises(UserError, match=r"--size 1023MiB: too little to measure with; give at least 1GiB"):
+    with pytest.raises(UserError, match=r"--size 1023MiB: too small to measure with; give at least 1GiB"):
         planned_writes([tmp_path], 50, 1023 * 2**20)
 
 
@@ -150,7 +150,7 @@ def test_too_little_space_is_refused_before_anything_is_written(
 
 @pytest.mark.parametrize(
     ("names", "message"),
-    [(["", ""], "given twice"), (["missing"], "no such folder"), (["file"], "no such folder")],
+    [(["", ""], "listed twice"), (["missing"], "no such folder"), (["file"], "no such folder")],
 )
 def test_folders_that_cannot_be_used(tmp_path: Path, names: list[str], message: str) -> None:
     (tmp_path / "file").write_text("")

@@ -141,7 +141,7 @@ def test_who_plans_at_the_same_time_is_waited_for_by_name(machine: Path, start: 
         assert [other.pid for other in mine.others] == [holder.pid], "it goes on, with all of that reserved"
     name = f"{machine / 'holder'} (process {holder.pid})"
     assert {item.name for item in observer.prepared} == {f"waiting for {name} to plan its memory"}
-    assert observer.messages == [f"{name} still plans its memory; going on with what it has not reserved"]
+    assert observer.messages == [f"{name} is still planning its memory; continuing with what it has not reserved"]
     holder.stdin.write("\n")
     holder.stdin.flush()
     observer = Silent()
@@ -199,7 +199,7 @@ def test_a_folder_that_is_not_this_users_alone_is_not_used(machine: Path, places
         mine.allocated()
     assert len(observer.messages) == 1, "it is told once"
     assert str(first) in observer.messages[0]
-    assert f"{second}: it is not this user's alone" in observer.messages[0]
+    assert f"{second}: other users can access it" in observer.messages[0]
     assert list((machine / "elsewhere").iterdir()) == []
     assert [file.name for file in second.iterdir()] == ["lock"]
 

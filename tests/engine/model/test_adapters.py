@@ -162,7 +162,7 @@ def test_the_merge_is_pefts(model_type: str, method: str, targets: list[str], dt
 
 def test_a_tied_embedding_is_not_merged() -> None:
     spec = take_apart(adapted.config("qwen3"), adapter=adapted.section("lora", targets=["embed_tokens"]))
-    with pytest.raises(UserError, match=r"'model.embed_tokens' has an adapter, and its matrix is the embedding's and"):
+    with pytest.raises(UserError, match=r"'model.embed_tokens' has an adapter, but the embedding and"):
         AdapterLayers(spec).require_mergeable()
 
 
@@ -180,8 +180,11 @@ def test_targets_by_pattern_make_layers_of_two_structures() -> None:
     [
         ({"targets": ["q_porj"]}, "'q_porj' matches no module of the model; near it: q_proj"),
         ({"targets": ["q_proj", "w1"]}, "'w1' matches no module of the model; it has "),
-        ({"targets": ["mlp"]}, "'mlp' is no linear module or embedding; name what is in it: down_proj, gate_proj"),
-        ({"rank": 17}, "17 is larger than the least side of 'model.layers.0.self_attn.k_proj.weight' (16 x 32)"),
+        (
+            {"targets": ["mlp"]},
+            "'mlp' is not a linear module or an embedding; name the modules in it: down_proj, gate_proj",
+        ),
+        ({"rank": 17}, "17 is larger than the smallest side of 'model.layers.0.self_attn.k_proj.weight' (16 x 32)"),
         ({"method": "dora", "targets": ["embed_tokens"]}, "'model.embed_tokens' is an embedding"),
     ],
     ids=["typo", "none", "container", "rank", "dora"],

@@ -63,7 +63,7 @@ def test_what_is_initialised_does_not_depend_on_what_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("patterns", "said"),
     [
-        (["*.mpl.*"], "train.freeze: '*.mpl.*' fits no parameter; the nearest are"),
+        (["*.mpl.*"], "train.freeze: '*.mpl.*' matches no parameter; the nearest are"),
         (["*embed*", "*"], "train.freeze: all .* parameters are frozen"),
     ],
 )

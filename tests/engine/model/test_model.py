@@ -117,7 +117,10 @@ UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         (qwen3(quantization_config={"quant_method": "fp8"}), "quantised"),
         (CONFIG_MAPPING["bert"](num_hidden_layers=2, **UNDROPPED), "not causal"),
         (CONFIG_MAPPING["gptj"](n_layer=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), "attention interface"),
-        (CONFIG_MAPPING["gemma3n_text"](num_hidden_layers=5, num_kv_shared_layers=0), "beside its hidden state"),
+        (
+            CONFIG_MAPPING["gemma3n_text"](num_hidden_layers=5, num_kv_shared_layers=0),
+            "in addition to its hidden state",
+        ),
     ],
     ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else None,
 )

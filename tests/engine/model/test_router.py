@@ -133,7 +133,7 @@ def test_a_model_without_it_is_refused_in_one_line() -> None:
         assert router_coefficient(config_of(kind), None) == router_coefficient(config_of(kind), 0.0) == 0
     assert router_coefficient(config_of("mixtral", router_aux_loss_coef=0.5), None) == 0, "the config leaves it off"
     assert router_coefficient(config_of("mixtral", output_router_logits=True), 0.0) == 0
-    with pytest.raises(UserError, match="padded row by row"):
+    with pytest.raises(UserError, match="pads every row"):
         router_coefficient(config_of("qwen3_moe"), 0.1, recurrent=True)
 
 

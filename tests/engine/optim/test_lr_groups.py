@@ -66,13 +66,13 @@ def test_the_first_pattern_counts_and_multiplies_the_layers_factor() -> None:
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ({"*emb_tokens*": 0.1}, r"'\*emb_tokens\*' fits no parameter; the nearest are model\.embed_tokens\.weight"),
+        ({"*emb_tokens*": 0.1}, r"'\*emb_tokens\*' matches no parameter; the nearest are model\.embed_tokens\.weight"),
         (
             {"model.layers.7.mlp.up_proj.weight": 0.1},
-            r"'model\.layers\.7\.mlp\.up_proj\.weight' fits no parameter; the nearest are model\.layers\.\*\.mlp",
+            r"'model\.layers\.7\.mlp\.up_proj\.weight' matches no parameter; the nearest are model\.layers\.\*\.mlp",
         ),
-        ({"%": 0.1}, r"'%' fits no parameter; the nearest are model\.embed_tokens\.weight, "),
-        ({"*": 1.0, "*norm*": 0.0}, r"'\*norm\*' counts for no parameter, as patterns before it take all"),
+        ({"%": 0.1}, r"'%' matches no parameter; the nearest are model\.embed_tokens\.weight, "),
+        ({"*": 1.0, "*norm*": 0.0}, r"'\*norm\*' applies to no parameter, as earlier patterns match them all"),
     ],
     ids=str,
 )
@@ -87,7 +87,7 @@ def test_a_pattern_that_counts_for_nothing_is_refused_before_anything_is_made(
 def test_a_plan_refuses_it_too() -> None:
     recipe = tiny.recipe(train=tiny.training(lr_groups={"*emb_tokens*": 0.1}))
     spec = tiny.spec_of(model_config(recipe, recipe.model.vocab_size))
-    with pytest.raises(UserError, match="fits no parameter"):
+    with pytest.raises(UserError, match="matches no parameter"):
         PlanRequest(spec=spec, recipe=recipe, budgets=Budgets(1, 1, None, {}), device_type="cpu")
 
 

@@ -130,7 +130,7 @@ def test_what_the_gpu_raises_is_explained_and_nothing_is_lost(
             run(tmp_path / "failed", tiny.Silent())
     for part in [*words, "[1] (micro-batch 0, tokens 16 to 32) of step 4"]:
         assert part in str(caught.value)
-    intact = re.search(r"Generation \d+ \(step (\d)\) is intact: mend this, then resume", str(caught.value))
+    intact = re.search(r"Generation \d+ \(step (\d)\) is intact: fix the cause, then resume", str(caught.value))
     step = int(intact[1])  # step 2's commit may have been on its way, or dropped
     assert step in (0, 2)
     run(tmp_path / "failed", rest, resume=True)
