@@ -152,7 +152,7 @@ class Reservation:
         planned = ram + (gpu if self._shared else 0)
         if self.others and planned > self._left_bytes:
             self._observer.on_message(
-                f"warning: this run plans {bytes_text(planned)} of RAM, and but only {bytes_text(self._left_bytes)} "
+                f"warning: this run plans {bytes_text(planned)} of RAM, but only {bytes_text(self._left_bytes)} "
                 f"are free besides what other runs need: {words(self.others)}; lower budgets.ram, or a run may run "
                 "out of memory"
             )

@@ -79,6 +79,13 @@ async def test_every_field_has_a_row_with_its_value(app: FormApp) -> None:
     assert "on" in line(app.row("after.export"))
 
 
+async def test_every_section_of_a_recipe_has_a_heading(app: FormApp) -> None:
+    titles = [str(title.render()) for title in app.query(".section").results(Static)]
+    sections = dict.fromkeys(item.key.partition(".")[0] if "." in item.key else "recipe" for item in fields())
+    assert [title.partition("  ")[0] for title in titles] == list(sections)
+    assert all(len(title.partition("  ")[2].split()) > 1 for title in titles), "each says what it is about"
+
+
 async def test_the_hint_is_the_field_s_own_docstring(app: FormApp, pilot: Pilot[None]) -> None:
     for item in fields():
         hint = str(app.query_one("#hint", Static).render())
