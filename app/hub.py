@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from penstock.app.hub_access import cache, elsewhere, explaining, is_unreachable, online, quiet, repo_folder
 from penstock.app.hub_names import HubName, Kind, is_hub, offline_wanted, on_hub, parse_hub
 from penstock.app.hub_progress import Fetching, say
+from penstock.app.working import working
+from penstock.engine import preparing
 from penstock.engine.config import Recipe
 from penstock.storage.errors import UserError
 from penstock.storage.model_folder import INDEX_NAME, SINGLE_NAME
@@ -235,7 +237,8 @@ def _fetch(hub: HubName, kind: Kind, chosen: tuple[str, list[_File]]) -> Path:
                 tqdm_class=progress.bar_class(),
             )
         )
-    _check(hub, folder, files)
+    with working(f"checking {hub}"):
+        _check(hub, folder, files)
     return folder
 
 
@@ -256,7 +259,8 @@ def _check(hub: HubName, folder: Path, files: list[_File]) -> None:
     kept, key = cache_folder("hub"), hashlib.sha256(str(folder).encode()).hexdigest()
     known = (read_kept(kept, key) if kept is not None else None) or {}
     checked: dict[str, Any] = {}
-    for file in files:
+    for number, file in enumerate(files):
+        preparing.tell(number / len(files), file.name)
         path = folder / file.name
         status = path.stat()
         stamp = [file.blob, status.st_size, status.st_mtime_ns]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from penstock.app.hub_access import explain_hub, online, quiet
 from penstock.app.hub_names import HubName, offline_wanted, parse_hub
+from penstock.app.working import working
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import shell
 
@@ -30,7 +31,7 @@ def push_folder(folder: Path, name: str) -> str:
 
     hub = require_push(name)
     again = f"{folder} is complete; upload it with `{shell('hf', 'upload', hub.name, folder)}`"
-    with online(), quiet():
+    with online(), quiet(), working(f"uploading to {hub}"):
         try:
             api = HfApi()
             existed = api.repo_exists(hub.name)

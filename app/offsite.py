@@ -118,7 +118,7 @@ def listed(place: Place) -> list[str]:
     from penstock.storage.offsite import read_index
     from penstock.storage.offsite_link import PlaceLink
 
-    with PlaceLink(place, "RUN") as link:
+    with working(f"looking at {place}"), PlaceLink(place, "RUN") as link:
         index = read_index(link).index
         if index is None:
             raise UserError(f"{place}: contains no state, as penstock.json is missing; check the name")
@@ -148,7 +148,8 @@ def fetch(
     from penstock.storage.offsite_fetch import fetch_files, fetch_state, find, read_small
     from penstock.storage.offsite_link import PlaceLink
 
-    link, found = find(lambda where: PlaceLink(where, "RUN"), place, checkpoint)
+    with working(f"looking at {place}"):
+        link, found = find(lambda where: PlaceLink(where, "RUN"), place, checkpoint)
     with link, tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         for name in found.files:
             if name not in (RECIPE, *HISTORY, _CONSTANTS) and name.split("/")[0] not in ("data", INPUTS):

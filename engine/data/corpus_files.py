@@ -247,7 +247,7 @@ def _read_starts(folder: Path, info: CorpusInfo) -> NDArray[np.int64]:
     path = folder / DOCUMENTS
     content = read_regular(path, most_bytes=8 * info.num_documents + (1 << 16))
     if info.documents_crc32c and (crc := hex_crc(content)) != info.documents_crc32c:
-        raise damage(path, f"it has CRC-32C {crc}instead of {info.documents_crc32c} as written")
+        raise damage(path, f"it has CRC-32C {crc} instead of {info.documents_crc32c} as written")
     starts = _array(content, info.num_documents + 1)
     if starts is None:
         raise damage(path, f"it is not an array of {info.num_documents + 1:,} offsets")

@@ -121,8 +121,17 @@ COMMANDS: dict[str, Callable[[str, Path], list[str]]] = {
     "export to dcp": lambda run, out: ["export", run, str(out / "dcp"), "--format", "dcp"],
     "trace": lambda run, out: ["trace", run, "-o", str(out / "trace.json")],
     "sample": lambda run, out: ["sample", run, "--prompt", "some", "--tokens", "2", "--json"],
-    "plan": lambda run, out: ["plan", "8b_8k", "--machine", "rtx4090-64", "--json"],
-    "fit": lambda run, out: ["fit", "--machine", "rtx4090-64", "--models", "1.7B", "--contexts", "8k", "--json"],
+    "plan": lambda run, out: ["plan", "quickstart", "--machine", "rtx4090-64", "--json"],
+    "fit": lambda run, out: [
+        "fit",
+        "--machine",
+        "rtx4090-64",
+        "--models",
+        "Llama-3.2-1B",
+        "--contexts",
+        "8k",
+        "--json",
+    ],
 }
 
 
