@@ -162,8 +162,7 @@ def _question(
     if (least := measure(made([]))) > room:
         raise UserError(
             f"--lengths {length:,}: too short for the hidden text, the question and the answer ({kind}); the minimum "
-            "is "
-            f"{least + haystacks.new_tokens:,} tokens, {haystacks.new_tokens:,} of them for the answer"
+            f"is {least + haystacks.new_tokens:,} tokens, {haystacks.new_tokens:,} of them for the answer"
         )
     filler = _sentences(haystacks.filler, chance)
     sentences: list[str] = []

@@ -136,7 +136,7 @@ def test_a_bad_input_is_one_message(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (['adapter.targets=["q_porj"]'], "adapter.targets: 'q_porj' matches no module of the model; near it: q_proj"),
+        (['adapter.targets=["q_porj"]'], "'q_porj' matches no module of the model; the nearest are q_proj"),
         (["adapter.rank=100000"], "adapter.rank: 100000 is larger than the smallest side of 'model.layers.0."),
         (["adapter.rank=0"], "adapter.rank: 0 must be at least 1"),
         (["adapter.targets=[]"], "adapter.targets: the list is empty"),

@@ -149,7 +149,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "alpha": (_changed(lora_alpha=7), "adapter.alpha: 6.0 in the recipe, 7.0 in "),
     "method": (_changed(use_dora=True), "adapter.method: lora in the recipe, dora in "),
     "shapes": (_other_base, "the adapter was trained on another base model"),
-    "targets": (_without_a_tensor, "has nothing for 'model.layers.0.self_attn.k_proj', which the recipe adapts"),
+    "targets": (_without_a_tensor, "has no adapter for 'model.layers.0.self_attn.k_proj', which the recipe adapts"),
     "cut": (_cut, "truncated"),
 }
 

@@ -152,7 +152,7 @@ def test_latin_1_is_refused_with_the_way_to_convert_it(tmp_path: Path, name: str
         ("a.jsonl", '{"a": 1}\n{"a": \n', "a.jsonl:2: not a JSON object"),
         ("a.jsonl", "[1]\n", "a.jsonl:1: not a JSON object, as each line must be; put a list of rows in a .json"),
         ("a.jsonl", "[" * 100_000, "nested"),
-        ("a.json", '[{"a": 1},\n{"a": 2}\n{"a": 3}]', "a.json:3: .*behind row 2"),
+        ("a.json", '[{"a": 1},\n{"a": 2}\n{"a": 3}]', "a.json:3: .*after row 2"),
         ("a.json", '[{"a": 1},\n{"a": tru}]', "a.json:2: .*Expecting value"),
         ("a.json", '[{"a": 1},\n{"a": "b', "a.json:2: .*Unterminated string"),
         ("a.json", '[{"a": 1}] []', "something follows the end"),

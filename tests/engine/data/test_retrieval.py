@@ -73,5 +73,5 @@ def test_an_answer_counts_by_the_share_of_its_values() -> None:
 
 
 def test_a_length_without_room_is_refused_with_the_least_that_has() -> None:
-    with pytest.raises(UserError, match=r"--lengths 60: no room .* the least is \d+ tokens, 40 of them"):
+    with pytest.raises(UserError, match=r"--lengths 60: too short for .* the minimum is \d+ tokens, 40 of them"):
         asked(replace(HAYSTACKS, lengths=(60,)))

@@ -178,7 +178,7 @@ def test_targets_by_pattern_make_layers_of_two_structures() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"targets": ["q_porj"]}, "'q_porj' matches no module of the model; near it: q_proj"),
+        ({"targets": ["q_porj"]}, "'q_porj' matches no module of the model; the nearest are q_proj"),
         ({"targets": ["q_proj", "w1"]}, "'w1' matches no module of the model; it has "),
         (
             {"targets": ["mlp"]},
