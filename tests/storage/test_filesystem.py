@@ -146,7 +146,7 @@ def test_volume_leads_to_all_its_drives(sys_block: Path) -> None:
     (raid / "slaves" / "sda").symlink_to(second)
     _mount_on(sys_block, volume)
     assert device_of(sys_block) == Device("dm-3", ("nvme0n1", "sda"), "ext4", True, "A")
-    assert any("spinning disk (A)" in warning for warning in check_folder(sys_block))
+    assert any("hard disk (A)" in warning for warning in check_folder(sys_block))
 
 
 @pytest.mark.parametrize("name", ["vda", "xvda", "loop0"])
