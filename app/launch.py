@@ -358,13 +358,13 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None, gu
             display.message(line)
         if recipe.after.sample_prompt is not None:
             most = recipe.after.sample_tokens
-            with working("asking the export, by plain transformers"):
+            with working("writing a sample with plain transformers"):
                 text = sample_text(folder, recipe.after.sample_prompt, most, recipe.model.path)
             display.message(f"sample, at most {most} tokens by transformers after the prompt: {text!r}")
         if recipe.data.source == "needles":
             from penstock.app.haystack import haystack_line
 
-            with working("asking the export, by plain transformers"):
+            with working("testing retrieval with plain transformers"):
                 line = haystack_line(folder, recipe.data.sequence_length, recipe.data.seed, recipe.model.path)
             display.message(line)
     look = shell("penstock", "watch", short_path(run.path))
