@@ -420,7 +420,7 @@ async def test_picking_a_model_folder_and_a_data_file(ui: Opened, place: Path) -
     assert ui.form.draft.text("data.path") == "/elsewhere/file"
     ui.form.go("train.steps")
     await ui.press("o")
-    assert "names no file" in ui.notes
+    assert "is not a path" in ui.notes
 
 
 def test_what_a_folder_is(tmp_path: Path) -> None:
