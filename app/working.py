@@ -20,7 +20,9 @@ from penstock.storage.untrusted import printable
 FIRST_S = 5.0
 """Without a terminal a command that is done sooner prints no line."""
 EVERY_S = 10.0
-"""Between two lines without a terminal, at least; and a twentieth of the time that the command has taken."""
+"""Between two lines without a terminal, at least."""
+EVERY_SHARE = 0.05
+"""And at least this share of the time that the command has taken."""
 _TICK_S = 0.5
 
 _active: Working | None = None
@@ -104,7 +106,7 @@ class Working:
         if self._rewrites:
             self._rewrite(self._text(self._item, now))
         elif self._each or now - self._began >= self._due_s:
-            self._due_s = now - self._began + max(EVERY_S, (now - self._began) / 20)
+            self._due_s = now - self._began + max(EVERY_S, EVERY_SHARE * (now - self._began))
             _write(self._text(self._item, now) + "\n")
 
     def _text(self, item: Preparing, now: float) -> str:

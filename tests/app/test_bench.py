@@ -78,8 +78,8 @@ def test_ratios_are_medians_without_warm_up_and_highest_peaks(tmp_path, outcomes
 
 
 def test_every_measurement_is_said_without_a_terminal(tmp_path, outcomes, monkeypatch, capsys):
-    monkeypatch.setattr(penstock.app.working, "FIRST_S", 0.0)
-    monkeypatch.setattr(penstock.app.working, "EVERY_S", 0.0)
+    for name, value in {"FIRST_S": 0.0, "EVERY_S": 0.0, "EVERY_SHARE": 0.0, "_TICK_S": 1e6}.items():
+        monkeypatch.setattr(penstock.app.working, name, value)
     figures = bench.bench_step(json=True, rounds=2, steps=1, folder=tmp_path)
     printed = capsys.readouterr()
     said = [line for line in printed.err.splitlines() if line.startswith("measurement")]
