@@ -12,7 +12,7 @@ _BEGINNINGS = {
     "help": "list all keys",
 }
 """Action of Home -> what begins with it."""
-_COMMANDS = "In a shell: penstock train quickstart, or penstock finetune MODEL DATA. Runs appear here as they start."
+_COMMANDS = ("In a shell: penstock train quickstart, or penstock finetune MODEL DATA.", "Runs appear here as they start.")
 
 
 def welcome_rows(*, read_only: bool) -> list[Row]:
@@ -22,4 +22,4 @@ def welcome_rows(*, read_only: bool) -> list[Row]:
     if not read_only:
         rows[0].append((" To start one, press", "text"))
         rows += [[(f"  {found[id].shown_key:<7}", "accent"), (words, "text")] for id, words in _BEGINNINGS.items()]
-    return [*rows, [(_COMMANDS, "dim")]]
+    return [*rows, *([(words, "dim")] for words in _COMMANDS)]
