@@ -12,7 +12,10 @@ _BEGINNINGS = {
     "help": "list all keys",
 }
 """Action of Home -> what begins with it."""
-_COMMANDS = ("In a shell: penstock train quickstart, or penstock finetune MODEL DATA.", "Runs appear here as they start.")
+_COMMANDS = (
+    "In a shell: penstock train quickstart, or penstock finetune MODEL DATA.",
+    "Runs appear here as they start.",
+)
 
 
 def welcome_rows(*, read_only: bool) -> list[Row]:
