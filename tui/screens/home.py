@@ -46,7 +46,7 @@ class HomeScreen(PenstockScreen):
     HomeScreen #title { height: 1; padding: 0 1; }
     HomeScreen DataTable { background: $background; overflow-x: hidden; scrollbar-gutter: stable; }
     HomeScreen #runs { min-height: 4; max-height: 50%; }
-    HomeScreen #welcome { height: auto; max-height: 50%; padding: 0 1; }
+    HomeScreen #welcome { height: auto; max-height: 75%; padding: 0 1; }
     HomeScreen #recipes { height: 1fr; }
     HomeScreen #main { layout: vertical; }
     HomeScreen #lists { width: 1fr; height: 1fr; }
