@@ -193,7 +193,7 @@ def test_a_record_that_makes_no_sense_is_one_message(stopped: Path, change: dict
     with (
         recorded(stopped, change) as root,
         closing(NvmeStore.open(root)) as store,
-        pytest.raises(UserError, match=r"does not say where .*another version"),
+        pytest.raises(UserError, match=r"does not record .*another version"),
     ):
         require_record(store)
 
