@@ -82,7 +82,7 @@ def test_real_memory_file_system() -> None:
     if not shared.is_dir() or mount_of(shared).filesystem != "tmpfs":
         pytest.skip("no tmpfs at /dev/shm")
     (warning,) = check_folder(shared)
-    assert "tmpfs is memory" in warning
+    assert "tmpfs is kept in memory" in warning
     assert device_of(shared).disks == ()
 
 

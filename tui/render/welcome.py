@@ -6,7 +6,7 @@ from penstock.app.rows import Row
 from penstock.tui.actions import actions
 
 _BEGINNINGS = {
-    "open": "open the selected recipe below; quickstart trains a small model in minutes on any machine",
+    "open": "open the selected recipe; quickstart trains a small model in minutes on any machine",
     "finetune": "fine-tune a model of yours on your own data",
     "fit": "see which models this machine can train, and how fast",
     "help": "list all keys",
