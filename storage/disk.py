@@ -214,7 +214,7 @@ def _create(path: Path) -> int:
         return os.open(path, flags, 0o644)
     except FileExistsError:
         if not stat.S_ISREG(os.lstat(path).st_mode):
-            refuse(path, "is where a temporary file has to be written, and is not a file")
+            refuse(path, "in the way of a temporary file, and is not a file")
     path.unlink()
     return os.open(path, flags, 0o644)
 

@@ -129,7 +129,7 @@ def test_a_checkpoint_with_another_content_is_refused(store: NvmeStore, tmp_path
     other = type(stored)(stored.slot, stored.drives, (*stored.crcs[:-1], 7))
     changed = Manifest(kept.store, kept.generation, {**kept.arrays, FROZEN: other}, kept.drives, kept.meta, "one")
     (folder / "manifest.json").write_bytes(changed.encode())
-    with pytest.raises(UserError, match=r"layers\.0\.frozen/weights, which is written once"):
+    with pytest.raises(UserError, match=r"layers\.0\.frozen/weights, which is written only once"):
         store.restore("one")
     assert_holds(store, 1)
 
