@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.storage.arrays import Array
 from penstock.storage.drives import FREE_MARGIN, DriveSet, require_room
 from penstock.storage.errors import BudgetError
-from penstock.storage.units import size_text
+from penstock.storage.units import least_text
 
 
 class Room:
@@ -72,6 +72,5 @@ class Room:
             raise BudgetError(
                 f"budgets.nvme: {what} in {self._drives.root} needs {need:,} bytes on top of {held:,} already "
                 f"allocated, and the budget is {self._budget_bytes:,}; raise budgets.nvme to "
-                f"{size_text(held + need)}, or keep "
-                "more blocks in RAM"
+                f"{least_text(held + need)}, or keep more blocks in RAM"
             )

@@ -8,7 +8,7 @@ from typing import Literal
 
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.storage.errors import UserError
-from penstock.storage.units import bytes_text, size_text
+from penstock.storage.units import bytes_text, least_text, size_text
 
 Tier = Literal["gpu", "ram", "disk"]
 KeysValuesTier = Literal["gpu", "ram", "nowhere"]
@@ -101,7 +101,7 @@ def place(
     if fixed > gpu_bytes:
         raise UserError(
             f"--gpu: {size_text(gpu_bytes)} cannot hold one block of this model with the keys and values of "
-            f"{kv_tokens:,} tokens; give at least {size_text(fixed)}" + (", or fewer tokens" if kv_tokens > 1 else "")
+            f"{kv_tokens:,} tokens; give at least {least_text(fixed)}" + (", or fewer tokens" if kv_tokens > 1 else "")
         )
     fixed -= most
     where: KeysValuesTier = "nowhere"
@@ -134,7 +134,7 @@ def _weights(sizes: Sizes, gpu_bytes: int, ram_bytes: int, staged: bool) -> tupl
     if staging > ram_bytes:
         raise UserError(
             f"--ram: {size_text(ram_bytes)} cannot hold one block of this model on its way from disk to the GPU; give "
-            f"at least {size_text(staging)}"
+            f"at least {least_text(staging)}"
         )
     streamed = [name for name in order if tiers[name] == "disk"]
     left = ram_bytes if sum(sizes.buffers[name] for name in streamed) <= ram_bytes else ram_bytes - 2 * staging

@@ -74,5 +74,11 @@ def test_refusals_name_what_would_do(spec: ModelSpec) -> None:
         place(sizes, 1, gpu_bytes=2**30, ram_bytes=2**36, staged=True)
     least = parse_bytes(str(refusal.value).rpartition(" ")[2], "least")
     place(sizes, 1, gpu_bytes=least, ram_bytes=2**36, staged=True)
-    with pytest.raises(UserError, match="--ram: 512MiB cannot hold one block of this model on its way"):
+    with pytest.raises(UserError, match="--gpu: "):
+        place(sizes, 1, gpu_bytes=least - 1024, ram_bytes=2**36, staged=True)
+    with pytest.raises(UserError, match="--ram: 512MiB cannot hold one block of this model on its way") as refusal:
         place(sizes, 1, gpu_bytes=2**34, ram_bytes=2**29, staged=True)
+    least = parse_bytes(str(refusal.value).rpartition(" ")[2], "least")
+    place(sizes, 1, gpu_bytes=2**34, ram_bytes=least, staged=True)
+    with pytest.raises(UserError, match="--ram: "):
+        place(sizes, 1, gpu_bytes=2**34, ram_bytes=least - 1024, staged=True)
