@@ -64,7 +64,7 @@ def test_report_reads_a_run_and_refuses_steps_it_lacks(tmp_path: Path) -> None:
     assert "steps 2 to 2: n/a a step, n/a tok/s; shares are of 2.00 s" in report
     assert "2.00 GB/s" in report
     assert json.loads(lanes_report(tmp_path, "2:2", as_json=True))["exposed_io"] == pytest.approx(0.25)
-    with pytest.raises(UserError, match="hold steps 2 to 2 whole"):
+    with pytest.raises(UserError, match="has steps 2 to 2 in full"):
         lanes_report(tmp_path, "1:2", as_json=False)
     with pytest.raises(UserError, match="FIRST:LAST"):
         lanes_report(tmp_path, "2", as_json=False)
