@@ -95,7 +95,7 @@ def test_what_is_planted_under_the_temporary_name_is_never_written_through(tmp_p
         atomic_write(path, "new")
         assert path.read_text() == "new"
     else:
-        with pytest.raises(UserError, match=rf"{planted}: writing 3 bytes failed: it is in the place of a temporary file.*move it away"):
+        with pytest.raises(UserError, match=rf"{planted}: writing 3 bytes failed: it is in the way.*move it away"):
             atomic_write(path, "new")
         assert path.read_text() == "old"
         assert os.path.lexists(planted)
