@@ -152,7 +152,7 @@ def test_a_checkpoint_goes_there_by_hand(s3: S3, tmp_path: Path, capsys: pytest.
     assert said.stdout.endswith(f"at {place}; to continue from there: penstock resume {place}/mine\n")
     assert "mine" in checkpoint_names(run / "state")
     assert (
-        cli.run("checkpoint", "run", "mine", "--to", place).stdout == f"checkpoint mine: step 2 is at {place} already\n"
+        cli.run("checkpoint", "run", "mine", "--to", place).stdout == f"checkpoint mine: step 2 is already at {place}\n"
     )
     assert cli.run("checkpoint", place).stdout.startswith("mine  step 2, generation ")
     assert "give the checkpoint's NAME" in refusal(capsys, "checkpoint", "run", "--to", place)

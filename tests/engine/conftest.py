@@ -42,14 +42,19 @@ def _of_search(request: PlanRequest, machine: Any, *rest: Any, **named: Any) -> 
     return problems, repr(machine), repr(rest), repr(sorted(named.items()))
 
 
-@pytest.fixture(autouse=True, scope="session")
+_check_model = _once(opening.check_model, _of_model)
+_search = _once(PlanRequest.search, _of_search)
+_take_apart = _once(anatomy.take_apart, _of_model)
+
+
+@pytest.fixture(autouse=True, scope="module")
 def _quick_runs() -> Iterator[None]:
+    """Of one module after the other: other folders' tests, which this process may run too, are about the real ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "check_model", _once(opening.check_model, _of_model))
-        patch.setattr(PlanRequest, "search", _once(PlanRequest.search, _of_search))
-        apart = _once(anatomy.take_apart, _of_model)
+        patch.setattr(opening, "check_model", _check_model)
+        patch.setattr(PlanRequest, "search", _search)
         for module in (anatomy, export, sources):
-            patch.setattr(module, "take_apart", apart)
+            patch.setattr(module, "take_apart", _take_apart)
         patch.setattr(os, "fsync", lambda fd: None)
         patch.setattr(session, "give_back_memory", lambda: None)
         yield
