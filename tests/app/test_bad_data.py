@@ -171,7 +171,7 @@ CASES = {
         rows({"content": "a"}),
     ),
     "a column that no row has": Bad(TALKS | {"columns": {"messages": "chat"}}, ("talks.jsonl:1", "messages")),
-    "a column for no field": Bad(TALKS | {"columns": {"texts": "chat"}}, ("data.columns: 'texts' is no field",)),
+    "a column for no field": Bad(TALKS | {"columns": {"texts": "chat"}}, ("data.columns: 'texts' is not a field",)),
     "a split that is not there": Bad(TALKS | {"split": "tset"}, ("data.split: ", "no split 'tset'")),
     "a split of what has none": Bad(
         {"source": "text", "path": "note.txt", "split": "train"}, ("data.split: ",), {"note.txt": "a b c"}

@@ -69,7 +69,7 @@ def test_a_run_leaves_every_figure(whole_run: tuple[Path, str]) -> None:
             f"mean {summary['mean_tokens_per_s']:,.0f} tokens/s, ",
             "exported to whole/export",
             "sample, at most 8 tokens by transformers after the prompt: 'def ",
-            "look closer: penstock watch whole; ",
+            "look closer with: penstock watch whole; ",
         ),
         strict=True,
     ):

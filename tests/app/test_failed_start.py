@@ -129,7 +129,7 @@ BAD_DATA: dict[str, tuple[list[str], str]] = {
     "empty folder": (["data.source=text", "data.path=folder"], "the corpus is empty"),
     "no text at all": (["data.source=text", "data.path=latin.txt"], "not UTF-8 text"),
     "no tokenizer": (["data.tokenizer=nowhere"], "nowhere does not exist"),
-    "no vocabulary": (["data.source=random"], "model.vocab_size: required with data.source=random"),
+    "no vocabulary": (["data.source=random"], "model.vocab_size: data.source=random needs it"),
 }
 
 TRAINS_WITHOUT_TORCH = """

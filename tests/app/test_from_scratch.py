@@ -60,7 +60,7 @@ def test_a_folder_and_its_shape_are_one_model(folder: Path) -> None:
 def test_a_shape_that_is_not_the_folder_s_is_named(folder: Path, field: str, value: object, found: str) -> None:
     with pytest.raises(UserError) as caught:
         config_of(ModelConfig(path=str(folder), **(SHAPE | {field: value})))
-    for part in (f"model.{field}: {value} in the recipe, {found} in {folder}", "--set model.path="):
+    for part in (f"model.{field}: {value} in the recipe, but {found} in {folder}", "--set model.path="):
         assert part in str(caught.value)
 
 

@@ -85,7 +85,7 @@ def test_a_cluster_beside_the_machine(small: Path, capsys: pytest.CaptureFixture
     assert "planned from data sheets, not measured" in screen
     assert re.search(r"to finish: \S+ here, \S+ there \([\d.]+ times as fast\)", screen)
     assert re.search(r"memory of a GPU [\d.]+ of 138 GiB: CUDA, NCCL, allocator", screen)
-    assert re.search(r"bound by \w+: computing takes [\d.]+ m?s a step \(eager layers\)", screen)
+    assert re.search(r"bound by \w+: compute takes [\d.]+ m?s a step \(eager layers\)", screen)
 
 
 def test_a_cluster_beside_a_machine_that_is_too_small(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

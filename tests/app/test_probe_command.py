@@ -81,7 +81,7 @@ def test_save_keeps_it_elsewhere(tiny: Path, tmp_path: Path, capsys: pytest.Capt
     assert not profile_path().exists()
     output = capsys.readouterr().out
     assert "TFLOP/s" in output
-    assert "kept in" in output
+    assert "saved to" in output
 
 
 @pytest.mark.parametrize(

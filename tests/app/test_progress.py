@@ -101,7 +101,7 @@ def test_a_line_now_and_then_without_a_terminal(monkeypatch: pytest.MonkeyPatch)
         "  pinning 350 GB                  40.0 s  25%  88 of 350 GB  ...",
         "  pinning 350 GB                 130.5 s",
         "step 1 of 90  loss 2.5000  1,234 tok/s last step  ETA n/a  busiest compute 100%",
-        "step 11 of 90  loss 2.5000  1,200 tok/s mean, 1,234 last step  ETA 1m19s",  # 60 s of silence
+        "step 12 of 90  loss 2.5000  1,200 tok/s mean, 1,234 last step  ETA 1m18s",  # 60 s of silence
         "step 30 of 90  loss 2.5000  1,200 tok/s mean, 1,234 last step  ETA 1m00s",
         "step 60 of 90  loss 2.5000  validation 2.2500  1,200 tok/s mean, 1,234 last step  ETA 30s",
     ]

@@ -140,7 +140,7 @@ def _cut(folder: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "no adapter_config.json is there"),
+    "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "has no adapter_config.json"),
     "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors"),
     "no JSON": (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json: not readable"),
     "no LoRA": (_changed(peft_type="IA3"), "an adapter of type IA3; only LoRA is supported"),

@@ -298,7 +298,7 @@ def test_two_runs_on_one_prefix(place: str, tmp_path: Path) -> None:
         with link_to(place) as link:
             require_usable(link, first.root, first.id)
             for store in (None, second.id):
-                with pytest.raises(PlaceChangedError, match=r"holds run 'tiny' .*mine its newest.*penstock resume"):
+                with pytest.raises(PlaceChangedError, match=r"holds run 'tiny' .*the newest being mine.*penstock resume"):
                     require_usable(link, second.root, store)
         with pytest.raises(PlaceChangedError, match="choose another prefix"):
             send(second, place, "other")
@@ -360,7 +360,7 @@ def test_damage_at_the_place_is_found(s3: S3, tmp_path: Path) -> None:
             fetched_step(place, tmp_path / f"b{number}")
         assert not (tmp_path / f"b{number}" / "manifest.json").exists()
     s3.client.delete_object(Bucket=BUCKET, Key=key)
-    with pytest.raises(OffsiteError, match=r"c\.1\.0 is not there"):
+    with pytest.raises(OffsiteError, match=r"c\.1\.0 is missing"):
         fetched_step(place, tmp_path / "b2")
     s3.put(key, whole)
     assert fetched_step(place, tmp_path / "b2") == 1, "a second try goes on"

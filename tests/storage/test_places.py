@@ -22,7 +22,7 @@ def test_a_drive_that_is_gone_when_a_checkpoint_looks_for_room(tmp_path: Path) -
     drive = tmp_path / "drive"
     with closing(make(tmp_path / "root", 1, drives=[drive])) as store:
         drive.rename(tmp_path / "unmounted")
-        with pytest.raises(UserError, match=rf"{drive}: .*room.* No such file or directory; .*mounted"):
+        with pytest.raises(UserError, match=rf"{drive}: .*free space.* No such file or directory; .*mounted"):
             store.checkpoint("kept")
         assert store.disk_bytes() >= 0
     (tmp_path / "unmounted").rename(drive)

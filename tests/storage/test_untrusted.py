@@ -52,7 +52,7 @@ def test_what_is_no_json_is_a_value_error(content: bytes) -> None:
 
 
 def test_size_is_bounded() -> None:
-    with pytest.raises(ValueError, match="more than the 3"):
+    with pytest.raises(ValueError, match="bytes exceed the limit of 3"):
         parse_json(b"[1,2]", most_bytes=3)
 
 
@@ -72,7 +72,7 @@ def test_regular_files_are_opened(tmp_path: Path) -> None:
     assert read_regular(tmp_path / "a" / "b" / "file", below=tmp_path) == b"content"
     (tmp_path / "link").symlink_to(tmp_path / "a")
     assert read_regular(tmp_path / "link" / "b" / "file", below=tmp_path / "link") == b"content"
-    with pytest.raises(ValueError, match="more than the 3 bytes"):
+    with pytest.raises(ValueError, match="larger than the limit of 3 bytes"):
         read_regular(tmp_path / "a" / "b" / "file", most_bytes=3)
     with pytest.raises(FileNotFoundError):
         read_regular(tmp_path / "a" / "none")

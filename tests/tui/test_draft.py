@@ -120,7 +120,7 @@ def test_a_fix_is_taken_as_the_planner_words_it(draft: Draft) -> None:
     assert draft.recipe.train.chunk_tokens is None
     with pytest.raises(UserError, match="not a size"):
         draft.apply(["budgets.gpu=much"])
-    assert draft.recipe.budgets.gpu == "256MiB"
+    assert draft.recipe.budgets.gpu == "least"
 
 
 def test_a_text_that_begins_with_a_quote_is_taken_as_it_is_typed(draft: Draft) -> None:

@@ -174,8 +174,8 @@ def test_a_description_that_is_none(corpus: Path, content: bytes | None) -> None
         ({"max_token_id": 2**40}, "token ids up to"),
         ({"sums_crc32c": ""}, "one of two"),
         ({"num_tokens": 47}, "do not rise from 0 to 47"),
-        ({"num_documents": 5}, "no array of 6 offsets"),
-        ({"dtype": "uint32"}, "it has 96 bytes, and 192 were written"),
+        ({"num_documents": 5}, "not an array of 6 offsets"),
+        ({"dtype": "uint32"}, "it has 96 bytes instead of 192 as written"),
     ],
 )
 def test_a_description_with_its_own_checksum_is_not_believed_either(

@@ -41,7 +41,7 @@ def test_links_of_a_tokenizer_s_folder_are_not_followed(tmp_path: Path, trained:
     (tmp_path / "outside").write_text("{}")
     (trained / name).unlink(missing_ok=True)
     (trained / name).symlink_to(tmp_path / "outside")
-    with pytest.raises(UserError, match=f"{name}: it is a link"):
+    with pytest.raises(UserError, match=f"{name}: it is a symbolic link"):
         load_tokenizer(trained)
 
 
