@@ -90,7 +90,7 @@ def test_one_line_trains_a_model_and_leaves_a_recipe_that_repeats_it(
     printed = " ".join(capsys.readouterr().out.split())
     for part in (
         "qwen3, 58.7 k parameters, context 1,024",
-        "told by its generation markers",
+        "found by its generation markers",
         "60 documents, 4,350 tokens, of which 20.7% are trained",
         "talks.jsonl:2",
         "«The plum is blue.<|im_end|>»",

@@ -264,7 +264,7 @@ async def test_freezing_holds_the_spans_too() -> None:
         store.add(step_spans(3, 4.0))
         lane_view.update_live(6.0, {}, True)
         assert text_of(lane_view)[1:-1] == before[1:-1]
-        assert "held" in text_of(lane_view)[0]
+        assert "frozen" in text_of(lane_view)[0]
         lane_view.freeze(False)
         lane_view.update_live(6.0, {}, True)
         assert text_of(lane_view)[1:-1] != before[1:-1]

@@ -86,7 +86,7 @@ async def test_a_server_that_dies_is_started_again_once(client: Watched) -> None
     state = await client.until(lambda state: state.phase == "done")
     assert state.forecast is not None
     assert any(
-        "MemoryError: no room" in (seen.trouble or "") and "again" in (seen.trouble or "") for seen in client.seen
+        "MemoryError: no room" in (seen.trouble or "") and "restarting" in (seen.trouble or "") for seen in client.seen
     )
     assert state.trouble is None
 

@@ -47,7 +47,7 @@ def test_states() -> None:
     assert "planning…" in page(PlanState("planning", fitting(), stale=True))
     rows = state_rows(PlanState("planning", fitting(), stale=True), "", 76, UNICODE)
     assert {token for row in rows for text, token in row if text.strip()} == {"dim", "accent"}
-    assert "older" in page(PlanState("done", fitting(), stale=True))
+    assert "outdated" in page(PlanState("done", fitting(), stale=True))
     text = page(PlanState("done", fitting(), stale=True, error="data.path: /x does not exist"))
     assert text.startswith("✗ no plan")
     assert "  data.path: /x does not exist" in text

@@ -149,7 +149,7 @@ def test_layers_that_fell_back_to_eager_are_named_once(caplog: pytest.LogCapture
                 layer(torch.zeros(tokens))
         (message,) = fallbacks.take()
         assert "'layer'" in message
-        assert "compiled 2 times: it runs eagerly" in message
+        assert "after compiling it 2 times: it runs eagerly" in message
         logging.getLogger("torch._dynamo.convert_frame").warning("something else")
         assert fallbacks.take() == []
     finally:
