@@ -151,7 +151,7 @@ def test_commands_and_scripts_run_beside_packages_of_the_same_names(installed: P
     (folder / "old.py").write_text("from storage.errors import UserError")
     refused = subprocess.run([penstock, "plan", "old.py"], cwd=folder, env=environment(), capture_output=True)
     assert refused.returncode == 2
-    assert b"old.py, line 1: Penstock's names are imported from `penstock`" in refused.stderr
+    assert b"old.py, line 1: import Penstock's names from `penstock`" in refused.stderr
     where = run(folder, python, "-c", "import penstock.engine; print(penstock.engine.__file__)")
     assert Path(where.strip()).is_relative_to(installed)
 

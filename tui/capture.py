@@ -40,7 +40,7 @@ SETTINGS: tuple[str, ...] = (
     "model.num_layers=12",
     "data.sequence_length=256",
     "train.chunk_tokens=128",
-    "budgets.gpu=least",
+    "budgets.gpu=128MiB",
 )
 SETTINGS += ("budgets.ram=192MiB", "budgets.nvme=4GiB", "after.sample_prompt=none")
 """Of all the runs."""

@@ -82,7 +82,11 @@ def test_data_with_text_passes(tmp_path: Path) -> None:
 
 def test_a_context_beyond_the_model_s_positions(refused: Train) -> None:
     short = refused("model.max_position=32")
-    for part in ("data.sequence_length: 64 tokens exceed the 32 positions", "'default'", "yarn with a factor of 2 over 32"):
+    for part in (
+        "data.sequence_length: 64 tokens exceed the 32 positions",
+        "'default'",
+        "yarn with a factor of 2 over 32",
+    ):
         assert part in short
     yarn = '{"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 32, "rope_theta": 1e6}'
     message = refused(f"model.overrides.rope_parameters={yarn}", "model.overrides.max_position_embeddings=64")

@@ -239,5 +239,5 @@ def test_streamed_weights_of_an_adapters_folder(tmp_path: Path, folders: tuple[P
     assert abs(found - expected(loaded(model))) > 1e-2
     shutil.copytree(adapter, tmp_path / "adapter")
     _changed(base_model_name_or_path="nowhere")(tmp_path / "adapter")
-    with pytest.raises(UserError, match="the adapter's base nowhere is not there"):
+    with pytest.raises(UserError, match="the adapter's base model nowhere is missing"):
         StreamedModel.open(tmp_path / "adapter", device="cpu")

@@ -87,7 +87,7 @@ def test_new_rows_are_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("added", "message"),
     [
-        (["<a>", "<a>"], r"model\.added_tokens: '<a>' appears twice"),
+        (["<a>", "<a>"], r"model\.added_tokens: '<a>' is listed twice"),
         (["  "], "is not a token"),
         (["<|endoftext|>"], r"'<\|endoftext\|>' is already a token of .*; remove it"),
     ],

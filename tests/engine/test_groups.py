@@ -88,7 +88,7 @@ def test_a_graph_larger_than_its_slot_is_computed_again_and_told(tmp_path: Path,
         train_step(session)
         assert session.notes == [first]
     assert "layers.0" in first
-    assert "again" in first
+    assert "larger than planned" in first
 
 
 def test_a_kept_graph_goes_with_its_backward(tmp_path: Path) -> None:

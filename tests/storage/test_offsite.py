@@ -298,7 +298,9 @@ def test_two_runs_on_one_prefix(place: str, tmp_path: Path) -> None:
         with link_to(place) as link:
             require_usable(link, first.root, first.id)
             for store in (None, second.id):
-                with pytest.raises(PlaceChangedError, match=r"holds run 'tiny' .*the newest being mine.*penstock resume"):
+                with pytest.raises(
+                    PlaceChangedError, match=r"holds run 'tiny' .*the newest being mine.*penstock resume"
+                ):
                     require_usable(link, second.root, store)
         with pytest.raises(PlaceChangedError, match="choose another prefix"):
             send(second, place, "other")

@@ -39,7 +39,7 @@ async def test_browsers_get_home_and_hostile_messages_change_nothing(place: Path
         told = server.log
         assert len(told) == 3  # the address, what is served to whom, how to end it
         assert str(place) in told[1]
-        assert "this machine alone" in told[1]
+        assert "this machine only" in told[1]
         assert "run recipes, which are Python code, as " in told[1]
         assert html.escape(told[1]) in page
         assert {name for name in STATIC if f"static/{name}" in page} == set(STATIC) - {"RobotoMono.ttf"}
@@ -162,7 +162,7 @@ async def test_other_machines_may_look(place: Path, tmp_path: Path) -> None:
             await shown(socket, b"quickstart")
             for text in ('["focus"]', '["stdin","\\r"]'):  # open the recipe under the cursor
                 await socket.send_str(text)
-            await shown(socket, b"takes no action")
+            await shown(socket, b"this window shows")
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,10 @@ def test_the_allocator_gets_the_budget_and_no_more(card: Card) -> None:
         assert card.settings == ["expandable_segments:True"]
         assert torch.get_float32_matmul_precision() == "highest"
         assert not matmul.allow_bf16_reduced_precision_reduction
-        assert "12.0 GiB of 24.0 GiB are this run's budget; 2.0 GiB are taken" in settings.message
+        assert (
+            "12.0 GiB of 24.0 GiB are this run's budget; other processes and CUDA itself use 2.0 GiB"
+            in settings.message
+        )
     finally:
         settings.restore()
     assert card.fractions[1:] == [(1.0, CUDA)]
