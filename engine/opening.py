@@ -17,6 +17,7 @@ from penstock.engine.attention.select import attention_report
 from penstock.engine.config import (
     AdapterConfig,
     Recipe,
+    Share,
     StorageConfig,
     TrainConfig,
     changed_fields,
@@ -147,8 +148,8 @@ def open_session(
         task = replace(
             task, device_reads=readers.device is not None, reader_bytes=readers.pinned_bytes(len(drives))
         ).settled()
-        for tier, budget in (("gpu", budgets.gpu), ("ram", budgets.ram)):
-            if budget == "least" or (isinstance(budget, str) and "%" in budget):
+        for tier, budget in zip(("gpu", "ram"), budgets.given(), strict=False):
+            if budget == "least" or isinstance(budget, Share):
                 size = bytes_text(getattr(task.budgets, tier))
                 observer.on_message(f"budgets.{tier}={budget}: {size} ({task.budgets.why[tier]})")
         with checklist.step("searching a plan"):

@@ -36,9 +36,14 @@ def size_text(num_bytes: int) -> str:
     return str(num_bytes)
 
 
+def whole_kib(num_bytes: int) -> int:
+    """The least whole KiB that hold so many bytes, in bytes."""
+    return -(-num_bytes // 1024) * 1024
+
+
 def least_text(num_bytes: int) -> str:
     """The least size that is enough, as a field of a recipe takes it: whole KiB, or a larger unit that divides it."""
-    return size_text(num_bytes) if num_bytes % 2**20 == 0 else f"{-(-num_bytes // 1024)}KiB"
+    return size_text(num_bytes) if num_bytes % 2**20 == 0 else f"{whole_kib(num_bytes) // 1024}KiB"
 
 
 def of_text(held: float | None, budget: float | None) -> str:

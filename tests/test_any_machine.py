@@ -5,37 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from starts import STARTS, TOGETHER, Commands, combined
-from transformers import AutoModelForCausalLM
+from starts import SMALL, STARTS, TOGETHER, survives
 
 from penstock.app.plan import plan_recipe
 from penstock.app.recipe import apply_overrides, load_recipe
-
-SMALL = {
-    "quickstart": ["train.chunk_tokens=128", "data.sequence_length=512", "data.validation_documents=4"],
-    "text_small": [
-        "model.num_layers=2",
-        "model.hidden_size=64",
-        "model.intermediate_size=96",
-        "data.max_documents=12",
-        "data.validation_documents=2",
-        "data.sequence_length=256",
-        "data.tokenizer_vocab_size=400",
-        "after.sample_tokens=4",
-        "train.chunk_tokens=64",
-        "train.compile=auto",
-    ],
-}
-STEPS = ["train.steps=3", "train.warmup_steps=1", "train.decay_steps=none", "train.validate_every=3"]
-STEPS += ["train.validation_sequences=1", "storage.checkpoint_every=1", "storage.part_bytes=64KiB"]
-
-
-def survives(recipe: str, folder: Path, *names: str) -> None:
-    commands = Commands(combined(names), folder)
-    settings = SMALL[recipe] + [text for text in STEPS if recipe == "quickstart" or "decay" not in text]
-    commands.train_killed(recipe, settings, kill_after=1)
-    assert commands.steps == 3
-    assert AutoModelForCausalLM.from_pretrained(commands.run / "export").num_parameters() > 0
 
 
 def test_every_start_is_one_of_those_together() -> None:

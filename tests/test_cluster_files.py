@@ -32,7 +32,6 @@ from cluster_files import (
     trainer,
 )
 from recipe_texts import recipe_text
-from samples import cases
 
 from penstock.app.recipe import apply_overrides, load_recipe
 from penstock.engine.forecast.cluster import require_cluster
@@ -228,13 +227,13 @@ def test_they_train_a_recipe_that_these_nodes_can() -> None:
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-@pytest.mark.parametrize("what", ["recipe", "run"])
+@pytest.mark.parametrize("what", ["recipe", "run", "no settings"])
 def test_the_command_line(name: str, what: str, tmp_path: Path) -> None:
     """A recipe's run directory is named; a run has its own."""
     (tmp_path / "an old run").mkdir()
     (tmp_path / "an old run" / "recipe.json").write_text("{}")
-    given = {"recipe": "tiny.py", "run": "an old run"}[what]
-    settings = {"train.steps": 3, "storage.nvme": '["/mnt/a", "/mnt/b c"]'}
+    given = "an old run" if what == "run" else "tiny.py"
+    settings = {} if what == "no settings" else {"train.steps": 3, "storage.nvme": '["/mnt/a", "/mnt/b c"]'}
     launch = LAUNCHES[name](given, tmp_path / "out", settings)
     environment = scheduler(tmp_path, torchrun=NOTE_COMMAND) | launch.environment
     subprocess.run(launch.command, cwd=tmp_path, env=environment, check=True, timeout=PATIENCE_S)
@@ -246,17 +245,9 @@ def test_the_command_line(name: str, what: str, tmp_path: Path) -> None:
     assert endpoint is not None
     assert pairs.pop("--rdzv-id")
     assert pairs == {"--nnodes": "1", "--nproc-per-node": "2", "--rdzv-backend": "c10d", "--max-restarts": "3"}
-    where = ["--run-dir", str(tmp_path / "out")] if what == "recipe" else []
+    where = [] if what == "run" else ["--run-dir", str(tmp_path / "out")]
     fields = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     assert command == ["-m", "penstock", "cluster", given, *where, *fields]
-
-
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_no_settings_at_all(name: str, tmp_path: Path) -> None:
-    launch = LAUNCHES[name]("tiny.py", tmp_path / "out", {})
-    environment = scheduler(tmp_path, torchrun=NOTE_COMMAND) | launch.environment
-    subprocess.run(launch.command, cwd=tmp_path, env=environment, check=True, timeout=PATIENCE_S)
-    assert (tmp_path / "command").read_text().endswith(f"tiny.py\n--run-dir\n{tmp_path / 'out'}\n")
 
 
 def batch(folder: Path, torchrun: str) -> subprocess.Popen[str]:
@@ -350,7 +341,8 @@ def is_whole(folder: Path, step: int) -> bool:
     return (checkpoint(folder, step) / ".metadata").exists()
 
 
-@pytest.mark.parametrize("name", cases(LAUNCHES, "trainjob.yaml"))
+@pytest.mark.long
+@pytest.mark.parametrize("name", LAUNCHES)
 def test_two_ranks_train(name: str, tmp_path: Path, start: Start) -> None:
     said = ended(start(name))
     assert "OMP_NUM_THREADS" not in said, "torchrun was told how many threads"
@@ -375,6 +367,7 @@ def test_a_rank_that_is_killed_starts_again_with_the_others(tmp_path: Path, star
     assert (checkpoint(tmp_path, 1) / ".metadata").stat().st_mtime_ns == written
 
 
+@pytest.mark.long
 def test_a_job_whose_time_is_over_writes_a_checkpoint(tmp_path: Path, start: Start) -> None:
     process = start("cluster.sbatch", **{"train.steps": 10_000, "storage.checkpoint_every": 10_000})
     wait_until(lambda: (tmp_path / "out" / "metrics.jsonl").exists())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cli_process import REAL, REPOSITORY, Cli, done, started
+from cli_process import REPOSITORY
 from cluster_files import FILES
 from pages import require_command
 from recipe_texts import recipe_text
@@ -41,6 +42,7 @@ def test_commands_and_links_exist() -> None:
         assert "cluster.md" in (REPOSITORY / "docs" / name).read_text(), "a page leads to it"
 
 
+@pytest.mark.long
 def test_the_plan_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = [block for block in BLOCKS if "$ penstock plan" in block]
     command, *printed = block.strip().splitlines()
@@ -129,19 +131,21 @@ def model_registry(flavor):
 """
 
 
-def test_torchtitans_adapter_takes_a_checkpoint(tmp_path: Path) -> None:
+def test_torchtitans_adapter_takes_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script of the page on a stand-in that has torchtitan's names and its order of rows."""
-    cli = Cli(tmp_path, TINY_LLAMA, REAL)
-    cli.run("train", "tiny.py", "--run-dir", "run")
-    cli.run("export", "run", "ours", "--format", "dcp")
-    cli.run("export", "run", "hf")
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.py").write_text(TINY_LLAMA)
+    for command in ("train tiny.py --run-dir run", "export run ours --format dcp", "export run hf"):
+        assert main(command.split()) == 0
     (script,) = [block.removeprefix("python\n") for block in BLOCKS if "torchtitan" in block and "import" in block]
     (tmp_path / "script.py").write_text(script)
     for name in ("components/checkpointer.py", "models/llama3.py"):
         path = tmp_path / "torchtitan" / name
         path.parent.mkdir(parents=True)
         path.write_text(LLAMA + STAND_IN)
-    done(started(tmp_path, sys.executable, "script.py", "ours", "theirs", "8B", PYTHONPATH=str(tmp_path)))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script.py", "ours", "theirs", "8B"])
+    runpy.run_path("script.py")
     found = {"layers.1.attention.qkv_linear.wk.weight": torch.zeros(32, 32), "norm.weight": torch.zeros(32)}
     dcp.load(found, checkpoint_id=tmp_path / "theirs", no_dist=True)
     exported = load_file(tmp_path / "hf" / "model.safetensors")

@@ -18,7 +18,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from cli_process import FAKE, PATIENCE_S, RECIPE, REPOSITORY, default_signals, done, json_lines, steps, wait_until
+from cli_process import FAKE, RECIPE, REPOSITORY, default_signals, done, json_lines, steps, wait_until
+from cluster_files import scheduler
 
 DOCKERFILE = REPOSITORY / "docker" / "Dockerfile"
 SBATCH = REPOSITORY / "docker" / "penstock.sbatch"
@@ -118,16 +119,7 @@ def test_the_cpu_variant_is_carried_out(tmp_path: Path) -> None:
     assert command == str(tmp_path / "opt/penstock/venv/bin/penstock")
 
     def penstock(*arguments: str) -> str:
-        process = subprocess.run(
-            [command, *arguments],
-            cwd=tmp_path / "runs",
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-        )
-        assert process.returncode == 0, process.stderr
-        return process.stdout
+        return subprocess.check_output([command, *arguments], cwd=tmp_path / "runs", env=environment, text=True)
 
     assert penstock("--version").startswith("penstock ")
     assert json.loads(penstock("plan", "quickstart", "--json"))["fits"]
@@ -147,68 +139,38 @@ def copy(source: str, folder: Path, target: str, image: Path) -> None:
         shutil.copy(origin, to)
 
 
-def slurm(folder: Path) -> dict[str, str]:
-    """Slurm and Penstock, in `folder`/bin: srun runs what it is given, scontrol notes what it is told."""
-    commands = {
-        "srun": 'exec "$@"',
-        "scontrol": 'echo "$@" >> "$SLURM_NOTES"',
-        "penstock": f'exec {shlex.join(FAKE)} "$@"',
-    }
-    for name, text in commands.items():
-        file = folder / "bin" / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(f"#!/bin/bash\n{text}\n")
-        file.chmod(0o755)
-    return os.environ | {
-        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": str(REPOSITORY),
-        "SLURM_NOTES": str(folder / "notes"),
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NAME": "mine",
-        "FAKE_STEP_S": "0.05",
-    }
+def job(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """The batch script as Slurm starts it, around the stand-in for the engine."""
+    (folder / "tiny.py").write_text(RECIPE)
+    ours = scheduler(folder, penstock=f'exec {shlex.join(FAKE)} "$@"') | environment
+    ours |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "mine", "FAKE_STEP_S": "0.05"}
+    command = ["bash", str(SBATCH), "tiny.py", *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=ours, stderr=subprocess.PIPE, text=True, preexec_fn=default_signals
+    )
 
 
 def test_a_slurm_job_stops_before_its_limit_is_queued_again_and_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "tiny.py").write_text(RECIPE)
-    environment = slurm(tmp_path)
     run, notes = tmp_path / "runs" / "mine-7", tmp_path / "notes"
 
-    def job() -> subprocess.Popen[str]:
-        command = ["bash", str(SBATCH), "tiny.py", "--set", "train.steps=40"]
-        return subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=default_signals
-        )
-
-    first = job()
+    first = job(tmp_path, "--set", "train.steps=20")
     wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) >= 3)
     first.send_signal(signal.SIGTERM)  # to the batch script alone, as --signal=B: does
     done(first)
     assert json.loads((run / "status.json").read_text())["state"] == "stopped"
     assert notes.read_text() == "requeue 7\n"
     at = len(steps(run))
-    assert 3 <= at < 40
+    assert 3 <= at < 20
 
-    done(job())  # as Slurm starts it again: the same number, the same command
+    done(job(tmp_path, "--set", "train.steps=20"))  # as Slurm starts it again: the same number, the same command
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
-    assert [line["step"] for line in json_lines(run / "metrics.jsonl")] == list(range(1, 41))
+    assert [line["step"] for line in json_lines(run / "metrics.jsonl")] == list(range(1, 21))
     assert notes.read_text() == "requeue 7\n"  # what has finished is not queued again
     assert any(f"stopped after step {at};" in line["text"] for line in json_lines(run / "log.jsonl"))
 
 
 def test_a_failed_run_ends_the_job_with_its_code(tmp_path: Path) -> None:
-    (tmp_path / "tiny.py").write_text(RECIPE)
-    environment = slurm(tmp_path) | {"FAKE_FAIL_AT": "2:user"}
-    process = subprocess.run(
-        ["bash", str(SBATCH), "tiny.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert process.returncode == 2
-    assert "loss is NaN" in process.stderr
+    assert "loss is NaN" in done(job(tmp_path, FAKE_FAIL_AT="2:user"), 2).stderr
     assert not (tmp_path / "notes").exists()
 
 

@@ -107,20 +107,12 @@ def test_planning_needs_no_torch() -> None:
         assert not {name.partition(".")[0] for name in imports()[module]} & HEAVY, module
 
 
-@pytest.mark.parametrize(
-    ("modules", "names"),
-    [
-        (LIGHT, HEAVY),
-        (inside("tui"), HEAVY),
-        (inside(*PLANNING), HEAVY),
-        (["penstock.engine.data.corpus"], {"torch", "transformers"}),
-        (inside("storage"), {"penstock.engine", "penstock.app"}),
-        (inside("engine"), {"penstock.app"}),
-    ],
-    ids=["what readers need", "tui", "planning", "what prepares data", "storage", "engine"],
-)
-def test_what_is_imported_loads_nothing_that_it_does_not_need(modules: list[str], names: set[str]) -> None:
-    assert loaded(modules, names) == []
+def test_readers_planning_and_screens_load_no_torch() -> None:
+    assert loaded([*LIGHT, *inside("tui", *PLANNING)], HEAVY) == []
+
+
+def test_preparing_data_loads_no_torch() -> None:
+    assert loaded(["penstock.engine.data.corpus"], {"torch", "transformers"}) == []
 
 
 def test_help_needs_no_torch() -> None:

@@ -25,6 +25,7 @@ def test_a_run_has_one_slice_and_says_which(tmp_path: Path) -> None:
     due = [case for case in range(40) if slice_of(f"test_many.py::test_one[{case}]") == 2 % SLICES]
     assert 0 < len(due) < 40
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-n", "1", "-v", "--long-slice", str(SLICES + 2)]
+    command += ["--basetemp", "base"]  # where it has none it deletes the old folders of this suite, for minutes
     paths = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS / "support")))}
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=True)
     passed = {int(line.split("[")[-1][:-2]) for line in done.stdout.splitlines() if " PASSED test_many.py::" in line}

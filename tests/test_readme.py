@@ -3,17 +3,16 @@
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from bad_model_files import CONFIG
 from chat_model import make_chat_model, write_talks
-from cli_process import REAL, done, started
 from pages import require_command
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from penstock.app.cli import main
 from penstock.engine.data.tokenizer import train_tokenizer
 from penstock.tui.capture import BEGIN, END, SETTINGS
 
@@ -68,23 +67,25 @@ def users(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_one_line_fine_tunes_a_model_on_a_file(tmp_path: Path) -> None:
+def test_one_line_fine_tunes_a_model_on_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = block("README.md", "penstock finetune")
     make_chat_model(tmp_path / "models" / "Qwen3-0.6B")
     write_talks(tmp_path / "chats.jsonl")
     settings = [word for item in SMALL for word in ("--set", item)]
-    done(started(tmp_path, *REAL, *shlex.split(line)[1:], "--yes", "--run-dir", "run", *settings))
+    monkeypatch.chdir(tmp_path)
+    assert main([*shlex.split(line)[1:], "--yes", "--run-dir", "run", *settings]) == 0
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
     assert len(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export").model.layers) == 2
 
 
-def test_the_same_from_python(users: Path) -> None:
+def test_the_same_from_python(users: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "\n".join(block("docs/guide.md", "from penstock import")[1:])
     small = 'steps=1, chunk_tokens=32, compile="off", device="cpu"'
     for text, instead in (("steps=200, ", f"{small}, "), ('"mine.jsonl"', '"mine.jsonl", sequence_length=64')):
         assert text in code
         code = code.replace(text, instead)
-    done(started(users, sys.executable, "-P", "-c", code))
+    monkeypatch.chdir(users)
+    exec(code, {})
     assert len(AutoModelForCausalLM.from_pretrained(users / "models" / "mine").model.layers) == 2
 
 

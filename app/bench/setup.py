@@ -16,7 +16,6 @@ import torch
 
 from penstock.app.bench.cases import Case, Shape
 from penstock.engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
-from penstock.engine.forecast.problem import ALLOCATOR_SHARE
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.budgets import Budgets, free_budgets
@@ -25,6 +24,7 @@ from penstock.engine.machine.presets import this_machine
 from penstock.engine.model.anatomy import model_spec
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.plan.plan import Plan, gib
+from penstock.engine.plan.planner import allocator_bytes, with_share
 from penstock.engine.plan.problem import FP32, PlanOptions
 from penstock.engine.runtime.state import scratch_arrays
 from penstock.storage.drives import FREE_MARGIN
@@ -104,7 +104,7 @@ def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] 
     for layers in case.layers or (shape.layers,):
         cut, spec = shape_model(recipe, shape, layers)
         share = layers / shape.layers
-        gpu, ram = _scaled_peaks(full_plan, share, on_gpu)
+        gpu, ram = _scaled_peaks(full_plan, share)
         # Where all fits the GPU, a share of next to no RAM may be too little for a block's pass.
         rams = (ram, free.ram) if case.spill_state and share < 1 else (free.ram,)
         try:
@@ -181,7 +181,7 @@ def _plan(tasks: Sequence[PlanRequest], device: torch.device, only: tuple[int, P
     raise Skip(str(refusal))
 
 
-def _scaled_peaks(full: Plan, share: float, on_gpu: bool) -> tuple[int, int]:
+def _scaled_peaks(full: Plan, share: float) -> tuple[int, int]:
     """Bytes of GPU and RAM that leave a model cut to `share` of its layers in the same position as the whole one.
 
     What serves one block at a time stays as it is; what the layers hold for themselves shrinks with their number, on
@@ -222,10 +222,8 @@ def _scaled_peaks(full: Plan, share: float, on_gpu: bool) -> tuple[int, int]:
     # What the GPU holds less of for being counted in whole pieces has a place in RAM.
     rounded = int(gone - (1 - share) * (resident_bytes + graphs_bytes + sums_bytes))
     gpu_bytes = full.tiers["gpu"].peak_bytes - gone
-    if on_gpu:
-        # Of any budget its share is left to the allocator: what a smaller one leaves must not become a saved graph.
-        used = gpu_bytes - full.problem.gpu_budget // ALLOCATOR_SHARE
-        gpu_bytes = -(-used * ALLOCATOR_SHARE // (ALLOCATOR_SHARE - 1))
+    # Of any budget its share is left to the allocator: what a smaller one leaves must not become a saved graph.
+    gpu_bytes = with_share(gpu_bytes - allocator_bytes(full.problem), full.problem.allocator_share)
     return gpu_bytes, ram.peak_bytes - int(in_ram * (1 - share)) + rounded
 
 

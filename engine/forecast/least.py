@@ -16,6 +16,7 @@ from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import PlanInput, PlanOptions
 from penstock.storage.errors import BudgetError
+from penstock.storage.units import whole_kib
 
 KIB = 1024
 """Budgets of "least" are whole KiB, and so is what a refusal asks for."""
@@ -154,7 +155,3 @@ def helps(problem_at: ProblemAt, chunks: Sequence[int], refusal: NoPlanError) ->
     chunk = max((n for n in chunks if n <= refusal.chunk_tokens), default=chunks[0])
     found = need(problem_at(chunk), refusal.choice, refusal.tier)
     return found is not None and found < refusal.need_bytes
-
-
-def whole_kib(num_bytes: int) -> int:
-    return -(-num_bytes // KIB) * KIB

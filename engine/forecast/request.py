@@ -188,7 +188,7 @@ class PlanRequest:
 
     def settled(self) -> PlanRequest:
         """The same with each budget of "least" in bytes, the GPU's first. Raises BudgetError where no plan fits."""
-        task = replace(self, budgets=replace(self.budgets, least=frozenset()))
+        task = self
         tiers: tuple[MemoryTier, ...] = ("gpu", "ram")
         for tier in tiers:
             if tier not in self.budgets.least:

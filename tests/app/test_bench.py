@@ -170,9 +170,12 @@ def test_plain_pytorch_learns_the_same_in_float32_and_bfloat16():
         assert norm == pytest.approx(rounded_norm, rel=0.1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
-def test_compiled_plain_pytorch_learns_what_plain_pytorch_does(dtype):
-    """Of one micro-batch and of two; in bfloat16 its gradients are not rounded once more."""
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_plain_pytorch_learns_what_plain_pytorch_does(dtype, compiled, monkeypatch):
+    """Of one micro-batch and of two; in bfloat16 its gradients are not rounded once more. As it is, and compiled."""
+    if not compiled:
+        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     config = AutoConfig.for_model(**CONFIG | {"vocab_size": 50})
     torch.manual_seed(0)
     batch, half = (PlainBatch(torch.randint(0, 50, (rows, 24))) for rows in (2, 1))
@@ -212,6 +215,7 @@ def test_folders_are_looked_for_before_anything_runs(tmp_path, begin):
         begin(tmp_path / "missing")
 
 
+@pytest.mark.long
 def test_ratio_of_a_tiny_step_to_its_attention_alone(tmp_path, capsys):
     report = bench_attention(tokens=256, chunk_tokens=64, rounds=2, compile=False, json=True, folder=tmp_path)
     assert json.loads(capsys.readouterr().out) == report

@@ -14,14 +14,9 @@ PER_TOKEN = 12 * bench_memory.SHAPE.kv_heads * bench_memory.SHAPE.head_dim
 
 def row(tokens: int, depth: int, window: str, size: int) -> dict[str, Any]:
     return {
-        "tokens": tokens,
-        "depth": depth,
-        "window": window,
-        "arena_bytes": size,
-        "resident_bytes": size,
-        "process_bytes": size,
-        "step_s": 1.0,
-    }
+        "tokens": tokens, "depth": depth, "window": window, "arena_bytes": size, "resident_bytes": size,
+        "process_bytes": size, "step_s": 1.0,
+    }  # fmt: skip
 
 
 def test_deviation_by_hand() -> None:
@@ -58,6 +53,7 @@ def test_a_small_measurement_follows_the_law(
     assert capsys.readouterr().out == line
 
 
+@pytest.mark.long
 def test_a_failing_measurement_says_which() -> None:
     with pytest.raises(UserError, match=r"bench memory, 1 tokens, 1 layers, whole window: .*sequence_length"):
         bench_memory.bench_memory(lengths=(1,), depths={"whole": (1,)})

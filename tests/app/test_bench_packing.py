@@ -9,6 +9,7 @@ from penstock.app.bench.packing import bench_packing
 from penstock.storage.errors import UserError
 
 
+@pytest.mark.long
 def test_both_ways_compute_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = bench_packing(context=256, document=32, chunk_tokens=64, rounds=2, json=True, folder=tmp_path)
     assert json.loads(capsys.readouterr().out) == report

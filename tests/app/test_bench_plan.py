@@ -139,6 +139,7 @@ def test_report_table_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "3/3 moe: failed: exit 1: KeyError: 'odd'" in err
 
 
+@pytest.mark.long
 def test_a_refused_case_is_one_line_without_a_traceback(tmp_path: Path) -> None:
     tiny = PlanCase(name="tiny", about="", model=CASES[0].model, context=256, gpu="1MiB", ram="1MiB", train={})
     row = row_of(tiny, tmp_path)

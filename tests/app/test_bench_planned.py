@@ -138,12 +138,13 @@ def test_rows_keep_what_the_page_shows() -> None:
     assert (row["fits"], row["reason"]) == (False, "data.sequence_length: beyond the rotary range")
 
 
+@pytest.mark.long
 def test_a_small_model_is_planned_on_presets() -> None:
-    small = planned.batched(recipe("mine"), 2048, 2)
+    small = planned.batched(recipe("mine"), 256, 2)
     job = planned.Job("grid", "mine", small, "rtx3090-64")
     row = planned.row_of(job, planned._forecast)
     assert row["fits"]
-    assert row["tokens_per_s"] == pytest.approx(4096 / row["step_s"])
+    assert row["tokens_per_s"] == pytest.approx(512 / row["step_s"])
     assert 0 < row["mfu"] < row["hfu"] < 1
     assert row["peak_bytes"]["gpu"] > 0
     cells = planned._cells(row)
@@ -162,6 +163,7 @@ def test_processes_keep_the_order() -> None:
     assert all(row["fits"] for row in rows)
 
 
+@pytest.mark.long
 def test_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(planned, "load_recipes", lambda folder: recipes())
     report = planned.bench_planned(tmp_path, forecast_fn=fake, processes=1)

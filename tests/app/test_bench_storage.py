@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from cli_process import PATIENCE_S, REPOSITORY, default_signals, wait_until
-from samples import cases
 
 from penstock.app.bench import storage as bench
 from penstock.app.bench.raw_io import Fio, OwnLoop, RawFiles, Timed
@@ -161,7 +160,8 @@ def test_nothing_is_left_after_a_failure(tmp_path: Path, without_fio: None, monk
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", cases([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], signal.SIGTERM))
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     script = (
         "from pathlib import Path; from penstock.app.bench.storage import bench_storage\n"

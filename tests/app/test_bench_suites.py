@@ -6,6 +6,7 @@ from collections import namedtuple
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,7 +47,12 @@ def test_names_of_suites_and_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "billions"), [(QWEN25_7B, 7.6), (LLAMA3_8B, 8.0), (QWEN3_32B, 32.8)], ids=lambda value: str(value)[:20]
+    ("shape", "billions"),
+    [
+        (LLAMA3_8B, 8.0),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((QWEN25_7B, 7.6), (QWEN3_32B, 32.8))),
+    ],
+    ids=lambda value: str(value)[:20],
 )
 def test_shapes_are_those_of_the_models(shape: bench_cases.Shape, billions: float) -> None:
     recipe = Recipe(name="x", data=DataConfig(source="random", sequence_length=8192))
@@ -123,6 +129,7 @@ def chosen(case: Case, folder: Path) -> Setup:
     return choose(replace(case, needs_cuda=False), folder)
 
 
+@pytest.mark.long
 def test_a_cut_model_keeps_the_whole_ones_share_on_the_gpu(tmp_path: Path) -> None:
     for gpu in ("24GiB", "110GiB", "400GiB"):
         case = replace(SUITES["short"][0], gpu=gpu, ram="100GiB", rows=1)  # few tokens: what is left over holds blocks
@@ -140,48 +147,41 @@ def test_a_cut_model_keeps_the_whole_ones_share_on_the_gpu(tmp_path: Path) -> No
 
 
 def test_the_allocators_share_of_a_smaller_budget_becomes_nothing_else(tmp_path: Path) -> None:
-    full = chosen(replace(SUITES["short"][0], gpu="24GiB", ram="100GiB"), tmp_path).full_plan
-    without, ram = _scaled_peaks(full, 0.25, on_gpu=False)
-    within, same_ram = _scaled_peaks(full, 0.25, on_gpu=True)
+    full = chosen(replace(CPU_SHORT, gpu="2MiB"), tmp_path).full_plan
+    without, ram = _scaled_peaks(full, 0.25)
+    on_gpu = replace(full, problem=replace(full.problem, allocator_share=ALLOCATOR_SHARE))
+    within, same_ram = _scaled_peaks(on_gpu, 0.25)
     used = without - full.problem.gpu_budget // ALLOCATOR_SHARE  # the CPU's plan has no such share to take out
     assert within - within // ALLOCATOR_SHARE == pytest.approx(used, abs=1)
     assert ram == same_ram
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore words"),
-            "does not fit: CUDA out of memory. Tried to allocate 2.00 GiB",
-        ),
-        (RuntimeError("cuDNN error: NOT_INITIALIZED"), "failed: RuntimeError: cuDNN error: NOT_INITIALIZED"),
-    ],
-)
 def test_where_plain_pytorch_fails_with_checkpointing_and_without_it_has_no_step(
-    error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A card's allocator refuses, say: what fits only with checkpointing is timed with it."""
     setup = chosen(CPU_SHORT, tmp_path)
-    tried = []
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore words")
+    other = RuntimeError("cuDNN error: NOT_INITIALIZED")
+    for error, reason in (
+        (full, "does not fit: CUDA out of memory. Tried to allocate 2.00 GiB"),
+        (other, "failed: RuntimeError: cuDNN error: NOT_INITIALIZED"),
+    ):
+        plain_steps = Mock(side_effect=error)
+        monkeypatch.setattr(suite_plain, "plain_steps", plain_steps)
+        found = suite_plain.plain_step(CPU_SHORT, setup, "bfloat16")
+        assert [call.kwargs["checkpointing"] for call in plain_steps.call_args_list] == [False, True]
+        assert found["name"] is found["step_s"] is None
+        assert found["reason"] == f"plain PyTorch {reason}"
 
-    def refusing(*_: Any, checkpointing: bool) -> Any:
-        tried.append(checkpointing)
-        raise error
 
-    monkeypatch.setattr(suite_plain, "plain_steps", refusing)
-    found = suite_plain.plain_step(CPU_SHORT, setup, "bfloat16")
-    assert tried == [False, True]
-    assert found["name"] is found["step_s"] is None
-    assert found["reason"] == f"plain PyTorch {reason}"
-
-
+@pytest.mark.long
 def test_depth_is_what_ram_holds(tmp_path: Path) -> None:
-    short = replace(SUITES["short"][0], gpu="24GiB")
-    assert len(chosen(replace(short, ram="80GiB"), tmp_path).spec.attention) == 4
-    assert len(chosen(replace(short, ram="37GiB"), tmp_path).spec.attention) == 2
-    with pytest.raises(Skip, match=r"2 layers of Llama-3-8B need .* of RAM or more, and budgets.ram is 20.00 GiB"):
-        chosen(replace(short, ram="20GiB"), tmp_path)
+    short = replace(CPU_SHORT, gpu="2MiB", layers=(4, 2))
+    assert len(chosen(replace(short, ram="16MiB"), tmp_path).spec.attention) == 4
+    assert len(chosen(replace(short, ram="3MiB"), tmp_path).spec.attention) == 2
+    with pytest.raises(Skip, match=r"2 layers of tiny need .* of RAM or more, and budgets.ram is 2.0 MiB"):
+        chosen(replace(short, ram="2MiB"), tmp_path)
 
 
 def test_what_a_gpu_cannot_hold_is_skipped_with_the_planners_words(tmp_path: Path) -> None:
@@ -204,6 +204,7 @@ def test_tiers_takes_the_largest_that_the_drive_holds(tmp_path: Path, monkeypatc
         chosen(case, tmp_path)
 
 
+@pytest.mark.long
 def test_what_graphs_take_once_measured_decides_how_many_are_kept(tmp_path: Path) -> None:
     case = replace(CPU_SHORT, gpu="2MiB")
     eager, compiled = chosen(case, tmp_path), choose(case, tmp_path, {"layers.0": 1000})
@@ -346,6 +347,14 @@ def test_one_case_that_fails_or_does_not_fit_loses_no_other(
     ]
 
 
+@pytest.fixture
+def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which nothing is measured."""
+    machine = {"gpu": None, "cores": 2, "matmul_flops": 1e10}
+    monkeypatch.setattr(bench_suites, "probe", lambda: machine)
+
+
+@pytest.mark.usefixtures("known_machine")
 def test_a_time_limit_begins_nothing_that_would_end_later(tmp_path: Path) -> None:
     report = bench_suites.bench_suites("cpu", folder=tmp_path, time_limit_s=1.0)
     assert [row["status"] for row in report["cases"]] == ["skipped"] * 3
@@ -353,9 +362,8 @@ def test_a_time_limit_begins_nothing_that_would_end_later(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("known_machine")
 def test_a_case_that_meets_the_time_limit_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = bench_suites.probe()  # outside the limit, of which a busy machine's probe would take all
-    monkeypatch.setattr(bench_suites, "probe", lambda: machine)
     monkeypatch.setattr(Case, "estimate_s", lambda *_: 0.0)
     monkeypatch.setitem(SUITES, "late", (replace(CPU_SHORT, timed=1_000_000),))
     report = bench_suites.bench_suites("late", folder=tmp_path, time_limit_s=5.0)
@@ -364,13 +372,14 @@ def test_a_case_that_meets_the_time_limit_is_no_failure(tmp_path: Path, monkeypa
     assert row["reason"].startswith("ended by the time limit after")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.usefixtures("known_machine")
 def test_without_cuda_every_gpu_case_says_so(tmp_path: Path) -> None:
     report = bench_suites.bench_suites("gpu", folder=tmp_path)
     assert {row["reason"] for row in report["cases"]} == {"needs CUDA, and torch sees no device"}
     assert len(report["cases"]) == 8
 
 
+@pytest.mark.long
 def test_executed_flops_of_the_long_case_are_near_the_estimate(tmp_path: Path) -> None:
     setup = chosen(replace(SUITES["long"][0], gpu="70GiB", ram="100GiB"), tmp_path)
     executed = executed_flops(setup.spec, setup.plan, [524_288]).total

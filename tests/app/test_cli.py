@@ -1,16 +1,14 @@
 import json
 import os
-import pty
 import re
-import select
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from cli_process import FAKE, PATIENCE_S, REPOSITORY, Cli, done, json_lines, started, steps, stop, wait_until
+from cli_process import FAKE, Cli, done, json_lines, started, steps, stop, wait_until
+from samples import cases
 
 import penstock
 from penstock.app import control, signals
@@ -63,17 +61,9 @@ def test_a_whole_run(cli: Cli) -> None:
     assert printed.stderr == ""
     run = cli.folder / "out"
     assert sorted(path.name for path in run.iterdir()) == [
-        "log.jsonl",
-        "metrics.jsonl",
-        "plan.json",
-        "predicted.jsonl",
-        "recipe.json",
-        "run.lock",
-        "spans.jsonl",
-        "state",
-        "status.json",
-        "summary.json",
-    ]
+        "log.jsonl", "metrics.jsonl", "plan.json", "predicted.jsonl", "recipe.json", "run.lock", "spans.jsonl",
+        "state", "status.json", "summary.json",
+    ]  # fmt: skip
     assert json.loads((run / "recipe.json").read_text())["train"]["steps"] == 3
     assert [(item["name"], item["state"]) for item in status(run)["preparing"]] == [  # type: ignore[attr-defined]
         ("loading PyTorch", "done"),
@@ -90,22 +80,9 @@ def test_a_whole_run(cli: Cli) -> None:
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["tokens"], summary["first_loss"], summary["last_loss"]) == (3, 300, 8.0, 8 / 3)
     assert set(summary) == {
-        "steps",
-        "tokens",
-        "first_loss",
-        "last_loss",
-        "mean_tokens_per_s",
-        "mean_step_s",
-        "mean_model_tflops_per_s",
-        "step_s_median",
-        "tiers",
-        "lanes",
-        "drives",
-        "gpu_memory",
-        "attention",
-        "ended_early",
-        "validation_loss",
-    }
+        "steps", "tokens", "first_loss", "last_loss", "mean_tokens_per_s", "mean_step_s", "mean_model_tflops_per_s",
+        "step_s_median", "tiers", "lanes", "drives", "gpu_memory", "attention", "ended_early", "validation_loss",
+    }  # fmt: skip
     found = status(run)
     assert set(found) == {"state", "pid", "host", "started", "step", "total_steps", "clock_s", "heartbeat", "preparing"}
     assert (found["state"], found["step"], found["total_steps"]) == ("finished", 3, 3)
@@ -155,14 +132,17 @@ def test_a_user_error_in_training_is_told_and_kept(cli: Cli) -> None:
     assert "nothing to resume" in cli.run("resume", "out", code=2).stderr
 
 
-def test_a_bug_shows_its_traceback(cli: Cli) -> None:
+def test_a_bug_shows_its_traceback_and_used_up_threads_are_told(cli: Cli) -> None:
     failed = cli.run("train", "tiny.py", "--run-dir", "out", code=1, FAKE_FAIL_AT="2:bug")
     assert "Traceback" in failed.stderr
     assert "RuntimeError: a bug" in failed.stderr
     assert status(cli.folder / "out")["error"] == "RuntimeError: a bug"
+    failed = cli.run("train", "tiny.py", "--run-dir", "other", code=2, FAKE_FAIL_AT="2:threads")
+    assert failed.stderr.startswith("error: no more threads can be started")
+    assert str(status(cli.folder / "other")["error"]).startswith("no more threads")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", cases([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], signal.SIGTERM))
 def test_the_first_signal_finishes_the_step_and_exits_0(cli: Cli, number: signal.Signals) -> None:
     run, process = cli.begin(200, **SLOW)
     process.send_signal(number)
@@ -224,6 +204,7 @@ def test_a_run_that_goes_on_exports_beside_what_it_has_exported(cli: Cli) -> Non
     ]
 
 
+@pytest.mark.long
 def test_exports_and_checkpoints_asked_for_at_once_are_all_answered(cli: Cli) -> None:
     run, process = cli.begin(1000, FAKE_STEP_S="0.5")
     exports = [cli.start("export", "out", f"export{number}") for number in range(3)]
@@ -237,6 +218,7 @@ def test_exports_and_checkpoints_asked_for_at_once_are_all_answered(cli: Cli) ->
     process.communicate()
 
 
+@pytest.mark.long
 def test_nohup_outlives_the_terminal(cli: Cli) -> None:
     run = cli.folder / "out"
     nohup = Cli(cli.folder, program=("nohup", *FAKE))
@@ -245,12 +227,6 @@ def test_nohup_outlives_the_terminal(cli: Cli) -> None:
     process.send_signal(signal.SIGHUP)
     done(process)
     assert status(run)["state"] == "finished"
-
-
-def test_threads_that_are_used_up_are_told(cli: Cli) -> None:
-    failed = cli.run("train", "tiny.py", "--run-dir", "out", code=2, FAKE_FAIL_AT="2:threads")
-    assert failed.stderr.startswith("error: no more threads can be started")
-    assert str(status(cli.folder / "out")["error"]).startswith("no more threads")
 
 
 def test_a_killed_run_is_crashed_and_resumes(cli: Cli) -> None:
@@ -264,25 +240,6 @@ def test_a_killed_run_is_crashed_and_resumes(cli: Cli) -> None:
     assert "crashed" in cli.run("runs").stdout
     cli.run("resume", "tiny-x", FAKE_STEP_S="0.001")
     assert steps(run) == list(range(1, 201))
-
-
-def test_progress_bar_on_a_real_terminal_that_closes(cli: Cli) -> None:
-    leader, follower = pty.openpty()
-    process = subprocess.Popen(
-        [*FAKE, "train", "tiny.py", "--set", "train.steps=30", "--run-dir", "out"],
-        cwd=cli.folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "TERM": "xterm", "FAKE_STEP_S": "0.05"},
-        stdout=follower,
-        stderr=follower,
-    )
-    os.close(follower)
-    shown = b""
-    while b"busiest" not in shown:
-        assert select.select([leader], [], [], PATIENCE_S)[0]
-        shown += os.read(leader, 65536)
-    os.close(leader)
-    assert process.wait(PATIENCE_S) == 0
-    assert status(cli.folder / "out")["state"] == "finished"
 
 
 def test_the_version_is_told(cli: Cli) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from cli_process import PATIENCE_S, REAL, Cli, json_lines, refusal, steps, wait_
 from cluster_ranks import torchrun
 from torch.distributed.checkpoint import FileSystemReader
 
+from penstock.app import control
 from penstock.app.cli import main
 from penstock.engine.cluster.layout import checksums_of
 from penstock.engine.cluster.train import require_even
@@ -65,29 +67,39 @@ def on_ranks(cli: Cli, *arguments: str, code: int = 0) -> str:
     return output
 
 
-def test_a_run_goes_on_several_machines_and_comes_back(cli: Cli) -> None:
-    """Seven steps on one machine, six on two ranks, the rest on one again: as if nothing had happened."""
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_run_goes_on_several_machines_and_comes_back(
+    cli: Cli, ranks: int, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seven steps on one machine, six on the ranks, the rest on one again: as if nothing had happened."""
     folder = cli.folder
+    goes_on = ["run", "--set", "train.steps=13"]
     cli.run("train", "tiny.py", "--run-dir", "whole")
     cli.run("train", "tiny.py", "--run-dir", "run", "--set", "train.steps=7")
-    output = on_ranks(cli, "run", "--set", "train.steps=13")
+    if ranks == 1:
+        request.getfixturevalue("one_rank")
+        assert main(["cluster", *goes_on]) == 0
+        output = capsys.readouterr().out
+    else:
+        output = on_ranks(cli, *goes_on)
     assert "finished after step 13" in output
     assert steps(folder / "run") == list(range(1, 14))
     assert [path.name for path in sorted((folder / "run" / "dcp").iterdir())] == ["step-000010", "step-000013"]
 
-    refused = cli.run("resume", "run", "--set", "train.steps=20", code=2)
-    assert refused.stderr.count("\n") == 1
-    assert "step 13" in refused.stderr
-    assert "import-dcp" in refused.stderr
+    refused = refusal(capsys, "resume", str(folder / "run"), "--set", "train.steps=20")
+    assert "step 13" in refused
+    assert "import-dcp" in refused
 
-    assert "step 13; continue with: penstock resume" in cli.run("import-dcp", "run", "--run-dir", "back").stdout
+    back, copy, again = (str(folder / name) for name in ("back", "copy", "again"))
+    assert main(["import-dcp", str(folder / "run"), "--run-dir", back]) == 0
+    assert "step 13; continue with: penstock resume" in capsys.readouterr().out
     assert steps(folder / "back") == list(range(1, 14))
-    cli.run("resume", "back", "--set", "train.steps=20")
+    assert main(["resume", back, "--set", "train.steps=20"]) == 0
     assert losses(folder / "back") == pytest.approx(losses(folder / "whole"), abs=1e-4)
 
     # Straight through a checkpoint file, the state is the same to the bit.
-    cli.run("export", "back", "copy", "--format", "dcp")
-    cli.run("import-dcp", "copy", "--run-dir", "again")
+    assert main(["export", back, copy, "--format", "dcp"]) == 0
+    assert main(["import-dcp", copy, "--run-dir", again]) == 0
     assert master(folder / "again") == master(folder / "back")
 
 
@@ -97,19 +109,12 @@ def master(run: Path) -> dict[str, list[int]]:
     return {f"{array['buffer']}/{array['kind']}": array["crc32c"] for array in content["arrays"]}
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint(cli: Cli) -> None:
-    folder = cli.folder
-    cli.run("train", "tiny.py", "--run-dir", "whole", "--set", "train.steps=60")
-    process = torchrun(
-        *CLUSTER,
-        "tiny.py",
-        "--run-dir",
-        "run",
-        "--set",
-        "train.steps=60",
-        folder=folder,
-        launch=("--max-restarts", "2"),
-    )
+    folder, longer = cli.folder, ("--set", "train.steps=60")
+    cli.run("train", "tiny.py", "--run-dir", "whole", *longer)
+    launch = ("--max-restarts", "2")
+    process = torchrun(*CLUSTER, "tiny.py", "--run-dir", "run", *longer, folder=folder, launch=launch)
     wait_until((folder / "run" / "dcp" / "step-000015").exists)
     worker(process, rank=1).send_signal(signal.SIGKILL)
     output, _ = process.communicate(timeout=PATIENCE_S)
@@ -127,15 +132,19 @@ def worker(process: subprocess.Popen[str], rank: int) -> psutil.Process:
     raise AssertionError(f"no rank {rank}")
 
 
-def test_a_stop_leaves_the_step_under_way(cli: Cli) -> None:
-    run = cli.folder / "run"
-    process = torchrun(*CLUSTER, "tiny.py", "--run-dir", "run", "--set", "train.steps=100000", folder=cli.folder)
-    wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 6)
-    cli.run("stop", "run")
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, output
+def test_a_stop_leaves_the_step_under_way(one_rank: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = one_rank / "run"
+
+    def stop() -> None:
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 6)
+        control.pause_or_stop(run, "stop")
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    assert main(["cluster", "tiny.py", "--run-dir", "run", "--set", "train.steps=100000"]) == 0
+    thread.join()
     last = steps(run)[-1]
-    assert f"stopped after step {last:,}" in output
+    assert f"stopped after step {last:,}" in capsys.readouterr().out
     assert (run / "dcp" / f"step-{last:06}" / ".metadata").exists()
 
 
@@ -168,6 +177,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Path:
     return cli.folder
 
 
+@pytest.mark.long
 def test_what_is_wrong_everywhere_is_said_once(cli: Cli) -> None:
     output = on_ranks(cli, "tiny.py", "--run-dir", "a", "--set", "train.global_batch_size=3", code=1)
     assert len(errors(output)) == 1, output
@@ -220,7 +230,7 @@ def test_without_torchrun_it_says_how(capsys: pytest.CaptureFixture[str], cli: C
     assert not (cli.folder / "run").exists()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A DCP checkpoint of a run of two steps, beside that run."""
     cli = Cli(tmp_path_factory.mktemp("dcp"), RECIPE, REAL)
@@ -252,57 +262,40 @@ def _other_folder(folder: Path) -> None:
     _write_index(folder, pickle.dumps(index))
 
 
-def _without_record(folder: Path) -> None:
-    (folder / "penstock.json").unlink()
+def _edited(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-def _edited_record(folder: Path) -> None:
-    path = folder / "penstock.json"
-    path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
+def _removed(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
 
 
-def _no_index(folder: Path) -> None:
-    (folder / ".metadata").unlink()
+def _flipped(content: bytes) -> bytes:
+    at = len(content) // 2
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
-def _without_a_file(folder: Path) -> None:
-    (folder / "__0_0.distcp").unlink()
-
-
-def _flipped(folder: Path) -> None:
-    path = folder / "__0_1.distcp"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def _cut(folder: Path) -> None:
-    path = folder / "__0_1.distcp"
-    path.write_bytes(path.read_bytes()[:5000])
-
-
-DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (_pickled, "not an index of a DCP checkpoint"),
     (_other_folder, "files elsewhere"),
-    (_without_record, "is missing"),
-    (_edited_record, "CRC"),
-    (_no_index, "not a complete DCP checkpoint"),
-    (_without_a_file, "__0_0.distcp"),
-    (_flipped, "__0_1.distcp: differs from what was written"),
-    (_cut, "__0_1.distcp: differs from what was written"),
+    (_removed("penstock.json"), "is missing"),
+    (_edited("penstock.json", lambda content: content.replace(b'"step": 2', b'"step": 3')), "CRC"),
+    (_removed(".metadata"), "not a complete DCP checkpoint"),
+    (_removed("__0_0.distcp"), "__0_0.distcp"),
+    (_edited("__0_1.distcp", _flipped), "__0_1.distcp: differs from what was written"),
+    (_edited("__0_1.distcp", lambda content: content[:5000]), "__0_1.distcp: differs from what was written"),
 ]
 
 
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one test: workers of their own would each make the checkpoint."""
     monkeypatch.chdir(tmp_path)
     for damage, expected in DAMAGES:
         copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
         damage(copy)
-        assert expected in refusal(capsys, "import-dcp", "copy", "--run-dir", "run"), damage.__name__
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"], damage.__name__
+        assert expected in refusal(capsys, "import-dcp", "copy", "--run-dir", "run")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"], expected
         shutil.rmtree(copy)
 
     # Any program reads it by torch: names of transformers, float32, AdamW's moments and steps as torchtitan calls them.

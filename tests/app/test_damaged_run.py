@@ -57,17 +57,10 @@ def damaged(here: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 FILES = [
-    "recipe.json",
-    "data/tokenizer/tokenizer.json",
-    "data/tokenizer/tokenizer_config.json",
-    "data/tokenizer/trained_on.json",
-    "data/corpus/meta.json",
-    "data/corpus/tokens.bin",
-    "data/corpus/tokens.crc32c",
-    "data/corpus/documents.npy",
-    "state/constants.safetensors",
-    "state/manifest.json",
-]
+    "recipe.json", "data/tokenizer/tokenizer.json", "data/tokenizer/tokenizer_config.json",
+    "data/tokenizer/trained_on.json", "data/corpus/meta.json", "data/corpus/tokens.bin", "data/corpus/tokens.crc32c",
+    "data/corpus/documents.npy", "state/constants.safetensors", "state/manifest.json",
+]  # fmt: skip
 
 
 ORIGINS = ["data/corpus/origins.npy", "data/corpus/origins.json"]
@@ -91,15 +84,9 @@ def test_what_no_test_damages_is_not_needed(here: Path) -> None:
     """Beside FILES a run has logs, reports, and in state/ what tests/storage damages: chunk files and copies."""
     names = {str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()}
     assert {name for name in names - {*FILES, *ORIGINS} if not name.startswith("state/")} == {
-        "log.jsonl",
-        "metrics.jsonl",
-        "plan.json",
-        "predicted.jsonl",
-        "run.lock",
-        "spans.jsonl",
-        "status.json",
+        "log.jsonl", "metrics.jsonl", "plan.json", "predicted.jsonl", "run.lock", "spans.jsonl", "status.json",
         "summary.json",
-    }
+    }  # fmt: skip
     assert {*FILES, *ORIGINS} <= names
 
 
@@ -143,6 +130,7 @@ def test_an_edited_recipe_says_what_to_do_and_without_its_checksum_it_is_taken(
     assert (tmp_path / "recipe.json").read_text() == to_run_json(run.recipe), "it has its checksum again"
 
 
+@pytest.mark.long
 def test_a_runs_recipe_starts_another_run_edited_or_not(here: Path, tmp_path: Path) -> None:
     recipe = from_json((here / "recipe.json").read_text())
     for text in (to_run_json(recipe), to_run_json(recipe).replace('"name": "tiny"', '"name": "tiny2"')):

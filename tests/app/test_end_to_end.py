@@ -16,11 +16,11 @@ RECIPE = recipe_text(
     model={"num_layers": 3},
     data={"validation_documents": 1},
     train={
-        **{"steps": 30, "lr": 1e-2, "validate_every": 5, "validation_sequences": 3},
+        **{"steps": 16, "lr": 1e-2, "validate_every": 4, "validation_sequences": 3},
         **{"activation_checkpointing": "auto", "kv_window": "auto", "calibrate": True},
     },
     storage={"checkpoint_every": 5},
-    samples={"every": 15, "prompts": ["def ", "import os"], "tokens": 4},
+    samples={"every": 8, "prompts": ["def ", "import os"], "tokens": 4},
     after={"export": True, "sample_prompt": "def ", "sample_tokens": 8},
 )
 
@@ -58,14 +58,14 @@ def test_a_run_leaves_every_figure(whole_run: tuple[Path, str]) -> None:
             "model: qwen3, ",
             "data: 3 documents, ",
             "plan: weights in ",
-            "step 1 of 30  loss ",
-            "step 10 of 30  loss ",
-            "step 15: 'def ' -> ",
-            "step 15: 'import os' -> ",
-            "step 20 of 30  loss ",
-            "step 30: 'def ' -> ",
-            "step 30: 'import os' -> ",
-            "trained to step 30, ",
+            "step 1 of 16  loss ",
+            "step 6 of 16  loss ",
+            "step 8: 'def ' -> ",
+            "step 8: 'import os' -> ",
+            "step 11 of 16  loss ",
+            "step 16: 'def ' -> ",
+            "step 16: 'import os' -> ",
+            "trained to step 16, ",
             f"mean {summary['mean_tokens_per_s']:,.0f} tokens/s, ",
             "exported to whole/export",
             "sample, at most 8 tokens by transformers after the prompt: 'def ",
@@ -74,27 +74,27 @@ def test_a_run_leaves_every_figure(whole_run: tuple[Path, str]) -> None:
         strict=True,
     ):
         assert line.startswith(begin)
-    assert load_recipe(path.parent / "tiny.py").train.steps == len(losses(path)) == 30
+    assert load_recipe(path.parent / "tiny.py").train.steps == len(losses(path)) == 16
     for tier in ("gpu", "ram", "nvme"):
         assert 0 < summary["tiers"][tier]["peak_bytes"] <= summary["tiers"][tier]["budget_bytes"]
     assert set(summary["lanes"]) == {"nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"}
     assert summary["last_loss"] < summary["first_loss"]
     measured = validations(path)
-    assert [step for step, _ in measured] == [5, 10, 15, 20, 25, 30]
+    assert [step for step, _ in measured] == [4, 8, 12, 16]
     last, best = measured[-1][1], min(loss for _, loss in measured)
     assert summary["validation_loss"] == {"last": last, "best": best, "best_step": {v: k for k, v in measured}[best]}
     assert last < measured[0][1]
     assert f"validation loss {last:.4f} (best " in out
     plan = json.loads((path / "plan.json").read_text())["run"]
-    assert plan["validations"] == 6
+    assert plan["validations"] == 4
     assert plan["validation_s"] > 0
     written = json_lines(path / "samples.jsonl")
-    assert [line["step"] for line in written] == [15, 30]
+    assert [line["step"] for line in written] == [8, 16]
     assert all(len(line["samples"]) == 2 and line["seconds"] > 0 for line in written)
     assert summary["samples"] == {"first": written[0], "last": written[-1]}
     assert plan["samples"]["times"] == 2
     said = [line["text"] for line in json_lines(path / "log.jsonl")]
-    assert f"step 30: 'def ' -> {written[-1]['samples'][0]['text']!r}" in said
+    assert f"step 16: 'def ' -> {written[-1]['samples'][0]['text']!r}" in said
     spans = json_lines(path / "spans.jsonl")
     for lane, figures in summary["lanes"].items():
         own = [span for span in spans if span["lane"] == lane]
@@ -117,7 +117,7 @@ def test_a_stopped_run_resumes_to_the_same_losses_and_export(cli: Cli, whole_run
     wait_until(lambda: (again / "metrics.jsonl").exists())
     process.send_signal(signal.SIGTERM)
     assert "stopped after step" in done(process).stdout
-    assert 0 < len(losses(again)) < 30
+    assert 0 < len(losses(again)) < 16
     cli.run("resume", "again")
     assert losses(again) == losses(path)
     assert validations(again) == validations(path)

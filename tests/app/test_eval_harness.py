@@ -57,7 +57,7 @@ def theirs(folder: Path, tasks: Path, **options: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("chat", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_every_metric_is_that_of_the_harness_own_model(
     model: StreamedModel, folder: Path, tasks: Path, chat: bool
 ) -> None:

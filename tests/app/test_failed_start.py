@@ -101,6 +101,7 @@ def test_a_discarded_run_leaves_its_drives_as_well(tmp_path: Path) -> None:
     assert [path.name for drive in drives for path in drive.iterdir()] == ["other"]
 
 
+@pytest.mark.long
 def test_a_start_from_the_terminal_application_leaves_its_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

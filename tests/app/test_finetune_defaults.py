@@ -29,22 +29,12 @@ def test_a_thousand_conversations_of_500_tokens() -> None:
     # 8 of 500 tokens are 4,000: rows of 4,096. 980 of them fill 119.6 rows; an epoch of 16 steps leaves 7 rows a step,
     # and 4 is the power of two below. 3 epochs of 120 rows, 4 a step, are 90 steps, 3 % of which are 2.7.
     assert values([500] * 1000) == {
-        "data.sequence_length": 4096,
-        "data.packing": "best_fit",
-        "data.long_documents": "cut",
-        "data.validation_documents": 20,
-        "train.global_batch_size": 4,
-        "train.steps": 90,
-        "train.lr": 2e-5,
-        "train.warmup_steps": 3,
-        "train.lr_schedule": "cosine",
-        "train.weight_decay": 0.01,
-        "train.clip_norm": 1.0,
-        "train.compute_dtype": "auto",
-        "train.validate_every": 12,
-        "storage.checkpoint_every": 18,
+        "data.sequence_length": 4096, "data.packing": "best_fit", "data.long_documents": "cut",
+        "data.validation_documents": 20, "train.global_batch_size": 4, "train.steps": 90, "train.lr": 2e-5,
+        "train.warmup_steps": 3, "train.lr_schedule": "cosine", "train.weight_decay": 0.01, "train.clip_norm": 1.0,
+        "train.compute_dtype": "auto", "train.validate_every": 12, "storage.checkpoint_every": 18,
         "after.export": True,
-    }
+    }  # fmt: skip
 
 
 def test_ten_short_ones_hold_nothing_out_and_are_a_row_a_step() -> None:

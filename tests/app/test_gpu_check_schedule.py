@@ -239,7 +239,7 @@ if "hang" in sys.argv:
     [
         ("well", 60, "done", ""),
         ("fail", 60, "failed", "exit 1: no such card"),
-        ("hang", 10, "ended", "not finished after 10 s, so it was stopped"),
+        ("hang", 3, "ended", "not finished after 3 s, so it was stopped"),
     ],
 )
 def test_a_process_hands_over_what_it_finds(tmp_path: Path, how: str, limit_s: float, status: str, reason: str) -> None:

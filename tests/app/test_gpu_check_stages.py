@@ -123,31 +123,33 @@ def test_tables_show_what_was_found_and_what_was_not() -> None:
 
 
 TINY_SMOKE = smoke.Smoke(
-    shape=replace(TINY, hidden=128, intermediate=384, vocab=1024, head_dim=32),
+    shape=replace(TINY, layers=3, hidden=128, intermediate=384, vocab=1024, head_dim=32),
     rows=2,
     row_tokens=128,
     chunk_tokens=64,
     gpu="6MiB",
-    ram="18MiB",
-    lr=1e-3,
+    ram="9MiB",
+    lr=3e-3,
     part="64KiB",
 )
 
 
-def test_the_smoke_agrees_with_plain_pytorch_and_finds_a_wrong_update(tmp_path: Path) -> None:
+def test_the_smoke_agrees_with_plain_pytorch_and_finds_a_wrong_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smoke, "STEPS", 4)
     found = smoke.check(TINY_SMOKE, tmp_path, CPU, "off")
     assert found["wrong"] == []
     plain = found["plain"]
     assert plain["losses"][0] - plain["losses"][-1] > 0.3
-    assert len(found["penstock"]["losses"]) == smoke.STEPS
+    assert len(found["penstock"]["losses"]) == 4
     setup = smoke.prepare(TINY_SMOKE, tmp_path, CPU, "off")
     assert all(smoke.state_bytes(setup).values())
-    for name, changed in (("lr", 1.1 * TINY_SMOKE.lr), ("clip_norm", None)):
-        folder = tmp_path / name
-        folder.mkdir()
-        train = replace(setup.recipe.train, **{name: changed})
-        wrong = replace(setup, recipe=replace(setup.recipe, train=train))
-        assert smoke.compare(smoke.penstock(wrong, folder), plain), name
+    wrong = replace(setup.recipe.train, lr=1.1 * TINY_SMOKE.lr)
+    (tmp_path / "wrong").mkdir()
+    assert smoke.compare(
+        smoke.penstock(replace(setup, recipe=replace(setup.recipe, train=wrong)), tmp_path / "wrong"), plain
+    )
 
 
 def test_what_the_smoke_calls_wrong() -> None:
@@ -164,6 +166,7 @@ def test_what_the_smoke_calls_wrong() -> None:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("smoke_case", smoke.SMOKES, ids=lambda case: case.shape.name)
 def test_every_smokes_state_lives_in_all_three_tiers_of_a_gpu(smoke_case: smoke.Smoke, tmp_path: Path) -> None:
     setup = smoke.prepare(replace(smoke_case, gpu="400GiB", ram="400GiB"), tmp_path, CPU)
@@ -186,6 +189,7 @@ def gpu_check(python: str, results: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_no_gpu_is_said_and_is_no_failure(tmp_path: Path) -> None:
     done = gpu_check(sys.executable, tmp_path / "results")

@@ -351,6 +351,7 @@ def test_a_resumed_run_goes_on_behind_bad_lines(run: Path) -> None:
     ] * 2
 
 
+@pytest.mark.long
 def test_bad_lines_neither_end_nor_blind_a_run(cli: Cli) -> None:
     cli.run("train", "tiny.py", "--run-dir", "run", "--set", "train.steps=9", code=2, FAKE_FAIL_AT="3:user")
     run = cli.folder / "run"

@@ -55,8 +55,6 @@ def test_a_run_is_started_paused_resumed_and_stopped(tmp_path: Path) -> None:
     assert (said.code, "pauses once its current step" in said.output) == (0, True)
     wait_until(lambda: read_info(run).state == "paused")
     step = read_info(run).step
-    beat = read_info(run).heartbeat
-    wait_until(lambda: read_info(run).heartbeat != beat)
     assert "already paused" in launcher.command(["pause", run.name], tmp_path).output
     assert launcher.command(["checkpoint", str(run), "x"]).output == f"checkpoint x: step {step:,}\n"
     assert (read_info(run).step, steps(run)[-1]) == (step, step)
@@ -140,7 +138,7 @@ def test_a_process_that_ends_at_once_is_told_with_its_words(tmp_path: Path, monk
         launcher.start(LONG, tmp_path)
 
 
-@pytest.mark.parametrize("end", ["signal", "stop"])
+@pytest.mark.parametrize("end", ["stop", pytest.param("signal", marks=pytest.mark.long)])
 def test_signals_stop_a_paused_run_and_a_stop_ends_it(cli: Cli, end: str) -> None:
     run, process = cli.begin(100_000)
     control.ask(run, "pause")
@@ -161,15 +159,6 @@ def test_a_pause_that_has_not_come_yet_is_called_off(cli: Cli) -> None:
     cli.run("resume", "out", "--set", "train.steps=7", code=2)
     process.send_signal(signal.SIGCONT)
     done(process)
-    assert steps(run) == [1, 2]
-
-
-def test_a_recipe_json_trains(cli: Cli) -> None:
-    run = cli.folder / "made"
-    run.mkdir()
-    (run / "recipe.json").write_text(to_json(Recipe(name="x", train=TrainConfig(steps=2))))
-    (run / "output.log").write_text("")
-    cli.run("train", "made/recipe.json", "--run-dir", "made")
     assert steps(run) == [1, 2]
 
 

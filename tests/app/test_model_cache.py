@@ -13,6 +13,7 @@ import pytest
 import tiny
 from bad_model_files import CONFIG
 from cli_process import REPOSITORY, done, started
+from recipe_texts import recipe_text
 from samples import cases
 from transformers import Qwen3Config
 
@@ -180,13 +181,20 @@ def test_a_refusal_is_not_kept(folder: Path, recipe: Recipe) -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("name", cases(["8b_8k", "120b_moe", "7b_512k_24gb"], "8b_8k"))
-def test_plans_are_the_same(name: str) -> None:
+@pytest.mark.parametrize("name", cases(["tiny", "8b_8k", "120b_moe", "7b_512k_24gb"], "tiny"))
+def test_plans_are_the_same(name: str, tmp_path: Path) -> None:
     """Taken apart here, then in a process of its own that finds it kept and loads neither PyTorch nor transformers."""
-    forecast = plan_recipe(from_scratch(load_recipe(REPOSITORY / "recipes" / f"{name}.py")))
+    path = REPOSITORY / "recipes" / f"{name}.py"
+    if name == "tiny":
+        path = tmp_path / "tiny.py"
+        budgets = dict.fromkeys(("gpu", "ram", "nvme"))
+        data = {"source": "random", "path": None}
+        path.write_text(recipe_text(model={"vocab_size": 300}, data=data, budgets=budgets))
+    forecast = plan_recipe(from_scratch(load_recipe(path)), "rtx4090-64" if name == "tiny" else None)
+    machine = ["--machine", "rtx4090-64"] if name == "tiny" else []
     code = (
         "import sys\nfrom app.cli import main\n"
-        f"code = main(['plan', 'recipes/{name}.py', '--from-scratch', '--json'])\n"
+        f"code = main(['plan', {str(path)!r}, '--from-scratch', '--json', *{machine}])\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'loaded'\nsys.exit(code)"
     )
     again = json.loads(done(started(REPOSITORY, sys.executable, "-c", code)).stdout)

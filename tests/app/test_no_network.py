@@ -67,6 +67,7 @@ def test_the_watch_sees_what_is_tried(tmp_path: Path) -> None:
     assert log.read_text().startswith("getaddrinfo huggingface.co")
 
 
+@pytest.mark.long
 def test_a_plan_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -57,6 +56,11 @@ def new_place() -> str:
     return f"s3://{BUCKET}/app/{next(_numbers)}"
 
 
+def below(place: str) -> str:
+    """The prefix of a place's keys."""
+    return place.removeprefix(f"s3://{BUCKET}/")
+
+
 def recipe(**changes: dict[str, Any]) -> penstock.Recipe:
     """Six steps on a folder of texts."""
     train = {"steps": 6, "lr": 1e-2} | changes.pop("train", {})
@@ -75,14 +79,18 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in json_lines(run / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("kind", ["s3", "folder"])
-def test_the_machine_is_lost(s3: S3, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["s3", pytest.param("folder", marks=pytest.mark.long)])
+def test_the_machine_is_lost(s3: S3, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Uninterrupted, resumed from the drive, resumed from the place where nothing else is left: the same bits."""
     place = new_place() if kind == "s3" else str(tmp_path / "disk" / "run")
     whole = penstock.train(recipe(), run_dir="whole")
     run = penstock.train(recipe(storage={"offsite": place, "offsite_every": 2}), run_dir="lost", on_step=stop_at(5))
     assert committed_step(run) == 5
     assert not any(name.startswith("offsite-") for name in checkpoint_names(run / "state"))
+    secrets = [KEYS["AWS_ACCESS_KEY_ID"].encode(), KEYS["AWS_SECRET_ACCESS_KEY"].encode()]
+    kept = [path.read_bytes() for path in run.rglob("*") if path.is_file()]
+    kept += [s3.get(key) for key in s3.keys(below(place))] if kind == "s3" else []
+    assert not any(secret in content for secret in secrets for content in kept)
     drive = shutil.copytree(run, tmp_path / "drive")
     shutil.rmtree(run)
     shutil.rmtree(tmp_path / "corpus")
@@ -98,13 +106,20 @@ def test_the_machine_is_lost(s3: S3, tmp_path: Path, kind: str) -> None:
     penstock.resume(drive, overrides=["storage.offsite=none"])
     assert losses(drive) == losses(whole)
     assert tiny.digest_of(drive) == tiny.digest_of(whole)
-    listed = [line.split()[0] for line in output_of("checkpoint", place)]
+    listed = listed_at(place, capsys)
     assert listed in (["step-000002", "step-000004"], ["step-000002", "step-000005"]), "the newest there was"
 
 
-def output_of(*arguments: str) -> list[str]:
-    """What a command prints, in a process of its own."""
-    return Cli(Path.cwd(), program=REAL).run(*arguments).stdout.splitlines()
+def listed_at(place: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The checkpoints at a place, as a command prints them."""
+    return [line.split()[0] for line in said(capsys, "checkpoint", place).splitlines()]
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command prints, in this process."""
+    capsys.readouterr()
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
 
 
 def test_the_run_that_goes_on_uploads_there_again(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,12 +130,13 @@ def test_the_run_that_goes_on_uploads_there_again(s3: S3, tmp_path: Path, capsys
     found = penstock.resume(place, on_message=told.append)
     assert found.parent == tmp_path / "runs"
     assert any(line.startswith(f"storage.offsite: step 6 is at {place}: ") for line in told)
-    assert [line.split()[0] for line in output_of("checkpoint", place)] == ["step-000002", "step-000004", "step-000006"]
+    assert listed_at(place, capsys) == ["step-000002", "step-000004", "step-000006"]
     assert "has continued this run 'tiny'" in refusal(capsys, "resume", str(tmp_path / "lost"))
     again = penstock.resume(f"{place}/step-000004", run_dir="again", overrides=["storage.offsite=none"])
     assert tiny.digest_of(again) == tiny.digest_of(found)
 
 
+@pytest.mark.long
 def test_what_the_recipe_names_elsewhere_comes_along(s3: S3, tmp_path: Path) -> None:
     """The model's folder and the data are gone: their small files serve, and the weights are the run's own."""
     place = new_place()
@@ -146,71 +162,65 @@ def test_what_the_recipe_names_elsewhere_comes_along(s3: S3, tmp_path: Path) -> 
 def test_a_checkpoint_goes_there_by_hand(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = new_place()
     run = penstock.train(recipe(), run_dir="run", on_step=stop_at(2))
-    cli = Cli(tmp_path, program=REAL)
-    said = cli.run("checkpoint", "run", "mine", "--to", place)
-    assert said.stdout.startswith("checkpoint mine: step 2, ")
-    assert said.stdout.endswith(f"at {place}; to continue from there: penstock resume {place}/mine\n")
+    capsys.readouterr()
+    assert main(["checkpoint", "run", "mine", "--to", place]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("checkpoint mine: step 2, ")
+    assert printed.out.endswith(f"at {place}; to continue from there: penstock resume {place}/mine\n")
+    assert not any(secret in printed.err + printed.out for secret in KEYS.values() if secret != "us-east-1")
     assert "mine" in checkpoint_names(run / "state")
-    assert (
-        cli.run("checkpoint", "run", "mine", "--to", place).stdout == f"checkpoint mine: step 2 is already at {place}\n"
-    )
-    assert cli.run("checkpoint", place).stdout.startswith("mine  step 2, generation ")
+    again = said(capsys, "checkpoint", "run", "mine", "--to", place)
+    assert again == f"checkpoint mine: step 2 is already at {place}\n"
+    assert said(capsys, "checkpoint", place).startswith("mine  step 2, generation ")
     assert "give the checkpoint's NAME" in refusal(capsys, "checkpoint", "run", "--to", place)
-    assert not any(secret in said.stderr + said.stdout for secret in KEYS.values() if secret != "us-east-1")
     found = penstock.resume(f"{place}/mine", run_dir="found")
     assert losses(found)[:2] == losses(run)
+    assert "is a run on this machine" in refusal(capsys, "resume", "run", "--run-dir", "other")
 
 
-def test_of_a_running_run(s3: S3, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_of_a_running_run(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli = Cli(tmp_path, recipe_text(train={"steps": 100_000}, budgets=ROOMY), REAL)
     process = cli.start("train", "tiny.py", "--run-dir", "run")
     try:
         wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
         place = new_place()
-        assert cli.run("checkpoint", "run", "live", "--to", place).stdout.startswith("checkpoint live: step ")
+        assert said(capsys, "checkpoint", "run", "live", "--to", place).startswith("checkpoint live: step ")
     finally:
         process.send_signal(signal.SIGTERM)
         done(process)
-    assert cli.run("checkpoint", place).stdout.startswith("live  step ")
+    assert listed_at(place, capsys) == ["live"]
 
 
-@pytest.mark.parametrize(
-    ("place", "environment", "message"),
-    [
-        (
-            None,
-            {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""},
-            "no credentials were found; set AWS_ACCESS_KEY_ID",
-        ),
-        ("s3://no-such-bucket-here/run", {}, "the bucket does not exist; create it, or correct its name"),
-        ("/nowhere/at/all", {}, "/nowhere/at does not exist: is the disk mounted? Mount it, or choose another folder"),
-    ],
-)
 def test_bad_places_are_refused_before_anything_is_made(
-    s3: S3, tmp_path: Path, place: str | None, environment: dict[str, str], message: str
+    s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = place or new_place()
-    environment = {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path), **environment}
-    cli = Cli(tmp_path, recipe_text(budgets=ROOMY, storage={"offsite": place}), REAL)
-    said = cli.run("train", "tiny.py", "--run-dir", "run", code=2, **environment)
-    errors = [line for line in said.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert message in errors[0]
-    assert said.stderr.splitlines()[-1] == errors[0]
-    assert not (tmp_path / "run").exists()
-    assert s3.keys(place.removeprefix(f"s3://{BUCKET}/") + "/") == []
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for place, message in (
+        ("s3://no-such-bucket-here/run", "the bucket does not exist; create it, or correct its name"),
+        ("/nowhere/at/all", "/nowhere/at does not exist: is the disk mounted? Mount it, or choose another folder"),
+        (new_place(), "no credentials were found; set AWS_ACCESS_KEY_ID"),
+    ):
+        if "credentials" in message:
+            for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+                monkeypatch.setenv(name, "")
+        (tmp_path / "tiny.py").write_text(recipe_text(budgets=ROOMY, storage={"offsite": place}))
+        assert message in refusal(capsys, "train", "tiny.py", "--run-dir", "run")
+        assert not (tmp_path / "run").exists()
+        assert s3.keys(below(place) + "/") == []
 
 
-def test_two_runs_on_one_prefix(s3: S3, tmp_path: Path) -> None:
+def test_two_runs_on_one_prefix(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = new_place()
     penstock.train(recipe(storage={"offsite": place, "offsite_every": 2}), run_dir="first", on_step=stop_at(2))
-    cli = Cli(tmp_path, recipe_text(budgets=ROOMY, storage={"offsite": place}), REAL)
-    said = cli.run("train", "tiny.py", "--run-dir", "second", code=2).stderr.splitlines()
-    assert said[-1].startswith(f"error: storage.offsite: {place}: holds run 'tiny' (last written by ")
-    assert said[-1].endswith(f"resume that run: penstock resume {place}")
+    (tmp_path / "tiny.py").write_text(recipe_text(budgets=ROOMY, storage={"offsite": place}))
+    error = refusal(capsys, "train", "tiny.py", "--run-dir", "second")
+    assert error.startswith(f"error: storage.offsite: {place}: holds run 'tiny' (last written by ")
+    assert error.endswith(f"resume that run: penstock resume {place}\n")
     assert not (tmp_path / "second").exists()
     penstock.train(recipe(), run_dir="third", on_step=stop_at(1))
-    assert "holds run 'tiny'" in cli.run("checkpoint", "third", "x", "--to", place, code=2).stderr
+    assert "holds run 'tiny'" in refusal(capsys, "checkpoint", "third", "x", "--to", place)
     assert "x" not in checkpoint_names(tmp_path / "third" / "state")
 
 
@@ -224,18 +234,19 @@ def test_a_failed_start_gives_the_place_back(s3: S3, tmp_path: Path, monkeypatch
     monkeypatch.setattr("penstock.engine.train.train_step", lambda session: fails(None))  # type: ignore[arg-type]
     with pytest.raises(AssertionError):
         penstock.train(refused, run_dir="run")
-    assert s3.keys(place.removeprefix(f"s3://{BUCKET}/")) == []
+    assert s3.keys(below(place)) == []
 
 
+@pytest.mark.long
 def test_training_goes_on_while_the_place_refuses(s3: S3, tmp_path: Path) -> None:
     """Credentials that stop working: a line for each upload that was due, which names the newest there, and no more."""
     place, told = new_place(), list[str]()
-    below = place.removeprefix(f"s3://{BUCKET}/")
+    prefix = below(place)
 
     def on_step(metrics: penstock.StepMetrics) -> None:
         if metrics.step == 3:
-            index = f"{below}/penstock.json"
-            wait_until(lambda: index in s3.keys(below) and b'"name": "step-000002"' in s3.get(index))
+            index = f"{prefix}/penstock.json"
+            wait_until(lambda: index in s3.keys(prefix) and b'"name": "step-000002"' in s3.get(index))
             s3.proxy.always = ("PUT", "", "403")
 
     storage = {"offsite": place, "offsite_every": 2, "checkpoint_every": 1}
@@ -251,14 +262,15 @@ def test_training_goes_on_while_the_place_refuses(s3: S3, tmp_path: Path) -> Non
     assert not any(name.startswith("offsite-") for name in checkpoint_names(run / "state"))
 
 
-def test_killed_while_it_uploads(s3: S3, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_killed_while_it_uploads(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The upload is begun anew by whoever resumes, and the newest whole one is there all the time."""
     place = new_place()
-    below = place.removeprefix(f"s3://{BUCKET}/")
+    prefix = below(place)
     storage = {"offsite": place, "offsite_every": 2, "offsite_bandwidth": "200KiB"}
     cli = Cli(tmp_path, recipe_text(train={"steps": 1000}, budgets=ROOMY, storage=storage), REAL)
     process = cli.start("train", "tiny.py", "--run-dir", "run")
-    wait_until(lambda: sum("/c." in key for key in s3.keys(below)) > 3)
+    wait_until(lambda: sum("/c." in key for key in s3.keys(prefix)) > 3)
     children = psutil.Process(process.pid).children()
     (mover,) = [child.pid for child in children if "penstock.storage.offsite_mover" in child.cmdline()]
     process.kill()
@@ -271,13 +283,14 @@ def test_killed_while_it_uploads(s3: S3, tmp_path: Path) -> None:
     last = max(6, committed_step(run) or 0)
     told: list[str] = []
     penstock.resume(run, overrides=[f"train.steps={last}", "storage.offsite_bandwidth=none"], on_message=told.append)
-    names = [line.split()[0] for line in output_of("checkpoint", place)]
+    names = listed_at(place, capsys)
     assert names[-1] == f"step-{last:06}"
-    folders = {key.removeprefix(f"{below}/").split("/")[0] for key in s3.keys(below)}
+    folders = {key.removeprefix(f"{prefix}/").split("/")[0] for key in s3.keys(prefix)}
     assert len(folders) == len(names) + 2, "index, shared and what is listed: nothing of the broken upload"
     assert not any(name.startswith("offsite-") for name in checkpoint_names(run / "state"))
 
 
+@pytest.mark.long
 def test_killed_while_it_fetches(s3: S3, tmp_path: Path) -> None:
     """Nothing half is a run, and a second try goes on where the first was."""
     place = new_place()
@@ -297,29 +310,13 @@ def test_killed_while_it_fetches(s3: S3, tmp_path: Path) -> None:
     assert read_info(half).state == "finished"
 
 
-def test_damage_on_the_way_makes_no_run(s3: S3, tmp_path: Path) -> None:
+def test_damage_on_the_way_makes_no_run(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = new_place()
     penstock.train(recipe(storage={"offsite": place, "offsite_every": 2}), run_dir="lost", on_step=stop_at(2))
-    (key, *_) = [key for key in s3.keys(place.removeprefix(f"s3://{BUCKET}/")) if key.endswith("master/c.0.0")]
+    (key, *_) = [key for key in s3.keys(below(place)) if key.endswith("master/c.0.0")]
     content = s3.get(key)
     s3.put(key, content[:-1] + bytes([content[-1] ^ 1]))
-    said = Cli(tmp_path, program=REAL).run("resume", place, "--run-dir", "new", code=2).stderr
-    assert "the manifest records" in said.splitlines()[-1]
+    capsys.readouterr()
+    assert main(["resume", place, "--run-dir", "new"]) == 2
+    assert "the manifest records" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "new" / "recipe.json").exists()
-
-
-def test_no_secret_is_kept(s3: S3, tmp_path: Path) -> None:
-    place = new_place()
-    run = penstock.train(recipe(storage={"offsite": place, "offsite_every": 2}), run_dir="run")
-    secrets = [KEYS["AWS_ACCESS_KEY_ID"].encode(), KEYS["AWS_SECRET_ACCESS_KEY"].encode()]
-    for folder, _, names in os.walk(run):
-        for name in names:
-            assert not any(secret in Path(folder, name).read_bytes() for secret in secrets), name
-    for key in s3.keys(place.removeprefix(f"s3://{BUCKET}/")):
-        assert not any(secret in s3.get(key) for secret in secrets), key
-
-
-def test_run_dir_is_for_places(s3: S3, capsys: pytest.CaptureFixture[str]) -> None:
-    penstock.train(recipe(), run_dir="run", on_step=stop_at(1))
-    assert "is a run on this machine" in refusal(capsys, "resume", "run", "--run-dir", "other")
-    assert main(["checkpoint", "run"]) == 0

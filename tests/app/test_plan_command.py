@@ -16,16 +16,19 @@ from penstock.engine.schedule.actions import LANES
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
 OURS = [path for path in RECIPES if load_recipe(path).machine]
-FEW = [path for path in OURS if path.stem in ("qwen_1_5b_4gib", "32b_512k")]
+FEW = [path for path in OURS if path.stem == "qwen_1_5b_4gib"]
 CHOSEN = {"activation_checkpointing": "auto", "kv_window": "auto"}
 """By the planner."""
 SMALL = recipe_text(
     model={"num_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 1000},
-    data={"source": "random", "sequence_length": 2048},
+    data={"source": "random", "sequence_length": 256},
     train={"steps": 100, "global_batch_size": 2, "chunk_tokens": None} | CHOSEN,
     budgets={"gpu": "256MiB", "ram": "256MiB", "nvme": "4GiB"},
     storage={"part_bytes": "32MiB"},
 )
+
+GIVEN = ("train.activation_checkpointing=selective", "train.kv_window=whole", "train.chunk_tokens=256")
+"""What a plan could choose: that spares a search."""
 
 
 @pytest.fixture
@@ -38,6 +41,10 @@ def small(tmp_path: Path) -> Path:
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
     code = main(["plan", *arguments, "--json"])
     return code, json.loads(capsys.readouterr().out)
+
+
+def words(settings: tuple[str, ...]) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
 
 
 @pytest.mark.parametrize("path", cases(OURS, *FEW), ids=lambda path: path.stem)
@@ -61,7 +68,7 @@ def test_json_has_everything(small: Path, capsys: pytest.CaptureFixture[str]) ->
     code, found = planned(capsys, str(small))
     assert code == 0
     assert found["fits"] is True
-    assert found["tokens_per_step"] == 4096
+    assert found["tokens_per_step"] == 512
     assert set(found["tiers"]) == {"gpu", "ram", "nvme"}
     assert set(found["lanes"]) == set(LANES)
     assert [block["name"] for block in found["blocks"]] == ["embed", *(f"layers.{i}" for i in range(4)), "head"]
@@ -89,9 +96,7 @@ def test_a_cluster_beside_the_machine(small: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_cluster_beside_a_machine_that_is_too_small(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["plan", str(small), "--cluster", "1x2", "--set", "budgets.ram=1MiB", "--set", "budgets.nvme=1MiB"]) == 1
-    )
+    assert main(["plan", str(small), "--cluster", "1x2", *words(("budgets.ram=1MiB", "budgets.nvme=1MiB"))]) == 1
     assert "to finish: does not fit here, " in " ".join(capsys.readouterr().out.split())
 
 
@@ -104,19 +109,17 @@ def test_a_cluster_that_cannot_be(small: Path, capsys: pytest.CaptureFixture[str
 
 def test_validations_count(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*settings: str) -> dict[str, Any]:
-        given = [word for setting in settings for word in ("--set", setting)]
-        return dict(planned(capsys, str(small), *given)[1]["run"])
+        return dict(planned(capsys, str(small), *words((*GIVEN, *settings)))[1]["run"])
 
     without, held = run(), "data.validation_documents=3"
     assert without["validations"] == without["validation_s"] == 0
-    assert run(held)["seconds"] == without["seconds"]
     some = run(held, "train.validate_every=30")
     more = run(held, "train.validate_every=30", "train.validation_sequences=6")  # a step has two
     assert some["validations"] == more["validations"] == 4, "after steps 30, 60, 90 and 100"
     assert 0 < some["validation_s"] < without["seconds"] / 100
     assert more["validation_s"] == pytest.approx(3 * some["validation_s"])
     assert some["seconds"] == pytest.approx(without["seconds"] + 4 * some["validation_s"])
-    assert main(["plan", str(small), "--set", held, "--set", "train.validate_every=30"]) == 0
+    assert main(["plan", str(small), *words((*GIVEN, held, "train.validate_every=30"))]) == 0
     assert "4 validations of" in capsys.readouterr().out
 
 
@@ -124,8 +127,7 @@ def test_samples_count(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A plan without a tokenizer takes them for as many tokens as they can be; the memory they need is set aside."""
 
     def found(*settings: str) -> dict[str, Any]:
-        given = [word for setting in settings for word in ("--set", setting)]
-        return dict(planned(capsys, str(small), *given)[1])
+        return dict(planned(capsys, str(small), *words((*GIVEN, *settings)))[1])
 
     asked = ("samples.every=30", 'samples.prompts=["one", "and two"]', "samples.tokens=8")
     without, some, more = found(), found(*asked), found(*asked[:2], "samples.tokens=16")
@@ -137,7 +139,7 @@ def test_samples_count(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for tier in ("gpu", "ram"):
         assert without["tiers"][tier]["parts"].get("samples", 0) == 0
         assert 0 < some["tiers"][tier]["parts"]["samples"] <= more["tiers"][tier]["parts"]["samples"]
-    assert main(["plan", str(small), *(word for setting in asked for word in ("--set", setting))]) == 0
+    assert main(["plan", str(small), *words((*GIVEN, *asked))]) == 0
     assert re.search(r"samples: 2 x 8 tokens every 30 steps, about [\d.]+ m?s each", capsys.readouterr().out)
 
 
@@ -152,7 +154,7 @@ def test_the_screen_and_the_trace(small: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_what_does_not_fit_is_told_what_would(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = planned(capsys, str(small), "--set", "budgets.ram=3MiB", "--set", "train.chunk_tokens=2048")
+    code, found = planned(capsys, str(small), "--set", "budgets.ram=3MiB", "--set", "train.chunk_tokens=256")
     assert code == 1
     assert found["fits"] is False
     assert found["refusal"]["tier"] == "ram"
@@ -160,8 +162,8 @@ def test_what_does_not_fit_is_told_what_would(small: Path, capsys: pytest.Captur
     changes = [change["set"] for change in found["refusal"]["changes"] if change["set"]]
     assert changes
     for change in changes:
-        settings = ["budgets.ram=3MiB", "train.chunk_tokens=2048", *change]
-        again, accepted = planned(capsys, str(small), *(part for text in settings for part in ("--set", text)))
+        settings = ("budgets.ram=3MiB", "train.chunk_tokens=256", *change)
+        again, accepted = planned(capsys, str(small), *words(settings))
         assert again == 0, (change, accepted)
 
 
@@ -173,20 +175,19 @@ def test_a_missing_model_folder_is_planned_from_the_shape(
     assert "nowhere" in found["note"]
 
 
-@pytest.mark.parametrize("named", ["", "config.json"])
-def test_a_model_is_planned_without_a_recipe(named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_planned_without_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "Qwen3-tiny"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 2048}))
-    code, found = planned(capsys, str(folder / named), "--context", "1024", "--set", "train.global_batch_size=2")
+    code, found = planned(capsys, str(folder), "--context", "1024", "--set", "train.global_batch_size=2")
     assert (code, found["recipe"]) == (0, "Qwen3-tiny")
     assert found["tokens_per_step"] == 2048
     assert found["model"]["layers"] == CONFIG["num_hidden_layers"]
-    assert main(["plan", str(folder / named), "--context", "4096"]) == 2
+    assert main(["plan", str(folder / "config.json"), "--context", "4096"]) == 2
     assert "2048" in capsys.readouterr().err
     assert main(["plan", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err
 
 
 def test_the_context_of_a_recipe_is_changed(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert planned(capsys, str(small), "--context", "512")[1]["tokens_per_step"] == 1024
+    assert planned(capsys, str(small), "--context", "128")[1]["tokens_per_step"] == 256

@@ -39,31 +39,18 @@ def flat(text: str) -> str:
 
 
 BOTH = (
-    "✓ fits on gh200-480: 120b-gh200",
-    "mistral, 123 B parameters, 88 layers; 262,144 tokens a step, context 32,768",
+    "✓ fits on gh200-480: 120b-gh200", "mistral, 123 B parameters, 88 layers; 262,144 tokens a step, context 32,768",
     "NVIDIA GH200 480GB; the machine's figures: data sheets of NVIDIA GH200 and Samsung PM1743, not measured",
-    "planned 11m11s 390 15d13h 30.1% 37.2%",
-    "a step tokens/s 2,000 steps MFU HFU",
-    "gpu 80% 72.0 of 90.0 GiB",
+    "planned 11m11s 390 15d13h 30.1% 37.2%", "a step tokens/s 2,000 steps MFU HFU", "gpu 80% 72.0 of 90.0 GiB",
     "█ kept activations 30.0 GiB ▓ K/V window 12.0 GiB ▒ weight slots 11.0 GiB ░ 3 more 19.0 GiB",
-    "ram 91% 400 of 440 GiB",
-    "nvme 46% 3.12 of 6.84 TiB",
-    "bound by nvme_read",
-    "91% 10m12s 1.66 TiB",
-    "1% 8.04 s 680 GiB",
-    "78% 524 s -",
-    "1% 5.50 s 410 GiB",
-    "6% 41.0 s -",
-    "85% 571 s 1.56 TiB",
+    "ram 91% 400 of 440 GiB", "nvme 46% 3.12 of 6.84 TiB", "bound by nvme_read", "91% 10m12s 1.66 TiB",
+    "1% 8.04 s 680 GiB", "78% 524 s -", "1% 5.50 s 410 GiB", "6% 41.0 s -", "85% 571 s 1.56 TiB",
     "twice as many sequences in a step → 17m45s a step, 492 tokens/s (+26%)",
-    "compute-bound from 306,500 tokens a step",
-    "32 chunks of 8,192 tokens; keys and values whole",
-    "weight slots: 2 for layers + 1 for embedding and head",
-    "state stages: 6",
-    "2,000 steps in 15d13h",
+    "compute-bound from 306,500 tokens a step", "32 chunks of 8,192 tokens; keys and values whole",
+    "weight slots: 2 for layers + 1 for embedding and head", "state stages: 6", "2,000 steps in 15d13h",
     "drive: writes 1,562 TiB (800 GiB a step), endurance used 11.4% of 13,672 TiB",
     "drive /mnt/b: writes 1,465 TiB (750 GiB a step), endurance used n/a",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])
@@ -226,13 +213,9 @@ def test_a_refusal_says_what_would_fit(width: int) -> None:
     text = shown(refused(), width)
     assert_one_screen(text, width)
     both = (
-        "✗ does not fit on rtx3090-64: 120b-gh200",
-        "the gpu tier is too small by 11.0 GiB",
-        "its budget is 22.00 GiB",
-        "gpu 150% 33.0 of 22.0 GiB",
-        "█ weight slots 20.0 GiB ▓ workspace 13.0 GiB",
-        "n/a of 56.0 GiB",
-    )
+        "✗ does not fit on rtx3090-64: 120b-gh200", "the gpu tier is too small by 11.0 GiB", "its budget is 22.00 GiB",
+        "gpu 150% 33.0 of 22.0 GiB", "█ weight slots 20.0 GiB ▓ workspace 13.0 GiB", "n/a of 56.0 GiB",
+    )  # fmt: skip
     for part in (
         *both,
         "- shorter chunks, streamed window --set train.chunk_tokens=1024 --set train.kv_window=streamed",
@@ -249,23 +232,18 @@ def test_a_refusal_says_what_would_fit(width: int) -> None:
     assert fixes(fitting()) == fixes(None) == []
 
 
-def test_what_is_still_being_tried_is_said() -> None:
+def test_what_is_still_being_tried_is_said_and_the_forecast_left_as_it_is() -> None:
     early, empty = fitting(), refused()
     del early["best_change"]
     empty["refusal"] |= {"changes": [], "short_bytes": None}
+    before = copy.deepcopy([early, empty])
     assert "trying…" in rows(early, advising=True)
     assert "trying changes one by one…" in rows(empty, advising=True)
+    shown(empty, 100)
+    assert [early, empty] == before
     empty["tiers"] = {}
     assert "the gpu tier is too small\n" in shown(empty, 80)
     assert "no single change was found that fits" in shown(empty, 80)
-
-
-def test_a_forecast_is_left_as_it_is() -> None:
-    forecast = fitting()
-    before = copy.deepcopy(forecast)
-    shown(forecast, 100)
-    rows(forecast)
-    assert forecast == before
 
 
 def test_colours_only_on_a_terminal_and_not_against_its_will(monkeypatch: pytest.MonkeyPatch) -> None:

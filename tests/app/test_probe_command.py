@@ -98,7 +98,6 @@ def test_bad_input(
     assert not profile_path().exists()
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_table_shows_any_machine(name: str) -> None:
-    table = machine_table(PRESETS[name])
-    assert table.row_count >= 11 + len(PRESETS[name].drives)
+def test_the_table_shows_any_machine() -> None:
+    for name, machine in PRESETS.items():
+        assert machine_table(machine).row_count >= 11 + len(machine.drives), name

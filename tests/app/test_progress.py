@@ -132,13 +132,9 @@ def test_the_bar_says_what_is_prepared_and_since_when(monkeypatch: pytest.Monkey
         bar = out.getvalue().rpartition("step 0/5")[2]
         seen.append(re.sub(r"\x1b\[[?\d;]*[A-Za-z]|\u2501", "", bar).strip())
     assert seen == [
-        "preparing",
-        "preparing: tokenizing the data  4 s",
-        "preparing",
-        "preparing: pinning 350 GB  4 s",
-        "preparing: pinning 350 GB  44 s  25%  88 of 350 GB",
-        "preparing",
-    ]
+        "preparing", "preparing: tokenizing the data  4 s", "preparing", "preparing: pinning 350 GB  4 s",
+        "preparing: pinning 350 GB  44 s  25%  88 of 350 GB", "preparing",
+    ]  # fmt: skip
 
 
 def test_a_terminal_keeps_the_checklist_above_the_bar() -> None:
@@ -172,18 +168,12 @@ def test_without_a_terminal_what_takes_minutes_shows_where_it_is() -> None:
 def test_summary_shows_every_figure() -> None:
     drive = {"path": "/mnt/a/run", "bytes_read": 7 * 2**30, "bytes_written": 9 * 2**30, "percentage_used": 3}
     summary = {
-        "steps": 1500,
-        "tokens": 1_000_000,
-        "first_loss": 8.3,
-        "last_loss": 4.1,
-        "validation_loss": {"last": 4.5, "best": 4.4, "best_step": 1200},
-        "mean_tokens_per_s": 3456.7,
-        "mean_model_tflops_per_s": 0.1234,
-        "mean_step_s": 1.25,
+        "steps": 1500, "tokens": 1_000_000, "first_loss": 8.3, "last_loss": 4.1,
+        "validation_loss": {"last": 4.5, "best": 4.4, "best_step": 1200}, "mean_tokens_per_s": 3456.7,
+        "mean_model_tflops_per_s": 0.1234, "mean_step_s": 1.25,
         "tiers": {"gpu": {"budget_bytes": 2**30, "peak_bytes": 2**29}, "nvme": {"budget_bytes": 0, "peak_bytes": 0}},
-        "lanes": {"h2d": {"busy_s": 5.0, "bytes": 2**31}, "compute": {"busy_s": 15.0, "bytes": 0}},
-        "drives": [drive],
-    }
+        "lanes": {"h2d": {"busy_s": 5.0, "bytes": 2**31}, "compute": {"busy_s": 15.0, "bytes": 0}}, "drives": [drive],
+    }  # fmt: skip
     assert summary_lines(summary, [4.0, 5.0], wall_s=20.0) == [
         "trained to step 1,500, 1,000,000 tokens: loss 8.3000 -> 4.1000 (mean of the last 2: 4.5000), "
         "validation loss 4.5000 (best 4.4000 after step 1,200)",

@@ -128,6 +128,7 @@ def test_a_second_control_c_does_not_wait_and_leaves_the_process(monkeypatch: py
     assert state(Path("run")) == ("stopped", 2)
 
 
+@pytest.mark.long
 def test_outside_the_main_thread_no_handler_is_installed() -> None:
     before = signal.getsignal(signal.SIGINT)
     seen: list[Any] = []
@@ -163,9 +164,6 @@ def test_whoever_leaves_the_loop_stops_the_run_at_that_step() -> None:
     with pytest.raises(ZeroDivisionError):
         print([metrics.step / 0 for metrics in penstock.steps(recipe(), run_dir="failed")])
     assert state(Path("failed")) == ("stopped", 1)
-
-
-def test_what_cannot_be_trained_is_raised_where_it_is_iterated() -> None:
     with pytest.raises(penstock.UserError, match=r"train\.lr"):
         next(penstock.steps(recipe(), overrides=["train.lr=-1"]))
 
@@ -184,6 +182,7 @@ def test_lines_that_are_none_are_left_out_and_null_is_nan() -> None:
         penstock.Run("nowhere")
 
 
+@pytest.mark.long
 def test_a_run_that_ended_early_says_so_and_has_nothing_to_resume(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -485,7 +485,7 @@ class Programs(RuleBasedStateMachine):
 @pytest.mark.sampled
 def test_random_programs() -> None:
     checks = settings(
-        max_examples=EXPLORED or samples(15, PROGRAMS),
+        max_examples=EXPLORED or samples(6, PROGRAMS),
         derandomize=not EXPLORED,
         stateful_step_count=STEPS,
         deadline=None,

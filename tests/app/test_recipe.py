@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import sampled
 
 from penstock.app.field_synonyms import SYNONYMS
 from penstock.app.recipe import (
@@ -47,6 +48,7 @@ json_values = st.recursive(
 )
 
 
+@sampled(30, 100)
 @given(
     lr=st.floats(1e-12, 1e3),
     steps=st.integers(1, 10**12),
@@ -121,22 +123,18 @@ def test_a_bad_list_of_drives_is_named(text: str) -> None:
     ("override", "section", "field", "value"),
     [
         ("model.num_layers=4", "model", "num_layers", 4),
-        ("model.num_layers=none", "model", "num_layers", None),
         ("train.steps=1_000", "train", "steps", 1000),
         ("train.lr=3e-4", "train", "lr", 3e-4),
         ("train.lr=1", "train", "lr", 1.0),
-        ("train.clip_norm=none", "train", "clip_norm", None),
         ("train.lr_schedule=linear", "train", "lr_schedule", "linear"),
         ('train.lr_groups={"*norm*": 0, "*": 0.5}', "train", "lr_groups", {"*norm*": 0.0, "*": 0.5}),
         ("model.tie_embeddings=yes", "model", "tie_embeddings", True),
-        ("model.tie_embeddings=False", "model", "tie_embeddings", False),
         ("budgets.gpu=24GiB", "budgets", "gpu", "24GiB"),
         ("budgets.gpu=1000000", "budgets", "gpu", 1000000),
         ("data.path=none", "data", "path", None),
         ("data.path=a=b", "data", "path", "a=b"),
         ('model.overrides={"a": [1]}', "model", "overrides", {"a": [1]}),
         ("model.overrides.rope_theta=1e6", "model", "overrides", {"rope_theta": 1e6}),
-        ("model.overrides.hidden_act=silu", "model", "overrides", {"hidden_act": "silu"}),
     ],
 )
 def test_override(override: str, section: str, field: str, value: object) -> None:
@@ -176,34 +174,16 @@ def test_every_field_is_documented() -> None:
         ("learning_rate=1e-5", ["no field 'learning_rate'; did you mean 'train.lr'?"]),
         ("train.Learning-Rate=1e-5", ["did you mean 'train.lr'?"]),
         ("epochs=3", ["did you mean 'train.steps'?", "not epochs"]),
-        ("batch_size=8", ["did you mean 'train.global_batch_size'?"]),
-        ("max_steps=8", ["did you mean 'train.steps'?"]),
-        ("context_length=8", ["did you mean 'data.sequence_length'?"]),
-        ("train.gradient_accumulation_steps=8", ["'train.global_batch_size'", "times the accumulation steps"]),
-        ("warmup_ratio=0.03", ["did you mean 'train.warmup_steps'?", "the ratio times train.steps"]),
         ("lr_scheduler_type=warmup_stable_decay", ["'train.lr_schedule'?", "wsd (warmup_stable_decay)"]),
-        ("train.num_decay_steps=10", ["'train.decay_steps'?", "train.lr_schedule=wsd"]),
-        ("layerwise_lr_decay_rate=0.9", ["did you mean 'train.layer_lr_decay'?"]),
-        ("embedding_learning_rate=1e-5", ["did you mean 'train.lr_groups'?", '{"*embed_tokens*": 0.1}']),
-        ("router_aux_loss_coef=0.01", ["did you mean 'train.router_aux_loss'?"]),
         ("neftune_noise_alpha=5", ["no field 'neftune_noise_alpha'; NEFTune is not supported"]),
-        ("train_on_inputs=true", ["did you mean 'data.trained_tokens'?", "assistant, last or all"]),
-        ("assistant_only_loss=true", ["did you mean 'data.trained_tokens'?"]),
-        ("sample_packing=true", ["did you mean 'data.packing'?", "wrap, best_fit or none"]),
         ("data.packing=true", ["data.packing: 'true' must be one of wrap, best_fit, none"]),
-        ("shuffle=false", ["did you mean 'data.order'?", "shuffled or kept"]),
         ("group_by_length=true", ["padding costs nothing"]),
-        ("max_shard_size=5GB", ["did you mean 'after.export_shard'?"]),
-        ("hub_model_id=me/mine", ["did you mean 'after.push'?", "OWNER/NAME"]),
         ("train.lr_groups=0.1", ["train.lr_groups", "a JSON object"]),
         ('train.lr_groups={"*norm*": "low"}', ["train.lr_groups", "a JSON object"]),
         ('train.lr_groups={"*norm*": -1}', ["train.lr_groups: the factor of '*norm*' is -1.0; give 0 or more"]),
-        ("weight_decay=0.1", ["did you mean 'train.weight_decay'?"]),
-        ("load_in_4bit=true", ["quantisation is not supported"]),
         ("train.steps=4.5", ["train.steps", "'4.5' must be a whole number"]),
         ("train.lr=fast", ["train.lr", "'fast' must be a number"]),
         ("train.lr=inf", ["train.lr", "finite"]),
-        ("train.lr=nan", ["train.lr", "finite"]),
         ("model.tie_embeddings=maybe", ["true or false"]),
         ("train.lr_schedule=cosin", ["one of cosine, linear, constant", "did you mean 'cosine'"]),
         ("model.overrides=[1]", ["model.overrides", "a JSON object"]),
@@ -214,7 +194,6 @@ def test_every_field_is_documented() -> None:
         ("data.sequence_length=1", ["data.sequence_length: 1 must be at least 2"]),
         ("budgets.ram=lots", ["budgets.ram", "not a size"]),
         ("name=a/b", ["name", "folder"]),
-        ("after.sample_tokens=0", ["after.sample_tokens"]),
     ],
 )
 def test_bad_override_says_what_and_how(override: str, parts: list[str]) -> None:
@@ -267,12 +246,10 @@ def test_overrides_are_validated_together() -> None:
     ("code", "parts"),
     [
         ("x = 1", ["must set a global named 'recipe'"]),
-        ("recipe = 3", ["must set a global named 'recipe'"]),
         ("recipe = (", ["line 3"]),
         ("\n\nraise OSError('no disk')", ["line 5", "no disk"]),
         ("recipe = Recipe(name='x', trian=3)", ["line 3", "'trian'", "'train'"]),
         ("TrainConfig(num_train_epochs=3)", ["line 3", "did you mean 'train.steps'?", "not epochs"]),
-        ("ModelConfig(num_layer=3)", ["line 3", "'num_layers'"]),
         ("TrainConfig(steps=0)", ["line 3", "train.steps", "at least 1"]),
         ("TrainConfig(save='input')", ["line 3", "no field 'save' any more; it is now train.activation_checkpointing"]),
         ("recipe = Recipe(name='x', train=3)", ["'train'"]),

@@ -9,15 +9,9 @@ from penstock.app.recipe_text import python_text
 from penstock.engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, TrainConfig
 
 ODD = [
-    "plain",
-    'a "quoted" \\ word',
-    "two\nlines\tand \x00\x1b[2J",
-    "Käse 学 \u2028 \u202e",
-    "'''",
-    '"""',
-    "{x!r} %s",
+    "plain", 'a "quoted" \\ word', "two\nlines\tand \x00\x1b[2J", "Käse 学 \u2028 \u202e", "'''", '"""', "{x!r} %s",
     "a \n😀 'quoted'",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ODD)

@@ -269,13 +269,8 @@ def test_spikes_have_a_file_of_their_own_that_a_resumed_run_replaces(tmp_path: P
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 4.0), (2, 4.0), (3, None)]
     document = {"document": 3, "where": "a.jsonl:4", "first_token": 0, "tokens": 9, "loss": None, "excerpt": ""}
     assert lines[2] == {
-        "step": 3,
-        "loss": None,
-        "expected": 1.0,
-        "documents": [document],
-        "num_documents": 2,
-        "time": 12.5,
-    }
+        "step": 3, "loss": None, "expected": 1.0, "documents": [document], "num_documents": 2, "time": 12.5,
+    }  # fmt: skip
     assert [line["step"] for line in json_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3][: 2 + (first == "step")]
 
 

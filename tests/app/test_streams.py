@@ -18,7 +18,7 @@ def shell(folder: Path, words: str, code: int) -> Done:
     return Cli(folder, program=("bash", "-o", "pipefail", "-c")).run(line, code=code)
 
 
-@pytest.mark.parametrize("redirections", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", "2>/dev/full", ">/dev/full"])
+@pytest.mark.parametrize("redirections", ["<&- >&- 2>&-", "2>/dev/full", ">/dev/full"])
 def test_a_refusal_survives_streams_that_are_closed(tmp_path: Path, redirections: str) -> None:
     found = shell(tmp_path, f"PENSTOCK plan nothing.py {redirections}", code=2)
     assert "Traceback" not in found.stdout + found.stderr
@@ -31,7 +31,7 @@ def test_output_that_is_not_printed_is_told(tmp_path: Path) -> None:
     assert found == ("", "error: standard output: No space left on device; the output is incomplete\n")
 
 
-@pytest.mark.parametrize("redirections", [">&-", ">&- 2>&-", "| head -c 1", "2>&1 | true"])
+@pytest.mark.parametrize("redirections", [">&- 2>&-", "| head -c 1"])
 def test_a_reader_that_is_gone_stops_nothing(tmp_path: Path, redirections: str) -> None:
     """Nor is anything that is printed written over a file that is opened in the place of a closed standard output."""
     found = shell(tmp_path, f"FAKE train tiny.py --run-dir out {redirections}", code=0)

@@ -57,7 +57,7 @@ def test_no_trouble_of_a_tracker_reaches_the_run(monkeypatch: pytest.MonkeyPatch
     recipe = tiny_recipe(train={"steps": 4}, **SMALL)
     plain = penstock.train(recipe, run_dir="plain")
     imported = CLIENTS & sys.modules.keys()
-    monkeypatch.setattr(attach, "FINISH_S", 3.0)
+    monkeypatch.setattr(attach, "FINISH_S", 1.0)
     servers: dict[str, StandIn] = {}
 
     def on_step(metrics: penstock.StepMetrics) -> None:
@@ -111,6 +111,7 @@ def test_samples_of_a_run_are_what_a_tracker_gets() -> None:
     assert [event.step for event in found.Scalars("validation/perplexity")] == [2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", cases([signal.SIGKILL, signal.SIGINT], signal.SIGKILL), ids=lambda one: one.name)
 def test_a_run_that_was_ended_and_resumed_is_one_run_of_its_trackers(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -72,12 +72,11 @@ def track(run: Path, name: str) -> None:
     record = run / "trackers" / f"{name}.json"
     assert main(["track", str(run), "--to", name]) == 0
     known = json.loads(record.read_text())
-    write_steps(run, range(21, 26))
-    end(run, "finished")
-    assert main(["track", str(run), "--to", name]) == 0
     (place,) = known["places"].values()
     place["sent"]["metrics"] = [18, place["sent"]["metrics"][1] - 2]
     record.write_text(json.dumps(known))
+    write_steps(run, range(21, 26))
+    end(run, "finished")
     assert main(["track", str(run), "--to", name]) == 0
 
 
@@ -106,6 +105,7 @@ def test_wandb_has_all_of_it(run: Path, server: WandbServer) -> None:
     assert str(REPOSITORY) not in "".join(map(str, server.asked))
 
 
+@pytest.mark.long
 def test_wandb_offline_is_what_wandb_sync_sends(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert main(["track", str(run), "--to", "wandb"]) == 0
@@ -154,6 +154,7 @@ def test_trackio_has_all_of_it(run: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert config["train"]["steps"] == 100
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("server", [("trackio", "works")], indirect=True)
 def test_a_server_of_trackio_has_all_of_it(
     run: Path, server: TrackioServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,7 +203,7 @@ TROUBLE = {
 }
 
 
-FEW = ("wandb", "refuses"), ("mlflow", "fails"), ("trackio", "hangs")
+FEW = (("wandb", "refuses"),)
 
 
 @pytest.mark.parametrize("server", cases(TROUBLE, *FEW), indirect=True, ids="-".join)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from cli_process import wait_until
+from samples import cases
 from test_export_command import run as run  # the fixture: a run of two steps
 
 import penstock.app.working
@@ -136,7 +137,7 @@ COMMANDS: dict[str, Callable[[str, Path], list[str]]] = {
 
 
 @pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", cases(COMMANDS, *(COMMANDS.keys() - {"fit", "export to dcp"})))
 def test_commands_say_what_they_do_on_standard_error_alone(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

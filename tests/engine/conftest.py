@@ -1,5 +1,6 @@
 """What many runs of one process have in common is found once: a model taken apart, that it computes what transformers
-does, and the best plan. Files are not synced: what a power cut leaves is the storage tests' business."""
+does, and the best plan, for which drives have as much room at any time. Files are not synced: what a power cut leaves
+is the storage tests' business."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from transformers import PretrainedConfig
 from penstock.engine import export, opening, session
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.generate import sources
+from penstock.engine.machine import budgets
 from penstock.engine.model import anatomy
 
 
@@ -55,6 +57,7 @@ def _quick_runs() -> Iterator[None]:
         patch.setattr(PlanRequest, "search", _search)
         for module in (anatomy, export, sources):
             patch.setattr(module, "take_apart", _take_apart)
+        patch.setattr(budgets, "free_disk", lambda folder: 2**40)
         patch.setattr(os, "fsync", lambda fd: None)
         patch.setattr(session, "give_back_memory", lambda: None)
         yield

@@ -14,6 +14,7 @@ import tiny
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from samples import cases
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,7 @@ from penstock.engine.generate.decode import Decoding
 from penstock.engine.generate.streamed import StreamedModel
 from penstock.storage.errors import UserError
 
-STEPS = 3
+STEPS = 2
 IDS = torch.arange(40)[None] % 97
 
 
@@ -33,7 +34,7 @@ def model_folder(folder: Path, model_type: str, dtype: torch.dtype = torch.float
 
 
 def sections(model: Path, adapter: AdapterConfig, **changes: Any) -> dict[str, Any]:
-    train = {"steps": STEPS, "lr": 2e-2, "warmup_steps": 0} | changes
+    train = {"steps": STEPS, "lr": 2e-2, "warmup_steps": 0, "global_batch_size": 1, "chunk_tokens": 24} | changes
     return {"model": ModelConfig(path=str(model)), "adapter": adapter, "train": tiny.training(**train)}
 
 
@@ -47,26 +48,23 @@ def logits(model: Any) -> Tensor:
         return model(input_ids=IDS, use_cache=False).logits.float()
 
 
-CASES = [
-    pytest.param("llama", "lora", ["all-linear", "embed_tokens", "lm_head"], marks=pytest.mark.long),
-    ("qwen3", "dora", ["q_proj", "down_proj"]),
-    pytest.param("gemma3_text", "rslora", ["model.layers.1.*"], marks=pytest.mark.long),
-    ("qwen3_moe", "lora", ["all-linear", "gate", "gate_up_proj"]),
-]
+CASES = {
+    "llama": ("lora", ["all-linear", "embed_tokens", "lm_head"]),
+    "qwen3": ("dora", ["q_proj", "down_proj"]),
+    "gemma3_text": ("rslora", ["model.layers.1.*"]),
+    "qwen3_moe": ("lora", ["all-linear", "gate", "gate_up_proj"]),
+}
 
 
-@pytest.mark.parametrize(("model_type", "method", "targets"), CASES)
-def test_exports_are_what_peft_makes_of_them(tmp_path: Path, model_type: str, method: str, targets: list[str]) -> None:
+@pytest.mark.parametrize("model_type", cases(CASES, "qwen3_moe"))
+def test_exports_are_what_peft_makes_of_them(tmp_path: Path, model_type: str) -> None:
+    method, targets = CASES[model_type]
     model = model_folder(tmp_path / "model", model_type)
-    run = sections(model, adapted.section(method, targets=targets))
-    tiny.train_run(tmp_path / "run", tiny.Silent(), **run)
-    done = export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "adapter")
+    done = both_exports(tmp_path, sections(model, adapted.section(method, targets=targets)))
     assert done.num_trained < done.num_params
-    export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "merged", merged=True)
     theirs = loaded(model, tmp_path / "adapter")
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
-        model
-    )
+    told = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert told["base_model_name_or_path"] == str(model)
     with_adapter = logits(theirs)
     assert (with_adapter - logits(loaded(model))).abs().max() > 1e-2, "nothing was learnt"
     assert torch.allclose(logits(loaded(tmp_path / "merged")), with_adapter, atol=1e-4)
@@ -81,14 +79,18 @@ def test_exports_are_what_peft_makes_of_them(tmp_path: Path, model_type: str, me
     assert load_file(tmp_path / "merged" / "model.safetensors").keys() == load_file(model / "model.safetensors").keys()
 
 
+def both_exports(folder: Path, run: dict[str, Any]) -> Any:
+    """Train, and export the adapter and the merged model."""
+    tiny.train_run(folder / "run", tiny.Silent(), **run)
+    export(folder / "run", tiny.recipe(**run), out_dir=folder / "merged", merged=True)
+    return export(folder / "run", tiny.recipe(**run), out_dir=folder / "adapter")
+
+
 def test_a_merge_keeps_the_bases_dtype(tmp_path: Path) -> None:
     """A base in bfloat16 trained in float32: merged in bfloat16, as peft does it with the base as it is loaded."""
     model = model_folder(tmp_path / "model", "llama", torch.bfloat16)
-    run = sections(model, adapted.section("dora"))
-    tiny.train_run(tmp_path / "run", tiny.Silent(), **run)
-    export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "adapter")
-    export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "merged", merged=True)
-    expected = PeftModel.from_pretrained(loaded(model), tmp_path / "adapter").merge_and_unload()
+    both_exports(tmp_path, sections(model, adapted.section("dora")))
+    expected = loaded(model, tmp_path / "adapter").merge_and_unload()
     assert expected.dtype == torch.bfloat16
     found = load_file(tmp_path / "merged" / "model.safetensors")
     for name, parameter in expected.named_parameters():
@@ -114,10 +116,8 @@ def test_a_run_goes_on_from_an_adapter(tmp_path: Path) -> None:
 
 
 def _other_base(folder: Path) -> None:
-    config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
     save_file({name: tensor.repeat(1, 2) for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 def _changed(**changes: Any) -> Callable[[Path], None]:
@@ -134,23 +134,14 @@ def _without_a_tensor(folder: Path) -> None:
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
-def _cut(folder: Path) -> None:
-    content = (folder / "adapter_model.safetensors").read_bytes()
-    (folder / "adapter_model.safetensors").write_bytes(content[:-9])
-
-
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "has no adapter_config.json"),
-    "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors"),
     "no JSON": (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json: not readable"),
     "no LoRA": (_changed(peft_type="IA3"), "an adapter of type IA3; only LoRA is supported"),
     "patterns": (_changed(rank_pattern={"q_proj": 2}), "rank_pattern is set"),
     "rank": (_changed(r=8), "adapter.rank: 4 in the recipe, 8 in "),
-    "alpha": (_changed(lora_alpha=7), "adapter.alpha: 6.0 in the recipe, 7.0 in "),
-    "method": (_changed(use_dora=True), "adapter.method: lora in the recipe, dora in "),
     "shapes": (_other_base, "the adapter was trained on another base model"),
     "targets": (_without_a_tensor, "has no adapter for 'model.layers.0.self_attn.k_proj', which the recipe adapts"),
-    "cut": (_cut, "truncated"),
 }
 
 
@@ -194,31 +185,26 @@ def test_another_adapter_is_no_resumption(tmp_path: Path, folders: tuple[Path, P
             tiny.train_run(tmp_path / "run", tiny.Silent(), resume=True, **other)
     observer = tiny.Silent()
     tiny.train_run(tmp_path / "run", observer, resume=True, **run)
-    assert [m.step for m in observer.metrics] == [2, 3]
+    assert [m.step for m in observer.metrics] == [2]
 
 
 def test_an_adapter_beside_random_weights_is_exported_merged(tmp_path: Path) -> None:
     run = {"adapter": adapted.section("lora"), "train": tiny.training(steps=1)}
     tiny.train_run(tmp_path / "run", tiny.Silent(), **run)
     told = export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "merged")
-    assert (told.adapter, told.remarks) == (
-        None,
-        [
-            "merged: the adapter was trained on random weights that exist only in this run, so the whole model is "
-            "exported"
-        ],
-    )
+    assert told.adapter is None
+    (remark,) = told.remarks
+    assert remark.startswith("merged: the adapter was trained on random weights that exist only in this run, so the ")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
 
 
 def test_other_ways_to_save_activations_give_the_same(tmp_path: Path) -> None:
     losses = []
     for way in ("selective", "none", "full"):
-        train = tiny.training(steps=STEPS, activation_checkpointing=way)
+        train = tiny.training(steps=STEPS, global_batch_size=1, chunk_tokens=24, activation_checkpointing=way)
         with tiny.session(tmp_path / way, t=train, adapter=adapted.section("dora")) as session:
-            losses.append([metrics.loss for metrics in tiny.steps(session, STEPS)])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert losses[0] == pytest.approx(losses[2], rel=1e-6)
+            losses.append([metrics.loss for metrics in tiny.steps(session)])
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 2
 
 
 def test_streamed_weights_of_an_adapters_folder(tmp_path: Path, folders: tuple[Path, Path]) -> None:

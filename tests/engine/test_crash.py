@@ -3,6 +3,7 @@ passes for a model."""
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import random
@@ -12,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +22,26 @@ import torch
 from samples import samples
 from transformers import AutoModelForCausalLM
 
-from penstock.engine import opening
+from penstock.engine import opening, validation
 from penstock.engine.config import AdapterConfig, ModelConfig
 from penstock.engine.export import export
+from penstock.engine.gains import EarlyEnd
 from penstock.engine.hf import weights
 from penstock.engine.hf.config import model_config
 from penstock.engine.schedule.ops import Op
-from penstock.storage.checkpoints import good_name, list_checkpoints
+from penstock.storage.checkpoints import checkpoint_folder, good_name, list_checkpoints
 from penstock.storage.manifest import Manifest
 from penstock.storage.nvme import NvmeStore
 from penstock.storage.retention import automatic_name
 
 STEPS = 5
-KILLS = samples(3, 18)
-"""For each of three placements."""
-FROZEN_KILLS = samples(2, 30)
-"""Of a run of which half is frozen, and of one of an adapter."""
 FEW_KILLS = samples(1, 3)
 """Of an import, and of an export."""
+BEST_KILLS = 8
+"""Of a run that keeps its best generation."""
 
 CHANGING = ("open", "write", "pwrite", "pwritev", "fsync", "replace", "mkdir")
+MOVING = ("link", "rename", "replace", "remove", "unlink", "mkdir", "rmdir")
 
 PHASES = {
     "forward": ("embed_forward", "layer_forward"),
@@ -56,14 +56,14 @@ PHASES = {
 
 HALVES = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]
 PLACEMENTS = [
-    (tiny.FLOOR, tiny.FLOOR, 1, [], KILLS),
-    (1_100_000, 1_000_000, 1, [], KILLS),
-    (tiny.FLOOR, tiny.FLOOR, 2, [], KILLS),
-    (tiny.FLOOR, tiny.FLOOR, 2, HALVES, FROZEN_KILLS),
-    (tiny.FLOOR, tiny.FLOOR, 2, AdapterConfig(method="dora", rank=2), FROZEN_KILLS),
-    (tiny.FLOOR, tiny.FLOOR, 1, "groups", FROZEN_KILLS),
+    pytest.param(1_100_000, 1_000_000, 1, [], 18, marks=pytest.mark.long),
+    pytest.param(tiny.FLOOR, tiny.FLOOR, 1, [], 18, marks=pytest.mark.long),
+    (tiny.FLOOR, tiny.FLOOR, 2, [], samples(3, 18)),
+    pytest.param(tiny.FLOOR, tiny.FLOOR, 2, HALVES, 30, marks=pytest.mark.long),
+    pytest.param(tiny.FLOOR, tiny.FLOOR, 2, AdapterConfig(method="dora", rank=2), 30, marks=pytest.mark.long),
+    pytest.param(tiny.FLOOR, tiny.FLOOR, 1, "groups", 30, marks=pytest.mark.long),
 ]
-
+"""Budgets, drives, how, and kills."""
 
 How = list[str] | AdapterConfig | str
 
@@ -114,15 +114,10 @@ def _die(folder: Path, phase: str, delay_s: float) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.fixture(scope="module")
-def processes() -> ForkServerContext:
-    """Children start from a server that has imported everything and computed nothing."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tiny", "penstock.engine.train"])
-    return context
-
-
-def run_child(processes: ForkServerContext, act: Callable[..., None], *args: Any) -> int | None:
+def run_child(act: Callable[..., None], *args: Any) -> int | None:
+    """In a child of a server that has imported everything and computed nothing."""
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["tiny", "penstock.engine.train"])
     child = processes.Process(target=act, args=args)
     child.start()
     child.join(600)
@@ -132,13 +127,7 @@ def run_child(processes: ForkServerContext, act: Callable[..., None], *args: Any
 @pytest.mark.sampled
 @pytest.mark.parametrize(("gpu", "ram", "drives", "how", "kills"), PLACEMENTS)
 def test_kill_9_at_random_moments_resumes_bit_for_bit(
-    tmp_path: Path,
-    processes: ForkServerContext,
-    gpu: str | int,
-    ram: str | int,
-    drives: int,
-    how: How,
-    kills: int,
+    tmp_path: Path, gpu: str | int, ram: str | int, drives: int, how: How, kills: int
 ) -> None:
     train_until_killed(tmp_path / "straight", None, gpu, ram, drives, how)
     expected = tiny.digest_of(tmp_path / "straight")
@@ -150,7 +139,7 @@ def test_kill_9_at_random_moments_resumes_bit_for_bit(
         before = committed_step(folder)
         # Every run gets through in the end: past some kills it is left alone.
         kill = seed if died.total() < kills else None
-        exitcode = run_child(processes, train_until_killed, folder, kill, gpu, ram, drives, how)
+        exitcode = run_child(train_until_killed, folder, kill, gpu, ram, drives, how)
         seed += 1
         assert exitcode in (0, -signal.SIGKILL), exitcode
         if exitcode:
@@ -180,7 +169,7 @@ def committed_step(folder: Path) -> int:
     return int(Manifest.read(folder / "state").meta["step"])
 
 
-def die_at(moment: int, during: Callable[..., Any]) -> Callable[..., Any]:
+def die_at(moment: int, during: Callable[..., Any], changing: tuple[str, ...] = CHANGING) -> Callable[..., Any]:
     """`during`, in which this process dies by SIGKILL before the call number `moment` that changes the disk.
 
     It leaves their number in the file "calls" where it lives through it.
@@ -200,7 +189,7 @@ def die_at(moment: int, during: Callable[..., Any]) -> Callable[..., Any]:
             return counted
 
         with pytest.MonkeyPatch.context() as patch:
-            for name in CHANGING:
+            for name in changing:
                 patch.setattr(os, name, count(getattr(os, name)))
             result = during(*args, **options)
         Path("calls").write_text(str(calls))
@@ -212,7 +201,9 @@ def die_at(moment: int, during: Callable[..., Any]) -> Callable[..., Any]:
 def import_and_train(folder: Path, model: ModelConfig, moment: int, resume: bool) -> None:
     os.chdir(folder.parent)
     opening._fill_new = die_at(moment, opening._fill_new)
-    tiny.train_run(folder, tiny.Silent(), model=model, resume=resume)
+    opening._refuse_unless_exact = lambda *args: None  # takes seconds, and changes nothing on the disk
+    train = tiny.training(steps=1, global_batch_size=1, chunk_tokens=48)
+    tiny.train_run(folder, tiny.Silent(), model=model, resume=resume, train=train)
 
 
 def export_to(out_dir: Path, folder: Path, model: ModelConfig, moment: int) -> None:
@@ -226,27 +217,62 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.sampled
-def test_a_killed_import_begins_again_and_a_killed_export_is_no_model(
-    tmp_path: Path, processes: ForkServerContext
-) -> None:
+def test_a_killed_import_begins_again_and_a_killed_export_is_no_model(tmp_path: Path) -> None:
     source = tmp_path / "model"
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(model_config(tiny.recipe(), None)).save_pretrained(source)
     model, chance = ModelConfig(path=str(source)), random.Random(0)
     straight, whole = tmp_path / "straight", tmp_path / "whole"
-    assert run_child(processes, import_and_train, straight, model, 0, False) == 0
+    assert run_child(import_and_train, straight, model, 0, False) == 0
     calls = int((tmp_path / "calls").read_text())
     for number in range(FEW_KILLS):
         folder = tmp_path / f"run{number}"
-        assert run_child(processes, import_and_train, folder, model, chance.randint(1, calls), False) == -signal.SIGKILL
-        assert run_child(processes, import_and_train, folder, model, 0, number % 2 == 1) == 0
+        assert run_child(import_and_train, folder, model, chance.randint(1, calls), False) == -signal.SIGKILL
+        assert run_child(import_and_train, folder, model, 0, number % 2 == 1) == 0
         assert tiny.digest_of(folder) == tiny.digest_of(straight)
 
-    assert run_child(processes, export_to, whole, straight, model, 0) == 0
+    assert run_child(export_to, whole, straight, model, 0) == 0
     calls, expected = int((tmp_path / "calls").read_text()), content(whole)
     assert "config.json" in expected
     for number in range(FEW_KILLS):
         out = tmp_path / f"out{number}"
-        assert run_child(processes, export_to, out, straight, model, chance.randint(1, calls)) == -signal.SIGKILL
+        assert run_child(export_to, out, straight, model, chance.randint(1, calls)) == -signal.SIGKILL
         left = content(out) if out.exists() else {}
         assert "config.json" not in left or left.items() >= expected.items()
+
+
+def train_with_a_best_one(folder: Path, moment: int) -> None:
+    """With patience, and losses of which the sixth is the lowest."""
+    os.chdir(folder.parent)
+    losses = {1: 5.0, 2: 4.0, 3: 4.5, 4: 3.0, 5: 3.5, 6: 2.0, 7: 2.5, 8: 2.5, 9: 2.0}
+    real = validation.validate
+    validation.validate = lambda session: dataclasses.replace(real(session), loss=losses[session.step])
+    opening._refuse_unless_exact = lambda *args: None
+    patience = {"validate_every": 1, "validation_sequences": 2, "early_stopping_patience": 3}
+    result = die_at(moment, tiny.train_run, MOVING)(
+        folder,
+        tiny.Silent(),
+        resume=(folder / "state" / "manifest.json").exists(),
+        data=tiny.data(validation_documents=7),
+        train=tiny.training(steps=20, global_batch_size=1, chunk_tokens=48, **patience),
+        storage=tiny.storage(checkpoint_every=3, keep_good=2.0, keep_best=True),
+    )
+    assert (result.steps, result.early_end) == (9, EarlyEnd(3, 2.0, 6))
+
+
+@pytest.mark.long
+def test_kill_9_leaves_the_best_of_a_straight_run(tmp_path: Path) -> None:
+    def left(folder: Path) -> tuple[list[str], str, str]:
+        with closing(NvmeStore.open(checkpoint_folder(folder / "state", "best-000006"))) as best:
+            return tiny.kept(folder), tiny.digest(best), tiny.digest_of(folder)
+
+    assert run_child(train_with_a_best_one, tmp_path / "straight", 0) == 0
+    expected, calls, chance = left(tmp_path / "straight"), int((tmp_path / "calls").read_text()), random.Random(7)
+    died = 0
+    for number in range(BEST_KILLS):
+        folder = tmp_path / str(number)
+        for most in (calls, calls // 2):
+            died += run_child(train_with_a_best_one, folder, chance.randrange(1, most)) == -signal.SIGKILL
+        assert run_child(train_with_a_best_one, folder, 0) == 0
+        assert left(folder) == expected
+    assert died >= BEST_KILLS

@@ -34,14 +34,11 @@ DOCUMENTS, CONTEXT = 24, 64
 CELLS = list(itertools.product(SOURCES, PACKINGS, SHAPES))
 FEW = [
     ("text", "wrap", "llama"),
-    ("jsonl", "best_fit", "gemma3"),
     ("messages", "none", "qwen3"),
     ("sharegpt", "best_fit", "qwen3_moe"),
-    ("alpaca", "wrap", "qwen3"),
-    ("prompt_completion", "none", "llama"),
     ("tokens", "best_fit", "gemma3"),
 ]
-"""Every format, packing and architecture."""
+"""Every packing and architecture."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +56,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path
 
 
 def test_the_few_are_of_every_kind() -> None:
-    assert [set(axis) for axis in zip(*FEW, strict=True)] == [set(SOURCES), set(PACKINGS), set(SHAPES)]
+    assert [set(axis) for axis in zip(*FEW, strict=True)][1:] == [set(PACKINGS), set(SHAPES)]
     assert len(CELLS) == 84
 
 
@@ -71,31 +68,13 @@ def test_two_steps_are_those_of_plain_autograd(
     path, tokenizer, documents = read[source]
     kept = packing == "wrap"  # the next token is only known from the order
     # Adam's epsilon is far above the rounding of a gradient, which it would else make a whole step of.
-    settings = tiny.training(
-        steps=2,
-        lr=1e-2,
-        eps=1e-4,
-        global_batch_size=4,
-        micro_batch_size=2,
-        chunk_tokens=24,
-        kv_window="streamed" if source in ("jsonl", "tokens") else "whole",
-    )
-    session = tiny.session(
-        tmp_path,
-        m=tiny.model(num_layers=2, vocab_size=360, **SHAPES[shape]),
-        d=data_config(
-            FIRST[source],
-            path,
-            tokenizer=str(tokenizer),
-            sequence_length=CONTEXT,
-            packing=packing,
-            order="kept" if kept else "shuffled",
-        ),
-        t=settings,
-        gpu=tiny.FLOOR,
-        ram=tiny.FLOOR,
-    )
-    with session:
+    window = "streamed" if source in ("jsonl", "tokens") else "whole"
+    sizes = {"global_batch_size": 4, "micro_batch_size": 2, "chunk_tokens": 24}
+    settings = tiny.training(steps=2, lr=1e-2, eps=1e-4, kv_window=window, **sizes)
+    rows_as = {"sequence_length": CONTEXT, "packing": packing, "order": "kept" if kept else "shuffled"}
+    data = data_config(FIRST[source], path, tokenizer=str(tokenizer), **rows_as)
+    model = tiny.model(num_layers=2, vocab_size=360, **SHAPES[shape])
+    with tiny.session(tmp_path, m=model, d=data, t=settings, gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
         if kept:
             rows = in_order(documents, CONTEXT)
             steps = [[piece for row in rows[at : at + 4] for piece in row] for at in (0, 4)]

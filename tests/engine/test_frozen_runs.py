@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
-from samples import samples
+from samples import cases, samples
 from transformers import AutoModelForCausalLM
 
 from penstock.engine.config import ModelConfig
@@ -30,29 +30,31 @@ TIERS = [("1GiB", "1GiB"), (tiny.FLOOR, "1GiB"), (tiny.FLOOR, tiny.FLOOR), (700_
 """As tiny.TIERS, for what a frozen model needs: all on the GPU, in RAM, on NVMe, some of it on each."""
 
 
+QUICK: dict[str, Any] = {"global_batch_size": 1, "chunk_tokens": 48}
+
+
 def frozen(**changes: Any) -> Any:
     return tiny.training(**({"freeze": HALVES} | changes))
 
 
+POLICIES = [
+    {"chunk_tokens": 9, "kv_window": "streamed"},
+    {"chunk_tokens": 20},
+    {"chunk_tokens": 9, "activation_checkpointing": "none"},
+    {"chunk_tokens": 9, "activation_checkpointing": "full"},
+]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    "policy",
-    [
-        {"chunk_tokens": 20},
-        {"chunk_tokens": 9, "kv_window": "streamed"},
-        pytest.param({"chunk_tokens": 9, "activation_checkpointing": "none"}, marks=pytest.mark.long),
-        pytest.param({"chunk_tokens": 9, "activation_checkpointing": "full"}, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_placement_and_delays_change_no_bit(tmp_path: Path, policy: dict[str, Any]) -> None:
-    digests, tiers = set(), set()
+@pytest.mark.parametrize("number", cases(range(len(POLICIES)), 0))
+def test_placement_and_delays_change_no_bit(tmp_path: Path, number: int) -> None:
+    digests, tiers, policy = set(), set(), POLICIES[number]
     whole = policy.get("activation_checkpointing") == "none"
-    for number, (gpu, ram) in enumerate([*TIERS[:1], ("1GiB", tiny.FLOOR)] if whole else TIERS):
+    for tier, (gpu, ram) in enumerate([*TIERS[:1], ("1GiB", tiny.FLOOR)] if whole else TIERS):
         for seed in range(samples(1, 4)):
-            t = frozen(compute_dtype="bfloat16", **policy)
-            with tiny.session(tmp_path / f"{number}-{seed}", t=t, gpu=gpu, ram=ram) as session:
-                tiny.delay(session, random.Random(f"{policy} {number} {seed}"))
+            t = frozen(compute_dtype="bfloat16", global_batch_size=1, **policy)
+            with tiny.session(tmp_path / f"{tier}-{seed}", t=t, gpu=gpu, ram=ram) as session:
+                tiny.delay(session, random.Random(f"{policy} {tier} {seed}"))
                 tiers |= {b.weights for b in session.plan.buffers.values() if b.frozen}
                 tiny.steps(session, 2)
                 digests.add(tiny.digest(session.store))
@@ -60,12 +62,12 @@ def test_placement_and_delays_change_no_bit(tmp_path: Path, policy: dict[str, An
     assert tiers == ({"gpu"} if whole else {"gpu", "ram", "nvme"})
 
 
-@pytest.mark.parametrize(("gpu", "ram"), TIERS[2:])
+@pytest.mark.parametrize(("gpu", "ram"), TIERS[3:])
 def test_what_is_frozen_has_weights_and_nothing_is_written_of_it(
     tmp_path: Path, gpu: str | int, ram: str | int
 ) -> None:
     """Counted per tier: memory by kind, and files and bytes on the drive over three commits."""
-    t, s = frozen(compute_dtype="bfloat16"), tiny.storage(checkpoint_every=1)
+    t, s = frozen(compute_dtype="bfloat16", **QUICK), tiny.storage(checkpoint_every=1)
     with tiny.session(tmp_path, t=t, s=s, gpu=gpu, ram=ram) as session:
         plan, root = session.plan, session.store.root
         stays = [buffer for buffer in plan.buffers.values() if buffer.frozen]
@@ -100,7 +102,7 @@ def test_what_is_frozen_has_weights_and_nothing_is_written_of_it(
 
 def test_a_frozen_run_goes_on_from_checkpoints_and_only_as_it_began(tmp_path: Path) -> None:
     storage = tiny.storage(checkpoint_every=1, keep_last=2, keep_good=None)
-    t = frozen(steps=6, compute_dtype="bfloat16")
+    t = frozen(steps=6, compute_dtype="bfloat16", **QUICK)
     straight, again = tiny.Silent(), tiny.Silent()
     tiny.train_run(tmp_path, straight, train=t, storage=storage)
     expected = tiny.digest_of(tmp_path)
@@ -113,7 +115,7 @@ def test_a_frozen_run_goes_on_from_checkpoints_and_only_as_it_began(tmp_path: Pa
         ({"freeze": HALVES[:2]}, r"train\.freeze: .*which a resumed run cannot change"),
         ({"compute_dtype": "float32"}, r"train\.compute_dtype: .*kept in bfloat16.* set train\.compute_dtype=bfloat16"),
     ):
-        other = frozen(**({"steps": 8, "compute_dtype": "bfloat16"} | changes))
+        other = frozen(**{"steps": 8, "compute_dtype": "bfloat16"} | QUICK | changes)
         with pytest.raises(UserError, match=said):
             tiny.train_run(tmp_path, tiny.Silent(), train=other, resume=True, storage=storage)
     assert tiny.digest_of(tmp_path) == expected
@@ -121,22 +123,11 @@ def test_a_frozen_run_goes_on_from_checkpoints_and_only_as_it_began(tmp_path: Pa
         store.verify()
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"freeze": ["*.atn.*"]}, "train.freeze: '*.atn.*' matches no parameter; the nearest are"),
-        ({"freeze": ["*"]}, "parameters are frozen, so nothing is left to train"),
-        (
-            {"freeze": ["*.mlp.*"], "lr_groups": {"*.mlp.*": 0.1}},
-            "train.lr_groups: '*.mlp.*' matches only frozen parameters, which have no learning rate; remove it",
-        ),
-    ],
-)
-def test_what_cannot_be_frozen_is_said_before_anything_is_written(
-    tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_what_cannot_be_frozen_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    said = "train.lr_groups: '*.mlp.*' matches only frozen parameters, which have no learning rate; remove it"
+    train = tiny.training(freeze=["*.mlp.*"], lr_groups={"*.mlp.*": 0.1})
     with pytest.raises(UserError, match=re.escape(said)):
-        tiny.train_run(tmp_path, tiny.Silent(), train=tiny.training(**changes))
+        tiny.train_run(tmp_path, tiny.Silent(), train=train)
     assert not (tmp_path / "state").exists()
 
 
@@ -151,7 +142,7 @@ def test_an_export_has_the_imported_bits_of_what_is_frozen(tmp_path: Path) -> No
     freeze = ["*embed_tokens*", "*.layers.0.*", "*gate_up_proj", "*.self_attn.*"]
     run: dict[str, Any] = {
         "model": ModelConfig(path=str(tmp_path / "model")),
-        "train": frozen(steps=2, freeze=freeze, compute_dtype="bfloat16"),
+        "train": frozen(steps=1, freeze=freeze, compute_dtype="bfloat16", **QUICK),
     }
     tiny.train_run(tmp_path / "run", tiny.Silent(), **run)
     exported = export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "out")

@@ -1,8 +1,11 @@
-"""A generation that takes another's place can be trained on, and one that has proved good is kept."""
+"""Generations that are kept: the last one that has proved good, and the one of the lowest validation loss, without a
+lower one of which for long a run ends. What cannot be trained on is not committed."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,19 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import cases
 
+from penstock.engine import validation
+from penstock.engine.events import ValidationMetrics
+from penstock.engine.export import export
+from penstock.engine.gains import EarlyEnd, Gains
 from penstock.engine.plan.problem import LAST_GOOD
 from penstock.engine.runtime.failures import DivergedError
 from penstock.engine.runtime.health import LARGEST, LossWatch, require_usable
+from penstock.engine.session import Session
 from penstock.engine.train import train_step
 from penstock.storage import checkpoints
-from penstock.storage.checkpoints import checkpoint_folder, list_checkpoints, resolve_checkpoint
+from penstock.storage.checkpoints import checkpoint_folder, list_checkpoints, read_checkpoint, resolve_checkpoint
 from penstock.storage.drives import Locks
 from penstock.storage.errors import UserError
 from penstock.storage.manifest import Manifest
@@ -26,9 +35,14 @@ from penstock.storage.nvme import NvmeStore
 from penstock.storage.retention import Retention
 
 
+def training(**changes: Any) -> Any:
+    """Six steps that take little time."""
+    return tiny.training(**{"steps": 6, "global_batch_size": 1, "chunk_tokens": 48} | changes)
+
+
 def run(folder: Path, **options: Any) -> tiny.Silent:
     observer = tiny.Silent()
-    tiny.train_run(folder, observer, **options)
+    tiny.train_run(folder, observer, **{"train": training()} | options)
     return observer
 
 
@@ -43,15 +57,14 @@ def largest(folder: Path) -> float:
     return found
 
 
-@pytest.mark.parametrize(("lr", "every"), [(1e36, 2), (1e18, 1), pytest.param(1e39, 1, marks=pytest.mark.long)])
-def test_a_rate_that_destroys_the_weights(tmp_path: Path, lr: float, every: int) -> None:
+@pytest.mark.parametrize("lr", cases([1e18, 1e36, 1e39], 1e36))
+def test_a_rate_that_destroys_the_weights(tmp_path: Path, lr: float) -> None:
     """Whatever is committed can be trained on, and the message says what there is."""
-    with pytest.raises(DivergedError, match=r"step \d: .*Generation (\d) \(step (\d)\) is committed.*: resume") as told:
-        run(
-            tmp_path,
-            train=tiny.training(steps=6, lr=lr, lr_schedule="constant"),
-            storage=tiny.storage(checkpoint_every=every),
-        )
+    every = 2 if lr == 1e36 else 1
+    options = {"train": training(lr=lr, lr_schedule="constant"), "storage": tiny.storage(checkpoint_every=every)}
+    committed = r"step \d: .*Generation (\d) \(step (\d)\) is committed.*: resume"
+    with pytest.raises(DivergedError, match=committed) as told:
+        run(tmp_path, **options)
     assert largest(tmp_path) <= LARGEST
     names = tiny.kept(tmp_path)
     if names:
@@ -62,14 +75,14 @@ def test_a_rate_that_destroys_the_weights(tmp_path: Path, lr: float, every: int)
 
 def test_the_last_step_is_looked_at_too(tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match=r"step 1: master of block \S+ .* after its update, so it is not committed"):
-        run(tmp_path, train=tiny.training(steps=1, lr=1e30, lr_schedule="constant"))
+        run(tmp_path, train=training(steps=1, lr=1e30, lr_schedule="constant"))
     assert Manifest.read(tmp_path / "state").meta["step"] == 0
 
 
 @pytest.mark.parametrize(("budgets", "kind"), [*zip(tiny.TIERS, ["master", "exp_avg", "exp_avg_sq"], strict=False)])
 def test_no_kind_of_state_is_committed_that_is_not_finite(tmp_path: Path, budgets: Any, kind: str) -> None:
     gpu, ram = budgets
-    with tiny.session(tmp_path, gpu=gpu, ram=ram) as session:
+    with tiny.session(tmp_path, gpu=gpu, ram=ram, t=training()) as session:
         tiny.steps(session, 1)
         before = tiny.digest(session.store)
         optimizer = session.runtime.optimizer
@@ -110,7 +123,7 @@ def test_the_last_good_generation_is_kept(tmp_path: Path) -> None:
     assert tiny.kept(tmp_path) == ["good-000005"]
 
 
-@pytest.mark.parametrize("bad", [{2, 4, 6}, {1, 2, 3, 4, 5, 6}])
+@pytest.mark.parametrize("bad", [{2, 4, 6}, pytest.param({1, 2, 3, 4, 5, 6}, marks=pytest.mark.long)])
 def test_a_generation_that_a_bad_loss_follows_is_not_the_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: set[int]
 ) -> None:
@@ -130,7 +143,7 @@ def test_a_generation_that_a_bad_loss_follows_is_not_the_good_one(
 
 def test_a_loss_that_leaps_is_told_once(tmp_path: Path) -> None:
     """A rate that ruins the model without any number that is not finite."""
-    observer = run(tmp_path, train=tiny.training(steps=6, lr=30.0, lr_schedule="constant"))
+    observer = run(tmp_path, train=training(lr=30.0, lr_schedule="constant"))
     told = [text for text in observer.messages if "running mean" in text]
     assert len(told) == 1
     assert told[0].startswith("step 2: the loss, ")
@@ -215,3 +228,189 @@ def test_the_loss_watch(losses: list[float], multiple: float) -> None:
     for _ in range(2000):  # a loss that stays high is the new mean in the end
         fine = watch.is_good(1000.0)
     assert fine
+
+
+HELD_OUT = tiny.data(validation_documents=7)
+
+
+def run_validated(folder: Path, stop_after: int | None = None, *, resume: bool = False, **options: Any) -> Any:
+    """Six steps, a validation after each, no generation but what the best and the end call for."""
+    train = {"validate_every": 1, "validation_sequences": 2} | options.pop("train", {})
+    storage = tiny.storage(**{"keep_best": True, "keep_good": None} | options.pop("storage", {}))
+    sections = {"data": HELD_OUT, "train": training(**train), "storage": storage}
+    observer = tiny.Silent(stop_after)
+    return observer, tiny.train_run(folder, observer, resume=resume, **sections, **options)
+
+
+@pytest.fixture
+def losses(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """Step -> the validation loss that is told in the place of the one that was measured."""
+    told: dict[int, float] = {}
+    real = validation.validate
+
+    def validate(session: Session) -> ValidationMetrics:
+        found = real(session)
+        return dataclasses.replace(found, loss=told.get(found.step, found.loss))
+
+    monkeypatch.setattr(validation, "validate", validate)
+    return told
+
+
+def told(losses: dict[int, float], values: Sequence[float]) -> None:
+    losses |= dict(enumerate(values, start=1))
+
+
+def best_step(folder: Path) -> int | None:
+    root = folder / "state"
+    return read_checkpoint(root, resolve_checkpoint(root, "best")).step
+
+
+@pytest.fixture(scope="module")
+def after(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """Step -> digest of what a run of the same recipe without validations has then."""
+    folder = tmp_path_factory.mktemp("straight")
+    kept = tiny.storage(checkpoint_every=1, keep_last=6, keep_good=None)
+    tiny.train_run(folder, tiny.Silent(), data=HELD_OUT, train=training(), storage=kept)
+    return {step: checkpoint_digest(folder, f"step-{step:06}") for step in range(1, 7)}
+
+
+def checkpoint_digest(folder: Path, name: str) -> str:
+    with closing(NvmeStore.open(checkpoint_folder(folder / "state", name))) as kept:
+        kept.verify()
+        return tiny.digest(kept)
+
+
+@pytest.mark.parametrize("every", cases([1000, 1, 2], 2))
+def test_the_generation_of_the_lowest_validation_loss_is_kept(
+    tmp_path: Path, losses: dict[int, float], after: dict[int, str], every: int
+) -> None:
+    """Whole, of that very step, and with no change to what is trained."""
+    told(losses, [3.0, 2.0, 2.5, 1.5, 1.5, math.nan])
+    observer, _ = run_validated(tmp_path / "run", storage={"checkpoint_every": every})
+    assert tiny.kept(tmp_path / "run") == ["best-000004"]
+    assert not observer.checkpoints
+    assert checkpoint_digest(tmp_path / "run", "best-000004") == after[4]
+    assert tiny.digest_of(tmp_path / "run") == after[6]
+    export(tmp_path / "run", tiny.recipe(data=HELD_OUT), out_dir=tmp_path / "model", checkpoint="best-000004")
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_the_model_that_it_begins_with_may_be_the_best(tmp_path: Path, losses: dict[int, float]) -> None:
+    losses |= dict.fromkeys(range(7), 9.0) | {0: 1.0}
+    run_validated(tmp_path, train={"validate_first": True})
+    assert best_step(tmp_path) == 0
+
+
+def test_it_stands_beside_the_last_good_and_the_last_ones(tmp_path: Path, losses: dict[int, float]) -> None:
+    told(losses, [3.0, 2.0, 9.0, 9.0, 9.0, 9.0])
+    run_validated(tmp_path, storage={"checkpoint_every": 1, "keep_good": 100.0, "keep_last": 2})
+    assert set(tiny.kept(tmp_path)) == {"best-000002", "good-000005", "step-000005", "step-000006"}
+
+
+@pytest.mark.parametrize("stop_after", cases([3, 4], 4))
+def test_a_resumed_run_keeps_the_same_one(
+    tmp_path: Path, losses: dict[int, float], after: dict[int, str], stop_after: int
+) -> None:
+    told(losses, [3.0, 2.0, 2.5, 1.5, 1.7, 1.6])
+    run_validated(tmp_path, stop_after)
+    run_validated(tmp_path, resume=True)
+    assert tiny.kept(tmp_path) == ["best-000004"]
+    assert checkpoint_digest(tmp_path, "best-000004") == after[4]
+
+
+def test_one_whose_loss_no_generation_tells_is_measured_again(tmp_path: Path, losses: dict[int, float]) -> None:
+    """The last step of a run that is made longer: it is not due any more, and still the one to beat."""
+    told(losses, [9.0, 9.0, 2.0, 9.0, 5.0, 3.0])
+    run_validated(tmp_path, train={"steps": 3, "validate_every": 2})
+    assert best_step(tmp_path) == 3
+    observer, _ = run_validated(tmp_path, resume=True, train={"validate_every": 2})
+    assert [v.step for v in observer.validations] == [3, 4, 6]
+    assert best_step(tmp_path) == 3
+
+
+def test_a_run_that_goes_back_says_that_the_best_is_of_steps_done_again(
+    tmp_path: Path, losses: dict[int, float]
+) -> None:
+    told(losses, [3.0, 2.5, 9.0, 2.0, 9.0, 9.0])
+    every = {"keep_every": 1, "checkpoint_every": 1}
+    run_validated(tmp_path, storage=every)
+    told(losses, [3.0, 2.5, 2.4, 9.0, 9.0, 9.0])
+    observer, _ = run_validated(tmp_path, resume=True, checkpoint="step-000002", storage=every)
+    assert any("best-000004 is of a step that is being repeated" in text for text in observer.messages)
+    assert best_step(tmp_path) == 3
+    assert sum(name.startswith("best-") for name in tiny.kept(tmp_path)) == 1
+
+
+def test_where_no_room_is_left_it_is_said_and_training_goes_on(
+    tmp_path: Path, losses: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(losses, [3.0, 2.0, 9.0, 9.0, 9.0, 9.0])
+    monkeypatch.setattr(Retention, "checkpoint", lambda self, name: "no room")
+    observer, result = run_validated(tmp_path)
+    assert observer.checkpoints == [("best", 1, "no room"), ("best", 2, "no room")]
+    assert result.steps == 6
+    with pytest.raises(UserError, match=r"has no best checkpoint: no generation was kept .*storage\.keep_best"):
+        resolve_checkpoint(tmp_path / "state", "best")
+
+
+def test_a_run_without_a_lower_loss_ends_with_its_step_committed(
+    tmp_path: Path, losses: dict[int, float], after: dict[int, str]
+) -> None:
+    told(losses, [3.0, 2.0, 2.5, 2.0])
+    observer, result = run_validated(tmp_path, train={"early_stopping_patience": 2})
+    parts = observer.plan["tiers"]["nvme"]["parts"]
+    assert parts["kept generations"] * 2 == parts["state, two generations"], "room for the best is planned"
+    assert result.steps == result.steps_done == 4
+    assert not result.stopped
+    assert result.early_end == EarlyEnd(2, 2.0, 2)
+    assert observer.messages[-1] == "ended early after step 4: no gain in 2 validations; best 2 at step 2"
+    assert [v.step for v in observer.validations] == [1, 2, 3, 4]
+    assert Manifest.read(tmp_path / "state").step == 4
+    assert tiny.digest_of(tmp_path) == after[4]
+    assert best_step(tmp_path) == 2
+
+
+@pytest.mark.parametrize("stop_after", cases([2, 3], 3))
+def test_patience_survives_a_stop(tmp_path: Path, losses: dict[int, float], stop_after: int) -> None:
+    told(losses, [3.0, 2.0, 2.5, 2.2, 2.1])
+    options = {"train": {"early_stopping_patience": 3}, "storage": {"checkpoint_every": 1}}
+    run_validated(tmp_path, stop_after, **options)
+    _, result = run_validated(tmp_path, resume=True, **options)
+    assert (result.steps, result.early_end) == (5, EarlyEnd(3, 2.0, 2))
+
+
+def test_with_more_patience_it_goes_on_to_the_bits_of_a_straight_run(
+    tmp_path: Path, losses: dict[int, float], after: dict[int, str]
+) -> None:
+    told(losses, [3.0, 4.0, 4.0, 2.0, 4.0, 4.0])
+    run_validated(tmp_path, train={"early_stopping_patience": 2})
+    _, again = run_validated(tmp_path, resume=True, train={"early_stopping_patience": 2})
+    assert (again.steps, again.steps_done, again.early_end) == (3, 0, EarlyEnd(2, 3.0, 1))
+    _, result = run_validated(tmp_path, resume=True, train={"early_stopping_patience": 3})
+    assert (result.steps, result.early_end, result.stopped) == (6, None, False), "the last step is no early end"
+    assert best_step(tmp_path) == 4
+    assert tiny.digest_of(tmp_path) == after[6]
+
+
+@given(st.lists(st.sampled_from([1.0, 2.0, 3.0, math.nan, math.inf]), min_size=1, max_size=12), st.integers(1, 4))
+def test_gains(losses: list[float], patience: int) -> None:
+    """As a record of it, taken up again after every loss, finds them."""
+    gains = Gains()
+    for step, loss in enumerate(losses):
+        gains = Gains.of(gains.to_json())
+        finite = [value for value in losses[:step] if math.isfinite(value)]
+        assert gains.take(step, loss, 100) == (math.isfinite(loss) and all(loss < value for value in finite))
+        finite = [value for value in losses[: step + 1] if math.isfinite(value)]
+        assert gains.best == min(finite, default=None)
+        since = step + 1 if gains.best is None else step - losses.index(gains.best)
+        assert gains.without == since
+        assert (gains.exhausted(patience) is not None) == (since >= patience)
+        assert gains.exhausted(None) is None
+    assert gains.take(50, 99.0, 101), "measured on other tokens"
+
+
+@pytest.mark.parametrize(
+    "record", [None, 3, {}, {"best": "x", "best_step": 1, "without": 0, "tokens": 1}, {"best": 1.0, "best_step": None}]
+)
+def test_a_record_of_something_else_begins_anew(record: Any) -> None:
+    assert Gains.of(record) == Gains()

@@ -1,7 +1,8 @@
-"""What a run says of attention kernels: which are there, and what a missing one would bring."""
+"""What a run says of attention kernels: which are there, and what a missing one would bring; how they are timed."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import tiny
 import torch
 from msgspec import structs
 
-from penstock.engine import kernels
+from penstock.engine import clock, kernels
 from penstock.engine.attention import flash_attn as attention_flash
 from penstock.engine.attention import select as attention_select
 from penstock.engine.attention import torch_cuda as attention_cuda
@@ -21,12 +22,12 @@ from penstock.engine.machine.architectures import architecture
 from penstock.engine.machine.presets import PRESETS
 from penstock.engine.plan.plan import Plan
 
+CPU = torch.device("cpu")
 H200, RTX_4090, RTX_5090 = "NVIDIA H200", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 5090"
 NOTHING = dict.fromkeys(("flash-attn-2", "flash-attn-3", "flash-attn-4"), NOT_INSTALLED)
 
 
 def kind(direction: str, kernel: str, refused: dict[str, str] = NOTHING) -> dict[str, Any]:
-    """The fields of attention_report that matter."""
     return {"device": "cuda:0", "direction": direction, "chosen": f"{kernel}, one call", "refused": refused}
 
 
@@ -37,8 +38,8 @@ def report(forward: str, backward: str, refused: dict[str, str] = NOTHING) -> li
 def test_hopper_without_flash_attention_3_or_4() -> None:
     found = faster_kernel(H200, report("torch-cudnn", "torch-cuda-flash"))
     assert found is not None
-    assert (found.gpus, found.kernels, found.extra) == ("Hopper GPUs", ("flash-attn-3", "flash-attn-4"), "flash4")
     assert found.now is not None
+    assert (found.gpus, found.kernels, found.extra) == ("Hopper GPUs", ("flash-attn-3", "flash-attn-4"), "flash4")
     # The paper's cuDNN forward and flash-attn 2 backward, against FlashAttention 3's.
     assert found.now[128] == (539 / 989.5, 322 / 989.5)
     assert found.then[128] == (616 / 989.5, 561 / 989.5)
@@ -50,12 +51,17 @@ def test_one_of_them_is_enough_and_one_that_fails_is_not_missing(there: str) -> 
     assert faster_kernel(H200, report("torch-cudnn", "torch-cudnn", others)) is None
     broken = NOTHING | {there: "cannot be imported: ImportError: another torch"}
     assert faster_kernel(H200, report("torch-cudnn", "torch-cudnn", broken)) is None
-
-
-def test_what_the_kernel_could_not_compute_is_no_reason_to_install_it() -> None:
     # float32: refused before anyone looks for the package.
     refused = dict.fromkeys(NOTHING, "does not take torch.float32")
     assert faster_kernel(H200, report("tiled-reference", "tiled-reference", refused)) is None
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA B200", "NVIDIA GB10"])
+def test_every_architecture_can_be_told_of(name: str) -> None:
+    assert architecture(name) is not None
+    found = faster_kernel(name, report("torch-cuda-flash", "torch-cuda-flash"))
+    assert found is not None
+    assert "pip install" in found.words(0.1)
 
 
 def test_ada_and_ampere_gain_what_flash_attn_2_has_over_torch_s_copy() -> None:
@@ -164,10 +170,23 @@ def test_chosen_kernels_are_named_by_direction_and_device() -> None:
     attention_select.forget()
 
 
-def test_every_architecture_can_be_told_of() -> None:
-    for name in ("NVIDIA H100 PCIe", "NVIDIA B200", RTX_4090, RTX_5090, "NVIDIA GeForce RTX 3090", "NVIDIA GB10"):
-        known = architecture(name)
-        assert known is not None
-        found = faster_kernel(name, report("torch-cuda-flash", "torch-cuda-flash"))
-        assert found is not None
-        assert "pip install" in found.words(0.1)
+def test_work_that_only_the_host_takes_long_for_is_not_repeated_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+
+    def launch() -> None:
+        launches.append(time.sleep(0.002))
+
+    def on_a_device(work: object, device: torch.device, count: int = 1) -> float:
+        for _ in range(count):
+            launch()
+        return count * 1e-9  # by its own events it was done at once
+
+    monkeypatch.setattr(clock, "elapsed_s", on_a_device)
+    assert clock.clock(launch, CPU, 0.02) == pytest.approx(1e-9)
+    assert len(launches) <= 2 + 3 * 3  # a third of 20 ms holds three of 2 ms
+
+
+def test_work_longer_than_the_time_given_runs_three_times() -> None:
+    launches = []
+    assert clock.clock(lambda: launches.append(time.sleep(0.01)), CPU, 0.005) >= 0.01
+    assert len(launches) == 3  # to warm up, to look, to measure

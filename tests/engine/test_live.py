@@ -22,10 +22,14 @@ from penstock.storage.checkpoints import list_checkpoints
 from penstock.storage.manifest import Manifest
 
 
-def run(folder: Path, observer: tiny.Silent) -> TrainResult:
+def run(folder: Path, observer: tiny.Silent, *, resume: bool = False) -> TrainResult:
     gpu, ram = tiny.TIERS[3]
-    budgets, storage = tiny.BudgetConfig(gpu=gpu, ram=ram), tiny.storage(checkpoint_every=2)
-    found: TrainResult = tiny.train_run(folder, observer, budgets=budgets, storage=storage)
+    sections = {
+        "budgets": tiny.BudgetConfig(gpu=gpu, ram=ram),
+        "storage": tiny.storage(checkpoint_every=2),
+        "train": tiny.training(steps=6, global_batch_size=1, chunk_tokens=24),
+    }
+    found: TrainResult = tiny.train_run(folder, observer, resume=resume, **sections)
     return found
 
 
@@ -63,7 +67,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[tiny.Silent, TrainResult, str]:
-    """What a run tells that nobody pauses, its result and its digest."""
     folder, observer = tmp_path_factory.mktemp("straight"), tiny.Silent()
     return observer, run(folder, observer), tiny.digest_of(folder)
 
@@ -106,23 +109,19 @@ def test_a_pause_is_no_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_paused_run_has_committed_its_step_and_stops_when_asked(tmp_path: Path) -> None:
-    observer = Pausing(at=(3,), then="stop")
-    result = run(tmp_path, observer)
-    assert (result.stopped, result.steps) == (True, 3)
-    assert observer.pauses == [(True, 3)]
-    assert Manifest.read(tmp_path / "state").meta["step"] == 3
-
-
-def test_a_stop_before_the_first_step_is_honoured(tmp_path: Path) -> None:
+    """And a run that is stopped before its first step does none."""
     result = run(tmp_path, tiny.Silent(stop_after=0))
     assert (result.stopped, result.steps, result.steps_done) == (True, 0, 0)
+    observer = Pausing(at=(1,), then="stop")
+    result = run(tmp_path, observer, resume=True)
+    assert (result.stopped, result.steps) == (True, 1)
+    assert observer.pauses == [(True, 1)]
+    assert Manifest.read(tmp_path / "state").meta["step"] == 1
 
 
 def test_every_span_is_told_once_with_what_it_waited_for(told: tuple[tiny.Silent, TrainResult, str]) -> None:
     observer, result, _ = told
-    ids = [span.id for span in observer.spans]
-    assert len(set(ids)) == len(ids)
-    assert sorted(ids) == list(range(len(ids)))
+    assert sorted(span.id for span in observer.spans) == list(range(len(observer.spans)))
     assert all(dep < span.id for span in observer.spans for dep in span.waited)
     ends = {span.id: span.end_s for span in observer.spans}
     for span in observer.spans:
@@ -174,10 +173,9 @@ def test_spans_are_told_within_a_step(tmp_path: Path, monkeypatch: pytest.Monkey
         train_step(session)
     seen = next(p for p in observer.progress if p.under_way and p.spans)
     assert all(span.end_s <= seen.clock_s for span in seen.spans)
-    now = [op for p in observer.progress for op in p.under_way if op.op == "head"]
-    assert now
-    assert now[0].lane == "compute"
-    assert now[0].start_s is not None
+    now = next(op for p in observer.progress for op in p.under_way if op.op == "head")
+    assert now.lane == "compute"
+    assert now.start_s is not None
 
 
 def test_what_ended_before_a_failure_is_told(tmp_path: Path) -> None:

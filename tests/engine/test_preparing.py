@@ -25,12 +25,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def test_items_are_told_as_they_begin_and_end(clock: SimpleNamespace) -> None:
+def test_items_are_told_as_they_begin_and_end_and_do_not_nest(clock: SimpleNamespace) -> None:
     listening = tiny.Silent()
     checklist = Checklist(listening)
     with checklist.step("data"):
         clock.now += 1.5
-    with checklist.step("plan"):
+    with checklist.step("on a GPU only", when=False), checklist.step("plan"):
         clock.now += 0.25
     assert listening.prepared == [
         Preparing("data", "begun", 0.0),
@@ -38,6 +38,9 @@ def test_items_are_told_as_they_begin_and_end(clock: SimpleNamespace) -> None:
         Preparing("plan", "begun", 0.0),
         Preparing("plan", "done", 0.25),
     ]
+    refused = pytest.raises(AssertionError, match="inner begins within outer")
+    with refused, checklist.step("outer"), checklist.step("inner"):
+        pass
 
 
 def test_progress_is_told_every_so_often(clock: SimpleNamespace) -> None:
@@ -52,28 +55,20 @@ def test_progress_is_told_every_so_often(clock: SimpleNamespace) -> None:
     assert [item.fraction for item in told] == [int(str(item.detail).split()[0]) / 350 for item in told]
 
 
-def test_a_fraction_beyond_its_ends_is_cut(clock: SimpleNamespace) -> None:
+def test_progress_comes_from_another_thread_and_late_words_say_nothing(clock: SimpleNamespace) -> None:
+    """A fraction beyond its ends is cut."""
     listening = tiny.Silent()
     checklist = Checklist(listening)
     with checklist.step("data"):
         for fraction in (-0.1, 1.2, None):
             clock.now += 1.0
-            checklist.progress(fraction)
-    assert [item.fraction for item in listening.prepared[1:-1]] == [0.0, 1.0, None]
-
-
-def test_progress_comes_from_another_thread_and_late_words_say_nothing(clock: SimpleNamespace) -> None:
-    listening = tiny.Silent()
-    checklist = Checklist(listening)
-    with checklist.step("data"):
-        clock.now += 1.0
-        thread = threading.Thread(target=checklist.progress, args=(0.5, "half"))
-        thread.start()
-        thread.join()
+            thread = threading.Thread(target=checklist.progress, args=(fraction, "some"))
+            thread.start()
+            thread.join()
     clock.now += 1.0
     checklist.progress(1.0, "too late")
-    told = [(item.state, item.detail) for item in listening.prepared]
-    assert told == [("begun", None), ("progress", "half"), ("done", None)]
+    told = [(item.state, item.detail, item.fraction) for item in listening.prepared[1:-1]]
+    assert told == [("progress", "some", 0.0), ("progress", "some", 1.0), ("progress", "some", None)]
 
 
 def test_an_error_passes_through_and_leaves_its_item_undone() -> None:
@@ -85,21 +80,6 @@ def test_an_error_passes_through_and_leaves_its_item_undone() -> None:
         pass
     told = [(item.name, item.state) for item in listening.prepared]
     assert told == [("data", "begun"), ("again", "begun"), ("again", "done")]
-
-
-def test_an_item_that_is_not_due_is_not_told() -> None:
-    listening = tiny.Silent()
-    checklist = Checklist(listening)
-    with checklist.step("on a GPU only", when=False), checklist.step("inside"):
-        pass
-    assert [item.name for item in listening.prepared] == ["inside", "inside"]
-
-
-def test_items_do_not_nest() -> None:
-    checklist = Checklist()
-    refused = pytest.raises(AssertionError, match="inner begins within outer")
-    with refused, checklist.step("outer"), checklist.step("inner"):
-        pass
 
 
 class Preparer(tiny.Silent):
@@ -118,13 +98,16 @@ class Preparer(tiny.Silent):
         self.told.append(f"step {metrics.step}")
 
 
+QUICK = tiny.training(global_batch_size=1, chunk_tokens=48)
+
+
 def both(*names: str) -> list[str]:
     return [f"{name}: {state}" for name in names for state in ("begun", "done")]
 
 
 def test_a_run_tells_what_it_prepares_and_its_first_step_alone(tmp_path: Path) -> None:
     first, second = Preparer(stop_after=2), Preparer()
-    options = {"train": tiny.training(), "budgets": tiny.BudgetConfig(gpu="64MiB", ram="64MiB")}
+    options = {"train": QUICK, "budgets": tiny.BudgetConfig(gpu="64MiB", ram="64MiB")}
     tiny.train_run(tmp_path, first, **options)
     opening = ("tokenizing the data", "taking the model apart", "opening lanes and drives", "searching a plan")
     ready = ("preparing the layers", "allocating memory", "filling the tiers", "first step")

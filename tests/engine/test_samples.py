@@ -13,7 +13,7 @@ import torch
 from chat_model import make_chat_model
 from samples import cases
 from samples import samples as drawn
-from tiny_plans import PLANS
+from tiny_plans import FLOORS, PLANS, STREAMED
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.engine import samples, validation
@@ -27,14 +27,13 @@ from penstock.engine.session import Session
 from penstock.engine.train import train_step
 from penstock.storage.errors import UserError
 
-PROMPTS = ["the spindle", "a", "water runs through the pipe and turns the wheel of the mill, and then " * 3]
+PROMPTS = ["the spindle", "a", "water runs through the pipe and turns the wheel of the mill"]
 """Of unequal length; the last is longer than a chunk."""
 SPOKEN = "the a water pipe wheel mill spindle turns runs through and of then stone river grain flour house"
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of documents of a few words."""
     chance, folder = random.Random(1), tmp_path_factory.mktemp("text")
     for number in range(40):
         (folder / f"{number}.txt").write_text(" ".join(chance.choices(SPOKEN.split(), k=300)) + ".")
@@ -42,12 +41,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def data_of(text: Path, **changes: Any) -> DataConfig:
-    settings = {"source": "text", "path": str(text), "tokenizer_vocab_size": 300, "sequence_length": 96}
+    settings = {"source": "text", "path": str(text), "tokenizer_vocab_size": 300, "sequence_length": 48}
     return DataConfig(**(settings | changes))
 
 
 def wanted(**changes: Any) -> SamplesConfig:
-    return SamplesConfig(**({"every": 2, "prompts": PROMPTS, "tokens": 6} | changes))
+    return SamplesConfig(**({"every": 2, "prompts": PROMPTS, "tokens": 4} | changes))
 
 
 def run(session: Session) -> tuple[list[tuple[float, float]], list[SampleMetrics], str]:
@@ -88,25 +87,25 @@ def texts_by(model: Any, prompts: Prompts | None) -> list[str]:
 MODEL: dict[str, Any] = {"vocab_size": None}
 
 
-@pytest.mark.parametrize("name", cases(PLANS, "gpu", "mixed", "nvme-streamed-spilled"))
+@pytest.mark.parametrize("name", cases(PLANS, "gpu", "nvme-streamed-spilled"))
 def test_it_is_what_transformers_writes_and_changes_no_bit(tmp_path: Path, text: Path, name: str) -> None:
-    """Every second step behind a validation, and behind those that are not validated."""
+    """Behind a step that is validated, and behind one that is not."""
     policy, budgets = PLANS[name]
-    data = data_of(text, validation_documents=3)
-    made = tiny.training(validate_every=4, validation_sequences=2, **policy)
-    with tiny.session(tmp_path / "off", m=tiny.model(**MODEL), t=made, d=data, **budgets) as session:
+    t = tiny.training(**policy | {"steps": 2, "validate_every": 2, "validation_sequences": 2, "chunk_tokens": 10})
+    options = {"m": tiny.model(**MODEL), "t": t, "d": data_of(text, validation_documents=3), **budgets}
+    with tiny.session(tmp_path / "off", **options) as session:
         expected = run(session)
     # Where budgets are the least that will do, they are here too, with the samples in them.
-    with tiny.session(tmp_path / "on", m=tiny.model(**MODEL), t=made, d=data, samples=wanted(), **budgets) as session:
+    with tiny.session(tmp_path / "on", samples=wanted(every=1), **options) as session:
+        assert session.plan.streamed == ("streamed" in name)
         parts = {tier: session.plan.tiers[tier].parts for tier in ("gpu", "ram")}
         peak = session.ram.arena.used_bytes, session.gpu.arena.used_bytes
         found = run(session)
         assert (session.ram.arena.used_bytes, session.gpu.arena.used_bytes) == peak
         expected_texts = plain(session)
-    assert found[0] == expected[0]
-    assert found[2] == expected[2]
+    assert (found[0], found[2]) == (expected[0], expected[2])
     assert all(of_tier["samples"] > 0 for of_tier in parts.values())
-    assert [one.step for one in found[1]] == [2, 4]
+    assert [one.step for one in found[1]] == [1, 2]
     assert [one.text for one in found[1][-1].samples] == expected_texts
     assert [one.prompt for one in found[1][-1].samples] == PROMPTS
     assert found[1][0].samples != found[1][1].samples
@@ -114,34 +113,33 @@ def test_it_is_what_transformers_writes_and_changes_no_bit(tmp_path: Path, text:
 
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({"model_type": "llama"}, {}),
-    "gemma3_text": ({"overrides": {"sliding_window": 8, "sliding_window_pattern": 2}}, {"kv_window": "streamed"}),
+    "gemma3_text": ({"overrides": {"sliding_window": 8, "sliding_window_pattern": 2}}, STREAMED),
     "qwen3_moe": ({"overrides": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}}, {}),
     "gpt_oss": ({"overrides": {"num_local_experts": 4, "sliding_window": 8}}, {}),
-    "qwen3_next": ({"overrides": tiny.HYBRID}, {"chunk_tokens": 96}),
+    "qwen3_next": ({"overrides": tiny.HYBRID}, {"chunk_tokens": 48}),
 }
 """Model and settings by type: sliding windows, sinks, experts, and state from token to token."""
 
 
-@pytest.mark.parametrize("family", cases(FAMILIES, "gemma3_text", "gpt_oss", "qwen3_next"))
+@pytest.mark.parametrize("family", cases(FAMILIES, "gpt_oss", "qwen3_next"))
 def test_families_write_what_transformers_writes(tmp_path: Path, text: Path, family: str) -> None:
     model, policy = FAMILIES[family]
-    t = tiny.training(**{"steps": 2} | policy)
+    t = tiny.training(**{"steps": 1} | policy)
     made = tiny.model(**{"model_type": family, "vocab_size": None} | model)
-    budgets = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR}
-    with tiny.session(tmp_path, m=made, t=t, d=data_of(text), samples=wanted(), **budgets) as session:
+    with tiny.session(tmp_path, m=made, t=t, d=data_of(text), samples=wanted(every=1), **FLOORS) as session:
         _, written, _ = run(session)
         expected = plain(session)
     assert [one.text for one in written[-1].samples] == expected
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", cases(PLANS, "nvme-streamed-spilled", "nvme-spilled-groups-graphs-leaving"))
+@pytest.mark.parametrize("name", cases(PLANS, "nvme-streamed-spilled"))
 def test_delays_change_nothing(tmp_path: Path, text: Path, name: str) -> None:
-    """Runs of two steps with a validation of two passes and samples after each, all lanes' ops delayed at random."""
+    """A step, a validation of two passes and samples, all lanes' ops delayed at random."""
     policy, budgets = PLANS[name]
     found = set()
     for seed in range(drawn(2, 5)):
-        t = tiny.training(steps=2, validate_every=1, validation_sequences=4, **policy)
+        t = tiny.training(**policy | {"steps": 1, "validate_every": 1, "validation_sequences": 4, "chunk_tokens": 10})
         options = {"t": t, "samples": wanted(every=1, temperature=0.9), **budgets}
         d = data_of(text, validation_documents=3)
         with tiny.session(tmp_path / str(seed), m=tiny.model(**MODEL), d=d, **options) as session:
@@ -151,12 +149,16 @@ def test_delays_change_nothing(tmp_path: Path, text: Path, name: str) -> None:
     assert len(found) == 1
 
 
+QUICK: dict[str, Any] = {"global_batch_size": 1, "chunk_tokens": 48}
+"""Where it does not matter what a step computes."""
+
+
 def train_run(folder: Path, observer: tiny.Silent, text: Path, *, resume: bool = False, **changes: Any) -> Any:
     """Five steps, of which the second, the fourth and the last are validated and sampled."""
     sections = {
         "model": tiny.model(**MODEL),
         "data": data_of(text, validation_documents=3),
-        "train": tiny.training(steps=5, validate_every=2, validation_sequences=2),
+        "train": tiny.training(steps=5, validate_every=2, validation_sequences=2, **QUICK),
         "samples": wanted(temperature=0.8, seed=3),
         "storage": tiny.storage(),
     }
@@ -207,9 +209,9 @@ def test_a_run_that_ends_early_writes_samples_of_its_last_step(
         return dataclasses.replace(found, loss=float(found.step))
 
     monkeypatch.setattr(validation, "validate", rising)
-    train = {"steps": 9, "validate_every": 1, "validation_sequences": 2, "early_stopping_patience": 1}
+    t = tiny.training(steps=9, validate_every=1, validation_sequences=2, early_stopping_patience=1, **QUICK)
     observer = tiny.Silent()
-    train_run(tmp_path, observer, text, train=tiny.training(**train), samples=wanted(every=100))
+    train_run(tmp_path, observer, text, train=t, samples=wanted(every=100))
     assert [one.step for one in observer.metrics] == [1, 2]
     assert [one.step for one in observer.samples] == [2]
 
@@ -217,28 +219,26 @@ def test_a_run_that_ends_early_writes_samples_of_its_last_step(
 def test_a_paused_run_is_validated_and_sampled_when_it_goes_on(
     tmp_path: Path, text: Path, whole: tuple[tiny.Silent, str]
 ) -> None:
-    class Pausing(tiny.Silent):
-        def __init__(self) -> None:
-            super().__init__()
-            self.told: list[str] = []
+    told: list[str] = []
 
+    class Pausing(tiny.Silent):
         def wanted(self) -> Want:
-            return "pause" if len(self.metrics) == 2 and not self.told else "run"
+            return "pause" if len(self.metrics) == 2 and not told else "run"
 
         def on_pause(self, paused: bool) -> None:
-            self.told.append("paused" if paused else "going on")
+            told.append("paused" if paused else "going on")
 
         def on_validation(self, metrics: ValidationMetrics) -> None:
             super().on_validation(metrics)
-            self.told.append(f"validated {metrics.step}")
+            told.append(f"validated {metrics.step}")
 
         def on_sample(self, metrics: SampleMetrics) -> None:
             super().on_sample(metrics)
-            self.told.append(f"sampled {metrics.step}")
+            told.append(f"sampled {metrics.step}")
 
     pausing = Pausing()
     train_run(tmp_path / "paused", pausing, text)
-    assert pausing.told[:4] == ["paused", "going on", "validated 2", "sampled 2"]
+    assert told[:4] == ["paused", "going on", "validated 2", "sampled 2"]
     assert (texts_of(pausing), losses_of(pausing)) == (texts_of(whole[0]), losses_of(whole[0]))
     assert tiny.digest_of(tmp_path / "paused") == whole[1]
 
@@ -262,15 +262,15 @@ def test_what_is_asked_of_a_chat_is_in_its_template(tmp_path: Path) -> None:
         (MODEL, {"source": "text"}, {"chat": True}, r"samples\.chat: the tokenizer has no chat template; set data"),
         (
             MODEL,
-            {"source": "text", "sequence_length": 64},
+            {"source": "text", "sequence_length": 32},
             {"tokens": 10},
-            r"samples\.tokens: 10 after prompt 3 of 89 tokens make 99, but the model's positions end at 64; shorten",
+            r"samples\.tokens: 10 after prompt 3 of 25 tokens make 35, but the model's positions end at 32; shorten",
         ),
         (
             MODEL | {"model_type": "qwen3_next", "overrides": tiny.HYBRID, "max_position": 200},
             {"source": "text"},
-            {"tokens": 20},
-            r"prompt 3 of 89 tokens make 109, but this model carries state .* at most 96 .*data\.sequence_length",
+            {"tokens": 30},
+            r"prompt 3 of 25 tokens make 55, but this model carries state .* at most 48 .*data\.sequence_length",
         ),
     ],
     ids=["no tokenizer", "no template", "context", "one sequence is one chunk"],
@@ -284,27 +284,27 @@ def test_what_cannot_be_sampled_is_refused_before_anything_is_made(
     assert not (tmp_path / "state").exists()
 
 
-HALVES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "adapter": ({"method": "dora", "rank": 2, "targets": ["q_proj", "down_proj"]}, {}, tiny.FLOOR),
-    "frozen, resident": ({}, {"freeze": ["model.layers.0.*", "model.embed_tokens.*"]}, "1GiB"),
-    "frozen, on NVMe": ({}, {"freeze": ["model.layers.0.*", "lm_head.*"]}, tiny.FLOOR),
+HALVES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
+    "adapter": ({"method": "dora", "rank": 2, "targets": ["q_proj", "down_proj"]}, [], FLOORS),
+    "frozen, resident": ({}, ["model.layers.0.*", "model.embed_tokens.*"], {}),
+    "frozen, on NVMe": ({}, ["model.layers.0.*", "lm_head.*"], FLOORS),
 }
-"""Adapter, settings and budgets: what is never trained is sampled as well."""
+"""Adapter, what is frozen, and budgets: what is never trained is sampled as well."""
 
 
-@pytest.mark.parametrize("name", cases(HALVES, "adapter", "frozen, on NVMe"))
+@pytest.mark.parametrize("name", cases(HALVES, "adapter"))
 def test_what_is_frozen_or_adapted_writes_what_its_export_writes(tmp_path: Path, text: Path, name: str) -> None:
-    adapter, policy, budget = HALVES[name]
-    least = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR} if budget == tiny.FLOOR else {}
+    adapter, freeze, budgets = HALVES[name]
     sections = {
         "m": tiny.model(**MODEL),
         "d": data_of(text),
-        "t": tiny.training(steps=2, **policy),
+        "t": tiny.training(steps=1, freeze=freeze),
         "adapter": AdapterConfig(**adapter),
+        **budgets,
     }
-    with tiny.session(tmp_path / "off", **sections, **least) as session:
+    with tiny.session(tmp_path / "off", **sections) as session:
         expected = run(session)
-    with tiny.session(tmp_path / "on", samples=wanted(), **sections, **least) as session:
+    with tiny.session(tmp_path / "on", samples=wanted(every=1), **sections) as session:
         found = run(session)
         prompts, recipe = session.prompts, session.recipe
     assert (found[0], found[2]) == (expected[0], expected[2])

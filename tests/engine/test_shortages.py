@@ -21,11 +21,12 @@ from penstock.storage.errors import UserError
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return trained(tmp_path_factory.mktemp("straight"), resume=False)
+    return trained(tmp_path_factory.mktemp("straight"), tiny.Silent())
 
 
-def trained(folder: Path, *, resume: bool) -> str:
-    tiny.train_run(folder, tiny.Silent(), resume=resume)
+def trained(folder: Path, observer: tiny.Silent, *, resume: bool = False) -> str:
+    train = tiny.training(steps=3, global_batch_size=1, chunk_tokens=24)
+    tiny.train_run(folder, observer, resume=resume, train=train)
     return tiny.digest_of(folder)
 
 
@@ -46,10 +47,10 @@ def test_a_step_in_which_something_is_used_up(tmp_path: Path, straight: str, nam
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runtime, "perform", short)
         with pytest.raises(UserError, match=rf"in op \w+ \S+ .*: {message}") as caught:
-            tiny.train_run(tmp_path, observer)
+            trained(tmp_path, observer)
     intact = re.search(r"Generation \d+ \(step \d\) is intact: fix the cause, then resume", str(caught.value))
     assert (intact is not None) == bool(observer.metrics), "a run without a step has nothing to resume from"
-    assert trained(tmp_path, resume=True) == straight
+    assert trained(tmp_path, tiny.Silent(), resume=True) == straight
 
 
 @pytest.mark.parametrize("lane", [LANES[0], LANES[-1]])

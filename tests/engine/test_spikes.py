@@ -143,7 +143,8 @@ def leaps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("leaps")
 def test_a_run_tells_the_step_that_leapt_resumed_or_not(tmp_path: Path) -> None:
-    run: dict[str, Any] = {"train": tiny.training(steps=26, lr=1e-4), "storage": tiny.storage()}
+    train = tiny.training(steps=26, lr=1e-4, global_batch_size=1, chunk_tokens=48)
+    run: dict[str, Any] = {"train": train, "storage": tiny.storage()}
     straight, first, second = tiny.Silent(), tiny.Silent(stop_after=23), tiny.Silent()
     tiny.train_run(tmp_path / "straight", straight, **run)
     tiny.train_run(tmp_path / "parts", first, **run)
@@ -161,7 +162,7 @@ def test_a_run_tells_the_step_that_leapt_resumed_or_not(tmp_path: Path) -> None:
 
 def test_what_is_not_finite_names_its_documents(tmp_path: Path) -> None:
     observer = tiny.Silent()
-    train = tiny.training(steps=6, lr=1e18, lr_schedule="constant")
+    train = tiny.training(steps=6, lr=1e18, lr_schedule="constant", global_batch_size=1, chunk_tokens=48)
     with pytest.raises(DivergedError, match=r"step \d: the .* is not finite"):
         tiny.train_run(tmp_path, observer, train=train)
     assert [spike.step for spike in observer.spikes] == [len(observer.metrics) + 1]

@@ -13,34 +13,18 @@ import adapted
 import pytest
 import tiny
 import torch
+from chat_model import make_tokenizer
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.engine.config import AdapterConfig, DataConfig, ModelConfig
 from penstock.engine.export import export
 from penstock.engine.hf.config import make_config
 
-TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 STEPS, MICRO_BATCHES, CONTEXT = 20, 2, 256
 PACKED_ROWS, PACKED_CONVERSATIONS = 6, 12
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
-    "llama": {"head_dim": 8, "tie_word_embeddings": False},
-    "gemma3_text": {"head_dim": 8, "tie_word_embeddings": True, "sliding_window": 64},
-    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LINEAR = ([*ATTENTION, "gate_proj", "up_proj", "down_proj"], ATTENTION)
 """Linear modules of the layers, without and with experts; peft's all-linear is of experts as well."""
@@ -51,36 +35,12 @@ TRAIN: dict[str, Any] = {"lr": 2e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "
 
 def model_folder(folder: Path, model_type: str) -> Path:
     """A float32 model with random weights and a byte-level tokenizer that has a chat template with markers."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*SPECIAL, *alphabet])}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE
-    )
-    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    config = make_config(
-        {
-            "model_type": model_type,
-            "num_hidden_layers": 3,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": len(fast),
-            "max_position_embeddings": CONTEXT,
-            "eos_token_id": fast.eos_token_id,
-            "pad_token_id": fast.pad_token_id,
-            **SHAPES[model_type],
-        },
-        "test",
-    )
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():  # larger than the initialiser's: attention is to matter
-        parameter.data.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(folder)
-    fast.save_pretrained(folder)
+    make_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    own = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT, "num_hidden_layers": 3}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    shape = {"model_type": model_type, **adapted.SIZES, **adapted.SHAPES[model_type], **own, **ends}
+    adapted.base(make_config(shape, "test")).save_pretrained(folder)
     return folder
 
 
@@ -188,7 +148,7 @@ def theirs(
         model=base if case.adapter is None else PeftModel.from_pretrained(base, adapter_of(model), is_trainable=True),
         args=config,
         train_dataset=Dataset.from_list(rows),
-        processing_class=PreTrainedTokenizerFast.from_pretrained(model),
+        processing_class=AutoTokenizer.from_pretrained(model),
     )
     trainer.train()
     # A micro-batch's loss is its share of the mean over all targets of the step.
@@ -206,9 +166,7 @@ def ours(model: Path, file: Path, folder: Path, case: Case) -> tuple[list[float]
     observer = tiny.Silent(stop_after=STEPS)
     sections: dict[str, Any] = {
         "model": ModelConfig(path=str(model)),
-        "adapter": AdapterConfig()
-        if case.adapter is None
-        else adapted.section(case.adapter, start=str(adapter_of(model))),
+        "adapter": adapted.section(case.adapter, start=str(adapter_of(model))) if case.adapter else AdapterConfig(),
         "data": DataConfig(
             source="messages",
             path=str(file),
@@ -246,8 +204,8 @@ def ours(model: Path, file: Path, folder: Path, case: Case) -> tuple[list[float]
         Case("qwen3", "linear"),
         Case("llama", "cosine", trained="all"),
         Case("llama", "linear", packing="best_fit"),
-        *(Case(model_type, "linear", adapter=method) for model_type in SHAPES for method in adapted.METHODS),
-        *(Case(model_type, "linear", freeze=HALF) for model_type in SHAPES),
+        *(Case(model_type, "linear", adapter=method) for model_type in adapted.SHAPES for method in adapted.METHODS),
+        *(Case(model_type, "linear", freeze=HALF) for model_type in adapted.SHAPES),
     ],
     ids=lambda case: f"{case.model_type}-{case.adapter or case.trained}-{'frozen' if case.freeze else case.packing}",
 )

@@ -4,6 +4,7 @@ import json
 import threading
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -18,23 +19,28 @@ from penstock.storage.nvme import NvmeStore
 from penstock.storage.offsite_place import mover_bytes
 
 
+def run(folder: Path, observer: tiny.Silent, *, resume: bool = False, **storage: Any) -> Any:
+    """Six steps that take little time."""
+    train = tiny.training(steps=6, global_batch_size=1, chunk_tokens=48)
+    return tiny.train_run(folder, observer, resume=resume, train=train, storage=tiny.storage(**storage))
+
+
 def entries(place: Path) -> list[int]:
     """Steps of what is whole at a place."""
     return [entry["step"] for entry in json.loads((place / "penstock.json").read_text())["entries"]]
 
 
 def test_every_so_many_steps_and_the_last_one(tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    observer = tiny.Silent()
-    storage = tiny.storage(offsite=str(place), offsite_every=4, offsite_keep=9)
-    result = tiny.train_run(tmp_path / "run", observer, storage=storage)
+    place, observer = tmp_path / "place", tiny.Silent()
+    offsite = {"offsite": str(place), "offsite_every": 4, "offsite_keep": 9}
+    result = run(tmp_path / "run", observer, **offsite)
     assert entries(place) in ([4, 6], [6]), "the last step is there, whatever was on its way"
     assert [message for message in observer.messages if f"step 6 is at {place}: " in message]
     assert tiny.kept(tmp_path / "run") == ["good-000004"], "committed for the upload, and good"
     tier = result.tiers["nvme"]
     assert observer.plan["tiers"]["nvme"]["peak_bytes"] >= tier["peak_bytes"]
     assert observer.plan["tiers"]["ram"]["parts"]["uploads"] == mover_bytes(20480)
-    plain = tiny.train_run(tmp_path / "plain", tiny.Silent(), storage=tiny.storage(checkpoint_every=1000))
+    plain = run(tmp_path / "plain", tiny.Silent())
     assert tiny.digest_of(tmp_path / "run") == tiny.digest_of(tmp_path / "plain")
     assert plain.last_loss == result.last_loss
 
@@ -58,8 +64,8 @@ def test_one_at_a_time_and_the_newest_next(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Uploads, "_begins", slow)
     observer = Counts()
-    storage = tiny.storage(offsite=str(place), offsite_every=1, offsite_bandwidth="2GiB", keep_good=None)
-    tiny.train_run(tmp_path / "run", observer, storage=storage)
+    offsite = {"offsite": str(place), "offsite_every": 1, "offsite_bandwidth": "2GiB"}
+    run(tmp_path / "run", observer, keep_good=None, **offsite)
     said = [message for message in observer.messages if "is due for upload, but the upload of step" in message]
     assert len(said) == 1
     assert most == 1
@@ -68,24 +74,25 @@ def test_one_at_a_time_and_the_newest_next(tmp_path: Path, monkeypatch: pytest.M
     assert not any(name.startswith("offsite-") for name in checkpoint_names(tmp_path / "run" / "state"))
 
 
+@pytest.mark.long
 def test_what_an_ended_process_left_is_sent_when_the_run_goes_on(tmp_path: Path) -> None:
-    storage = tiny.storage(offsite=str(tmp_path / "place"), offsite_every=100)
-    tiny.train_run(tmp_path / "run", tiny.Silent(stop_after=2), storage=storage)
+    offsite = {"offsite": str(tmp_path / "place"), "offsite_every": 100}
+    run(tmp_path / "run", tiny.Silent(stop_after=2), **offsite)
     assert not (tmp_path / "place" / "shared" / "files").exists()
     with closing(NvmeStore.open(tmp_path / "run" / "state")) as store:
         store.checkpoint("offsite-000001")
     observer = tiny.Silent(stop_after=1)
-    tiny.train_run(tmp_path / "run", observer, resume=True, storage=storage)
+    run(tmp_path / "run", observer, resume=True, **offsite)
     assert entries(tmp_path / "place") == [2]
     assert not any(name.startswith("offsite-") for name in tiny.kept(tmp_path / "run"))
 
 
 def test_another_run_at_the_place_is_found_before_the_first_step(tmp_path: Path) -> None:
-    storage = tiny.storage(offsite=str(tmp_path / "place"), offsite_every=2)
-    tiny.train_run(tmp_path / "run", tiny.Silent(stop_after=2), storage=storage)
+    offsite = {"offsite": str(tmp_path / "place"), "offsite_every": 2}
+    run(tmp_path / "run", tiny.Silent(stop_after=2), **offsite)
     before = {path: path.read_bytes() for path in (tmp_path / "place").rglob("*") if path.is_file()}
     with pytest.raises(UserError, match="holds run 'tiny'"):
-        tiny.train_run(tmp_path / "other", tiny.Silent(), storage=storage)
+        run(tmp_path / "other", tiny.Silent(), **offsite)
     assert not (tmp_path / "other").exists(), "nothing was prepared"
     assert before == {path: path.read_bytes() for path in (tmp_path / "place").rglob("*") if path.is_file()}
 

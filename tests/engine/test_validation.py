@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -23,6 +24,9 @@ from penstock.engine.validation import due, validate
 from penstock.storage.errors import UserError
 
 OLD_DIGEST = "b7bf3216577a4d4c75a71dd3121c5dd8d76b8b04ee9eb2c569a2bfa8e0d547bf"
+HELD_BY_OTHERS = ("ram-two-rows", "nvme-aside", "nvme-recomputed", "gpu-streamed-graphs")
+"""By SHORT, where the state is; by OTHERS, two rows and what is computed again. A validation saves nothing."""
+QUICK = {"global_batch_size": 1, "chunk_tokens": 48}
 HELD_OUT = tiny.data(validation_documents=7, sequence_length=48)
 
 
@@ -38,42 +42,46 @@ def run(session: Session) -> tuple[list[tuple[float, float]], dict[int, float], 
     return steps, losses, tiny.digest(session.store)
 
 
-def plain_loss(session: Session, weights: dict[str, Tensor]) -> tuple[float, int]:
-    """Mean negative log-likelihood by transformers' model, document by document, and the number of targets."""
+def plain_figures(session: Session, weights: dict[str, Tensor]) -> tuple[float, float, int]:
+    """By transformers' model, document by document: the mean negative log-likelihood, the share of the targets that it
+    finds likelier than any other token, and their number."""
     config = session.spec.config
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     model.load_state_dict(weights, strict=False)
-    total, targets = 0.0, 0
+    total, right, targets = 0.0, 0, 0
     with torch.no_grad():
         for m in itertools.chain.from_iterable(session.validation.passes(session.plan.group)):
             total += float(sum(document_losses(model, m)))
             targets += int((m.labels != -100).sum())
-    return total / targets, targets
+            for start, length in zip(m.documents, m.lengths, strict=False):
+                ids, labels = (tensor[start : start + length] for tensor in (m.ids, m.labels))
+                likeliest = model(ids[None]).logits[0].argmax(dim=-1)
+                right += int((likeliest == labels)[labels != -100].sum())
+    return total / targets, right / targets, targets
 
 
-@pytest.mark.parametrize("name", cases(PLANS, *SHORT))
+@pytest.mark.parametrize("name", cases(PLANS, *(name for name in SHORT if name not in HELD_BY_OTHERS)))
 @pytest.mark.parametrize(
     "sequences", [pytest.param(2, id="one-pass", marks=pytest.mark.long), pytest.param(6, id="passes")]
 )
 def test_it_is_what_transformers_finds_and_changes_no_bit(tmp_path: Path, name: str, sequences: int) -> None:
     policy, budgets = PLANS[name]
-    with tiny.session(tmp_path / "off", t=tiny.training(**policy), d=HELD_OUT, **budgets) as session:
+    t = tiny.training(**policy | {"steps": 2, "chunk_tokens": 10})
+    with tiny.session(tmp_path / "off", t=t, d=HELD_OUT, **budgets) as session:
         expected = run(session)
-    t = tiny.training(validate_every=2, validation_sequences=sequences, **policy)
+    t = dataclasses.replace(t, validate_every=1, validation_sequences=sequences)
     with tiny.session(tmp_path / "on", t=t, d=HELD_OUT, **budgets) as session:
         assert set(name.split("-")) - {"mixed", "two", "rows"} <= features(session.plan)
         peak = session.ram.arena.used_bytes, session.gpu.arena.used_bytes
         found = run(session)
         assert (session.ram.arena.used_bytes, session.gpu.arena.used_bytes) == peak
-        weights = tiny.parameters(session.store, session.spec)
-        loss, targets = plain_loss(session, weights)
+        loss, _, targets = plain_figures(session, tiny.parameters(session.store, session.spec))
         assert session.validation.num_targets == targets == sequences * 47
-    assert found[0] == expected[0]
-    assert found[2] == expected[2]
+    assert (found[0], found[2]) == (expected[0], expected[2])
     assert expected[1] == {}
-    assert list(found[1]) == [2, 4]
-    assert found[1][4] == pytest.approx(loss, rel=1e-6)
-    assert found[1][2] != found[1][4]
+    assert list(found[1]) == [1, 2]
+    assert found[1][2] == pytest.approx(loss, rel=1e-6)
+    assert found[1][1] != found[1][2]
 
 
 @pytest.mark.parametrize(
@@ -83,12 +91,11 @@ def test_a_generation_may_be_committed_in_a_validation_or_behind_it(
     tmp_path: Path, gpu: str | int, ram: str | int
 ) -> None:
     """The state on disk is the one that training without validations commits at the same step."""
-    digests: dict[int, set[str]] = {2: set(), 3: set()}
-    for every in (None, 1, 2):
-        for end in (2, 3):
-            t, s = tiny.training(validate_every=every), tiny.storage(checkpoint_every=2)
-            folder = tmp_path / f"{every}-{end}"
-            with tiny.session(folder, t=t, s=s, d=HELD_OUT, gpu=gpu, ram=ram) as session:
+    for end in (2, 3):
+        digests = set()
+        for every in (None, 1, 2):
+            t, s = tiny.training(validate_every=every, **QUICK), tiny.storage(checkpoint_every=2)
+            with tiny.session(tmp_path / f"{every}-{end}", t=t, s=s, d=HELD_OUT, gpu=gpu, ram=ram) as session:
                 for _ in range(end):
                     train_step(session)
                     if due(session):
@@ -99,16 +106,14 @@ def test_a_generation_may_be_committed_in_a_validation_or_behind_it(
                 generation = session.store.generation
                 session.finish()
                 assert session.store.generation == generation, "there is nothing left to commit"
-                digests[end].add(tiny.digest(session.store))
-    assert [len(found) for found in digests.values()] == [1, 1]
+                digests.add(tiny.digest(session.store))
+        assert len(digests) == 1
 
 
 TINY_SET: dict[str, Any] = {"d": tiny.data(validation_documents=3, sequence_length=48)}
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "few documents": ({}, {"validation_sequences": 8}, TINY_SET),
     "few documents, streamed": ({}, {"validation_sequences": 8} | STREAMED, TINY_SET),
     "few documents, two rows": ({}, {"validation_sequences": 8, "micro_batch_size": 2}, TINY_SET),
-    "bfloat16": ({}, {"compute_dtype": "bfloat16"}, {}),
     "bfloat16, tied": ({"tie_embeddings": True}, {"compute_dtype": "bfloat16"}, {}),
     "windows": (
         {"model_type": "gemma3_text", "overrides": {"sliding_window": 8, "sliding_window_pattern": 2}},
@@ -123,70 +128,41 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "state from token to token": ({"model_type": "qwen3_next", "overrides": tiny.HYBRID}, {"chunk_tokens": 48}, {}),
 }
 """Model, settings and data: documents that fill less than was asked for count once; other numbers, other layers."""
-HELD = {"few documents", "few documents, two rows", "bfloat16"}
-"""What others of them have too."""
 
 
-@pytest.mark.parametrize("name", cases(OTHERS, *(OTHERS.keys() - HELD)))
+@pytest.mark.parametrize("name", cases(OTHERS, *(OTHERS.keys() - {"few documents, streamed"})))
 def test_other_data_numbers_and_families(tmp_path: Path, name: str) -> None:
     model, policy, data = OTHERS[name]
-    t = tiny.training(**({"steps": 2, "validate_every": 2, "validation_sequences": 4} | policy))
+    t = tiny.training(**({"steps": 1, "validate_every": 1, "validation_sequences": 4} | policy))
     options: dict[str, Any] = {"d": HELD_OUT, **FLOORS} | data
     with tiny.session(tmp_path, m=tiny.model(**model), t=t, **options) as session:
         _, losses, _ = run(session)
         weights, rel = tiny.parameters(session.store, session.spec), 1e-6
         if t.compute_dtype == "bfloat16":
             weights, rel = {name: w.bfloat16().float() for name, w in weights.items()}, 5e-3
-        loss, targets = plain_loss(session, weights)
-    assert losses == {2: pytest.approx(loss, rel=rel)}
+        loss, _, targets = plain_figures(session, weights)
+    assert losses == {1: pytest.approx(loss, rel=rel)}
     assert targets == (3 if data else 4) * 47
 
 
 def train_run(folder: Path, observer: tiny.Silent, *, resume: bool = False, **changes: Any) -> Any:
-    train = tiny.training(steps=5, validate_every=2, validation_sequences=4)
+    train = tiny.training(steps=5, validate_every=2, validation_sequences=4, **QUICK)
     sections: dict[str, Any] = {"data": HELD_OUT, "train": train, "storage": tiny.storage()}
     return tiny.train_run(folder, observer, resume=resume, **(sections | changes))
 
 
-def test_a_run_is_validated_every_so_many_steps_and_at_its_end(tmp_path: Path) -> None:
-    observer = tiny.Silent()
-    train_run(tmp_path, observer)
-    assert [v.step for v in observer.validations] == [2, 4, 5]
-    assert {v.tokens for v in observer.validations} == {4 * 47}
-    assert all(v.seconds > 0 for v in observer.validations)
-    with tiny.session(tmp_path, d=HELD_OUT, t=tiny.training(validate_every=2, validation_sequences=4)) as session:
-        assert session.step == 5
-        loss, _ = plain_loss(session, tiny.parameters(session.store, session.spec))
-    assert observer.validations[-1].loss == pytest.approx(loss, rel=1e-6)
-
-
-def plain_accuracy(session: Session, weights: dict[str, Tensor]) -> float:
-    """Share of the targets that transformers' model finds likelier than any other token, document by document."""
-    config = session.spec.config
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    model.load_state_dict(weights, strict=False)
-    right = targets = 0
-    with torch.no_grad():
-        for m in itertools.chain.from_iterable(session.validation.passes(session.plan.group)):
-            for start, length in zip(m.documents, m.lengths, strict=False):
-                ids, labels = (tensor[start : start + length] for tensor in (m.ids, m.labels))
-                likeliest = model(ids[None]).logits[0].argmax(dim=-1)
-                right += int((likeliest == labels)[labels != -100].sum())
-                targets += int((labels != -100).sum())
-    return right / targets
-
-
 def test_what_it_gets_right_is_what_transformers_gets_right(tmp_path: Path) -> None:
     """Before the first step too, where the recipe asks for it."""
-    t = tiny.training(steps=3, validate_every=3, validate_first=True, validation_sequences=60)
-    data = tiny.data(validation_documents=60, max_documents=64)
-    found = []
+    t = tiny.training(steps=3, validate_every=3, validate_first=True, validation_sequences=30)
+    data, found = tiny.data(validation_documents=30), []
     with tiny.session(tmp_path, d=data, t=t) as session:
         for _ in range(2):
             assert due(session)
             found.append(validate(session))
             session.finish()
-            assert found[-1].accuracy == plain_accuracy(session, tiny.parameters(session.store, session.spec))
+            loss, accuracy, _ = plain_figures(session, tiny.parameters(session.store, session.spec))
+            assert found[-1].accuracy == accuracy
+            assert found[-1].loss == pytest.approx(loss, rel=1e-6)
             while session.step < 3:
                 train_step(session)
                 assert due(session) == (session.step == 3)
@@ -215,7 +191,7 @@ def test_older_runs_keep_their_digest_and_their_place_in_the_data(tmp_path: Path
     assert run_identity(tiny.recipe())["recipe"] == OLD_DIGEST
     cursors = []
     for steps in (1, 3):
-        with tiny.session(tmp_path, t=tiny.training(steps=steps)) as session:
+        with tiny.session(tmp_path, t=tiny.training(steps=steps, **QUICK)) as session:
             tiny.steps(session)
             cursor = dict(session.store.meta["cursor"])
             assert cursor.pop("held_out") == 0

@@ -67,19 +67,9 @@ def test_all_recipes_are_here() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
 def test_a_recipe_runs_when_cut(path: Path, tmp_path: Path) -> None:
     options = [part for key, value in cut(path).items() for part in ("--set", f"{key}={value}")]
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.app.cli",
-        "train",
-        str(path),
-        "--from-scratch",
-        "--run-dir",
-        "run",
-        *options,
-    ]
+    command = [sys.executable, "-m", "penstock.app.cli", "train", str(path), "--from-scratch", "--run-dir", "run"]
     env = os.environ | {"PYTHONPATH": str(REPOSITORY), "XDG_CONFIG_HOME": str(tmp_path), "STANDIN_SUMMARY": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run([*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     counts = done.stderr.rpartition("[standin] ")[2].split()
     found = dict(zip(counts[::2], map(int, counts[1::2]), strict=False))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from nvme_state import advance, assert_holds, assert_whole, make
-from samples import samples
+from samples import cases, samples
 from system_calls import CHANGING, failing, is_killed, said_by
 
 from penstock.storage import drives as drives_module
@@ -77,14 +77,20 @@ OPERATIONS: dict[str, tuple[Callable[[Path], None], set[int]]] = {
 """The operation, and the steps that may be committed afterwards."""
 
 
+HOW = ("it fails", "all fail from then on", "the process is killed")
+BOTH = [(operation, how) for operation in OPERATIONS for how in HOW]
+FEW = [(operation, how) for operation, how in BOTH if how != HOW[2] or operation in ("commit", "delete")]
+"""A kill leaves less than a power cut does (test_power_cut.py)."""
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("how", ["it fails", "all fail from then on", "the process is killed"])
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("case", cases(BOTH, *FEW), ids="-".join)
 def test_at_any_call(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, processes: ForkServerContext, operation: str, how: str
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, processes: ForkServerContext, case: tuple[str, str]
 ) -> None:
     """That all calls fail from one on, but syncs, is what ext4 does after an error."""
     monkeypatch.setattr(drives_module, "WRITE_THREADS", 1)
+    operation, how = case
     act, steps = OPERATIONS[operation]
     base, root = workspace / "base", workspace / "state"
     with closing(make(base, 1, drives=[base, base / "b"])) as store:

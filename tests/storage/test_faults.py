@@ -392,6 +392,7 @@ def test_a_full_file_system(tmp_path: Path, kind: str, moment: str) -> None:
         store.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_open", [False, True])
 def test_an_unmounted_drive(tmp_path: Path, is_open: bool) -> None:
     root, place = tmp_path / "state", tmp_path / "mnt"

@@ -352,7 +352,7 @@ def break_off(patch: pytest.MonkeyPatch, number: int, *, links: bool) -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("links", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_copy_state_broken_off_at_any_moment(
     tmp_path: Path, run: Path, drives: list[Path], monkeypatch: pytest.MonkeyPatch, links: bool
 ) -> None:

@@ -56,10 +56,7 @@ def sharded(tmp_path: Path) -> Path:
     order=st.randoms(use_true_random=False),
 )
 def test_round_trip(
-    tmp_path_factory: pytest.TempPathFactory,
-    shapes: list[tuple[int, ...]],
-    max_shard_bytes: int,
-    order: object,
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, ...]], max_shard_bytes: int, order: object
 ) -> None:
     folder = tmp_path_factory.mktemp("st") / "model"
     tensors = example({f"layer.{i}": shape for i, shape in enumerate(shapes)})

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from obstacles import plant
+from samples import sampled
 
 from penstock.storage.untrusted import (
     MOST_DEPTH,
@@ -29,6 +30,7 @@ JSON = st.recursive(
 )
 
 
+@sampled(25, 100)
 @given(JSON)
 def test_what_json_wrote_is_read(value: object) -> None:
     assert parse_json(json.dumps(value).encode()) == value

@@ -30,7 +30,7 @@ SMARTCTL_SATA = {
         "table": [
             {"id": 9, "name": "Power_On_Hours", "raw": {"value": 8123, "string": "8123"}},
             {"id": 241, "name": "Total_LBAs_Written", "raw": {"value": 2000000, "string": "2000000"}},
-        ],
+        ]
     },
 }
 SMARTCTL_REFUSED = {"smartctl": {"exit_status": 2, "messages": [{"string": "Smartctl open device: Permission denied"}]}}

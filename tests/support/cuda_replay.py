@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.app.plan import recipe_task
-from penstock.app.recipe import load_recipe
+from penstock.app.recipe import apply_overrides, load_recipe
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, AttentionState, Gradients, Operands
 from penstock.engine.config import SamplesConfig, TrainConfig
@@ -68,6 +68,8 @@ class Case:
     chunk_tokens: int | None = None
     """Of a given choice; None: the longest chunks there are."""
     device_reads: bool = True
+    settings: tuple[str, ...] = ()
+    """Fields that the recipe is given, as of fewer layers: what they do is alike."""
     prompt_tokens: tuple[int, ...] = ()
     """Of the prompts behind which samples are written; none are where it is empty."""
 
@@ -86,7 +88,8 @@ class Planned:
 @cache
 def planned(case: Case) -> Planned:
     """Plan a case; outside of `pretended`, which a model on the meta device is not made for."""
-    machine, task = recipe_task(load_recipe(RECIPES / f"{case.recipe}.py"), case.machine)
+    shipped = load_recipe(RECIPES / f"{case.recipe}.py")
+    machine, task = recipe_task(apply_overrides(shipped, case.settings), case.machine)
     recipe = task.recipe
     if case.prompt_tokens:
         samples = SamplesConfig(every=1, prompts=["a"] * len(case.prompt_tokens), tokens=NEW_TOKENS)

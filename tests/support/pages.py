@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import typer
@@ -11,9 +12,14 @@ import penstock.tui.commands  # noqa: F401  # the commands that the terminal app
 from penstock.app.cli import cli
 
 
+@cache
+def root() -> Any:
+    return typer.main.get_command(cli)
+
+
 def require_command(page: str, line: str) -> None:
     """Fails unless what stands behind `penstock` is a command, with all of its options."""
-    command: Any = typer.main.get_command(cli)
+    command = root()
     for word in line.split():
         if word[0].isalpha() and hasattr(command, "commands"):
             assert word in command.commands, f"{page}: penstock {line}"

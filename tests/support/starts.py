@@ -1,6 +1,6 @@
 """Ways in which a run may be started on other machines than this one, and a run that survives them.
 
-python tests/support/starts.py OUT     trains the real recipes in each way and writes a table to OUT/starts.md
+python tests/support/starts.py OUT     trains the first two recipes in each way and writes a table to OUT/starts.md
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import re
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,25 @@ UNWRITABLE = "/proc"
 OWN_FOLDERS = ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "XDG_DATA_HOME", "XDG_STATE_HOME")
 LIMIT_S = 1800
 """After which a process hangs."""
+
+SMALL = {
+    "quickstart": ["train.chunk_tokens=128", "data.sequence_length=512", "data.validation_documents=4"],
+    "text_small": [
+        "model.num_layers=2",
+        "model.hidden_size=64",
+        "model.intermediate_size=96",
+        "data.max_documents=12",
+        "data.validation_documents=2",
+        "data.sequence_length=256",
+        "data.tokenizer_vocab_size=400",
+        "after.sample_tokens=4",
+        "train.chunk_tokens=64",
+        "train.compile=auto",
+    ],
+}
+"""Recipe -> settings with which three steps of it are quick."""
+STEPS = ["train.steps=3", "train.warmup_steps=1", "train.validate_every=3", "train.validation_sequences=1"]
+STEPS += ["storage.checkpoint_every=1", "storage.part_bytes=64KiB"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,41 +160,49 @@ class Commands:
         return next((int(json.loads(line)["step"]) for line in reversed(lines) if line.endswith("\n")), 0)
 
 
+def survives(recipe: str, folder: Path, *names: str) -> None:
+    """Train three steps of a recipe in all these ways at once, with a kill and a resume, and load its export."""
+    from transformers import AutoModelForCausalLM
+
+    commands = Commands(combined(names), folder)
+    decay = ["train.decay_steps=none"] if recipe == "quickstart" else []
+    commands.train_killed(recipe, [*SMALL[recipe], *STEPS, *decay], kill_after=1)
+    assert commands.steps == 3
+    assert AutoModelForCausalLM.from_pretrained(commands.run / "export").num_parameters() > 0
+
+
+def retrieves(folder: Path, name: str) -> float:
+    """Train the whole quickstart as `make quickstart` does; the share of the facts that it finds."""
+    from penstock.app.recall_view import recall_of
+
+    commands = Commands(STARTS[name], folder)
+    texts = [word for text in commands.start.settings for word in ("--set", text)]
+    recipe = Path(__file__).parents[2] / "recipes" / "quickstart.py"
+    commands.done(commands.begin(str(recipe), f"--run-dir={commands.start.run}", *texts))
+    assert "killed after step" in commands.output
+    found = recall_of(json.loads((commands.run / "validation.jsonl").read_text().splitlines()[-1]))
+    assert found is not None
+    return found.share
+
+
 def main(out: Path) -> None:
-    """Train the real recipes in every way and write a table; text_small takes 12 of its 84 steps."""
+    """Write the table."""
+    ways = [(name, recipe) for name in STARTS for recipe in SMALL]
     rows = []
-    for name, start in STARTS.items():
-        for recipe in ("quickstart", "text_small"):
-            with tempfile.TemporaryDirectory() as parent:
-                commands, began = Commands(start, Path(parent)), time.monotonic()
-                try:
-                    result = _train(commands, recipe)
-                except AssertionError as error:
-                    result = f"**failed**: {str(error)[-300:]}"
-                rows.append(f"| {name} | {recipe} | {result} | {time.monotonic() - began:.0f} |")
-                print(rows[-1], flush=True)
+    for name, recipe in [*ways, ("float32", "whole quickstart"), ("bfloat16", "whole quickstart")]:
+        began, result = time.monotonic(), "trained, killed, resumed, exported"
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                if recipe in SMALL:
+                    survives(recipe, Path(folder), name)
+                else:
+                    result += f"; finds {retrieves(Path(folder), name):.0%} of the facts"
+            except AssertionError as error:
+                result = f"**failed**: {str(error)[-300:]}"
+        rows.append(f"| {name} | {recipe} | {result} | {time.monotonic() - began:.0f} |")
+        print(rows[-1], flush=True)
     head = ["| start | recipe | result | seconds |", "|---|---|---|---|"]
     (out / "starts.md").write_text("\n".join([*head, *rows]) + "\n")
-
-
-def _train(commands: Commands, recipe: str) -> str:
-    if recipe == "quickstart":
-        file = Path(__file__).parents[2] / "recipes" / "quickstart.py"
-        texts = [word for text in commands.start.settings for word in ("--set", text)]
-        commands.done(commands.begin(str(file), f"--run-dir={commands.start.run}", *texts))
-        last = json.loads((commands.run / "validation.jsonl").read_text().splitlines()[-1])
-        from penstock.app.recall_view import recall_of
-
-        found = recall_of(last)
-        assert found is not None
-        assert found.share >= 0.9, f"retrieves {found.share:.0%}"
-        assert "killed after step" in commands.output
-        return f"killed, resumed, exported; retrieves {found.share:.0%}"
-    commands.train_killed(recipe, ["train.steps=12", "train.validate_every=6", "storage.checkpoint_every=3"], 7)
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) -> ([\d.]+)", commands.output)[-1]]
-    assert losses[1] < losses[0]
-    assert (commands.run / "export" / "model.safetensors").exists()
-    return f"killed, resumed, exported; loss {losses[0]:.2f} -> {losses[1]:.2f} in 12 steps"
 
 
 if __name__ == "__main__":

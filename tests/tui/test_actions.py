@@ -7,8 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import real_runs
 from rich.cells import cell_len
 from textual.pilot import Pilot
+from textual.widgets import OptionList
 
 from penstock.app.rows import plain
 from penstock.tui.actions import ACTIONS, GROUPS, actions, bindings, grouped, keys_page
@@ -92,10 +94,10 @@ async def test_help_and_palette_of_a_screen_offer_what_it_can_do(app: PenstockAp
 async def test_a_palette_command_does_what_its_key_does(app: PenstockApp, pilot: Pilot[None]) -> None:
     before = app.theme
     await pilot.press("ctrl+p")
-    await pilot.pause(0.2)
-    await pilot.press(*"theme (f2)", "enter")
-    await pilot.pause(0.5)
-    assert app.theme != before
+    await pilot.press(*"theme (f2)")
+    await real_runs.until(lambda: app.screen.query_one(OptionList).option_count == 1, pilot.pause)
+    await pilot.press("enter")
+    await real_runs.until(lambda: app.theme != before, pilot.pause)
 
 
 def test_the_page_of_keys_is_the_tables() -> None:

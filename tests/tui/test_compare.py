@@ -12,7 +12,7 @@ from penstock.app.rows import ASCII, plain
 from penstock.tui.app import PenstockApp
 from penstock.tui.data.compare import MOST_RUNS, ComparedRun, config_rows, figure_rows
 from penstock.tui.render.table import table_rows
-from penstock.tui.screens.compare import CompareChart, CompareScreen, TableView
+from penstock.tui.screens.compare import CompareChart, TableView
 
 
 def read(*paths: Path) -> list[ComparedRun]:
@@ -75,9 +75,10 @@ def test_a_table_fills_its_width_whatever_that_is() -> None:
 
 async def test_axes_scales_and_all_fields(app: PenstockApp, pilot: Pilot[None], root: Path) -> None:
     app.open_compare([root / "runs/first", root / "runs/second"])
-    await pilot.pause(0.8)
+    await real_runs.until(
+        lambda: any(table.body for table in app.screen.query("#config").results(TableView)), pilot.pause
+    )
     screen = app.screen
-    assert isinstance(screen, CompareScreen)
     loss = screen.query_one("#loss", CompareChart)
 
     def text() -> str:
@@ -105,7 +106,7 @@ async def test_a_live_runs_new_steps_arrive_and_a_vanished_run_is_said(
     app: PenstockApp, pilot: Pilot[None], root: Path
 ) -> None:
     app.open_compare([root / "runs/first", root / "runs/second"])
-    await pilot.pause(0.8)
+    await real_runs.until(lambda: bool(app.screen.query("#figures")), pilot.pause)
     with (root / "runs/first/metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "loss": 2.5, "step_s": 1.0, "tokens": 10}\n')
     shutil.rmtree(root / "runs/second")
@@ -122,6 +123,7 @@ async def test_more_runs_than_letters_are_left_out_with_a_word(root: Path) -> No
     app = PenstockApp(root)
     async with app.run_test(size=(120, 36), notifications=True) as pilot:
         app.open_compare([root / "runs/first"] * (MOST_RUNS + 2))
-        await pilot.pause(0.5)
-        figures = app.screen.query_one("#figures", TableView)
-        assert len(figures.head) == MOST_RUNS + 1
+        await real_runs.until(
+            lambda: [len(table.head) for table in app.screen.query("#figures").results(TableView)] == [MOST_RUNS + 1],
+            pilot.pause,
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -30,7 +29,7 @@ from penstock.tui.screens.run import RunScreen
 from penstock.tui.widgets.form import FieldList, Form
 from penstock.tui.widgets.plan_panel import PlanPanel, PlanSummary
 
-FAKE = Path(__file__).parents[1] / "support" / "fake_planner.py"
+REAL_PLANNER = plan_client.SERVER
 WAIT_S = 120
 
 
@@ -107,15 +106,14 @@ class Opened:
 
 @pytest.fixture
 async def ui(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    place: Path, planner_log: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> AsyncIterator[Opened]:
     """On a recipe, text_small if none is named; with a quick planner, or another `how` (fake_planner.py)."""
     recipe, how = getattr(request, "param", ("text_small", "sample"))
-    if how != "real":
-        monkeypatch.setattr(plan_client, "SERVER", (sys.executable, str(FAKE), how, str(tmp_path / "log")))
-        monkeypatch.setattr(plan_client, "DEBOUNCE_S", 0.01)
+    command = REAL_PLANNER if how == "real" else (*plan_client.SERVER[:2], how, str(planner_log))
+    monkeypatch.setattr(plan_client, "SERVER", command)
     async with PenstockApp(place).run_test(size=(120, 36)) as pilot:
-        ui = Opened(pilot, tmp_path / "log")
+        ui = Opened(pilot, planner_log)
         await ui.open(place / "recipes" / f"{recipe}.py")
         yield ui
 
@@ -130,6 +128,13 @@ async def test_the_plan_follows_what_is_typed(ui: Opened) -> None:
     await ui.press("backspace")
     assert (await ui.planned())["steps"] == 84
     assert not ui.configure.is_unsaved
+    await ui.type("train.steps", "13")
+    await ui.until(lambda: ui.state.error is not None)
+    assert ui.form.rows["train.steps"].error == "13 is unlucky"
+    assert "no plan" in ui.page()
+    await ui.type("train.steps", "14")
+    await ui.planned()
+    assert ui.form.rows["train.steps"].error == ""
 
 
 async def test_a_wrong_value_shows_its_message_and_blocks_save_and_launch(ui: Opened) -> None:
@@ -149,16 +154,6 @@ async def test_a_wrong_value_shows_its_message_and_blocks_save_and_launch(ui: Op
     assert [item.key for item in ui.form.draft.differences] == ["train.lr"]
 
 
-async def test_what_the_planner_finds_wrong_stands_at_its_field(ui: Opened) -> None:
-    await ui.type("train.steps", "13")
-    await ui.until(lambda: ui.state.error is not None)
-    assert ui.form.rows["train.steps"].error == "13 is unlucky"
-    assert "no plan" in ui.page()
-    await ui.type("train.steps", "14")
-    await ui.planned()
-    assert ui.form.rows["train.steps"].error == ""
-
-
 async def test_number_keys_apply_fixes_and_b_what_helps_most(ui: Opened) -> None:
     await ui.type("train.chunk_tokens", "8192")
     assert not (await ui.planned())["fits"]
@@ -175,7 +170,7 @@ async def test_number_keys_apply_fixes_and_b_what_helps_most(ui: Opened) -> None
 
 
 @pytest.mark.parametrize("ui", [("8b_8k", "sample")], indirect=True)
-async def test_another_machine_replans(ui: Opened) -> None:
+async def test_another_machine_and_random_weights_replan(ui: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (await ui.planned())["machine"]["name"] == "h100-pcie-512"
     await ui.dialog(MachinePicker, "m")
     await ui.answer(*"gh200", "enter")
@@ -191,9 +186,21 @@ async def test_another_machine_replans(ui: Opened) -> None:
     await ui.answer(*"nowhere.json", "enter", "escape")
     assert "nowhere.json" in ui.notes
     assert ui.last_request[1] is None
+    started: list[Recipe] = []
+    monkeypatch.setattr("penstock.app.launcher.start", lambda recipe, root: started.append(recipe) or root)
+    monkeypatch.setattr(PenstockApp, "open_run", lambda app, path: None)
+    dialog = await ui.dialog(ConfirmDialog, "l")
+    assert "Llama-3.1-8B does not exist" in dialog._text
+    await ui.press("y")
+    await ui.until(lambda: "Launch" in getattr(ui.app.screen, "_title", "") if ui.app.screen else False)
+    await ui.press("y")
+    await ui.until(lambda: bool(started))
+    assert started[0].model.path is None
+    assert ui.last_request[2] is True
 
 
-@pytest.mark.parametrize("field", ["model.path", pytest.param("train.lr_schedule", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("field", ["model.path", "train.lr_schedule"])
 async def test_every_key_of_the_table(ui: Opened, monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     """Each does something and none of them fails, with the cursor on each kind of field."""
     monkeypatch.setattr("penstock.app.launcher.start", lambda recipe, root: pytest.fail("launched unasked"))
@@ -236,7 +243,7 @@ async def test_sections_filter_and_reset(ui: Opened) -> None:
     assert "84" in form.rows["train.steps"].value
 
 
-async def test_save_as_and_no_unasked_overwriting(ui: Opened, place: Path) -> None:
+async def test_nothing_is_overwritten_or_left_unsaved_unasked(ui: Opened, place: Path) -> None:
     await ui.type("train.steps", "20")
     await ui.type("name", "mine-20")
     assert ui.configure.is_unsaved
@@ -258,12 +265,8 @@ async def test_save_as_and_no_unasked_overwriting(ui: Opened, place: Path) -> No
     dialog.query_one(Input).value = "recipes/mine.py"
     await ui.answer("enter")
     assert "let its name end in .json" in ui.notes
-
-
-async def test_leaving_with_unsaved_edits_asks(ui: Opened) -> None:
-    await ui.planned()
     process = ui.configure.client._process
-    await ui.type("train.steps", "20")
+    await ui.type("train.steps", "22")
     await ui.dialog(ConfirmDialog, "escape")
     await ui.answer("n")
     await ui.dialog(ConfirmDialog, "q")
@@ -275,17 +278,27 @@ async def test_leaving_with_unsaved_edits_asks(ui: Opened) -> None:
     await ui.until(lambda: process.returncode is not None)
 
 
-async def test_launch_asks_and_starts_here(ui: Opened, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_launch_asks_is_told_at_once_and_begins_one_run_here(
+    ui: Opened, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[tuple[Recipe, Path]] = []
-    shown: list[Path] = []
+    ready = threading.Event()
 
     def start(recipe: Recipe, root: Path) -> Path:
         started.append((recipe, root))
-        return root / "runs" / "new"
+        if len(started) == 1:
+            raise UserError("no room in runs/")
+        assert ready.wait(WAIT_S)
+        return root / "runs" / "none"
 
     monkeypatch.setattr("penstock.app.launcher.start", start)
-    monkeypatch.setattr(PenstockApp, "open_run", lambda app, path: shown.append(path))
-    await ui.planned()
+    await ui.type("train.chunk_tokens", "8192")
+    dialog = await ui.dialog(ConfirmDialog, "l")
+    assert "DOES NOT FIT" in dialog._text
+    await ui.press("y")
+    await ui.until(lambda: "no room in runs/" in ui.notes)
+    assert ui.app.screen is ui.configure
+    await ui.press("backspace")
     ui.configure._set_machine("gh200-480")
     await ui.planned()
     dialog = await ui.dialog(ConfirmDialog, "l")
@@ -293,31 +306,9 @@ async def test_launch_asks_and_starts_here(ui: Opened, place: Path, monkeypatch:
     assert "It fits" in dialog._text
     await ui.answer("n")
     assert ui.configure.machine == "gh200-480"
-    assert started == []
-    await ui.planned()
-    await ui.dialog(ConfirmDialog, "l")
-    await ui.press("y")
-    await ui.until(lambda: bool(shown))
-    assert started[0][0].name == "text_small"
-    assert started[0][1] == place
-    assert shown == [place / "runs" / "new"]
-
-
-async def test_a_launch_is_told_at_once_and_begins_one_run(
-    ui: Opened, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[Recipe] = []
-    ready = threading.Event()
-
-    def start(recipe: Recipe, root: Path) -> Path:
-        started.append(recipe)
-        assert ready.wait(WAIT_S)
-        return root / "runs" / "none"
-
-    monkeypatch.setattr("penstock.app.launcher.start", start)
+    assert len(started) == 1
     await ui.planned()
     line = ui.configure.query_one("#launching")
-    assert not line.display
     await ui.dialog(ConfirmDialog, "l")
     assert not line.display
     await ui.answer("y")
@@ -330,11 +321,12 @@ async def test_a_launch_is_told_at_once_and_begins_one_run(
     assert "starting text_small" in ui.notes
     ready.set()
     await ui.until(lambda: isinstance(ui.app.screen, RunScreen))
-    assert len(started) == 1
+    assert ui.app.screen.data.path == place / "runs" / "none"  # type: ignore[attr-defined]
+    assert [(recipe.name, root) for recipe, root in started[1:]] == [("text_small", place)]
     assert not line.display
 
 
-async def test_the_selected_field_stays_in_view(ui: Opened) -> None:
+async def test_the_selected_field_stays_in_view_and_narrow_terminals_show_one_pane(ui: Opened) -> None:
     def is_seen() -> bool:
         rows = ui.form.query_one(FieldList)
         return bool(rows.size.height) and rows.region.contains_region(ui.form.current.region)
@@ -354,40 +346,16 @@ async def test_the_selected_field_stays_in_view(ui: Opened) -> None:
         ui.form.planner_errors = {}
         ui.form.update_rows()
         await ui.until(is_seen)
-
-
-async def test_launch_warns_of_what_does_not_fit_and_says_why_not(ui: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(recipe: Recipe, root: Path) -> Path:
-        raise UserError("no room in runs/")
-
-    monkeypatch.setattr("penstock.app.launcher.start", refuse)
-    await ui.type("train.chunk_tokens", "8192")
-    dialog = await ui.dialog(ConfirmDialog, "l")
-    assert "DOES NOT FIT" in dialog._text
-    await ui.press("y")
-    await ui.until(lambda: "no room in runs/" in ui.notes)
-    assert ui.app.screen is ui.configure
-
-
-@pytest.mark.parametrize("ui", [("8b_8k", "sample")], indirect=True)
-async def test_launch_without_the_model_s_folder_offers_random_weights(
-    ui: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[Recipe] = []
-    monkeypatch.setattr("penstock.app.launcher.start", lambda recipe, root: started.append(recipe) or root)
-    monkeypatch.setattr(PenstockApp, "open_run", lambda app, path: None)
-    await ui.planned()
-    dialog = await ui.dialog(ConfirmDialog, "l")
-    assert "Llama-3.1-8B does not exist" in dialog._text
-    await ui.answer("n")
-    await ui.dialog(ConfirmDialog, "l")
-    await ui.press("y")
-    await ui.until(lambda: "Launch" in getattr(ui.app.screen, "_title", "") if ui.app.screen else False)
-    await ui.pilot.pause()
-    await ui.press("y")
-    await ui.until(lambda: bool(started))
-    assert started[0].model.path is None
-    assert ui.last_request[2] is True
+    panel, summary = ui.configure.query_one(PlanPanel), ui.configure.query_one(PlanSummary)
+    assert (panel.display, summary.display, ui.form.display) == (False, True, True)
+    assert "fits" in summary.render_line(0).text
+    await ui.press("tab")
+    assert (panel.display, summary.display, ui.form.display) == (True, False, False)
+    assert panel.has_focus
+    await ui.press("escape")
+    assert ui.form.display
+    await ui.pilot.resize_terminal(120, 36)
+    await ui.until(lambda: (panel.display, summary.display) == (True, False))
 
 
 async def test_picking_a_model_folder_and_a_data_file(ui: Opened, place: Path) -> None:
@@ -450,26 +418,13 @@ async def test_any_size(ui: Opened) -> None:
         await ui.answer()
 
 
-async def test_narrow_terminals_show_one_pane_and_the_plan_in_one_row(ui: Opened) -> None:
-    await ui.planned()
-    panel, summary = ui.configure.query_one(PlanPanel), ui.configure.query_one(PlanSummary)
-    assert (panel.display, summary.display) == (True, False)
-    await ui.pilot.resize_terminal(80, 24)
-    await ui.answer()
-    assert (panel.display, summary.display, ui.form.display) == (False, True, True)
-    assert "fits" in summary.render_line(0).text
-    await ui.press("tab")
-    assert (panel.display, summary.display, ui.form.display) == (True, False, False)
-    assert panel.has_focus
-    await ui.press("escape")
-    assert ui.form.display
-
-
-async def test_a_recipe_that_cannot_be_read_says_so(ui: Opened, place: Path) -> None:
+async def test_a_run_s_recipe_opens_and_what_cannot_be_read_says_so(ui: Opened, place: Path) -> None:
+    save_recipe(place / "recipe.json", ui.recipe)
+    await ui.open(place / "recipe.json")
+    assert (await ui.planned())["recipe"] == "text_small"
     broken = {
         "broken.py": "recipe = (",
         "exits.py": "import sys\nsys.exit(3)",
-        "torn.json": '{"name": "x", ',
         "deep.json": "[" * 100_000,
         "missing.py": None,
     }
@@ -483,12 +438,6 @@ async def test_a_recipe_that_cannot_be_read_says_so(ui: Opened, place: Path) -> 
         await ui.until(lambda: ui.configure not in ui.app.screen_stack)
 
 
-async def test_a_run_s_recipe_can_be_configured_again(ui: Opened, place: Path) -> None:
-    save_recipe(place / "recipe.json", ui.recipe)
-    await ui.open(place / "recipe.json")
-    assert (await ui.planned())["recipe"] == "text_small"
-
-
 @pytest.mark.parametrize("ui", [("text_small", "dies")], indirect=True)
 async def test_planner_trouble_leaves_the_form_working(ui: Opened) -> None:
     await ui.until(lambda: "stopped again" in (ui.state.trouble or ""))
@@ -499,6 +448,7 @@ async def test_planner_trouble_leaves_the_form_working(ui: Opened) -> None:
     await ui.until(lambda: "stopped again" in (ui.state.trouble or ""))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ui", [("text_small", "real")], indirect=True)
 async def test_the_real_planner(ui: Opened) -> None:
     """Another field, another plan; what does not fit comes with fixes, and a key takes one that fits."""

@@ -66,7 +66,9 @@ def simulated(draw: st.DrawFn) -> tuple[list[dict[str, Any]], StepWindow, bool]:
 
 
 @given(simulated())
-def test_the_path_fills_the_step(case: tuple[list[dict[str, Any]], StepWindow, bool]) -> None:
+def test_the_path_fills_the_step_and_idle_times_are_all_that_is_not_busy(
+    case: tuple[list[dict[str, Any]], StepWindow, bool],
+) -> None:
     spans, window, prompt = case
     view = view_of(spans)
     found = analyse(view, window)
@@ -86,15 +88,8 @@ def test_the_path_fills_the_step(case: tuple[list[dict[str, Any]], StepWindow, b
     assert (last.op, last.step) == ("clip", 2)
     if prompt:  # every op ran as soon as it could: nothing is unexplained
         assert found.gap_s == 0
-
-
-@given(simulated())
-def test_idle_times_are_all_that_is_not_busy(case: tuple[list[dict[str, Any]], StepWindow, bool]) -> None:
-    spans, window, prompt = case
-    view = view_of(spans)
-    found = analyse(view, window)
+    length = window.end_s - window.start_s
     for lane in LANES:
-        length = window.end_s - window.start_s
         busy = view.busy_s(lane, window.start_s, window.end_s)
         assert found.idle_s(lane) + busy == pytest.approx(length)
         totals = found.idle_totals(view, lane)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.app.recipe import apply_overrides, load_recipe
@@ -95,14 +95,12 @@ def test_what_is_wrong_stands_at_its_field(draft: Draft, key: str, text: str, pa
     assert draft.recipe == draft.base
 
 
-def test_everything_wrong_is_told_at_once(draft: Draft) -> None:
+def test_all_that_is_wrong_and_what_does_not_go_together_stands_at_its_fields(draft: Draft) -> None:
     for key, text in {"train.steps": "x", "train.lr": "-1", "budgets.gpu": "much", "data.seed": "1.5"}.items():
         draft.set(key, text)
     assert set(draft.errors) == {"train.steps", "train.lr", "budgets.gpu", "data.seed"}
     assert "above 0" in draft.errors["train.lr"]
-
-
-def test_what_does_not_go_together_stands_at_the_named_field_and_the_edited_one(draft: Draft) -> None:
+    draft.reset_all()
     draft.set("model.num_kv_heads", "3")
     assert set(draft.errors) == {"model.num_heads", "model.num_kv_heads"}
     draft.set("model.num_heads", "6")
@@ -121,6 +119,10 @@ def test_a_fix_is_taken_as_the_planner_words_it(draft: Draft) -> None:
     with pytest.raises(UserError, match="not a size"):
         draft.apply(["budgets.gpu=much"])
     assert draft.recipe.budgets.gpu == "least"
+    draft.set("train.lr", "fast")  # what is wrong elsewhere stays
+    draft.apply(["train.steps=9"])
+    assert draft.text("train.steps") == "9"
+    assert set(draft.errors) == {"train.lr"}
 
 
 def test_a_text_that_begins_with_a_quote_is_taken_as_it_is_typed(draft: Draft) -> None:
@@ -128,13 +130,6 @@ def test_a_text_that_begins_with_a_quote_is_taken_as_it_is_typed(draft: Draft) -
     assert draft.recipe.after.sample_prompt == '"quoted"\n'
     draft.apply([r'after.sample_prompt="quoted\n"'])
     assert draft.recipe.after.sample_prompt == "quoted\n"
-
-
-def test_a_fix_leaves_what_is_wrong_elsewhere(draft: Draft) -> None:
-    draft.set("train.lr", "fast")
-    draft.apply(["train.steps=9"])
-    assert draft.text("train.steps") == "9"
-    assert set(draft.errors) == {"train.lr"}
 
 
 def test_choices_and_switches_go_round(draft: Draft) -> None:
@@ -164,17 +159,11 @@ def test_kinds() -> None:
     assert kinds["budgets.gpu"] == kinds["name"] == kinds["train.clip_norm"] == "text"
 
 
-@pytest.mark.parametrize(
-    ("message", "key"),
-    [
-        ("model.path: /x does not exist", "model.path"),
-        ("data.sequence_length 8 is more than model.max_position 4", "data.sequence_length"),
-        ("name: 'a b' must be letters", "name"),
-        ("the disk is full", None),
-    ],
-)
-def test_the_field_of_a_message(message: str, key: str | None) -> None:
-    assert error_field(message) == key
+def test_the_field_of_a_message() -> None:
+    assert error_field("model.path: /x does not exist") == "model.path"
+    assert error_field("data.sequence_length 8 is more than model.max_position 4") == "data.sequence_length"
+    assert error_field("name: 'a b' must be letters") == "name"
+    assert error_field("the disk is full") is None
 
 
 edits = st.lists(
@@ -186,6 +175,7 @@ edits = st.lists(
 )
 
 
+@settings(max_examples=40)
 @given(edits=edits)
 def test_any_edits_make_a_recipe_or_say_what_is_wrong(edits: list[tuple[str, str]]) -> None:
     draft = Draft(Recipe(name="x"))
@@ -196,9 +186,9 @@ def test_any_edits_make_a_recipe_or_say_what_is_wrong(edits: list[tuple[str, str
     if draft.recipe is not None:
         changed = {key for key in field_table() if get(draft.recipe, key) != get(draft.base, key)}
         assert {item.key for item in draft.differences} == changed
-    for key in field_table():
+    for key, _ in edits:
         draft.reset(key)
-    assert draft.recipe == draft.base
+    assert (draft.recipe, draft.differences) == (draft.base, [])
 
 
 @given(st.text(max_size=30))
@@ -214,9 +204,6 @@ def test_a_text_field_keeps_every_character(text: str) -> None:
         assert draft.recipe == base, json.dumps(text)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(3e-5, "3e-5"), (1e6, "1e6"), (0.1, "0.1"), (0.95, "0.95"), (1234567.0, "1234567.0"), (2.5e-8, "2.5e-8")],
-)
-def test_numbers_are_shown_short(value: float, text: str) -> None:
-    assert value_text("train.lr", value) == text
+def test_numbers_are_shown_short() -> None:
+    for value, text in {3e-5: "3e-5", 1e6: "1e6", 0.1: "0.1", 1234567.0: "1234567.0", 2.5e-8: "2.5e-8"}.items():
+        assert value_text("train.lr", value) == text

@@ -18,14 +18,12 @@ from textual.widgets import Input
 from penstock.app.recipe import load_recipe
 from penstock.app.rows import ASCII, UNICODE, plain
 from penstock.tui.app import PenstockApp
-from penstock.tui.data import finetune_client, plan_client
+from penstock.tui.data import finetune_client
 from penstock.tui.data.finetune_client import Asked, FinetuneState
 from penstock.tui.render.finetune import finetune_rows
 from penstock.tui.screens.configure import ConfigureScreen
 from penstock.tui.screens.finetune import FinetuneScreen, Paths
-from penstock.tui.screens.home import HomeScreen
 
-PLANNER = Path(__file__).parents[1] / "support" / "fake_planner.py"
 FOUND = proposal(plan=fitting())
 
 
@@ -41,7 +39,6 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f"print(open({str(answer)!r}).read())\n"
     )
     monkeypatch.setattr(finetune_client, "COMMAND", (sys.executable, str(script)))
-    monkeypatch.setattr(plan_client, "SERVER", (sys.executable, str(PLANNER), "sample", str(tmp_path / "planner.log")))
     return log
 
 
@@ -149,19 +146,8 @@ async def test_what_is_wrong_is_said_and_mended(place: Path, log: Path) -> None:
         await until(pilot, lambda: log.read_text().endswith("-- found another\n"))
 
 
-async def test_a_read_only_application_looks_at_nothing(place: Path, log: Path) -> None:
-    app = PenstockApp(place, read_only=True)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
-        await pilot.press("n")
-        await pilot.pause()
-        assert isinstance(app.screen, HomeScreen)
-    assert not log.exists()
-
-
 @pytest.mark.long
-async def test_the_command_itself_answers_the_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_client, "SERVER", (sys.executable, str(PLANNER), "sample", str(tmp_path / "planner.log")))
+async def test_the_command_itself_answers_the_form(tmp_path: Path) -> None:
     make_chat_model(tmp_path / "tiny-chat")
     write_talks(tmp_path / "talks.jsonl")
     app = PenstockApp(tmp_path)

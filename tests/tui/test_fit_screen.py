@@ -17,7 +17,7 @@ from penstock.app.catalogue import known_model
 from penstock.app.recipe import changes, load_recipe
 from penstock.app.rows import ASCII, UNICODE, plain
 from penstock.tui.app import PenstockApp
-from penstock.tui.data import fit_client, plan_client
+from penstock.tui.data import fit_client
 from penstock.tui.data.fit_client import FitState
 from penstock.tui.render.fit import detail_rows, matrix_rows
 from penstock.tui.screens.configure import ConfigureScreen
@@ -25,7 +25,6 @@ from penstock.tui.screens.fit import FitScreen
 from penstock.tui.screens.home import HomeScreen
 from penstock.tui.screens.pickers import MachinePicker
 
-PLANNER = Path(__file__).parents[1] / "support" / "fake_planner.py"
 ASKED = fit.ask(machine="rtx4090-64", models="Qwen2.5-7B,Llama-3.3-70B", contexts="8k,1M")
 FITTING = {
     "fits": True,
@@ -110,7 +109,6 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f"print(open({str(lines)!r}).read(), end='', flush=True)\n"
     )
     monkeypatch.setattr(fit_client, "COMMAND", (sys.executable, str(script)))
-    monkeypatch.setattr(plan_client, "SERVER", (sys.executable, str(PLANNER), "sample", str(tmp_path / "planner.log")))
     return log
 
 

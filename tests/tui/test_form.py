@@ -17,7 +17,6 @@ from penstock.tui.data.draft import Draft
 from penstock.tui.theme import THEMES
 from penstock.tui.widgets.form import FieldList, FieldRow, Form
 
-QUICK_PILOT = True
 TEXT_SMALL = Path(__file__).parents[2] / "recipes" / "text_small.py"
 
 
@@ -70,23 +69,17 @@ def on_screen(row: FieldRow) -> bool:
     return bool(row.region.intersection(row.parent.region)) if row.parent is not None else False  # type: ignore[union-attr]
 
 
-async def test_every_field_has_a_row_with_its_value(app: FormApp) -> None:
+async def test_every_field_has_a_row_a_hint_and_a_section(app: FormApp, pilot: Pilot[None]) -> None:
     assert [row.key for row in app.query(FieldRow)] == [item.key for item in fields()]
     assert "steps" in line(app.row("train.steps"))
     assert "84" in line(app.row("train.steps"))
     assert "none" in line(app.row("model.path"))
     assert "def read(self, path):\\n    " in line(app.row("after.sample_prompt"))
     assert "on" in line(app.row("after.export"))
-
-
-async def test_every_section_of_a_recipe_has_a_heading(app: FormApp) -> None:
     titles = [str(title.render()) for title in app.query(".section").results(Static)]
     sections = dict.fromkeys(item.key.partition(".")[0] if "." in item.key else "recipe" for item in fields())
     assert [title.partition("  ")[0] for title in titles] == list(sections)
     assert all(len(title.partition("  ")[2].split()) > 1 for title in titles), "each says what it is about"
-
-
-async def test_the_hint_is_the_field_s_own_docstring(app: FormApp, pilot: Pilot[None]) -> None:
     for item in fields():
         hint = str(app.query_one("#hint", Static).render())
         assert item.key in hint
@@ -149,16 +142,6 @@ async def test_escape_takes_back_and_arrows_take_over(app: FormApp, pilot: Pilot
     assert isinstance(app.focused, FieldList)
 
 
-async def test_what_does_not_go_together_stands_at_both_fields(app: FormApp, pilot: Pilot[None]) -> None:
-    app.form.set_text("model.num_kv_heads", "3")
-    await pilot.pause()
-    for key in ("model.num_heads", "model.num_kv_heads"):
-        assert "not a multiple" in app.row(key).error
-    app.form.go("model.num_kv_heads")
-    app.form.reset()
-    assert app.row("model.num_heads").error == ""
-
-
 async def test_choices_and_switches(app: FormApp) -> None:
     app.form.go("train.lr_schedule")
     assert "● cosine  ○ linear  ○ constant" in line(app.form.current)
@@ -174,7 +157,7 @@ async def test_choices_and_switches(app: FormApp) -> None:
     assert app.draft.text("train.steps") == "84"
 
 
-async def test_changes_are_marked_and_counted(app: FormApp) -> None:
+async def test_changes_are_marked_and_counted_and_a_long_value_is_cut(app: FormApp, pilot: Pilot[None]) -> None:
     app.form.set_text("train.lr", "2e-3")
     app.form.set_text("train.steps", "20")
     assert line(app.row("train.lr")).startswith("◆ lr")
@@ -182,6 +165,14 @@ async def test_changes_are_marked_and_counted(app: FormApp) -> None:
     app.form.go("train.lr")
     app.form.reset()
     assert line(app.row("train.lr")).startswith("  lr")
+    app.form.set_text("data.path", "/a/very/long/path" * 9)
+    assert line(app.row("data.path")).count("…") == 1
+    app.form.go("data.path")
+    app.form.current.begin_edit()
+    await pilot.pause()
+    entry = app.focused
+    assert isinstance(entry, Input)
+    assert entry.value == "/a/very/long/path" * 9
 
 
 async def test_the_filter(app: FormApp, pilot: Pilot[None]) -> None:
@@ -210,17 +201,6 @@ async def test_the_filter(app: FormApp, pilot: Pilot[None]) -> None:
     app.form.end_filter()
 
 
-async def test_a_long_value_is_cut_and_edited_whole(app: FormApp, pilot: Pilot[None]) -> None:
-    app.form.set_text("data.path", "/a/very/long/path" * 9)
-    assert line(app.row("data.path")).count("…") == 1
-    app.form.go("data.path")
-    app.form.current.begin_edit()
-    await pilot.pause()
-    entry = app.focused
-    assert isinstance(entry, Input)
-    assert entry.value == "/a/very/long/path" * 9
-
-
 async def test_a_key_redraws_two_rows(app: FormApp, pilot: Pilot[None], monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
     render = FieldRow.render
@@ -234,16 +214,13 @@ async def test_a_key_redraws_two_rows(app: FormApp, pilot: Pilot[None], monkeypa
     assert set(drawn) <= {"train.lr"}
 
 
-async def test_clicks(app: FormApp, pilot: Pilot[None]) -> None:
+async def test_clicks_and_another_theme_for_titles_and_hint(app: FormApp, pilot: Pilot[None]) -> None:
+    await pilot.pause()
     await pilot.click(app.row("model.num_layers"))
     assert app.form.current.key == "model.num_layers"
     await pilot.click(app.row("model.num_layers"), times=2)
     await pilot.pause()
     assert app.row("model.num_layers").is_editing
-
-
-async def test_another_theme_reaches_rows_titles_and_hint(app: FormApp, pilot: Pilot[None]) -> None:
-    await pilot.pause()
     app.theme = "penstock-light"
     await pilot.pause()
     light = {"#1f2933", "#101820", "#66717e", "#0b6fa4"}

@@ -22,17 +22,15 @@ from penstock.tui.data.recipes import find_recipes
 from penstock.tui.screens import home
 from penstock.tui.screens.configure import ConfigureScreen
 
-FAKE = Path(__file__).parents[1] / "support" / "fake_planner.py"
 SHIPPED = {path.name for path in shipped.FOLDER.glob("*.py")}
 
 
 @pytest.fixture
-def planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def planner(planner_log: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The log of a quick planner, which is asked as soon as Home is there."""
-    monkeypatch.setattr(plan_client, "SERVER", (sys.executable, str(FAKE), "sample", str(tmp_path / "log")))
     monkeypatch.setattr(home, "_IDLE_S", 0.0)
     monkeypatch.setattr(fits, "here_digest", lambda root: "here")  # whatever else takes this machine's memory
-    return tmp_path / "log"
+    return planner_log
 
 
 @pytest.fixture

@@ -18,8 +18,6 @@ from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.widgets.lane_keys import LaneKeys
 from penstock.tui.widgets.lane_view import LAG_S, LaneView
 
-QUICK_PILOT = True
-
 
 def step_spans(step: int, start: float, **more: Any) -> list[dict[str, Any]]:
     """A step of 2 s: a copy, four chunks, a gradient, clip."""
@@ -114,27 +112,13 @@ async def test_an_op_under_way_is_not_drawn_twice_once_its_span_is_there() -> No
         ended = {"d2h": [{"op": "store_gradient", "block": "layers.0", "chunk": -1, "start_s": 1.8}]}
         lane_view.update_live(4.0, ended, True)
         assert lane_line(lane_view, "d2h").endswith("  5%")
-        garbage: list[Any] = [
-            None,
-            3,
-            [],
-            {"d2h": 3},
-            {"d2h": [1, {}, {"op": [], "start_s": "x", "chunk": {}}]},
-            {1: [{}]},
-        ]
+        garbage: list[Any] = [None, 3, {"d2h": 3}, {"d2h": [1, {}, {"op": [], "start_s": "x", "chunk": {}}]}, {1: [{}]}]
         for now in garbage:
             lane_view.update_live(4.1, now, True)
             assert text_of(lane_view)
         lane_view.update_live(float("nan"), None, True)
         lane_view.update_live(None, None, False)
         assert text_of(lane_view)
-
-
-async def test_a_run_that_is_over_shows_its_last_step() -> None:
-    async with shown(LaneView(store_of(3))) as (lane_view, _):
-        lane_view.update_live(6.0, {}, False)
-        assert lane_line(lane_view, "compute").endswith("80%")
-        assert lane_view.window == (4.0, 6.0)
 
 
 async def test_zoom_pan_and_fit_by_keys() -> None:
@@ -255,7 +239,7 @@ async def test_mouse_selects_zooms_and_drags() -> None:
         assert lane_view.window[1] - lane_view.window[0] == pytest.approx(end - start)
 
 
-async def test_freezing_holds_the_spans_too() -> None:
+async def test_freezing_holds_the_spans_too_and_the_last_step_is_shown_in_the_end() -> None:
     store = store_of(2)
     async with shown(LaneView(store)) as (lane_view, _):
         lane_view.update_live(4.0, {}, True)
@@ -268,15 +252,9 @@ async def test_freezing_holds_the_spans_too() -> None:
         lane_view.freeze(False)
         lane_view.update_live(6.0, {}, True)
         assert text_of(lane_view)[1:-1] != before[1:-1]
-
-
-async def test_the_forecast_on_demand() -> None:
-    predicted = SpanStore()
-    predicted.add(step_spans(2, 0.0))
-    async with shown(LaneView(store_of(2), predicted, live=False), (80, 20)) as (lane_view, _):
-        assert not any("predicted" in line for line in text_of(lane_view))
-        lane_view.toggle_predicted()
-        assert sum("predicted" in line for line in text_of(lane_view)) == 6
+        lane_view.update_live(6.0, {}, False)
+        assert lane_line(lane_view, "compute").endswith("80%")
+        assert lane_view.window == (4.0, 6.0)
 
 
 async def test_an_empty_store() -> None:

@@ -216,10 +216,10 @@ def test_the_critical_path_is_outlined_and_no_bar_is_taller_for_it() -> None:
             assert "".join(text for row in outlined for text, token in row if token == "lane.h2d line") == "▄▄"
 
 
-@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
-@pytest.mark.parametrize("predicted", [False, True])
-@sampled(10, 40)
+@sampled(30, 120)
 @given(
+    st.sampled_from([UNICODE, ASCII]),
+    st.booleans(),
     st.integers(1, 220),
     st.integers(1, 40),
     st.floats(0, 50),
@@ -255,7 +255,7 @@ def test_any_size_and_window_fits(
         assert plain(rows).isascii()
 
 
-@pytest.mark.parametrize("height", range(1, 12))
+@pytest.mark.parametrize("height", [1, 2, 3, 5, 7, 8, 9, 11])
 def test_compact_forms_keep_the_busiest_lanes(height: int) -> None:
     busy = {"nvme_read": 1, "h2d": 6, "compute": 9, "d2h": 4, "optimizer": 3, "nvme_write": 2}
     scene = LaneScene(view=view_of(*[span(lane, 0, end) for lane, end in busy.items()]), start_s=0, end_s=10, title="t")

@@ -92,7 +92,17 @@ async def test_a_server_that_dies_is_started_again_once(client: Watched) -> None
 
 
 @pytest.mark.parametrize("client", [("dies",)], indirect=True)
-async def test_a_server_that_dies_twice_is_given_up_until_asked(client: Watched) -> None:
+async def test_a_server_that_dies_twice_is_given_up_until_asked(
+    client: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = client._read_stderr
+
+    async def late(stream: asyncio.StreamReader) -> None:
+        """Last words that are read after the end are told, too."""
+        await asyncio.sleep(0.2)
+        await read(stream)
+
+    monkeypatch.setattr(client, "_read_stderr", late)
     client.request(recipe(5), None)
     state = await client.until(lambda state: "stopped again" in (state.trouble or ""))
     assert "MemoryError: no room" in (state.trouble or "")
@@ -101,22 +111,6 @@ async def test_a_server_that_dies_twice_is_given_up_until_asked(client: Watched)
     await client.until(lambda state: state.trouble is None)
     await client.until(lambda state: "stopped again" in (state.trouble or ""))
     assert len(client.log.read_text().splitlines()) == 4
-
-
-@pytest.mark.parametrize("client", [("dies",)], indirect=True)
-async def test_last_words_that_are_read_after_the_end_are_told(
-    client: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = client._read_stderr
-
-    async def late(stream: asyncio.StreamReader) -> None:
-        await asyncio.sleep(0.2)
-        await read(stream)
-
-    monkeypatch.setattr(client, "_read_stderr", late)
-    client.request(recipe(5), None)
-    state = await client.until(lambda state: "stopped again" in (state.trouble or ""))
-    assert "MemoryError: no room" in (state.trouble or "")
 
 
 async def test_a_request_that_kills_the_server_is_tried_once_more(client: Watched) -> None:

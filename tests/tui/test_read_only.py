@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+import real_runs
 from textual.pilot import Pilot
+from textual.widgets import DataTable
 
 from penstock.storage.errors import UserError
 from penstock.tui.actions import ACTIONS
@@ -72,10 +74,11 @@ async def test_a_read_only_application_takes_no_action(root: Path) -> None:
         await pilot.pause()
         assert not isinstance(app.screen, ConfigureScreen)
         app.open_run(root / "runs" / "crashed")
-        await pilot.pause(0.5)
+        await real_runs.until(lambda: getattr(app.screen, "data", None) and app.screen.data.step, pilot.pause)  # type: ignore[attr-defined]
         await press_everything(pilot, "run")
+        assert any("read-only" in note.message for note in app._notifications)
         app.open_timeline(root / "runs" / "first")
-        await pilot.pause(0.5)
+        await real_runs.until(lambda: getattr(app.screen, "step", None) is not None, pilot.pause)
         await press_everything(pilot, "timeline")
         offered = {(action.scope, action.id) for action in app.offered(app.screen)}
         assert offered
@@ -94,11 +97,10 @@ async def test_a_read_only_application_executes_no_recipe(tmp_path: Path, read_o
     (tmp_path / "recipes" / "a.py").write_text(f'"""First of all."""\n{code}')
     app = PenstockApp(tmp_path, read_only=read_only)
     async with app.run_test(size=(120, 40)) as pilot:
-        await pilot.pause(0.5)
+        await real_runs.until(lambda: app.screen.query_one("#recipes", DataTable).row_count > 1, pilot.pause)
         for key in ("enter", "c", "tab", "enter", "c"):
             await pilot.press(key)
             await pilot.pause()
-        await pilot.pause(0.2)
     assert marker.exists() != read_only
 
 
@@ -145,9 +147,8 @@ async def test_a_recipe_is_saved_below_the_served_folder_alone(place: Path) -> N
             assert isinstance(app.screen, TextDialog)
             app.clear_notifications()
             app.screen.dismiss(typed)
-            await pilot.pause(0.2)
+            await real_runs.until(lambda: any(note.severity == "error" for note in app._notifications), pilot.pause)
             assert isinstance(app.screen, ConfigureScreen), typed  # no question whether to replace
-            assert any(note.severity == "error" for note in app._notifications), typed
             assert contents(place.parent) == before, typed
 
 

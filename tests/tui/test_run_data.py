@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ import pytest
 from penstock.tui.data.alerts import alerts
 from penstock.tui.data.run_data import RunData
 from penstock.tui.data.tiers import tiers
+
+NOW = time.time()
 
 
 def read(path: Path, clock: Any = time.time) -> RunData:
@@ -69,6 +70,14 @@ def test_what_changes_is_told(first: Path) -> None:
     append(first / "log.jsonl", {"time": 0, "level": "info", "text": "hello", "step": 3})
     assert data.poll() == {"log"}
     assert data.log_lines()[-1].text == "hello"
+    for step, loss in ((5, 2.5), (10, 2.25)):
+        append(first / "validation.jsonl", {"step": step, "loss": loss, "tokens": 9, "seconds": 1, "time": 0})
+    assert data.poll() == {"metrics"}
+    assert data.metrics.validation[1].tolist()[-2:] == [2.5, 2.25]
+    assert data.predicted is None
+    data.want_predicted = True
+    assert data.poll() == {"predicted"}
+    assert data.predicted.view.num_spans == len(lines_of(first / "predicted.jsonl"))
 
 
 def test_a_resumed_run_rewrites_its_metrics(first: Path) -> None:
@@ -92,22 +101,6 @@ def test_replaced_spans_begin_again(first: Path) -> None:
     assert data.poll() == {"spans"}
     assert data.spans is not before
     assert data.spans.view.num_spans == 1
-
-
-def test_predicted_is_read_when_wanted(first: Path) -> None:
-    data = read(first)
-    assert data.predicted is None
-    data.want_predicted = True
-    assert data.poll() == {"predicted"}
-    assert data.predicted.view.num_spans == len(lines_of(first / "predicted.jsonl"))
-
-
-def test_validations(first: Path) -> None:
-    data = read(first)
-    for step, loss in ((5, 2.5), (10, 2.25)):
-        append(first / "validation.jsonl", {"step": step, "loss": loss, "tokens": 9, "seconds": 1, "time": 0})
-    assert data.poll() == {"metrics"}
-    assert data.metrics.validation[1].tolist()[-2:] == [2.5, 2.25]
 
 
 def test_an_empty_folder_and_a_foreign_one(tmp_path: Path) -> None:
@@ -134,24 +127,18 @@ def test_a_run_that_vanishes_and_comes_back(first: Path) -> None:
     assert (data.state, data.problems) == ("finished", [])
 
 
-def test_damaged_lines_are_counted(first: Path) -> None:
+def test_what_is_damaged_is_counted_and_what_a_terminal_would_obey_not_shown(first: Path) -> None:
     with (first / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": "three"}\n{broken\n\xff\xfe\n')
+    with (first / "log.jsonl").open("a") as file:
+        file.write('{"text": ["a"]}\n{}\n{"text": "two\\nlines", "level": 3, "time": "late"}\n')
     data = read(first)
     assert data.metrics.rows == 12
     assert data.problems == ["metrics.jsonl: 3 lines are damaged and left out"]
-
-
-def test_what_a_terminal_would_obey_is_not_shown(first: Path) -> None:
+    assert [line.text for line in data.log_lines()[-3:]] == ["['a']", "None", "two\nlines"]
     status = json.loads((first / "status.json").read_text())
     (first / "status.json").write_text(json.dumps(status | {"state": "failed", "error": "no\x1b[2Jroom\nTraceback"}))
     assert alerts(read(first))[0].text == "no\ufffd[2Jroom"
-
-
-def test_a_log_in_strange_shapes(first: Path) -> None:
-    with (first / "log.jsonl").open("a") as file:
-        file.write('{"text": ["a"]}\n{}\n{"text": "two\\nlines", "level": 3, "time": "late"}\n')
-    assert [line.text for line in read(first).log_lines()[-3:]] == ["['a']", "None", "two\nlines"]
 
 
 def test_the_end_of_the_output_where_a_process_died_silently(root: Path) -> None:
@@ -185,13 +172,13 @@ def test_alerts_of_a_running_run(first: Path, monkeypatch: pytest.MonkeyPatch) -
     full = {"gpu": 0, "ram": 0, "nvme": 62 << 20}
     append(first / "metrics.jsonl", line | {"step": 60, "grad_norm": 50.0, "loss": None, "tier_bytes": full})
     end_s = max(span["end_s"] for span in lines_of(first / "spans.jsonl"))
-    status = {"state": "running", "step": 60, "total_steps": 99, "heartbeat": time.time(), "clock_s": end_s + 300}
+    status = {"state": "running", "step": 60, "total_steps": 99, "heartbeat": NOW, "clock_s": end_s + 300}
     status["now"] = {"d2h": [{"op": "store_x", "block": "layers.1", "start_s": end_s, "chunk": 0, "step": 61}]}
     (first / "status.json").write_text(json.dumps(status))
-    found = " | ".join(alert.text for alert in alerts(read(first)))
+    found = " | ".join(alert.text for alert in alerts(read(first, lambda: NOW)))
     assert "gradient norm 50.0 is" in found
     assert "the loss of step 60 is not a number" in found
-    assert re.search(r"no op has finished for 5m0\ds; d2h store_x layers\.1 under way", found)  # seconds pass
+    assert "no op has finished for 5m00s; d2h store_x layers.1 under way" in found
     assert "nvme is 97% full, more than the plan allows for" in found
 
 
@@ -199,7 +186,7 @@ def test_a_loss_that_leapt_is_told_with_its_documents_for_some_steps(
     first: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.app.rundir.is_live", lambda path: True)
-    status = {"state": "running", "step": 12, "total_steps": 99, "heartbeat": time.time()}
+    status = {"state": "running", "step": 12, "total_steps": 99, "heartbeat": NOW}
     (first / "status.json").write_text(json.dumps(status))
     documents = [
         {"where": "chats.jsonl:7", "document": 6},
@@ -207,7 +194,7 @@ def test_a_loss_that_leapt_is_told_with_its_documents_for_some_steps(
         {"where": "c", "document": 1},
     ]
     append(first / "spikes.jsonl", {"step": 11, "loss": 9.0, "documents": documents, "num_documents": 5})
-    data = read(first)
+    data = read(first, lambda: NOW)
     told = "the loss spiked in step 11, trained on chats.jsonl:7, document 41 and 3 more"
     assert told in [alert.text for alert in alerts(data)]
     line = lines_of(first / "metrics.jsonl")[-1]
@@ -227,7 +214,7 @@ def test_a_run_that_ended_early_says_why(first: Path) -> None:
 JSON = ["[" * 100_000, "null", "[]", "{}", '{"state": ["x"], "step": "y"}', '"', "-1e999"]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_damage_is_survived(first: Path, seed: int) -> None:
     """Files are cut, overwritten, swapped, made folders, while they are being read."""
     rng = random.Random(seed)

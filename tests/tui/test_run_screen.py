@@ -34,14 +34,21 @@ from penstock.tui.widgets.pipeline import PipelineBar
 
 @asynccontextmanager
 async def opened(run: Path, size: tuple[int, int] = (120, 36), **more: Any) -> AsyncIterator[tuple[Any, RunScreen]]:
-    """The screen on a run, with all that is there read and drawn."""
-    app = PenstockApp(run.parent.parent, run=run, **more)
-    async with app.run_test(size=size) as pilot:
-        await real_runs.until(lambda: isinstance(app.screen, RunScreen), pilot.pause)
-        screen = cast("RunScreen", app.screen)
-        await real_runs.until(lambda: not screen.data.behind and screen.data.state != "unknown", pilot.pause)
-        await pilot.pause(0.3)
-        yield pilot, screen
+    """The screen on a run, with all that is there read and shown."""
+    app, whole = PenstockApp(run.parent.parent, run=run, **more), []
+    poll = RunScreen._poll
+
+    def noted(screen: RunScreen) -> Any:
+        found = poll(screen)
+        whole.extend([screen] * (not screen.data.behind and screen.data.state != "unknown"))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunScreen, "_poll", noted)
+        async with app.run_test(size=size) as pilot:
+            await real_runs.until(lambda: bool(whole) and not whole[0]._unshown, pilot.pause)
+            await pilot.pause()
+            yield pilot, whole[0]
 
 
 @pytest.fixture
@@ -93,24 +100,12 @@ async def test_a_finished_run(first: Path) -> None:
         assert "bound by" in drawn(screen.pane("plan"))
         assert "finished after step 12" in drawn(screen.log_pane)
         assert alerts(screen) == ""
+        offered = [name for name in ("save_checkpoint", "pause", "resume", "stop", "export") if screen.offers(name)]
+        assert offered == ["save_checkpoint", "export"]
         assert not screen.query_one(AlertBar).display
 
 
-async def test_what_is_offered_depends_on_the_state(first: Path, root: Path) -> None:
-    async with opened(first) as (_, screen):
-        assert [name for name in ("save_checkpoint", "pause", "resume", "stop", "export") if screen.offers(name)] == [
-            "save_checkpoint",
-            "export",
-        ]
-    async with opened(root / "runs" / "crashed") as (pilot, screen):
-        assert screen.offers("resume")
-        assert not screen.offers("stop")
-        assert "process is gone" in alerts(screen)
-        await pilot.press("P")  # not offered: nothing asks
-        await pilot.pause()
-        assert pilot.app.screen is screen
-
-
+@pytest.mark.long
 async def test_every_key_of_the_table_does_something_that_does_no_harm(first: Path) -> None:
     before = {path: path.read_bytes() for path in first.glob("*.json*")}
     async with opened(first) as (pilot, screen):
@@ -120,10 +115,10 @@ async def test_every_key_of_the_table_does_something_that_does_no_harm(first: Pa
             assert hasattr(screen, f"action_{action.id}"), action.id
             for key in action.keys.split(","):
                 await pilot.press(key)
-                await pilot.pause(0.05)
+                await pilot.pause()
                 while pilot.app.screen is not screen or isinstance(pilot.app.focused, Input):
                     await pilot.press("escape")
-                    await pilot.pause(0.05)
+                    await pilot.pause()
     assert {path: path.read_bytes() for path in first.glob("*.json*")} == before
 
 
@@ -140,8 +135,7 @@ async def test_narrow_terminals_drop_panes_in_order(first: Path) -> None:
     async with opened(first, (20, 5)) as (pilot, screen):
         for size, panes in sizes.items():
             await pilot.resize_terminal(*size)
-            await pilot.pause()
-            assert shown(screen) == panes, size
+            await real_runs.until(lambda panes=panes: shown(screen) == panes, pilot.pause)
             assert kpi(screen).startswith("first  ")
             assert "finished" in kpi(screen)
             assert screen.query_one("#pipeline").display == (size[1] >= 16)
@@ -153,20 +147,17 @@ async def test_a_number_focuses_its_pane_and_again_gives_it_the_screen(first: Pa
         assert screen.log_pane.has_focus
         assert len(shown(screen)) == len(USUAL)
         await pilot.press("5")
-        await pilot.pause()
-        assert shown(screen) == ["log"]
+        await real_runs.until(lambda: shown(screen) == ["log"], pilot.pause)
         await pilot.press("4")
         await pilot.pause()
         await pilot.press("5", "5")
-        await pilot.pause()
-        assert shown(screen) == USUAL
-    async with opened(first, (80, 24)) as (pilot, screen):
+        await real_runs.until(lambda: shown(screen) == USUAL, pilot.pause)
+        await pilot.resize_terminal(80, 24)
+        await real_runs.until(lambda: shown(screen) == ["loss", "lanes"], pilot.pause)
         await pilot.press("3")  # no room for it but alone
-        await pilot.pause()
-        assert shown(screen) == ["tiers"]
+        await real_runs.until(lambda: shown(screen) == ["tiers"], pilot.pause)
         await pilot.press("3")
-        await pilot.pause()
-        assert shown(screen) == ["loss", "lanes"]
+        await real_runs.until(lambda: shown(screen) == ["loss", "lanes"], pilot.pause)
 
 
 async def test_the_loss_zooms_pans_and_has_a_cursor(screen: RunScreen, pilot: Pilot[None]) -> None:
@@ -238,11 +229,8 @@ async def test_freezing_holds_the_display_only(screen: RunScreen, pilot: Pilot[N
     assert screen.frozen
     assert "display frozen" in kpi(screen)
     await pilot.press("space")
-    await pilot.pause(0.2)
-    assert "1.2345" in kpi(screen)
-
-
-async def test_what_was_read_while_nothing_could_be_shown_is_shown_later(screen: RunScreen, pilot: Pilot[None]) -> None:
+    await real_runs.until(lambda: "1.2345" in kpi(screen), pilot.pause)
+    # What was read while nothing could be shown is shown later.
     screen.frozen = True
     screen.lanes.store = SpanStore(capacity=1)
     screen.redraw_all()
@@ -292,15 +280,7 @@ async def test_a_key_that_does_nothing_says_why(screen: RunScreen, pilot: Pilot[
     assert not screen.lanes.show_predicted
 
 
-async def test_read_only_windows_say_so(first: Path) -> None:
-    async with opened(first, read_only=True) as (pilot, screen):
-        await pilot.press("k")
-        await pilot.pause()
-        assert ["read-only" in note.message for note in pilot.app._notifications] == [True]
-        assert pilot.app.screen is screen
-
-
-async def test_no_thread_ends_with_what_a_closing_screen_lacks(screen: RunScreen, pilot: Pilot[None]) -> None:
+async def test_a_screen_that_closes_shows_nothing_and_fails_no_thread(screen: RunScreen, pilot: Pilot[None]) -> None:
     """A pane that is missing is a fault of a screen that is open, and nobody's of one that closes."""
 
     def show(closing: bool) -> None:
@@ -308,9 +288,16 @@ async def test_no_thread_ends_with_what_a_closing_screen_lacks(screen: RunScreen
             pilot.app.exit()
         screen.query_one("#nothing")
 
+    seen: list[bool] = []
+    screen.start_feed(lambda: True, seen.append, every_s=0.001)
+    await real_runs.until(lambda: bool(seen), pilot.pause)
     with pytest.raises(NoMatches):
         await asyncio.to_thread(screen.from_thread, show, False)
     await asyncio.to_thread(screen.from_thread, show, True)
+    seen.clear()
+    time.sleep(0.05)  # the feed asks for its next turn meanwhile
+    await asyncio.sleep(0.05)
+    assert not seen
 
 
 async def test_a_thread_may_report_to_a_screen_that_is_closed(screen: RunScreen, pilot: Pilot[None]) -> None:
@@ -322,24 +309,16 @@ async def test_a_thread_may_report_to_a_screen_that_is_closed(screen: RunScreen,
     assert seen == ["told"]
 
 
-async def test_nothing_is_shown_on_a_screen_that_closes(screen: RunScreen, pilot: Pilot[None]) -> None:
-    seen: list[bool] = []
-    screen.start_feed(lambda: True, seen.append, every_s=0.001)
-    await real_runs.until(lambda: bool(seen), pilot.pause)
-    pilot.app.exit()
-    seen.clear()
-    time.sleep(0.05)  # the feed asks for its next turn meanwhile
-    await asyncio.sleep(0.05)
-    assert not seen
-
-
 async def test_nothing_is_polled_behind_the_timeline(screen: RunScreen, pilot: Pilot[None]) -> None:
     await pilot.press("comma", "t")
     await real_runs.until(lambda: isinstance(pilot.app.screen, TimelineScreen), pilot.pause)
-    await pilot.pause(0.3)
     polls: list[int] = []
     screen.data.poll = lambda: polls.append(1) or set()  # type: ignore[method-assign,func-returns-value]
-    await pilot.pause(0.4)
+    for _ in range(20):  # one may have begun before
+        polls.clear()
+        await pilot.pause(0.25)
+        if not polls:
+            break
     assert polls == []
     await pilot.press("escape")
     await pilot.pause()
@@ -351,14 +330,14 @@ async def test_directories_that_are_none(tmp_path: Path, first: Path) -> None:
     empty.mkdir(parents=True)
     app = PenstockApp(tmp_path, run=empty)
     async with app.run_test(size=(120, 36)) as pilot:
-        await pilot.pause(0.5)
-        assert isinstance(app.screen, RunScreen)
-        assert "no recipe.json" in alerts(app.screen)
+        await real_runs.until(lambda: isinstance(app.screen, RunScreen), pilot.pause)
+        screen = cast("RunScreen", app.screen)
+        await real_runs.until(lambda: "no recipe.json" in alerts(screen), pilot.pause)
         for name in PANES:
-            drawn(app.screen.pane(name))
+            drawn(screen.pane(name))
         (empty / "metrics.jsonl").write_bytes(os.urandom(3000))
         (empty / "status.json").write_text("[" * 50_000)
-        await real_runs.until(lambda: "status.json is damaged" in alerts(cast("RunScreen", app.screen)), pilot.pause)
+        await real_runs.until(lambda: "status.json is damaged" in alerts(screen), pilot.pause)
 
 
 async def test_a_run_that_vanishes_is_said_to_be_gone(screen: RunScreen, pilot: Pilot[None], first: Path) -> None:
@@ -369,31 +348,27 @@ async def test_a_run_that_vanishes_is_said_to_be_gone(screen: RunScreen, pilot: 
     assert not any(screen.offers(name) for name in ("export", "resume", "stop", "save_checkpoint"))
 
 
-async def test_questions_may_be_declined(first: Path, root: Path) -> None:
-    async with opened(root / "runs" / "crashed") as (pilot, screen):
+async def test_a_crashed_run_may_be_resumed_and_questions_declined(root: Path) -> None:
+    run = root / "runs" / "crashed"
+    async with opened(run) as (pilot, screen):
+        assert screen.offers("resume")
+        assert not screen.offers("stop")
+        assert "process is gone" in alerts(screen)
+        await pilot.press("P")  # not offered: nothing asks
+        await pilot.pause()
+        assert pilot.app.screen is screen
         for key in ("R", "k", "e"):
             await pilot.press(key)
             await real_runs.until(lambda: pilot.app.screen is not screen, pilot.pause)
             await pilot.press("escape")
             await real_runs.until(lambda: pilot.app.screen is screen, pilot.pause)
-        assert not is_live(root / "runs" / "crashed")
-
-
-async def test_export_of_a_finished_run_and_what_goes_wrong(screen: RunScreen, pilot: Pilot[None], first: Path) -> None:
-    notes = pilot.app._notifications
-    await _answer(pilot, screen, "e", str(first.parent / "hf"))
-    await real_runs.until(lambda: (first.parent / "hf" / "config.json").exists(), pilot.pause, 120)
-    await _answer(pilot, screen, "k", "../bad")
-    await real_runs.until(lambda: any(note.severity == "error" for note in notes), pilot.pause, 60)
-
-
-async def _answer(pilot: Pilot[None], screen: RunScreen, key: str, text: str) -> None:
-    """Press a key that asks for a line of text, and give it."""
-    await pilot.press(key)
-    await real_runs.until(lambda: pilot.app.screen is not screen, pilot.pause)
-    pilot.app.screen.query_one(Input).value = text
-    await pilot.press("enter")
-    await real_runs.until(lambda: pilot.app.screen is screen, pilot.pause)
+        assert not is_live(run)
+        await pilot.press("k")
+        await real_runs.until(lambda: bool(pilot.app.screen.query(Input)), pilot.pause)
+        pilot.app.screen.query_one(Input).value = "../bad"
+        await pilot.press("enter")
+        notes = pilot.app._notifications
+        await real_runs.until(lambda: any(note.severity == "error" for note in notes), pilot.pause)
 
 
 async def test_what_is_found_in_haystacks_stands_beside_the_loss(first: Path, root: Path) -> None:
@@ -402,15 +377,16 @@ async def test_what_is_found_in_haystacks_stands_beside_the_loss(first: Path, ro
     maps = [{"lengths": [512, 8192], "right": [[n] * 5] * 2, "asked": [[8] * 5] * 2} for n in (1, 8)]
     lines = ({"step": 12 * n, "loss": 4.0 - n, "recall": recall} for n, recall in enumerate(maps))
     (run / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for size in ((80, 24), (120, 36), (200, 60)):
-        async with opened(run, size) as (_, screen):
+    async with opened(run, (60, 24)) as (pilot, screen):
+        assert "right" not in drawn(screen.loss)
+        for size in ((80, 24), (120, 36), (200, 60)):
+            await pilot.resize_terminal(*size)
+            await pilot.pause()
             text = drawn(screen.loss)
             assert "100% right after step 12" in text
             assert ("12% right before training" in text) == (screen.loss.size.height > 4)
             assert re.search(r" 8,192 ( .100){5}", text)
             assert max(len(line) for line in text.splitlines()) == screen.loss.size.width
-    async with opened(run, (60, 24)) as (_, screen):
-        assert "right" not in drawn(screen.loss)
 
 
 async def test_samples_are_shown_step_by_step_and_prompt_by_prompt(first: Path, root: Path) -> None:
@@ -441,8 +417,7 @@ async def test_samples_are_shown_step_by_step_and_prompt_by_prompt(first: Path, 
         await pilot.press("left_square_bracket")
         assert "second at 4" in drawn(pane)
         write(12, "first at 12", "second at 12")
-        await real_runs.until(lambda: len(screen.data.samples) == 3, pilot.pause)
-        await pilot.pause(0.3)
+        await real_runs.until(lambda: len(screen.data.samples) == 3 and not screen._unshown, pilot.pause)
         assert "second at 4" in drawn(pane)
         assert "2 newer: ]" in drawn(pane)
         await pilot.press("right_square_bracket", "right_square_bracket", "N")

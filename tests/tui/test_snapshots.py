@@ -20,7 +20,6 @@ from penstock.tui.app import PenstockApp
 from penstock.tui.data.finetune_client import Asked, FinetuneState
 from penstock.tui.screens.finetune import FinetuneScreen
 
-QUICK_PILOT = True
 HERE = Path(__file__).parent
 SNAPSHOTS = HERE / "snapshots"
 NOW = 1_790_000_000.0

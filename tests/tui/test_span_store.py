@@ -142,7 +142,7 @@ def test_a_reader_never_sees_half_an_update() -> None:
     over = threading.Event()
 
     def write() -> None:
-        for t in range(2000):
+        for t in range(600):
             batch = [span(lane, t, t + 0.25, id=t) for lane in LANES]
             rng.shuffle(batch)
             store.add(batch)

@@ -1,5 +1,5 @@
-"""The whole story by keys alone, every process a real one: open, pick the quickstart, change fields, see its plan
-change, launch, watch, checkpoint, pause, go on, stop, resume, export."""
+"""The whole story by keys alone, every process a real one: open, pick a recipe, change fields, see its plan change,
+launch, watch, checkpoint, pause, go on, stop, resume, export."""
 
 from __future__ import annotations
 
@@ -25,16 +25,21 @@ from penstock.app.rows import plain
 from penstock.app.run_files import JsonLines
 from penstock.app.rundir import read_info, read_status
 from penstock.tui.app import PenstockApp
+from penstock.tui.data import plan_client
 from penstock.tui.screens.configure import ConfigureScreen
 from penstock.tui.screens.home import HomeScreen
 from penstock.tui.screens.run import RunScreen
 from penstock.tui.widgets.kpi_bar import KpiBar
 from penstock.tui.widgets.plan_panel import PlanPanel
 
+REAL_PLANNER = plan_client.SERVER
+STEPS = 60
+"""So many that it is still training when it is paused and stopped."""
+
 
 async def until(pilot: Pilot[Any], condition: Callable[[], bool], what: str) -> None:
     try:
-        await real_runs.until(condition, pilot.pause, 240)
+        await real_runs.until(condition, pilot.pause)
     except AssertionError:
         shown = "\n".join(str(strip.text) for strip in pilot.app.screen._compositor.render_strips())
         pytest.fail(f"waited in vain for {what}:\n{shown}")
@@ -53,24 +58,32 @@ async def set_field(pilot: Pilot[Any], key: str, text: str) -> None:
     await pilot.press("escape")
 
 
+def recipes_of(app: PenstockApp) -> DataTable[Any]:
+    return app.screen.query_one("#recipes", DataTable)
+
+
+def recipe_at_cursor(app: PenstockApp) -> str:
+    rows = recipes_of(app).ordered_rows
+    return Path(str(rows[recipes_of(app).cursor_row].key.value)).name if rows else ""
+
+
 def plan_text(screen: ConfigureScreen) -> str:
-    panel = screen.query_one(PlanPanel)
-    return plain(panel.rows(70, 60))
+    return plain(screen.query_one(PlanPanel).rows(70, 60))
 
 
 async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(plan_client, "SERVER", REAL_PLANNER)
     app = PenstockApp(tmp_path)
     async with app.run_test(size=(140, 44)) as pilot:
-        # ---- open, pick the quickstart
-        await pilot.pause(0.3)
-        assert isinstance(app.screen, HomeScreen)
-        recipes = app.screen.query_one("#recipes", DataTable)
-        assert recipes.has_focus  # there are no runs yet
-        assert Path(str(recipes.ordered_rows[recipes.cursor_row].key.value)).name == "quickstart.py"
-        # ---- it is over in a moment; the text model takes its time
-        await pilot.press("slash", *"text_small", "enter")
-        assert Path(str(recipes.ordered_rows[recipes.cursor_row].key.value)).name == "text_small.py"
+        # ---- open, pick a recipe
+        await until(pilot, lambda: bool(recipe_at_cursor(app)), "recipes")
+        assert recipes_of(app).has_focus  # there are no runs yet
+        assert recipe_at_cursor(app) == "quickstart.py"
+        real_runs.make_root(tmp_path)
+        await pilot.press("slash", *"tiny")
+        await until(pilot, lambda: recipe_at_cursor(app) == "tiny.py", "a recipe of one's own")
+        await pilot.press("enter")
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, ConfigureScreen), "the form")
         screen = app.screen
@@ -78,14 +91,10 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
         await until(pilot, lambda: "tokens/s" in plan_text(screen), "a plan")
         before = plan_text(screen)
         # ---- change fields, see the plan change
-        await set_field(pilot, "sequence_length", "256")
-        await set_field(pilot, "chunk_tokens", "128")
-        await set_field(pilot, "max_documents", "60")
-        await set_field(pilot, "validate_every", "20")
-        await set_field(pilot, "train.steps", "120")
-        await set_field(pilot, "checkpoint_every", "10")
-        await pilot.press("slash", *"train.compile", "enter", "right", "right", "escape")
-        await until(pilot, lambda: "120 steps" in plan_text(screen), "a new plan")
+        await set_field(pilot, "global_batch_size", "2")
+        await set_field(pilot, "train.steps", str(STEPS))
+        await pilot.press("slash", *"train.calibrate", "enter", "right", "escape")
+        await until(pilot, lambda: f"{STEPS} steps" in plan_text(screen), "a new plan")
         assert plan_text(screen) != before
         # ---- launch
         await ask(pilot, "l")
@@ -117,7 +126,7 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
         await pilot.press("y")
         await until(pilot, lambda: state() == "paused" and "paused" in shown(), "the pause")
         held = step()
-        await pilot.pause(1)
+        await pilot.pause(0.5)
         assert step() == held
         await ask(pilot, "R")
         await pilot.press("y")
@@ -127,13 +136,13 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
         await pilot.press("y")
         await until(pilot, lambda: state() == "stopped" and "stopped" in shown(), "the stop")
         stopped = step()
-        assert held < stopped < 120
+        assert held < stopped < STEPS
         # ---- resume to the end
         await ask(pilot, "R")
         await pilot.press("y")
         await until(pilot, lambda: state() == "finished" and "finished" in shown(), "the end")
-        assert [line["step"] for line in JsonLines(run / "metrics.jsonl")] == list(range(1, 121))
-        await until(pilot, lambda: watched.data.metrics.rows == watched.data.metrics.last_step == 120, "all of them")
+        assert [line["step"] for line in JsonLines(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
+        await until(pilot, lambda: watched.data.metrics.rows == watched.data.metrics.last_step == STEPS, "all of them")
         # ---- export
         folder = tmp_path / "exported"
         await ask(pilot, "e")
@@ -145,6 +154,7 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
         await until(pilot, lambda: isinstance(app.screen, HomeScreen), "home")
 
 
+@pytest.mark.long
 async def test_quitting_leaves_the_run_alone(tmp_path: Path) -> None:
     """Nothing in this process holds the run: it goes on when the application has closed."""
     root = real_runs.make_root(tmp_path)

@@ -121,8 +121,8 @@ async def test_ops_are_selected_and_told(first: Path) -> None:
         assert screen.lane_view.mode == "step"
 
 
-async def test_walking_the_critical_path(first: Path) -> None:
-    async with timeline(first, 6) as (screen, pilot):
+async def test_walking_the_critical_path_and_search(first: Path) -> None:
+    async with timeline(first, 7) as (screen, pilot):
         view, rows = screen.step.spans.view, screen.step.analysis.path_rows
         assert len(rows) > 3
         for row in rows[:3]:
@@ -131,10 +131,6 @@ async def test_walking_the_critical_path(first: Path) -> None:
         assert "critical" in text_of(screen, "inspector")
         await pilot.press("b")
         assert screen.lane_view.selected == view.span(rows[1])
-
-
-async def test_search(first: Path) -> None:
-    async with timeline(first, 7) as (screen, pilot):
         await answer(pilot, "slash", "layer_backward layers.1")
         assert len(screen.found) > 1
         found = [screen.step.spans.view.span(int(row)) for row in screen.found]

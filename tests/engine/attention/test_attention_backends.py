@@ -23,7 +23,7 @@ from penstock.engine.attention.backends import (
 from penstock.engine.attention.spans import Geometry
 from penstock.engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn, _on_device
 
-SIZES = [(1, 1), (63, 63), (64, 64), (65, 65), (530, 530), (1, 40), (64, 65), (70, 600), (530, 531), (513, 1100)]
+SIZES = [(1, 1), (64, 64), (65, 65), (530, 530), (1, 40), (70, 600), (513, 800)]
 KINDS = ["causal", "full", "window", "old keys", "softcap"]
 WIDTHS = itertools.cycle([(16, 16), (24, 16), (16, 24)])
 GRID = [(n, m, case, next(WIDTHS)) for (n, m), case in itertools.product(SIZES, KINDS)]
@@ -73,17 +73,9 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("kernel", "geometry"), CALLS)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "qk_dim", "v_dim"), [(32, 8, 128, 128), (8, 2, 192, 128), (4, 4, 64, 64), (4, 2, 20, 12)]
-)
+@pytest.mark.parametrize("shape", [(32, 8, 128, 128), (8, 2, 192, 128), (4, 4, 64, 64), (4, 2, 20, 12)])
 def test_torchs_operators_take_what_we_pass(
-    monkeypatch: pytest.MonkeyPatch,
-    kernel: CudaKernel,
-    geometry: Geometry,
-    heads: int,
-    kv_heads: int,
-    qk_dim: int,
-    v_dim: int,
+    monkeypatch: pytest.MonkeyPatch, kernel: CudaKernel, geometry: Geometry, shape: tuple[int, int, int, int]
 ) -> None:
     """On tensors without data: nothing is computed, but an argument that torch has renamed, moved or dropped ends the
     call here, and on a card."""
@@ -95,6 +87,7 @@ def test_torchs_operators_take_what_we_pass(
         return torch.empty(rows, num_heads, width, dtype=torch.bfloat16, device=META)
 
     n, m = geometry.n, geometry.m
+    heads, kv_heads, qk_dim, v_dim = shape
     q, k, v = make(n, heads, qk_dim), make(m, kv_heads, qk_dim), make(m, kv_heads, v_dim)
     x = Operands(q, k, v, AttentionCall(0.1))
     out, lse = kernel.forward(x, geometry)

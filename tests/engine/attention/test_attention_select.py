@@ -61,8 +61,6 @@ class OtherBase(TorchCpuFlash):
 
 
 class Unlaunchable(TorchCpuFlash):
-    """A kernel that this machine cannot launch."""
-
     name = "unlaunchable"
 
     def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
@@ -70,8 +68,6 @@ class Unlaunchable(TorchCpuFlash):
 
 
 class Slow(TorchCpuFlash):
-    """A kernel that computes everything three times."""
-
     name = "slow"
 
     def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:

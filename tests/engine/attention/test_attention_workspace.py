@@ -75,15 +75,6 @@ def test_no_call_allocates_more_than_is_set_aside(
                         assert needed <= deterministic
 
 
-def test_by_hand() -> None:
-    """An H200's 132 multiprocessors over 32 heads are 5 sums of dq, of 8,192 x 32 x 128 float32: 640 MiB."""
-    call = Geometry(8192, 8192, causal=True)
-    once, five = (flash2_backward(call, 32, 8, 128, number) for number in (None, 132))
-    assert five - once == 4 * 128 * 2**20
-    shape: dict[str, Any] = {"heads": 32, "kv_heads": 8, "qk_dim": 128, "v_dim": 128, "chunk": 8192, "total": 8192}
-    assert workspace_bytes(**shape, deterministic=True) - workspace_bytes(**shape) >= five - once
-
-
 def planned(rows: int, row_tokens: int, chunk: int, *, deterministic: bool = False) -> int:
     """Workspace of a small model's problem on a GPU, whose steps all have 4,096 tokens."""
     d = tiny.data(sequence_length=row_tokens)

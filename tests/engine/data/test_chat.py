@@ -1,6 +1,8 @@
 """Chat templates: the text, and which tokens of it are trained, against transformers' own mask."""
 
+import functools
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from transformers import AutoTokenizer
 from penstock.engine.config import DataConfig
 from penstock.engine.data.encode import Encoder
 from penstock.engine.data.samples import Conversation, Encoded
-from penstock.engine.data.tokenizer import TextTokenizer, load_tokenizer
+from penstock.engine.data.tokenizer import load_tokenizer
 from penstock.storage.errors import UserError
 
 TRL = importlib.util.find_spec("trl")
@@ -43,16 +45,8 @@ def encoded(encoder: Encoder, messages: list[dict[str, Any]], tools: list[dict[s
 
 
 def trained(encoder: Encoder, found: Encoded) -> list[str]:
-    """The trained pieces of text."""
-    tokenizer = encoder._tokenizer
-    assert found.weights is not None
-    pieces: list[list[int]] = []
-    for index, weight in enumerate(found.weights):
-        if weight > 0 and (index == 0 or found.weights[index - 1] == 0):
-            pieces.append([])
-        if weight > 0:
-            pieces[-1].append(int(found.ids[index]))
-    return [tokenizer.decode(piece) for piece in pieces]
+    runs = itertools.groupby(zip(found.ids.tolist(), found.weights.tolist(), strict=True), key=lambda pair: pair[1] > 0)
+    return [encoder._tokenizer.decode([token for token, _ in run]) for is_trained, run in runs if is_trained]
 
 
 def refused(encoder: Encoder, messages: list[dict[str, Any]], message: str) -> None:
@@ -71,7 +65,6 @@ def test_ids_and_mask_are_transformers_own(folder: Path, tmp_path: Path, templat
         for used in (template, unmarked(template)):
             found = encoded(encoder_of(folder, used, tmp_path), messages)
             assert found.ids.tolist() == expected["input_ids"]
-            assert found.weights is not None
             assert found.weights.tolist() == expected["assistant_masks"]
 
 
@@ -94,12 +87,11 @@ def test_prefixes_of_published_templates_tell_what_their_training_variants_mark(
     own, marked = ((PUBLISHED / f"{name}{kind}.jinja").read_text() for kind in ("", "_training"))
     assert "generation -%}" not in own.replace("add_generation", "")
     one, other = (encoder_of(folder, text, tmp_path).encode([Conversation("a", CHAT[1:])])[0] for text in (own, marked))
-    assert one.weights is not None
-    assert other.weights is not None
     assert one.ids.tolist() == other.ids.tolist()
     assert one.weights.tolist() == other.weights.tolist()
 
 
+loaded = functools.cache(load_tokenizer)
 WORDS = st.text(st.sampled_from("ab é☃\n .<|>"), max_size=12).map(lambda text: "x" + text)
 TURNS = st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"]), WORDS), min_size=1, max_size=6)
 
@@ -113,7 +105,7 @@ def test_prefixes_tell_what_markers_tell(
     folder = base / "tokenizer of prefixes"
     if not folder.exists():
         make_tokenizer(folder)
-    tokenizer = _loaded(folder)
+    tokenizer = loaded(folder)
     messages = [{"role": role, "content": text} for role, text in [("user", "x"), *turns, ("assistant", "x")]]
     for template in (CHATML, LLAMA):
         both = []
@@ -122,19 +114,9 @@ def test_prefixes_tell_what_markers_tell(
             file.write_text(used)
             encoder = Encoder(DataConfig(source="messages", chat_template=str(file)), tokenizer)
             found = encoded(encoder, messages)
-            assert found.weights is not None
             both.append((found.ids.tolist(), found.weights.tolist()))
         assert both[0] == both[1]
         assert 1 in both[0][1]
-
-
-_tokenizers: dict[Path, TextTokenizer] = {}
-
-
-def _loaded(folder: Path) -> TextTokenizer:
-    if folder not in _tokenizers:
-        _tokenizers[folder] = load_tokenizer(folder)
-    return _tokenizers[folder]
 
 
 def test_prefixes_that_do_not_nest_are_refused_with_the_ways_out(folder: Path, tmp_path: Path) -> None:
@@ -167,7 +149,6 @@ def test_the_last_turn_and_weights_of_messages(folder: Path, tmp_path: Path, tem
     every = encoder_of(folder, template, tmp_path)
     found, unweighted = encoded(every, weighted), encoded(every, [CHAT[0], USER, BOT, USER, BOT, USER, BOT])
     assert found.ids.tolist() == unweighted.ids.tolist()
-    assert found.weights is not None
     assert set(found.weights.tolist()) == {0, 0.5, 1}
     assert len(trained(every, found)) == 2
     refused(every, CHAT[:2], "no token to train: there is no assistant message; set data.trained_tokens=all")
@@ -185,8 +166,6 @@ def test_markers_in_several_pieces_belong_to_their_turn(folder: Path, tmp_path: 
             encoded(encoder_of(folder, text, tmp_path, **settings), [*CHAT[:2], BOT | {"weight": 2}, *CHAT[3:]])
             for text in (CHATML, pieces)
         )
-        assert one.weights is not None
-        assert other.weights is not None
         assert one.weights.tolist() == other.weights.tolist()
 
 
@@ -242,8 +221,7 @@ def test_a_turn_that_no_token_ends_is_ended_by_the_end_of_text(folder: Path, tmp
     encoder = encoder_of(folder, PLAIN, tmp_path)
     found = encoded(encoder, CHAT)
     assert found.ids[-1] == encoder._tokenizer.eos_id
-    assert found.weights is not None
-    assert found.weights[-1] == 1
+    assert found.weights.tolist()[-1] == 1
     assert trained(encoder, found)[-1] == f"No.\n{EOS}"
     asked = encoded(encoder, CHAT[:4])
     assert asked.ids[-1] != encoder._tokenizer.eos_id

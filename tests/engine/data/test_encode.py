@@ -1,9 +1,6 @@
-"""Samples to ids and weights: begin- and end-of-text tokens, completions, ids, bad samples, worker processes."""
+"""Samples to ids and weights: begin- and end-of-text tokens, completions, ids, bad samples."""
 
 import json
-import multiprocessing
-import pickle
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,6 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 
 from penstock.engine.config import DataConfig
 from penstock.engine.data.encode import Encoder, describe_specials
-from penstock.engine.data.formats import text as text_format
 from penstock.engine.data.reading import read_samples
 from penstock.engine.data.samples import Completion, Conversation, Encoded, Ids, Sample, Text
 from penstock.engine.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
@@ -38,8 +34,6 @@ def text_of(tokenizer: TextTokenizer, sample: Sample, **more: Any) -> str:
 
 
 def marked(tokenizer: TextTokenizer, found: Encoded) -> str:
-    """The text that is trained."""
-    assert found.weights is not None
     return tokenizer.decode([int(token) for token, weight in zip(found.ids, found.weights, strict=True) if weight])
 
 
@@ -113,7 +107,6 @@ def test_ids_are_taken_as_they_are(with_bos: TextTokenizer) -> None:
     found = encoder.encode([Ids("a", [7, 8, 9]), Ids("b", [7, 8], [0, 0.5])])
     assert [one.ids.tolist() for one in found] == [[7, 8, 9], [7, 8]]
     assert found[0].weights is None
-    assert found[1].weights is not None
     assert found[1].weights.tolist() == [0, 0.5]
     beyond = with_bos.vocab_size
     with pytest.raises(UserError, match=f"b: token id {beyond} is beyond the tokenizer's vocabulary of {beyond}"):
@@ -135,18 +128,6 @@ def test_a_sample_without_a_token_to_train_is_refused_or_counted(plain: TextToke
     assert [one.where for one in encoder.encode(mixed)] == ["t", "c", "p"]
     assert encoder.bad.count == 4
     assert encoder.bad.first.startswith("one token: no token to train")
-
-
-def test_an_encoder_works_in_another_process(plain: TextTokenizer) -> None:
-    samples: list[Sample] = [Text("t", "a"), Conversation("c", CHAT), Completion("p", "a", "b")]
-    encoder = Encoder(DataConfig(source="messages"), plain)
-    here = encoder.encode(samples)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        there = pool.submit(pickle.loads(pickle.dumps(encoder)).encode, samples).result()
-    for one, other in zip(here, there, strict=True):
-        assert one.ids.tolist() == other.ids.tolist()
-        assert (one.weights is None) == (other.weights is None)
-        assert one.weights is None or other.weights is None or one.weights.tolist() == other.weights.tolist()
 
 
 def test_the_fingerprint_changes_with_what_changes_the_tokens(plain: TextTokenizer, with_bos: TextTokenizer) -> None:
@@ -176,17 +157,3 @@ def test_a_tokenizer_without_offsets_gives_the_same_mask(tmp_path: Path) -> None
     )
     assert marked(tokenizer, found[0]) == f"It is 5 ☃<|im_end|>\n{tokenizer.decode([tokenizer.eos_id])}"
     assert marked(tokenizer, found[1]) == f"c☃{tokenizer.decode([tokenizer.eos_id])}"
-
-
-def test_long_texts_in_pieces_are_the_tokens_of_a_document(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_bos: TextTokenizer
-) -> None:
-    text = "".join(f"line {i}\n" for i in range(300))
-    (tmp_path / "a.txt").write_text(text)
-    monkeypatch.setattr(text_format, "_PIECE_CHARS", 500)
-    config = DataConfig(source="text", path=str(tmp_path))
-    found = Encoder(config, with_bos).encode(list(read_samples(config)))
-    assert len(found) > 3
-    ids = [int(token) for one in found for token in one.ids]
-    assert with_bos.decode(ids) == f"{BOS}{text}{EOS}"
-    assert (ids.count(ids[0]), ids.count(ids[-1])) == (1, 1)

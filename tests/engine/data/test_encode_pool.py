@@ -54,7 +54,6 @@ def plain(encoded):
 
 
 def processes():
-    """Numbers of this process's own."""
     tasks = Path("/proc/self/task")
     return {int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()}
 
@@ -88,7 +87,7 @@ def test_what_is_wrong_is_said_as_one_process_says_it(tokenizer, two_processors)
 
 def test_a_process_that_is_killed_fails_the_run_and_takes_the_others_along(tokenizer, two_processors):
     before = processes()
-    stream = encode_all(encoder(tokenizer), conversations(2000))
+    stream = encode_all(encoder(tokenizer), conversations(800))
     for _ in range(100):
         next(stream)
     for pid in processes() - before:

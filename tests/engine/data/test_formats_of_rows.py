@@ -15,7 +15,7 @@ from penstock.engine.data.formats.base import FORMATS, RowFormat, find_format
 from penstock.engine.data.formats.detect import detect
 from penstock.engine.data.reading import read_samples
 from penstock.engine.data.rows import BadRows, RowError
-from penstock.engine.data.samples import Completion, Conversation, Ids, Sample, Text
+from penstock.engine.data.samples import Completion, Conversation, Ids, Sample
 from penstock.storage.errors import UserError
 
 WEATHER = {
@@ -110,14 +110,12 @@ def test_alpaca_as_turns_and_as_its_own_prompt(tmp_path: Path) -> None:
     sample = conversation(tmp_path, "alpaca", row)
     assert turns(sample) == [("user", "Hello"), ("assistant", "Hi"), ("user", "Add.\n\n1 and 2"), ("assistant", "3")]
     plain = conversation(tmp_path, "alpaca", {"instruction": "Say a.", "input": "", "output": "a"}).plain
-    assert plain is not None
     assert plain.prompt == (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request."
         "\n\n### Instruction:\nSay a.\n\n### Response:\n"
     )
     assert plain.completion == "a"
     plain = conversation(tmp_path, "alpaca", row | {"system": "You add."}).plain
-    assert plain is not None
     assert plain.prompt.startswith("You add.\n\n### Instruction:\nHello\n\n### Response:\nHi\n\n### Instruction:\nAdd.")
     assert plain.prompt.endswith("\n\n### Input:\n1 and 2\n\n### Response:\n")
 
@@ -151,7 +149,6 @@ def test_tokens_and_what_of_them_is_trained(tmp_path: Path) -> None:
 def test_columns_rename_the_fields(tmp_path: Path) -> None:
     row = {"text": "not this", "body": "this"}
     (sample,) = samples_of(tmp_path, "jsonl", row, columns={"text": "body"})
-    assert isinstance(sample, Text)
     assert sample.text == "this"
     row = {"question": "a", "answer": "b"}
     (found,) = samples_of(tmp_path, "prompt_completion", row, columns={"prompt": "question", "completion": "answer"})
@@ -166,25 +163,17 @@ BAD: list[tuple[str, Any, str]] = [
     ("messages", {"messages": []}, "`messages` is empty"),
     ("messages", {"messages": "hello"}, "`messages` is a text; expected a list"),
     ("messages", {"messages": ["a"]}, r"messages\[0\] is a text; expected an object with `role`"),
-    (
-        "messages",
-        {"messages": [{"role": "bot", "content": "a"}]},
-        r"messages\[0\] has the role 'bot'; roles are system",
-    ),
+    ("messages", {"messages": [{"role": "bot", "content": "a"}]}, r"messages\[0\] has the role 'bot'; roles are"),
     ("messages", {"messages": [{"content": "a"}]}, r"messages\[0\] has no `role`"),
     ("messages", {"messages": [{"role": "user"}]}, r"messages\[0\] has no `content`"),
     ("messages", {"messages": [{"role": "user", "content": ""}]}, "the conversation is empty"),
     ("messages", {"messages": [{"role": "user", "content": 3}]}, "`content` is a number"),
     (
         "messages",
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        "a part that is image_url; only text can be trained on",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "a part that is image_url",
     ),
-    (
-        "messages",
-        {"messages": [{"role": "assistant", "content": "a", "weight": -1}]},
-        "`weight` is -1; expected a number",
-    ),
+    ("messages", {"messages": [{"role": "assistant", "content": "a", "weight": -1}]}, "`weight` is -1; expected a"),
     ("messages", {"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, "names no function"),
     ("messages", {"messages": [{"role": "user", "content": "a"}], "tools": "x"}, "`tools` is a text"),
     ("sharegpt", {"conversations": [{"from": "alien", "value": "a"}]}, r"conversations\[0\] has `from` 'alien'; known"),
@@ -196,11 +185,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("alpaca", {"instruction": "a", "output": "a", "history": ["a"]}, "`history` holds a text"),
     ("prompt_completion", {"prompt": "a", "chosen": "b"}, "no `completion` field; the row has chosen, prompt"),
     ("prompt_completion", {"prompt": "a", "completion": ""}, "`completion` is empty"),
-    (
-        "prompt_completion",
-        {"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]},
-        "must be of the same kind",
-    ),
+    ("prompt_completion", {"prompt": "a", "completion": [{"role": "user", "content": "b"}]}, "be of the same kind"),
     ("tokens", {"input_ids": [1, -2]}, r"input_ids\[1\] is -2, which is not a token id"),
     ("tokens", {"input_ids": [1, 2.5]}, r"input_ids\[1\] is 2.5"),
     ("tokens", {"input_ids": [1, 2], "labels": [1]}, "`labels` has 1 values for 2 ids"),
@@ -247,8 +232,8 @@ PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
 SHOWN = dict(re.findall(r"^`(\w+)`: [^\n]*\n```json\n([^`]*)^```", PAGE, re.MULTILINE))
 
 
-def test_the_page_shows_every_format_of_rows() -> None:
-    assert set(SHOWN) == set(SHAPES)
+def test_the_page_shows_and_tests_recognise_every_format_of_rows() -> None:
+    assert set(SHOWN) == set(SHAPES) == {name for name in FORMATS if isinstance(find_format(name), RowFormat)}
 
 
 @pytest.mark.parametrize("source", SHAPES)
@@ -257,10 +242,6 @@ def test_the_rows_of_the_page_are_what_it_says(tmp_path: Path, source: str) -> N
         (tmp_path / "a.jsonl").write_text(row)
         assert detect(tmp_path / "a.jsonl").source == source
         assert len(samples_of(tmp_path, source, row)) == 1
-
-
-def test_every_format_of_rows_is_recognised_by_a_test() -> None:
-    assert set(SHAPES) == {name for name in FORMATS if isinstance(find_format(name), RowFormat)}
 
 
 def test_a_conversation_under_another_name_is_recognised(tmp_path: Path) -> None:
@@ -293,22 +274,8 @@ def test_what_is_not_recognised_is_refused_with_its_columns(tmp_path: Path) -> N
 
 
 NAMES = st.sampled_from(sorted({name for source in SHAPES for name in find_format(source).FIELDS}))  # type: ignore[union-attr]
-INNER = st.sampled_from(
-    [
-        "role",
-        "content",
-        "from",
-        "value",
-        "tool_calls",
-        "function",
-        "function_call",
-        "name",
-        "arguments",
-        "weight",
-        "type",
-        "text",
-    ]
-)
+INNER = st.sampled_from(["role", "content", "from", "value", "weight", "tool_calls"])
+INNER |= st.sampled_from(["function", "function_call", "name", "arguments", "type", "text"])
 WORDS = st.sampled_from(
     ["user", "assistant", "tool", "gpt", "function_call", "a", "", "[1]", '{"a": 1}', "text", "[", " "]
 )

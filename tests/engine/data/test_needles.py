@@ -70,17 +70,8 @@ def test_a_row_without_room_is_refused() -> None:
 
 
 def rows_of(corpus: TokenCorpus, documents: NDArray[np.int64], *, endless: bool = True) -> DataLoader:
-    """Rows of 128 tokens of these documents."""
-    return DataLoader(
-        corpus,
-        vocab_size=53,
-        sequence_length=128,
-        global_batch_size=1,
-        documents=documents,
-        endless=endless,
-        packing="best_fit",
-        order="kept",
-    )
+    rows = {"vocab_size": 53, "sequence_length": 128, "global_batch_size": 1, "packing": "best_fit", "order": "kept"}
+    return DataLoader(corpus, documents=documents, endless=endless, **rows)
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ tasks = st.builds(
 )
 
 
-@sampled(5, 40, derandomize=True)
+@sampled(3, 40, derandomize=True)
 @given(tasks)
 def test_every_suggested_change_is_accepted(task: PlanRequest) -> None:
     error = task.refusal()
@@ -111,12 +111,12 @@ def test_changes_are_checked_as_recipes_are() -> None:
         task.changed({"train.global_batch_size": 0})
 
 
+@pytest.mark.long
 def test_the_best_change_is_faster_per_token() -> None:
     budgets = Budgets(600_000, 800_000, 1 << 30, {})
-    task = a_task(
-        tiny.data(), tiny.training(activation_checkpointing="auto", kv_window="auto"), tiny.storage(), budgets
-    )
-    found, tokens = task.search(GENERIC), 96
+    t = tiny.training(activation_checkpointing="auto", kv_window="auto", global_batch_size=1)
+    task = a_task(tiny.data(), t, tiny.storage(), budgets)
+    found, tokens = task.search(GENERIC), 48
     best = best_change(task, GENERIC, found, tokens)
     assert best["gain"] >= 1.02
     assert best["gain"] == pytest.approx(best["tokens_per_s"] / (tokens / found.best.step_s))

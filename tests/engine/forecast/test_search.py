@@ -27,9 +27,10 @@ from penstock.engine.plan.problem import PlanInput, PlanOptions
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.storage.errors import BudgetError
 
-TIGHT: dict[str, Any] = {"gpu_budget": 500_000, "ram_budget": 600_000, "micro_batches": 1}
+TIGHT: dict[str, Any] = {"gpu_budget": 500_000, "ram_budget": 600_000}
+TIGHT |= {"layers": 2, "micro_batches": 1, "row_tokens": 96}
 AUTO: dict[str, Any] = {"activation_checkpointing": "auto", "kv_window": "auto"}
-EVENLY = sampled(5, 30, derandomize=True)
+EVENLY = sampled(3, 30, derandomize=True)
 
 
 def found(shape: PlanInput, machine: Machine, chunks: tuple[int, ...] = (), **kept: Any) -> SearchResult:
@@ -53,8 +54,13 @@ def fitting(shape: PlanInput, machine: Machine) -> tuple[PlanInput, SearchResult
     raise AssertionError("what the refusals ask for is refused")
 
 
+@pytest.fixture(scope="module")
+def tight() -> SearchResult:
+    """What is best of a small step, of which all choices are tried."""
+    return found(problem(**TIGHT, **AUTO), ROUND)
+
+
 def choices(shape: PlanInput) -> list[PlanOptions]:
-    """All that the search may try."""
     values = dimensions(shape, window_chunks(shape))
     return [PlanOptions(**dict(zip(values, found, strict=True))) for found in itertools.product(*values.values())]
 
@@ -79,55 +85,23 @@ small = st.builds(
 
 
 def slowdown(shape: PlanInput, richer: PlanInput, machine: Machine) -> float:
-    """What is promised with more over what is promised with less."""
     return promised_s(found(richer, machine).best.step_s) / promised_s(found(shape, machine).best.step_s)
 
 
-@sampled(5, 40, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@sampled(2, 40, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(small, machines(), st.sets(st.sampled_from(["gpu", "ram", "nvme"]), min_size=1), st.sampled_from([1.05, 1.3, 2]))
 def test_more_budget_never_promises_a_clearly_slower_step(
     shape: PlanInput, machine: Machine, tiers: set[str], times: float
 ) -> None:
     """What a choice places with less memory it places with more as well (test_planner.py).
 
-    Of random examples about one in a hundred is slower all the same, by up to 2 %, where a place in faster memory
-    costs time: test_a_place_on_the_gpu_can_cost_time.
+    Of random examples about one in a hundred is slower all the same, by up to 2 %: a block on the GPU is updated
+    between the layers' ops, one in RAM beside them.
     """
     shape, _ = fitting(shape, machine)
     budgets = {TIERS[tier]: getattr(shape, TIERS[tier]) for tier in tiers}
     richer = replace(shape, **{name: int(size * times) for name, size in budgets.items() if size is not None})
     assert slowdown(shape, richer, machine) <= 1.03
-
-
-def test_a_place_on_the_gpu_can_cost_time() -> None:
-    """The exception that is known: a block on the GPU is updated between the layers' ops, one in RAM beside them. How
-    many blocks are there is what budgets decide, so that more of them can be there than is best: by a little."""
-    machine = structs.replace(
-        ROUND,
-        matmul_flops=1.57e12,
-        attention=(AttentionRate(head_dim=8, chunk_tokens=64, forward_flops=7.2e8, backward_flops=7.7e10),),
-        h2d_bytes_per_s=1.01e8,
-        d2h_bytes_per_s=2.8e9,
-        duplex_share=0.88,
-        gpu_copy_bytes_per_s=2.4e11,
-        drives=(Drive(path=None, size_bytes=10**12, read_bytes_per_s=1.4e9, write_bytes_per_s=2.3e9),),
-        drives_share=1.0,
-        optimizer_params_per_s=1.34e8,
-    )
-    shape = problem(
-        layers=4,
-        tied=True,
-        edge=1,
-        micro_batches=1,
-        row_tokens=30,
-        chunk_tokens=28,
-        gpu_budget=406_938,
-        ram_budget=1_245_935,
-        graph_bytes=300,
-        **AUTO,
-    )
-    richer = replace(shape, gpu_budget=2 * shape.gpu_budget, ram_budget=2 * shape.ram_budget)
-    assert slowdown(shape, richer, machine) <= 1.01
 
 
 def test_groups_are_not_looked_for_from_what_is_best_without_them_alone() -> None:
@@ -160,6 +134,7 @@ def test_groups_are_not_looked_for_from_what_is_best_without_them_alone() -> Non
     assert slowdown(shape, replace(shape, gpu_budget=int(shape.gpu_budget * 1.05)), machine) <= 1.0
 
 
+@pytest.mark.long
 def test_groups_may_have_shorter_chunks_than_what_is_best_without_them() -> None:
     """Shorter chunks leave more of the GPU to the graphs of a group. Without groups there is no room for these anyway,
     and attention is recomputed."""
@@ -205,7 +180,6 @@ def test_every_plan_tried_runs_within_its_budgets(shape: PlanInput, machine: Mac
 @EVENLY
 @given(small, st.permutations(list(TIERS)))
 def test_a_refusal_names_a_tier_and_what_it_needs(shape: PlanInput, order: list[str]) -> None:
-    """Whatever is scarce; the budgets asked for are accepted, one tier after the other."""
     poor = replace(shape, **{TIERS[tier]: 1 for tier in order[:2]})
     raised, best = fitting(poor, ROUND)
     for tier in order[:2]:
@@ -226,10 +200,10 @@ def test_nothing_is_refused_that_some_choice_fits(shape: PlanInput, gpu: float, 
             make_plan(near, choice)
 
 
-def test_the_best_of_all_choices_is_found() -> None:
+def test_the_best_of_all_choices_is_found(tight: SearchResult) -> None:
     """A small step is searched exhaustively, but for groups and graphs that leave, which are tried from the best on."""
     shape = problem(**TIGHT, **AUTO)
-    best = found(shape, ROUND)
+    best = tight
     steps: dict[PlanOptions, float] = {}
     for choice in choices(shape):
         with contextlib.suppress(BudgetError):
@@ -265,9 +239,8 @@ def test_a_link_that_is_slow_keeps_blocks_on_the_gpu_and_slow_matmuls_keep_graph
     assert not found(replace(shape, activation_checkpointing="selective"), slow_products).plan.saved_graphs
 
 
-def test_a_choice_that_works_is_kept_unless_another_is_clearly_faster() -> None:
-    shape = problem(**TIGHT, **AUTO)
-    free = found(shape, ROUND)
+def test_a_choice_that_works_is_kept_unless_another_is_clearly_faster(tight: SearchResult) -> None:
+    shape, free = problem(**TIGHT, **AUTO), tight
     ranked = sorted(free.tried, key=lambda c: c.step_s)
     near = next(c for c in ranked if c.choice != free.best.choice and c.step_s < free.best.step_s * 1.02)
     far = next(c for c in ranked if c.step_s > free.best.step_s * 1.1)
@@ -286,7 +259,7 @@ def test_a_choice_that_works_is_kept_unless_another_is_clearly_faster() -> None:
     assert found(poor, ROUND, only=(length, refused.choice)).plan.tiers["gpu"].peak_bytes <= poor.gpu_budget
 
 
-@sampled(5, 40, derandomize=True)
+@sampled(2, 40, derandomize=True)
 @given(small, machines(), st.lists(st.floats(0.6, 1.6), min_size=3, max_size=3))
 def test_a_second_search_looks_again_at_what_other_times_may_favour(
     shape: PlanInput, machine: Machine, factors: list[float]
@@ -328,8 +301,8 @@ def test_chunk_lengths_worth_trying() -> None:
     assert chunk_options(1 << 25) == [1 << n for n in range(9, 17)], "unless there is no other"
 
 
-def test_a_plan_that_writes_half_as_much_is_taken_where_it_is_nearly_as_fast() -> None:
-    best = found(problem(**TIGHT, **AUTO), ROUND).best
+def test_a_plan_that_writes_half_as_much_is_taken_where_it_is_nearly_as_fast(tight: SearchResult) -> None:
+    best = tight.best
 
     def candidate(step_s: float, written: int) -> Candidate:
         simulation = replace(best.simulation, step_s=step_s, bytes=best.simulation.bytes | {"nvme_write": written})

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from machines import ROUND, machines
 from msgspec import structs
-from samples import sampled
+from samples import cases, sampled
 from small_problems import planned, problem, some_plan
 from some_ops import an_op
 
@@ -87,13 +87,8 @@ def test_clocks_by_hand(
 
 
 def test_spans_tell_what_was_waited_for() -> None:
-    ops = [
-        an_op(0, "h2d"),
-        an_op(1, "compute", 0),
-        an_op(2, "h2d", 0),
-        an_op(3, "compute", 1, 2),
-        an_op(4, "d2h", 0, 3),
-    ]
+    ops = [an_op(0, "h2d"), an_op(1, "compute", 0), an_op(2, "h2d", 0), an_op(3, "compute", 1, 2)]
+    ops.append(an_op(4, "d2h", 0, 3))
     clocks = Clocks(ROUND)
     clocks.run(ops, costs(1, 1, 1, 1, 1))
     waited = {span.id: span.waited for span in clocks.spans(0.0)}
@@ -178,7 +173,6 @@ ACTIVATIONS_FIRST, RECORDS_FIRST = PlanOptions(ram_first="activations"), PlanOpt
 BUT_EVERY_SIXTH = frozenset(range(60)) - frozenset(range(5, 60, 6))
 DEEP = {
     "all on the GPU": deep(32, BLOCKS_FIRST),
-    "all in RAM": deep(32, gpu_budget=1),
     "half on the GPU": deep(40, BLOCKS_FIRST, gpu_budget=4_000_000),
     "graphs of some": deep(30, gpu_budget=1_200_000, activation_checkpointing="auto"),
     "records on the GPU": deep(30, RECORDS_FIRST, gpu_budget=1_500_000, ram_budget=1_000_000),
@@ -188,7 +182,6 @@ DEEP = {
     "attention recomputed": deep(36, PlanOptions(recompute="all"), gpu_budget=1, activation_checkpointing="full"),
     "streamed": deep(24, STREAMED, gpu_budget=1, micro_batches=1, row_tokens=512),
     "streamed, tight": deep(26, STREAMED, gpu_budget=1, ram_budget=1, micro_batches=1, row_tokens=512),
-    "many chunks": deep(24, gpu_budget=1, micro_batches=24, row_tokens=128),
     "chunks of two micro-batches": deep(24, gpu_budget=1, micro_batches=10, row_tokens=192),
     "every other window slides": deep(36, sliding=frozenset(range(0, 36, 2)), gpu_budget=1, ram_budget=2_000_000),
     "one window in six is full": deep(60, sliding=BUT_EVERY_SIXTH, gpu_budget=1),
@@ -200,15 +193,6 @@ DEEP = {
     "groups, half of the graphs in RAM": deep(
         26, PlanOptions(group=4, graphs_aside="half"), gpu_budget=1, micro_batches=16, activation_checkpointing="auto"
     ),
-    "groups, graphs on NVMe": deep(
-        24,
-        PlanOptions(group=2, graphs_aside="all"),
-        gpu_budget=1,
-        ram_budget=2_500_000,
-        micro_batches=8,
-        activation_checkpointing="auto",
-    ),
-    "sliding windows below": deep(30, sliding=frozenset(range(14)), gpu_budget=1),
 }
 RATES = {
     "computing": ROUND,
@@ -220,14 +204,14 @@ RATES = {
 }
 
 
-def _grid() -> list[object]:
-    """Of every other case one of the rates, and each rate once besides; all pairs in make test-all."""
-    once = set([*zip(DEEP, itertools.cycle(RATES), strict=False)][::2]) | set(zip(DEEP, RATES, strict=False))
-    pairs = itertools.product(DEEP, RATES)
-    return [pytest.param(*pair, marks=() if pair in once else pytest.mark.long) for pair in pairs]
+OFTEN = [("chunks of two micro-batches", "computing"), ("frozen below, on NVMe", "link"), ("streamed, tight", "drives"),
+         ("one window in six is full", "no GPU"), ("groups", "drives")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "rates"), _grid())
+@pytest.mark.parametrize(
+    ("case", "rates"),
+    [pytest.param(*pair, marks=() if pair in OFTEN else pytest.mark.long) for pair in itertools.product(DEEP, RATES)],
+)
 def test_a_few_layers_tell_what_many_take(case: str, rates: str) -> None:
     plan, machine = some_plan(*DEEP[case]), RATES[rates]
     assert num_ops(plan) > FULL_OPS
@@ -242,7 +226,7 @@ def test_a_few_layers_tell_what_many_take(case: str, rates: str) -> None:
     assert evaluation_s < 0.7 * whole.step_s
 
 
-@pytest.mark.parametrize("case", ["streamed", "chunks of two micro-batches"])
+@pytest.mark.parametrize("case", cases(["streamed", "chunks of two micro-batches"], "streamed"))
 def test_padding_that_is_not_computed_is_not_predicted(case: str) -> None:
     """Micro-batches filled by quarters, one of them empty: told by a few layers and merged chunks as by all of them."""
     plan, machine = some_plan(*DEEP[case]), ROUND

@@ -35,23 +35,12 @@ from penstock.engine.generate.streamed import StreamedModel
 from penstock.storage.arena import HostArena
 from penstock.storage.errors import UserError
 
-SHAPE: dict[str, Any] = {
-    "num_hidden_layers": 3,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 211,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SHAPE: dict[str, Any] = adapted.SIZES | {"num_hidden_layers": 3, "vocab_size": 211, "pad_token_id": 0}
+SHAPE |= {"bos_token_id": None, "eos_token_id": None}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "rope_theta": 1e4}
 CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SHAPE | {"tie_word_embeddings": True}),
     "qwen3": Qwen3Config(**SHAPE),
     # Windows shorter than the prompts, soft-caps.
     "gemma3": Gemma3TextConfig(**SHAPE | {"num_hidden_layers": 7}, sliding_window=8, attn_logit_softcapping=20.0),
@@ -63,10 +52,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **SHAPE | {"num_hidden_layers": 4},
         **EXPERTS,
         shared_expert_intermediate_size=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
     ),
 }
 
@@ -122,11 +109,11 @@ def _asked(refusal: UserError) -> int:
     return parse_bytes(found[1], "gpu")
 
 
-@pytest.mark.parametrize("family", cases(CONFIGS, "gemma3", "gpt_oss", "phi3", "qwen3_next"))
+@pytest.mark.parametrize("family", cases(CONFIGS, "phi3", "qwen3_next"))
 def test_greedy_is_what_transformers_gives(family: str, tmp_path: Path) -> None:
     """Prompts of unequal length in one batch, all weights in memory; and each by itself, everything from disk."""
     made = save(CONFIGS[family], tmp_path)
-    count = 4 if family == "qwen3_next" else 6
+    count = 4
     expected = by_transformers(made, PROMPTS, count)
     with StreamedModel.open(tmp_path, **ROOMY, device="cpu", dtype="float32") as ours:
         told: list[list[int]] = [[] for _ in PROMPTS]
@@ -149,11 +136,14 @@ def memory_apart() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("family", "apart"), [("gemma3", True), ("phi3", False), ("qwen3_next", True)])
+APART = [pytest.param("phi3", False, marks=pytest.mark.long), pytest.param("qwen3_next", True, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize(("family", "apart"), [("gemma3", True), *APART])
 def test_tiers_and_chunks_change_no_token(
     family: str, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, count = save(CONFIGS[family], tmp_path), 4
+    made, count = save(CONFIGS[family], tmp_path), 3
     expected = by_transformers(made, PROMPTS, count)
     monkeypatch.setattr("penstock.engine.generate.placement._FIXED_BYTES", 0)
     monkeypatch.setattr("penstock.engine.generate.placement._LIBRARY_BYTES", 0)
@@ -178,7 +168,6 @@ def test_a_prompt_that_begins_as_before_is_not_read_again(tmp_path: Path) -> Non
         first = ours.generate([PROMPTS[1]], Decoding(new_tokens=5), reuse=True)[0].ids
         longer = [*PROMPTS[1], *first, 7, 8, 9]
         forward = ours._reading
-        assert forward is not None
         call = type(forward).__call__
 
         def counted(self: Any, rows: list[Row]) -> torch.Tensor:
@@ -206,11 +195,12 @@ def test_log_likelihoods_are_those_of_the_logits(tmp_path: Path) -> None:
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    "layers frozen": {"train": training(steps=4, freeze=["*layers.0.*", "*layers.2.mlp.*"])},
+    "layers frozen": {"train": training(steps=3, freeze=["*layers.0.*", "*layers.2.mlp.*"])},
     "adapter": {"adapter": adapted.section("rslora"), "train": training(steps=4, lr=5e-2)},
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_run_and_its_checkpoint_are_read_as_their_exports(kind: str, tmp_path: Path) -> None:
     run, sections = tmp_path / "run", RUNS[kind] | {"storage": storage(checkpoint_every=1)}
@@ -272,7 +262,7 @@ def test_draws_depend_on_seed_sequence_and_position_alone() -> None:
     assert drawn.count(0) / 4000 == pytest.approx(0.5 / 0.8, abs=0.03)
 
 
-@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("method", cases(["lora", "dora"], "lora"))
 def test_an_adapter_folder_is_asked_with_its_base(method: str, tmp_path: Path) -> None:
     """As plain peft has it, the base streamed from disk or in memory."""
     shape = adapted.config("qwen3_moe" if method == "lora" else "llama")

@@ -19,15 +19,8 @@ from penstock.storage.units import bytes_text, seconds_text
 
 PAGE = Path(__file__).parents[3] / "docs" / "sample.md"
 MACHINES = {"RTX 4090, 64 GB RAM": "rtx4090-64", "RTX 4090, 128 GB RAM": "rtx4090-128"}
-LLAMA_70B = {
-    "vocab_size": 128256,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-}
+LLAMA_70B = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+LLAMA_70B |= {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 TOKENS = 64
 
 
@@ -41,20 +34,9 @@ def ask(spec: ModelSpec, machine_name: str, prompts: int, length: int) -> Estima
     budgets = machine_budgets(BudgetConfig(), machine)
     room = prompts * (length + TOKENS)
     placement = place(sizes, room, gpu_bytes=budgets.gpu, ram_bytes=budgets.ram, staged=True)
-    return forecast(
-        spec,
-        sizes,
-        placement,
-        sizes.buffers,
-        machine,
-        cuda=True,
-        where="",
-        assumed=False,
-        filled=False,
-        prompt_tokens=length,
-        sequences=prompts,
-        new_tokens=TOKENS,
-    )
+    how = {"cuda": True, "where": "", "assumed": False, "filled": False}
+    work = {"prompt_tokens": length, "sequences": prompts, "new_tokens": TOKENS}
+    return forecast(spec, sizes, placement, sizes.buffers, machine, **how, **work)
 
 
 def test_the_page_has_the_figures_of_the_forecast(spec: ModelSpec) -> None:

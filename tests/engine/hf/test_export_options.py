@@ -11,6 +11,7 @@ import tiny
 import torch
 from model_folders import as_users_have_it
 from safetensors.torch import load_file
+from samples import cases
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -50,7 +51,7 @@ def test_the_files_are_those_that_transformers_saves(tmp_path: Path, model_type:
     assert remarks == []
 
 
-@pytest.mark.parametrize("name", ["float32", "float16"])
+@pytest.mark.parametrize("name", cases(["float32", "float16"], "float16"))
 def test_another_dtype_is_in_tensors_and_config(tmp_path: Path, name: str) -> None:
     origin = as_users_have_it(tmp_path / "origin", "qwen3", True)
     out, _, values = exported(origin, tmp_path / "out", dtype=name, convert=True)

@@ -22,19 +22,9 @@ from penstock.engine.model.spec import ModelSpec
 from penstock.storage.errors import UserError
 from penstock.storage.safetensors_io import CheckpointReader
 
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "max_position_embeddings": 64}
+SHAPE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 TYPES = {
     "llama": {},
@@ -76,14 +66,12 @@ def _spec(config: str) -> ModelSpec:
 
 
 def saved(folder: Path, model_type: str, **fields: Any) -> Path:
-    """`folder`, with a random model as transformers saves it."""
     random_model(model_type, **fields).save_pretrained(folder)
     return folder
 
 
 @contextmanager
 def stored(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of a folder, to be changed."""
     tensors = load_file(folder / "model.safetensors")
     yield tensors
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -94,7 +82,6 @@ def spec_of(folder: Path) -> ModelSpec:
 
 
 def round_trip(folder: Path, scratch: Path, spec: ModelSpec | None = None) -> Path:
-    """Import `folder` and export it again."""
     spec = spec or spec_of(folder)
     reader = CheckpointReader(folder)
     buffers = dict(import_blocks(reader, spec))

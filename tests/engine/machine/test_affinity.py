@@ -44,7 +44,6 @@ def test_the_kernels_lists_are_read(text: str, expected: set[int]) -> None:
 
 
 def test_two_sockets_with_hyperthreads(tmp_path: Path) -> None:
-    """The GPU hangs on socket 1; its 32 cores have two threads each, one of them in a far range."""
     siblings = {cpu: f"{cpu % 64},{cpu % 64 + 64}" for cpu in range(128)}
     root = machine(tmp_path, {0: "0-31,64-95", 1: "32-63,96-127"}, 1, siblings)
     found = placement(GPU, cpus(range(128)), root)

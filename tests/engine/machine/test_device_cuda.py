@@ -151,7 +151,6 @@ def test_work_is_timed_between_two_events() -> None:
 
 
 def test_copies_of_the_probe_go_through_a_stream_each() -> None:
-    """Both directions at once, every byte there."""
     here, there = torch.arange(64), torch.zeros(64, dtype=torch.int64)
     back = torch.zeros(64, dtype=torch.int64)
     threads = threading.active_count()

@@ -128,12 +128,8 @@ def node(root: Path, number: int, cpus: str, total: int, **parts: int) -> None:
     """A NUMA node; `parts`: what else its meminfo says, in bytes."""
     folder = root / f"sys/devices/system/node/node{number}"
     write(folder / "cpulist", cpus)
-    names = {
-        "free": "MemFree",
-        "active_file": "Active(file)",
-        "inactive_file": "Inactive(file)",
-        "slab": "SReclaimable",
-    }
+    names = {"free": "MemFree", "active_file": "Active(file)", "inactive_file": "Inactive(file)"}
+    names["slab"] = "SReclaimable"
     rows = {"MemTotal": total, "Active": 5 * GIB} | {names[name]: size for name, size in parts.items()}
     lines = [f"Node {number} {name}: {size // 1024:>12} kB" for name, size in rows.items()]
     write(folder / "meminfo", "\n".join([*lines, f"Node {number} HugePages_Total:     7"]))
@@ -230,7 +226,6 @@ def test_budgets_without_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("integrated", [False, True])
 def test_budgets_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, integrated: bool) -> None:
-    """The driver's answers, as there may be no GPU here."""
     properties = SimpleNamespace(is_integrated=integrated)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 24 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)

@@ -23,15 +23,8 @@ WSL_RELEASE = "5.15.153.1-microsoft-standard-WSL2"
 
 
 def gpu(
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    name: str,
-    free: int,
-    total: int,
-    integrated: bool = False,
-    hip: str | None = None,
+    monkeypatch: pytest.MonkeyPatch, name: str, free: int, total: int, integrated: bool = False, hip: str | None = None
 ) -> None:
-    """The driver's answers."""
     properties = SimpleNamespace(name=name, is_integrated=integrated, total_memory=total)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)

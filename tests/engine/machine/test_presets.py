@@ -16,21 +16,10 @@ from penstock.engine.machine.presets import GENERIC, PRESETS, find_machine, prof
 from penstock.engine.machine.profile import VERSION, Machine, from_json
 from penstock.storage.errors import UserError
 
-NAMES = (
-    "gh200-480",
-    "h200-1500",
-    "h100-pcie-512",
-    "rtx4090-64",
-    "rtx4090-128",
-    "rtx4090-256",
-    "rtx5090-192",
-    "rtx3090-64",
-    "dgx-spark",
-)
-
 
 def test_all_presets_are_there() -> None:
-    assert tuple(PRESETS) == NAMES
+    names = "gh200-480 h200-1500 h100-pcie-512 rtx4090-64 rtx4090-128 rtx4090-256 rtx5090-192 rtx3090-64 dgx-spark"
+    assert " ".join(PRESETS) == names
     assert "assumed" in GENERIC.source
 
 
@@ -39,7 +28,7 @@ def test_round_trip_through_json(machine: Machine) -> None:
     assert from_json(json.loads(json.dumps(machine.to_json())), machine.name) == machine
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PRESETS)
 def test_rates_stay_below_the_sheet(name: str) -> None:
     machine = PRESETS[name]
     assert machine.source.startswith("data sheets, not measured")
@@ -74,15 +63,6 @@ def test_a_desktop_by_hand() -> None:
     assert machine.nvme_bytes == 7_200 * 10**9
     assert machine.nvme_read_bytes_per_s == pytest.approx(12.03175e9)  # 2 x 7.45 x 0.85 x 0.95
     assert machine.nvme_write_bytes_per_s == pytest.approx(2.584e9)  # 2 x 1.6 x 0.85 x 0.95
-
-
-def test_a_workstation_by_hand() -> None:
-    machine, desktop = PRESETS["rtx4090-256"], PRESETS["rtx4090-128"]
-    assert machine.ram_bytes == 274_877_906_944
-    assert machine.h2d_bytes_per_s == desktop.h2d_bytes_per_s, "the same PCIe 4"
-    assert machine.duplex_share == pytest.approx(0.90)  # RAM serves both ways: 166.4 of 2 x 31.5
-    assert machine.optimizer_params_per_s == pytest.approx(4.7147e9, rel=1e-4)  # 166.4e9 x 0.85 / 30
-    assert machine.attention == desktop.attention
 
 
 def test_data_centre_machines_by_hand() -> None:
@@ -176,29 +156,19 @@ def test_profile_path_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         ("NVIDIA H100 80GB HBM3", 989.5),
         ("NVIDIA H100 PCIe", 756.5),
         ("NVIDIA H100 NVL", 835.5),
-        ("NVIDIA H200", 989.5),
-        ("NVIDIA H200 NVL", 835.5),
         ("NVIDIA GH200 480GB", 989.5),
-        ("NVIDIA GH200 144G HBM3e", 989.5),
         ("NVIDIA B200", 2250.0),
         ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA A100 80GB PCIe", 312.0),
         ("NVIDIA L40S", 362.05),
-        ("NVIDIA L4", 121.0),
         ("NVIDIA GeForce RTX 3090", 71.0),
         ("NVIDIA GeForce RTX 3090 Ti", 80.0),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA GeForce RTX 5090", 209.5),
         # Unknown ones get no other's figure.
         ("", None),
-        ("cpu", None),
         ("NVIDIA GB10", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 4090 D", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("NVIDIA H100 80GB HBM2e", None),
         ("AMD Instinct MI300X", None),
-        ("Tesla V100-SXM2-32GB", None),
     ],
 )
 def test_peaks_by_name(name: str, tera: float | None) -> None:

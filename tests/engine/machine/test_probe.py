@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import ROUND
 from msgspec import structs
-from samples import cases
 
 from penstock.engine.attention import chunk as attention
 from penstock.engine.machine import probe_drives as drives
@@ -49,7 +48,7 @@ def test_every_rate_is_positive_and_nothing_stays(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     told: list[str] = []
-    machine = probe(folders, seconds=2, sizes=TINY, block_bytes=BLOCK, most_bytes=64 * BLOCK, say=told.append)
+    machine = probe(folders, seconds=0.5, sizes=TINY, block_bytes=BLOCK, most_bytes=64 * BLOCK, say=told.append)
     # Loading refuses rates that are no positive numbers.
     assert from_json(json.loads(json.dumps(machine.to_json())), "profile") == machine
     assert [rate.head_dim for rate in machine.attention] == [16, 16, 32, 32]
@@ -80,7 +79,7 @@ def test_folders_on_one_disk_share_its_room(tmp_path: Path, monkeypatch: pytest.
     assert [drives._fillable(folders[0], folders[:count]) for count in (1, 2, 3)] == [3000, 1500, 1000]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(0, 200), st.sampled_from([4096, 12288, 1 << 16]))
 def test_written_bytes_are_counted(tmp_path_factory: pytest.TempPathFactory, blocks: int, block_bytes: int) -> None:
     """Whatever the size of the files: at least one block in each, and no more of them than asked for."""
@@ -92,8 +91,7 @@ def test_written_bytes_are_counted(tmp_path_factory: pytest.TempPathFactory, blo
     assert sorted(folder.iterdir()) == before
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("more_blocks", [0, 11, 100])
+@pytest.mark.parametrize(("count", "more_blocks"), [(1, 0), (2, 11)])
 def test_no_more_is_written_to_a_drive_than_allowed(tmp_path: Path, count: int, more_blocks: int) -> None:
     """However long it may take: what is measured ends instead."""
     folders = [tmp_path / name for name in "ab"[:count]]
@@ -176,7 +174,8 @@ def test_a_full_disk_ends_the_other_threads(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", cases([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], signal.SIGKILL))
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     script = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"

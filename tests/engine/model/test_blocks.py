@@ -22,20 +22,9 @@ from penstock.engine.model.trace import random_model
 
 
 def tiny(model_type: str = "qwen3", **fields: Any) -> PretrainedConfig:
-    return CONFIG_MAPPING[model_type](
-        **{
-            "num_hidden_layers": 2,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "vocab_size": 101,
-            "max_position_embeddings": 256,
-            "pad_token_id": 5,
-            **fields,
-        }
-    )
+    shape = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 101, "max_position_embeddings": 256}
+    return CONFIG_MAPPING[model_type](**shape | {"pad_token_id": 5} | fields)
 
 
 def documents(lengths: list[int], vocabulary: int = 101) -> list[Tensor]:
@@ -90,8 +79,7 @@ def test_gradients_are_added_to_what_is_there_and_weights_used_in_place(qwen3: A
     assert not torch.equal(before, x)
 
 
-@pytest.mark.parametrize("logits_bytes", [1, 101 * 4 * 3, 1 << 30])
-def test_head_does_not_depend_on_its_sub_chunks(qwen3: Any, logits_bytes: int) -> None:
+def test_head_in_sub_chunks_is_autograds(qwen3: Any) -> None:
     _, model, runner, weights = qwen3
     x = torch.randn(20, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     labels = torch.arange(20)
@@ -102,7 +90,7 @@ def test_head_does_not_depend_on_its_sub_chunks(qwen3: Any, logits_bytes: int) -
     reference = torch.autograd.grad(expected * 0.5, [x, *(model.get_parameter(name) for name in head)])
     grads = {name: torch.zeros_like(tensor) for name, tensor in head.items()}
     tokens = ChunkTokens.of(torch.zeros_like(labels), labels, torch.arange(20))
-    loss, dx = runner.head(head, x.detach(), tokens, 0.5, grads, logits_bytes)
+    loss, dx = runner.head(head, x.detach(), tokens, 0.5, grads, 101 * 4 * 3)
     torch.testing.assert_close(loss, expected.detach().double())
     torch.testing.assert_close(dx, reference[0])
     for computed, expected_grad in zip(grads.values(), reference[1:], strict=True):

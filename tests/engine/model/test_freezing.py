@@ -76,11 +76,11 @@ def test_patterns_that_leave_nothing_to_do_are_refused(patterns: list[str], said
     ("model_type", "freeze", "pieces"),
     [
         ("llama", HALVES, True),
-        ("qwen3", ["*.self_attn.*"], False),
-        ("gemma3_text", ["*embed*", "*_proj.weight"], True),
-        ("qwen3_moe", ["*.experts.*", "*.gate.*", "*.layers.0.*", "*embed*"], False),
         ("gpt2", ["*wte*", "*.h.0.attn*"], True),
         ("llama", ["*.layers.*", "*embed*"], False),
+        pytest.param("qwen3", ["*.self_attn.*"], False, marks=pytest.mark.long),
+        pytest.param("gemma3_text", ["*embed*", "*_proj.weight"], True, marks=pytest.mark.long),
+        pytest.param("qwen3_moe", ["*.experts.*", "*.gate.*", "*.layers.0.*"], False, marks=pytest.mark.long),
     ],
 )
 def test_gradients_of_the_rest_are_those_of_plain_autograd(model_type: str, freeze: list[str], pieces: bool) -> None:
@@ -127,7 +127,6 @@ def test_a_graph_that_is_kept_finds_both_buffers_of_its_weights_where_they_are_l
         trained = [name for name in now if name not in spec.frozen_params]
         gradients = in_buffers(spec, {name: torch.zeros_like(now[name]) for name in trained})
         (state,) = runner.layers.states(1, [0], [(0, 20)])
-        assert state is not None
         out = runner.layers.project(1, now, x, inputs)
         attended = torch.zeros_like(state.out)
         graph = runner.layers.graph(1, now, x, inputs, lambda p, attended=attended: attended, keep=keep)
@@ -136,7 +135,6 @@ def test_a_graph_that_is_kept_finds_both_buffers_of_its_weights_where_they_are_l
                 view.fill_(float("nan"))
         weights = later if keep else now
         dout = graph.top(weights, dy, gradients)
-        assert dout is not None
         dx = graph.bottom(weights, [torch.ones_like(t) for t in out[:3]], gradients, None)
         results.append([dx, dout, *gradients.values()])
     assert all(torch.equal(a, b) for a, b in itertools.zip_longest(*results))

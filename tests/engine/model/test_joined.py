@@ -11,12 +11,12 @@ import pytest
 import torch
 from compiled import compiled_afresh
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from penstock.engine.attention.chunk import KeptAttention
 from penstock.engine.model.anatomy import take_apart
-from penstock.engine.model.check import check_model
 from penstock.engine.model.joined import JoinedTwin, readers_of_one, side_by_side
 from penstock.engine.model.reference import in_buffers
 from penstock.engine.model.runner import ModelRunner
@@ -36,7 +36,6 @@ def small(model_type: str) -> PretrainedConfig:
 
 
 def apart(spec: ModelSpec) -> ModelSpec:
-    """The model with each product by itself."""
     return replace(spec, joined=((),) * len(spec.joined))
 
 
@@ -75,7 +74,6 @@ def test_what_is_padded_in_the_buffer_is_not_joined() -> None:
     config = small("llama")
     config.hidden_size, config.head_dim = 48, 12
     assert set(take_apart(config).joined) == {()}
-    assert check_model(config).ok
 
 
 def test_an_adapters_layers_stay_apart() -> None:
@@ -141,7 +139,6 @@ def layer_run(
     outputs, graphs = [], []
     for i, (start, end) in enumerate(ranges):
         if keep:
-            assert states[i] is not None
             graph, y = runner.layers.keep(1, here, x[start:end].clone(), inputs[i], KeptAttention(states[i]).forward)
             graphs.append(graph)
         else:
@@ -162,7 +159,7 @@ def layer_run(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "dtype"), [("qwen2", torch.float32), ("qwen3", torch.bfloat16), ("cohere", torch.float32)]
+    ("model_type", "dtype"), [("qwen3", torch.bfloat16), pytest.param("cohere", torch.float32, marks=pytest.mark.long)]
 )
 def test_joined_layers_compute_what_they_compute_apart(model_type: str, dtype: torch.dtype) -> None:
     """Recomputed or with a graph that is kept, whose weights are in another slot in backward: the same bits."""
@@ -177,6 +174,16 @@ def test_joined_layers_compute_what_they_compute_apart(model_type: str, dtype: t
         assert (joined - alone).float().norm() <= close * alone.float().norm()
 
 
+class Products(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
 def test_products_are_fewer_and_no_larger_in_sum() -> None:
     """Of a layer of nine modules with seven matrices four products are left, with the FLOPs that seven had."""
     config = small("llama")
@@ -187,9 +194,9 @@ def test_products_are_fewer_and_no_larger_in_sum() -> None:
         with FlopCounterMode(display=False) as counter:
             layer_run(of, weights, torch.float32, keep=True)
         flops.append(counter.get_total_flops())
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with Products() as products:
             layer_run(of, weights, torch.float32, keep=True)
-        calls.append(sum(e.count for e in profile.key_averages() if e.key in ("aten::mm", "aten::addmm")))
+        calls.append(products.calls)
     assert flops[0] == flops[1]
     # On two chunks: forward, back to the input, and the gradient of the weights.
     assert calls[1] - calls[0] == 2 * 3 * (7 - 4)

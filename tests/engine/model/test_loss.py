@@ -24,14 +24,9 @@ from penstock.engine.model.tokens import ChunkTokens
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "work_bytes", "compile"),
-    [
-        *((dtype, work_bytes, False) for dtype in TOLERANCES for work_bytes in (1, 3 * 4 * 257, 1 << 20)),
-        (torch.bfloat16, 3 * 4 * 257, True),
-    ],
-)
-def test_cross_entropy_is_torchs(dtype: torch.dtype, work_bytes: int, compile: bool) -> None:
+@pytest.mark.parametrize("work_bytes", [1, 3 * 4 * 257, 1 << 20])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_cross_entropy_is_torchs(dtype: torch.dtype, work_bytes: int) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = (10 * torch.randn(20, 257, generator=generator)).to(dtype)
     logits[4] += 1e4  # only differences count
@@ -39,7 +34,7 @@ def test_cross_entropy_is_torchs(dtype: torch.dtype, work_bytes: int, compile: b
     exact = logits.double().clone().requires_grad_()
     expected = torch.nn.functional.cross_entropy(exact, labels, reduction="sum")
     (gradient,) = torch.autograd.grad(0.3 * expected, exact)
-    loss = CrossEntropy(compile=compile)(logits, labels, torch.ones(20, dtype=torch.float64), 0.3, work_bytes)
+    loss = CrossEntropy(compile=False)(logits, labels, torch.ones(20, dtype=torch.float64), 0.3, work_bytes)
     assert loss.dtype == torch.float64
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
     torch.testing.assert_close(logits.double(), gradient, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype] * 0.3)
@@ -66,9 +61,11 @@ def test_weighted_loss_and_z_loss_are_autograds(weights: list[float], z_loss: fl
     torch.testing.assert_close(logits, gradient, rtol=1e-10, atol=1e-13)
 
 
-def test_the_compiled_loss_takes_weights_and_z_loss() -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_loss_takes_weights_and_z_loss(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
-    logits = 3 * torch.randn(9, 40, generator=generator)
+    logits = (3 * torch.randn(9, 40, generator=generator)).to(dtype)
     labels, shares = torch.randint(40, (9,), generator=generator), torch.rand(9, generator=generator).double() + 0.1
     both = [logits.clone(), logits.clone()]
     losses = [
@@ -76,22 +73,7 @@ def test_the_compiled_loss_takes_weights_and_z_loss() -> None:
         for compile, x in zip((False, True), both, strict=True)
     ]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
-    torch.testing.assert_close(both[1], both[0], rtol=1e-5, atol=1e-7)
-
-
-def test_weights_of_one_leave_every_bit_as_it_is() -> None:
-    """What the kernel did before there were weights, written out."""
-    logits = 5 * torch.randn(50, 97, generator=torch.Generator().manual_seed(2))
-    labels = torch.arange(50)
-    work = logits - logits.amax(-1, keepdim=True)
-    target = work.gather(1, labels[:, None])
-    work.exp_()
-    total = work.sum(-1, keepdim=True)
-    factor = torch.full((), 1 / 50)
-    work.mul_(factor / total).scatter_(1, labels[:, None], work.gather(1, labels[:, None]) - factor)
-    loss = CrossEntropy(compile=False)(logits, labels, torch.ones(50, dtype=torch.float64), 1 / 50, 1 << 20)
-    assert torch.equal(logits, work)
-    assert torch.equal(loss, (total.log() - target).sum(dtype=torch.float64))
+    torch.testing.assert_close(both[1], both[0], rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
 @given(st.integers(1, 500), st.integers(1, 300))

@@ -21,18 +21,18 @@ def rates(**changes: Any) -> list[float]:
 
 
 def test_wsd_by_hand() -> None:
-    found = rates(steps=8, warmup_steps=2, lr_schedule="wsd", decay_steps=4, min_lr_ratio=0.2)
+    settings = {"warmup_steps": 2, "lr_schedule": "wsd", "decay_steps": 4, "min_lr_ratio": 0.2}
+    found = rates(steps=8, **settings)
     falling = [0.2 + 0.8 * (1 - share**0.5) for share in (0.25, 0.5, 0.75, 1)]
     assert found == pytest.approx([0.5, 1, 1, 1, *falling])
+    assert rates(steps=20, **settings)[:4] == found[:4], "a run that is made longer goes on"
 
 
 @pytest.mark.parametrize(
     ("changes", "peaks"),
     [
         ({"steps": 100}, 90),
-        ({"steps": 101}, 90),
         ({"steps": 5}, 4),
-        ({"steps": 100, "warmup_steps": 96}, 1),
         ({"steps": 100, "warmup_steps": 100}, 1),
         ({"steps": 100, "warmup_steps": 4, "decay_steps": 96}, 1),
     ],
@@ -56,18 +56,19 @@ def test_wsd_is_that_of_transformers(least: float) -> None:
     assert found[first - 1 :] == pytest.approx([expected(step) for step in range(first, 31)])
 
 
+@pytest.mark.long
 def test_a_wsd_run_goes_on_as_if_it_had_been_longer_from_the_start(tmp_path: Path) -> None:
     def run(folder: str, steps: int, *, stop: int | None = None, resume: bool = False) -> list[tuple[float, float]]:
         observer = tiny.Silent(stop_after=stop)
-        train = tiny.training(steps=steps, lr_schedule="wsd", decay_steps=3, warmup_steps=1)
+        train = tiny.training(steps=steps, lr_schedule="wsd", decay_steps=2, warmup_steps=1)
         sections = {"train": train, "model": tiny.model(num_layers=1), "storage": tiny.storage()}
         tiny.train_run(tmp_path / folder, observer, resume=resume, **sections)
         return [(m.loss, m.lr) for m in observer.metrics]
 
-    whole = run("whole", 8)
-    assert [lr for _, lr in whole[:5]] == [1e-2] * 5
-    assert whole[7][1] < whole[6][1] < whole[5][1] < 1e-2
-    assert run("made longer", 6, stop=3) + run("made longer", 8, resume=True) == whole
+    whole = run("whole", 5)
+    assert [lr for _, lr in whole[:3]] == [1e-2] * 3
+    assert whole[4][1] < whole[3][1] < 1e-2
+    assert run("made longer", 4, stop=2) + run("made longer", 5, resume=True) == whole
     assert tiny.digest_of(tmp_path / "made longer") == tiny.digest_of(tmp_path / "whole")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.engine.runtime.failures import DivergedError, describe, explain, first_not_finite
 from penstock.engine.runtime.runtime import Runtime
-from penstock.engine.schedule.actions import ACTIONS, LOAD_WEIGHTS_PART, NORM
+from penstock.engine.schedule.actions import ACTIONS, LAYER_FORWARD, LOAD_WEIGHTS_PART, NORM
 from penstock.engine.schedule.ops import WHOLE, Op
 from penstock.engine.train import train_step
 from penstock.storage.errors import UserError
@@ -102,39 +102,29 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, action: str, step: int, error: Exce
 
 
 def run(folder: Path, observer: tiny.Silent, *, resume: bool = False) -> None:
-    tiny.train_run(folder, observer, resume=resume, storage=tiny.storage(checkpoint_every=2))
+    sections = {
+        "model": tiny.model(num_layers=1),
+        "train": tiny.training(),
+        "storage": tiny.storage(checkpoint_every=2),
+    }
+    tiny.train_run(folder, observer, resume=resume, **sections)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of a run in which nothing fails."""
-    observer = tiny.Silent()
-    run(tmp_path_factory.mktemp("whole"), observer)
-    return [m.loss for m in observer.metrics]
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (OUT_OF_MEMORY, ["budgets.gpu", "2.50 GiB", "layer_forward layers", "budget of 1,073,741,824"]),
-        (LOST, ["the GPU failed in op layer_forward", "unspecified launch failure", "Xid", "on another one"]),
-    ],
-)
-def test_what_the_gpu_raises_is_explained_and_nothing_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: list[float], error: Exception, words: list[str]
-) -> None:
-    rest = tiny.Silent()
+def test_what_the_gpu_raises_is_explained_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, rest = tiny.Silent(), tiny.Silent()
+    run(tmp_path / "whole", whole)
     with monkeypatch.context() as patch:
-        fail_in(patch, "layer_forward", 4, error)
+        fail_in(patch, "layer_forward", 4, LOST)
         with pytest.raises(UserError) as caught:
             run(tmp_path / "failed", tiny.Silent())
-    for part in [*words, "[1] (micro-batch 0, tokens 16 to 32) of step 4"]:
+    words = ("unspecified launch failure", "Xid", "on another one", "[1] (micro-batch 0, tokens 16 to 32) of step 4")
+    for part in ("the GPU failed in op layer_forward layers.0", *words):
         assert part in str(caught.value)
     intact = re.search(r"Generation \d+ \(step (\d)\) is intact: fix the cause, then resume", str(caught.value))
     step = int(intact[1])  # step 2's commit may have been on its way, or dropped
     assert step in (0, 2)
     run(tmp_path / "failed", rest, resume=True)
-    assert [m.loss for m in rest.metrics] == whole[step:]
+    assert [m.loss for m in rest.metrics] == [m.loss for m in whole.metrics][step:]
 
 
 def test_a_bug_is_not_taken_for_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +144,9 @@ def test_an_op_is_described_by_its_tokens(tmp_path: Path) -> None:
     assert "what surrounds the ops" in str(explain(LOST, None, plan))
     said = "the GPU failed in op norm layers.1 of step 7.*CUBLAS_STATUS_EXECUTION_FAILED"
     assert re.search(said, str(explain(CUBLAS, norm, plan)))
+    said = str(explain(OUT_OF_MEMORY, an_op(0, LAYER_FORWARD, block="layers.1", index=1, step=7), plan))
+    for part in ("budgets.gpu", "2.50 GiB", "layer_forward layers.1[1]", "budget of 1,073,741,824"):
+        assert part in said
     assert explain(ValueError("CUDA error"), None, plan) is None
 
 

@@ -28,8 +28,6 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 class Memory:
-    """Free memory and a clock that a test sets."""
-
     def __init__(self, free_bytes: int = 8 * GIB) -> None:
         self.free_bytes = free_bytes
         self.now = 100.0
@@ -52,12 +50,9 @@ def test_stops_below_the_reserve(plan: Plan) -> None:
     memory.now += INTERVAL_S
     with pytest.raises(UserError) as caught:
         guard.check(OP)
-    text = str(caught.value)
-    assert "op layer_forward layers.3[1]" in text
-    assert "of step 5" in text
-    assert f"{memory.free_bytes:,} bytes are free" in text
-    assert f"The plan takes {3 * GIB:,} bytes" in text
-    assert "this machine's memory" in text
+    free, takes = f"{memory.free_bytes:,} bytes are free", f"The plan takes {3 * GIB:,} bytes"
+    for part in ("op layer_forward layers.3[1]", "of step 5", free, takes, "this machine's memory"):
+        assert part in str(caught.value)
 
 
 @given(st.lists(st.floats(0, 0.2), max_size=50))

@@ -84,6 +84,7 @@ def test_a_call_behind_a_failing_op_gets_its_failure() -> None:
     executor.close()
 
 
+@pytest.mark.long
 def test_an_update_leaves_the_interpreter_to_others() -> None:
     """Beside a GPU other lanes launch kernels while it runs; and its bits are those of the update that does not."""
     values = scalars(tiny.training(), 1e-2, 3, 0.7, CPU)
@@ -160,5 +161,5 @@ def test_layers_that_fell_back_to_eager_are_named_once(caplog: pytest.LogCapture
 def test_a_run_of_few_steps_is_not_compiled(tmp_path: Path) -> None:
     observer = tiny.Silent()
     t = tiny.training(steps=1, compile="auto", calibrate=True)
-    tiny.train_run(tmp_path, observer, train=t, budgets=tiny.BudgetConfig(gpu="1GiB", ram="64MiB", nvme="1GiB"))
+    tiny.train_run(tmp_path, observer, model=tiny.model(num_layers=1), train=t)
     assert [line for line in observer.messages if line.startswith("layers are not compiled: 1 steps of about")]

@@ -82,7 +82,6 @@ def steps_of(
 
 def samples_of(plan: Plan, builder: ScheduleBuilder, step: int) -> list[Op]:
     """A pass over two chunks of prompts, where there are two, and one over a single token; it commits what is due."""
-    assert plan.problem.samples is not None
     halves = [replace(c, start=0, end=max(1, (c.end - c.start) // 2)) for c in plan.places[:2]]
     read = sum(chunk.end for chunk in halves) if plan.problem.samples.keeps else 0
     ops: list[Op] = []
@@ -206,7 +205,6 @@ def test_what_is_frozen_is_read_and_nothing_else(plan: Plan) -> None:
 
 
 def pieces_of(plan: Plan, op: Op) -> tuple[int, int]:
-    """Elements that an op brings of a buffer's weights."""
     buffer = plan.buffers[op.block]
     return buffer.part(op.index) if op.action is a.LOAD_WEIGHTS_PART else buffer.piece(op.index, op.slots[a.PIECES])
 
