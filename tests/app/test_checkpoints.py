@@ -56,6 +56,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_live_run_is_exported(stopped: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     paused, later = (CheckpointReader(stopped / f"{state}-export").read(name) for state in ("live", "running"))

@@ -67,7 +67,8 @@ def on_ranks(cli: Cli, *arguments: str, code: int = 0) -> str:
     return output
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_goes_on_several_machines_and_comes_back(
     cli: Cli, ranks: int, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:

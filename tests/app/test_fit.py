@@ -81,9 +81,10 @@ def test_a_model_is_stretched_beyond_its_positions_and_not_before() -> None:
     assert known_model("Qwen3-4B").reaching(65_536).overrides["rope_parameters"]["factor"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "shipped"),
-    [("Llama-3.2-1B", None), pytest.param("Qwen2.5-14B", "14b_workstation", marks=pytest.mark.long)],
+    [("Llama-3.2-1B", None), ("Qwen2.5-14B", "14b_workstation")],
 )
 def test_a_cell_is_the_plan_of_its_recipe_and_of_a_shipped_recipe_with_its_batch(
     name: str, shipped: str | None

@@ -134,6 +134,7 @@ TINY_SMOKE = smoke.Smoke(
 )
 
 
+@pytest.mark.long
 def test_the_smoke_agrees_with_plain_pytorch_and_finds_a_wrong_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,7 +138,8 @@ def test_a_process_that_ends_at_once_is_told_with_its_words(tmp_path: Path, monk
         launcher.start(LONG, tmp_path)
 
 
-@pytest.mark.parametrize("end", ["stop", pytest.param("signal", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("end", ["stop", "signal"])
 def test_signals_stop_a_paused_run_and_a_stop_ends_it(cli: Cli, end: str) -> None:
     run, process = cli.begin(100_000)
     control.ask(run, "pause")

@@ -122,6 +122,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_run_that_goes_on_uploads_there_again(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = new_place()
     options = {"offsite": place, "offsite_every": 2, "offsite_keep": 3}
@@ -310,6 +311,7 @@ def test_killed_while_it_fetches(s3: S3, tmp_path: Path) -> None:
     assert read_info(half).state == "finished"
 
 
+@pytest.mark.long
 def test_damage_on_the_way_makes_no_run(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = new_place()
     penstock.train(recipe(storage={"offsite": place, "offsite_every": 2}), run_dir="lost", on_step=stop_at(2))

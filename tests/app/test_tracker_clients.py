@@ -124,6 +124,7 @@ def test_wandb_offline_is_what_wandb_sync_sends(run: Path, monkeypatch: pytest.M
     losses([(row["train/global_step"], row["train/loss"]) for row in rows if "train/loss" in row])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("server", [("mlflow", "works")], indirect=True)
 def test_mlflow_has_all_of_it(run: Path, server: MlflowServer) -> None:
     from mlflow import MlflowClient

@@ -216,6 +216,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 def test_a_killed_import_begins_again_and_a_killed_export_is_no_model(tmp_path: Path) -> None:
     source = tmp_path / "model"

@@ -3,7 +3,8 @@
 Textual waits after each key until the process has used little of 20 ms, which takes 40 ms at best, a second beside
 threads that work, and nothing at all where the machine gives the process no time. Here it is over when no message is
 waiting and nothing is left to be laid out or drawn. What a thread or another process does is not waited for: tests wait
-for the outcome (`real_runs.until`).
+for the outcome (`real_runs.until`). Without a terminal nobody sees what is drawn after each key of several: it is drawn
+after the last one, so that what cannot be drawn is found.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import textual.app
 import textual.pilot
+from textual._compositor import Compositor
 from textual._context import active_app
 from textual.css.stylesheet import Stylesheet
 
@@ -47,6 +49,15 @@ async def _settled(min_sleep: float = 0.0, max_sleep: float = _MOST_S) -> None:
         quiet = 0 if _is_busy(app) else quiet + 1
 
 
+async def _settled_and_drawn(min_sleep: float = 0.0, max_sleep: float = _MOST_S) -> None:
+    await _settled()
+    app = active_app.get()
+    if app._screen_stack and app.screen._compositor._dirty_regions:
+        _render_update(app.screen._compositor, screen_stack=app._background_screens)
+
+
+_render_update = Compositor.render_update
+
 _parsed: dict[Any, Any] = {}
 
 
@@ -63,5 +74,6 @@ _parse_rules = Stylesheet._parse_rules
 
 def make_quick(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(textual.app, "wait_for_idle", _settled)
-    patch.setattr(textual.pilot, "wait_for_idle", _settled)
+    patch.setattr(textual.pilot, "wait_for_idle", _settled_and_drawn)
+    patch.setattr(Compositor, "render_update", lambda *given, **more: None)
     patch.setattr(Stylesheet, "_parse_rules", _parse_once)

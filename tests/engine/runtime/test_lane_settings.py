@@ -158,6 +158,7 @@ def test_layers_that_fell_back_to_eager_are_named_once(caplog: pytest.LogCapture
         torch._dynamo.reset()
 
 
+@pytest.mark.long
 def test_a_run_of_few_steps_is_not_compiled(tmp_path: Path) -> None:
     observer = tiny.Silent()
     t = tiny.training(steps=1, compile="auto", calibrate=True)
