@@ -1,4 +1,4 @@
-"""A 0.3M-parameter Qwen3-shaped model learns to find what was said once in 8,192 tokens, in three minutes on 2 cores.
+"""A 0.3M-parameter Qwen3-shaped model learns to find what was said once in 8,192 tokens, in minutes on 2 cores.
 
 GPU    none needed
 RAM    1 GB for torch and the run

@@ -36,8 +36,13 @@ _FRAME_S = 0.5
 _FRAMES = 24
 
 RECIPE = "text_small"
-SETTINGS = ("model.num_layers=12", "data.sequence_length=256", "train.chunk_tokens=128", "budgets.nvme=4GiB")
-SETTINGS += ("after.sample_prompt=none",)
+SETTINGS: tuple[str, ...] = (
+    "model.num_layers=12",
+    "data.sequence_length=256",
+    "train.chunk_tokens=128",
+    "budgets.nvme=4GiB",
+    "after.sample_prompt=none",
+)
 """Of all the runs."""
 
 BEGIN, END = "<!-- what the pictured run printed, by make screens -->", "<!-- until here -->\n"

@@ -56,6 +56,10 @@ async def _settled_and_drawn(min_sleep: float = 0.0, max_sleep: float = _MOST_S)
         _render_update(app.screen._compositor, screen_stack=app._background_screens)
 
 
+def _drawn_when_looked_at(compositor: Compositor, full: bool = False, **more: Any) -> Any:
+    return _render_update(compositor, full=True, **more) if full else None
+
+
 _render_update = Compositor.render_update
 
 _parsed: dict[Any, Any] = {}
@@ -72,8 +76,9 @@ def _parse_once(sheet: Stylesheet, css: str, read_from: Any, *more: Any, **optio
 _parse_rules = Stylesheet._parse_rules
 
 
-def make_quick(patch: pytest.MonkeyPatch) -> None:
+def make_quick(patch: pytest.MonkeyPatch, *, drawn_at_once: bool) -> None:
     patch.setattr(textual.app, "wait_for_idle", _settled)
-    patch.setattr(textual.pilot, "wait_for_idle", _settled_and_drawn)
-    patch.setattr(Compositor, "render_update", lambda *given, **more: None)
+    patch.setattr(textual.pilot, "wait_for_idle", _settled if drawn_at_once else _settled_and_drawn)
+    if not drawn_at_once:
+        patch.setattr(Compositor, "render_update", _drawn_when_looked_at)
     patch.setattr(Stylesheet, "_parse_rules", _parse_once)

@@ -24,9 +24,12 @@ FAKE_PLANNER = Path(__file__).parents[1] / "support" / "fake_planner.py"
 
 
 @pytest.fixture(autouse=True)
-def _steady(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No animation, no blinking, no colours switched off by the surroundings, UTF-8, no answers kept by other tests."""
-    quick_pilot.make_quick(monkeypatch)
+def _steady(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No animation, no blinking, no colours switched off by the surroundings, UTF-8, no answers kept by other tests.
+
+    A module whose subject is what is drawn when says DRAWN_AT_ONCE.
+    """
+    quick_pilot.make_quick(monkeypatch, drawn_at_once=getattr(request.module, "DRAWN_AT_ONCE", False))
     monkeypatch.setattr(fits, "cache_folder", lambda kind: tmp_path.with_name(f"{tmp_path.name}-cache") / kind)
     monkeypatch.setenv("TEXTUAL_ANIMATIONS", "none")
     monkeypatch.delenv("NO_COLOR", raising=False)

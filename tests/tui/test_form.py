@@ -17,6 +17,8 @@ from penstock.tui.data.draft import Draft
 from penstock.tui.theme import THEMES
 from penstock.tui.widgets.form import FieldList, FieldRow, Form
 
+DRAWN_AT_ONCE = True
+
 TEXT_SMALL = Path(__file__).parents[2] / "recipes" / "text_small.py"
 
 

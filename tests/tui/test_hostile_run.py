@@ -22,6 +22,8 @@ from penstock.tui.app import PenstockApp
 from penstock.tui.data.run_data import RunData
 from penstock.tui.screens.pickers import PathPicker
 
+DRAWN_AT_ONCE = True
+
 HERE = Path(__file__).parent
 ESCAPES = "\x1b]0;owned\x07\x1b]52;c;b3duZWQ=\x1b\\\x1b[7777X\x9d0;owned\x9c\x9b7777X\u202e\u2066\x08\x7f\x0e"
 MARKUP = "[on #010203][@click=app.quit][link=http://x]owned"

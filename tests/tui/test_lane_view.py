@@ -18,6 +18,8 @@ from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.widgets.lane_keys import LaneKeys
 from penstock.tui.widgets.lane_view import LAG_S, LaneView
 
+DRAWN_AT_ONCE = True
+
 
 def step_spans(step: int, start: float, **more: Any) -> list[dict[str, Any]]:
     """A step of 2 s: a copy, four chunks, a gradient, clip."""
