@@ -182,6 +182,7 @@ def retrieves(folder: Path, name: str) -> float:
     assert "killed after step" in commands.output
     found = recall_of(json.loads((commands.run / "validation.jsonl").read_text().splitlines()[-1]))
     assert found is not None
+    assert found.share >= 0.9, f"retrieves {found.share:.0%}"
     return found.share
 
 
