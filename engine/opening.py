@@ -127,6 +127,7 @@ def open_session(
             prompt_tokens=None if prompts is None else tuple(map(len, prompts.ids)),
         )
         reservation.reserve(limits)
+        reservation.reserve(task.settled().budgets)  # of least only that: other processes may plan with the rest
         on_drive = None if placement is None else placement.enter_drive
         if measures_drives:
             with checklist.step("measuring the drives"):
@@ -148,6 +149,7 @@ def open_session(
         task = replace(
             task, device_reads=readers.device is not None, reader_bytes=readers.pinned_bytes(len(drives))
         ).settled()
+        reservation.reserve(task.budgets)
         for tier, budget in zip(("gpu", "ram"), budgets.given(), strict=False):
             if budget == "least" or isinstance(budget, Share):
                 size = bytes_text(getattr(task.budgets, tier))

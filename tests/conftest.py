@@ -73,8 +73,8 @@ def _nothing_of_this_machine() -> Iterator[None]:
             place = Path(folder, name)
             place.mkdir(mode=0o700)
             patch.setenv(name, str(place))
-        # In XDG_RUNTIME_DIR, the last of them: else the reservations of other runs, in /tmp, would count.
-        (place / "penstock").mkdir(mode=0o700)
+        # Else the reservations of other runs, in /tmp, would count.
+        Path(folder, "XDG_RUNTIME_DIR", "penstock").mkdir(mode=0o700)
         forked.BEGUN_WITH |= os.environ | forked.PATHS
         patch.setattr("penstock.app.working.FIRST_S", math.inf)  # what is said does not depend on how long it took
         yield

@@ -136,9 +136,10 @@ class Reservation:
         self._file = self._lock = self._folder = -1
 
     def reserve(self, budgets: Budgets) -> None:
-        """Reserve all that the plan may take."""
+        """Reserve all that the plan may take, instead of what was reserved before."""
         self._why = budgets.why
-        self._base_bytes = _touched(os.getpid())
+        if not self._name:
+            self._base_bytes = _touched(os.getpid())
         self._write(budgets.ram, budgets.gpu)
 
     def settle(self, plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from pathlib import Path
@@ -80,6 +81,36 @@ def test_an_error_passes_through_and_leaves_its_item_undone() -> None:
         pass
     told = [(item.name, item.state) for item in listening.prepared]
     assert told == [("data", "begun"), ("again", "begun"), ("again", "done")]
+
+
+class Onlooker(tiny.Silent):
+    """Looks at what this process has reserved as each item begins: the bytes of RAM in its record."""
+
+    def __init__(self, place: Path) -> None:
+        super().__init__(stop_after=1)
+        self.place, self.reserved = place, dict[str, int]()
+
+    def on_prepare(self, item: Preparing) -> None:
+        super().on_prepare(item)
+        for record in self.place.glob("run-*"):
+            self.reserved.setdefault(item.name, json.loads(record.read_bytes())["ram_bytes"])
+
+
+def test_a_run_with_the_least_budgets_reserves_no_more_while_it_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may plan with the rest meanwhile: opening compiles and measures, which takes minutes."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    found = []
+    for budget in ("least", "64MiB"):
+        budgets, run = tiny.BudgetConfig(gpu=budget, ram=budget), Onlooker(tmp_path / "penstock")
+        tiny.train_run(tmp_path / budget, run, train=QUICK, budgets=budgets)
+        found.append(run.reserved)
+    least, given = found
+    planned = ("opening lanes and drives", "searching a plan", "self-check")
+    assert [given[item] for item in planned] == [128 * 2**20] * 3
+    assert all(0 < least[item] < 32 * 2**20 for item in planned)
+    assert 0 < least["first step"] <= least["searching a plan"]
 
 
 class Preparer(tiny.Silent):
