@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-SLICES = 12
+SLICES = 16
 """As many as make a slice about ten minutes on 2 cores; every long test runs within so many commits."""
 
 

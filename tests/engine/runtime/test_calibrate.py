@@ -123,7 +123,6 @@ def test_measured_graphs_fit_the_slots_in_which_they_leave(tmp_path: Path, dtype
         assert not session.runtime.layer_ops.outgrown
 
 
-@pytest.mark.long
 def test_graphs_are_measured_before_any_is_saved(tmp_path: Path) -> None:
     """A plan that may save graphs and saves none, as it fills the GPU with blocks first, learns what they take."""
     plan, _, found = measured(tmp_path, {}, {"activation_checkpointing": "auto"}, "4MiB", gpu_first="records")

@@ -226,6 +226,18 @@ def test_a_large_load_lets_small_ones_pass(chunks: int) -> None:
     assert chunks < 6 or all(any(op.action is a.LOAD["x"] for op in some) for some in between)
 
 
+def test_sums_of_earlier_groups_arrive_while_the_block_before_computes() -> None:
+    plan = make_plan(problem(micro_batches=2, gpu_budget=330_000), PlanOptions(gpu_first="records", group=1))
+    ops = steps_of(plan, 1)
+    sums = {op.block: op.id for op in ops if op.action is a.LOAD_SUM}
+    assert set(sums) == set(plan.buffers)
+    backward = [op for op in ops if op.action in (a.HEAD, a.LAYER_BACKWARD, a.EMBED_BACKWARD)]
+    for before, op in itertools.pairwise(backward[len(backward) // 2 :]):  # of the second group
+        if before.block != op.block:
+            first = next(one for one in backward if one.block == before.block and one.id > sums[before.block])
+            assert first.id < sums[op.block] < before.id
+
+
 def assert_generations(plan: Plan, ops: list[Op], passes: dict[int, list[int]]) -> None:
     """Each commit has all of its generation's state behind it, of which nothing is written twice."""
     written: Counter[tuple[int, str]] = Counter()
