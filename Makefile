@@ -3,7 +3,7 @@
 # make test-long      ten minutes of the long tests: a slice, which rotates with the commit count
 # make test-all       all tests, with longer soaks, more seeds and more kills: 45 minutes
 # make cuda-branches  write docs/cuda-branches.md, the lines that only a GPU executes, by running all tests under coverage
-# make screens        train some runs and write docs/screens/*.svg and docs/keys.md from them: three minutes
+# make screens        train some runs and write docs/screens/*.svg and docs/keys.md from them: ten minutes
 # make gpu-check      test and measure on a GPU in ten minutes, the most valuable parts first; installs nothing.
 #                     PYTHON=the interpreter to use, RESULTS=DIR keeps the results, ARGS="--resume --only suites" etc.
 # make standin        run tests/standin, PyTorch's CUDA build on a machine without a GPU; see tests/standin/README.md.

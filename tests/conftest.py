@@ -12,8 +12,9 @@ import long_slice
 import pytest
 from hypothesis import settings
 
-# Three workers and their children on two cores: threads of their own would wait for one another.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Three workers and their children on two cores: threads of their own would wait for one another, and a process with
+# several cannot be forked (fork_server.py).
+os.environ["OMP_NUM_THREADS"] = "1"
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 

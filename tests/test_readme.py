@@ -67,6 +67,7 @@ def users(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_one_line_fine_tunes_a_model_on_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = block("README.md", "penstock finetune")
     make_chat_model(tmp_path / "models" / "Qwen3-0.6B")

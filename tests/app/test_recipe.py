@@ -48,7 +48,7 @@ json_values = st.recursive(
 )
 
 
-@sampled(30, 100)
+@sampled(10, 100)
 @given(
     lr=st.floats(1e-12, 1e3),
     steps=st.integers(1, 10**12),

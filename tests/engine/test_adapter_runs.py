@@ -198,6 +198,7 @@ def test_an_adapter_beside_random_weights_is_exported_merged(tmp_path: Path) -> 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
 
 
+@pytest.mark.long
 def test_other_ways_to_save_activations_give_the_same(tmp_path: Path) -> None:
     losses = []
     for way in ("selective", "none", "full"):

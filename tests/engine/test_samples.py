@@ -132,8 +132,8 @@ def test_families_write_what_transformers_writes(tmp_path: Path, text: Path, fam
     assert [one.text for one in written[-1].samples] == expected
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", cases(PLANS, "nvme-streamed-spilled"))
+@pytest.mark.long
+@pytest.mark.parametrize("name", PLANS)
 def test_delays_change_nothing(tmp_path: Path, text: Path, name: str) -> None:
     """A step, a validation of two passes and samples, all lanes' ops delayed at random."""
     policy, budgets = PLANS[name]

@@ -19,7 +19,7 @@ from penstock.engine.config import config_digest
 from penstock.storage.nvme import NvmeStore
 
 NAMES = [file.stem for file in RECIPES]
-FEW = ["all_on_nvme", "old_run"]
+FEW = ["all_on_nvme"]
 
 
 @pytest.mark.parametrize(

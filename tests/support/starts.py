@@ -75,14 +75,20 @@ STARTS = {
 }
 
 TOGETHER = {
-    "float32, default instructions, one thread, no compiler": (
+    "float32, default instructions, one thread, no compiler, LC_ALL=C": (
         "float32",
         "default instructions",
         "one thread",
         "no C++ compiler",
+        "LC_ALL=C",
     ),
-    "bfloat16, AVX2, odd path, LC_ALL=C": ("bfloat16", "AVX2", "odd path", "LC_ALL=C"),
-    "read-only home, dumb terminal": ("read-only home", "TERM=dumb"),
+    "bfloat16, AVX2, odd path, read-only home, dumb terminal": (
+        "bfloat16",
+        "AVX2",
+        "odd path",
+        "read-only home",
+        "TERM=dumb",
+    ),
 }
 """Each of STARTS once, several at a time."""
 

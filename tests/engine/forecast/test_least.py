@@ -75,7 +75,7 @@ def fits(task: PlanRequest, tier: str) -> bool:
     return refusal is None or refusal.tier != tier
 
 
-@sampled(6, 300)
+@sampled(4, 300)
 @given(requests(), st.sampled_from(["gpu", "ram", "nvme"]), st.integers(1, 3_000_000))
 def test_what_a_refusal_asks_for_is_exact_and_what_it_says_to_lower_helps(
     task: PlanRequest, tier: str, size: int
