@@ -1,7 +1,7 @@
 # make quickstart     install into .venv if needed and train the quickstart recipe; ARGS="--set FIELD=VALUE" changes a field
-# make test           lint, types and tests: ten minutes on 2 cores
+# make test           lint, types and tests: twelve minutes on 2 cores
 # make test-long      ten minutes of the long tests: a slice, which rotates with the commit count
-# make test-all       all tests, with longer soaks, more seeds and more kills: 45 minutes
+# make test-all       all tests, with longer soaks, more seeds and more kills: two to three hours
 # make cuda-branches  write docs/cuda-branches.md, the lines that only a GPU executes, by running all tests under coverage
 # make screens        train some runs and write docs/screens/*.svg and docs/keys.md from them: ten minutes
 # make gpu-check      test and measure on a GPU in ten minutes, the most valuable parts first; installs nothing.

@@ -127,7 +127,8 @@ def open_session(
             prompt_tokens=None if prompts is None else tuple(map(len, prompts.ids)),
         )
         reservation.reserve(limits)
-        reservation.reserve(task.settled().budgets)  # of least only that: other processes may plan with the rest
+        least = task.settled().budgets
+        reservation.reserve(least)  # other processes may plan with the rest
         on_drive = None if placement is None else placement.enter_drive
         if measures_drives:
             with checklist.step("measuring the drives"):
@@ -136,7 +137,7 @@ def open_session(
         with checklist.step("opening lanes and drives"):
             lanes = Lanes.open(
                 device,
-                task.settled().budgets.gpu,
+                least.gpu,
                 compiled=compilation.layers,
                 deterministic=train.deterministic,
                 num_drives=len(drives),
