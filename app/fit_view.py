@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.app.rows import ASCII, UNICODE, Glyphs
+from penstock.app.speed import speed_figure
 from penstock.storage.units import bytes_text, percent_text, seconds_text
 
 TB = 10**12
@@ -27,11 +28,6 @@ class _Column:
     width: int
     text: Callable[[Mapping[str, Any]], str]
     left: bool = False
-
-
-def rate_text(tokens_per_s: float) -> str:
-    """Tokens per second in about three figures."""
-    return f"{tokens_per_s:,.{0 if tokens_per_s >= 10 else 1 if tokens_per_s >= 1 else 2}f}"
 
 
 def hours_text(hours: float) -> str:
@@ -74,7 +70,7 @@ def count_text(tokens: int) -> str:
 
 _COLUMNS = (
     # The gap before it is part of a column's width.
-    _Column("tokens/s", 9, lambda cell: rate_text(cell["tokens_per_s"])),
+    _Column("tokens/s", 9, lambda cell: speed_figure(cell["tokens_per_s"])),
     _Column("takes", 9, lambda cell: hours_text(cell["hours"])),
     _Column("  bound by", 12, lambda cell: f"  {cell['bound_by']}", left=True),
     _Column("writes", 14, lambda cell: written_text(cell)),

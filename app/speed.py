@@ -70,9 +70,16 @@ class MeanSpeed:
         return self.flops / self.seconds / 1e12 if self.steps and self.flops else None
 
 
+def speed_figure(tokens_per_s: float) -> str:
+    """Tokens per second, also where a step of long rows trains few of them."""
+    return f"{tokens_per_s:,.{0 if tokens_per_s >= 10 else 1 if tokens_per_s >= 1 else 2}f}"
+
+
 def speed_text(mean: float | None, last_step: float | None) -> str:
     """A run's tokens/s in words; what is not known is left out."""
     known = [
-        f"{value:,.0f} tok/s {name}" for name, value in (("mean", mean), ("last step", last_step)) if value is not None
+        f"{speed_figure(value)} tok/s {name}"
+        for name, value in (("mean", mean), ("last step", last_step))
+        if value is not None
     ]
     return ", ".join(known).replace(" tok/s last", " last") if len(known) > 1 else (known or ["n/a tok/s"])[0]

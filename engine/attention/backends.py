@@ -27,6 +27,9 @@ ALIGNMENT = 256
 _TILE = 512
 """Queries and keys of one tile of the reference backend."""
 
+_CPU_MULTIPLIES_BFLOAT16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)()
+"""Whether torch leaves products of bfloat16 to oneDNN, which takes AVX-512 (or Arm's bf16)."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
@@ -172,12 +175,13 @@ class TorchCpuFlash:
 
     def backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
         width = max(x.q.shape[-1], x.v.shape[-1])
+        dtype = torch.float32 if emulated(x.q) else x.q.dtype
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(_heads_first(tensor, width) for tensor in (given.dout, x.q, x.k, x.v, given.out)),
+            *(_heads_first(tensor, width).to(dtype) for tensor in (given.dout, x.q, x.k, x.v, given.out)),
             given.lse[None],
             0.0,
             geometry.causal and not geometry.needs_mask,
-            attn_mask=_additive_mask(geometry, x.q.dtype),
+            attn_mask=_additive_mask(geometry, dtype),
             scale=x.call.softmax_scale,
         )
         dq, dk, dv = (
@@ -244,6 +248,11 @@ class TiledReference:
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums and log-sum-exps of `dtype` are kept in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def emulated(tensor: Tensor) -> bool:
+    """Whether torch multiplies such matrices without the CPU's help, in many times the time that float32 takes."""
+    return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and not _CPU_MULTIPLIES_BFLOAT16
 
 
 def pad(tensor: Tensor, width: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock.engine.attention.backends import emulated
 from penstock.engine.clock import clock
 from penstock.engine.model.joined import side_by_side
 from penstock.engine.model.recompute import sharing_copy
@@ -63,10 +64,12 @@ class GradientSums(dict[str, Tensor]):
 def add_product(total: Tensor, dy: Tensor, x: Tensor, *, new: bool, most_rows: int) -> None:
     """Add dy^T x to `total` [out, in], or put it there if that is `new`; dy [n, out] and x [n, in] of one dtype.
 
-    In one kernel where the dtypes are the same, or where the device multiplies bfloat16 into float32 rightly and not
-    slower than in two. Otherwise there are products of `most_rows` rows at most at a time on a GPU, whose memory is
-    planned for one matrix's.
+    In one kernel where the dtypes are the same or made so, or where the device multiplies bfloat16 into float32 rightly
+    and not slower than in two. Otherwise there are products of `most_rows` rows at most at a time on a GPU, whose
+    memory is planned for one matrix's.
     """
+    if emulated(dy) and total.dtype == torch.float32:
+        dy, x = dy.float(), x.float()
     if total.dtype == dy.dtype:
         torch.addmm(total, dy.t(), x, beta=0 if new else 1, out=total)
     elif _into_float32(total, dy, x):
@@ -143,8 +146,13 @@ class _Operands(torch.autograd.Function):
         (dy,) = grads
         x, weight = ctx.saved_tensors
         rows = dy.reshape(-1, dy.shape[-1])
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        dx = _input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
         return dx, None, None, x.detach().reshape(-1, x.shape[-1]), rows, None
+
+
+def _input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    """dy W, in dy's dtype."""
+    return (dy.float() @ weight.float()).to(dy.dtype) if emulated(dy) else dy @ weight
 
 
 class SummedLinear(nn.Module):

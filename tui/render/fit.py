@@ -11,11 +11,11 @@ from penstock.app.fit_view import (
     head_lines,
     hours_text,
     notes,
-    rate_text,
     refusal_text,
     written_text,
 )
 from penstock.app.rows import Glyphs, Page, Row, exactly
+from penstock.app.speed import speed_figure
 from penstock.storage.units import bytes_text, percent_text, seconds_text, tokens_text
 from penstock.tui.data.fit_client import Cell, FitState
 
@@ -53,7 +53,7 @@ def _cell_text(cell: dict[str, Any] | None, done: bool, width: int, glyphs: Glyp
     if not cell["fits"]:
         return f"{glyphs.cross} {cell['tier']}", "bad"
     hours = f"  {hours_text(cell['hours']):>7}" if width + 2 >= _WITH_HOURS else ""
-    return f"{glyphs.check} {rate_text(cell['tokens_per_s'])}{hours}", "good"
+    return f"{glyphs.check} {speed_figure(cell['tokens_per_s'])}{hours}", "good"
 
 
 def detail_rows(state: FitState, chosen: Cell | None, width: int, glyphs: Glyphs) -> list[Row]:
@@ -90,7 +90,7 @@ def _figures(page: Page, state: FitState, cell: dict[str, Any]) -> None:
     held = ", ".join(f"{tier} {bytes_text(peak.get(tier))}" for tier in ("gpu", "ram", "nvme"))
     page.items(
         [
-            f"{rate_text(cell['tokens_per_s'])} tokens/s",
+            f"{speed_figure(cell['tokens_per_s'])} tokens/s",
             f"{seconds_text(cell['step_s'])} a step of {cell['tokens_per_step']:,} tokens",
             f"{tokens} tokens take {hours_text(cell['hours'])}",
             f"bound by {cell['bound_by']}",
