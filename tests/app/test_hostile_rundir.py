@@ -6,35 +6,22 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from bad_run_files import OBSTACLES
 from cli_process import Cli, json_lines, wait_until
 from test_run_log import metrics, samples, told, validation
 
-import penstock.app.rundir
-from penstock.app import control
+from penstock.app import control, rundir
 from penstock.app.checkpoints import CheckpointRequests, checkpoint_steps, committed_step, make_for_export
 from penstock.app.cli import main
 from penstock.app.launcher import _spawn
 from penstock.app.run_log import RunLog, drop_steps
-from penstock.app.rundir import (
-    OWN_FILES,
-    OWN_FOLDERS,
-    RunDir,
-    RunLock,
-    is_live,
-    list_runs,
-    read_info,
-    read_recipe,
-    read_status,
-    state_of,
-)
+from penstock.app.rundir import RunDir, RunLock, is_live, read_info, state_of
 from penstock.engine.config import Recipe
 from penstock.engine.events import Span
 from penstock.storage.errors import UserError
@@ -90,10 +77,12 @@ def test_readers_neither_wait_nor_follow(run: Path, target: Path, name: str, obs
     assert not is_live(run)
     assert read_info(run).state == "unknown"
     assert control.wanted(run) == "run"
-    assert len(list_runs(run.parent)) == (name != "recipe.json" or obstacle == "link")
+    assert len(rundir.list_runs(run.parent)) == (name != "recipe.json" or obstacle == "link")
+    if name == "status.json":
+        assert str(read_info(run).error).startswith("status.json cannot be read: it ")
     if name == "recipe.json":
         with pytest.raises(UserError, match=r"recipe\.json"):
-            read_recipe(run)
+            rundir.read_recipe(run)
     if name == "run.lock":
         with pytest.raises(UserError, match=r"run\.lock: locking the run failed: "):
             RunLock(run)
@@ -104,7 +93,7 @@ def test_readers_neither_wait_nor_follow(run: Path, target: Path, name: str, obs
     assert untouched(target)
 
 
-@pytest.mark.parametrize("name", OWN_FOLDERS)
+@pytest.mark.parametrize("name", rundir.OWN_FOLDERS)
 def test_a_run_with_links_for_folders_is_refused(run: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     (run / name).parent.mkdir(exist_ok=True)
@@ -116,7 +105,7 @@ def test_a_run_with_links_for_folders_is_refused(run: Path, tmp_path: Path, name
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-@pytest.mark.parametrize("name", OWN_FILES)
+@pytest.mark.parametrize("name", rundir.OWN_FILES)
 def test_a_run_with_anything_else_for_a_file_is_refused_before_it_begins(
     run: Path, target: Path, name: str, obstacle: str
 ) -> None:
@@ -157,9 +146,6 @@ def test_a_lock_does_not_speak_to_the_shell(run: Path) -> None:
             RunLock(run)
 
 
-# ---------------------------------------------------------------------- checkpoints
-
-
 def test_nothing_is_deleted_but_requests_and_answers(run: Path, target: Path) -> None:
     folder = run / "requests"
     folder.mkdir()
@@ -176,17 +162,12 @@ def test_nothing_is_deleted_but_requests_and_answers(run: Path, target: Path) ->
     assert set(os.listdir(folder)) == kept
     assert requests.answer("e", 3, None) is None
     assert json.loads((folder / "e.answer").read_text()) == {"step": 3, "error": None}
+    folder.rename(run / "elsewhere")
+    folder.symlink_to(run / "elsewhere")  # a link to a folder loses nothing either
+    (folder / "a.request").write_text("theirs")
+    assert CheckpointRequests(run).take() == []
+    assert (folder / "a.request").read_text() == "theirs"
     assert untouched(target)
-
-
-def test_a_linked_requests_folder_loses_nothing(run: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "a.request").write_text("theirs")
-    (run / "requests").symlink_to(elsewhere)
-    requests = CheckpointRequests(run)
-    assert requests.take() == []
-    assert (elsewhere / "a.request").read_text() == "theirs"
 
 
 def test_an_answer_that_cannot_be_written_does_not_end_the_run(run: Path) -> None:
@@ -224,20 +205,18 @@ def asked(run: Path, answer: Callable[[Path], None]) -> None:
         thread.join()
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"step": "x", "error": null}', '{"step": 1, "error": 7}'])
-def test_a_damaged_answer_is_one_message(run: Path, content: str) -> None:
+@pytest.mark.parametrize("found", ["", "[]", '{"step": "x", "error": null}', '{"step": 1, "error": 7}', *OBSTACLES])
+def test_an_answer_that_is_damaged_or_no_file_is_one_message(run: Path, target: Path, found: str) -> None:
     def answer(path: Path) -> None:
-        path.with_suffix(".new").write_text(content)
+        if found in OBSTACLES:
+            OBSTACLES[found](path, target)
+            return
+        path.with_suffix(".new").write_text(found)
         path.with_suffix(".new").replace(path)
 
-    with pytest.raises(UserError, match=r"answer: cannot be read"):
+    wrong = ".*not a regular file" if found in OBSTACLES else "cannot be read"
+    with pytest.raises(UserError, match=f"answer: {wrong}"):
         asked(run, answer)
-
-
-@pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_an_answer_that_is_no_file_is_one_message(run: Path, target: Path, obstacle: str) -> None:
-    with pytest.raises(UserError, match=r"answer: .*not a regular file"):
-        asked(run, lambda path: OBSTACLES[obstacle](path, target))
     assert untouched(target)
 
 
@@ -265,9 +244,6 @@ def test_manifests_behind_links_are_not_read(run: Path, tmp_path: Path) -> None:
     assert checkpoint_steps(run) == [("b\ufffd[31m", 5)]
 
 
-# ---------------------------------------------------------------------- starting
-
-
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_a_started_run_writes_its_output_to_no_other_file(run: Path, target: Path, obstacle: str) -> None:
     OBSTACLES[obstacle](run / "output.log", target)
@@ -276,41 +252,30 @@ def test_a_started_run_writes_its_output_to_no_other_file(run: Path, target: Pat
     assert untouched(target)
 
 
-# ---------------------------------------------------------------------- the log's thread
-
-
 def test_the_logs_thread_does_not_die_unnoticed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RunLog(run, total_steps=9)
-
-    def fail() -> None:
-        raise KeyError("a bug")
-
-    monkeypatch.setattr(log, "_look_at_drives", fail)
+    monkeypatch.setattr(log, "_look_at_drives", Mock(side_effect=KeyError("a bug")))
     log.watch_drives([run])
     log._thread.join(10)
     with pytest.raises(KeyError, match="a bug") as caught:
         log.step(metrics(1))
     assert "_write_all" in [entry.name for entry in caught.traceback]
     log.close("failed")
-    assert read_status(run)["state"] == "failed"
+    assert rundir.read_status(run)["state"] == "failed"
 
 
-@contextmanager
-def failing_replace(name: str) -> Iterator[None]:
-    """No file can be replaced, with the error of that name."""
-    code = getattr(errno, name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "replace", Mock(side_effect=OSError(code, os.strerror(code))))
-        yield
+def failing_replace(code: int) -> Any:
+    """No file can be replaced, with that error."""
+    return patch.object(os, "replace", side_effect=OSError(code, os.strerror(code)))
 
 
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [("ENOSPC", "free some space"), ("EDQUOT", "quota"), ("EIO", "check the disk"), ("EROFS", "read-o")],
-)
-def test_the_advice_is_that_of_what_went_wrong(run: Path, name: str, advice: str) -> None:
+ADVICE = {errno.ENOSPC: "free some space", errno.EDQUOT: "quota", errno.EIO: "check the disk", errno.EROFS: "read-o"}
+
+
+@pytest.mark.parametrize(("code", "advice"), ADVICE.items())
+def test_the_advice_is_that_of_what_went_wrong(run: Path, code: int, advice: str) -> None:
     log = RunLog(run, total_steps=9)
-    with failing_replace(name):
+    with failing_replace(code):
         log.set_state("running")
     with pytest.raises(UserError, match=advice):
         log.step(metrics(1))
@@ -368,9 +333,6 @@ def test_bad_lines_neither_end_nor_blind_a_run(cli: Cli) -> None:
         assert f"spans.jsonl: {len(BAD) + 1} damaged lines are skipped" in done.stdout + done.stderr
 
 
-# ---------------------------------------------------------------------- the end of a run, told by others
-
-
 def crashed(run: Path, **status: object) -> str:
     """What is told of a run whose process died."""
     word = {"state": "running", "host": socket.gethostname(), "heartbeat": time.time(), "started": 100.0}
@@ -381,12 +343,11 @@ def crashed(run: Path, **status: object) -> str:
     return info.error
 
 
-def test_what_can_be_told_of_a_process_that_is_gone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_be_told_of_a_process_that_is_gone(run: Path) -> None:
     assert "killed, or out of memory" in crashed(run)
     assert "restarted" in crashed(run, heartbeat=1000.0)
     full: Any = os.statvfs_result((4096, 4096, 10**6, 0, 0, 0, 0, 0, 0, 255))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "statvfs", lambda path: full)
+    with patch.object(os, "statvfs", lambda path: full):
         assert "the disk is full, so the reason could not be recorded. Free space" in crashed(run)
     errors = [{"time": at, "level": "error", "text": f"at {at}\nTraceback"} for at in (50.0, 150.0)]
     (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in errors[:1]))
@@ -401,9 +362,9 @@ def test_a_run_that_could_not_write_its_failure_is_told_by_the_command_line(
 ) -> None:
     log = RunLog(run, total_steps=9)
     log.set_state("running")
-    with failing_replace("ENOSPC"):
+    with failing_replace(errno.ENOSPC):
         log.close("failed", "the disk is full")
-    assert read_status(run)["state"] == "running"
+    assert rundir.read_status(run)["state"] == "running"
     monkeypatch.chdir(run.parent)
     Path("runs").mkdir()
     run.rename("runs/one")
@@ -413,28 +374,18 @@ def test_a_run_that_could_not_write_its_failure_is_told_by_the_command_line(
     assert "one: its process is gone without a message" in output
 
 
-def test_a_clock_that_was_set_back_does_not_hide_a_hanging_process(run: Path) -> None:
+def test_a_clock_that_was_set_back_does_not_hide_a_hanging_process(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a lock that may not be looked at, which leaves it to the heartbeat."""
     now = time.time()
+
+    def state(ahead_s: float) -> str:
+        return state_of(run, {"state": "running", "heartbeat": now + ahead_s}, now)
+
     with RunDir.open(run):
-        for ahead, state in ((-1.0, "running"), (1.0, "running"), (3600.0, "stale")):
-            assert state_of(run, {"state": "running", "heartbeat": now + ahead}, now) == state
-
-
-def test_a_lock_that_may_not_be_looked_at_leaves_it_to_the_heartbeat(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path, **_: object) -> int:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(penstock.app.rundir, "open_regular", refuse)
-    now = time.time()
-    assert state_of(run, {"state": "running", "heartbeat": now}, now) == "running"
-    assert state_of(run, {"state": "running", "heartbeat": now - 60}, now) == "stale"
-
-
-def test_a_status_that_cannot_be_read_says_so(run: Path) -> None:
-    (run / "status.json").mkdir()
-    assert read_info(run).error == "status.json cannot be read: it is no regular file"
+        assert [state(ahead) for ahead in (-1.0, 1.0, 3600.0)] == ["running", "running", "stale"]
+    refused = PermissionError(errno.EACCES, "Permission denied", str(run))
+    monkeypatch.setattr(rundir, "open_regular", Mock(side_effect=refused))
+    assert [state(ahead) for ahead in (0.0, -60.0)] == ["running", "stale"]
 
 
 def test_a_run_directory_whose_name_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,10 +6,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
+import huggingface_hub
 import pytest
 from cli_process import refusal
 from fake_hub import FakeHub, commit_of, fake_hub
+from huggingface_hub import constants
+from transformers import LlamaConfig
 
 from penstock.app.cli import main
 from penstock.app.hub import dataset_folder, fetched, for_plan, model_folder
@@ -19,86 +23,59 @@ from penstock.engine.config import DataConfig, ModelConfig, Recipe
 from penstock.storage.errors import UserError
 
 MODEL = {
-    "config.json": b'{"model_type": "llama"}',
-    "generation_config.json": b"{}",
-    "tokenizer.json": b"x" * 3000,
-    "tokenizer_config.json": b"{}",
-    "chat_template.jinja": b"{{ messages }}",
-    "model.safetensors": bytes(range(256)) * 64,
-    "README.md": b"# a model",
-    "pytorch_model.bin": b"pickle" * 1000,
-    "onnx/config.json": b"{}",
+    "config.json": b'{"model_type": "llama"}', "generation_config.json": b"{}", "tokenizer.json": b"x" * 3000,
+    "tokenizer_config.json": b"{}", "chat_template.jinja": b"{{ messages }}", "onnx/config.json": b"{}",
+    "model.safetensors": bytes(range(256)) * 64, "README.md": b"# a model", "pytorch_model.bin": b"pickle" * 1000,
     "consolidated.safetensors": b"the same again" * 1000,
-}
+}  # fmt: skip
 DATA = {
-    "README.md": b"# a data set",
-    "dataset_infos.json": b"{}",
-    "data/train-00000-of-00001.parquet": b"PAR1" * 300,
+    "README.md": b"# a data set", "dataset_infos.json": b"{}", "data/train-00000-of-00001.parquet": b"PAR1" * 300,
     "more.jsonl.gz": b"gz",
-}
+}  # fmt: skip
 NAME = "hf://small/llama"
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A hub with a model and a data set; huggingface_hub asks it, and keeps what it gets below tmp_path."""
-    from huggingface_hub import constants
-
+    monkeypatch.chdir(tmp_path)
     with fake_hub() as running:
-        for name, value in settings(running, tmp_path).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        monkeypatch.delenv("PENSTOCK_OFFLINE_BY_DEFAULT", raising=False)
-        monkeypatch.delenv("HF_TOKEN", raising=False)
+        for name in ("HF_HUB_OFFLINE", "PENSTOCK_OFFLINE_BY_DEFAULT", "HF_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        homes = {"HF_HOME": "", "XDG_CACHE_HOME": "cache", "XDG_CONFIG_HOME": "config"}
+        for name, folder in homes.items():
+            monkeypatch.setenv(name, str(tmp_path / folder))
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        files = running.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "ENDPOINT", running.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        running.add(
-            "models/small/llama", dict(MODEL), revisions={"v2": MODEL | {"config.json": b'{"model_type": "qwen3"}'}}
-        )
+        v2 = MODEL | {"config.json": b'{"model_type": "qwen3"}'}
+        running.add("models/small/llama", dict(MODEL), revisions={"v2": v2})
         running.add("datasets/some/chats", dict(DATA))
         yield running
-
-
-def settings(hub: FakeHub, folder: Path) -> dict[str, str]:
-    return {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(folder),
-        "HF_HUB_DISABLE_XET": "1",
-        "XDG_CACHE_HOME": str(folder / "cache"),
-        "XDG_CONFIG_HOME": str(folder / "config"),
-    }
 
 
 def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_names() -> None:
+    for text, expected in (
         ("hf://a/b", HubName("a/b", None)),
         ("hf:/a/b@v1.0", HubName("a/b", "v1.0")),
         ("hf://datasets/a/b@refs/convert/parquet", HubName("a/b", "refs/convert/parquet")),
-    ],
-)
-def test_names(text: str, expected: HubName) -> None:
-    assert parse_hub(text) == expected
-    assert normal(text).startswith("hf://")
-
-
-@pytest.mark.parametrize(
-    "text", ["hf://", "hf://a", "hf://a/b/c", "hf://a/../b", "hf://a/b@", "hf://a/b@x y", "hf://-a/b"]
-)
-def test_what_is_no_name_is_refused(text: str) -> None:
+    ):
+        assert parse_hub(text) == expected
+        assert normal(text).startswith("hf://")
+    for text in ("hf://", "hf://a", "hf://a/b/c", "hf://a/../b", "hf://a/b@", "hf://a/b@x y", "hf://-a/b"):
+        with pytest.raises(UserError, match="write hf://OWNER/NAME"):
+            parse_hub(text)
     with pytest.raises(UserError, match="write hf://OWNER/NAME"):
-        parse_hub(text)
-    with pytest.raises(UserError, match="write hf://OWNER/NAME"):
-        resolve_paths(Recipe(name="x", model=ModelConfig(path=text)), Path("/"))
+        resolve_paths(Recipe(name="x", model=ModelConfig(path="hf://a")), Path("/"))
 
 
 def test_a_bare_name_is_the_hubs_where_no_such_path_is_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,22 +86,15 @@ def test_a_bare_name_is_the_hubs_where_no_such_path_is_near(tmp_path: Path, monk
     assert on_hub("owner/name") is None
     assert on_hub("./owner/name") is None
     assert model_folder("owner/name") == Path("owner/name")
-
-
-def test_a_recipe_keeps_its_names_until_it_is_run(tmp_path: Path) -> None:
     recipe = Recipe(name="x", model=ModelConfig(path="hf:/a/b"), data=DataConfig(source="jsonl", path="hf://c/d@e"))
-    resolved = resolve_paths(recipe, tmp_path)
+    resolved = resolve_paths(recipe, tmp_path)  # which keeps its names until it is run
     assert (resolved.model.path, resolved.data.path) == ("hf://a/b", "hf://c/d@e")
 
 
 def test_what_a_model_needs_is_fetched_and_nothing_twice(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     folder = model_folder(NAME)
-    assert names(folder) == set(MODEL) - {
-        "README.md",
-        "pytorch_model.bin",
-        "onnx/config.json",
-        "consolidated.safetensors",
-    }
+    unneeded = {"README.md", "pytorch_model.bin", "onnx/config.json", "consolidated.safetensors"}
+    assert names(folder) == set(MODEL) - unneeded
     assert all((folder / name).read_bytes() == MODEL[name] for name in names(folder))
     assert folder.name == commit_of(MODEL)
     said = capsys.readouterr().err.splitlines()
@@ -134,23 +104,23 @@ def test_what_a_model_needs_is_fetched_and_nothing_twice(hub: FakeHub, capsys: p
     assert model_folder("small/llama") == folder
     assert not [request for request in hub.requests if request.startswith("GET /cdn") or "HEAD" in request]
     assert capsys.readouterr().err == ""
-
-
-def test_a_revision_is_another_folder(hub: FakeHub) -> None:
-    assert b"qwen3" in (model_folder(f"{NAME}@v2") / "config.json").read_bytes()
-    commit = commit_of(MODEL)
-    assert model_folder(f"{NAME}@{commit}").name == commit
+    assert b"qwen3" in (model_folder(f"{NAME}@v2") / "config.json").read_bytes(), "a revision is another folder"
+    assert model_folder(f"{NAME}@{commit_of(MODEL)}").name == commit_of(MODEL)
 
 
 def test_of_a_data_set_its_data_files_are_fetched(hub: FakeHub) -> None:
-    folder = dataset_folder("hf://some/chats")
-    assert names(folder) == {"data/train-00000-of-00001.parquet", "more.jsonl.gz"}
+    assert names(dataset_folder("hf://some/chats")) == {"data/train-00000-of-00001.parquet", "more.jsonl.gz"}
+    hub.add("datasets/some/script", {"chats.py": b"import os", "README.md": b""})
+    with pytest.raises(UserError, match=r"only a loading script.*refs/convert/parquet"):
+        dataset_folder("hf://some/script")
+    hub.add("datasets/some/images", {"README.md": b"", "image.png": b""})
+    with pytest.raises(UserError, match="contains no data file"):
+        dataset_folder("hf://some/images")
 
 
 def test_a_plan_fetches_the_config_alone(hub: FakeHub) -> None:
-    recipe = Recipe(
-        name="x", model=ModelConfig(path=NAME), data=DataConfig(source="jsonl", path="hf://some/chats", tokenizer=NAME)
-    )
+    data = DataConfig(source="jsonl", path="hf://some/chats", tokenizer=NAME)
+    recipe = Recipe(name="x", model=ModelConfig(path=NAME), data=data)
     with pytest.raises(UserError, match=r"not in the cache yet; `penstock plan hf://small/llama`"):
         for_plan(recipe, fetch=False)
     planned = for_plan(recipe)
@@ -160,10 +130,12 @@ def test_a_plan_fetches_the_config_alone(hub: FakeHub) -> None:
     assert not any("chats" in request for request in hub.requests)
 
 
-def test_a_run_gets_folders_for_everything(hub: FakeHub) -> None:
-    data = DataConfig(
-        source="messages", tokenizer=NAME, mixture=[{"path": "hf://some/chats", "weight": 2}, {"path": "/x"}]
-    )
+def test_a_run_gets_folders_for_everything_and_from_scratch_no_weights(hub: FakeHub) -> None:
+    ready = fetched(Recipe(name="x", model=ModelConfig(path=NAME)), weights=False)
+    assert names(Path(str(ready.model.path))) >= {"config.json", "tokenizer.json"}
+    assert not any("model.safetensors" in request for request in hub.requests)
+    mixture = [{"path": "hf://some/chats", "weight": 2}, {"path": "/x"}]
+    data = DataConfig(source="messages", tokenizer=NAME, mixture=mixture)
     ready = fetched(Recipe(name="x", model=ModelConfig(path=NAME), data=data))
     assert (Path(str(ready.model.path)) / "model.safetensors").is_file()
     assert ready.data.tokenizer == ready.model.path
@@ -171,15 +143,7 @@ def test_a_run_gets_folders_for_everything(hub: FakeHub) -> None:
     assert ready.data.mixture[0]["weight"] == 2
 
 
-def test_from_scratch_fetches_no_weights(hub: FakeHub) -> None:
-    ready = fetched(Recipe(name="x", model=ModelConfig(path=NAME)), weights=False)
-    assert names(Path(str(ready.model.path))) >= {"config.json", "tokenizer.json"}
-    assert not any("model.safetensors" in request for request in hub.requests)
-
-
 def test_a_connection_that_breaks_is_taken_up_where_it_broke(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # written as it comes
     hub.cut["model.safetensors"] = 5000
     folder = model_folder(NAME)
@@ -235,27 +199,10 @@ def test_a_token_opens_what_is_private(hub: FakeHub, monkeypatch: pytest.MonkeyP
     assert (model_folder("hf://small/private") / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        (
-            {"chats.py": b"import os", "README.md": b""},
-            "only a loading script.*refs/convert/parquet",
-        ),
-        ({"README.md": b"", "image.png": b""}, "contains no data file"),
-    ],
-)
-def test_data_sets_that_cannot_be_read(hub: FakeHub, files: dict[str, bytes], message: str) -> None:
-    hub.add("datasets/some/odd", files)
-    with pytest.raises(UserError, match=message):
-        dataset_folder("hf://some/odd")
-
-
 def test_offline_takes_what_is_in_the_cache(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(
-        UserError, match=r"HF_HUB_OFFLINE is set .* run `hf download small/llama` and copy .*models--small--llama"
-    ):
+    told = r"HF_HUB_OFFLINE is set .* run `hf download small/llama` and copy .*models--small--llama"
+    with pytest.raises(UserError, match=told):
         model_folder(NAME)
     with pytest.raises(UserError, match=r"`hf download some/chats --repo-type dataset`"):
         dataset_folder("hf://some/chats")
@@ -275,8 +222,6 @@ def test_offline_takes_what_is_in_the_cache(hub: FakeHub, monkeypatch: pytest.Mo
 def test_without_a_network_the_cache_serves_and_else_one_line_says_what_to_do(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from huggingface_hub import constants
-
     folder = model_folder(NAME)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     capsys.readouterr()
@@ -286,42 +231,28 @@ def test_without_a_network_the_cache_serves_and_else_one_line_says_what_to_do(
         model_folder("hf://other/llama")
 
 
-def test_an_interrupted_download_goes_on_from_the_files_that_are_complete(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    import huggingface_hub
-
+def test_an_interrupted_download_goes_on_from_complete_files(hub: FakeHub, tmp_path: Path) -> None:
     def interrupted(*args: Any, **kwargs: Any) -> None:
         huggingface_hub.hf_hub_download("small/llama", "config.json", cache_dir=tmp_path / "hub")
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(huggingface_hub, "snapshot_download", interrupted)
-        with pytest.raises(UserError, match="interrupted; complete files stay"):
-            model_folder(NAME)
+    patched = patch.object(huggingface_hub, "snapshot_download", interrupted)
+    with patched, pytest.raises(UserError, match="interrupted; complete files stay"):
+        model_folder(NAME)
     hub.requests.clear()
     model_folder(NAME)
     assert not any(request.startswith("GET") and "config.json" in request.split("/")[-1:] for request in hub.requests)
 
 
 def test_a_full_disk_is_one_line(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
     with pytest.raises(UserError, match=r"No space left on device .* set HF_HOME"):
         model_folder(NAME)
 
 
 @pytest.mark.long
-def test_the_command_line_plans_and_checks_a_model_of_the_hub(
-    hub: FakeHub, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import LlamaConfig
-
-    monkeypatch.chdir(tmp_path)
+def test_the_command_line_plans_and_checks_a_model_of_the_hub(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(**sizes, vocab_size=300, max_position_embeddings=256)
     hub.add("models/tiny/one", {"config.json": config.to_json_string().encode()})
@@ -331,10 +262,8 @@ def test_the_command_line_plans_and_checks_a_model_of_the_hub(
     assert [request for request in hub.requests if "resolve" in request and "config.json" not in request] == []
 
 
-def test_a_command_that_cannot_fetch_ends_in_one_line(
-    hub: FakeHub, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("hub")
+def test_a_command_that_cannot_fetch_ends_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "no such model" in refusal(capsys, "check", "hf://small/none")
     assert "no such model" in refusal(capsys, "plan", "small/none")
     (tmp_path / "x.json").write_text('{"name": "x", "model": {"path": "hf://small/none"}}')

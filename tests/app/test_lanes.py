@@ -57,8 +57,8 @@ def test_bytes_count_where_an_op_ends() -> None:
 def test_report_reads_a_run_and_refuses_steps_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="fewer than two steps"):
         lanes_report(tmp_path, None, as_json=False)
-    lines = [clip(1, 1.0), span("compute", 1.0, 2.5, step=2), span("nvme_read", 2.5, 3.0, size=10**9, step=2)]
-    spans = [*lines, clip(2, 3.0)]
+    read = span("nvme_read", 2.5, 3.0, size=10**9, step=2)
+    spans = [clip(1, 1.0), span("compute", 1.0, 2.5, step=2), read, clip(2, 3.0)]
     (tmp_path / "spans.jsonl").write_text("".join(json.dumps(item) + "\n" for item in spans))
     report = lanes_report(tmp_path, None, as_json=False)
     assert "steps 2 to 2: n/a a step, n/a tok/s; shares are of 2.00 s" in report

@@ -87,13 +87,9 @@ def test_a_run_outlives_its_starter_and_the_terminal(tmp_path: Path) -> None:
         "time.sleep(60)\n"
     )
     starter = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        text=True,
-        start_new_session=True,
-        preexec_fn=default_signals,
-    )
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, preexec_fn=default_signals,
+    )  # fmt: skip
     assert starter.stdout is not None
     run = Path(starter.stdout.readline().strip())
     pid = json.loads((run / "status.json").read_text())["pid"]
@@ -113,16 +109,13 @@ def test_a_run_outlives_its_starter_and_the_terminal(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [
+def test_what_cannot_start_leaves_no_run(tmp_path: Path) -> None:
+    for recipe, message in (
         (Recipe(name="x", model=ModelConfig(path="no/such/model")), "no/such/model does not exist"),
         (Recipe(name="x", data=DataConfig(source="text", path="no/texts")), r"data\.path: .*no/texts does not exist"),
-    ],
-)
-def test_what_cannot_start_leaves_no_run(tmp_path: Path, recipe: Recipe, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        launcher.start(recipe, tmp_path)
+    ):
+        with pytest.raises(UserError, match=message):
+            launcher.start(recipe, tmp_path)
     assert not list(tmp_path.rglob("*.json"))
 
 

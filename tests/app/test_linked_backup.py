@@ -3,10 +3,10 @@
 import errno
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -107,8 +107,7 @@ def test_a_backup_of_a_live_run_is_not_live_and_both_can_be_worked_on(run: Path)
     assert not is_live(run)
 
 
-@contextmanager
-def read_only() -> Iterator[None]:
+def read_only() -> Any:
     """A file system on which nothing can be opened to be written."""
     real = os.open
 
@@ -117,9 +116,7 @@ def read_only() -> Iterator[None]:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
         return real(path, flags, *args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "open", refused)
-        yield
+    return patch.object(os, "open", refused)
 
 
 def test_a_run_that_cannot_be_written_can_be_scrubbed(run: Path) -> None:

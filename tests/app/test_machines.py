@@ -28,7 +28,7 @@ def test_every_preset_is_there_after_this_machine() -> None:
     assert all("data sheets" in info.source for info in infos[1:])
 
 
-def test_this_machine_says_whether_it_was_measured() -> None:
+def test_this_machine_says_whether_it_was_measured_and_a_profile_file_is_one_too(tmp_path: Path) -> None:
     assert "penstock probe" in this_machine_info().source
     profile_path().parent.mkdir(parents=True)
     write(profile_path(), replace(GENERIC, name="mine", source="measured 2026-11-21"))
@@ -37,9 +37,6 @@ def test_this_machine_says_whether_it_was_measured() -> None:
     assert info.text.startswith("no GPU, 11.0 GiB RAM")
     profile_path().write_text("{")
     assert "cannot be used" in this_machine_info().source
-
-
-def test_a_profile_file_is_a_machine_too(tmp_path: Path) -> None:
     path = tmp_path / "lab.json"
     write(path, replace(GENERIC, name="lab"))
     assert (profile_info(path).name, profile_info(path).title) == (str(path), "lab")

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -25,8 +26,7 @@ from penstock.app.rundir import read_info
 from penstock.storage.checkpoints import checkpoint_names
 
 ROOMY = {"gpu": "64MiB", "ram": "256MiB"}
-NARROW = ("budgets.gpu=least", "budgets.ram=least")
-"""Other budgets: state that was in memory is on the drive."""
+NARROW = ("budgets.gpu=least", "budgets.ram=least")  # state that was in memory is on the drive
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,28 @@ def stop_at(step: int) -> Any:
     return on_step
 
 
+def lost(step: int, **storage: Any) -> str:
+    """The place of a run in the folder `lost` that was stopped at a step; every second one is uploaded there."""
+    place = new_place()
+    storage = {"offsite": place, "offsite_every": 2} | storage
+    penstock.train(recipe(storage=storage), run_dir="lost", on_step=stop_at(step))
+    return place
+
+
 def losses(run: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in json_lines(run / "metrics.jsonl")]
+
+
+def listed_at(place: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The checkpoints at a place, as a command prints them."""
+    return [line.split()[0] for line in said(capsys, "checkpoint", place).splitlines()]
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command prints, in this process."""
+    capsys.readouterr()
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["s3", pytest.param("folder", marks=pytest.mark.long)])
@@ -95,9 +115,8 @@ def test_the_machine_is_lost(s3: S3, tmp_path: Path, kind: str, capsys: pytest.C
     shutil.rmtree(run)
     shutil.rmtree(tmp_path / "corpus")
     drives = [str(tmp_path / name) for name in ("d0", "d1")]
-    found = penstock.resume(
-        place, run_dir="found", overrides=[*NARROW, f"storage.nvme={json.dumps(drives)}", "storage.offsite=none"]
-    )
+    overrides = [*NARROW, f"storage.nvme={json.dumps(drives)}", "storage.offsite=none"]
+    found = penstock.resume(place, run_dir="found", overrides=overrides)
     assert losses(found) == losses(whole)
     assert tiny.digest_of(found) == tiny.digest_of(whole)
     assert all(any(Path(drive, "found").glob("*/*/[01]/c.*.0")) for drive in drives)
@@ -110,24 +129,9 @@ def test_the_machine_is_lost(s3: S3, tmp_path: Path, kind: str, capsys: pytest.C
     assert listed in (["step-000002", "step-000004"], ["step-000002", "step-000005"]), "the newest there was"
 
 
-def listed_at(place: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The checkpoints at a place, as a command prints them."""
-    return [line.split()[0] for line in said(capsys, "checkpoint", place).splitlines()]
-
-
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a command prints, in this process."""
-    capsys.readouterr()
-    assert main(list(arguments)) == 0
-    return capsys.readouterr().out
-
-
 @pytest.mark.long
 def test_the_run_that_goes_on_uploads_there_again(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = new_place()
-    options = {"offsite": place, "offsite_every": 2, "offsite_keep": 3}
-    penstock.train(recipe(storage=options), run_dir="lost", on_step=stop_at(3))
-    told: list[str] = []
+    place, told = lost(3, offsite_keep=3), list[str]()
     found = penstock.resume(place, on_message=told.append)
     assert found.parent == tmp_path / "runs"
     assert any(line.startswith(f"storage.offsite: step 6 is at {place}: ") for line in told)
@@ -146,9 +150,8 @@ def test_what_the_recipe_names_elsewhere_comes_along(s3: S3, tmp_path: Path) -> 
     shape = dict.fromkeys(("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"))
     model = {**shape, "path": str(folder)}
     whole = penstock.train(recipe(model=model), run_dir="whole")
-    penstock.train(
-        recipe(model=model, storage={"offsite": place, "offsite_every": 3}), run_dir="lost", on_step=stop_at(3)
-    )
+    storage = {"offsite": place, "offsite_every": 3}
+    penstock.train(recipe(model=model, storage=storage), run_dir="lost", on_step=stop_at(3))
     for name in ("lost", "model", "corpus"):
         shutil.rmtree(tmp_path / name)
     found = penstock.resume(place, overrides=["storage.offsite=none"])
@@ -204,8 +207,8 @@ def test_bad_places_are_refused_before_anything_is_made(
         (new_place(), "no credentials were found; set AWS_ACCESS_KEY_ID"),
     ):
         if "credentials" in message:
-            for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-                monkeypatch.setenv(name, "")
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "")
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "")
         (tmp_path / "tiny.py").write_text(recipe_text(budgets=ROOMY, storage={"offsite": place}))
         assert message in refusal(capsys, "train", "tiny.py", "--run-dir", "run")
         assert not (tmp_path / "run").exists()
@@ -213,8 +216,7 @@ def test_bad_places_are_refused_before_anything_is_made(
 
 
 def test_two_runs_on_one_prefix(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = new_place()
-    penstock.train(recipe(storage={"offsite": place, "offsite_every": 2}), run_dir="first", on_step=stop_at(2))
+    place = lost(2)
     (tmp_path / "tiny.py").write_text(recipe_text(budgets=ROOMY, storage={"offsite": place}))
     error = refusal(capsys, "train", "tiny.py", "--run-dir", "second")
     assert error.startswith(f"error: storage.offsite: {place}: holds run 'tiny' (last written by ")
@@ -225,16 +227,11 @@ def test_two_runs_on_one_prefix(s3: S3, tmp_path: Path, capsys: pytest.CaptureFi
     assert "x" not in checkpoint_names(tmp_path / "third" / "state")
 
 
-def test_a_failed_start_gives_the_place_back(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_gives_the_place_back(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     place = new_place()
-    refused = recipe(storage={"offsite": place})
-
-    def fails(metrics: penstock.StepMetrics) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr("penstock.engine.train.train_step", lambda session: fails(None))  # type: ignore[arg-type]
+    monkeypatch.setattr("penstock.engine.train.train_step", Mock(side_effect=AssertionError))
     with pytest.raises(AssertionError):
-        penstock.train(refused, run_dir="run")
+        penstock.train(recipe(storage={"offsite": place}), run_dir="run")
     assert s3.keys(below(place)) == []
 
 
@@ -294,9 +291,7 @@ def test_killed_while_it_uploads(s3: S3, tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.long
 def test_killed_while_it_fetches(s3: S3, tmp_path: Path) -> None:
     """Nothing half is a run, and a second try goes on where the first was."""
-    place = new_place()
-    penstock.train(recipe(storage={"offsite": place, "offsite_every": 2}), run_dir="lost", on_step=stop_at(2))
-    cli = Cli(tmp_path, program=REAL)
+    place, cli = lost(2), Cli(tmp_path, program=REAL)
     s3.proxy.always = ("GET", "c.", "delayed")
     process = cli.start("resume", place, "--set", "storage.offsite=none")
     wait_until(lambda: any((tmp_path / "runs").glob("*/state/*/*/0/c.*.0")))
@@ -313,8 +308,7 @@ def test_killed_while_it_fetches(s3: S3, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_damage_on_the_way_makes_no_run(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = new_place()
-    penstock.train(recipe(storage={"offsite": place, "offsite_every": 2}), run_dir="lost", on_step=stop_at(2))
+    place = lost(2)
     (key, *_) = [key for key in s3.keys(below(place)) if key.endswith("master/c.0.0")]
     content = s3.get(key)
     s3.put(key, content[:-1] + bytes([content[-1] ^ 1]))

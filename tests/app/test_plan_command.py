@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from bad_model_files import CONFIG
+from cli_process import refusal
 from recipe_texts import recipe_text
 from samples import cases
 
@@ -93,18 +94,13 @@ def test_a_cluster_beside_the_machine(small: Path, capsys: pytest.CaptureFixture
     assert re.search(r"to finish: \S+ here, \S+ there \([\d.]+ times as fast\)", screen)
     assert re.search(r"memory of a GPU [\d.]+ of 138 GiB: CUDA, NCCL, allocator", screen)
     assert re.search(r"bound by \w+: compute takes [\d.]+ m?s a step \(eager layers\)", screen)
-
-
-def test_a_cluster_beside_a_machine_that_is_too_small(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(small), "--cluster", "1x2", *words(("budgets.ram=1MiB", "budgets.nvme=1MiB"))]) == 1
     assert "to finish: does not fit here, " in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("cluster", ["0x8", "foo", "1x4", "1x2xfoo"])
-def test_a_cluster_that_cannot_be(small: Path, capsys: pytest.CaptureFixture[str], cluster: str) -> None:
-    assert main(["plan", str(small), "--cluster", cluster]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith(f"error: --cluster {cluster}")
+def test_a_cluster_that_cannot_be(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for cluster in ("0x8", "foo", "1x4", "1x2xfoo"):
+        assert refusal(capsys, "plan", str(small), "--cluster", cluster).startswith(f"error: --cluster {cluster}")
 
 
 def test_validations_count(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,9 +166,10 @@ def test_what_does_not_fit_is_told_what_would(small: Path, capsys: pytest.Captur
 def test_a_missing_model_folder_is_planned_from_the_shape(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, found = planned(capsys, str(small), "--set", "model.path=nowhere", "--set", "name=x")
+    code, found = planned(capsys, str(small), *words(("model.path=nowhere", "name=x")), "--context", "128")
     assert code == 0
     assert "nowhere" in found["note"]
+    assert found["tokens_per_step"] == 256, "the context of a recipe is changed"
 
 
 def test_a_model_is_planned_without_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,11 +180,5 @@ def test_a_model_is_planned_without_a_recipe(tmp_path: Path, capsys: pytest.Capt
     assert (code, found["recipe"]) == (0, "Qwen3-tiny")
     assert found["tokens_per_step"] == 2048
     assert found["model"]["layers"] == CONFIG["num_hidden_layers"]
-    assert main(["plan", str(folder / "config.json"), "--context", "4096"]) == 2
-    assert "2048" in capsys.readouterr().err
-    assert main(["plan", str(tmp_path)]) == 2
-    assert "config.json" in capsys.readouterr().err
-
-
-def test_the_context_of_a_recipe_is_changed(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert planned(capsys, str(small), "--context", "128")[1]["tokens_per_step"] == 256
+    assert "2048" in refusal(capsys, "plan", str(folder / "config.json"), "--context", "4096")
+    assert "config.json" in refusal(capsys, "plan", str(tmp_path))

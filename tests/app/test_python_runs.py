@@ -48,10 +48,8 @@ def test_callbacks_are_told_what_the_run_writes(capsys: pytest.CaptureFixture[st
         recipe(), run_dir="run", on_step=told.append, on_validation=told.append, on_message=lines.append
     )
     kinds = [(type(one).__name__, one.step) for one in told]
-    assert kinds == [
-        *(("StepMetrics", 1), ("StepMetrics", 2), ("ValidationMetrics", 2)),
-        *(("StepMetrics", 3), ("StepMetrics", 4), ("ValidationMetrics", 4)),
-    ]
+    every = ("StepMetrics", "StepMetrics", "ValidationMetrics")
+    assert kinds == [*zip(every, (1, 2, 2), strict=True), *zip(every, (3, 4, 4), strict=True)]
     found = penstock.Run("run")
     assert found.path == run
     assert [m for m in told if isinstance(m, penstock.StepMetrics)] == list(found.metrics())
@@ -65,7 +63,7 @@ def test_callbacks_are_told_what_the_run_writes(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == ""
 
 
-def test_a_callback_stops_the_run_with_its_step_committed() -> None:
+def test_a_callback_stops_the_run_with_its_step_committed_or_before_its_first() -> None:
     def on_step(metrics: penstock.StepMetrics) -> None:
         if metrics.step == 2:
             raise penstock.StopTraining
@@ -77,12 +75,10 @@ def test_a_callback_stops_the_run_with_its_step_committed() -> None:
     assert steps == [3, 4]
     assert state(run) == ("finished", 4)
 
-
-def test_a_run_may_be_stopped_before_its_first_step() -> None:
     def on_message(line: str) -> None:
         raise penstock.StopTraining
 
-    assert state(penstock.train(recipe(), run_dir="run", on_message=on_message)) == ("stopped", None)
+    assert state(penstock.train(recipe(), run_dir="early", on_message=on_message)) == ("stopped", None)
 
 
 def test_what_a_callback_raises_comes_out_with_its_own_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,30 +129,22 @@ def test_outside_the_main_thread_no_handler_is_installed() -> None:
     before = signal.getsignal(signal.SIGINT)
     seen: list[Any] = []
 
-    def work() -> None:
-        try:
-            penstock.train(
-                recipe(), run_dir="run", on_step=lambda metrics: seen.append(signal.getsignal(signal.SIGINT))
-            )
-        except BaseException as error:
-            seen.append(error)
+    def on_step(metrics: penstock.StepMetrics) -> None:
+        seen.append(signal.getsignal(signal.SIGINT))
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=lambda: penstock.train(recipe(), run_dir="run", on_step=on_step))
     thread.start()
     thread.join()
     assert seen == [before] * 4
     assert state(Path("run")) == ("finished", 4)
 
 
-def test_a_run_is_an_iterator_over_its_steps() -> None:
+def test_a_run_is_an_iterator_over_its_steps_and_whoever_leaves_the_loop_stops_it_at_that_step() -> None:
     measured: list[Any] = []
     found = [m.step for m in penstock.steps(recipe(), run_dir="run", on_validation=measured.append)]
     assert found == [1, 2, 3, 4]
     assert [m.step for m in measured] == [2, 4]
     assert state(Path("run")) == ("finished", 4)
-
-
-def test_whoever_leaves_the_loop_stops_the_run_at_that_step() -> None:
     for metrics in penstock.steps(recipe(), run_dir="left"):
         if metrics.step == 2:
             break
@@ -188,12 +176,8 @@ def test_a_run_that_ended_early_says_so_and_has_nothing_to_resume(
 ) -> None:
     real, losses = validation.validate, {1: 2.0, 2: 3.0, 3: 3.0, 4: 1.5}
     monkeypatch.setattr(validation, "validate", lambda s: dataclasses.replace(real(s), loss=losses[s.step]))
-    tried = recipe(
-        train={"validate_every": 1, "early_stopping_patience": 2},
-        storage={"keep_best": True},
-        after={"export": True},
-    )
-    run = penstock.train(tried, run_dir="run")
+    train = {"validate_every": 1, "early_stopping_patience": 2}
+    run = penstock.train(recipe(train=train, storage={"keep_best": True}, after={"export": True}), run_dir="run")
     said = capsys.readouterr().out
     assert "ended early after step 3: no gain in 2 validations; best 2 at step 1" in said
     assert state(run) == ("finished", 3)

@@ -7,6 +7,7 @@ program takes a fraction of a second.
 
 import contextlib
 import copy
+import itertools
 import os
 import shutil
 import signal
@@ -19,16 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from nvme_state import SPECS, advance, assert_holds, content
 from samples import samples
 
@@ -97,13 +91,11 @@ def in_child(act: Callable[[], Any], moment: int | None) -> Exception | None:
 
 
 def _die_at(moment: int) -> None:
-    calls = 0
+    calls = itertools.count(1)
 
     def patched(real: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > moment:
+            if next(calls) > moment:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*args, **kwargs)
 
@@ -137,7 +129,7 @@ class Programs(RuleBasedStateMachine):
         self.known: dict[str, Run] = {}
         """As the drives of a run know it, whichever run directory is there."""
         self.backups: list[tuple[Run, Path]] = []
-        self.numbers = iter(range(1, 10**6))
+        self.numbers = itertools.count(1)
 
     def teardown(self) -> None:
         try:
@@ -494,4 +486,4 @@ def test_random_programs() -> None:
         phases=[Phase.generate],  # a program that fails is printed as it is: making it smaller takes many minutes
         print_blob=False,
     )
-    run_state_machine_as_test(Programs, settings=checks)
+    stateful.run_state_machine_as_test(Programs, settings=checks)

@@ -3,22 +3,13 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from penstock.app.recall_view import RecallMap, map_rows, map_width, recall_of, recall_rows
 from penstock.app.rows import ASCII, UNICODE, plain
 from penstock.tui.data.metrics import MetricsReader
 
-BEFORE = {
-    "step": 0,
-    "loss": 4.0,
-    "recall": {"lengths": [512, 8192], "right": [[0, 1], [0, 0]], "asked": [[9, 7], [8, 8]]},
-}
-AFTER = {
-    "step": 9,
-    "loss": 0.1,
-    "recall": {"lengths": [512, 8192], "right": [[9, 7], [8, 4]], "asked": [[9, 7], [8, 8]]},
-}
+LENGTHS = {"lengths": [512, 8192], "asked": [[9, 7], [8, 8]]}
+BEFORE = {"step": 0, "loss": 4.0, "recall": LENGTHS | {"right": [[0, 1], [0, 0]]}}
+AFTER = {"step": 9, "loss": 0.1, "recall": LENGTHS | {"right": [[9, 7], [8, 4]]}}
 
 
 def found(line: dict[str, object]) -> RecallMap:
@@ -45,22 +36,17 @@ def test_what_was_never_asked_is_no_zero() -> None:
     assert all(sum(len(text) for text, _ in row) == map_width(found(line)) for row in rows)
 
 
-@pytest.mark.parametrize(
-    "recall",
-    [
-        None,
-        [],
-        {"lengths": [1]},
+def test_what_is_no_map_is_left_out() -> None:
+    short: list[object] = [None, [], {"lengths": [1]}, {"lengths": [512], "right": [1], "asked": [1]}]
+    for recall in (
+        *short,
         {"lengths": [512], "right": [[1]], "asked": [[0]]},
         {"lengths": [512], "right": [[1, 1]], "asked": [[1]]},
         {"lengths": [512], "right": [[0]], "asked": [[0]]},
         {"lengths": ["512"], "right": [[1]], "asked": [[1]]},
-        {"lengths": [512], "right": [1], "asked": [1]},
         {"lengths": [1] * 100, "right": [[1]] * 100, "asked": [[1]] * 100},
-    ],
-)
-def test_what_is_no_map_is_left_out(recall: object) -> None:
-    assert recall_of({"step": 1, "loss": 1.0, "recall": recall}) is None
+    ):
+        assert recall_of({"step": 1, "loss": 1.0, "recall": recall}) is None, recall
 
 
 def test_a_reader_keeps_the_first_and_the_last(tmp_path: Path) -> None:

@@ -16,11 +16,10 @@ ODD = [
 
 @pytest.mark.parametrize("text", ODD)
 def test_a_file_gives_back_the_recipe(tmp_path: Path, text: str) -> None:
+    overrides = {"rope": {text: [1, None, True, 1e-6]}, "many": list(range(60))}
     recipe = Recipe(
         name="mine",
-        model=ModelConfig(
-            path="models/mine", overrides={"rope": {text: [1, None, True, 1e-6]}, "many": list(range(60))}
-        ),
+        model=ModelConfig(path="models/mine", overrides=overrides),
         data=DataConfig(source="messages", path="talks.jsonl", columns={"messages": text}),
         train=TrainConfig(lr=1e-5, warmup_steps=3),
         after=AfterConfig(export=True, sample_prompt=text),

@@ -12,32 +12,14 @@ from cli_process import json_lines, wait_until
 import penstock.app.run_log
 from penstock.app.run_files import JsonLines
 from penstock.app.run_log import RunLog, continue_spans
-from penstock.engine.events import (
-    Preparing,
-    Progress,
-    Sample,
-    SampleMetrics,
-    Span,
-    Spike,
-    StepDocument,
-    StepMetrics,
-    UnderWay,
-    ValidationMetrics,
-)
+from penstock.engine import events
+from penstock.engine.events import Preparing, Progress, Sample, SampleMetrics, Span, StepMetrics, ValidationMetrics
 
 FIELDS: dict[str, Any] = {
-    "grad_norm": 0.5,
-    "lr": 1e-3,
-    "tokens": 7,
-    "step_s": 0.25,
-    "tokens_per_s": 28.0,
-    "warmup": False,
-    "model_flops": 10**15,
-    "nvme_read_bytes": {"/mnt/a/run": 4096},
-    "nvme_written_bytes": {"/mnt/a/run": 8192},
-    "time": 1234.5,
+    "grad_norm": 0.5, "lr": 1e-3, "tokens": 7, "step_s": 0.25, "tokens_per_s": 28.0, "warmup": False, "time": 1234.5,
+    "model_flops": 10**15, "nvme_read_bytes": {"/mnt/a/run": 4096}, "nvme_written_bytes": {"/mnt/a/run": 8192},
     "tier_bytes": {"gpu": 1, "ram": 2, "nvme": 3},
-}
+}  # fmt: skip
 """Of a step, as the log has them too."""
 
 MEAN = {"mean_tokens_per_s": 28.0, "mean_step_s": 0.25, "mean_model_tflops_per_s": 4000.0}
@@ -56,6 +38,11 @@ def told(*spans: Span) -> Progress:
     return Progress(list(spans), 0.0, [])
 
 
+def steps_of(file: Path, *names: str) -> list[tuple[Any, ...]]:
+    """The step and these fields of each line."""
+    return [tuple(line[name] for name in ("step", *names)) for line in json_lines(file)]
+
+
 def status(path: Path) -> dict[str, object]:
     return dict(json.loads((path / "status.json").read_text()))
 
@@ -68,7 +55,7 @@ def test_log_writes_exactly_the_documented_fields(tmp_path: Path) -> None:
     log.step(metrics(1))
     log.step(metrics(2, loss=float("nan")))
     log.message("a word", "warning")
-    log.progress(Progress([span(2, 0.5, 0.75)], 0.8, [UnderWay("h2d", "load", "head", -1, 2, 0.7)]))
+    log.progress(Progress([span(2, 0.5, 0.75)], 0.8, [events.UnderWay("h2d", "load", "head", -1, 2, 0.7)]))
     log.set_state("running")
     assert status(tmp_path)["clock_s"] == 0.8
     assert status(tmp_path)["now"] == {"h2d": [{"op": "load", "block": "head", "chunk": -1, "step": 2, "start_s": 0.7}]}
@@ -88,14 +75,8 @@ def test_log_writes_exactly_the_documented_fields(tmp_path: Path) -> None:
     found = status(tmp_path)
     for name in ("heartbeat", "started"):
         assert abs(found.pop(name) - time.time()) < 5  # type: ignore[operator]
-    assert found == {
-        "state": "finished",
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "step": 2,
-        "total_steps": 3,
-        "clock_s": 0.8,
-    }
+    process = {"pid": os.getpid(), "host": socket.gethostname()}
+    assert found == {"state": "finished", "step": 2, "total_steps": 3, "clock_s": 0.8} | process
 
 
 def test_the_whole_checklist_is_told_to_whoever_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,10 +109,8 @@ def test_the_drives_temperature_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     log = RunLog(tmp_path, total_steps=3)
     log.watch_drives([tmp_path / "state", Path("/nowhere/at/all")])
     wait_until(lambda: "drives" in status(tmp_path))
-    assert status(tmp_path)["drives"] == {
-        str(tmp_path / "state"): {"temperature_c": 41.5},
-        "/nowhere/at/all": {"temperature_c": 41.5},
-    }
+    folders = (str(tmp_path / "state"), "/nowhere/at/all")
+    assert status(tmp_path)["drives"] == {folder: {"temperature_c": 41.5} for folder in folders}
     log.close("finished")
     assert "drives" not in status(tmp_path), "nobody looks at them any more"
 
@@ -140,8 +119,8 @@ def test_heartbeat_goes_on_without_steps_and_under_load(tmp_path: Path, monkeypa
     assert penstock.app.run_log.HEARTBEAT_S <= 5
     monkeypatch.setattr(penstock.app.run_log, "HEARTBEAT_S", 0.05)
 
-    def heartbeat() -> float:
-        return float(json.loads((tmp_path / "status.json").read_text())["heartbeat"])
+    def heartbeat() -> Any:
+        return status(tmp_path)["heartbeat"]
 
     log = RunLog(tmp_path, total_steps=3)
     first = heartbeat()
@@ -200,19 +179,10 @@ def test_a_resumed_run_replaces_steps_done_again_and_goes_on_in_time(tmp_path: P
     log.close("finished")
     assert status(tmp_path)["clock_s"] == 11.0
     assert [line["text"] for line in json_lines(tmp_path / "log.jsonl")] == ["before", "on"]
-    assert [(line["step"], line["loss"]) for line in json_lines(tmp_path / "metrics.jsonl")] == [
-        (1, 10.0),
-        (2, 10.0),
-        (3, 20.0),
-        (4, 20.0),
-    ]
-    told_of = ("step", "start_s", "end_s", "id", "waited")
-    assert [tuple(line[name] for name in told_of) for line in json_lines(tmp_path / "spans.jsonl")] == [
-        (1, 1.0, 2.0, 9, [3]),
-        (2, 2.0, 3.0, 8, [3]),
-        (3, 3.0, 4.0, 7, [3]),
-        (3, 4.0, 5.0, 13, [10]),
-        (4, 5.0, 6.0, 14, [10]),
+    assert steps_of(tmp_path / "metrics.jsonl", "loss") == [(1, 10.0), (2, 10.0), (3, 20.0), (4, 20.0)]
+    assert steps_of(tmp_path / "spans.jsonl", "start_s", "end_s", "id", "waited") == [
+        *((1, 1.0, 2.0, 9, [3]), (2, 2.0, 3.0, 8, [3]), (3, 3.0, 4.0, 7, [3])),
+        *((3, 4.0, 5.0, 13, [10]), (4, 5.0, 6.0, 14, [10])),
     ]
 
 
@@ -221,39 +191,53 @@ def validation(step: int, loss: float) -> ValidationMetrics:
 
 
 def samples(step: int, text: str) -> SampleMetrics:
-    return SampleMetrics(
-        step=step, samples=[Sample(prompt="a", text=text, tokens=3, ended=False)], seconds=0.5, time=1234.5
-    )
+    made = [Sample(prompt="a", text=text, tokens=3, ended=False)]
+    return SampleMetrics(step=step, samples=made, seconds=0.5, time=1234.5)
 
 
-@pytest.mark.parametrize("resumed_at", [1, 2])
-def test_samples_have_a_file_of_their_own_that_a_resumed_run_replaces(tmp_path: Path, resumed_at: int) -> None:
-    """It begins with those of its step where they are due, behind the validation of that step."""
+@pytest.mark.parametrize(("resumed_at", "again"), [(2, "both"), (2, "samples"), (2, ""), (1, "")])
+def test_validations_and_samples_have_files_of_their_own_that_a_resumed_run_replaces(
+    tmp_path: Path, resumed_at: int, again: str
+) -> None:
+    """It begins with those of its step where they are due, the samples behind the validation."""
     log = RunLog(tmp_path, total_steps=9)
     for step in (1, 2, 3, 4):
         log.step(metrics(step, loss=10.0))
-        log.validation(validation(step, 10.0))
         if step % 2 == 0:
-            log.samples(samples(step, f"first {step}"))
+            log.validation(validation(step, 10.0 if step < 4 else float("nan")))
+            log.samples(samples(step, "first"))
     log.close("failed")
+    rest = {"tokens": 11, "seconds": 0.5, "time": 1234.5, "accuracy": None, "recall": None}
+    lines = [{"step": 2, "loss": 10.0} | rest, {"step": 4, "loss": None} | rest]
+    assert json_lines(tmp_path / "validation.jsonl") == lines
+    with (tmp_path / "validation.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
     log = RunLog(tmp_path, total_steps=9, step=resumed_at)
-    if resumed_at == 2:
-        log.samples(samples(2, "again 2"))
-    log.step(metrics(resumed_at + 1, loss=20.0))
-    log.close("failed")
-    found = [(line["step"], line["samples"][0]["text"]) for line in json_lines(tmp_path / "samples.jsonl")]
-    assert found == ([(2, "again 2")] if resumed_at == 2 else [])
-    assert [line["step"] for line in json_lines(tmp_path / "validation.jsonl")] == list(range(1, resumed_at + 1))
-    assert [line["step"] for line in json_lines(tmp_path / "metrics.jsonl")] == list(range(1, resumed_at + 2))
+    if again == "both":
+        log.validation(validation(resumed_at, 20.0))
+    if again:
+        log.samples(samples(resumed_at, "again"))
+    for step in range(resumed_at + 1, 5):
+        log.step(metrics(step, loss=20.0))
+        if step % 2 == 0:
+            log.validation(validation(step, 20.0))
+            log.samples(samples(step, "again"))
+    log.close("finished")
+    measured = 20.0 if again == "both" or resumed_at == 1 else 10.0
+    assert steps_of(tmp_path / "validation.jsonl", "loss") == [(2, measured), (4, 20.0)]
+    told = [(line["step"], line["samples"][0]["text"]) for line in json_lines(tmp_path / "samples.jsonl")]
+    assert told == [(2, "again" if again or resumed_at == 1 else "first"), (4, "again")]
+    losses = [(step, 10.0 if step <= resumed_at else 20.0) for step in (1, 2, 3, 4)]
+    assert steps_of(tmp_path / "metrics.jsonl", "loss") == losses
 
 
 @pytest.mark.parametrize("first", ["step", "spike"])
 def test_spikes_have_a_file_of_their_own_that_a_resumed_run_replaces(tmp_path: Path, first: str) -> None:
     """What is not finite ends a step without a line of its own: then the spike is what a process tells first."""
 
-    def spike(step: int, loss: float) -> Spike:
-        told = StepDocument(document=3, where="a.jsonl:4", first_token=0, tokens=9, loss=None, excerpt="")
-        return Spike(step=step, loss=loss, expected=1.0, documents=[told], num_documents=2, time=12.5)
+    def spike(step: int, loss: float) -> events.Spike:
+        told = events.StepDocument(document=3, where="a.jsonl:4", first_token=0, tokens=9, loss=None, excerpt="")
+        return events.Spike(step=step, loss=loss, expected=1.0, documents=[told], num_documents=2, time=12.5)
 
     log = RunLog(tmp_path, 9)
     for step in (1, 2, 3):
@@ -265,12 +249,10 @@ def test_spikes_have_a_file_of_their_own_that_a_resumed_run_replaces(tmp_path: P
         log.step(metrics(3))
     log.spike(spike(3, float("nan")))
     log.close("failed")
-    lines = json_lines(tmp_path / "spikes.jsonl")
-    assert [(line["step"], line["loss"]) for line in lines] == [(1, 4.0), (2, 4.0), (3, None)]
+    assert steps_of(tmp_path / "spikes.jsonl", "loss") == [(1, 4.0), (2, 4.0), (3, None)]
+    last = {"step": 3, "loss": None, "expected": 1.0, "num_documents": 2, "time": 12.5}
     document = {"document": 3, "where": "a.jsonl:4", "first_token": 0, "tokens": 9, "loss": None, "excerpt": ""}
-    assert lines[2] == {
-        "step": 3, "loss": None, "expected": 1.0, "documents": [document], "num_documents": 2, "time": 12.5,
-    }  # fmt: skip
+    assert json_lines(tmp_path / "spikes.jsonl")[2] == last | {"documents": [document]}
     assert [line["step"] for line in json_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3][: 2 + (first == "step")]
 
 
@@ -282,39 +264,6 @@ def test_a_line_of_samples_is_never_too_long_to_be_read(tmp_path: Path) -> None:
     (line,) = JsonLines(tmp_path / "samples.jsonl")
     assert [sample["text"][:3] for sample in line["samples"]] == ["ЖЖЖ"] * 5
     assert line["samples"][0]["text"].endswith("...")
-
-
-@pytest.mark.parametrize(("resumed_at", "again"), [(2, True), (2, False), (1, False)])
-def test_validations_have_a_file_of_their_own_that_a_resumed_run_replaces(
-    tmp_path: Path, resumed_at: int, again: bool
-) -> None:
-    log = RunLog(tmp_path, total_steps=9)
-    for step in (1, 2, 3, 4):
-        log.step(metrics(step, loss=10.0))
-        if step % 2 == 0:
-            log.validation(validation(step, 10.0 if step < 4 else float("nan")))
-    log.close("failed")
-    rest = {"tokens": 11, "seconds": 0.5, "time": 1234.5, "accuracy": None, "recall": None}
-    assert json_lines(tmp_path / "validation.jsonl") == [
-        {"step": 2, "loss": 10.0} | rest,
-        {"step": 4, "loss": None} | rest,
-    ]
-    with (tmp_path / "validation.jsonl").open("a") as file:
-        file.write('{"step": 6, "lo')
-    log = RunLog(tmp_path, total_steps=9, step=resumed_at)
-    if again:
-        log.validation(validation(resumed_at, 20.0))
-    for step in range(resumed_at + 1, 5):
-        log.step(metrics(step, loss=20.0))
-        if step % 2 == 0:
-            log.validation(validation(step, 20.0))
-    log.close("finished")
-    assert [(line["step"], line["loss"]) for line in json_lines(tmp_path / "validation.jsonl")] == [
-        (2, 20.0 if again or resumed_at < 2 else 10.0),
-        (4, 20.0),
-    ]
-    found = [(line["step"], line["loss"]) for line in json_lines(tmp_path / "metrics.jsonl")]
-    assert found == [(step, 10.0 if step <= resumed_at else 20.0) for step in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize("torn_bytes", [0, 1, 65535, 65536, 65537, 200_000])

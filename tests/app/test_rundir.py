@@ -7,35 +7,23 @@ import pytest
 from cli_process import Cli
 from test_run_log import metrics
 
+from penstock.app import rundir
 from penstock.app.run_log import RunLog
-from penstock.app.rundir import (
-    LEFT_BY_LAUNCHER,
-    STALE_S,
-    RunDir,
-    RunLock,
-    find_run,
-    is_live,
-    list_runs,
-    read_info,
-    read_recipe,
-    state_of,
-)
+from penstock.app.rundir import RunDir, RunLock, find_run, is_live, list_runs, read_info, read_recipe, state_of
 from penstock.engine.config import Recipe
 from penstock.storage.errors import UserError
 
 
 def test_a_new_run_is_named_by_recipe_and_time(tmp_path: Path) -> None:
     recipe = Recipe(name="x")
-    with (
-        RunDir.create(recipe, root=tmp_path / "runs") as first,
-        RunDir.create(recipe, root=tmp_path / "runs") as second,
-    ):
+    runs = tmp_path / "runs"
+    with RunDir.create(recipe, root=runs) as first, RunDir.create(recipe, root=runs) as second:
         assert first.path != second.path
         assert first.path.name.startswith("x-20")
         assert read_recipe(first.path) == recipe
 
 
-def test_a_directory_with_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_directory_with_a_run_or_that_is_not_empty_or_cannot_be_made_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run"
     RunDir.create(Recipe(name="x"), path).__exit__()
     RunDir.create(Recipe(name="y"), path).__exit__()
@@ -44,9 +32,6 @@ def test_a_directory_with_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"already contains a run.*penstock resume"):
         RunDir.create(Recipe(name="z"), path)
     assert read_recipe(path).name == "y"
-
-
-def test_a_directory_that_cannot_be_made_or_that_is_not_empty_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path, said in (("file", "file"), ("file/run", "file"), (".", "not empty.*file.*--run-dir")):
         with pytest.raises(UserError, match=said):
@@ -58,12 +43,8 @@ def test_a_run_in_use_names_the_process_and_a_killed_one_is_crashed(cli: Cli, tm
     try:
         assert is_live(path)
         (tmp_path / "link").symlink_to(tmp_path)
-        elsewhere = tmp_path / "link" / "out"
-        for attempt in (
-            lambda: RunDir.open(path),
-            lambda: RunDir.open(elsewhere),
-            lambda: RunDir.create(Recipe(name="x"), path),
-        ):
+        opens = (lambda: RunDir.open(path), lambda: RunDir.open(tmp_path / "link" / "out"))
+        for attempt in (*opens, lambda: RunDir.create(Recipe(name="x"), path)):
             with pytest.raises(UserError, match=f"in use by process {process.pid};.*kill {process.pid}"):
                 attempt()
     finally:
@@ -110,35 +91,33 @@ def test_runs_are_listed_whatever_their_state(tmp_path: Path) -> None:
     assert found[2][3:6] == (1, 4, 3.5)
     assert found[2].mean_tokens_per_s == 28.0
     assert found[2].heartbeat == pytest.approx(time.time(), abs=5)
-    assert found[2].metrics is not None
-    assert found[2].metrics["lr"] == 1e-3
+    assert (found[2].metrics or {})["lr"] == 1e-3
 
 
-@pytest.mark.parametrize(
-    "status",
-    [
-        {"state": "stopped", "step": "x", "total_steps": None, "heartbeat": "y", "error": 3},
-        {"state": ["running"], "step": True},
-        {"state": "running", "host": 7},
-    ],
-)
-def test_a_foreign_status_breaks_nothing(tmp_path: Path, status: dict[str, object]) -> None:
-    (tmp_path / "status.json").write_text(json.dumps(status))
+def test_a_foreign_status_breaks_nothing(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('[1]\n{"loss": "NaN", "mean_tokens_per_s": true}\n"x"\n')
-    info = read_info(tmp_path)
-    assert (info.step, info.total_steps, info.loss, info.mean_tokens_per_s, info.heartbeat) == (0, 0, None, None, None)
+    wrong = {"state": "stopped", "step": "x", "total_steps": None, "heartbeat": "y", "error": 3}
+    for status in (wrong, {"state": ["running"], "step": True}, {"state": "running", "host": 7}):
+        (tmp_path / "status.json").write_text(json.dumps(status))
+        info = read_info(tmp_path)
+        assert (info.step, info.total_steps, info.loss, info.mean_tokens_per_s) == (0, 0, None, None)
+        assert info.heartbeat is None
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"[" * 100_000, b"\xff\xfe", b'{"a": ' * 50_000, b'"' + b"x" * (2 << 20) + b'"']
-)
-def test_what_is_no_small_json_object_is_no_status(tmp_path: Path, content: bytes) -> None:
+NO_STATUS = {
+    b"": "is damaged", b'{"a"': "is damaged", b"[1]": "is damaged: expected a JSON object, not a list",
+    b"[" * 100_000: "is ", b"\xff\xfe": "is ", b'{"a": ' * 50_000: "is ",
+    b'{"a": "' + b"x" * (2 << 20) + b'"}': "is larger than anything a run writes",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "wrong"), NO_STATUS.items(), ids=range(len(NO_STATUS)))
+def test_what_is_no_small_json_object_is_no_status(tmp_path: Path, content: bytes, wrong: str) -> None:
     for name in ("status.json", "metrics.jsonl"):
         (tmp_path / name).write_bytes(content + b"\n")
     info = read_info(tmp_path)
     assert info[:6] == (tmp_path.name, tmp_path, "unknown", 0, 0, None)
-    assert info.error is not None
-    assert info.error.startswith("status.json is ")
+    assert str(info.error).startswith(f"status.json {wrong}")
     (tmp_path / "recipe.json").write_bytes(content)
     assert tmp_path in [info.path for info in list_runs(tmp_path.parent)]
     with pytest.raises(UserError, match=r"recipe\.json"):
@@ -147,13 +126,10 @@ def test_what_is_no_small_json_object_is_no_status(tmp_path: Path, content: byte
 
 def test_a_silent_run_is_stale_and_another_hosts_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
     now = 1000.0
-    for age, host, lock, state in [
-        (1.0, None, True, "paused"),
-        (STALE_S + 1, None, True, "stale"),
-        (1.0, None, False, "crashed"),
-        (1.0, "elsewhere", False, "paused"),
-        (STALE_S + 1, "elsewhere", False, "stale"),
-    ]:
+    for age, host, lock, state in (
+        *((1.0, None, True, "paused"), (rundir.STALE_S + 1, None, True, "stale"), (1.0, None, False, "crashed")),
+        *((1.0, "elsewhere", False, "paused"), (rundir.STALE_S + 1, "elsewhere", False, "stale")),
+    ):
         status = {"state": "paused", "heartbeat": now - age} | ({} if host is None else {"host": host})
         held = RunLock(tmp_path) if lock else None
         assert state_of(tmp_path, status, now) == state
@@ -163,13 +139,13 @@ def test_a_silent_run_is_stale_and_another_hosts_is_judged_by_its_heartbeat(tmp_
 
 
 def test_what_a_launcher_left_is_no_run_yet_and_a_replaced_one_leaves_nothing(tmp_path: Path) -> None:
-    for name in LEFT_BY_LAUNCHER:
+    for name in rundir.LEFT_BY_LAUNCHER:
         (tmp_path / name).write_text("")
     RunDir.create(Recipe(name="x"), tmp_path).__exit__()
     for name in ("spans.jsonl", "log.jsonl", "status.json", "control.json"):
         (tmp_path / name).write_text("")
     RunDir.create(Recipe(name="x"), tmp_path).__exit__()
-    assert {path.name for path in tmp_path.iterdir()} == LEFT_BY_LAUNCHER
+    assert {path.name for path in tmp_path.iterdir()} == rundir.LEFT_BY_LAUNCHER
 
 
 def test_find_run_by_path_or_name(tmp_path: Path) -> None:

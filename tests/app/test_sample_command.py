@@ -39,12 +39,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return penstock.train(recipe, run_dir="run").resolve()
 
 
+def continued(model: Path, ids: list[int], tokens: int) -> list[int]:
+    """By transformers, greedily."""
+    with torch.no_grad():
+        transformer = AutoModelForCausalLM.from_pretrained(model)
+        made = transformer.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False)
+    return list(made[0, len(ids) :].tolist())
+
+
 def by_transformers(model: Path, prompt: str, tokens: int) -> str:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    ids = tokenizer(prompt, return_tensors="pt").input_ids
-    with torch.no_grad():
-        made = AutoModelForCausalLM.from_pretrained(model).generate(ids, max_new_tokens=tokens, do_sample=False)
-    return str(tokenizer.decode(made[0, ids.shape[1] :]))
+    return str(tokenizer.decode(continued(model, tokenizer(prompt).input_ids, tokens)))
 
 
 def test_texts_are_continued_and_what_it_takes_is_said_first(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,15 +101,8 @@ def test_a_chat_reads_what_is_new_and_answers_by_the_template(
     with opened(model, gpu="1GiB", ram="1GiB") as found:
         decoding = decoding_of(found, 5, 0.0, 1.0, 0)
         messages = chat(found, decoding, lambda: next(said), on_text=shown.append)
-        prompt = found.encode_chat(messages[:3])
-        assert found.tokenizer is not None
-        with torch.no_grad():
-            whole = AutoModelForCausalLM.from_pretrained(model).generate(
-                torch.tensor([prompt]), max_new_tokens=5, do_sample=False
-            )
-        expected = whole[0, len(prompt) :].tolist()
-    ended = set(expected) & found.stop_ids
-    assert not ended
+        expected = continued(model, found.encode_chat(messages[:3]), 5)
+    assert not set(expected) & found.stop_ids
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
     assert messages[3]["content"] == AutoTokenizer.from_pretrained(model).decode(expected)
     assert "".join(shown) == "".join(message["content"] + "\n" for message in messages[1::2])
@@ -153,9 +151,8 @@ def test_what_it_refuses(
     assert "give at least " in said
     assert "--gpu: 'much' is not a size" in refused(str(model), *asks, "--gpu", "much")
     assert "give --prompt TEXT, --prompt-file FILE or --chat" in refused(str(model))
-    assert "--json: cannot be used in an interactive chat; give --prompt TEXT" in refused(
-        str(model), "--chat", "--json"
-    )
+    interactive = "--json: cannot be used in an interactive chat; give --prompt TEXT"
+    assert interactive in refused(str(model), "--chat", "--json")
     assert "--top-p: 0 must be above 0" in refused(str(model), *asks, "--top-p", "0")
     assert "--temperature: -1" in refused(str(model), *asks, "--temperature", "-1")
     assert "--tokens: 0" in refused(str(model), *asks, "--tokens", "0")

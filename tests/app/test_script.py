@@ -12,6 +12,12 @@ from penstock.app.script import run_recipe
 from penstock.storage import child
 
 
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_corpus(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
 def run(capfd: pytest.CaptureFixture[str], steps: int, *, code: int = 0) -> tuple[str, str]:
     """What mine.py and the process that trains it print."""
     Path("mine.py").write_text(recipe_text(train={"steps": steps}, storage={"checkpoint_every": 10}))
@@ -22,31 +28,23 @@ def run(capfd: pytest.CaptureFixture[str], steps: int, *, code: int = 0) -> tupl
 
 
 @pytest.mark.long
-def test_a_script_kills_its_run_and_resumes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    make_corpus(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def test_a_script_kills_and_resumes_its_run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["mine.py", "--run-dir=run"])
     killed, rest = run(capfd, 30)[0].split(" (SIGKILL: nothing was saved, no handler ran); resuming the run\n")
     assert 3 <= int(killed.rpartition("killed after step ")[2]) < 30
     assert "trained to step 30, " in rest
-    assert steps(tmp_path / "run") == list(range(1, 31))
-    before = (tmp_path / "run" / "summary.json").read_bytes()
+    assert steps(Path("run")) == list(range(1, 31))
+    before = Path("run/summary.json").read_bytes()
     monkeypatch.setattr(child, "command", lambda module, *arguments: [*FAKE, *arguments])
     assert "already contains a run" in run(capfd, 30, code=2)[1]
-    assert (tmp_path / "run" / "summary.json").read_bytes() == before
+    assert Path("run/summary.json").read_bytes() == before
 
 
-def test_a_run_that_ends_before_is_not_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    make_corpus(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def test_what_ends_before_is_not_resumed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["mine.py"])
     monkeypatch.setattr(child, "command", lambda module, *arguments: [*FAKE, *arguments])
     out = run(capfd, 2)[0]
     assert "trained to step 2, " in out
     assert "killed" not in out
-    (made,) = (tmp_path / "runs").iterdir()
+    (made,) = Path("runs").iterdir()
     assert made.name.startswith("tiny-")

@@ -4,10 +4,13 @@ import json
 import re
 import signal
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from cli_process import FAKE, REAL, Cli, Done, done, json_lines
 
+from penstock.app import run_commands
+from penstock.app.cli import main
 from penstock.app.recipe import load_recipe
 from penstock.storage.errors import UserError
 
@@ -24,11 +27,6 @@ def test_a_refusal_survives_streams_that_are_closed(tmp_path: Path, redirections
     assert "Traceback" not in found.stdout + found.stderr
     if "2>" not in redirections:
         assert found.stderr.startswith("error: recipe nothing.py: no such file")
-
-
-def test_output_that_is_not_printed_is_told(tmp_path: Path) -> None:
-    found = shell(tmp_path, "PENSTOCK train --fields >/dev/full", code=2)
-    assert found == ("", "error: standard output: No space left on device; the output is incomplete\n")
 
 
 @pytest.mark.parametrize("redirections", [">&- 2>&-", "| head -c 1"])
@@ -61,26 +59,19 @@ def test_what_a_recipe_prints_is_no_output_of_the_command(tmp_path: Path, capsys
         load_recipe(path)
 
 
-def test_a_mistake_of_ours_gives_its_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from penstock.app import run_commands
-    from penstock.app.cli import main
-
-    def raises(error: Exception) -> None:
-        raise error
-
+def test_a_mistake_of_ours_gives_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     for ours in (RecursionError(), OverflowError(), UnicodeError(), FileNotFoundError(2, "gone", "x"), OSError(5, "?")):
-        monkeypatch.setattr(run_commands, "list_runs", lambda error=ours: raises(error))
-        with pytest.raises(type(ours)):
+        with patch.object(run_commands, "list_runs", side_effect=ours), pytest.raises(type(ours)):
             main(["runs"])
     for theirs in (MemoryError(), PermissionError(13, "not yours", "x"), OSError(28, "full", "x")):
-        monkeypatch.setattr(run_commands, "list_runs", lambda error=theirs: raises(error))
-        assert main(["runs"]) == 2
+        with patch.object(run_commands, "list_runs", side_effect=theirs):
+            assert main(["runs"]) == 2
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+def test_a_folder_that_is_gone_and_output_that_is_not_printed_are_told(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     found = shell(tmp_path, "cd gone && rmdir ../gone && PENSTOCK runs", code=2)
     assert found.stderr.startswith("error: the current folder no longer exists")
+    found = shell(tmp_path, "PENSTOCK train --fields >/dev/full", code=2)
+    assert found == ("", "error: standard output: No space left on device; the output is incomplete\n")

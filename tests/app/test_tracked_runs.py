@@ -36,6 +36,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def tensorboard(run: Path) -> EventAccumulator:
+    """What a run's tensorboard holds."""
+    found = EventAccumulator(str(run / "tensorboard"))
+    found.Reload()
+    return found
+
+
 def warnings(run: Path, tracker: str) -> list[str]:
     """What a run's log says of a tracker."""
     told = [line["text"] for line in json_lines(run / "log.jsonl") if line["level"] == "warning"]
@@ -82,9 +89,7 @@ def test_no_trouble_of_a_tracker_reaches_the_run(monkeypatch: pytest.MonkeyPatch
         assert last.startswith(f"tracker {name}: steps 1 to 4 were not sent (")
         assert [text for text in before if "it will be tried again" not in text] == []
         assert len(before) <= 1, "a failure while the run runs is told once"
-    found = EventAccumulator(str(run / "tensorboard"))
-    found.Reload()
-    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [
+    assert [(event.step, event.value) for event in tensorboard(run).Scalars("train/loss")] == [
         (m.step, pytest.approx(m.loss)) for m in penstock.Run(run).metrics()
     ]
 
@@ -94,16 +99,12 @@ def test_samples_of_a_run_are_what_a_tracker_gets() -> None:
     Path("corpus").mkdir()
     for name in "abcd":
         Path(f"corpus/{name}.txt").write_text("one day it rained and rained " * 100)
-    recipe = tiny_recipe(
-        train={"steps": 2, "validate_every": 2},
-        data={"validation_documents": 1},
-        samples={"prompts": ["one day"], "every": 2, "tokens": 4},
-        budgets=SMALL["budgets"],
-    )
+    samples = {"prompts": ["one day"], "every": 2, "tokens": 4}
+    data, train = {"validation_documents": 1}, {"steps": 2, "validate_every": 2}
+    recipe = tiny_recipe(train=train, data=data, samples=samples, budgets=SMALL["budgets"])
     run = penstock.train(dataclasses.replace(recipe, trackers=["tensorboard"]), run_dir="run")
     (line,) = json_lines(run / "samples.jsonl")
-    found = EventAccumulator(str(run / "tensorboard"))
-    found.Reload()
+    found = tensorboard(run)
     (event,) = found.Tensors("samples/text_summary")
     assert (event.step, event.wall_time) == (2, line["time"])
     text = event.tensor_proto.string_val[0].decode()
@@ -117,8 +118,8 @@ def test_a_run_that_was_ended_and_resumed_is_one_run_of_its_trackers(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in for the engine trains; the trackers are sent every step once."""
-    text = recipe_text(train={"steps": 60}, **SMALL).replace("trackers=[]", "trackers=['tensorboard', 'wandb']")
-    Path("recipe.py").write_text(text)
+    text = recipe_text(train={"steps": 60}, **SMALL)
+    Path("recipe.py").write_text(text.replace("trackers=[]", "trackers=['tensorboard', 'wandb']"))
     run = tmp_path / "run"
     records = [run / "trackers" / f"{tracker}.json" for tracker in ("tensorboard", "wandb")]
     with WandbServer() as server:
@@ -137,9 +138,7 @@ def test_a_run_that_was_ended_and_resumed_is_one_run_of_its_trackers(
         sent = [row["train/global_step"] for row in rows if "train/loss" in row]
         assert sent == steps(run)
         assert server.exit_codes == {name: 0}
-    found = EventAccumulator(str(run / "tensorboard"))
-    found.Reload()
-    assert [event.step for event in found.Scalars("train/loss")] == steps(run)
+    assert [event.step for event in tensorboard(run).Scalars("train/loss")] == steps(run)
     assert [of_place(record)["ended"] for record in records] == ["finished", "finished"]
 
 

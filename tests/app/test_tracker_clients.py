@@ -67,14 +67,15 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield server
 
 
-def track(run: Path, name: str) -> None:
-    """Send 20 steps, lose the last word of what was sent, and send 25."""
+def track(run: Path, name: str, lost: bool = True) -> None:
+    """Send 20 steps, lose the last word of what was sent if so, and send 25."""
     record = run / "trackers" / f"{name}.json"
     assert main(["track", str(run), "--to", name]) == 0
     known = json.loads(record.read_text())
     (place,) = known["places"].values()
     place["sent"]["metrics"] = [18, place["sent"]["metrics"][1] - 2]
-    record.write_text(json.dumps(known))
+    if lost:
+        record.write_text(json.dumps(known))
     write_steps(run, range(21, 26))
     end(run, "finished")
     assert main(["track", str(run), "--to", name]) == 0
@@ -108,18 +109,14 @@ def test_wandb_has_all_of_it(run: Path, server: WandbServer) -> None:
 @pytest.mark.long
 def test_wandb_offline_is_what_wandb_sync_sends(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert main(["track", str(run), "--to", "wandb"]) == 0
-    write_steps(run, range(21, 26))
-    end(run, "finished")
-    assert main(["track", str(run), "--to", "wandb"]) == 0
+    track(run, "wandb", lost=False)
     folders = sorted(map(str, (run / "trackers" / "wandb").glob("offline-run-*")))
     assert len(folders) == 2
     with WandbServer() as server:
         command = [sys.executable, "-m", "wandb", "sync", *folders]
         environ = os.environ | environment("wandb", server.url) | {"WANDB_MODE": "online"}
-        subprocess.run(
-            command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE_S, check=True
-        )
+        silent: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True}
+        subprocess.run(command, env=environ, timeout=PATIENCE_S, check=True, **silent)
     (rows,) = server.rows.values()
     losses([(row["train/global_step"], row["train/loss"]) for row in rows if "train/loss" in row])
 
@@ -161,35 +158,29 @@ def test_a_server_of_trackio_has_all_of_it(
     run: Path, server: TrackioServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    assert main(["track", str(run), "--to", "trackio"]) == 0
-    write_steps(run, range(21, 26))
-    assert main(["track", str(run), "--to", "trackio"]) == 0
-    found = [(log["step"], log["metrics"]["train/loss"]) for log in server.logs if "train/loss" in log["metrics"]]
-    losses(found)
+    track(run, "trackio", lost=False)
+    losses([(log["step"], log["metrics"]["train/loss"]) for log in server.logs if "train/loss" in log["metrics"]])
     assert len({log["run"] for log in server.logs}) == 1
 
 
-def test_a_run_that_a_tracker_has_all_of_is_not_sent_again(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["track", str(run), "--to", "tensorboard"]) == 0
-    files = {file: file.stat().st_mtime_ns for file in (run / "tensorboard").iterdir()}
-    assert main(["track", str(run), "--to", "tensorboard"]) == 0
-    assert {file: file.stat().st_mtime_ns for file in (run / "tensorboard").iterdir()} == files
-    assert capsys.readouterr().out.endswith("tensorboard: has all of run\n")
-
-
-def test_one_sender_at_a_time(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_sender_at_a_time_and_what_a_tracker_has_all_of_is_not_sent_again(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One that follows the run, and whose run's process goes without a word."""
     follower = attach.start_sender(run, "tensorboard")
     assert "at" in next(iter(words(follower)))
-    assert "tensorboard: another process is sending this run to it" in refusal(
-        capsys, "track", str(run), "--to", "tensorboard"
-    )
+    error = refusal(capsys, "track", str(run), "--to", "tensorboard")
+    assert "tensorboard: another process is sending this run to it" in error
     assert follower.stdin is not None
     follower.stdin.close()
     assert follower.wait(PATIENCE_S) == 0
     record = json.loads((run / "trackers" / "tensorboard.json").read_text())
     assert record["places"]["tensorboard"]["ended"] == "crashed"
     assert main(["track", str(run), "--to", "tensorboard"]) == 0
+    files = {file: file.stat().st_mtime_ns for file in (run / "tensorboard").iterdir()}
+    assert main(["track", str(run), "--to", "tensorboard"]) == 0
+    assert {file: file.stat().st_mtime_ns for file in (run / "tensorboard").iterdir()} == files
+    assert capsys.readouterr().out.endswith("tensorboard: has all of run\n")
 
 
 TROUBLE = {
@@ -204,10 +195,7 @@ TROUBLE = {
 }
 
 
-FEW = (("wandb", "refuses"),)
-
-
-@pytest.mark.parametrize("server", cases(TROUBLE, *FEW), indirect=True, ids="-".join)
+@pytest.mark.parametrize("server", cases(TROUBLE, ("wandb", "refuses")), indirect=True, ids="-".join)
 def test_trouble_is_told_in_a_line_and_what_is_missing_is_sent_later(
     run: Path, server: StandIn, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli_process import refusal
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tracked import drop_steps, made_up_run, write_steps
 
 from penstock.app.trackers.base import Line
@@ -60,38 +61,28 @@ def test_steps_that_were_done_again_are_known_by_their_time(tmp_path: Path) -> N
         assert reader.redone is None
 
 
-def test_a_copy_of_a_run_is_another_run_and_so_is_another_place(tmp_path: Path) -> None:
+def test_a_copy_of_a_run_or_another_place_is_another_run_and_a_damaged_record_is_none(tmp_path: Path) -> None:
     run = made_up_run(tmp_path / "run")
     (run / "trackers").mkdir()
     Record(run, "wandb", "here").save(known={"id": "x"}, marks={"metrics": Mark(5, 1.0)})
-    assert Record(run, "wandb", "here").known == {"id": "x"}
-    assert Record(run, "wandb", "here").marks == {"metrics": Mark(5, 1.0)}
-    assert (Record(run, "wandb", "there").known, Record(run, "wandb", "there").marks) == ({}, {})
+
+    def kept(path: Path, place: str) -> tuple[object, object]:
+        return Record(path, "wandb", place).known, Record(path, "wandb", place).marks
+
     shutil.copytree(run, tmp_path / "copy")
-    assert (Record(tmp_path / "copy", "wandb", "here").known, Record(tmp_path / "copy", "wandb", "here").marks) == (
-        {},
-        {},
-    )
+    assert kept(run, "here") == ({"id": "x"}, {"metrics": Mark(5, 1.0)})
+    assert kept(run, "there") == kept(tmp_path / "copy", "here") == ({}, {})
     assert Record(tmp_path / "copy", "wandb", "here", local=True).known == {"id": "x"}
     os.rename(run, tmp_path / "moved")
     assert Record(tmp_path / "moved", "wandb", "here").known == {"id": "x"}
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", '{"places": 3}', '{"places": {"tensorboard": {"sent": 4, "known": []}}}']
-)
-def test_a_damaged_record_is_none(tmp_path: Path, content: str) -> None:
-    run = made_up_run(tmp_path / "run")
-    (run / "trackers").mkdir()
-    (run / "trackers" / "tensorboard.json").write_text(content)
-    record = Record(run, "tensorboard", "tensorboard", local=True)
-    assert (record.known, record.marks, record.ended) == ({}, {}, None)
+    for content in ("", "[]", '{"places": 3}', '{"places": {"tensorboard": {"sent": 4, "known": []}}}'):
+        (tmp_path / "moved" / "trackers" / "tensorboard.json").write_text(content)
+        damaged = Record(tmp_path / "moved", "tensorboard", "tensorboard", local=True)
+        assert (damaged.known, damaged.marks, damaged.ended) == ({}, {}, None)
 
 
 def test_a_tensorboard_has_every_step_once_and_as_it_was_done_last(tmp_path: Path) -> None:
     """A sender is killed before it keeps what it has sent, and steps are done again, twice."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     run = made_up_run(tmp_path / "run", range(1, 21))
     (run / "trackers").mkdir()
 
@@ -145,9 +136,10 @@ def test_what_cannot_be_sent_to_is_refused_before_the_first_step(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"mlflow is not installed; `pip install mlflow-skinny`, or leave it out"):
         require_trackers(["mlflow"])
-    assert "tensorboard is not installed; `pip install tensorboard`" in refusal(
-        capsys, "track", str(run), "--to", "tensorboard"
-    )
-    assert "comet: is not a tracker; choose from trackio, wandb" in refusal(capsys, "track", str(run), "--to", "comet")
+    for tracker, reason in (
+        ("tensorboard", "tensorboard is not installed; `pip install tensorboard`"),
+        ("comet", "comet: is not a tracker; choose from trackio, wandb"),
+    ):
+        assert reason in refusal(capsys, "track", str(run), "--to", tracker)
     assert "its recipe names no trackers; choose one with --to" in refusal(capsys, "track", str(run))
     assert not (run / "trackers").exists()

@@ -55,13 +55,10 @@ def test_a_line_at_most_every_ten_seconds(clock: SimpleNamespace, capsys: pytest
                 clock.now += 4.0
     # Begun at 8 s, the first after 5, then at 20, the first 10 s later.
     assert lines(capsys) == ["step 2", "step 5"]
-
-
-def test_one_that_is_quick_says_nothing(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     with working("looking"):
         clock.now += 4.9
         preparing.tell(0.5, "half of it")
-    assert lines(capsys) == []
+    assert lines(capsys) == [], "one that is quick says nothing"
 
 
 def test_how_far_it_is_comes_by_itself(
@@ -104,17 +101,15 @@ def test_the_line_on_a_terminal_is_gone_at_the_end(clock: SimpleNamespace, monke
     drawn, blank, rest = terminal.getvalue().strip("\r").split("\r")[0], *terminal.getvalue().split("\r")[2:]
     assert drawn.strip() == "checking"
     assert (blank.strip(), len(blank), rest) == ("", len(drawn), "")
-
-
-def test_a_dumb_terminal_has_lines(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, at_once: None) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(penstock.app.working, "FIRST_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     monkeypatch.setenv("TERM", "dumb")
     with working("checking"):
         pass
-    assert terminal.getvalue() == "checking\n"
+    assert terminal.getvalue() == "checking\n", "a dumb one has lines"
 
 
+MACHINE = ("--machine", "rtx4090-64")
 COMMANDS: dict[str, Callable[[str, Path], list[str]]] = {
     "scrub": lambda run, out: ["scrub", run],
     "checkpoint": lambda run, out: ["checkpoint", run, out.name],
@@ -122,17 +117,8 @@ COMMANDS: dict[str, Callable[[str, Path], list[str]]] = {
     "export to dcp": lambda run, out: ["export", run, str(out / "dcp"), "--format", "dcp"],
     "trace": lambda run, out: ["trace", run, "-o", str(out / "trace.json")],
     "sample": lambda run, out: ["sample", run, "--prompt", "some", "--tokens", "2", "--json"],
-    "plan": lambda run, out: ["plan", "quickstart", "--machine", "rtx4090-64", "--json"],
-    "fit": lambda run, out: [
-        "fit",
-        "--machine",
-        "rtx4090-64",
-        "--models",
-        "Llama-3.2-1B",
-        "--contexts",
-        "8k",
-        "--json",
-    ],
+    "plan": lambda run, out: ["plan", "quickstart", *MACHINE, "--json"],
+    "fit": lambda run, out: ["fit", *MACHINE, "--models", "Llama-3.2-1B", "--contexts", "8k", "--json"],
 }
 
 

@@ -1,7 +1,5 @@
 """Fixtures of the terminal application's tests: real runs, made once."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 import quick_pilot
 import real_runs
+from seen import running
 from textual.pilot import Pilot
 
 from penstock.app import fits
@@ -102,8 +101,7 @@ def first(root: Path) -> Path:
 @pytest.fixture
 async def pilot(root: Path) -> AsyncIterator[Pilot[None]]:
     """Of the application on `root`, at home."""
-    async with PenstockApp(root).run_test(size=(120, 36)) as pilot:
-        await pilot.pause()
+    async with running(root) as (_, pilot):
         yield pilot
 
 

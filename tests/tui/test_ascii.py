@@ -1,14 +1,13 @@
 """Screens of any size; without Unicode nothing else is drawn, by any screen, dialog or notification."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import real_runs
 from samples import samples
+from seen import running, until
+from textual.app import App
 from textual.pilot import Pilot
 
 from penstock.app.rows import ASCII, UNICODE, Glyphs
@@ -17,7 +16,7 @@ from penstock.tui.widgets.form import FieldRow
 from penstock.tui.widgets.lines import LineWidget
 
 
-def drawn(app: PenstockApp) -> str:
+def drawn(app: App[Any]) -> str:
     """All characters of the screen on show."""
     return "\n".join(strip.text for strip in app.screen._compositor.render_strips())
 
@@ -39,15 +38,14 @@ SCREENS: dict[str, tuple[Callable[[PenstockApp, Path], None], tuple[str, ...]]] 
 async def test_any_size(root: Path, monkeypatch: pytest.MonkeyPatch, name: str, glyphs: Glyphs) -> None:
     if glyphs is ASCII:
         monkeypatch.setenv("NO_COLOR", "1")
-    app = PenstockApp(root, glyphs=glyphs)
     show, keys = SCREENS[name]
-    async with app.run_test(size=(120, 36)) as pilot:
+    async with running(root, glyphs=glyphs) as (app, pilot):
         show(app, root / "runs")
-        await real_runs.until(lambda: "first" in drawn(app), pilot.pause)
+        await until(pilot, lambda: "first" in drawn(app))
         for size in ((20, 5), (200, 60), (1, 1), (80, 24), (100, 20), (60, 50))[: samples(3, 6)]:
             await pilot.resize_terminal(*size)
             await pilot.press(*keys, "f2")
-            await real_runs.until(lambda size=size: app.screen.size == size, pilot.pause)
+            await until(pilot, lambda size=size: app.screen.size == size)
             for pane in app.screen.query(LineWidget):
                 if pane.display and pane.size.width:
                     lines = [pane.render_line(y) for y in range(pane.size.height)]
@@ -56,23 +54,26 @@ async def test_any_size(root: Path, monkeypatch: pytest.MonkeyPatch, name: str, 
 
 
 async def shows_ascii_alone(pilot: Pilot[Any], what: str) -> None:
-    app = pilot.app
-    assert isinstance(app, PenstockApp)
     texts = [""]
 
     def is_at_rest() -> bool:
-        texts.append(drawn(app))
+        texts.append(drawn(pilot.app))
         return bool(texts[-1].strip()) and texts[-1] == texts[-2]
 
-    await real_runs.until(is_at_rest, pilot.pause)
-    text = texts[-1]
-    assert text.isascii(), (what, sorted({letter for letter in text if not letter.isascii()}))
+    await until(pilot, is_at_rest)
+    assert texts[-1].isascii(), (what, sorted({letter for letter in texts[-1] if not letter.isascii()}))
 
 
 async def test_every_screen_and_dialog(root: Path) -> None:
-    app = PenstockApp(root, glyphs=ASCII)
     run = root / "runs/first"
-    async with app.run_test(size=(100, 20), notifications=True) as pilot:
+    async with running(root, (100, 20), glyphs=ASCII) as (app, pilot):
+
+        async def dialogs(**keys: str) -> None:
+            for what, key in keys.items():
+                await pilot.press(key)
+                await shows_ascii_alone(pilot, what)
+                await pilot.press("escape")
+
         await shows_ascii_alone(pilot, "home")
         await pilot.press("slash", "r")
         await shows_ascii_alone(pilot, "search")
@@ -81,26 +82,20 @@ async def test_every_screen_and_dialog(root: Path) -> None:
         await shows_ascii_alone(pilot, "notification")
         app.open_run(run)
         await shows_ascii_alone(pilot, "run")
-        for key, what in (("e", "a question for text"), ("question_mark", "help"), ("ctrl+p", "palette")):
-            await pilot.press(key)
-            await shows_ascii_alone(pilot, what)
-            await pilot.press("escape")
+        await dialogs(a_question_for_text="e", help="question_mark", palette="ctrl+p")
         app.run_worker(app.ask("title", "text"))
         await shows_ascii_alone(pilot, "a question")
-        await pilot.press("escape", "t")
-        await shows_ascii_alone(pilot, "timeline")
-        await pilot.press("escape", "escape")
+        await pilot.press("escape")
+        await dialogs(timeline="t")
+        await pilot.press("escape")
         app.open_compare([run, root / "runs/second"])
         await shows_ascii_alone(pilot, "compare")
         await pilot.press("escape")
         app.open_configure(root / "recipes/tiny.py")
         await shows_ascii_alone(pilot, "configure")
         assert all(row.render().plain.isascii() for row in app.screen.query(FieldRow))
-        for keys, what in (("m", "machines"), ("d", "changes")):
-            await pilot.press(keys)
-            await shows_ascii_alone(pilot, what)
-            await pilot.press("escape")
-        await pilot.press("slash", *"model.path", "enter", "o")
-        await shows_ascii_alone(pilot, "folders")
-        await pilot.press("escape", "enter", "a")
+        await dialogs(machines="m", changes="d")
+        await pilot.press("slash", *"model.path", "enter")
+        await dialogs(folders="o")
+        await pilot.press("enter", "a")
         await shows_ascii_alone(pilot, "a field under edit")

@@ -1,9 +1,10 @@
 """Charts as text: sizes, gaps, spikes, clipping, axes, marks; ticks and figures."""
 
-from __future__ import annotations
+import itertools
 
 import numpy as np
 import pytest
+from seen import widths
 
 from penstock.app.rows import ASCII, UNICODE, Glyphs, Row, plain
 from penstock.tui.render.chart import Curve, chart, decimate, sparkline
@@ -18,30 +19,19 @@ def tokens_of(rows: list[Row], token: str) -> str:
     return "".join(text for row in rows for text, name in row if name == token)
 
 
-SHAPES = [
-    [],
-    [1.0],
-    [1.0, 1.0],
-    [float("nan")] * 3,
-    [1.0, float("nan"), 2.0],
-    [0.0, -1.0, 5.0],
-    [float("inf"), 1.0, 2.0],
-    [1e-12, 2e-12],
-    [1e12, 3e12, 2e12],
-]
+NAN = float("nan")
+SHAPES = [[], [1.0], [1.0, 1.0], [NAN] * 3, [1.0, NAN, 2.0], [0.0, -1.0, 5.0], [float("inf"), 1.0, 2.0]]
+SHAPES += [[1e-12, 2e-12], [1e12, 3e12, 2e12]]
 
 
 @pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
-@pytest.mark.parametrize("log_y", [False, True])
-def test_every_row_is_as_wide_as_asked(glyphs: Glyphs, log_y: bool) -> None:
-    for values in SHAPES:
-        for width, height in [(1, 1), (2, 6), (5, 2), (13, 6), (24, 6), (25, 7), (80, 12), (200, 3)]:
-            rows = chart(
-                width, height, [curve(values), curve(values, "v", points=True)], glyphs, log_y=log_y, marks=[1, 2.5]
-            )
-            assert len(rows) == height
-            assert {sum(len(text) for text, _ in row) for row in rows} == {width}
-            assert glyphs is UNICODE or plain(rows).isascii()
+def test_every_row_is_as_wide_as_asked(glyphs: Glyphs) -> None:
+    sizes = [(1, 1), (2, 6), (5, 2), (13, 6), (24, 6), (25, 7), (80, 12), (200, 3)]
+    for values, log_y, (width, height) in itertools.product(SHAPES, (False, True), sizes):
+        curves = [curve(values), curve(values, "v", points=True)]
+        rows = chart(width, height, curves, glyphs, log_y=log_y, marks=[1, 2.5])
+        assert (len(rows), widths(rows)) == (height, {width})
+        assert glyphs is UNICODE or plain(rows).isascii()
     assert chart(0, 5, [], UNICODE) == []
 
 
@@ -57,47 +47,30 @@ def test_a_falling_line() -> None:
         "  +-------+---------------",
         "          2           step",
     ]
+    gap = chart(30, 3, [curve([1.0] * 10 + [NAN] * 10 + [1.0] * 10, "ema")], UNICODE)
+    assert plain(gap[1:2]) == "1 ┤⠒⠒⠒⠒⠒⠒⠒⠒⠂         ⠐⠒⠒⠒⠒⠒⠒⠒⠒"
 
 
-def test_a_nan_is_a_gap() -> None:
-    values = [1.0] * 10 + [float("nan")] * 10 + [1.0] * 10
-    rows = chart(30, 3, [curve(values, "ema")], UNICODE)
-    assert plain(rows[1:2]) == "1 ┤⠒⠒⠒⠒⠒⠒⠒⠒⠂         ⠐⠒⠒⠒⠒⠒⠒⠒⠒"
-
-
-def test_a_single_spike_of_many_points_survives() -> None:
-    values = np.ones(200_000)
-    values[123_456] = 5.0
-    x = np.arange(200_000.0)
-    least, greatest = decimate(x, values, 0, 199_999, 160)
-    assert greatest.max() == 5.0
-    assert int(greatest.argmax()) == 123_456 * 160 // 199_999
-    assert least.min() == 1.0
-
-
-def test_outliers_touch_the_edge_or_set_the_axis() -> None:
+def test_outliers_survive_and_touch_the_edge_or_set_the_axis() -> None:
     values = [2.0 + (i % 5) * 0.1 for i in range(400)]
     values[200] = 1000.0
-    clipped = chart(80, 12, [curve(values)], UNICODE)
-    whole = chart(80, 12, [curve(values)], UNICODE, clip=False)
-    assert "2.2" in plain(clipped)
-    assert "1000" not in plain(clipped)
-    assert "1000" in plain(whole) or "800" in plain(whole)
+    clipped, whole = (plain(chart(80, 12, [curve(values)], UNICODE, clip=clip)) for clip in (True, False))
+    assert "2.2" in clipped
+    assert "1000" not in clipped
+    assert "1000" in whole or "800" in whole
+    spike = np.ones(200_000)
+    spike[123_456] = 5.0
+    least, greatest = decimate(np.arange(200_000.0), spike, 0, 199_999, 160)
+    assert (least.min(), greatest.max()) == (1.0, 5.0)
+    assert int(greatest.argmax()) == 123_456 * 160 // 199_999
 
 
-def test_later_curves_lie_over_earlier_ones() -> None:
+def test_what_curves_points_marks_and_cursor_are_drawn_as() -> None:
     rows = chart(60, 10, [curve([1, 2, 3, 4]), curve([1, 2, 3, 4], "ema")], UNICODE)
     assert tokens_of(rows, "ema")
-    assert not tokens_of(rows, "raw")
-
-
-def test_values_that_are_not_joined_are_a_cloud() -> None:
-    x = np.arange(1.0, 4.0)
-    rows = chart(30, 4, [Curve(x, np.array([1.0, 3.0, 1.0]), "raw", joined=False)], UNICODE)
-    assert sum(cell not in " \n" for cell in tokens_of(rows, "raw")) == 3
-
-
-def test_points_marks_and_cursor() -> None:
+    assert not tokens_of(rows, "raw"), "later curves lie over earlier ones"
+    cloud = Curve(np.arange(1.0, 4.0), np.array([1.0, 3.0, 1.0]), "raw", joined=False)
+    assert sum(cell not in " \n" for cell in tokens_of(chart(30, 4, [cloud], UNICODE), "raw")) == 3
     rows = chart(60, 10, [curve([3, 2, 1], "validation", points=True)], UNICODE, marks=[2.0, 99.0], cursor=2.0)
     assert tokens_of(rows, "validation") == UNICODE.diamond * 3
     assert tokens_of(rows, "checkpoint") == UNICODE.up
@@ -105,10 +78,10 @@ def test_points_marks_and_cursor() -> None:
 
 
 def test_axis_names_what_x_counts() -> None:
-    values = [float(i) for i in range(100)]
-    assert plain(chart(60, 10, [curve(values)], UNICODE)).endswith("step")
-    assert "1m" in plain(chart(60, 10, [curve(values)], UNICODE, x_kind="time"))
-    assert plain(chart(60, 10, [curve(values)], UNICODE, x_kind="tokens")).endswith("tokens")
+    curves = [curve([float(i) for i in range(100)])]
+    assert plain(chart(60, 10, curves, UNICODE)).endswith("step")
+    assert "1m" in plain(chart(60, 10, curves, UNICODE, x_kind="time"))
+    assert plain(chart(60, 10, curves, UNICODE, x_kind="tokens")).endswith("tokens")
 
 
 def test_sparkline() -> None:
@@ -129,8 +102,8 @@ def test_ticks() -> None:
     assert tick_texts([1e-5, 2e-5]) == ["1e-5", "2e-5"]
 
 
-@pytest.mark.parametrize(("low", "high"), [(1e29, 1e29), (1e29, 1.0000000000000002e29), (-1e29, -1e29), (0.0, 0.0)])
-def test_places_too_close_to_be_told_apart_are_drawn(low: float, high: float) -> None:
-    places = Curve(np.array([low, high]), np.array([1.0, 2.0]), "raw")
-    rows = chart(40, 10, [places], UNICODE, x_range=(low, high), marks=[low, high], cursor=low)
-    assert [len(plain([row])) for row in rows] == [40] * 10
+def test_places_too_close_to_be_told_apart_are_drawn() -> None:
+    for low, high in ((1e29, 1e29), (1e29, 1.0000000000000002e29), (-1e29, -1e29), (0.0, 0.0)):
+        places = Curve(np.array([low, high]), np.array([1.0, 2.0]), "raw")
+        rows = chart(40, 10, [places], UNICODE, x_range=(low, high), marks=[low, high], cursor=low)
+        assert (len(rows), widths(rows)) == (10, {40})

@@ -1,11 +1,11 @@
 """Compare against real runs, and against what is none."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
-import real_runs
+import pytest
+from seen import append, until, widths
 from textual.pilot import Pilot
 
 from penstock.app.rows import ASCII, plain
@@ -13,6 +13,9 @@ from penstock.tui.app import PenstockApp
 from penstock.tui.data.compare import MOST_RUNS, ComparedRun, config_rows, figure_rows
 from penstock.tui.render.table import table_rows
 from penstock.tui.screens.compare import CompareChart, TableView
+
+NEW = {"step": 13, "loss": 2.5, "step_s": 1.0, "tokens": 10}
+"""A line of metrics.jsonl."""
 
 
 def read(*paths: Path) -> list[ComparedRun]:
@@ -22,11 +25,14 @@ def read(*paths: Path) -> list[ComparedRun]:
     return runs
 
 
+def figures_of(*runs: ComparedRun) -> dict[str, list[str]]:
+    return {row[0]: row[1:] for row in figure_rows(list(runs))}
+
+
 def test_figures_and_differing_fields_of_real_runs(root: Path) -> None:
     runs = read(root / "runs/first", root / "runs/second")
-    figures = {row[0]: row[1:] for row in figure_rows(runs)}
-    assert figures["steps"] == ["12", "8"]
-    assert figures["state"] == ["finished", "finished"]
+    figures = figures_of(*runs)
+    assert (figures["steps"], figures["state"]) == (["12", "8"], ["finished", "finished"])
     assert figures["tokens"][0] == f"{sum(runs[0].metrics.column('tokens')):,.0f}"
     assert all(" s" in text for text in figures["step, mean"])
     assert all("KiB" in text or "MiB" in text for text in figures["gpu peak"])
@@ -37,16 +43,11 @@ def test_figures_and_differing_fields_of_real_runs(root: Path) -> None:
 
 def test_a_poll_tells_whether_anything_is_new(root: Path) -> None:
     run = ComparedRun(root / "runs/first")
+    assert (run.poll(), run.poll()) == (True, False)
+    append(run.path / "metrics.jsonl", NEW)
+    append(run.path / "validation.jsonl", {"step": 13, "loss": 3.25}, {"step": "x"})
     assert run.poll()
-    assert not run.poll()
-    with (run.path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 13, "loss": 2.5, "step_s": 1.0, "tokens": 10}\n')
-    with (run.path / "validation.jsonl").open("a") as file:
-        file.write('{"step": 13, "loss": 3.25}\n{"step": "x"}\n')
-    assert run.poll()
-    figures = {row[0]: row[1] for row in figure_rows([run])}
-    assert figures["loss, last"] == "2.5000"
-    assert figures["validation, last"] == "3.2500"
+    assert (figures_of(run)["loss, last"], figures_of(run)["validation, last"]) == (["2.5000"], ["3.2500"])
 
 
 def test_runs_that_are_none_have_no_figures(tmp_path: Path, root: Path) -> None:
@@ -56,47 +57,35 @@ def test_runs_that_are_none_have_no_figures(tmp_path: Path, root: Path) -> None:
     (tmp_path / "odd" / "summary.json").write_text('{"tiers": {"gpu": 3, "ram": {"peak_bytes": "x"}}}')
     (tmp_path / "odd" / "metrics.jsonl").write_text('{"step": 1}\n{}\n[]\n{"step": 2, "loss": "x"}\n')
     runs = read(tmp_path / "empty", tmp_path / "odd", tmp_path / "nowhere", root / "runs/first")
-    figures = {row[0]: row[1:] for row in figure_rows(runs)}
+    figures = figures_of(*runs)
     assert figures["state"][2] == "vanished"
-    assert figures["loss, last"][:3] == ["n/a"] * 3
-    assert figures["gpu peak"][:3] == ["n/a"] * 3
+    assert figures["loss, last"][:3] == figures["gpu peak"][:3] == ["n/a"] * 3
     assert config_rows(runs, all_fields=False)[0][1:4] == ["n/a"] * 3
 
 
 def test_a_table_fills_its_width_whatever_that_is() -> None:
+    head = [("", "dim"), ("A", "text"), ("B", "text")]
     body = [["train.lr", "0.01", "0.003"], ["model.path", "/a/very/long/path/to/somewhere", "none"]]
     for width in (1, 2, 10, 24, 40, 100):
-        rows = table_rows([("", "dim"), ("A", "text"), ("B", "text")], body, width, ASCII.ellipsis)
-        assert {len(line) for line in plain(rows).split("\n")} == {width}
-    wide = plain(table_rows([("", "dim"), ("A", "text"), ("B", "text")], body, 60, ASCII.ellipsis))
+        assert widths(table_rows(head, body, width, ASCII.ellipsis)) == {width}
+    wide = plain(table_rows(head, body, 60, ASCII.ellipsis))
     assert "/a/very/long/path/to/" in wide
     assert "none" in wide
 
 
 async def test_axes_scales_and_all_fields(app: PenstockApp, pilot: Pilot[None], root: Path) -> None:
     app.open_compare([root / "runs/first", root / "runs/second"])
-    await real_runs.until(
-        lambda: any(table.body for table in app.screen.query("#config").results(TableView)), pilot.pause
-    )
-    screen = app.screen
-    loss = screen.query_one("#loss", CompareChart)
-
-    def text() -> str:
-        return plain(loss.rows(80, 16))
-
-    over_steps = text()
-    assert "step" in over_steps
-    assert "A" in over_steps
-    assert "B" in over_steps
-    await pilot.press("x")
-    assert "tokens" in text()
-    await pilot.press("x")
-    assert "time" in text()
+    await until(pilot, lambda: any(table.body for table in app.screen.query("#config").results(TableView)))
+    loss, config = app.screen.query_one("#loss", CompareChart), app.screen.query_one("#config", TableView)
+    over_steps = plain(loss.rows(80, 16))
+    assert [part in over_steps for part in ("step", "A", "B")] == [True] * 3
+    for axis in ("tokens", "time"):
+        await pilot.press("x")
+        assert axis in plain(loss.rows(80, 16))
     await pilot.press("x", "y")
     assert "logarithmic" in str(loss.border_title)
     await pilot.press("y", "o")
     assert loss.clip is False
-    config = screen.query_one("#config", TableView)
     assert [row[0] for row in config.body] == ["train.steps", "train.lr"]
     await pilot.press("d")
     assert len(config.body) > 20
@@ -106,9 +95,8 @@ async def test_a_live_runs_new_steps_arrive_and_a_vanished_run_is_said(
     app: PenstockApp, pilot: Pilot[None], root: Path
 ) -> None:
     app.open_compare([root / "runs/first", root / "runs/second"])
-    await real_runs.until(lambda: bool(app.screen.query("#figures")), pilot.pause)
-    with (root / "runs/first/metrics.jsonl").open("a") as file:
-        file.write('{"step": 13, "loss": 2.5, "step_s": 1.0, "tokens": 10}\n')
+    await until(pilot, lambda: bool(app.screen.query("#figures")))
+    append(root / "runs/first/metrics.jsonl", NEW)
     shutil.rmtree(root / "runs/second")
     figures = app.screen.query_one("#figures", TableView)
 
@@ -116,14 +104,17 @@ async def test_a_live_runs_new_steps_arrive_and_a_vanished_run_is_said(
         rows = {row[0]: row[1:] for row in figures.body}
         return rows["steps"][0], rows["state"][1]
 
-    await real_runs.until(lambda: found() == ("13", "vanished"), pilot.pause)
+    await until(pilot, lambda: found() == ("13", "vanished"))
 
 
-async def test_more_runs_than_letters_are_left_out_with_a_word(root: Path) -> None:
-    app = PenstockApp(root)
-    async with app.run_test(size=(120, 36), notifications=True) as pilot:
-        app.open_compare([root / "runs/first"] * (MOST_RUNS + 2))
-        await real_runs.until(
-            lambda: [len(table.head) for table in app.screen.query("#figures").results(TableView)] == [MOST_RUNS + 1],
-            pilot.pause,
-        )
+async def test_more_runs_than_letters_are_left_out_with_a_word(
+    app: PenstockApp, pilot: Pilot[None], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def columns() -> list[int]:
+        return [len(table.head) for table in app.screen.query("#figures").results(TableView)]
+
+    told = Mock()
+    monkeypatch.setattr(app, "notify", told)
+    app.open_compare([root / "runs/first"] * (MOST_RUNS + 2))
+    await until(pilot, lambda: columns() == [MOST_RUNS + 1])
+    assert "2 marked ones are left out" in told.call_args.args[0]

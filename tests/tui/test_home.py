@@ -1,22 +1,28 @@
-"""Home against real run directories, and against what is none."""
-
-from __future__ import annotations
+"""Home against real run directories and what is none, its lists at any width, and what is known of recipes."""
 
 import json
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-import real_runs
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from seen import append, opened, press, running, until
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
 
 from penstock.app.recipe import save_recipe
+from penstock.app.rows import ASCII, UNICODE, Glyphs, plain
 from penstock.engine.config import Recipe
+from penstock.storage.units import tokens_text
 from penstock.tui.app import PenstockApp
-from penstock.tui.data.catalog import RunCatalog, plan_lines, read_run_entry
+from penstock.tui.data.catalog import RunCatalog, RunEntry, plan_lines, read_run_entry
 from penstock.tui.data.recipes import describe, find_recipes, matches, read_recipe_entry
+from penstock.tui.render.home_table import PADDING, runs_table
+from penstock.tui.render.names import distinct
 from penstock.tui.screens.compare import CompareScreen
 from penstock.tui.screens.configure import ConfigureScreen
 from penstock.tui.screens.home import HomeScreen
@@ -29,11 +35,12 @@ def names(app: PenstockApp, table: str) -> list[str]:
     return [Path(str(row.key.value)).name for row in found.ordered_rows]
 
 
-def row_of(app: PenstockApp, path: Path, table: str = "runs") -> dict[str, str]:
-    """Column's title -> what it shows of a run or a recipe."""
+def row_of(app: PenstockApp, path: Path, table: str, *titles: str) -> list[str]:
+    """What columns show of a run or a recipe."""
     found = app.screen.query_one(f"#{table}", DataTable)
-    titles = [str(column.label) for column in found.ordered_columns]
-    return dict(zip(titles, map(str, found.get_row(str(path))), strict=True))
+    labels = [str(column.label) for column in found.ordered_columns]
+    cells = dict(zip(labels, map(str, found.get_row(str(path))), strict=True))
+    return [cells[title] for title in titles]
 
 
 async def select(pilot: Pilot[None], name: str, table: str = "runs") -> None:
@@ -46,61 +53,49 @@ async def select(pilot: Pilot[None], name: str, table: str = "runs") -> None:
 async def test_it_lists_runs_with_figures_and_recipes_own_ones_first(
     app: PenstockApp, pilot: Pilot[None], root: Path
 ) -> None:
-    await pilot.pause()
+    def about() -> str:
+        return str(app.screen.query_one("#about", Static).render())
+
     assert isinstance(app.screen, HomeScreen)
     assert set(names(app, "runs")) == {"first", "second", "crashed"}
     recipes = names(app, "recipes")
     assert recipes[:2] == ["tiny.py", "quickstart.py"]
     assert recipes.index("7b_512k.py") < recipes.index("14b_workstation.py") < recipes.index("120b_moe.py")
     await select(pilot, "first")
-    cells = row_of(app, root / "runs" / "first")
-    loss = json.loads((root / "runs/first/metrics.jsonl").read_text().splitlines()[-1])["loss"]
-    assert [cells[name] for name in ("run", "state", "done", "step")] == ["first", "finished", "100%", "12/12"]
-    assert (cells["loss"], len(cells["last steps"])) == (f"{loss:.4f}", 10)
-    cells = row_of(app, root / "runs" / "crashed")
-    assert [cells[name] for name in ("run", "state", "done", "step")] == ["crashed", "crashed", "75%", "9/12"]
-    cells = row_of(app, root / "recipes" / "tiny.py", "recipes")
-    assert [cells[name] for name in ("recipe", "size", "context", "fits here?")] == ["tiny", "?", "64", "?"]
-    text = str(app.screen.query_one("#about", Static).render())
-    assert "planned" in text
-    summary = json.loads((app.root / "runs/first/summary.json").read_text())
-    assert f"mean {summary['mean_step_s']:.3g} s a step, {summary['mean_tokens_per_s']:,.0f} tok/s" in text
+    crashed = row_of(app, root / "runs" / "crashed", "runs", "run", "state", "done", "step")
+    assert crashed == ["crashed", "crashed", "75%", "9/12"]
+    tiny = row_of(app, root / "recipes" / "tiny.py", "recipes", "recipe", "size", "context", "fits here?")
+    assert tiny == ["tiny", "?", "64", "?"]
+    summary = json.loads((root / "runs/first/summary.json").read_text())
+    assert f"mean {summary['mean_step_s']:.3g} s a step, {summary['mean_tokens_per_s']:,.0f} tok/s" in about()
+    assert "planned" in about()
     await select(pilot, "tiny.py", "recipes")
-    text = str(app.screen.query_one("#about", Static).render())
-    assert "3 layers" in text
-    assert "64 tokens" in text
+    assert "3 layers" in about()
+    assert "64 tokens" in about()
 
 
 async def test_search_filters_both_lists_and_escape_ends_it(app: PenstockApp, pilot: Pilot[None]) -> None:
-    await pilot.press("slash", *"crashed")
-    await pilot.pause()
-    assert names(app, "runs") == ["crashed"]
-    assert names(app, "recipes") == []
+    await press(pilot, "slash", *"crashed")
+    assert (names(app, "runs"), names(app, "recipes")) == (["crashed"], [])
     await pilot.press("enter")
     assert app.screen.query_one("#runs").has_focus
     await pilot.press("slash")
     app.screen.query_one(Input).value = "gpt-oss 128 experts"
     await pilot.pause()
     assert names(app, "recipes") == ["120b_moe.py"]
-    await pilot.press("escape")
-    await pilot.pause()
+    await press(pilot, "escape")
     assert len(names(app, "runs")) == 3
     assert isinstance(app.screen, HomeScreen)
 
 
 async def test_marking_and_comparing(app: PenstockApp, pilot: Pilot[None]) -> None:
     await select(pilot, "first")
-    await pilot.press("m")
-    await pilot.pause()
+    await press(pilot, "m")
     assert isinstance(app.screen, HomeScreen)  # one run is nothing to compare
     await pilot.press("space")
     await select(pilot, "second")
-    await pilot.press("m")
-    await pilot.pause()
-    assert isinstance(app.screen, CompareScreen)
-    await pilot.press("escape")
-    await pilot.pause()
-    assert isinstance(app.screen, HomeScreen)
+    await opened(pilot, CompareScreen, "m")
+    await opened(pilot, HomeScreen, "escape")
 
 
 async def test_enter_opens_what_the_cursor_is_on(app: PenstockApp, pilot: Pilot[None]) -> None:
@@ -111,33 +106,30 @@ async def test_enter_opens_what_the_cursor_is_on(app: PenstockApp, pilot: Pilot[
         ("enter", "recipes", "tiny.py", ConfigureScreen),
     ):
         await select(pilot, name, table)
-        await pilot.press(key)
-        await real_runs.until(lambda screen=screen: isinstance(app.screen, screen), pilot.pause)
-        await pilot.press("escape")
-        await real_runs.until(lambda: isinstance(app.screen, HomeScreen), pilot.pause)
+        await opened(pilot, screen, key)
+        await opened(pilot, HomeScreen, "escape")
 
 
 async def test_new_runs_appear_and_vanished_ones_go(app: PenstockApp, pilot: Pilot[None], root: Path) -> None:
     await select(pilot, "first")
     shutil.copytree(root / "runs/first", root / "runs/third")
     shutil.rmtree(root / "runs/second")
-    await real_runs.until(lambda: set(names(app, "runs")) == {"first", "third", "crashed"}, pilot.pause)
+    await until(pilot, lambda: set(names(app, "runs")) == {"first", "third", "crashed"})
     table = app.screen.query_one("#runs", DataTable)
     assert names(app, "runs")[table.cursor_row] == "first"  # the cursor stays on its run
 
 
-def test_foreign_and_damaged_directories_are_listed_with_what_is_wrong(root: Path) -> None:
+def test_foreign_and_damaged_directories_are_listed_with_what_is_wrong(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = root / "runs"
     (runs / "notes").mkdir()  # nothing of ours
     (runs / "notes" / "todo.txt").write_text("x")
     shutil.copytree(runs / "first", runs / "headless")
     (runs / "headless" / "recipe.json").unlink()
-    for name, content in (
-        ("no-json", "{"),
-        ("a-list", "[1, 2]"),
-        ("odd-types", '{"state": 7, "step": "x", "total_steps": [], "error": {}}'),
-        ("deep", "[" * 100_000),
-    ):
+    odd = '{"state": 7, "step": "x", "total_steps": [], "error": {}}'
+    statuses = {"no-json": "{", "a-list": "[1, 2]", "odd-types": odd, "deep": "[" * 100_000}
+    for name, content in statuses.items():
         shutil.copytree(runs / "first", runs / name)
         (runs / name / "status.json").write_text(content)
     (runs / "odd-types" / "metrics.jsonl").write_text('[1]\n{"loss": "x", "step_s": null}\n\xff\n{"loss"')
@@ -147,19 +139,15 @@ def test_foreign_and_damaged_directories_are_listed_with_what_is_wrong(root: Pat
     (runs / "dangling").symlink_to(runs / "nowhere")
     (runs / "file").write_text("not a folder")
     found = {entry.name: entry for entry in RunCatalog(root).read()}
-    names = ["first", "second", "crashed", "headless", "no-json", "a-list", "odd-types", "deep", "binary"]
-    assert sorted(found) == sorted(names)
-    assert found["headless"].state == "damaged"
+    assert set(found) == {"first", "second", "crashed", "headless", "binary", *statuses}
+    assert (found["headless"].state, found["first"].state) == ("damaged", "finished")
     assert "recipe.json" in str(found["headless"].error)
-    assert found["first"].state == "finished"
-
-
-def test_a_run_that_cannot_be_read_says_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*args: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
+    for content in ("[" * 100_000, "[]", '{"step_s": "x", "tokens_per_s": 1, "bound_by": "compute"}', '{"step_s": 1}'):
+        (runs / "plan.json").write_text(content)
+        assert plan_lines(runs) == []
+    refused = Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr("penstock.tui.data.catalog.read_info", refused)
-    entry = read_run_entry(root / "runs/first")
+    entry = read_run_entry(runs / "first")
     assert entry.state == "damaged"
     assert "Permission denied" in str(entry.error)
 
@@ -167,59 +155,40 @@ def test_a_run_that_cannot_be_read_says_so(root: Path, monkeypatch: pytest.Monke
 def test_the_catalog_reads_only_what_has_changed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = RunCatalog(root)
     before = catalog.read()
-    read: list[str] = []
-    original = read_run_entry
-    monkeypatch.setattr(
-        "penstock.tui.data.catalog.read_run_entry", lambda folder: read.append(folder.name) or original(folder)
-    )
+    read = Mock(side_effect=read_run_entry)
+    monkeypatch.setattr("penstock.tui.data.catalog.read_run_entry", read)
     assert catalog.read() == before
-    assert read == []
-    with (root / "runs/second/metrics.jsonl").open("a") as file:
-        file.write('{"step": 9, "loss": 1.5}\n')
+    assert not read.called
+    append(root / "runs/second/metrics.jsonl", {"step": 9, "loss": 1.5})
     entry = next(entry for entry in catalog.read() if entry.name == "second")
-    assert read == ["second"]
-    assert entry.loss == 1.5
+    assert (entry.loss, [call.args[0].name for call in read.mock_calls]) == (1.5, ["second"])
 
 
 def test_recipes_that_are_broken_say_where(tmp_path: Path) -> None:
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "broken.py").write_text("x = (\n")
-    (tmp_path / "recipes" / "bytes.py").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "recipes" / "torn.json").write_text('{"name": ')
-    save_recipe(tmp_path / "recipes" / "mine.json", Recipe(name="mine"))
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "broken.py").write_text("x = (\n")
+    (folder / "bytes.py").write_bytes(b"\xff\xfe\x00")
+    (folder / "torn.json").write_text('{"name": ')
+    save_recipe(folder / "mine.json", Recipe(name="mine"))
     found = {entry.name: entry for entry in find_recipes(tmp_path)}
     assert "line 1" in str(found["broken"].problem)
     assert found["bytes"].problem is not None
     assert "torn.json cannot be read" in str(found["torn"].problem)
     assert (found["mine"].problem, found["mine"].title) == (None, "a saved recipe")
     assert describe(found["mine"])["machine"] == "any"
-    assert found["quickstart"].problem is None
-    assert not found["quickstart"].own
-
-
-def test_a_shipped_recipe_tells_its_needs(root: Path) -> None:
-    entry = read_recipe_entry(Path(__file__).parents[2] / "recipes" / "7b_512k.py", own=False)
-    assert entry.needs["GPU"].startswith("80 GB")
-    assert "524,288" in entry.title
+    assert (found["quickstart"].problem, found["quickstart"].own) == (None, False)
+    assert found["7b_512k"].needs["GPU"].startswith("80 GB")
+    assert "524,288" in found["7b_512k"].title
 
 
 def test_words_match_in_any_order_and_case() -> None:
-    assert matches("b A", "xA", "yb")
-    assert not matches("a c", "xA", "yb")
-    assert matches("", "anything")
-
-
-def test_plans_of_any_content_are_no_crash(tmp_path: Path) -> None:
-    for content in ("[" * 100_000, "[]", '{"step_s": "x", "tokens_per_s": 1, "bound_by": "compute"}', '{"step_s": 1}'):
-        (tmp_path / "plan.json").write_text(content)
-        assert plan_lines(tmp_path) == []
+    assert [matches(words, "xA", "yb") for words in ("b A", "a c", "")] == [True, False, True]
 
 
 @pytest.mark.parametrize("read_only", [False, True])
 async def test_without_a_run_it_says_how_to_begin(tmp_path: Path, read_only: bool) -> None:
-    app = PenstockApp(tmp_path, read_only=read_only)
-    async with app.run_test(size=(100, 30)) as pilot:
-        await pilot.pause()
+    async with running(tmp_path, (100, 30), read_only=read_only) as (app, pilot):
         welcome = app.screen.query_one("#welcome", Static)
         said = str(welcome.render())
         assert "penstock train quickstart" in said
@@ -229,5 +198,69 @@ async def test_without_a_run_it_says_how_to_begin(tmp_path: Path, read_only: boo
         assert app.screen.query_one("#recipes", DataTable).has_focus
         (tmp_path / "runs" / "one").mkdir(parents=True)
         (tmp_path / "runs" / "one" / "recipe.json").write_text("{}")
-        await real_runs.until(lambda: names(app, "runs") == ["one"], pilot.pause)
+        await until(pilot, lambda: names(app, "runs") == ["one"])
         assert not welcome.display
+
+
+LONG = "llama-3.1-8b-code-mixture-lr1e-5-bs32-seed"
+
+
+@given(st.lists(st.text("ab-1", min_size=1, max_size=40), max_size=8), st.integers(2, 30))
+def test_names_that_differ_look_different(names: list[str], width: int) -> None:
+    shown = distinct(names, width, "…")
+    for a, b in zip(names, shown, strict=True):
+        assert cell_len(b) <= max(width, cell_len(a))
+        assert a == b or cell_len(a) > width
+    assert len(set(shown)) == len(set(names))
+
+
+def test_names_are_cut_where_they_are_alike() -> None:
+    assert distinct(["run-20260101-120000", "run-20260101-130000"], 12, "…") == ["run-2…120000", "run-2…130000"]
+    middle = [f"{'a' * 40}{char}{'b' * 40}" for char in "xy"]
+    assert [text.strip("ab") for text in distinct(middle, 12, "…")] == ["…x…", "…y…"]
+
+
+@given(st.integers(20, 200), st.booleans(), st.sampled_from([UNICODE, ASCII]))
+def test_columns_go_one_by_one_and_the_names_stay(width: int, marked: bool, glyphs: Glyphs) -> None:
+    figures = ("running", 1240, 8000, 2.5, 31_000.0, 720.0)
+    runs = [RunEntry(Path(f"/runs/{LONG}{i}"), *figures, losses=(3.0, 2.0, 2.5)) for i in (1, 2)]
+    table = runs_table(runs, ["now", "now"], {runs[0].path} if marked else set(), width, glyphs)
+    titles = [spec.title for spec in table.columns]
+    assert titles[int(marked) : int(marked) + 2] == ["run", "state"]
+    names = {plain([cells[int(marked)]]) for cells in table.rows.values()}
+    assert {name[-1] for name in names} == {"1", "2"}
+    if width >= 75:
+        assert {"done", "step", "loss", "mean tok/s", "ETA"} <= set(titles)
+        assert sum(spec.width + PADDING for spec in table.columns) <= width
+    if width >= 115:
+        assert {"progress", "last steps", "updated"} <= set(titles)
+
+
+def test_contexts_as_people_say_them() -> None:
+    said = {512: "512", 1024: "1k", 8192: "8k", 524_288: "512k", 1_048_576: "1M", 1000: "1,000", 5000: "5,000"}
+    assert {tokens: tokens_text(tokens) for tokens in said} == said
+
+
+def known(folder: Path, text: str, head: str = "from penstock import *\n") -> tuple[str, int | None]:
+    """Size and context that a recipe's text tells."""
+    (folder / "a.py").write_text(head + text)
+    entry = read_recipe_entry(folder / "a.py", own=True)
+    assert entry.problem is None
+    return entry.size_text, entry.context
+
+
+def test_a_recipes_text_tells_what_it_says_plainly_and_no_more(tmp_path: Path) -> None:
+    model, data = "model=qwen25('7B', yarn_to=524288)", "data=DataConfig(sequence_length=524288)"
+    path = "model=ModelConfig(path='models/Qwen3-0.6B')"
+    for text, told in {
+        f"recipe = Recipe(name='a', {model}, {data})\n": ("7B", 524_288),
+        "recipe = Recipe(name='a')\n": ("", 4096),
+        f"recipe = Recipe(name='a', {path}, data=make())\n": ("0.6B", None),
+        "n = 8\nrecipe = Recipe(name='a', data=DataConfig(sequence_length=n))\n": ("", None),
+        "import sys\nsys.exit(3)\n": ("", None),
+    }.items():
+        assert known(tmp_path, text) == told, text
+    changed = f"recipe = Recipe(name='a', {data})\n"
+    for more in ("recipe.data.sequence_length = 8\n", "recipe = recipe\n", "def DataConfig(**_): ...\n"):
+        assert known(tmp_path, changed + more)[1] is None
+    assert known(tmp_path, changed, "from mine import *\n") == ("", None)

@@ -1,21 +1,17 @@
 """Which recipes fit, on Home: planned while nobody is waiting, kept, and nothing of the user's is run for it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import real_runs
-from textual.pilot import Pilot
+from seen import opened, running, until
 from textual.widgets import DataTable
 
 from penstock.app import fits, shipped
 from penstock.app.fits import Fit, fit_of, here_digest, keep_fit, read_fit
-from penstock.tui.app import PenstockApp
 from penstock.tui.data import plan_client
 from penstock.tui.data.home_plans import HomePlans
 from penstock.tui.data.recipes import find_recipes
@@ -46,16 +42,11 @@ def user(tmp_path: Path) -> Path:
     return root
 
 
-def answers(app: PenstockApp) -> dict[str, str]:
+def answers(app: Any) -> dict[str, str]:
     """Recipe's file -> what stands below `fits here?`."""
     table = app.screen.query_one("#recipes", DataTable)
-    titles = [str(column.label) for column in table.ordered_columns]
-    at = titles.index("fits here?")
+    at = [str(column.label) for column in table.ordered_columns].index("fits here?")
     return {Path(str(row.key.value)).name: str(table.get_row(row.key)[at]) for row in table.ordered_rows}
-
-
-async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
-    await real_runs.until(condition, pilot.pause)
 
 
 def asked(planner: Path) -> int:
@@ -65,58 +56,46 @@ def asked(planner: Path) -> int:
 
 
 async def test_recipes_are_planned_once_and_programs_of_the_user_are_not_run(user: Path, planner: Path) -> None:
-    app = PenstockApp(user, plans_recipes=True)
-    async with app.run_test(size=(120, 36)) as pilot:
+    async with running(user, plans_recipes=True) as (app, pilot):
         await until(pilot, lambda: "…" not in answers(app).values() and answers(app)["small.json"] != "?")
         found = answers(app)
-        assert (found.pop("program.py"), found.pop("large.json"), found.pop("small.json")) == (
-            "?",
-            "no: GPU memory",
-            "✓ fits",
-        )
-        assert set(found) == SHIPPED
-        assert set(found.values()) <= {"✓ fits", "no: GPU memory"}
-        assert not (user / "executed").exists()
-        assert asked(planner) == len(SHIPPED) + 2
-    again = PenstockApp(user, plans_recipes=True)
-    async with again.run_test(size=(120, 36)) as pilot:
+    own = {"program.py": "?", "large.json": "no: GPU memory", "small.json": "✓ fits"}
+    assert {name: found[name] for name in own} == own
+    assert set(found) == SHIPPED | set(own)
+    assert {found[name] for name in SHIPPED} <= {"✓ fits", "no: GPU memory"}
+    assert not (user / "executed").exists()
+    assert asked(planner) == len(SHIPPED) + 2
+    async with running(user, plans_recipes=True) as (again, pilot):
         await until(pilot, lambda: answers(again)["small.json"] == "✓ fits")
-        assert answers(again) == {**found, "program.py": "?", "large.json": "no: GPU memory", "small.json": "✓ fits"}
+        assert answers(again) == found
     assert asked(planner) == len(SHIPPED) + 2
 
 
 async def test_a_program_is_known_once_it_was_opened(user: Path, planner: Path) -> None:
-    app = PenstockApp(user)
-    async with app.run_test(size=(120, 36)) as pilot:
-        await until(pilot, lambda: "program.py" in answers(app))
-        assert answers(app)["program.py"] == "?"
-        app.open_configure(user / "recipes" / "program.py")
-        await pilot.pause()
-        configure = app.screen
-        assert isinstance(configure, ConfigureScreen)
+    program = user / "recipes" / "program.py"
+    async with running(user) as (app, pilot):
+        await until(pilot, lambda: answers(app).get("program.py") == "?")
+        app.open_configure(program)
+        configure = await opened(pilot, ConfigureScreen)
         await until(pilot, lambda: configure.client.state.phase == "done")
         await pilot.press("escape")
         await until(pilot, lambda: app.screen is not configure and answers(app)["program.py"] == "✓ fits")
-        (user / "recipes" / "program.py").write_text("from penstock import Recipe\nrecipe = Recipe(name='other')\n")
+        program.write_text("from penstock import Recipe\nrecipe = Recipe(name='other')\n")
         await until(pilot, lambda: answers(app)["program.py"] == "?")
 
 
 async def test_nothing_is_planned_beside_another_screen_or_read_only(
     user: Path, planner: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for app in (PenstockApp(user, plans_recipes=True, read_only=True), PenstockApp(user)):
-        async with app.run_test(size=(120, 36)) as pilot:
+    options: list[dict[str, bool]] = [{"plans_recipes": True, "read_only": True}, {}]
+    for more in options:
+        async with running(user, **more) as (app, pilot):
             await until(pilot, lambda app=app: "small.json" in answers(app))
-            screen = app.screen
-            assert isinstance(screen, home.HomeScreen)
-            screen._plan_when_idle()
-            assert screen._plans is None
-            assert answers(app)["small.json"] == "?"
-    app = PenstockApp(user, plans_recipes=True)
+            app.screen._plan_when_idle()
+            assert (app.screen._plans, answers(app)["small.json"]) == (None, "?")
     monkeypatch.setattr(plan_client, "SERVER", (sys.executable, "-c", "import sys; sys.stdin.read()"))  # never answers
-    async with app.run_test(size=(120, 36)) as pilot:
+    async with running(user, plans_recipes=True) as (app, pilot):
         screen = app.screen
-        assert isinstance(screen, home.HomeScreen)
         await until(pilot, lambda: screen._plans is not None)
         assert answers(app)["small.json"] == "…"
         await pilot.press("question_mark")
@@ -128,29 +107,22 @@ async def test_nothing_is_planned_beside_another_screen_or_read_only(
 
 async def test_without_a_planner_nothing_is_claimed(user: Path, planner: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_client, "SERVER", ("/nowhere/python",))
-    app = PenstockApp(user, plans_recipes=True)
-    async with app.run_test(size=(120, 36)) as pilot:
+    async with running(user, plans_recipes=True) as (app, pilot):
         await until(pilot, lambda: answers(app).get("small.json") == "?")
-        assert set(answers(app).values()) == {"?"}
-        assert app.screen.query_one("#recipes", DataTable).row_count == len(SHIPPED) + 3
+        assert list(answers(app).values()) == ["?"] * (len(SHIPPED) + 3)
 
 
 def test_what_is_short_has_a_persons_name() -> None:
     known = {"model": {"params": 7, "layers": 1}, "context": 64, "fits": False}
-    for gpu, tier, short in (
-        (None, "gpu", "RAM"),
-        ("H200", "gpu", "GPU memory"),
-        ("H200", "ram", "RAM"),
-        (None, "nvme", "disk"),
-    ):
+    persons = {(None, "gpu"): "RAM", ("H200", "gpu"): "GPU memory", ("H200", "ram"): "RAM", (None, "nvme"): "disk"}
+    for (gpu, tier), short in persons.items():
         refusal = {"tier": tier, "short_bytes": 1, "message": "why"}
         found = fit_of({**known, "machine": {"gpu": gpu}, "refusal": refusal})
         assert found == Fit(fits=False, short=short, message="why", params=7, context=64)
     here = here_digest(Path.cwd())
     keep_fit("recipe", here, found)
     assert read_fit("recipe", here) == found
-    assert read_fit("recipe", "elsewhere") is None
-    assert read_fit("another", here) is None
+    assert read_fit("recipe", "elsewhere") is read_fit("another", here) is None
 
 
 async def test_nothing_is_planned_while_kept_answers_are_being_read(
@@ -170,6 +142,5 @@ async def test_nothing_is_planned_while_kept_answers_are_being_read(
 
     monkeypatch.setattr(fits, "read_fit", slow)
     known = await asyncio.to_thread(plans.look, entries)
-    assert begun
     assert all(known[entry.path] is not None for entry in entries)
-    assert asked(planner) == 0
+    assert (len(begun), asked(planner)) == (1, 0)

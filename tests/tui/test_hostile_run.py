@@ -1,7 +1,5 @@
 """A run directory of which every text and every name wants to move the terminal: what is drawn obeys none of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import real_runs
+from seen import until
 from textual._compositor import CompositorUpdate
 from textual.screen import Screen
 
@@ -46,9 +44,9 @@ def poisoned(value: Any, key: str = "") -> Any:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A root with such runs, whose directories are called so too, finished, failed, crashed and of unknown state."""
+    """A root with such runs, finished, failed, crashed and of unknown state; their directories' names are no text."""
     for number, state in enumerate(("finished", "failed", "running", MARKUP + ESCAPES)):
-        run = tmp_path / "runs" / f"{number}{(MARKUP + ESCAPES).replace('/', '')}"
+        run = tmp_path / "runs" / (f"{number}{MARKUP + ESCAPES}".replace("/", "") + os.fsdecode(b"\xff"))
         shutil.copytree(HERE / "snapshot_run", run)
         for file in run.rglob("*.json"):
             file.write_text(json.dumps(poisoned(json.loads(file.read_text()))))
@@ -60,13 +58,13 @@ def root(tmp_path: Path) -> Path:
         status |= {"state": state, "error": PAYLOAD + "why", "preparing": preparing, "host": None}
         (run / "status.json").write_text(json.dumps({name: word for name, word in status.items() if word is not None}))
         (run / "output.log").write_text(PAYLOAD * 3)
-        (run / "state" / "checkpoints").mkdir(exist_ok=True)
         kept = run / "state" / "checkpoints" / f"{ESCAPES}kept"
-        kept.mkdir()
+        kept.mkdir(parents=True)
         (kept / "manifest.json").write_text('{"meta": {"step": 3}}')
     (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / f"own{ESCAPES}.py").write_text(f'"""{MARKUP}\x9b7777X\n\nGPU   {MARKUP}"""\nx = (\n')
-    (tmp_path / "recipes" / f"fine{ESCAPES}.py").write_text(f'"""{MARKUP}\x9b7777X\n\nGPU   {MARKUP}"""\n')
+    head = f'"""{MARKUP}\x9b7777X\n\nGPU   {MARKUP}"""\n'
+    (tmp_path / "recipes" / f"own{ESCAPES}.py").write_text(f"{head}x = (\n")
+    (tmp_path / "recipes" / f"fine{ESCAPES}.py").write_text(head)
     return tmp_path
 
 
@@ -88,12 +86,10 @@ def hostile_runs(root: Path) -> list[Path]:
     return sorted((root / "runs").iterdir())
 
 
+STATES = ("finished", "failed", "crashed", "unknown")
 SCREENS: dict[str, Callable[[PenstockApp, list[Path]], None]] = {
     "home": lambda app, runs: None,
-    "finished": lambda app, runs: app.open_run(runs[0]),
-    "failed": lambda app, runs: app.open_run(runs[1]),
-    "crashed": lambda app, runs: app.open_run(runs[2]),
-    "unknown": lambda app, runs: app.open_run(runs[3]),
+    **{state: lambda app, runs, n=n: app.open_run(runs[n]) for n, state in enumerate(STATES)},
     "timeline": lambda app, runs: app.open_timeline(runs[0]),
     "compare": lambda app, runs: app.open_compare(runs),
     "configure": lambda app, runs: app.open_configure(runs[0] / "recipe.json"),
@@ -114,11 +110,12 @@ async def test_nothing_that_is_drawn_is_obeyed(root: Path) -> None:
         home = app.screen
         for name, show in SCREENS.items():
             show(app, hostile_runs(root))
-            await real_runs.until(lambda: "owned" in app.drawn, pilot.pause)  # it is shown, as text
+            await until(pilot, lambda: "owned" in app.drawn)  # it is shown, as text
             await pilot.press(*KEYS.get(name, ()))
             await pilot.pause(0.2)
             assert app.is_running, name
-            assert [match[0] for match in FORBIDDEN.finditer(app.drawn)] == [], name
+            assert FORBIDDEN.findall(app.drawn) == [], name
+            app.drawn.encode()
             while app.screen is not home:
                 app.pop_screen()
             await pilot.pause()
@@ -140,28 +137,14 @@ def test_the_command_line_prints_no_escape(
     root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(root)
-    for run in hostile_runs(root):
-        for command in (["lanes", str(run)], ["lanes", str(run), "--json"], ["pause", str(run)], ["stop", run.name]):
-            main(command)
-        main(["trace", str(run), "-o", str(root / "trace.json")])
-        main(["checkpoint", str(run)])
-        main(["resume", str(run)])
+    for run in map(str, hostile_runs(root)):
+        for words in (["lanes", run], ["lanes", run, "--json"], ["pause", run], ["stop", Path(run).name]):
+            main(words)
+        for words in (["trace", run, "-o", str(root / "trace.json")], ["checkpoint", run], ["resume", run]):
+            main(words)
     (hostile_runs(root)[1] / "recipe.json").write_text(json.dumps({"name": PAYLOAD, PAYLOAD: PAYLOAD}))
     main(["resume", str(hostile_runs(root)[1])])
     assert main(["runs"]) == 0
     output = "".join(capfd.readouterr())
     assert MARKUP.partition("[link")[0] in output, "markup is text"
-    assert [match[0] for match in FORBIDDEN.finditer(output)] == []
-
-
-async def test_a_run_whose_name_is_no_text(root: Path) -> None:
-    run = root / "runs" / os.fsdecode(b"zz\xff")
-    shutil.copytree(HERE / "snapshot_run", run)
-    app = RecordedApp(root, glyphs=UNICODE)
-    async with app.run_test(size=(120, 40)) as pilot:
-        for show in (lambda: app.open_run(run), lambda: app.open_timeline(run), lambda: app.open_compare([run])):
-            app.drawn = ""
-            show()
-            await real_runs.until(lambda: "zz" in app.drawn, pilot.pause)
-        assert app.is_running
-        app.drawn.encode()
+    assert FORBIDDEN.findall(output) == []

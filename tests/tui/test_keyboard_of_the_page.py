@@ -1,7 +1,5 @@
 """penstock.js in a page that is made up: who has the keyboard, run by node where that is installed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -7,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from seen import span
 from textual.app import ComposeResult
 from textual.events import MouseScrollUp
 from textual.pilot import Pilot
@@ -19,24 +18,20 @@ from penstock.tui.widgets.lane_keys import LaneKeys
 from penstock.tui.widgets.lane_view import LAG_S, LaneView
 
 DRAWN_AT_ONCE = True
+NAN = float("nan")
 
 
-def step_spans(step: int, start: float, **more: Any) -> list[dict[str, Any]]:
+def step_spans(step: int, start: float) -> list[dict[str, Any]]:
     """A step of 2 s: a copy, four chunks, a gradient, clip."""
-
-    def span(
-        op_id: int, lane: str, op: str, begin: float, end: float, waited: list[int], chunk: int = -1
-    ) -> dict[str, Any]:
-        fields = {"lane": lane, "op": op, "block": "layers.0", "chunk": chunk, "bytes": 10**8 if lane == "h2d" else 0}
-        times = {"start_s": start + begin, "end_s": start + end, "step": step}
-        return fields | times | {"id": 10 * step + op_id, "waited": [10 * step + other for other in waited]} | more
-
-    return [
-        span(0, "h2d", "load_weights", 0.0, 0.2, []),
-        *[span(1 + i, "compute", "layer_forward", 0.2 + 0.4 * i, 0.6 + 0.4 * i, [0] * (i == 0), i) for i in range(4)],
-        span(5, "d2h", "store_gradient", 1.8, 1.9, [4]),
-        span(6, "optimizer", "clip", 1.9, 2.0, [5]),
-    ]
+    ops = [("h2d", "load_weights", 0.0, 0.2, []), ("compute", "layer_forward", 0.2, 0.6, [0])]
+    ops += [("compute", "layer_forward", 0.2 + 0.4 * i, 0.6 + 0.4 * i, []) for i in (1, 2, 3)]
+    ops += [("d2h", "store_gradient", 1.8, 1.9, [4]), ("optimizer", "clip", 1.9, 2.0, [5])]
+    found = []
+    for number, (lane, op, begin, end, waited) in enumerate(ops):
+        ids = {"id": 10 * step + number, "waited": [10 * step + other for other in waited]}
+        more = {"chunk": number - 1 if lane == "compute" else -1, "bytes": 10**8 if lane == "h2d" else 0}
+        found.append(span(lane, start + begin, start + end, op=op, block="layers.0", step=step, **ids, **more))
+    return found
 
 
 class OneLaneView(LaneKeys, PenstockScreen):
@@ -69,6 +64,12 @@ def text_of(lane_view: LaneView) -> list[str]:
     return [lane_view.render_line(y).text for y in range(lane_view.size.height)]
 
 
+def drawn_width(lane_view: LaneView) -> float:
+    """Of its window once it is drawn, in seconds."""
+    text_of(lane_view)
+    return lane_view.window[1] - lane_view.window[0]
+
+
 def lane_line(lane_view: LaneView, lane: str) -> str:
     """A lane's row up to its busy share; its history follows."""
     line = next(line for line in text_of(lane_view) if line.startswith(lane))
@@ -90,14 +91,12 @@ async def test_live_follows_the_clock_by_whole_cells() -> None:
         ends = []
         for clock in (7.0, 7.5, 7.51, 7.6, 8.0):
             lane_view.update_live(clock, now, True)
-            text = text_of(lane_view)
-            assert "last step 3, 2.00 s" in text[0]
-            assert "live, 2.00 s in view" in text[0]
-            start, end = lane_view.window
-            assert end - start == pytest.approx(2.0)
-            assert end >= clock - LAG_S
-            assert end - (clock - LAG_S) <= 2.0 / 40
-            ends.append(end)
+            title = text_of(lane_view)[0]
+            assert "last step 3, 2.00 s" in title
+            assert "live, 2.00 s in view" in title
+            assert drawn_width(lane_view) == pytest.approx(2.0)
+            ends.append(lane_view.window[1])
+            assert 0 <= ends[-1] - (clock - LAG_S) <= 2.0 / 40
         cell = 2.0 / (80 - 11 - 5 - 9)
         moved = [(b - a) / cell for a, b in itertools.pairwise(ends)]
         assert moved == pytest.approx([round(m) for m in moved], abs=1e-6)
@@ -109,18 +108,14 @@ async def test_live_follows_the_clock_by_whole_cells() -> None:
 
 
 async def test_an_op_under_way_is_not_drawn_twice_once_its_span_is_there() -> None:
-    store = store_of(1)
-    async with shown(LaneView(store)) as (lane_view, _):
+    async with shown(LaneView(store_of(1))) as (lane_view, _):
         ended = {"d2h": [{"op": "store_gradient", "block": "layers.0", "chunk": -1, "start_s": 1.8}]}
         lane_view.update_live(4.0, ended, True)
         assert lane_line(lane_view, "d2h").endswith("  5%")
         garbage: list[Any] = [None, 3, {"d2h": 3}, {"d2h": [1, {}, {"op": [], "start_s": "x", "chunk": {}}]}, {1: [{}]}]
-        for now in garbage:
-            lane_view.update_live(4.1, now, True)
+        for clock, now, live in (*((4.1, now, True) for now in garbage), (NAN, None, True), (None, None, False)):
+            lane_view.update_live(clock, now, live)
             assert text_of(lane_view)
-        lane_view.update_live(float("nan"), None, True)
-        lane_view.update_live(None, None, False)
-        assert text_of(lane_view)
 
 
 async def test_zoom_pan_and_fit_by_keys() -> None:
@@ -128,68 +123,54 @@ async def test_zoom_pan_and_fit_by_keys() -> None:
         lane_view.update_live(10.0, {}, True)
         text_of(lane_view)
         await pilot.press("w")
-        text_of(lane_view)
-        assert lane_view.mode == "live"
-        assert lane_view.window[1] - lane_view.window[0] == pytest.approx(1.0)
+        assert (lane_view.mode, drawn_width(lane_view)) == ("live", pytest.approx(1.0))
         await pilot.press("minus", "s")
-        text_of(lane_view)
-        assert lane_view.window[1] - lane_view.window[0] == pytest.approx(4.0)
+        assert drawn_width(lane_view) == pytest.approx(4.0)
         end = lane_view.window[1]
         await pilot.press("a")
-        assert lane_view.mode == "free"
-        assert lane_view.window[1] == pytest.approx(end - 1.0)
+        assert (lane_view.mode, lane_view.window[1]) == ("free", pytest.approx(end - 1.0))
         lane_view.update_live(12.0, {}, True)
         assert lane_view.window[1] == pytest.approx(end - 1.0)  # held
-        for _ in range(8):
-            await pilot.press("left")
+        await pilot.press(*["left"] * 8)
         assert lane_view.window[0] == pytest.approx(0.0)  # not before the first span
-        for _ in range(12):
-            await pilot.press("right")
+        await pilot.press(*["right"] * 12)
         assert lane_view.mode == "live"  # at the edge it follows again
         await pilot.press("f")
         text_of(lane_view)
-        assert lane_view.mode == "step"
-        assert lane_view.window == (8.0, 10.0)
+        assert (lane_view.mode, lane_view.window) == ("step", (8.0, 10.0))
         await pilot.press("f")
         assert lane_view.mode == "live"
-        for _ in range(60):
-            await pilot.press("w")
-        text_of(lane_view)
-        assert lane_view.window[1] - lane_view.window[0] >= 1e-5
-        for _ in range(60):
-            await pilot.press("s")
-        text_of(lane_view)
-        assert lane_view.window[1] - lane_view.window[0] <= 20
+        await pilot.press(*["w"] * 60)
+        assert drawn_width(lane_view) >= 1e-5
+        await pilot.press(*["s"] * 60)
+        assert drawn_width(lane_view) <= 20
 
 
 async def test_selecting_by_keys() -> None:
     async with shown(LaneView(store_of(3), live=False), (100, 12)) as (lane_view, pilot):
-        screen: Any = pilot.app.screen
+
+        def selected() -> tuple[Any, ...]:
+            return lane_view.lane, lane_view.selected.op, lane_view.selected.chunk, lane_view.selected.step
+
         assert "f fit" in text_of(lane_view)[-1]
         await pilot.press("full_stop")  # the busiest lane's first op in view
-        assert lane_view.lane == "compute"
-        assert (lane_view.selected.op, lane_view.selected.chunk, lane_view.selected.step) == ("layer_forward", 0, 3)
+        assert selected() == ("compute", "layer_forward", 0, 3)
         info = text_of(lane_view)[-1]
         assert info.startswith("layer_forward layers.0[0]  400 ms  waited for load_weights layers.0 (h2d)")
         await pilot.press("full_stop")
-        assert lane_view.selected.chunk == 1
+        assert selected() == ("compute", "layer_forward", 1, 3)
         assert "waited for nothing" in text_of(lane_view)[-1]
         await pilot.press("comma", "comma")
-        assert (lane_view.selected.chunk, lane_view.selected.step) == (3, 2)  # the step before: it comes into view
+        assert selected() == ("compute", "layer_forward", 3, 2)  # the step before: it comes into view
         assert lane_view.mode == "free"
         assert lane_view.window[0] < lane_view.selected.end_s
         await pilot.press("up")
-        assert lane_view.lane == "h2d"
-        assert lane_view.selected.op == "load_weights"
-        info = text_of(lane_view)[-1]
-        assert "95.4 MiB  500 MB/s" in info
-        for _ in range(9):
-            await pilot.press("down")
-        assert lane_view.lane == "nvme_write"
-        assert lane_view.selected is None  # nothing there
+        assert selected()[:2] == ("h2d", "load_weights")
+        assert "95.4 MiB  500 MB/s" in text_of(lane_view)[-1]
+        await pilot.press(*["down"] * 9)
+        assert (lane_view.lane, lane_view.selected) == ("nvme_write", None)  # nothing there
         await pilot.press("full_stop")
-        assert lane_view.selected is None
-        assert screen.chosen[-1] is None
+        assert lane_view.selected is pilot.app.screen.chosen[-1] is None  # type: ignore[attr-defined]
         lane_view.clear_selection()
         assert "f fit" in text_of(lane_view)[-1]
 
@@ -200,7 +181,6 @@ async def test_selection_survives_what_arrives_and_says_when_it_is_dropped() -> 
     async with shown(LaneView(store)) as (lane_view, pilot):
         lane_view.update_live(2.0, {}, True)
         await pilot.press("full_stop")
-        assert lane_view.selected is not None
         assert lane_view.row_of_selected() is not None
         for step in range(2, 9):
             store.add(step_spans(step, 2.0 * step))
@@ -212,7 +192,7 @@ async def test_selection_survives_what_arrives_and_says_when_it_is_dropped() -> 
 
 async def test_runs_of_before_say_that_nothing_is_recorded() -> None:
     store = SpanStore()
-    store.add([{k: v for k, v in span.items() if k not in ("id", "waited")} for span in step_spans(1, 0.0)])
+    store.add([{k: v for k, v in line.items() if k not in ("id", "waited")} for line in step_spans(1, 0.0)])
     async with shown(LaneView(store, live=False)) as (lane_view, pilot):
         await pilot.press("full_stop")
         assert "what it waited for is not recorded" in text_of(lane_view)[-1]
@@ -220,13 +200,11 @@ async def test_runs_of_before_say_that_nothing_is_recorded() -> None:
 
 async def test_mouse_selects_zooms_and_drags() -> None:
     async with shown(LaneView(store_of(2), live=False), (80, 9)) as (lane_view, pilot):
-        text = text_of(lane_view)
-        y = next(i for i, line in enumerate(text) if line.startswith("compute"))
+        y = next(i for i, line in enumerate(text_of(lane_view)) if line.startswith("compute"))
         await pilot.click(lane_view, offset=(40, y))
         assert (lane_view.selected.lane, lane_view.selected.step) == ("compute", 2)
         await pilot.click(lane_view, offset=(40, y + 3))
-        assert lane_view.lane == "nvme_write"
-        assert lane_view.selected is None
+        assert (lane_view.lane, lane_view.selected) == ("nvme_write", None)
         assert "nothing running on nvme_write" in text_of(lane_view)[-1]
         before = lane_view.window
         await pilot._post_mouse_events([MouseScrollUp], lane_view, offset=(40, y))
@@ -238,7 +216,7 @@ async def test_mouse_selects_zooms_and_drags() -> None:
         await pilot.hover(lane_view, offset=(50, y))
         await pilot.mouse_up(lane_view, offset=(50, y))
         assert lane_view.window[0] < start
-        assert lane_view.window[1] - lane_view.window[0] == pytest.approx(end - start)
+        assert drawn_width(lane_view) == pytest.approx(end - start)
 
 
 async def test_freezing_holds_the_spans_too_and_the_last_step_is_shown_in_the_end() -> None:

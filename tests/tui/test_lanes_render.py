@@ -1,31 +1,18 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import sampled
+from seen import span, view_of, widths
 
 from penstock.app.lanes import LANES
 from penstock.app.ops import PARTS
 from penstock.app.rows import ASCII, UNICODE, Glyphs, plain
 from penstock.tui.data.parts import UPDATE, parts_of
-from penstock.tui.data.spans import Busy, SpanStore, SpanView, StepWindow
+from penstock.tui.data.spans import Busy, StepWindow
 from penstock.tui.render.lanes import LaneScene, UnderWay, lanes_rows, layout
-
-
-def span(lane: str, start: float, end: float, **more: Any) -> dict[str, Any]:
-    fields = {"lane": lane, "op": "o", "block": "b", "chunk": -1, "start_s": start, "end_s": end, "bytes": 0, "step": 1}
-    return fields | more
-
-
-def view_of(*spans: dict[str, Any]) -> SpanView:
-    store = SpanStore(10_000)
-    store.add(spans)
-    return store.view
 
 
 def test_a_cell_shows_how_much_of_it_was_busy() -> None:
@@ -38,52 +25,31 @@ def test_a_cell_shows_how_much_of_it_was_busy() -> None:
     place = layout(32, 8, scene)
     assert (place.label_cells, place.num_cells) == (0, 27)
     scene = replace(scene, end_s=27.0)
+    shown = [f"{cell * 20}{' ' * 7}  {share}%" for cell, share in (("▄", 37), ("▂", 19), ("█", 74))]
     lines = plain(lanes_rows(32, 8, scene, UNICODE)).splitlines()
-    assert lines[1] == "▄" * 20 + " " * 7 + "  37%"
-    assert lines[2] == "▂" * 20 + " " * 7 + "  19%"
-    assert lines[3] == "█" * 20 + " " * 7 + "  74%"
-    assert lines[4].strip() == "0%"
+    assert (lines[1:4], lines[4].strip()) == (shown, "0%")
     lines = plain(lanes_rows(32, 8, scene, ASCII)).splitlines()
     assert lines[1] == "=" * 20 + " " * 7 + "  37%"
     assert all(line.isascii() for line in lines)
 
 
-def test_whole_frame_as_text() -> None:
-    view = view_of(
-        span("nvme_read", 0.0, 0.5, op="read_state", block="layers.0", bytes=500_000_000),
-        span("h2d", 0.5, 1.0, op="load_weights", block="layers.0", bytes=100_000_000),
-        span("compute", 1.0, 2.5, op="layer_forward", block="layers.0", chunk=2),
-        span("compute", 3.0, 4.0, op="head", block="head"),
-        span("d2h", 2.5, 3.0, op="store_x", block="layers.0"),
-        span("optimizer", 3.9, 4.0, op="clip", block="all"),
-    )
-    scene = LaneScene(view=view, start_s=0, end_s=4, steps=view.steps(), title="lanes  last step 4.00 s", status="held")
-    assert plain(lanes_rows(64, 9, scene, UNICODE)).splitlines() == [
-        "lanes  last step 4.00 s  bound by compute 62%               held",
-        "phase      ▏U          ▏forward                ▏backward        ",
-        "nvme_read  ▏…0                                               12%",
-        "h2d              ▏…0                                         12%",
-        "compute    ╌╌╌╌╌╌╌╌╌╌╌╌▏layer_forward    ╌╌╌╌╌╌▏head head    62%",
-        "d2h                                      ▏…0                 12%",
-        "optimizer                                                ▂█   3%",
-        "nvme_write                                                    0%",
-        "         s │0                      │2                       busy",
-    ]
-    rated = plain(lanes_rows(100, 9, scene, UNICODE)).splitlines()
-    assert rated[2].endswith(" 12%   1.0 GB/s")
-    assert rated[3].endswith(" 12%   200 MB/s")
-
-
-def test_ops_of_a_zoomed_view_carry_their_names() -> None:
+def test_ops_carry_their_names_where_there_is_room() -> None:
     ops = [span("compute", i, i + 1, op="layer_forward", block=f"layers.{i}", chunk=i) for i in range(4)]
     scene = LaneScene(view=view_of(*ops), start_s=0, end_s=4)
-    [line] = [line for line in plain(lanes_rows(116, 9, scene, UNICODE)).splitlines() if line.startswith("compute")]
-    for i in range(4):
-        assert f"▏layer_forward …{i}[{i}]" in line
+    rows = lanes_rows(116, 9, scene, UNICODE)
+    [line] = [line for line in plain(rows).splitlines() if line.startswith("compute")]
+    assert all(f"▏layer_forward …{i}[{i}]" in line for i in range(4))
+    assert {token for row in rows for text, token in row if "layer" in text} == {"box.compute"}
     narrow = plain(lanes_rows(64, 9, scene, UNICODE))
     assert "▏layer_forwar" not in narrow.replace("▏layer_forward", "")
-    tokens = {token for row in lanes_rows(116, 9, scene, UNICODE) for text, token in row if "layer" in text}
-    assert tokens == {"box.compute"}
+    # Overlapping ones lie in tracks where there is room, and have no names elsewhere.
+    reads = [span("nvme_read", i, i + 3, op="read_state", block=f"layers.{i}") for i in (0, 1)]
+    scene = LaneScene(view=view_of(*reads), start_s=0, end_s=4)
+    assert "read_state" not in plain(lanes_rows(100, 9, scene, UNICODE))
+    tall = [line for line in plain(lanes_rows(100, 22, scene, UNICODE)).splitlines() if "read_state" in line]
+    assert len(tall) == 2
+    assert "L0" in tall[0] or "layers.0" in tall[0]
+    assert tall[1].index("read_state") > tall[0].index("read_state") + 15
 
 
 def test_parts_of_a_step_stand_above_the_lanes_and_in_them() -> None:
@@ -117,33 +83,15 @@ def test_parts_of_a_step_stand_above_the_lanes_and_in_them() -> None:
     assert lines["s"].endswith("per step")
 
 
-def test_overlapping_ops_lie_in_tracks_where_there_is_room_and_have_no_names_elsewhere() -> None:
-    view = view_of(
-        span("nvme_read", 0, 3, op="read_state", block="layers.0"),
-        span("nvme_read", 1, 4, op="read_state", block="layers.1"),
-    )
-    scene = LaneScene(view=view, start_s=0, end_s=4)
-    flat = plain(lanes_rows(100, 9, scene, UNICODE))
-    assert "read_state" not in flat
-    tall = [line for line in plain(lanes_rows(100, 22, scene, UNICODE)).splitlines() if "read_state" in line]
-    assert len(tall) == 2
-    assert "L0" in tall[0] or "layers.0" in tall[0]
-    assert tall[1].index("read_state") > tall[0].index("read_state") + 15
-
-
 def test_tall_lanes_rise_over_their_rows() -> None:
-    view = view_of(*[span("h2d", cell, cell + 0.5) for cell in range(60)])
-    scene = LaneScene(view=view, start_s=0, end_s=60)
+    scene = LaneScene(view=view_of(*[span("h2d", cell, cell + 0.5) for cell in range(60)]), start_s=0, end_s=60)
     place = layout(70, 21, scene)
     assert set(place.bar_rows) == {3}
-    rows = plain(lanes_rows(70, 21, scene, UNICODE)).splitlines()
-    top, middle, bottom = rows[4:7]
+    top, middle, bottom = plain(lanes_rows(70, 21, scene, UNICODE)).splitlines()[4:7]
     assert top[11:].strip() == "50%"
     assert set(middle[12:60]) <= set("▄▃▅")
     assert set(bottom[12:60]) == {"█"}
-    for y in range(21):
-        lane = place.lane_at(y)
-        assert (lane == "h2d") == (4 <= y < 7)
+    assert [y for y in range(21) if place.lane_at(y) == "h2d"] == [4, 5, 6]
 
 
 def test_the_forecast_stands_beneath_each_step() -> None:
@@ -164,19 +112,12 @@ def test_the_forecast_stands_beneath_each_step() -> None:
 
 def test_only_what_is_known_counts() -> None:
     """Live: behind `until_s` nothing has arrived; an op under way is busy up to there."""
+    under_way = [UnderWay("compute", "head", "head", 3, 1.0), UnderWay("d2h", "x", "y", -1, None)]
     view = view_of(span("compute", 0, 1), span("h2d", 0, 1))
-    scene = LaneScene(
-        view=view,
-        start_s=0,
-        end_s=10,
-        until_s=2.0,
-        under_way=[UnderWay("compute", "head", "head", 3, 1.0), UnderWay("d2h", "x", "y", -1, None)],
-    )
+    scene = LaneScene(view=view, start_s=0, end_s=10, until_s=2.0, under_way=under_way)
     lines = {line[:11].strip(): line[11:] for line in plain(lanes_rows(66, 9, scene, UNICODE)).splitlines()}
-    assert lines["compute"].endswith("100%")
+    assert [lines[lane][-4:] for lane in ("compute", "h2d", "d2h")] == ["100%", " 50%", "  0%"]
     assert lines["compute"][12:50].strip() == ""
-    assert lines["h2d"].endswith(" 50%")
-    assert lines["d2h"].endswith("  0%")
     wide = plain(lanes_rows(150, 9, replace(scene, now=scene.under_way), UNICODE))
     assert "→ head head[3]" in wide
     assert "→ x y" in wide
@@ -230,39 +171,25 @@ def test_any_size_and_window_fits(
     glyphs: Glyphs, predicted: bool, width: int, height: int, start: float, length: float, pieces: list[Any]
 ) -> None:
     spans = [span(lane, begin, begin + took, op="clip", step=i, id=i) for i, (lane, begin, took) in enumerate(pieces)]
-    view = view_of(*spans)
-    scene = LaneScene(
-        view=view,
-        start_s=start,
-        end_s=start + length,
-        until_s=start + length / 2,
-        steps=view.steps(),
-        predicted=view if predicted else None,
-        critical={lane: busy for lane, busy in zip(view.lanes, view.busy, strict=True)} if predicted else None,
-        under_way=[UnderWay("h2d", "op", "block", 1, start)],
-        now=[UnderWay("h2d", "op", "block", 1, start)],
-        cursor_s=start,
-        row=0 if spans else None,
-        title="lanes",
-        status="live",
-        info=[("x" * 300, "text")],
-    )
+    view, under_way = view_of(*spans), [UnderWay("h2d", "op", "block", 1, start)]
+    scene = LaneScene(view=view, start_s=start, end_s=start + length, until_s=start + length / 2, steps=view.steps())
+    if predicted:
+        scene = replace(scene, predicted=view, critical=dict(zip(view.lanes, view.busy, strict=True)))
+    scene = replace(scene, under_way=under_way, now=under_way, cursor_s=start, row=0 if spans else None)
+    scene = replace(scene, title="lanes", status="live", info=[("x" * 300, "text")])
     rows = lanes_rows(width, height, scene, glyphs)
     assert 1 <= len(rows) <= height
-    for row in rows:
-        assert sum(len(text) for text, _ in row) == width
-    if glyphs is ASCII:
-        assert plain(rows).isascii()
+    assert widths(rows) == {width}
+    assert glyphs is UNICODE or plain(rows).isascii()
 
 
-@pytest.mark.parametrize("height", [1, 2, 3, 5, 7, 8, 9, 11])
-def test_compact_forms_keep_the_busiest_lanes(height: int) -> None:
+def test_compact_forms_keep_the_busiest_lanes() -> None:
     busy = {"nvme_read": 1, "h2d": 6, "compute": 9, "d2h": 4, "optimizer": 3, "nvme_write": 2}
     scene = LaneScene(view=view_of(*[span(lane, 0, end) for lane, end in busy.items()]), start_s=0, end_s=10, title="t")
-    place = layout(80, height, scene)
-    shown = height - place.title_row - place.axis_row - place.info_row
-    assert len(place.lanes) == min(6, shown)
-    assert set(place.lanes) == set(sorted(busy, key=lambda lane: -busy[lane])[: len(place.lanes)])
-    assert list(place.lanes) == [lane for lane in LANES if lane in place.lanes]
-    assert place.title_row == (height >= 3)
-    assert len(lanes_rows(80, height, scene, UNICODE)) <= height
+    for height in (1, 2, 3, 5, 7, 8, 9, 11):
+        place = layout(80, height, scene)
+        assert place.title_row == (height >= 3)
+        num_shown = min(6, height - place.title_row - place.axis_row - place.info_row)
+        busiest = sorted(busy, key=lambda lane: -busy[lane])[:num_shown]
+        assert list(place.lanes) == [lane for lane in LANES if lane in busiest]
+        assert len(lanes_rows(80, height, scene, UNICODE)) <= height

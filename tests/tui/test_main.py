@@ -1,7 +1,5 @@
 """The `penstock` command as a user starts it: in a terminal, and without one."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select
@@ -11,52 +9,43 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from fcntl import ioctl
 from pathlib import Path
+from typing import Any
 
 import pytest
 import real_runs
 
-PENSTOCK = [sys.executable, "-m", "penstock.tui.main"]
+PENSTOCK = (sys.executable, "-m", "penstock.tui.main")
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*PENSTOCK, *arguments],
-        cwd=folder,
-        env=real_runs.environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def run(folder: Path, *arguments: str, program: tuple[str, ...] = PENSTOCK) -> subprocess.CompletedProcess[str]:
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 60}
+    return subprocess.run([*program, *arguments], cwd=folder, env=real_runs.environment(), **options)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "parts"),
-    [
+def test_without_a_terminal(root: Path) -> None:
+    for arguments, code, parts in (
         ([], 2, ["needs a terminal"]),
         (["--help"], 0, ["train", "plan", "watch", "serve"]),
         (["watch", "frist"], 2, ["did you mean 'first'?"]),
-    ],
-)
-def test_without_a_terminal(root: Path, arguments: list[str], code: int, parts: list[str]) -> None:
-    done = run(root, *arguments)
-    assert done.returncode == code
-    assert all(part in done.stdout + done.stderr for part in parts)
-    assert "Traceback" not in done.stderr
+    ):
+        done = run(root, *arguments)
+        assert done.returncode == code
+        assert all(part in done.stdout + done.stderr for part in parts)
+        assert "Traceback" not in done.stderr
 
 
-def test_nothing_heavy_is_imported_for_the_first_frame() -> None:
+def test_nothing_heavy_is_imported_for_the_first_frame(tmp_path: Path) -> None:
     code = (
         "import sys, penstock.tui.app, penstock.tui.screens.home; "
         "heavy = {'torch', 'transformers', 'tensorstore', 'penstock.engine.train', 'numpy', 'typer'}; "
         "print(*(heavy & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=real_runs.environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == []
+    done = run(tmp_path, program=(sys.executable, "-c", code))
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
 class Terminal:
@@ -76,31 +65,30 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self._fd, keys.encode())
 
-    def _read(self) -> str:
-        """What it has written by now, or writes in a moment."""
-        with suppress(OSError):  # it has ended
-            if select.select([self._fd], [], [], 0.1)[0]:
-                return os.read(self._fd, 65536).decode(errors="replace")
-        return ""
-
-    def until(self, text: str, timeout_s: float = 30.0) -> None:
-        """Read until `text` has been written since the last call."""
-        found, deadline = "", time.monotonic() + timeout_s
-        while text not in found:
-            assert time.monotonic() < deadline, found[-2000:]
-            found += self._read()
-        self.text += found
-
-    def end(self, timeout_s: float = 20.0) -> int:
-        """Wait for the process; its exit code."""
+    def until(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+        """Read what it writes until then."""
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            self.text += self._read()
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                return os.waitstatus_to_exitcode(status)
-        os.kill(self.pid, signal.SIGKILL)
-        raise AssertionError("it did not end")
+        while not condition():
+            assert time.monotonic() < deadline, self.text[-2000:]
+            with suppress(OSError):  # it has ended
+                if select.select([self._fd], [], [], 0.1)[0]:
+                    self.text += os.read(self._fd, 65536).decode(errors="replace")
+
+    def end(self) -> int:
+        """Wait for the process; its exit code."""
+        ended = (0, 0)
+
+        def is_over() -> bool:
+            nonlocal ended
+            ended = os.waitpid(self.pid, os.WNOHANG)
+            return bool(ended[0])
+
+        try:
+            self.until(is_over)
+        finally:
+            if not ended[0]:
+                os.kill(self.pid, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(ended[1])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +100,7 @@ def test_in_a_terminal_it_leaves_that_as_it_was(
     root: Path, arguments: list[str], text: str, environment: dict[str, str]
 ) -> None:
     terminal = Terminal(root, *arguments, **environment)
-    terminal.until(text)
+    terminal.until(lambda: text in terminal.text)
     terminal.resize(24, 80)
     terminal.press("q")
     assert terminal.end() == 0

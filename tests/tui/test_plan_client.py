@@ -1,16 +1,15 @@
 """The client of the plan server: the newest request wins, a dead server is started once more and that is said."""
 
-from __future__ import annotations
-
 import asyncio
-import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import real_runs
+from cli_process import json_lines
 
 from penstock.engine.config import Recipe, TrainConfig
 from penstock.tui.data.plan_client import PlanClient, PlanState
@@ -32,9 +31,23 @@ class Watched(PlanClient):
         await real_runs.until(lambda: condition(self.state))
         return self.state
 
+    async def done(self, *steps: int) -> PlanState:
+        """Once there is a plan, of so many steps if they are given."""
+        for asked in steps:
+            self.request(recipe(asked), None)
+        return await self.until(lambda state: state.phase == "done")
+
+    async def given_up(self) -> str:
+        """What is said once no server is started again."""
+        return (await self.until(lambda state: "stopped again" in (state.trouble or ""))).trouble or ""
+
     @property
-    def requests(self) -> list[list[object]]:
-        return [json.loads(line) for line in self.log.with_suffix(".requests").read_text().splitlines()]
+    def num_starts(self) -> int:
+        return len(self.log.read_text().splitlines())
+
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        return json_lines(self.log.with_suffix(".requests"))
 
 
 @pytest.fixture
@@ -58,37 +71,29 @@ async def test_phases_of_a_plan(client: Watched) -> None:
 
 @pytest.mark.parametrize("client", [("well", 0.05)], indirect=True)
 async def test_the_newest_request_wins_and_the_older_plan_is_stale_meanwhile(client: Watched) -> None:
-    client.request(recipe(5), None)
-    await client.until(lambda state: state.phase == "done")
+    await client.done(5)
     for steps in (6, 7, 8):
         client.request(recipe(steps), None)
-    assert client.state.stale
-    assert client.state.forecast["steps"] == 5
-    state = await client.until(lambda state: state.phase == "done")
+    assert (client.state.stale, client.state.forecast["steps"]) == (True, 5)
+    state = await client.done()
     assert (state.stale, state.forecast["steps"]) == (False, 8)
     assert [request[0] for request in client.requests] == [5, 8]
 
 
 async def test_an_error_keeps_the_older_plan_as_stale(client: Watched) -> None:
-    client.request(recipe(5), None)
-    await client.until(lambda state: state.phase == "done")
+    await client.done(5)
     client.request(recipe(13), None)
     state = await client.until(lambda state: state.error is not None)
     assert (state.phase, state.stale, state.error) == ("done", True, "train.steps: 13 is unlucky")
-    client.request(recipe(5), None)
-    state = await client.until(lambda state: state.phase == "done")
-    assert state.error is None
+    assert (await client.done(5)).error is None
 
 
 @pytest.mark.parametrize("client", [("dies once",)], indirect=True)
 async def test_a_server_that_dies_is_started_again_once(client: Watched) -> None:
-    client.request(recipe(5), None)
-    state = await client.until(lambda state: state.phase == "done")
-    assert state.forecast is not None
-    assert any(
-        "MemoryError: no room" in (seen.trouble or "") and "restarting" in (seen.trouble or "") for seen in client.seen
-    )
-    assert state.trouble is None
+    state = await client.done(5)
+    assert (state.forecast is not None, state.trouble) == (True, None)
+    told = [seen.trouble or "" for seen in client.seen]
+    assert any("MemoryError: no room" in trouble and "restarting" in trouble for trouble in told)
 
 
 @pytest.mark.parametrize("client", [("dies",)], indirect=True)
@@ -104,22 +109,19 @@ async def test_a_server_that_dies_twice_is_given_up_until_asked(
 
     monkeypatch.setattr(client, "_read_stderr", late)
     client.request(recipe(5), None)
-    state = await client.until(lambda state: "stopped again" in (state.trouble or ""))
-    assert "MemoryError: no room" in (state.trouble or "")
-    assert len(client.log.read_text().splitlines()) == 2
+    assert "MemoryError: no room" in await client.given_up()
+    assert client.num_starts == 2
     client.retry()
     await client.until(lambda state: state.trouble is None)
-    await client.until(lambda state: "stopped again" in (state.trouble or ""))
-    assert len(client.log.read_text().splitlines()) == 4
+    await client.given_up()
+    assert client.num_starts == 4
 
 
 async def test_a_request_that_kills_the_server_is_tried_once_more(client: Watched) -> None:
     client.request(recipe(666), None)
-    state = await client.until(lambda state: "stopped again" in (state.trouble or ""))
-    assert "exit code 3" in (state.trouble or "")
+    assert "exit code 3" in await client.given_up()
     assert [request[0] for request in client.requests] == [666, 666]
-    client.request(recipe(5), None)
-    state = await client.until(lambda state: state.phase == "done")
+    state = await client.done(5)
     assert (state.trouble, state.error) == (None, None)
 
 
@@ -131,18 +133,13 @@ async def test_no_python_no_plan(tmp_path: Path) -> None:
     await client.close()
 
 
-async def test_waiting_for_a_plan(client: Watched) -> None:
+async def test_closing_ends_the_process_and_a_request_starts_another(client: Watched) -> None:
     state = await asyncio.wait_for(client.plan(recipe(5), None), WAIT_S)
     assert state.forecast is not None
     waiting = asyncio.create_task(client.plan(recipe(6), None))
     await asyncio.sleep(0)
     client.forget()
-    assert await waiting is None
-    assert client.state.phase == "idle"
-
-
-async def test_closing_ends_the_process_and_a_request_starts_another(client: Watched) -> None:
-    await client.plan(recipe(5), None)
+    assert (await waiting, client.state.phase) == (None, "idle")
     process = client._process
     assert process is not None
     await client.close()
@@ -150,4 +147,4 @@ async def test_closing_ends_the_process_and_a_request_starts_another(client: Wat
         os.kill(process.pid, 0)
     await client.close()
     assert await client.plan(recipe(6), None) is not None
-    assert len(client.log.read_text().splitlines()) == 2
+    assert client.num_starts == 2

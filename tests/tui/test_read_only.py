@@ -1,18 +1,15 @@
 """What the application does not do: anything in a read-only window, and write outside the folder in a browser."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
 import pytest
-import real_runs
+from seen import notices, press, running, until
 from textual.pilot import Pilot
 from textual.widgets import DataTable
 
 from penstock.storage.errors import UserError
 from penstock.tui.actions import ACTIONS
-from penstock.tui.app import PenstockApp
 from penstock.tui.paths import written_path
 from penstock.tui.screens.configure import ConfigureScreen
 from penstock.tui.screens.confirm import TextDialog
@@ -22,12 +19,8 @@ ACTING = {(action.scope, action.id) for action in ACTIONS if action.acts}
 
 def contents(root: Path) -> dict[str, tuple[int, int]]:
     """Every file below a folder."""
-    found = {}
-    for path in sorted(root.rglob("*")):
-        if "__pycache__" not in path.parts:
-            stat = path.lstat()
-            found[str(path)] = (stat.st_mtime_ns, stat.st_size)
-    return found
+    found = {path: path.lstat() for path in root.rglob("*") if "__pycache__" not in path.parts}
+    return {str(path): (stat.st_mtime_ns, stat.st_size) for path, stat in found.items()}
 
 
 async def press_everything(pilot: Pilot[None], scope: str) -> None:
@@ -36,8 +29,7 @@ async def press_everything(pilot: Pilot[None], scope: str) -> None:
     for action in ACTIONS:
         if action.scope == scope and action.acts:
             for key in action.keys.split(","):
-                await pilot.press(key)
-                await pilot.pause()
+                await press(pilot, key)
                 assert pilot.app.screen is screen, (action.id, pilot.app.screen)
             getattr(screen, f"action_{action.id}")()  # by whatever other way
             await pilot.pause()
@@ -45,40 +37,28 @@ async def press_everything(pilot: Pilot[None], scope: str) -> None:
 
 
 def test_what_acts_is_marked_in_the_table() -> None:
-    assert {
-        ("home", "configure"),
-        ("home", "resume"),
-        ("home", "finetune"),
-        ("finetune", "look"),
-        ("finetune", "configure"),
-        ("fit", "configure"),
-        ("configure", "save"),
-        ("configure", "launch"),
-        ("run", "save_checkpoint"),
-        ("run", "pause"),
-        ("run", "resume"),
-        ("run", "stop"),
-        ("run", "export"),
-        ("timeline", "export"),
-        ("timeline", "export_run"),
-    } == ACTING
+    marked = {"home": "configure resume finetune", "finetune": "look configure", "fit": "configure"}
+    marked |= {"configure": "save launch", "run": "save_checkpoint pause resume stop export"}
+    marked |= {"timeline": "export export_run"}
+    assert {(scope, action) for scope, ids in marked.items() for action in ids.split()} == ACTING
 
 
 async def test_a_read_only_application_takes_no_action(root: Path) -> None:
     before = contents(root)
-    app = PenstockApp(root, read_only=True)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await pilot.pause()
+    async with running(root, read_only=True) as (app, pilot):
         await press_everything(pilot, "home")
+        home = app.screen
+        await press(pilot, "f")  # plans nothing either
+        assert app.screen is home
         app.open_configure(root / "recipes" / "tiny.py")
         await pilot.pause()
         assert not isinstance(app.screen, ConfigureScreen)
         app.open_run(root / "runs" / "crashed")
-        await real_runs.until(lambda: getattr(app.screen, "data", None) and app.screen.data.step, pilot.pause)  # type: ignore[attr-defined]
+        await until(pilot, lambda: getattr(app.screen, "data", None) and app.screen.data.step)
         await press_everything(pilot, "run")
-        assert any("read-only" in note.message for note in app._notifications)
+        assert "read-only" in notices(pilot)
         app.open_timeline(root / "runs" / "first")
-        await real_runs.until(lambda: getattr(app.screen, "step", None) is not None, pilot.pause)
+        await until(pilot, lambda: getattr(app.screen, "step", None) is not None)
         await press_everything(pilot, "timeline")
         offered = {(action.scope, action.id) for action in app.offered(app.screen)}
         assert offered
@@ -95,12 +75,10 @@ async def test_a_read_only_application_executes_no_recipe(tmp_path: Path, read_o
     marker = tmp_path / "executed"
     code = f'from penstock.app.recipe import Recipe\nopen({str(marker)!r}, "w").close()\nrecipe = Recipe(name="a")\n'
     (tmp_path / "recipes" / "a.py").write_text(f'"""First of all."""\n{code}')
-    app = PenstockApp(tmp_path, read_only=read_only)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await real_runs.until(lambda: app.screen.query_one("#recipes", DataTable).row_count > 1, pilot.pause)
+    async with running(tmp_path, read_only=read_only) as (app, pilot):
+        await until(pilot, lambda: app.screen.query_one("#recipes", DataTable).row_count > 1)
         for key in ("enter", "c", "tab", "enter", "c"):
-            await pilot.press(key)
-            await pilot.pause()
+            await press(pilot, key)
     assert marker.exists() != read_only
 
 
@@ -120,34 +98,23 @@ def place(tmp_path: Path) -> Path:
     return folder
 
 
-OUTSIDE = [
-    "../outside/victim.py",
-    "recipes/../../outside/victim.py",
-    "way/victim.py",
-    "way/../outside/new.py",
-    "way/deeper/new.py",
-    "recipes/linked.py",
-    "recipes/dangling.py",
-    "/etc/penstock.py",
-    "~/victim.py",
-]
+OUTSIDE = ["../outside/victim.py", "recipes/../../outside/victim.py", "way/victim.py", "way/../outside/new.py"]
+OUTSIDE += ["way/deeper/new.py", "recipes/linked.py", "recipes/dangling.py", "/etc/penstock.py", "~/victim.py"]
 NO_PATH = ["recipes/a\0b.py", "~nobody-of-that-name/a.py", "recipes/\ud800.py", "recipes/" + "a" * 300 + ".py"]
 
 
 async def test_a_recipe_is_saved_below_the_served_folder_alone(place: Path) -> None:
     (place / "recipes" / "tiny.py").write_text('from penstock.app.recipe import Recipe\nrecipe = Recipe(name="tiny")\n')
     before = contents(place.parent)
-    app = PenstockApp(place, served=True)
-    async with app.run_test(size=(120, 40)) as pilot:
+    async with running(place, served=True) as (app, pilot):
         app.open_configure(place / "recipes" / "tiny.py")
         await pilot.pause()
         for typed in ("../outside/victim.py", "way/victim.py", "recipes/dangling.py", "~nobody-of-that-name/a.py"):
-            await pilot.press("ctrl+s")
-            await pilot.pause()
+            await press(pilot, "ctrl+s")
             assert isinstance(app.screen, TextDialog)
             app.clear_notifications()
             app.screen.dismiss(typed)
-            await real_runs.until(lambda: any(note.severity == "error" for note in app._notifications), pilot.pause)
+            await until(pilot, lambda: any(note.severity == "error" for note in app._notifications))
             assert isinstance(app.screen, ConfigureScreen), typed  # no question whether to replace
             assert contents(place.parent) == before, typed
 
@@ -157,20 +124,6 @@ def test_below_the_folder_and_in_a_terminal_users_write_where_they_like(place: P
         assert os.path.realpath(written_path(place, typed, inside=True)).startswith(f"{place}/")
     for typed in OUTSIDE:
         written_path(place, typed, inside=False)
-    for typed in OUTSIDE + NO_PATH:
+    for typed, inside in [(typed, True) for typed in OUTSIDE + NO_PATH] + [(typed, False) for typed in NO_PATH]:
         with pytest.raises(UserError):
-            written_path(place, typed, inside=True)
-    for typed in NO_PATH:
-        with pytest.raises(UserError):
-            written_path(place, typed, inside=False)
-
-
-async def test_what_files_say_is_no_markup_in_notices(tmp_path: Path) -> None:
-    app = PenstockApp(tmp_path)
-    async with app.run_test(size=(120, 40)) as pilot:
-        app.notify("recipes/[/x].py and [@click=app.quit]here[/] \x1b[31m")
-        await pilot.pause()
-        (note,) = app._notifications
-        assert not note.markup
-        assert "\x1b" not in note.message
-        assert "[/x].py" in note.message
+            written_path(place, typed, inside=inside)

@@ -1,9 +1,6 @@
 """The run screen on real runs, finished, crashed and live: every key, every action, any size."""
 
-from __future__ import annotations
-
 import asyncio
-import json
 import os
 import re
 import shutil
@@ -12,15 +9,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
-import real_runs
+from cli_process import json_lines
+from seen import append, drawn, notices, press, running, until
 from textual.css.query import NoMatches
 from textual.pilot import Pilot
 from textual.widgets import Input
 
 from penstock.app.lanes import LANES
-from penstock.app.rows import plain
 from penstock.app.rundir import is_live
 from penstock.tui.actions import ACTIONS
 from penstock.tui.app import PenstockApp
@@ -28,7 +26,6 @@ from penstock.tui.data.spans import SpanStore
 from penstock.tui.screens.run import PANES, RunScreen
 from penstock.tui.screens.timeline import TimelineScreen
 from penstock.tui.widgets.kpi_bar import AlertBar, KpiBar
-from penstock.tui.widgets.lines import LineWidget
 from penstock.tui.widgets.pipeline import PipelineBar
 
 
@@ -46,7 +43,7 @@ async def opened(run: Path, size: tuple[int, int] = (120, 36), **more: Any) -> A
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunScreen, "_poll", noted)
         async with app.run_test(size=size) as pilot:
-            await real_runs.until(lambda: bool(whole) and not whole[0]._unshown, pilot.pause)
+            await until(pilot, lambda: bool(whole) and not whole[0]._unshown)
             await pilot.pause()
             yield pilot, whole[0]
 
@@ -67,11 +64,6 @@ USUAL = [name for name in PANES if name != "samples"]
 """Panes of a run that writes no samples."""
 
 
-def drawn(widget: LineWidget) -> str:
-    """What a widget shows, as text."""
-    return plain(widget.rows(max(1, widget.size.width), max(1, widget.size.height)))
-
-
 def kpi(screen: RunScreen) -> str:
     return drawn(screen.query_one(KpiBar))
 
@@ -85,40 +77,26 @@ def shown(screen: RunScreen) -> list[str]:
 
 
 async def test_a_finished_run(first: Path) -> None:
-    loss = json.loads((first / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+    loss = json_lines(first / "metrics.jsonl")[-1]["loss"]
     async with opened(first, (140, 36)) as (_, screen):
-        assert "finished" in kpi(screen)
-        assert "step 12/12" in kpi(screen)
-        assert f"loss {loss:.4f}" in kpi(screen)
-        assert "MFU n/a" in kpi(screen)
+        for part in ("finished", "step 12/12", f"loss {loss:.4f}", "MFU n/a"):
+            assert part in kpi(screen)
         assert "ETA" not in kpi(screen)
         assert shown(screen) == USUAL
-        assert "grad norm" in drawn(screen.loss)
-        assert "compute" in drawn(screen.lanes)
-        assert "%" in drawn(screen.pane("tiers"))
-        assert "weights" in drawn(screen.pane("blocks"))
-        assert "bound by" in drawn(screen.pane("plan"))
         assert "finished after step 12" in drawn(screen.log_pane)
-        assert alerts(screen) == ""
+        assert (alerts(screen), screen.query_one(AlertBar).display) == ("", False)
         offered = [name for name in ("save_checkpoint", "pause", "resume", "stop", "export") if screen.offers(name)]
         assert offered == ["save_checkpoint", "export"]
-        assert not screen.query_one(AlertBar).display
 
 
 @pytest.mark.long
 async def test_every_key_of_the_table_does_something_that_does_no_harm(first: Path) -> None:
     before = {path: path.read_bytes() for path in first.glob("*.json*")}
     async with opened(first) as (pilot, screen):
-        for action in ACTIONS:
-            if action.scope != "run":
-                continue
-            assert hasattr(screen, f"action_{action.id}"), action.id
-            for key in action.keys.split(","):
-                await pilot.press(key)
-                await pilot.pause()
-                while pilot.app.screen is not screen or isinstance(pilot.app.focused, Input):
-                    await pilot.press("escape")
-                    await pilot.pause()
+        for key in [key for action in ACTIONS if action.scope == "run" for key in action.keys.split(",")]:
+            await press(pilot, key)
+            while pilot.app.screen is not screen or isinstance(pilot.app.focused, Input):
+                await press(pilot, "escape")
     assert {path: path.read_bytes() for path in first.glob("*.json*")} == before
 
 
@@ -135,7 +113,7 @@ async def test_narrow_terminals_drop_panes_in_order(first: Path) -> None:
     async with opened(first, (20, 5)) as (pilot, screen):
         for size, panes in sizes.items():
             await pilot.resize_terminal(*size)
-            await real_runs.until(lambda panes=panes: shown(screen) == panes, pilot.pause)
+            await until(pilot, lambda panes=panes: shown(screen) == panes)
             assert kpi(screen).startswith("first  ")
             assert "finished" in kpi(screen)
             assert screen.query_one("#pipeline").display == (size[1] >= 16)
@@ -143,116 +121,100 @@ async def test_narrow_terminals_drop_panes_in_order(first: Path) -> None:
 
 async def test_a_number_focuses_its_pane_and_again_gives_it_the_screen(first: Path) -> None:
     async with opened(first) as (pilot, screen):
-        await pilot.press("5")
+
+        async def shows(panes: list[str], *keys: str) -> None:
+            await press(pilot, *keys)
+            await until(pilot, lambda: shown(screen) == panes)
+
+        await shows(USUAL, "5")
         assert screen.log_pane.has_focus
-        assert len(shown(screen)) == len(USUAL)
-        await pilot.press("5")
-        await real_runs.until(lambda: shown(screen) == ["log"], pilot.pause)
-        await pilot.press("4")
-        await pilot.pause()
-        await pilot.press("5", "5")
-        await real_runs.until(lambda: shown(screen) == USUAL, pilot.pause)
+        await shows(["log"], "5")
+        await press(pilot, "4")
+        await shows(USUAL, "5", "5")
         await pilot.resize_terminal(80, 24)
-        await real_runs.until(lambda: shown(screen) == ["loss", "lanes"], pilot.pause)
-        await pilot.press("3")  # no room for it but alone
-        await real_runs.until(lambda: shown(screen) == ["tiers"], pilot.pause)
-        await pilot.press("3")
-        await real_runs.until(lambda: shown(screen) == ["loss", "lanes"], pilot.pause)
+        await shows(["loss", "lanes"])
+        await shows(["tiers"], "3")  # no room for it but alone
+        await shows(["loss", "lanes"], "3")
 
 
-async def test_the_loss_zooms_pans_and_has_a_cursor(screen: RunScreen, pilot: Pilot[None]) -> None:
+async def test_the_loss_and_otherwise_the_lanes_zoom_and_have_a_cursor(screen: RunScreen, pilot: Pilot[None]) -> None:
+    loss, lanes = screen.loss, screen.lanes
     await pilot.press("1", "w", "w", "a")
-    assert screen.loss.window == (0.6875, 0.9375)
+    assert loss.window == (0.6875, 0.9375)
     await pilot.press("d", "s", "s")
-    assert screen.loss.window is None
+    assert loss.window is None
     await pilot.press("comma", "comma", "comma")
-    assert screen.loss.cursor == 9
-    assert screen.loss.headline().startswith("step 10  loss ")
+    assert loss.cursor == 9
+    assert loss.headline().startswith("step 10  loss ")
     await pilot.press("left", "left", "right")
-    assert screen.loss.cursor_step() == 9
+    assert loss.cursor_step() == 9
     await pilot.press("y", "o", "x")
-    assert (screen.loss.log_y, screen.loss.clip, screen.loss.x_kind) == (True, False, "tokens")
+    assert (loss.log_y, loss.clip, loss.x_kind) == (True, False, "tokens")
     await pilot.press("f")
-    assert screen.loss.cursor is None
-    assert "over tokens, log" in screen.loss.headline()
+    assert loss.cursor is None
+    assert "over tokens, log" in loss.headline()
     await pilot.click("#loss", offset=(30, 4))
-    assert screen.loss.cursor is not None
-
-
-async def test_zoom_and_arrows_are_for_the_lanes_otherwise(screen: RunScreen, pilot: Pilot[None]) -> None:
-    low, high = screen.lanes.window
-    await pilot.press("2", "w")
-    await pilot.pause()
-    drawn(screen.lanes)
-    assert screen.lanes.window[1] - screen.lanes.window[0] < (high - low) * 0.6
-    assert screen.loss.window is None
-    await pilot.press("f", "down", "down", "full_stop")
-    await pilot.pause()
-    lane = screen.lanes.selected.lane
+    assert loss.cursor is not None
+    low, high = lanes.window
+    await press(pilot, "2", "w")
+    drawn(lanes)
+    assert lanes.window[1] - lanes.window[0] < (high - low) * 0.6
+    assert loss.window is None
+    await press(pilot, "f", "down", "down", "full_stop")
+    lane = lanes.selected.lane
     await pilot.press("up", "full_stop")
-    assert screen.lanes.selected.lane != lane
+    assert lanes.selected.lane != lane
     await pilot.press("p")
-    await real_runs.until(lambda: screen.lanes.predicted is not None, pilot.pause)
-    assert screen.lanes.show_predicted
+    await until(pilot, lambda: lanes.predicted is not None)
+    assert lanes.show_predicted
 
 
 async def test_the_log_is_filtered(first: Path) -> None:
-    with (first / "log.jsonl").open("a") as file:
-        for i in range(60):
-            level = "warning" if i % 10 == 0 else "info"
-            file.write(json.dumps({"time": 0, "level": level, "text": f"message {i}", "step": i}) + "\n")
+    levels = ["info" if i % 10 else "warning" for i in range(60)]
+    lines = [{"time": 0, "level": level, "text": f"message {i}", "step": i} for i, level in enumerate(levels)]
+    append(first / "log.jsonl", *lines)
     async with opened(first, (120, 50)) as (pilot, screen):
-        assert "message 59" in drawn(screen.log_pane)
-        await pilot.press("slash", *"warning !message")
-        await pilot.pause()
-        assert "no line matches" in drawn(screen.log_pane)
-        await pilot.press("escape", "slash", *"warning", "enter")
-        await pilot.pause()
-        lines = drawn(screen.log_pane).split("\n")
-        assert [line.split()[-1] for line in lines if "message" in line] == ["0", "10", "20", "30", "40", "50"]
-        assert screen.log_pane.has_focus
-        assert "filter warning" in screen.log_pane.headline()
-        await pilot.press("slash", "escape", "pageup")
-        await pilot.pause()
-        assert "message 59" not in drawn(screen.log_pane)
+        log = screen.log_pane
+        assert "message 59" in drawn(log)
+        await press(pilot, "slash", *"warning !message")
+        assert "no line matches" in drawn(log)
+        await press(pilot, "escape", "slash", *"warning", "enter")
+        found = [line.split()[-1] for line in drawn(log).split("\n") if "message" in line]
+        assert found == ["0", "10", "20", "30", "40", "50"]
+        assert log.has_focus
+        assert "filter warning" in log.headline()
+        await press(pilot, "slash", "escape", "pageup")
+        assert "message 59" not in drawn(log)
         await pilot.press("end")
-        assert screen.log_pane.follows
+        assert log.follows
 
 
 async def test_freezing_holds_the_display_only(screen: RunScreen, pilot: Pilot[None], first: Path) -> None:
     await pilot.press("space")
-    shutil.copy(first / "metrics.jsonl", first / "x")
-    line = json.loads((first / "x").read_text().splitlines()[-1]) | {"step": 13, "loss": 1.2345}
-    with (first / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    await real_runs.until(lambda: screen.data.metrics.rows == 13, pilot.pause)
+    append(first / "metrics.jsonl", json_lines(first / "metrics.jsonl")[-1] | {"step": 13, "loss": 1.2345})
+    await until(pilot, lambda: screen.data.metrics.rows == 13)
     assert screen.frozen
     assert "display frozen" in kpi(screen)
     await pilot.press("space")
-    await real_runs.until(lambda: "1.2345" in kpi(screen), pilot.pause)
+    await until(pilot, lambda: "1.2345" in kpi(screen))
     # What was read while nothing could be shown is shown later.
     screen.frozen = True
     screen.lanes.store = SpanStore(capacity=1)
     screen.redraw_all()
-    spans = screen.data.path / "spans.jsonl"
-    spans.write_text(spans.read_text() + spans.read_text().splitlines()[-1] + "\n")
     read = screen.data.spans.view.num_spans
-    await real_runs.until(lambda: screen.data.spans.view.num_spans > read, pilot.pause)
+    append(first / "spans.jsonl", json_lines(first / "spans.jsonl")[-1])
+    await until(pilot, lambda: screen.data.spans.view.num_spans > read)
     assert "no ops were recorded" in drawn(screen.lanes)
     screen.frozen = False
-    await real_runs.until(lambda: "last step 12" in drawn(screen.lanes), pilot.pause)
+    await until(pilot, lambda: "last step 12" in drawn(screen.lanes))
 
 
 async def test_a_run_that_is_over_shows_its_last_step(first: Path, root: Path) -> None:
-    for run, step in ((first, 12), (root / "runs" / "crashed", 12)):
-        async with opened(run) as (_, screen):
-            assert f"last step {step}, " in drawn(screen.lanes)
-            rows = drawn(screen.lanes).splitlines()
-            assert all(any(lane in row and "%" in row for row in rows) for lane in LANES)
-            pipeline = drawn(screen.query_one(PipelineBar))
-            assert f"last step {step}, " in pipeline
-            assert "weights" in pipeline
-            assert "gradients" in pipeline
+    async with opened(root / "runs" / "crashed") as (_, screen):
+        lanes, pipeline = drawn(screen.lanes), drawn(screen.query_one(PipelineBar))
+        assert all(any(lane in row and "%" in row for row in lanes.splitlines()) for lane in LANES)
+        assert "last step 12, " in lanes
+        assert [part in pipeline for part in ("last step 12, ", "weights", "gradients")] == [True] * 3
     shutil.rmtree(first / "state")
     (first / "spans.jsonl").write_text("")
     async with opened(first) as (_, screen):
@@ -263,13 +225,11 @@ async def test_a_run_that_is_over_shows_its_last_step(first: Path, root: Path) -
 async def test_a_key_that_does_nothing_says_why(screen: RunScreen, pilot: Pilot[None]) -> None:
     async def said(*keys: str) -> str:
         pilot.app.clear_notifications()
-        await pilot.press(*keys)
-        await pilot.pause()
+        await press(pilot, *keys)
         return " | ".join(note.message for note in pilot.app._notifications)
 
-    assert await said("P") == "the run has finished, so it cannot be paused"
-    assert await said("R") == "the run has finished, so it cannot be resumed"
-    assert await said("S", "S") == "the run has finished, so it cannot be stopped"  # once, where a key is held down
+    for keys, what in (("P", "paused"), ("R", "resumed"), ("SS", "stopped")):  # once, where a key is held down
+        assert await said(*keys) == f"the run has finished, so it cannot be {what}"
     assert await said("full_stop") == ""
     assert await said("full_stop") == "this is the last one"
     assert await said("d") == "this is the latest"
@@ -290,7 +250,7 @@ async def test_a_screen_that_closes_shows_nothing_and_fails_no_thread(screen: Ru
 
     seen: list[bool] = []
     screen.start_feed(lambda: True, seen.append, every_s=0.001)
-    await real_runs.until(lambda: bool(seen), pilot.pause)
+    await until(pilot, lambda: bool(seen))
     with pytest.raises(NoMatches):
         await asyncio.to_thread(screen.from_thread, show, False)
     await asyncio.to_thread(screen.from_thread, show, True)
@@ -300,84 +260,81 @@ async def test_a_screen_that_closes_shows_nothing_and_fails_no_thread(screen: Ru
     assert not seen
 
 
-async def test_a_thread_may_report_to_a_screen_that_is_closed(screen: RunScreen, pilot: Pilot[None]) -> None:
+async def test_nothing_is_polled_behind_the_timeline_and_a_thread_may_report_to_a_screen_that_is_closed(
+    screen: RunScreen, pilot: Pilot[None]
+) -> None:
+    await pilot.press("comma", "t")
+    await until(pilot, lambda: isinstance(pilot.app.screen, TimelineScreen))
+    poll = Mock(return_value=set())
+    screen.data.poll = poll  # type: ignore[method-assign]
+    for _ in range(20):  # one may have begun before
+        poll.reset_mock()
+        await pilot.pause(0.25)
+        if not poll.called:
+            break
+    assert not poll.called
+    await press(pilot, "escape")
+    assert pilot.app.screen is screen
     await pilot.press("escape")
-    await real_runs.until(lambda: not screen.is_attached, pilot.pause)
+    await until(pilot, lambda: not screen.is_attached)
     seen: list[str] = []
     await asyncio.to_thread(screen.from_thread, seen.append, "shown")
     await asyncio.to_thread(screen.penstock.from_thread, seen.append, "told")
     assert seen == ["told"]
 
 
-async def test_nothing_is_polled_behind_the_timeline(screen: RunScreen, pilot: Pilot[None]) -> None:
-    await pilot.press("comma", "t")
-    await real_runs.until(lambda: isinstance(pilot.app.screen, TimelineScreen), pilot.pause)
-    polls: list[int] = []
-    screen.data.poll = lambda: polls.append(1) or set()  # type: ignore[method-assign,func-returns-value]
-    for _ in range(20):  # one may have begun before
-        polls.clear()
-        await pilot.pause(0.25)
-        if not polls:
-            break
-    assert polls == []
-    await pilot.press("escape")
-    await pilot.pause()
-    assert pilot.app.screen is screen
-
-
-async def test_directories_that_are_none(tmp_path: Path, first: Path) -> None:
+async def test_directories_that_are_none(tmp_path: Path) -> None:
     empty = tmp_path / "runs" / "empty"
     empty.mkdir(parents=True)
-    app = PenstockApp(tmp_path, run=empty)
-    async with app.run_test(size=(120, 36)) as pilot:
-        await real_runs.until(lambda: isinstance(app.screen, RunScreen), pilot.pause)
-        screen = cast("RunScreen", app.screen)
-        await real_runs.until(lambda: "no recipe.json" in alerts(screen), pilot.pause)
+    async with running(tmp_path, run=empty) as (app, pilot):
+        await until(pilot, lambda: isinstance(app.screen, RunScreen) and "no recipe.json" in alerts(app.screen))
         for name in PANES:
-            drawn(screen.pane(name))
+            drawn(app.screen.pane(name))
         (empty / "metrics.jsonl").write_bytes(os.urandom(3000))
         (empty / "status.json").write_text("[" * 50_000)
-        await real_runs.until(lambda: "status.json is damaged" in alerts(screen), pilot.pause)
+        await until(pilot, lambda: "status.json is damaged" in alerts(app.screen))
+        assert (app.screen.data.state, app.screen.data.blocks()) == ("unknown", [])
 
 
 async def test_a_run_that_vanishes_is_said_to_be_gone(screen: RunScreen, pilot: Pilot[None], first: Path) -> None:
-    shutil.rmtree(first)
-    await real_runs.until(lambda: "is gone" in alerts(screen), pilot.pause)
+    aside = first.rename(first.with_name("aside"))
+    await until(pilot, lambda: "is gone" in alerts(screen))
     assert "gone" in kpi(screen)
     assert "step 12" in kpi(screen)
     assert not any(screen.offers(name) for name in ("export", "resume", "stop", "save_checkpoint"))
+    aside.rename(first)
+    await until(pilot, lambda: alerts(screen) == "" and "finished" in kpi(screen))
+    assert (screen.data.metrics.rows, screen.data.problems) == (12, [])
 
 
 async def test_a_crashed_run_may_be_resumed_and_questions_declined(root: Path) -> None:
     run = root / "runs" / "crashed"
     async with opened(run) as (pilot, screen):
-        assert screen.offers("resume")
-        assert not screen.offers("stop")
+        assert (screen.data.state, screen.data.step, screen.data.metrics.rows) == ("crashed", 9, 9)
+        assert (screen.offers("resume"), screen.offers("stop")) == (True, False)
         assert "process is gone" in alerts(screen)
-        await pilot.press("P")  # not offered: nothing asks
-        await pilot.pause()
+        assert "R resumes from step" in alerts(screen)
+        await press(pilot, "P")  # not offered: nothing asks
         assert pilot.app.screen is screen
         for key in ("R", "k", "e"):
             await pilot.press(key)
-            await real_runs.until(lambda: pilot.app.screen is not screen, pilot.pause)
+            await until(pilot, lambda: pilot.app.screen is not screen)
             await pilot.press("escape")
-            await real_runs.until(lambda: pilot.app.screen is screen, pilot.pause)
+            await until(pilot, lambda: pilot.app.screen is screen)
         assert not is_live(run)
         await pilot.press("k")
-        await real_runs.until(lambda: bool(pilot.app.screen.query(Input)), pilot.pause)
+        await until(pilot, lambda: bool(pilot.app.screen.query(Input)))
         pilot.app.screen.query_one(Input).value = "../bad"
         await pilot.press("enter")
-        notes = pilot.app._notifications
-        await real_runs.until(lambda: any(note.severity == "error" for note in notes), pilot.pause)
+        await until(pilot, lambda: any(note.severity == "error" for note in pilot.app._notifications))
 
 
-async def test_what_is_found_in_haystacks_stands_beside_the_loss(first: Path, root: Path) -> None:
-    run = root / "runs" / "needles"
-    shutil.copytree(first, run)
-    maps = [{"lengths": [512, 8192], "right": [[n] * 5] * 2, "asked": [[8] * 5] * 2} for n in (1, 8)]
-    lines = ({"step": 12 * n, "loss": 4.0 - n, "recall": recall} for n, recall in enumerate(maps))
-    (run / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    async with opened(run, (60, 24)) as (pilot, screen):
+async def test_what_is_found_in_haystacks_stands_beside_the_loss(first: Path) -> None:
+    (first / "validation.jsonl").unlink(missing_ok=True)
+    for n, right in enumerate((1, 8)):
+        recall = {"lengths": [512, 8192], "right": [[right] * 5] * 2, "asked": [[8] * 5] * 2}
+        append(first / "validation.jsonl", {"step": 12 * n, "loss": 4.0 - n, "recall": recall})
+    async with opened(first, (60, 24)) as (pilot, screen):
         assert "right" not in drawn(screen.loss)
         for size in ((80, 24), (120, 36), (200, 60)):
             await pilot.resize_terminal(*size)
@@ -389,23 +346,21 @@ async def test_what_is_found_in_haystacks_stands_beside_the_loss(first: Path, ro
             assert max(len(line) for line in text.splitlines()) == screen.loss.size.width
 
 
-async def test_samples_are_shown_step_by_step_and_prompt_by_prompt(first: Path, root: Path) -> None:
+async def test_samples_are_shown_step_by_step_and_prompt_by_prompt(first: Path) -> None:
     """The newest ones as they come, until one looks at older ones; what a model writes commands no terminal."""
-    run = root / "runs" / "sampled"
-    shutil.copytree(first, run)
 
-    def write(step: int, *texts: str) -> None:
+    def write(step: int) -> None:
+        texts = (f"first at {step}", f"second at {step} \x1b[31mred\nbelow")
         samples = [{"prompt": f"prompt {n}", "text": t, "tokens": 9, "ended": n == 1} for n, t in enumerate(texts)]
-        with (run / "samples.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "samples": samples, "seconds": 1.0, "time": 0.0}) + "\n")
+        append(first / "samples.jsonl", {"step": step, "samples": samples, "seconds": 1.0, "time": 0.0})
 
-    async with opened(run, (120, 48)) as (pilot, screen):
+    async with opened(first, (120, 48)) as (pilot, screen):
         assert "samples" not in shown(screen)
         await pilot.press("n")
-        assert any("generates no samples" in note.message for note in pilot.app._notifications)
-        for step in (4, 8):
-            write(step, f"first at {step}", f"second at {step} \x1b[31mred\nbelow")
-        await real_runs.until(lambda: len(screen.data.samples) == 2 and "samples" in shown(screen), pilot.pause)
+        assert "generates no samples" in notices(pilot)
+        write(4)
+        write(8)
+        await until(pilot, lambda: len(screen.data.samples) == 2 and "samples" in shown(screen))
         pane = screen.pane("samples")
         assert re.match(r"step 8  prompt 1 of 2  9 tokens, cut off +1 older: \[", drawn(pane))
         await pilot.press("n")
@@ -416,19 +371,18 @@ async def test_samples_are_shown_step_by_step_and_prompt_by_prompt(first: Path, 
         assert any(line.startswith("below") for line in text.splitlines())
         await pilot.press("left_square_bracket")
         assert "second at 4" in drawn(pane)
-        write(12, "first at 12", "second at 12")
-        await real_runs.until(lambda: len(screen.data.samples) == 3 and not screen._unshown, pilot.pause)
+        write(12)
+        await until(pilot, lambda: len(screen.data.samples) == 3 and not screen._unshown)
         assert "second at 4" in drawn(pane)
         assert "2 newer: ]" in drawn(pane)
         await pilot.press("right_square_bracket", "right_square_bracket", "N")
         assert "first at 12" in drawn(pane)
-        write(16, "first at 16", "second at 16")
-        await real_runs.until(lambda: "first at 16" in drawn(pane), pilot.pause)
-        await pilot.press("7", "7")
-        await pilot.pause()
+        write(16)
+        await until(pilot, lambda: "first at 16" in drawn(pane))
+        await press(pilot, "7", "7")
         assert shown(screen) == ["samples"]
         assert max(len(line) for line in drawn(pane).splitlines()) == pane.size.width
-    (run / "samples.jsonl").write_text('{"step": 4}\n[]\n{"step": 5, "samples": [{"text": 7}]}\n')
-    async with opened(run, (120, 48)) as (pilot, screen):
-        await real_runs.until(lambda: len(screen.data.samples) == 1, pilot.pause)
+    (first / "samples.jsonl").write_text('{"step": 4}\n[]\n{"step": 5, "samples": [{"text": 7}]}\n')
+    async with opened(first, (120, 48)) as (pilot, screen):
+        await until(pilot, lambda: len(screen.data.samples) == 1)
         assert "samples.jsonl: 2 lines are damaged" in " ".join(screen.data.problems)

@@ -1,7 +1,5 @@
 """`penstock serve` as a process of its own: browsers, those who are not let in, and ends of every kind."""
 
-from __future__ import annotations
-
 import asyncio
 import html
 import socket
@@ -30,17 +28,30 @@ async def raw(server: Served, *lines: str) -> str:
         writer.close()
 
 
+async def other(socket: aiohttp.ClientWebSocketResponse, kind: aiohttp.WSMsgType) -> aiohttp.WSMessage:
+    """The first frame that is of another kind."""
+    while (frame := await socket.receive(timeout=60)).type is kind:
+        pass
+    return frame
+
+
+async def child_of(server: Served, socket: aiohttp.ClientWebSocketResponse, started: bool) -> int:
+    """The process of the only window, once it has been started."""
+    if started:
+        await shown(socket, b"quickstart")
+    await until(lambda: len(server.windows()) == 1)
+    return server.windows()[0].pid
+
+
 async def test_browsers_get_home_and_hostile_messages_change_nothing(place: Path, tmp_path: Path) -> None:
     async with served(place, tmp_path / "log") as server, browser(server.url) as session:
-        answer = await session.get(f"{server.base}/")
-        page = await answer.text()
+        page = await (await session.get(f"{server.base}/")).text()
         assert "Penstock" in page
         assert "http" not in page  # nothing from elsewhere
         told = server.log
         assert len(told) == 3  # the address, what is served to whom, how to end it
-        assert str(place) in told[1]
-        assert "this machine only" in told[1]
-        assert "run recipes, which are Python code, as " in told[1]
+        for part in (str(place), "this machine only", "run recipes, which are Python code, as "):
+            assert part in told[1]
         assert html.escape(told[1]) in page
         assert {name for name in STATIC if f"static/{name}" in page} == set(STATIC) - {"RobotoMono.ttf"}
         for name in STATIC:
@@ -58,14 +69,10 @@ async def test_browsers_get_home_and_hostile_messages_change_nothing(place: Path
             await first.send_bytes(b"\x00" * 1000)
             await first.send_str('["resize",{"width":1e8,"height":1e8}]')
             await first.send_str('["ping","7"]')
-            while (frame := await first.receive(timeout=60)).type is not aiohttp.WSMsgType.TEXT:
-                pass
-            assert frame.data == '["pong", "7"]'
+            assert (await other(first, aiohttp.WSMsgType.BINARY)).data == '["pong", "7"]'
             assert len([line for line in server.log if "ignored" in line]) == len(hostile) + 1 == len(server.log) - 3
             await second.send_str('["stdin","q"]')
-            while (frame := await second.receive(timeout=60)).type is aiohttp.WSMsgType.BINARY:
-                pass
-            assert frame.type is aiohttp.WSMsgType.CLOSE
+            assert (await other(second, aiohttp.WSMsgType.BINARY)).type is aiohttp.WSMsgType.CLOSE
         await until(lambda: not server.windows())
 
 
@@ -82,38 +89,26 @@ async def test_nobody_else_is_let_in(place: Path, tmp_path: Path) -> None:
                 assert (await stranger.get(f"{base}{route}?token={token[:-1]}x", headers=own)).status == 403
             answer = await stranger.get(f"{server.url}&fontsize=20", allow_redirects=False)
             assert (answer.status, answer.headers["Location"]) == (303, "/?fontsize=20")
-            cookie = answer.headers["Set-Cookie"]
-            assert "HttpOnly" in cookie
-            assert "SameSite=Strict" in cookie
-        let_in = {"Cookie": f"{name}={token}"}
+            assert {"HttpOnly", "SameSite=Strict"} <= set(answer.headers["Set-Cookie"].split("; "))
+        let_in, evil = {"Cookie": f"{name}={token}"}, f"evil.example:{server.port}"
         async with aiohttp.ClientSession(headers=let_in, cookie_jar=aiohttp.DummyCookieJar()) as fooled:
+            wrong = ("http://evil.example", "null", f"http://127.0.0.1:{server.port}", "http://localhost")
+            stolen = [{"Origin": origin} for origin in wrong]
+            stolen += [{"Host": evil}, {"Host": evil, "Origin": f"http://{evil}"}]
             for route in ROUTES:
-                for origin in ("http://evil.example", "null", f"http://127.0.0.1:{server.port}", "http://localhost"):
-                    assert (await fooled.get(base + route, headers={"Origin": origin})).status == 403
-                rebound = {"Host": f"evil.example:{server.port}"}
-                assert (await fooled.get(base + route, headers=rebound)).status == 403
-                rebound |= {"Origin": f"http://evil.example:{server.port}"}
-                assert (await fooled.get(base + route, headers=rebound)).status == 403
-            rebound = {"Host": f"evil.example:{server.port}"}
-            assert (await fooled.get(f"{base}/?token={token}", headers=rebound)).status == 403
+                for headers in stolen:
+                    assert (await fooled.get(base + route, headers=headers)).status == 403
+            assert (await fooled.get(f"{base}/?token={token}", headers={"Host": evil})).status == 403
             assert (await fooled.get(f"{base}/ws")).status == 403  # every browser names the page's origin
             assert (await fooled.post(base, data=b"x", headers=own)).status == 405
             for path in ("/static/", "/static", "/download/0123", "/static/textual.js/.."):
                 assert (await fooled.get(base + path)).status in (403, 404)
         asking = (f"Host: localhost:{server.port}", *(f"{key}: {text}" for key, text in let_in.items()))
-        for path in (
-            "/static/../server.py",
-            "/static/..%2fserver.py",
-            "/static//etc/passwd",
-            "/static/%2e%2e/access.py",
-        ):
-            assert " 404 " in (await raw(server, f"GET {path} HTTP/1.1", *asking)).splitlines()[0]
+        for path in ("../server.py", "..%2fserver.py", "/etc/passwd", "%2e%2e/access.py"):
+            assert " 404 " in (await raw(server, f"GET /static/{path} HTTP/1.1", *asking)).splitlines()[0]
         assert " 403 " in (await raw(server, "GET / HTTP/1.0", *asking[1:])).splitlines()[0]
-        for nonsense in (
-            ["\x00\xff\x1b[31m nonsense"],
-            ["GET http://[::1 HTTP/1.1"],
-            ["GET / HTTP/1.1", asking[0], "Transfer-Encoding: chunked", "", "\x1b[31mzzz"],
-        ):
+        chunked = ["GET / HTTP/1.1", asking[0], "Transfer-Encoding: chunked", "", "\x1b[31mzzz"]
+        for nonsense in (["\x00\xff\x1b[31m nonsense"], ["GET http://[::1 HTTP/1.1"], chunked):
             assert " 400 " in (await raw(server, *nonsense)).splitlines()[0]
         await raw(server, "GET /a%0ab%1b[31m HTTP/1.1", asking[0])
         assert any("refused" in line and "a\\nb" in line for line in server.log)
@@ -124,15 +119,11 @@ async def test_nobody_else_is_let_in(place: Path, tmp_path: Path) -> None:
 
 async def test_a_window_ends_with_its_client_wherever_that_vanishes(place: Path, tmp_path: Path) -> None:
     async with served(place, tmp_path / "log") as server, browser(server.url) as session:
-        for text in (None, b"quickstart"):  # in the middle of its start, and later
+        for started in (False, True):  # in the middle of its start, and later
             socket = await window(session, server.base)
-            if text is not None:
-                await shown(socket, text)
-            await until(lambda: len(server.windows()) == 1)
-            (child,) = server.windows()
+            child = await child_of(server, socket, started)
             socket._conn.transport.abort()
-            await until(lambda pid=child.pid: is_gone(pid))  # type: ignore[misc]
-            await until(lambda: not server.windows())
+            await until(lambda child=child: is_gone(child) and not server.windows())  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("started", [False, True])
@@ -142,23 +133,18 @@ async def test_a_window_ends_with_a_server_that_is_killed(place: Path, tmp_path:
         browser(server.url) as session,
         window(session, server.base) as socket,
     ):
-        if started:
-            await shown(socket, b"quickstart")
-        await until(lambda: len(server.windows()) == 1)
-        (child,) = server.windows()
+        child = await child_of(server, socket, started)
         server.process.kill()
         server.process.wait()
-        await until(lambda: is_gone(child.pid))
+        await until(lambda: is_gone(child))
 
 
 async def test_other_machines_may_look(place: Path, tmp_path: Path) -> None:
     async with served(place, tmp_path / "log", "--host", "0.0.0.0", "--allow-remote") as server:
         assert any("change nothing" in line for line in server.log)
         base = f"http://127.0.0.1:{server.port}"
-        async with (
-            browser(f"{base}/?token={server.url.partition('token=')[2]}") as session,
-            window(session, base) as socket,
-        ):
+        url = f"{base}/?token={server.url.partition('token=')[2]}"
+        async with browser(url) as session, window(session, base) as socket:
             await shown(socket, b"quickstart")
             for text in ('["focus"]', '["stdin","\\r"]'):  # open the recipe under the cursor
                 await socket.send_str(text)

@@ -1,17 +1,15 @@
 """The look of the screens as SVG, of a run kept beside this file. UPDATE_SNAPSHOTS=1 takes what is drawn now."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from sample_forecast import fitting
 from sample_proposal import proposal
+from seen import running
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -48,17 +46,13 @@ def kept_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def drawn(svg: str) -> str:
-    """The picture without the number that is new in each."""
-    return re.sub(r"terminal-\d+", "terminal", svg)
-
-
 async def picture(app: PenstockApp, pilot: Pilot[None], expected: str) -> str:
     """That is expected, once it is there; where it does not come, the last one."""
     found, deadline = "", time.monotonic() + WAIT_S
     while found != expected and time.monotonic() < deadline:
         await pilot.pause(0.05)
-        found = drawn(app.export_screenshot(title="penstock", simplify=True))
+        # Without the number that is new in each.
+        found = re.sub(r"terminal-\d+", "terminal", app.export_screenshot(title="penstock", simplify=True))
     return found
 
 
@@ -77,26 +71,21 @@ def fill_form(app: PenstockApp) -> None:
     ("screen", "size"), CASES, ids=lambda value: value if isinstance(value, str) else str(value[0])
 )
 async def test_a_screen_looks_as_it_did(kept_root: Path, screen: str, size: tuple[int, int]) -> None:
-    app = PenstockApp(kept_root, glyphs=UNICODE, clock=lambda: NOW)
     run = kept_root / "runs" / "baseline"
-    opened: dict[str, Callable[[], None]] = {
-        "home": lambda: None,
-        "run": lambda: app.open_run(run),
-        "timeline": lambda: app.open_timeline(run),
-        "compare": lambda: app.open_compare([run, kept_root / "runs" / "wider"]),
-        "help": lambda: app.open_run(run),
-    }
     file = SNAPSHOTS / f"{screen}-{size[0]}x{size[1]}.svg"
     expected = "" if UPDATE else file.read_text()
-    async with app.run_test(size=size) as pilot:
-        await pilot.pause()
-        if screen == "finetune":
+    async with running(kept_root, size, glyphs=UNICODE, clock=lambda: NOW) as (app, pilot):
+        if screen in ("run", "help"):
+            app.open_run(run)
+        elif screen == "timeline":
+            app.open_timeline(run)
+        elif screen == "compare":
+            app.open_compare([run, kept_root / "runs" / "wider"])
+        elif screen == "finetune":
             app.open_finetune()
             await pilot.pause()
             fill_form(app)
-        elif screen != "home":
-            opened[screen]()
-            await pilot.pause()
+        await pilot.pause()
         if screen == "help":
             await pilot.press("question_mark")
         found = await picture(app, pilot, expected)

@@ -3,20 +3,16 @@
 Nothing sleeps: the writer's clock and the application's are one that the test moves on.
 """
 
-from __future__ import annotations
-
 import gc
 import tracemalloc
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import pytest
-import real_runs
+from seen import running, until
 
 from penstock.app.rows import plain
 from penstock.app.rundir import RunLock
-from penstock.tui.app import PenstockApp
 from penstock.tui.data import run_data
 from penstock.tui.data.spans import SpanStore
 from penstock.tui.screens.run import RunScreen
@@ -28,7 +24,6 @@ SPANS_PER_S = 300.0
 MINUTES = 6
 LOOK_S = 5
 """Between two looks at the files."""
-MIB = 1 << 20
 
 
 @pytest.mark.long
@@ -39,16 +34,14 @@ async def test_minutes_at_rate_hold_no_more_than_one(tmp_path: Path, monkeypatch
     writer = Writer(path, spans_per_s=SPANS_PER_S, num_spans=CAPACITY, num_steps=3000)
     writer.begin(now)
     lock = RunLock(path)
-    app = PenstockApp(tmp_path, run=path, clock=lambda: now)
-    held: list[int] = []
-    num_objects: list[int] = []
+    held: list[tuple[int, int]] = []
+    num_spans = 0
     try:
-        async with app.run_test(size=(120, 36)) as pilot:
-            await real_runs.until(lambda: isinstance(app.screen, RunScreen), pilot.pause)
-            screen = cast("RunScreen", app.screen)
-            num_spans = 0
+        async with running(tmp_path, run=path, clock=lambda: now) as (app, pilot):
+            await until(pilot, lambda: isinstance(app.screen, RunScreen))
+            screen = app.screen
             tracemalloc.start()
-            for minute in range(MINUTES + 1):
+            for _ in range(MINUTES + 1):
                 for _ in range(60 // LOOK_S):
                     now += LOOK_S
                     num_spans += writer.advance(LOOK_S, now)
@@ -59,21 +52,17 @@ async def test_minutes_at_rate_hold_no_more_than_one(tmp_path: Path, monkeypatch
                     if now % 10 == 0:
                         await pilot.pause()  # what was changed is drawn
                 gc.collect()
-                if minute:  # the first one fills caches
-                    held.append(tracemalloc.get_traced_memory()[0])
-                    num_objects.append(len(gc.get_objects()))
+                held.append((tracemalloc.get_traced_memory()[0], len(gc.get_objects())))
             assert num_spans > MINUTES * 60 * SPANS_PER_S * 0.8
-            assert screen.data.state == "running"
-            assert screen.data.step == writer.step
-            view = screen.data.spans.view
-            assert view.num_spans <= CAPACITY
-            assert view.last_end_s > writer.clock_s - 1.0
+            assert (screen.data.state, screen.data.step) == ("running", writer.step)
+            assert screen.data.spans.view.num_spans <= CAPACITY
+            assert screen.data.spans.view.last_end_s > writer.clock_s - 1.0
             assert "compute" in plain(screen.lanes.rows(80, 12))
     finally:
         tracemalloc.stop()
         lock.release()
-    print(f"held at the end of each minute, in MiB: {[round(size / MIB, 1) for size in held]}, objects {num_objects}")
-    half = MINUTES // 2
+    print(f"bytes and objects held at the end of each minute: {held}")
+    half = 1 + MINUTES // 2  # the first minute fills caches
     # The store's room is refilled about every minute: halves are compared, not single moments.
-    assert max(held[half:]) < max(held[:half]) + 2 * MIB
-    assert max(num_objects[half:]) < max(num_objects[:half]) * 1.05
+    assert max(size for size, _ in held[half:]) < max(size for size, _ in held[1:half]) + (2 << 20)
+    assert max(count for _, count in held[half:]) < max(count for _, count in held[1:half]) * 1.05

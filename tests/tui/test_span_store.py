@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -10,14 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seen import span, view_of
 
 from penstock.app.lanes import LANES
 from penstock.tui.data.spans import MAX_LANES, OTHER, SpanStore, StepWindow
 
 
-def span(lane: str, start: float, end: float, **more: Any) -> dict[str, Any]:
-    fields = {"lane": lane, "op": "o", "block": "b", "chunk": 0, "start_s": start, "end_s": end, "bytes": 1, "step": 1}
-    return fields | more
+def clip(start: float, end: float, step: int = 1) -> dict[str, Any]:
+    return span("optimizer", start, end, step=step, op="clip", block="all")
 
 
 @st.composite
@@ -36,25 +34,23 @@ def test_coverage_is_the_share_that_brute_force_finds(groups: list[list[dict[str
     store = SpanStore(capacity=1000)
     for group in groups:
         assert store.add(group) == len(group)
-    edges = np.sort(np.array(at)) / 8
-    everything = [item for group in groups for item in group]
+    view, edges = store.view, np.sort(np.array(at)) / 8
+    begin, end = edges[0], edges[-1]
     ticks = np.arange(-16, 45 * 8) / 8 + 1 / 16  # middles of cells of 1/8 s: all ends lie on their borders
     for lane in (*LANES, "new"):
-        mine = [item for item in everything if item["lane"] == lane]
+        mine = [item for group in groups for item in group if item["lane"] == lane]
         on = np.zeros(len(ticks), bool)
         for item in mine:
             on |= (ticks > item["start_s"]) & (ticks < item["end_s"])
         want = [on[(ticks > a) & (ticks < b)].mean() for a, b in itertools.pairwise(edges)]
-        assert store.view.coverage(lane, edges) == pytest.approx(want, abs=1e-9)
-        assert store.view.busy_s(lane, edges[0], edges[-1]) == pytest.approx(
-            on[(ticks > edges[0]) & (ticks < edges[-1])].sum() / 8
-        )
-        moved = sum(item["bytes"] for item in mine if edges[0] < item["end_s"] <= edges[-1])
-        assert store.view.bytes_by_lane(edges[0], edges[-1]).get(lane, 0) == moved
+        assert view.coverage(lane, edges) == pytest.approx(want, abs=1e-9)
+        assert view.busy_s(lane, begin, end) == pytest.approx(on[(ticks > begin) & (ticks < end)].sum() / 8)
+        moved = sum(item["bytes"] for item in mine if begin < item["end_s"] <= end)
+        assert view.bytes_by_lane(begin, end).get(lane, 0) == moved
         for time in edges:
             held = {(item["start_s"], item["end_s"]) for item in mine if item["start_s"] <= time < item["end_s"]}
-            rows = store.view.rows_at(lane, float(time))
-            assert {(store.view.span(row).start_s, store.view.span(row).end_s) for row in rows} == held
+            found = [view.span(row) for row in view.rows_at(lane, float(time))]
+            assert {(item.start_s, item.end_s) for item in found} == held
 
 
 @settings(max_examples=30)
@@ -77,116 +73,75 @@ def test_only_the_last_spans_are_kept_and_coverage_of_them_stays_exact(capacity:
 
 def test_what_is_no_span_is_counted_and_left_out() -> None:
     store = SpanStore()
-    bad: list[Any] = [
-        {},
-        None,
-        "text",
-        7,
-        [1],
-        span("h2d", 2.0, 1.0),
-        span("h2d", 0.0, float("nan")),
-        span("h2d", 0.0, float("inf")),
-        span("h2d", 0.0, 1.0, bytes=10**30),
-        span("h2d", 0.0, 1.0, waited=5),
-        span("h2d", 0.0, 1.0, block=3),
-        span(3, 0.0, 1.0),  # type: ignore[arg-type]
-        {"lane": "h2d", "op": "o", "start_s": "x", "end_s": 1},
-    ]
-    assert store.add(bad) == 0
-    assert store.num_rejected == len(bad)
-    assert store.view.num_spans == 0
+    bad: list[Any] = [{}, None, "text", 7, [1], {"lane": "h2d", "op": "o", "start_s": "x", "end_s": 1}]
+    bad += [span("h2d", 2.0, 1.0), span("h2d", 0.0, float("nan")), span("h2d", 0.0, float("inf"))]
+    bad += [span("h2d", 0.0, 1.0, **{key: value}) for key, value in (("bytes", 10**30), ("waited", 5), ("block", 3))]
+    bad += [span(3, 0.0, 1.0)]  # type: ignore[arg-type]
+    assert (store.add(bad), store.num_rejected, store.view.num_spans) == (0, len(bad), 0)
     assert store.add([{"lane": "h2d", "op": "load", "start_s": 0, "end_s": 1, "colour": "red"}]) == 1
     assert store.view.span(0) == ("h2d", "load", "", -1, 0.0, 1.0, 0, 0, -1, None)
-
-
-def test_foreign_names_are_bounded_and_printable() -> None:
-    store = SpanStore()
+    # Foreign names are bounded and printable.
     store.add([span("tab\there\u200b", 0.0, 1.0, op="線" * 200)])
-    assert store.view.lanes == (*LANES, "tab?here?")
-    assert store.view.span(0).op == "?" * 80
+    assert (store.view.lanes, store.view.span(1).op) == ((*LANES, "tab?here?"), "?" * 80)
     store.add([span(f"lane {i}", 0.0, 1.0) for i in range(200)])
-    assert len(store.view.lanes) == MAX_LANES
-    assert store.view.lanes[-1] == OTHER
+    assert (len(store.view.lanes), store.view.lanes[-1]) == (MAX_LANES, OTHER)
     assert store.view.coverage(OTHER, np.array([0.0, 2.0])) == [0.5]
 
 
 def test_windows_of_steps() -> None:
     store = SpanStore()
     assert store.view.steps() == []
-    clip = {"op": "clip", "block": "all"}
-    store.add([span("compute", 0.5, 1.0), span("optimizer", 1.0, 2.0, **clip), span("compute", 2.0, 4.0, step=2)])
-    assert store.view.steps() == [StepWindow(1, 0.5, 2.0)]
-    store.add([span("optimizer", 4.0, 5.0, step=2, **clip), span("optimizer", 6.0, 7.0, step=3, **clip)])
-    again = [span("compute", 9.0, 9.5, step=2), span("optimizer", 9.5, 10.0, step=2, **clip)]
-    store.add(again)
-    assert store.view.steps() == [
-        StepWindow(1, 0.5, 2.0),
-        StepWindow(2, 2.0, 5.0),
-        StepWindow(3, 5.0, 7.0),
-        StepWindow(2, 9.0, 10.0),
-    ]
-
-
-def test_a_step_whose_beginning_was_dropped_is_not_whole() -> None:
+    store.add([span("compute", 0.5, 1.0), clip(1.0, 2.0), span("compute", 2.0, 4.0, step=2)])
+    windows = [StepWindow(1, 0.5, 2.0)]
+    assert store.view.steps() == windows
+    store.add([clip(4.0, 5.0, 2), clip(6.0, 7.0, 3), span("compute", 9.0, 9.5, step=2), clip(9.5, 10.0, 2)])
+    windows += [StepWindow(2, 2.0, 5.0), StepWindow(3, 5.0, 7.0), StepWindow(2, 9.0, 10.0)]
+    assert store.view.steps() == windows
     store = SpanStore(capacity=3)
     for step in range(1, 6):
-        store.add([span("h2d", step, step + 0.5, step=step), span("optimizer", step, step + 1, step=step, op="clip")])
+        store.add([span("h2d", step, step + 0.5, step=step), clip(step, step + 1, step)])
     assert store.view.num_spans == 3
-    assert store.view.steps() == [StepWindow(5, 5.0, 6.0)]
+    assert store.view.steps() == [StepWindow(5, 5.0, 6.0)], "a step whose beginning was dropped is not whole"
 
 
 def test_a_reader_never_sees_half_an_update() -> None:
     """Every batch keeps each lane busy for as long; a reader beside the writer always finds them equal."""
     store = SpanStore(capacity=400)
     rng = random.Random(0)
-    over = threading.Event()
 
     def write() -> None:
         for t in range(600):
             batch = [span(lane, t, t + 0.25, id=t) for lane in LANES]
             rng.shuffle(batch)
             store.add(batch)
-        over.set()
 
     writer = threading.Thread(target=write)
     writer.start()
-    looks = 0
-    while not over.is_set() or looks == 0:
+    is_over = False
+    while not is_over:
+        is_over = not writer.is_alive()
         view = store.view
-        looks += 1
         counts = {int((view.lane == lane).sum()) for lane in range(len(LANES))}
         assert max(counts) - min(counts) <= 1  # 400 is no multiple of 6
-        end = view.last_end_s
-        busy = {round(view.busy_s(lane, view.complete_from_s, end), 6) for lane in LANES}
-        assert len(busy) == 1
-        for row in (0, view.num_spans - 1):
-            if view.num_spans:
-                assert view.span(row).end_s == view.span(row).id + 0.25
-    writer.join()
+        assert len({round(view.busy_s(lane, view.complete_from_s, view.last_end_s), 6) for lane in LANES}) == 1
+        for row in (0, view.num_spans - 1) if view.num_spans else ():
+            assert view.span(row).end_s == view.span(row).id + 0.25
     assert store.view.num_spans == 400
 
 
 def test_lines_of_a_file_with_dependencies() -> None:
-    store = SpanStore()
-    store.add([json.loads(json.dumps(span("h2d", 0, 1, id=5, waited=[3, 4]))), span("h2d", 1, 2, id=6, waited=[])])
-    assert [store.view.waited(row) for row in range(2)] == [(3, 4), ()]
-    assert store.view.row_of_id(6) == 1
-    assert store.view.row_of_id(7) is None
-    assert store.view.row_of_id(-1) is None
+    view = view_of(json.loads(json.dumps(span("h2d", 0, 1, id=5, waited=[3, 4]))), span("h2d", 1, 2, id=6, waited=[]))
+    assert [view.waited(row) for row in range(2)] == [(3, 4), ()]
+    assert [view.row_of_id(number) for number in (6, 7, -1)] == [1, None, None]
 
 
 def test_a_validation_and_samples_at_a_steps_beginning() -> None:
     store = SpanStore()
-    clip = {"op": "clip", "block": "all"}
-    store.add([span("compute", 0, 1), span("optimizer", 1, 2, **clip)])
+    store.add([span("compute", 0, 1), clip(1, 2)])
     assert store.view.between_s(StepWindow(1, 0.0, 2.0)) == (0, "")
-    store.add([span("compute", 2, 3, op="head_score"), span("optimizer", 3, 3.5, op="score")])
-    store.add([span("optimizer", 5, 6, step=2, **clip)])
-    first, second = store.view.steps()
-    assert store.view.between_s(first) == (0, "")
-    assert store.view.between_s(second) == (1.5, "validating")
+    store.add([span("compute", 2, 3, op="head_score"), span("optimizer", 3, 3.5, op="score"), clip(5, 6, 2)])
     store.add([span("optimizer", 6.1, 6.2, op="take_logits"), span("optimizer", 6.3, 6.5, op="take_logits")])
-    store.add([span("compute", 6.6, 7, op="layer_forward"), span("optimizer", 7, 8, step=3, **clip)])
-    third = store.view.steps()[2]
-    assert store.view.between_s(third) == (0.5, "writing samples")
+    store.add([span("compute", 6.6, 7, op="layer_forward"), clip(7, 8, 3)])
+    between = [store.view.between_s(window) for window in store.view.steps()]
+    assert between == [(0, ""), (1.5, "validating"), (0.5, "writing samples")]
     assert store.view.between_s(StepWindow(3, 2.0, 8.0)) == (4.5, "validating and writing samples")

@@ -1,15 +1,13 @@
 """The whole story by keys alone, every process a real one: open, pick a recipe, change fields, see its plan change,
 launch, watch, checkpoint, pause, go on, stop, resume, export."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import real_runs
@@ -45,17 +43,16 @@ async def until(pilot: Pilot[Any], condition: Callable[[], bool], what: str) -> 
         pytest.fail(f"waited in vain for {what}:\n{shown}")
 
 
-async def ask(pilot: Pilot[Any], key: str) -> None:
-    """Press a key that asks a question first, and wait for the question."""
+async def ask(pilot: Pilot[Any], key: str, *answer: str) -> None:
+    """Press a key that asks a question first, wait for the question, and answer it."""
     await pilot.press(key)
     await until(pilot, lambda: isinstance(pilot.app.screen, ModalScreen), "a question")
+    await pilot.press(*(answer or ("y",)))
 
 
 async def set_field(pilot: Pilot[Any], key: str, text: str) -> None:
     """As a person does it: filter by name, enter to edit, the value, enter."""
-    await pilot.press("slash", *key, "enter")
-    await pilot.press("enter", "end", "ctrl+u", *text, "enter")
-    await pilot.press("escape")
+    await pilot.press("slash", *key, "enter", "enter", "end", "ctrl+u", *text, "enter", "escape")
 
 
 def recipes_of(app: PenstockApp) -> DataTable[Any]:
@@ -83,11 +80,9 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
         real_runs.make_root(tmp_path)
         await pilot.press("slash", *"tiny")
         await until(pilot, lambda: recipe_at_cursor(app) == "tiny.py", "a recipe of one's own")
-        await pilot.press("enter")
-        await pilot.press("enter")
+        await pilot.press("enter", "enter")
         await until(pilot, lambda: isinstance(app.screen, ConfigureScreen), "the form")
-        screen = app.screen
-        assert isinstance(screen, ConfigureScreen)
+        screen = cast("ConfigureScreen", app.screen)
         await until(pilot, lambda: "tokens/s" in plan_text(screen), "a plan")
         before = plan_text(screen)
         # ---- change fields, see the plan change
@@ -98,12 +93,9 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
         assert plan_text(screen) != before
         # ---- launch
         await ask(pilot, "l")
-        await pilot.press("y")
         await until(pilot, lambda: isinstance(app.screen, RunScreen), "the run's screen")
+        watched = cast("RunScreen", app.screen)
         (run,) = (tmp_path / "runs").iterdir()
-
-        def state() -> str:
-            return read_info(run).state
 
         def step() -> int:
             return read_info(run).step
@@ -111,42 +103,36 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
         def shown() -> str:
             return plain(app.screen.query_one(KpiBar).rows(138, 1))
 
+        async def comes_to(state: str) -> None:
+            await until(pilot, lambda: read_info(run).state == state and state in shown(), state)
+
         # ---- watch steps arrive
         await until(pilot, lambda: step() >= 3 and "running" in shown() and "ETA" in shown(), "three steps")
-        watched = app.screen
-        assert isinstance(watched, RunScreen)
         await until(pilot, lambda: watched.data.spans.view.num_spans > 100, "their ops")
         # ---- a checkpoint
-        await ask(pilot, "k")
-        await pilot.press("enter")
+        await ask(pilot, "k", "enter")
         await until(pilot, lambda: bool(checkpoint_steps(run)), "the checkpoint")
         await until(pilot, lambda: bool(watched.data.checkpoints), "its name")
         # ---- pause, and go on
         await ask(pilot, "P")
-        await pilot.press("y")
-        await until(pilot, lambda: state() == "paused" and "paused" in shown(), "the pause")
+        await comes_to("paused")
         held = step()
         await pilot.pause(0.5)
         assert step() == held
         await ask(pilot, "R")
-        await pilot.press("y")
         await until(pilot, lambda: step() > held, "a step after the pause")
         # ---- stop
         await ask(pilot, "S")
-        await pilot.press("y")
-        await until(pilot, lambda: state() == "stopped" and "stopped" in shown(), "the stop")
-        stopped = step()
-        assert held < stopped < STEPS
+        await comes_to("stopped")
+        assert held < step() < STEPS
         # ---- resume to the end
         await ask(pilot, "R")
-        await pilot.press("y")
-        await until(pilot, lambda: state() == "finished" and "finished" in shown(), "the end")
+        await comes_to("finished")
         assert [line["step"] for line in JsonLines(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
         await until(pilot, lambda: watched.data.metrics.rows == watched.data.metrics.last_step == STEPS, "all of them")
         # ---- export
         folder = tmp_path / "exported"
-        await ask(pilot, "e")
-        await pilot.press("end", "ctrl+u", *str(folder), "enter")
+        await ask(pilot, "e", "end", "ctrl+u", *str(folder), "enter")
         await until(pilot, lambda: (folder / "model.safetensors").exists(), "the exported folder")
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(app.screen, RunScreen), "the screen before")

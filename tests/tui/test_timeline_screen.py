@@ -1,17 +1,14 @@
-from __future__ import annotations
-
 import json
-import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest
-import real_runs
+from cli_process import json_lines
+from seen import append, notices, press, running, until
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from penstock.tui.app import PenstockApp
+from penstock.app.lanes import LANES
 from penstock.tui.screens.timeline import TimelineScreen
 from penstock.tui.widgets.lines import LineWidget
 
@@ -20,18 +17,13 @@ from penstock.tui.widgets.lines import LineWidget
 async def timeline(
     run: Path, step: int | None = None, size: tuple[int, int] = (120, 36)
 ) -> AsyncIterator[tuple[TimelineScreen, Pilot[None]]]:
-    app = PenstockApp(run.parent.parent)
-    async with app.run_test(size=size, notifications=True) as pilot:
+    async with running(run.parent.parent, size) as (app, pilot):
         screen = TimelineScreen(run, step)
         await app.push_screen(screen)
         await until(pilot, lambda: screen.step is not None or screen.said != "looking for steps")
         if step is not None:
             await at_step(pilot, screen, step)
         yield screen, pilot
-
-
-async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
-    await real_runs.until(condition, pilot.pause)
 
 
 async def at_step(pilot: Pilot[None], screen: TimelineScreen, step: int) -> None:
@@ -44,50 +36,36 @@ def text_of(screen: TimelineScreen, name: str) -> str:
     return "\n".join(pane.render_line(y).text.rstrip() for y in range(pane.size.height))
 
 
-def notices(pilot: Pilot[None]) -> str:
-    return "\n".join(notice.message for notice in pilot.app._notifications)
-
-
 async def answer(pilot: Pilot[None], key: str, text: str) -> None:
     await pilot.press(key)
     await until(pilot, lambda: bool(pilot.app.screen.query(Input)))
     pilot.app.screen.query_one(Input).value = text
-    await pilot.press("enter")
-    await pilot.pause()
+    await press(pilot, "enter")
 
 
 async def test_the_last_step_of_a_real_run(first: Path) -> None:
     async with timeline(first) as (screen, pilot):
         await at_step(pilot, screen, 12)
         assert screen.lane_view.border_title == "first  step 12 of 12"
-        lanes = text_of(screen, "lanes")
-        for lane in ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"):
-            assert lane in lanes
-        assert "bound by" in lanes
-        idle = text_of(screen, "idle")
-        assert idle.startswith("critical path")
-        assert idle.splitlines()[1].startswith("compute     idle ")
-        assert "critical path, in order" in idle
-        assert "d2h         idle" not in idle
-        await pilot.press("down", "down", "down", "down")
-        assert "d2h         idle" in text_of(screen, "idle")
-        assert text_of(screen, "idle").splitlines()[1].startswith("compute     idle ")
+        assert [part for part in (*LANES, "bound by") if part not in text_of(screen, "lanes")] == []
         assert screen.step.analysis.recorded
-        path = screen.step.analysis.path
-        window = screen.step.spans.window
-        assert sum(part.end_s - part.start_s for part in path) == pytest.approx(window.end_s - window.start_s)
+        for keys in ([], ["down"] * 4):
+            await pilot.press(*keys)
+            idle = text_of(screen, "idle")
+            assert idle.startswith("critical path")
+            assert idle.splitlines()[1].startswith("compute     idle ")
+            assert "critical path, in order" in idle
+            assert ("d2h         idle" in idle) == bool(keys)
 
 
 async def test_every_step_can_be_picked(first: Path) -> None:
     async with timeline(first, 3) as (screen, pilot):
-        await pilot.press("left_square_bracket")
-        await at_step(pilot, screen, 2)
-        await pilot.press("left_square_bracket")
-        await at_step(pilot, screen, 1)
-        await pilot.press("left_square_bracket")
-        await pilot.pause()
+        for step in (2, 1):
+            await pilot.press("left_square_bracket")
+            await at_step(pilot, screen, step)
+        await press(pilot, "left_square_bracket")
         assert "steps 1 to 12" in notices(pilot)
-        await pilot.press("right_square_bracket", "right_square_bracket", "right_square_bracket")
+        await pilot.press(*["right_square_bracket"] * 3)
         await at_step(pilot, screen, 4)
         await answer(pilot, "g", "9")
         await at_step(pilot, screen, 9)
@@ -96,8 +74,7 @@ async def test_every_step_can_be_picked(first: Path) -> None:
         await answer(pilot, "g", "last")
         await at_step(pilot, screen, 12)
         await pilot.press("g")
-        await pilot.press("escape")
-        await pilot.pause()
+        await press(pilot, "escape")
         assert screen.step.spans.window.step == 12
 
 
@@ -109,59 +86,53 @@ async def test_ops_are_selected_and_told(first: Path) -> None:
         await pilot.press("down", "down", "down", "full_stop")
         selected = screen.lane_view.selected
         assert selected.lane == "compute"
-        inspector = text_of(screen, "inspector")
-        assert selected.op in inspector
-        assert "lane     compute" in inspector
+        assert selected.op in text_of(screen, "inspector")
+        assert "lane     compute" in text_of(screen, "inspector")
         assert str(screen.query_one("#ops").border_title).startswith("ops of compute (")
         assert selected.op in text_of(screen, "ops")
         await pilot.press("n", "comma")
         assert screen.lane_view.selected == selected
-        for key in ("w", "a", "d", "s", "plus", "minus", "left", "right", "f"):
-            await pilot.press(key)
+        await pilot.press("w", "a", "d", "s", "plus", "minus", "left", "right", "f")
         assert screen.lane_view.mode == "step"
 
 
 async def test_walking_the_critical_path_and_search(first: Path) -> None:
     async with timeline(first, 7) as (screen, pilot):
         view, rows = screen.step.spans.view, screen.step.analysis.path_rows
+
+        async def selects(key: str, row: int) -> None:
+            await pilot.press(key)
+            assert screen.lane_view.selected == view.span(row)
+
         assert len(rows) > 3
         for row in rows[:3]:
-            await pilot.press("c")
-            assert screen.lane_view.selected == view.span(row)
+            await selects("c", row)
         assert "critical" in text_of(screen, "inspector")
-        await pilot.press("b")
-        assert screen.lane_view.selected == view.span(rows[1])
+        await selects("b", rows[1])
         await answer(pilot, "slash", "layer_backward layers.1")
-        assert len(screen.found) > 1
-        found = [screen.step.spans.view.span(int(row)) for row in screen.found]
-        assert {(span.op, span.block) for span in found} == {("layer_backward", "layers.1")}
-        assert screen.lane_view.selected == found[0]
-        await pilot.press("n")
-        assert screen.lane_view.selected == found[1]
-        await pilot.press("N")
-        assert screen.lane_view.selected == found[0]
+        found = [int(row) for row in screen.found]
+        assert len(found) > 1
+        assert {view.span(row)[1:3] for row in found} == {("layer_backward", "layers.1")}
+        assert screen.lane_view.selected == view.span(found[0])
+        await selects("n", found[1])
+        await selects("N", found[0])
         await answer(pilot, "slash", "no such op")
         assert "no op of this step matches no such op" in notices(pilot)
         await pilot.press("slash")
-        await pilot.press("escape")
-        await pilot.pause()
+        await press(pilot, "escape")
         assert screen.found is None
 
 
 async def test_the_forecast_beside_the_step(first: Path) -> None:
     async with timeline(first, 5) as (screen, pilot):
-        await pilot.press("p")
-        await pilot.pause()
-        assert " predicted" in text_of(screen, "lanes")
-        await pilot.press("p")
-        await pilot.pause()
-        assert " predicted" not in text_of(screen, "lanes")
+        for shown in (True, False):
+            await press(pilot, "p")
+            assert (" predicted" in text_of(screen, "lanes")) == shown
     plan = json.loads((first / "plan.json").read_text())
     (first / "plan.json").write_text(json.dumps(plan | {"step_s": 1000.0}))
     async with timeline(first, 5) as (screen, pilot):
         assert "some layers" not in text_of(screen, "lanes")
-        await pilot.press("p")
-        await pilot.pause()
+        await press(pilot, "p")
         assert "forecast of some layers only" in text_of(screen, "lanes")
     (first / "predicted.jsonl").unlink()
     async with timeline(first, 5) as (screen, pilot):
@@ -170,24 +141,22 @@ async def test_the_forecast_beside_the_step(first: Path) -> None:
 
 
 async def test_export_of_a_step_and_of_the_run(first: Path, tmp_path: Path) -> None:
+    step, run = tmp_path / "step.json", first.parent.parent / "run.json"
     async with timeline(first, 5) as (screen, pilot):
-        await answer(pilot, "x", str(tmp_path / "step.json"))
-        await until(pilot, (tmp_path / "step.json").exists)
+        await answer(pilot, "x", str(step))
+        await until(pilot, step.exists)
         await answer(pilot, "X", "run.json")  # relative to the root
-        await until(pilot, (screen.penstock.root / "run.json").exists)
-        await answer(pilot, "x", str(tmp_path / "step.json"))
+        await until(pilot, run.exists)
+        await answer(pilot, "x", str(step))
         await until(pilot, lambda: not isinstance(pilot.app.screen, TimelineScreen))
         await pilot.press("n")  # do not replace
         await answer(pilot, "x", str(tmp_path / "none" / "step.json"))
         await until(pilot, lambda: "cannot be written" in notices(pilot))
         window, view = screen.step.spans.window, screen.step.spans.view
-    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    ops = [event for event in events if event["ph"] == "X"]
+    ops, whole = ([e for e in json.loads(p.read_text())["traceEvents"] if e["ph"] == "X"] for p in (step, run))
     assert len(ops) == len(view.rows_between(window.start_s, window.end_s))
     assert any(event["name"].startswith("clip") for event in ops)
-    whole = json.loads((first.parent.parent / "run.json").read_text())["traceEvents"]
-    spans = (first / "spans.jsonl").read_text().splitlines()
-    assert sum(event["ph"] == "X" for event in whole) == len(spans)
+    assert len(whole) == len(json_lines(first / "spans.jsonl"))
 
 
 async def test_a_live_run_gets_further_steps(first: Path) -> None:
@@ -203,37 +172,32 @@ async def test_a_live_run_gets_further_steps(first: Path) -> None:
 
 
 async def test_a_run_of_before_claims_nothing(first: Path) -> None:
-    lines = [json.loads(line) for line in (first / "spans.jsonl").read_text().splitlines()]
-    old = [{key: value for key, value in line.items() if key not in ("id", "waited")} for line in lines]
-    (first / "spans.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
+    lines = json_lines(first / "spans.jsonl")
+    (first / "spans.jsonl").unlink()
+    append(first / "spans.jsonl", *({k: v for k, v in line.items() if k not in ("id", "waited")} for line in lines))
     async with timeline(first, 5) as (screen, pilot):
         idle = text_of(screen, "idle")
         assert "did not record what its ops waited for" in idle
         assert "waited for" not in idle.replace("what its ops waited for", "")
         assert "in order" not in idle
-        await pilot.press("c")
-        await pilot.press("full_stop", "b")
+        await pilot.press("c", "full_stop", "b")
         assert notices(pilot).count("did not record") >= 2
 
 
 async def test_missing_torn_and_vanishing_runs(first: Path) -> None:
     async with timeline(first.parent / "none") as (screen, pilot):
         await until(pilot, lambda: "gone" in screen.said)
-        for key in ("left_square_bracket", "g", "slash", "x", "full_stop", "c", "p", "f", "w"):
-            await pilot.press(key)
-        await pilot.pause()
+        await press(pilot, "left_square_bracket", "g", "slash", "x", "full_stop", "c", "p", "f", "w")
         assert isinstance(pilot.app.screen, TimelineScreen)
-    (first / "spans.jsonl").write_text("junk\n[1]\n\x00")
-    async with timeline(first) as (screen, pilot):
-        await until(pilot, lambda: "no step has finished" in text_of(screen, "idle"))
-    (first / "spans.jsonl").unlink()
-    async with timeline(first) as (screen, pilot):
-        await until(pilot, lambda: "no ops yet" in text_of(screen, "idle"))
-
-
-async def test_a_step_on_show_outlives_its_directory(first: Path) -> None:
     async with timeline(first, 5) as (screen, pilot):
-        shutil.rmtree(first)
+        first.rename(first.with_name("aside"))  # a step on show outlives its directory
         await until(pilot, lambda: "gone" in screen.said)
         await pilot.press("full_stop", "c", "right_square_bracket", "x")
         assert screen.step is not None
+    first.with_name("aside").rename(first)
+    for content, said in (("junk\n[1]\n\x00", "no step has finished"), (None, "no ops yet")):
+        (first / "spans.jsonl").unlink()
+        if content is not None:
+            (first / "spans.jsonl").write_text(content)
+        async with timeline(first) as (screen, pilot):
+            await until(pilot, lambda screen=screen, said=said: said in text_of(screen, "idle"))  # type: ignore[misc]

@@ -1,12 +1,10 @@
 """The server of `penstock serve` with applications that do what none should, and clients that do not read."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -51,17 +49,16 @@ while data := os.read(0, 4096):
 
 
 @asynccontextmanager
-async def serving(code: str, *arguments: str) -> AsyncIterator[str]:
-    """A server, in this process, of an application that is `code`: its address with the token."""
-    item = socket.socket()
-    item.bind(("127.0.0.1", 0))
-    item.listen()
+async def serving(code: str, *arguments: str) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
+    """A server, in this process, of an application that is `code`: its address, and a browser's session."""
+    item = socket.create_server(("127.0.0.1", 0))
     access = Access("127.0.0.1", ("127.0.0.1",), item.getsockname()[1])
     until_then = asyncio.Event()
     command = [sys.executable, "-c", BEGIN + code, *arguments]
     running = asyncio.create_task(WebServer(access, command).run([item], until_then))
     try:
-        yield f"{access.url}?token={access.token}"
+        async with browser(f"{access.url}?token={access.token}") as session:
+            yield access.url.removesuffix("/"), session
     finally:
         until_then.set()
         await running
@@ -81,35 +78,28 @@ async def end(ws: aiohttp.ClientWebSocketResponse) -> tuple[int | None, str]:
     return (frame.data, frame.extra or "") if frame.type is aiohttp.WSMsgType.CLOSE else (None, "")
 
 
-def base_of(url: str) -> str:
-    return url.partition("/?")[0]
-
-
 async def test_so_many_windows_and_no_more() -> None:
     others = {child.pid for child in psutil.Process().children()}  # of tests before this one
 
     def count() -> int:
         return len({child.pid for child in psutil.Process().children()} - others)
 
-    async with serving(QUIET) as url, browser(url) as session:
-        open_windows = [await window(session, base_of(url)) for _ in range(MOST_WINDOWS)]
-        pids = [await hello(ws) for ws in open_windows]
-        async with window(session, base_of(url)) as refused:
+    async with serving(QUIET) as (base, session):
+        windows = [await window(session, base) for _ in range(MOST_WINDOWS)]
+        pids = [await hello(ws) for ws in windows]
+        async with window(session, base) as refused:
             code, reason = await end(refused)
             assert code == 1013
             assert "8 windows are open" in reason
         assert count() == MOST_WINDOWS
-        await open_windows[0].close()
-        await until(lambda: is_gone(pids[0]))
-        await until(lambda: count() == MOST_WINDOWS - 1)
-        again = None
+        await windows[0].close()
+        await until(lambda: is_gone(pids[0]) and count() == MOST_WINDOWS - 1)
         async with asyncio.timeout(60):
-            while again is None:  # until the server has seen that end, too
-                ws = await window(session, base_of(url))
-                frame = await ws.receive()
-                again = ws if frame.type is aiohttp.WSMsgType.BINARY else None
-        open_windows.append(again)
-        for ws in open_windows:
+            while len(windows) == MOST_WINDOWS:  # until the server has seen that end, too
+                ws = await window(session, base)
+                if (await ws.receive()).type is aiohttp.WSMsgType.BINARY:
+                    windows.append(ws)
+        for ws in windows:
             await ws.close()
     assert all(is_gone(pid) for pid in pids)
 
@@ -120,14 +110,12 @@ async def test_an_application_ends_with_its_window_even_if_it_does_not_want_to(
 ) -> None:
     monkeypatch.setattr(web_window, "_QUIT_S", 0.2)
     monkeypatch.setattr(web_window, "_TERMINATE_S", 0.2)
-    async with serving(code) as url, browser(url) as session:
-        async with window(session, base_of(url)) as ws:
+    async with serving(code) as (base, session):
+        async with window(session, base) as ws:
             pid = await hello(ws)
         await until(lambda: is_gone(pid))
-        async with window(session, base_of(url)) as ws:  # with the server, too
-            pid = await hello(ws)
-            url = ""
-    assert url == ""
+        ws = await window(session, base)
+        pid = await hello(ws)  # ends with the server, too
     await until(lambda: is_gone(pid))
 
 
@@ -147,27 +135,28 @@ async def test_what_makes_no_sense_ends_its_window_alone(
     for name in ("_QUIT_S", "_TERMINATE_S", "_TAKE_S"):
         monkeypatch.setattr(web_window, name, 0.2)
     cut_off = (aiohttp.ClientError, ConnectionError) if None in closed else ()  # in the middle of a long message
-    async with serving(code) as url, browser(url) as session:
-        async with window(session, base_of(url)) as ws:
+    async with serving(code) as (base, session):
+        async with window(session, base) as ws:
             pid = await hello(ws)
             with suppress(*cut_off):
                 for message in messages:
                     await ws.send_str(message)
                 assert (await end(ws))[0] in closed
         await until(lambda: is_gone(pid))
-        assert (await session.get(base_of(url))).status == 200
+        assert (await session.get(base)).status == 200
 
 
 async def test_what_a_client_does_not_read_stays_with_the_application(tmp_path: Path) -> None:
     written = tmp_path / "megabytes"
-    async with serving(FLOOD, str(written)) as url, browser(url) as session:
-        ws = await window(session, base_of(url))
+    written.touch()
+    async with serving(FLOOD, str(written)) as (base, session):
+        ws = await window(session, base)
         pid = await hello(ws)
         ws._conn.transport.pause_reading()  # type: ignore[attr-defined]
         before, same = -1, 0
         while same < 20:
             await asyncio.sleep(0.05)
-            size = written.stat().st_size if written.exists() else 0
+            size = written.stat().st_size
             assert size < 100, "nobody waits for the client"
             before, same = size, same + 1 if size == before else 0
         ws._conn.transport.abort()
@@ -175,39 +164,32 @@ async def test_what_a_client_does_not_read_stays_with_the_application(tmp_path: 
 
 
 async def test_a_file_reaches_the_browser_once_and_its_name_breaks_no_header() -> None:
-    async with serving(FILES) as url, browser(url) as session, window(session, base_of(url)) as ws:
+    async with serving(FILES) as (base, session), window(session, base) as ws:
+        file = f"{base}/download/k1"
         await hello(ws)
         assert (await ws.receive_json(timeout=60)) == ["deliver_file_start", "k1"]
         async with aiohttp.ClientSession() as stranger:
-            assert (await stranger.get(f"{base_of(url)}/download/k1")).status == 403
-        answer = await session.get(f"{base_of(url)}/download/k1")
+            assert (await stranger.get(file)).status == 403
+        answer = await session.get(file)
         assert await answer.read() == b"first second"
         assert answer.headers["Content-Disposition"] == 'attachment; filename="a_b__X__y.svg"'
         assert answer.content_type == "application/octet-stream"
         assert "X" not in answer.headers
-        assert (await session.get(f"{base_of(url)}/download/k1")).status == 404
+        assert (await session.get(file)).status == 404
 
 
 async def test_connections_that_ask_for_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web_server, "_FIRST_REQUEST_S", 0.2)
-    async with serving(QUIET) as url:
-        port = int(base_of(url).rpartition(":")[2])
-        silent: Sequence[asyncio.StreamWriter] = []
-        try:
-            silent = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(MOST_CONNECTIONS)]
-            for writer in silent:
-                writer.write(b"GET / HTTP/1.1\r\n")
-
-            async def let_in() -> bool:
-                try:
-                    async with browser(url):
-                        return True
-                except aiohttp.ClientError:
-                    return False
-
-            async with asyncio.timeout(60):
-                while not await let_in():
-                    await asyncio.sleep(0.05)
-        finally:
-            for writer in silent:
-                writer.close()
+    async with serving(QUIET) as (base, session), AsyncExitStack() as stack:
+        port = int(base.rpartition(":")[2])
+        for _ in range(MOST_CONNECTIONS):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(writer.close)
+            writer.write(b"GET / HTTP/1.1\r\n")
+        async with asyncio.timeout(60):
+            while True:
+                with suppress(aiohttp.ClientError):
+                    async with aiohttp.ClientSession(cookie_jar=session.cookie_jar) as another:
+                        assert (await another.get(base)).status == 200
+                        break
+                await asyncio.sleep(0.05)
