@@ -41,32 +41,28 @@ def test_a_budget_that_is_no_size_or_that_no_machine_has(refused: Train, tier: s
         assert f"budgets.{tier}: '{size}' {reason}" in refused(f"budgets.{tier}={size}")
 
 
-EMPTY = {
-    "file": ("text", {"a.txt": ""}),
-    "folder": ("text", {}),
-    "white space": ("text", {"a.txt": " \n\t \n", "b.txt": "\n"}),
-    "empty lines": ("jsonl", {"a.jsonl": "\n\n"}),
-    "empty texts": ("jsonl", {"a.jsonl": '{"text": ""}\n{"text": "  "}\n'}),
-}
+def test_data_without_a_token(refused: Train, tmp_path: Path) -> None:
+    for number, (source, files) in enumerate(
+        (
+            ("text", {"a.txt": ""}),
+            ("text", {}),
+            ("text", {"a.txt": " \n\t \n", "b.txt": "\n"}),
+            ("jsonl", {"a.jsonl": "\n\n"}),
+            ("jsonl", {"a.jsonl": '{"text": ""}\n{"text": "  "}\n'}),
+        )
+    ):
+        empty = tmp_path / f"empty{number}"
+        empty.mkdir()
+        for name, text in files.items():
+            (empty / name).write_text(text)
+        message = refused(f"data.source={source}", f"data.path={empty}")
+        assert f"data.source: the corpus is empty: {source} found no text in {empty}" in message
 
 
-@pytest.mark.parametrize("case", EMPTY)
-def test_data_without_a_token(refused: Train, tmp_path: Path, case: str) -> None:
-    source, files = EMPTY[case]
-    (tmp_path / "empty").mkdir()
-    for name, text in files.items():
-        (tmp_path / "empty" / name).write_text(text)
-    message = refused(f"data.source={source}", "data.path=empty")
-    assert f"data.source: the corpus is empty: {source} found no text in {tmp_path / 'empty'}" in message
-
-
-def test_data_without_text_fields_or_place(refused: Train, tmp_path: Path) -> None:
-    (tmp_path / "odd.jsonl").write_text('{"content": "a"}\n')
+def test_data_without_files_of_rows_path_or_documents(refused: Train, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("text\n")
     assert "texts holds no file of rows (.json, .jsonl" in refused("data.source=jsonl", "data.path=texts")
-    assert "odd.jsonl:1: no `text` field" in refused("data.source=jsonl", "data.path=odd.jsonl")
-    assert "nowhere does not exist" in refused("data.path=nowhere")
     with pytest.raises(UserError, match=r"data\.path: required with data\.source=jsonl"):
         require_text(DataConfig(source="jsonl"))
     assert "data.max_documents: 0 must be at least 1" in refused("data.max_documents=0")
@@ -75,53 +71,41 @@ def test_data_without_text_fields_or_place(refused: Train, tmp_path: Path) -> No
 def test_data_with_text_passes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(" \n")
     (tmp_path / "b.txt").write_text(" a")
-    require_text(DataConfig(source="text", path=str(tmp_path)))
-    require_text(DataConfig(source="random"))
-    require_text(DataConfig())
+    for data in (DataConfig(source="text", path=str(tmp_path)), DataConfig(source="random"), DataConfig()):
+        require_text(data)
 
 
 def test_a_context_beyond_the_model_s_positions(refused: Train) -> None:
     short = refused("model.max_position=32")
-    for part in (
-        "data.sequence_length: 64 tokens exceed the 32 positions",
-        "'default'",
-        "yarn with a factor of 2 over 32",
-    ):
-        assert part in short
+    assert "data.sequence_length: 64 tokens exceed the 32 positions" in short
+    assert "'default'" in short
+    assert "yarn with a factor of 2 over 32" in short
     yarn = '{"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 32, "rope_theta": 1e6}'
     message = refused(f"model.overrides.rope_parameters={yarn}", "model.overrides.max_position_embeddings=64")
     for part in ("64 tokens exceed the 48 positions", "max_position_embeddings 64", "'yarn'", "factor of 2 over 32"):
         assert part in message
 
 
-SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300}
-
-
 def rope(kind: str, **values: object) -> PretrainedConfig:
     return Qwen3Config(**CONFIG, rope_parameters={"rope_type": kind, "rope_theta": 1e4, **values})
 
 
-@pytest.mark.parametrize(
-    ("config", "reach"),
-    [
+def test_how_far_positions_reach() -> None:
+    small: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300}
+    absolute = GPT2Config(**small, n_positions=96, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    for config, reach in (
         (rope("default"), 128),
         (rope("linear", factor=4.0), 128),
         (rope("yarn", factor=2.0, original_max_position_embeddings=32), 64),
         (rope("yarn", factor=2.5, original_max_position_embeddings=128), 320),
-        (rope("dynamic", factor=2.0), None),
-        (GPT2Config(**SMALL, n_positions=96, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), 96),
-    ],
-    ids=["default", "linear", "yarn within", "yarn beyond", "dynamic", "absolute"],
-)
-def test_how_far_positions_reach(config: PretrainedConfig, reach: int | None) -> None:
-    spec = take_apart(config)
-    if reach is None:
-        validate_context(spec, 10**6)
-        return
-    validate_context(spec, reach)
-    with pytest.raises(UserError, match=f"{reach + 1} tokens exceed the {reach} positions") as caught:
-        validate_context(spec, reach + 1)
-    assert ("rope_parameters" in str(caught.value)) == (config.model_type != "gpt2")
+        (absolute, 96),
+    ):
+        spec = take_apart(config)
+        validate_context(spec, reach)
+        with pytest.raises(UserError, match=f"{reach + 1} tokens exceed the {reach} positions") as caught:
+            validate_context(spec, reach + 1)
+        assert ("rope_parameters" in str(caught.value)) == (config.model_type != "gpt2")
+    validate_context(take_apart(rope("dynamic", factor=2.0)), 10**6)
 
 
 INPUTS = {f"{bad.family}: {bad.name}".encode("unicode_escape").decode(): bad for bad in catalogue()}
@@ -137,24 +121,17 @@ def test_a_bad_input_is_one_message(name: str, tmp_path: Path) -> None:
     assert faults(INPUTS[name], found) == [], found
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_an_adapter_that_does_not_fit(refused: Train, tmp_path: Path) -> None:
+    for settings, message in (
         (['adapter.targets=["q_porj"]'], "'q_porj' matches no module of the model; the nearest are q_proj"),
         (["adapter.rank=100000"], "adapter.rank: 100000 is larger than the smallest side of 'model.layers.0."),
         (["adapter.rank=0"], "adapter.rank: 0 must be at least 1"),
         (["adapter.targets=[]"], "adapter.targets: the list is empty"),
         (["adapter.start=nowhere"], "nowhere: has no adapter_config.json"),
-        (
-            ['train.freeze=["*lora_A*"]'],
-            "train.freeze: cannot be used with an adapter",
-        ),
+        (['train.freeze=["*lora_A*"]'], "train.freeze: cannot be used with an adapter"),
         (['model.added_tokens=["<new>"]'], "model.added_tokens: cannot be used with an adapter"),
         (["after.export_merged=true"], "after.export_merged: true, but nothing is exported"),
         (["adapter.method=none", "adapter.start=nowhere"], "adapter.start: names an adapter to continue from, but"),
-    ],
-    ids=str,
-)
-def test_an_adapter_that_does_not_fit(refused: Train, tmp_path: Path, settings: list[str], message: str) -> None:
-    assert message in refused("adapter.method=lora", *settings)
+    ):
+        assert message in refused("adapter.method=lora", *settings)
     assert not list(tmp_path.glob("runs/*/state/manifest.json"))

@@ -19,13 +19,15 @@ from penstock.storage.errors import UserError
 
 
 @pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder that other users may look into."""
+def unreadable() -> Iterator[Path]:
+    """A run that one may not look into, in a folder that other users may."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o755)
-    yield folder
-    for path in folder.iterdir():
-        path.chmod(0o700)
+    (folder / "run").mkdir()
+    (folder / "run" / "recipe.json").write_text("{}")
+    (folder / "run").chmod(0)
+    yield folder / "run"
+    (folder / "run").chmod(0o700)
     shutil.rmtree(folder)
 
 
@@ -47,15 +49,10 @@ def as_another(act: Callable[[], None]) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_run_that_one_may_not_look_into_is_not_said_to_be_missing(open_folder: Path) -> None:
-    run = open_folder / "run"
-    run.mkdir()
-    (run / "recipe.json").write_text("{}")
-    run.chmod(0)
-
+def test_a_run_that_one_may_not_look_into_is_not_said_to_be_missing(unreadable: Path) -> None:
     def act() -> None:
-        with pytest.raises(UserError, match=rf"{run}: .*no permission to read it"):
-            find_run(str(run))
+        with pytest.raises(UserError, match=rf"{unreadable}: .*no permission to read it"):
+            find_run(str(unreadable))
 
     as_another(act)
 

@@ -18,21 +18,16 @@ from penstock.app.bench.cases import LLAMA3_8B, QWEN3_32B, QWEN25_7B, SUITES, Ca
 from penstock.app.bench.figures import kernel_idle, limit_s, median_times, scaled_flops, step_times
 from penstock.app.bench.setup import Setup, Skip, _scaled_peaks, choose, nvme_bytes, shape_model
 from penstock.app.bench.state import DrawnState
-from penstock.app.bench.suite_worker import WarmUpLoader, learnt
+from penstock.app.bench.suite_worker import WarmUpLoader
 from penstock.engine.config import DataConfig, Recipe
 from penstock.engine.data.loader import MicroBatch
 from penstock.engine.forecast.flops import StepFlops, executed_flops, model_flops
 from penstock.engine.forecast.problem import ALLOCATOR_SHARE
 from penstock.engine.model.spec import layouts
 from penstock.engine.model.tokens import IGNORE_LABEL
-from penstock.engine.runtime.compute import Compute
-from penstock.engine.runtime.lanes import Lanes
 from penstock.storage.errors import UserError
 
-CPU_SHORT, CPU_LONG, CPU_TIERS = SUITES["cpu"]
-
-
-# ---------------------------------------------------------------------- names and shapes
+CPU_SHORT = SUITES["cpu"][0]
 
 
 def test_names_of_suites_and_groups() -> None:
@@ -46,14 +41,10 @@ def test_names_of_suites_and_groups() -> None:
     assert all(case_of(json.loads(json.dumps(asdict(case)))) == case for cases in SUITES.values() for case in cases)
 
 
-@pytest.mark.parametrize(
-    ("shape", "billions"),
-    [
-        (LLAMA3_8B, 8.0),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in ((QWEN25_7B, 7.6), (QWEN3_32B, 32.8))),
-    ],
-    ids=lambda value: str(value)[:20],
-)
+LONG_SHAPES = [pytest.param(*case, marks=pytest.mark.long) for case in ((QWEN25_7B, 7.6), (QWEN3_32B, 32.8))]
+
+
+@pytest.mark.parametrize(("shape", "billions"), [(LLAMA3_8B, 8.0), *LONG_SHAPES], ids=lambda value: str(value)[:20])
 def test_shapes_are_those_of_the_models(shape: bench_cases.Shape, billions: float) -> None:
     recipe = Recipe(name="x", data=DataConfig(source="random", sequence_length=8192))
     _, spec = shape_model(recipe, shape, shape.layers)
@@ -61,9 +52,6 @@ def test_shapes_are_those_of_the_models(shape: bench_cases.Shape, billions: floa
     assert shape.params == pytest.approx(spec.num_params, rel=1e-3)
     _, two = shape_model(recipe, shape, 2)
     assert shape.step_flops(1, 8192) * 2 / shape.layers < model_flops(two, [8192]) * 1.6
-
-
-# ---------------------------------------------------------------------- figures by hand
 
 
 def span(lane: str, op: str, block: str, start: float, end: float, step: int = 1) -> dict[str, Any]:
@@ -85,30 +73,19 @@ def one_step(step: int, begin: float, stretch: float = 1.0) -> list[dict[str, An
     return [*spans, span("optimizer", "clip", "all", begin + 10 * stretch, begin + 10 * stretch, step)]
 
 
-def test_layers_and_edges_of_a_step_by_hand() -> None:
-    spans = [span("optimizer", "clip", "all", 5.0, 5.0, 0), *one_step(1, 5.0)]
-    times = step_times(spans, 1)
-    assert (times.step_s, times.layers_s, times.edges_s) == (10.0, 7.0, 3.0)
-    assert times.scaled(4.0) == 31.0
-    assert times.scaled(1.0) == 10.0
-
-
-def test_the_median_step_counts() -> None:
+def test_a_step_and_its_limit_by_hand() -> None:
     spans = [span("optimizer", "clip", "all", 0.0, 0.0, 0)]
     for step, (begin, stretch) in enumerate(((0.0, 1.0), (10.0, 3.0), (40.0, 2.0)), start=1):
         spans += one_step(step, begin, stretch)
     times, all_s = median_times(spans, [1, 2, 3])
     assert all_s == [10.0, 30.0, 20.0]
-    assert (times.step_s, times.layers_s) == (20.0, 14.0)
-
-
-def test_the_limit_by_hand() -> None:
+    assert (times.step_s, times.layers_s, times.edges_s) == (20.0, 14.0, 6.0), "the median step counts"
+    times = step_times([span("optimizer", "clip", "all", 5.0, 5.0, 0), *one_step(1, 5.0)], 1)
+    assert (times.step_s, times.layers_s, times.edges_s) == (10.0, 7.0, 3.0)
+    assert (times.scaled(4.0), times.scaled(1.0)) == (31.0, 10.0)
     flops = scaled_flops(StepFlops(3 * 10**12, 10**12, 10**12, 2 * 10**12), 2.0)
     assert flops == StepFlops(6 * 10**12, 10**12, 2 * 10**12, 4 * 10**12)
-    kernels = {
-        "matmul_tflops": {"layer": 3.0, "head": 1.0},
-        "attention_tflops": {"forward": 2.0, "backward": 1.0},
-    }
+    kernels = {"matmul_tflops": {"layer": 3.0, "head": 1.0}, "attention_tflops": {"forward": 2.0, "backward": 1.0}}
     assert limit_s(flops, kernels) == pytest.approx(2 + 1 + 1 + 4)
 
 
@@ -122,11 +99,15 @@ def test_gaps_between_kernels_by_hand() -> None:
         kernel_idle([])
 
 
-# ---------------------------------------------------------------------- what a case is made of
-
-
 def chosen(case: Case, folder: Path) -> Setup:
     return choose(replace(case, needs_cuda=False), folder)
+
+
+@pytest.fixture(scope="module")
+def tiny_setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    """Of a tiny model with biases on little memory."""
+    shape = replace(bench_cases.TINY, model_type="qwen2")
+    return chosen(replace(CPU_SHORT, gpu="2MiB", shapes=(shape,)), tmp_path_factory.mktemp("setup"))
 
 
 @pytest.mark.long
@@ -146,8 +127,8 @@ def test_a_cut_model_keeps_the_whole_ones_share_on_the_gpu(tmp_path: Path) -> No
         assert setup.depth == 8.0
 
 
-def test_the_allocators_share_of_a_smaller_budget_becomes_nothing_else(tmp_path: Path) -> None:
-    full = chosen(replace(CPU_SHORT, gpu="2MiB"), tmp_path).full_plan
+def test_the_allocators_share_of_a_smaller_budget_becomes_nothing_else(tiny_setup: Setup) -> None:
+    full = tiny_setup.full_plan
     without, ram = _scaled_peaks(full, 0.25)
     on_gpu = replace(full, problem=replace(full.problem, allocator_share=ALLOCATOR_SHARE))
     within, same_ram = _scaled_peaks(on_gpu, 0.25)
@@ -157,19 +138,17 @@ def test_the_allocators_share_of_a_smaller_budget_becomes_nothing_else(tmp_path:
 
 
 def test_where_plain_pytorch_fails_with_checkpointing_and_without_it_has_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A card's allocator refuses, say: what fits only with checkpointing is timed with it."""
-    setup = chosen(CPU_SHORT, tmp_path)
-    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore words")
-    other = RuntimeError("cuDNN error: NOT_INITIALIZED")
+    full = "CUDA out of memory. Tried to allocate 2.00 GiB"
     for error, reason in (
-        (full, "does not fit: CUDA out of memory. Tried to allocate 2.00 GiB"),
-        (other, "failed: RuntimeError: cuDNN error: NOT_INITIALIZED"),
+        (torch.OutOfMemoryError(f"{full}\nmore words"), f"does not fit: {full}"),
+        (RuntimeError("cuDNN error: NOT_INITIALIZED"), "failed: RuntimeError: cuDNN error: NOT_INITIALIZED"),
     ):
         plain_steps = Mock(side_effect=error)
         monkeypatch.setattr(suite_plain, "plain_steps", plain_steps)
-        found = suite_plain.plain_step(CPU_SHORT, setup, "bfloat16")
+        found = suite_plain.plain_step(CPU_SHORT, tiny_setup, "bfloat16")
         assert [call.kwargs["checkpointing"] for call in plain_steps.call_args_list] == [False, True]
         assert found["name"] is found["step_s"] is None
         assert found["reason"] == f"plain PyTorch {reason}"
@@ -182,11 +161,6 @@ def test_depth_is_what_ram_holds(tmp_path: Path) -> None:
     assert len(chosen(replace(short, ram="3MiB"), tmp_path).spec.attention) == 2
     with pytest.raises(Skip, match=r"2 layers of tiny need .* of RAM or more, and budgets.ram is 2.0 MiB"):
         chosen(replace(short, ram="2MiB"), tmp_path)
-
-
-def test_what_a_gpu_cannot_hold_is_skipped_with_the_planners_words(tmp_path: Path) -> None:
-    with pytest.raises(Skip, match=r"budgets.gpu: 2.00 GiB cannot hold one block's working set"):
-        chosen(replace(SUITES["long"][0], gpu="2GiB", ram="100GiB"), tmp_path)
 
 
 @pytest.mark.long
@@ -215,19 +189,11 @@ def test_what_graphs_take_once_measured_decides_how_many_are_kept(tmp_path: Path
     assert len(compiled.plan.saved_graphs) > len(eager.plan.saved_graphs) > 0
 
 
-def test_layers_that_are_not_compiled_need_no_measurement(tmp_path: Path) -> None:
-    setup = chosen(CPU_SHORT, tmp_path)
-    compute, lanes = Compute.make(setup.spec, setup.recipe.train, setup.device, {}), Lanes.open(setup.device, 1)
-    assert learnt(CPU_SHORT, setup, compute, lanes, tmp_path) is setup
-    lanes.close()
-
-
-def test_drawn_state_is_a_new_models(tmp_path: Path) -> None:
-    setup = chosen(replace(CPU_SHORT, shapes=(replace(bench_cases.TINY, model_type="qwen2"),)), tmp_path)
-    flat = layouts(setup.spec)
-    drawn = DrawnState(setup.plan, flat)
+def test_drawn_state_is_a_new_models(tiny_setup: Setup) -> None:
+    flat = layouts(tiny_setup.spec)
+    drawn = DrawnState(tiny_setup.plan, flat)
     for name, layout in flat.items():
-        buffer = setup.plan.buffers[name]
+        buffer = tiny_setup.plan.buffers[name]
         values = torch.full((layout.numel,), float("nan"))
         for part in range(buffer.num_parts):
             start, end = buffer.part(part)
@@ -257,9 +223,6 @@ def test_warm_up_batches_are_cut_into_short_documents() -> None:
     assert short.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
     assert (whole.documents, whole.lengths) == ([0], [10])
     assert loader.cursor == "here"
-
-
-# ---------------------------------------------------------------------- the whole path
 
 
 def check_figures(row: dict[str, Any], case: Case) -> None:
@@ -320,25 +283,20 @@ def test_the_cpu_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_one_case_that_fails_or_does_not_fit_loses_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unknown = replace(bench_cases.TINY, model_type="nonsense")
     cases = (
-        replace(CPU_SHORT, name="unknown", shapes=(unknown,)),
+        replace(CPU_SHORT, name="unknown", shapes=(replace(bench_cases.TINY, model_type="nonsense"),)),
         replace(CPU_SHORT, name="slow", limit_s=0.3),
         replace(CPU_SHORT, name="large", gpu="4KiB"),
         replace(CPU_SHORT, name="good", timed=1),
     )
     monkeypatch.setitem(SUITES, "mixed", cases)
     report = bench_suites.bench_suites("mixed", folder=tmp_path)
-    unknown_row, slow, large, good = report["cases"]
-    assert unknown_row["status"] == "failed"
-    assert "unknown architecture 'nonsense'" in unknown_row["reason"]
-    assert slow["status"] == "failed"
-    assert slow["reason"].startswith("not done after 0 s")
-    assert large["status"] == "skipped"
-    assert large["reason"].startswith("budgets.gpu: 0.0 MiB cannot hold")
-    assert good["status"] == "done"
+    assert [row["status"] for row in report["cases"]] == ["failed", "failed", "skipped", "done"]
+    *others, good = report["cases"]
+    reasons = ("unknown architecture 'nonsense'", "not done after 0 s", "budgets.gpu: 0.0 MiB cannot hold")
+    assert all(reason in row["reason"] for reason, row in zip(reasons, others, strict=True))
     out, err = capsys.readouterr()
-    for row in (unknown_row, slow, large):
+    for row in others:
         assert f"{row['case']}: {row['status']}: {row['reason'].splitlines()[0]}" in err
     assert out.splitlines() == [
         "1 of 4 cases",

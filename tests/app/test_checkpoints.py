@@ -40,9 +40,11 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert committed_step(run) == paused_at
         assert main(["resume", str(run), "--set", "train.steps=5"]) == 2, "stop it first"
         assert main(["checkpoint", str(run), "paused"]) == 0
-        assert main(["export", str(run), str(folder / "live-export")]) == 0
+        assert main(["export", str(run), str(folder / "paused-export")]) == 0
         assert last_step(run) == paused_at
-        assert checkpoint_steps(run)[1:] == [(exported(run), paused_at), ("paused", paused_at)]
+        _, export, paused = checkpoint_steps(run)
+        assert export[0].startswith("export-")
+        assert (export[1], paused) == (paused_at, ("paused", paused_at))
         assert main(["resume", str(run)]) == 0
         wait_until(lambda: last_step(run) > paused_at + 2)
         assert main(["export", str(run), str(folder / "running-export")]) == 0
@@ -56,20 +58,19 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def assert_other_weights(folder: Path, other: Path) -> None:
+    found, others = (CheckpointReader(each).read("model.layers.0.mlp.up_proj.weight") for each in (folder, other))
+    assert found.shape == others.shape
+    assert not found.equal(others)
+
+
 @pytest.mark.long
 def test_a_live_run_is_exported(stopped: Path) -> None:
-    name = "model.layers.0.mlp.up_proj.weight"
-    paused, later = (CheckpointReader(stopped / f"{state}-export").read(name) for state in ("live", "running"))
-    assert paused.shape == later.shape
-    assert not paused.equal(later)
+    assert_other_weights(stopped / "paused-export", stopped / "running-export")
     log = [line["text"] for line in json_lines(stopped / "run" / "log.jsonl")]
     said = ("checkpoint live: step", "paused; the step is committed", "continuing", "stopping after", "stopped after")
     for text in said:
         assert any(text in line for line in log), text
-
-
-def exported(run: Path) -> str:
-    return min(name for name, _ in checkpoint_steps(run) if name.startswith("export-"))
 
 
 def last_step(run: Path) -> int:
@@ -104,9 +105,9 @@ def test_steps_of_damaged_manifests_are_unknown(tmp_path: Path) -> None:
     assert (checkpoint_steps(tmp_path), committed_step(tmp_path)) == ([("d", 3)], 3)
 
 
-@pytest.mark.parametrize("name", ["step-000010", "step-{step}", "at-{number}", "a/b", "..", ".hidden", "", "nul\0"])
-def test_bad_names_are_refused(stopped: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    refusal(capsys, "checkpoint", str(stopped / "run"), name)
+def test_bad_names_are_refused(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("step-000010", "step-{step}", "at-{number}", "a/b", "..", ".hidden", "", "nul\0"):
+        refusal(capsys, "checkpoint", str(stopped / "run"), name)
     assert [info.name for info in list_checkpoints(stopped / "run" / "state")] == ["live"]
 
 
@@ -130,10 +131,7 @@ def test_export_of_a_checkpoint(stopped: Path, capsys: pytest.CaptureFixture[str
     assert main(["export", str(run), str(stopped / "then"), "--checkpoint", "live"]) == 0
     message = refusal(capsys, "export", str(run), str(stopped / "never"), "--checkpoint", "lively")
     assert "has no checkpoint 'lively'; it has live" in message
-    name = "model.layers.0.mlp.up_proj.weight"
-    now, then = (CheckpointReader(stopped / folder).read(name) for folder in ("now", "then"))
-    assert now.shape == then.shape
-    assert not now.equal(then)
+    assert_other_weights(stopped / "now", stopped / "then")
 
 
 def test_a_resume_goes_back_and_changes_budgets_and_drives(
@@ -152,10 +150,8 @@ def test_a_resume_goes_back_and_changes_budgets_and_drives(
     assert (recipe.train.steps, recipe.budgets.ram) == (at + 3, "1GiB")
     assert recipe.storage.nvme == [str(stopped / "one"), str(stopped / "two")]
     drives = json.loads((run / "summary.json").read_text())["drives"]
-    assert [Path(drive["path"]) for drive in drives if drive["bytes_written"]][:2] == [
-        stopped / "one" / "run",
-        stopped / "two" / "run",
-    ]
+    written = [drive["path"] for drive in drives if drive["bytes_written"]]
+    assert written[:2] == [str(stopped / name / "run") for name in ("one", "two")]
     assert main(["scrub", "run"]) == 0
     assert main(["lanes", "run", "--steps", f"{at + 2}:{at + 3}"]) == 0
     assert "exposed I/O" in capsys.readouterr().out

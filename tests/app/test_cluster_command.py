@@ -8,7 +8,6 @@ import pickle
 import shutil
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from cli_process import PATIENCE_S, REAL, Cli, json_lines, refusal, steps, wait_until
 from cluster_ranks import torchrun
+from recipe_texts import recipe_text
 from torch.distributed.checkpoint import FileSystemReader
 
 from penstock.app import control
@@ -30,23 +30,16 @@ from penstock.engine.cluster.train import require_even
 from penstock.storage import sealed
 from penstock.storage.errors import UserError
 
-RECIPE = """
-from penstock import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
-
-recipe = Recipe(
-    name="tiny",
-    model=ModelConfig(
-        num_layers=2, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=200
-    ),
-    data=DataConfig(source="random", sequence_length=32, max_documents=60),
-    train=TrainConfig(
-        steps=20, global_batch_size=4, compute_dtype="float32", compile="off", calibrate=False, lr=5e-3,
-        lr_schedule="constant", device="cpu",
-    ),
-    budgets=BudgetConfig(gpu="1GiB", ram="1GiB"),
-    storage=StorageConfig(part_bytes="16KiB", checkpoint_every=5),
+RECIPE = recipe_text(
+    model={"intermediate_size": 48, "vocab_size": 200},
+    data={"source": "random", "sequence_length": 32, "max_documents": 60},
+    train={
+        **{"steps": 20, "global_batch_size": 4, "compute_dtype": "float32", "lr": 5e-3, "lr_schedule": "constant"},
+        **{"chunk_tokens": None, "activation_checkpointing": "auto", "kv_window": "auto"},
+    },
+    budgets={"gpu": "1GiB", "ram": "1GiB", "nvme": None},
+    storage={"part_bytes": "16KiB", "checkpoint_every": 5},
 )
-"""
 CLUSTER = ("-m", "penstock", "cluster")
 
 
@@ -68,21 +61,12 @@ def on_ranks(cli: Cli, *arguments: str, code: int = 0) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_goes_on_several_machines_and_comes_back(
-    cli: Cli, ranks: int, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Seven steps on one machine, six on the ranks, the rest on one again: as if nothing had happened."""
+def test_a_run_goes_on_several_machines_and_comes_back(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seven steps on one machine, six on two ranks, the rest on one again: as if nothing had happened."""
     folder = cli.folder
-    goes_on = ["run", "--set", "train.steps=13"]
     cli.run("train", "tiny.py", "--run-dir", "whole")
     cli.run("train", "tiny.py", "--run-dir", "run", "--set", "train.steps=7")
-    if ranks == 1:
-        request.getfixturevalue("one_rank")
-        assert main(["cluster", *goes_on]) == 0
-        output = capsys.readouterr().out
-    else:
-        output = on_ranks(cli, *goes_on)
+    output = on_ranks(cli, "run", "--set", "train.steps=13")
     assert "finished after step 13" in output
     assert steps(folder / "run") == list(range(1, 14))
     assert [path.name for path in sorted((folder / "run" / "dcp").iterdir())] == ["step-000010", "step-000013"]
@@ -117,20 +101,13 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint(cli: Cl
     launch = ("--max-restarts", "2")
     process = torchrun(*CLUSTER, "tiny.py", "--run-dir", "run", *longer, folder=folder, launch=launch)
     wait_until((folder / "run" / "dcp" / "step-000015").exists)
-    worker(process, rank=1).send_signal(signal.SIGKILL)
+    children = psutil.Process(process.pid).children(recursive=True)
+    next(child for child in children if child.environ().get("RANK") == "1").send_signal(signal.SIGKILL)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output
     assert "continues from step" in output
     assert steps(folder / "run") == list(range(1, 61))
     assert losses(folder / "run") == pytest.approx(losses(folder / "whole"), abs=1e-4)
-
-
-def worker(process: subprocess.Popen[str], rank: int) -> psutil.Process:
-    """The process of a rank."""
-    for child in psutil.Process(process.pid).children(recursive=True):
-        if child.environ().get("RANK") == str(rank):
-            return child
-    raise AssertionError(f"no rank {rank}")
 
 
 def test_a_stop_leaves_the_step_under_way(one_rank: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,20 +126,18 @@ def test_a_stop_leaves_the_step_under_way(one_rank: Path, capsys: pytest.Capture
     assert (run / "dcp" / f"step-{last:06}" / ".metadata").exists()
 
 
-def test_it_begins_with_a_checkpoint(one_rank: Path, checkpoint: Path) -> None:
-    """Whose run directory is not here."""
+def test_it_begins_with_a_checkpoint(one_rank: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose run directory is not here; it goes on with no other model."""
+    run = one_rank / "there"
     arguments = ["cluster", str(checkpoint), "--run-dir", "there", "--set"]
     assert main([*arguments, "train.steps=3"]) == 0
     assert main([*arguments, "train.steps=4"]) == 0, "the same again goes on where it is"
-    assert steps(one_rank / "there") == [3, 4]
-    assert sorted(path.name for path in (one_rank / "there" / "dcp").iterdir()) == ["step-000003", "step-000004"]
-
-
-# ------------------------------------------------------------------ what is refused
-
-
-def errors(output: str) -> list[str]:
-    return [line for line in output.splitlines() if line.startswith("error: ")]
+    wider = ("--set", "model.intermediate_size=64", "--set", "train.steps=5")
+    error = refusal(capsys, "cluster", "tiny.py", "--run-dir", "there", *wider)
+    assert "a model other than" in error
+    assert "48 x 32" in error
+    assert steps(run) == [3, 4]
+    assert sorted(path.name for path in (run / "dcp").iterdir()) == ["step-000003", "step-000004"]
 
 
 @pytest.fixture
@@ -181,24 +156,20 @@ def one_rank(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Path:
 @pytest.mark.long
 def test_what_is_wrong_everywhere_is_said_once(cli: Cli) -> None:
     output = on_ranks(cli, "tiny.py", "--run-dir", "a", "--set", "train.global_batch_size=3", code=1)
-    assert len(errors(output)) == 1, output
-    assert "which 2 ranks cannot share evenly" in errors(output)[0]
+    (error,) = (line for line in output.splitlines() if line.startswith("error: "))
+    assert "which 2 ranks cannot share evenly" in error
     assert "Traceback" not in output.partition("failed (exitcode")[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
+def test_bad_input_is_one_line(one_rank: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ("tiny.py", "--run-dir", "a")
+    for arguments, expected in (
         (("nowhere", "--run-dir", "a"), "nowhere"),
         (("tiny.py",), "--run-dir DIR"),
-        (("tiny.py", "--run-dir", "a", "--set", "data.source=text", "--set", "data.path=gone.txt"), "gone.txt"),
-        (("tiny.py", "--run-dir", "a", "--context-parallel", "2"), "1 ranks cannot be divided by it"),
-    ],
-)
-def test_bad_input_is_one_line(
-    arguments: tuple[str, ...], expected: str, one_rank: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert expected in refusal(capsys, "cluster", *arguments)
+        ((*run, "--set", "data.source=text", "--set", "data.path=gone.txt"), "gone.txt"),
+        ((*run, "--context-parallel", "2"), "1 ranks cannot be divided by it"),
+    ):
+        assert expected in refusal(capsys, "cluster", *arguments)
 
 
 def test_every_group_of_ranks_gets_as_much() -> None:
@@ -214,15 +185,6 @@ def test_every_group_of_ranks_gets_as_much() -> None:
     ):
         with pytest.raises(UserError, match=expected):
             require_even(recipe, ranks, spread)
-
-
-def test_a_checkpoint_of_another_model_is_refused(one_rank: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cluster", "tiny.py", "--run-dir", "run", "--set", "train.steps=2"]) == 0
-    wider = ("--set", "model.intermediate_size=64", "--set", "train.steps=3")
-    error = refusal(capsys, "cluster", "tiny.py", "--run-dir", "run", *wider)
-    assert "a model other than" in error
-    assert "48 x 32" in error
-    assert steps(one_rank / "run") == [1, 2]
 
 
 def test_without_torchrun_it_says_how(capsys: pytest.CaptureFixture[str], cli: Cli, monkeypatch: Any) -> None:
@@ -252,10 +214,6 @@ def _write_index(folder: Path, content: bytes) -> None:
     (folder / "checksums.json").write_text(json.dumps(sealed.seal({"files": files})))
 
 
-def _pickled(folder: Path) -> None:
-    _write_index(folder, pickle.dumps(Evil()))
-
-
 def _other_folder(folder: Path) -> None:
     index = FileSystemReader(folder).read_metadata()
     for info in index.storage_data.values():
@@ -277,7 +235,7 @@ def _flipped(content: bytes) -> bytes:
 
 
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
-    (_pickled, "not an index of a DCP checkpoint"),
+    (lambda folder: _write_index(folder, pickle.dumps(Evil())), "not an index of a DCP checkpoint"),
     (_other_folder, "files elsewhere"),
     (_removed("penstock.json"), "is missing"),
     (_edited("penstock.json", lambda content: content.replace(b'"step": 2', b'"step": 3')), "CRC"),

@@ -16,7 +16,6 @@ from recipe_texts import recipe_text
 from penstock.app.cli import main
 from penstock.app.recipe import from_json, from_run_json, to_run_json
 from penstock.app.rundir import RunDir, read_recipe
-from penstock.engine.config import Recipe
 from penstock.storage.errors import UserError
 from penstock.storage.units import bytes_text
 
@@ -67,16 +66,12 @@ ORIGINS = ["data/corpus/origins.npy", "data/corpus/origins.json"]
 """They say where documents come from, and no token: a run goes on without them, and says of a spike less."""
 
 
-@pytest.mark.parametrize("damaged", ORIGINS, indirect=True)
-def test_scrub_refuses_by_the_files_name(damaged: Path, here: Path, capsys: Captured) -> None:
-    assert damaged.name in refusal(capsys, "scrub", "run")
-
-
-@pytest.mark.parametrize("damaged", FILES, indirect=True)
+@pytest.mark.parametrize("damaged", [*FILES, *ORIGINS], indirect=True)
 def test_resume_and_scrub_refuse_by_the_files_name(damaged: Path, here: Path, capsys: Captured) -> None:
     before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file() and "state" in path.parts}
-    for command in (["resume", "run", "--set", "train.steps=2"], ["scrub", "run"]):
-        assert damaged.name in refusal(capsys, *command)
+    assert damaged.name in refusal(capsys, "scrub", "run")
+    if str(damaged.relative_to(here)) not in ORIGINS:
+        assert damaged.name in refusal(capsys, "resume", "run", "--set", "train.steps=2")
     assert all(path.read_bytes() == content for path, content in before.items()), "the last generation is intact"
 
 
@@ -91,8 +86,7 @@ def test_what_no_test_damages_is_not_needed(here: Path) -> None:
 
 
 def test_a_corpus_that_is_deleted_is_made_again(here: Path, capsys: Captured, tmp_path: Path) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(here, copy)
+    copy = Path(shutil.copytree(here, tmp_path / "run"))
     (copy / "data" / "corpus" / "tokens.bin").write_bytes(b"\xff" * 50)
     assert f"delete the folder {copy / 'data' / 'corpus'}" in refusal(capsys, "scrub", str(copy))
     shutil.rmtree(copy / "data")
@@ -138,7 +132,6 @@ def test_a_runs_recipe_starts_another_run_edited_or_not(here: Path, tmp_path: Pa
         shutil.rmtree(tmp_path / "new", ignore_errors=True)
         assert main(["train", str(tmp_path / "recipe.json"), "--run-dir", str(tmp_path / "new")]) == 0
         assert read_recipe(tmp_path / "new").name == json.loads(text)["name"]
-    assert isinstance(recipe, Recipe)
 
 
 @pytest.fixture
@@ -147,8 +140,9 @@ def holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "penstock").mkdir(mode=0o700)
     record = {"run": "/runs/x", "pid": os.getppid(), "base_bytes": 2**50, "ram_bytes": 10**15, "gpu_bytes": {}}
-    (tmp_path / "penstock" / "run-1").write_text(json.dumps(record))
-    with (tmp_path / "penstock" / "run-1").open() as file:
+    with (tmp_path / "penstock" / "run-1").open("w") as file:
+        file.write(json.dumps(record))
+        file.flush()
         fcntl.flock(file, fcntl.LOCK_EX)
         yield f"/runs/x (process {os.getppid()}) has {bytes_text(10**15)} reserved"
 

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from cli_process import REAL, Cli, done, json_lines, steps, wait_until
+from cli_process import REAL, Cli, done, json_lines, refusal, steps, wait_until
 from real_runs import make_root
 from recipe_texts import recipe_text
 
@@ -51,29 +51,25 @@ def whole_run(cli: Cli) -> tuple[Path, str]:
 def test_a_run_leaves_every_figure(whole_run: tuple[Path, str]) -> None:
     path, out = whole_run
     summary = json.loads((path / "summary.json").read_text())
-    for line, begin in zip(
-        out.splitlines(),
-        (
-            "run directory whole",
-            "model: qwen3, ",
-            "data: 3 documents, ",
-            "plan: weights in ",
-            "step 1 of 16  loss ",
-            "step 6 of 16  loss ",
-            "step 8: 'def ' -> ",
-            "step 8: 'import os' -> ",
-            "step 11 of 16  loss ",
-            "step 16: 'def ' -> ",
-            "step 16: 'import os' -> ",
-            "trained to step 16, ",
-            f"mean {summary['mean_tokens_per_s']:,.0f} tokens/s, ",
-            "exported to whole/export",
-            "sample, at most 8 tokens by transformers after the prompt: 'def ",
-            "look closer with: penstock watch whole; ",
-        ),
-        strict=True,
-    ):
-        assert line.startswith(begin)
+    begins = (
+        "run directory whole",
+        "model: qwen3, ",
+        "data: 3 documents, ",
+        "plan: weights in ",
+        "step 1 of 16  loss ",
+        "step 6 of 16  loss ",
+        "step 8: 'def ' -> ",
+        "step 8: 'import os' -> ",
+        "step 11 of 16  loss ",
+        "step 16: 'def ' -> ",
+        "step 16: 'import os' -> ",
+        "trained to step 16, ",
+        f"mean {summary['mean_tokens_per_s']:,.0f} tokens/s, ",
+        "exported to whole/export",
+        "sample, at most 8 tokens by transformers after the prompt: 'def ",
+        "look closer with: penstock watch whole; ",
+    )
+    assert all(line.startswith(begin) for line, begin in zip(out.splitlines(), begins, strict=True)), out
     assert load_recipe(path.parent / "tiny.py").train.steps == len(losses(path)) == 16
     for tier in ("gpu", "ram", "nvme"):
         assert 0 < summary["tiers"][tier]["peak_bytes"] <= summary["tiers"][tier]["budget_bytes"]
@@ -101,11 +97,8 @@ def test_a_run_leaves_every_figure(whole_run: tuple[Path, str]) -> None:
         assert sum(span["bytes"] for span in own) == figures["bytes"]
         assert all(0 <= span["start_s"] <= span["end_s"] for span in own)
     assert json.loads((path / "status.json").read_text())["state"] == "finished"
-
-
-def test_trace_of_a_run(cli: Cli, whole_run: tuple[Path, str]) -> None:
-    cli.run("trace", "whole", "-o", "trace.json")
-    events = json.loads((cli.folder / "trace.json").read_text())["traceEvents"]
+    assert main(["trace", str(path), "-o", str(path / "trace.json")]) == 0
+    events = json.loads((path / "trace.json").read_text())["traceEvents"]
     assert {event["cat"] for event in events if event["ph"] == "X"} >= {"nvme_read", "compute", "nvme_write"}
 
 
@@ -126,18 +119,14 @@ def test_a_stopped_run_resumes_to_the_same_losses_and_export(cli: Cli, whole_run
     assert (again / "export" / "model.safetensors").read_bytes() == (path / "export" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(("model_type", "code"), [("qwen3", 0), ("t5", 1), ("nonsense", 2)])
-def test_check_exit_codes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model_type: str, code: int
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    assert main(["check", "config.json", "--json"]) == code
-    found = capsys.readouterr()
-    if code == 2:
-        assert found.err.startswith("error: config.json: unknown architecture 'nonsense'")
-        return
-    result = json.loads(found.out)
-    assert list(result) == ["model_type", "ok", "max_rel_error", "worst_parameter", "reason"]
-    assert (result["model_type"], result["ok"]) == (model_type, code == 0)
-    assert (result["reason"] is None) == (code == 0)
+def test_check_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    for model_type, code in (("qwen3", 0), ("t5", 1)):
+        config.write_text(json.dumps({"model_type": model_type}))
+        assert main(["check", str(config), "--json"]) == code
+        result = json.loads(capsys.readouterr().out)
+        assert list(result) == ["model_type", "ok", "max_rel_error", "worst_parameter", "reason"]
+        assert (result["model_type"], result["ok"]) == (model_type, code == 0)
+        assert (result["reason"] is None) == (code == 0)
+    config.write_text(json.dumps({"model_type": "nonsense"}))
+    assert f"{config}: unknown architecture 'nonsense'" in refusal(capsys, "check", str(config), "--json")

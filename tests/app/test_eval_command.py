@@ -7,10 +7,12 @@ import importlib.util
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
 from chat_model import make_chat_model
+from cli_process import refusal
 from recipe_texts import tiny_recipe
 from small_tasks import make_tasks
 
@@ -19,6 +21,8 @@ from penstock.app.cli import main
 from penstock.app.rundir import RunDir
 from penstock.storage.errors import UserError
 
+Captured = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 NEEDLES = ("--tasks", "needles", "--lengths", "600,800", "--depths", "3", "--samples", "1", "--answer-tokens", "6")
 
 
@@ -27,9 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_chat_model(tmp_path_factory.mktemp("eval") / "model")
 
 
-def test_needles_are_printed_kept_and_drawn(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_needles_are_printed_kept_and_drawn(folder: Path, tmp_path: Path, capsys: Captured, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["eval", str(folder), *NEEDLES, "--chat", "--out", "found.json", "--svg", "found.svg"]) == 0
     said = capsys.readouterr()
@@ -45,33 +47,27 @@ def test_needles_are_printed_kept_and_drawn(
     assert len(list(drawn.iter("{http://www.w3.org/2000/svg}rect"))) == 1 + 3 * 2 * 3
 
 
-def test_a_model_that_says_the_numbers_finds_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_says_the_numbers_finds_them(folder: Path, monkeypatch: Patch) -> None:
     """Its recall is the share of them that it says, and it is not asked for more once it has said them."""
     from penstock.app.evaluation.asked import Asked
 
     told: list[int] = []
 
     def write(self: Asked, prompts: Any, writing: Any, on_done: Any, enough: Any) -> list[str]:
-        answers = []
-        for place, ids in enumerate(prompts):
-            text = self.decode(ids)
-            numbers = [word.strip(".") for word in text.split() if word.strip(".").isdigit()]
-            answers.append(" ".join(numbers[:2]))
-            told.append(enough(place, " ".join(numbers)))
-        return answers
+        texts = [self.decode(ids) for ids in prompts]
+        numbers = [[word.strip(".") for word in text.split() if word.strip(".").isdigit()] for text in texts]
+        told.extend(enough(place, " ".join(each)) for place, each in enumerate(numbers))
+        return [" ".join(each[:2]) for each in numbers]
 
     monkeypatch.setattr(Asked, "write", write)
     found = penstock.evaluate(folder, ["needles_multivalue", "needles_single"], lengths=[800], depths=2, samples=2)
     kinds = found["needles"]["kinds"]
-    assert kinds["single"]["recall"] == 1.0
-    assert kinds["multivalue"]["recall"] == 0.5
+    assert (kinds["single"]["recall"], kinds["multivalue"]["recall"]) == (1.0, 0.5)
     assert kinds["multivalue"]["right"] != kinds["multivalue"]["asked"]
     assert all(told)
 
 
-def test_tasks_of_a_folder_are_printed_and_are_json(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tasks_of_a_folder_are_printed_and_are_json(folder: Path, tmp_path: Path, capsys: Captured) -> None:
     tasks = make_tasks(tmp_path / "tasks")
     arguments = ["eval", str(folder), "--tasks", "fruit_choice,fruit_written", "--include-path", str(tasks)]
     assert main([*arguments, "--limit", "3"]) == 0
@@ -86,9 +82,7 @@ def test_tasks_of_a_folder_are_printed_and_are_json(
     assert found["tasks"]["fruit_choice"]["documents"] == 2
 
 
-def test_results_of_a_run_are_kept_in_its_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_of_a_run_are_kept_in_its_directory(tmp_path: Path, capsys: Captured, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "needles.txt").write_text("One of the secret numbers of the amber anchor is 1234567. " * 99)
@@ -111,50 +105,35 @@ def test_results_of_a_run_are_kept_in_its_directory(
         penstock.evaluate(run, ["needles"])
 
 
-def test_results_are_not_lost_where_they_cannot_be_kept(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(path: Path, text: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
+def test_results_are_not_lost_where_they_cannot_be_kept(folder: Path, tmp_path: Path, capsys: Captured) -> None:
+    short = ["--tasks", "needles_single", "--lengths", "600", "--depths", "1", "--samples", "1", "--answer-tokens", "2"]
     with pytest.MonkeyPatch.context() as patch:
+        full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
         patch.setattr("penstock.app.evaluation.run.atomic_write", full)
-        assert main(["eval", str(folder), *NEEDLES, "--out", str(tmp_path / "found.json")]) == 0
+        assert main(["eval", str(folder), *short, "--out", str(tmp_path / "found.json")]) == 0
     said = capsys.readouterr()
-    assert "0% right needles, multikey" in said.out
+    assert "0% right needles, single" in said.out
     assert "found.json: not written (No space left on device)" in said.err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tasks", "needles", "--lengths", "2048"], "--lengths 2,048: exceeds the model's context of 1,024 tokens"),
-        (["--tasks", "needles", "--lengths", "200"], "--lengths 200: too short for the hidden text"),
-        (["--tasks", "needles", "--lengths", "many"], "--lengths many: not a number"),
-        (["--tasks", "needles", "--filler", "poems"], "--filler poems: write essay or noise"),
-        (["--tasks", ","], "--tasks: no task given"),
-        (["--tasks", "needles", "--depths", "0"], "--depths 0: must be at least 1"),
-        (["--tasks", "needles", "--out", "nowhere/found.json"], "its folder does not exist"),
-        (["--tasks", "needles", "--gpu", "lots"], "--gpu: 'lots' is not a size"),
-        (["--tasks", "needles", "--checkpoint", "step-3"], "step-3"),
-    ],
-)
-def test_bad_input_is_one_line(
-    folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["eval", str(folder), *arguments]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
-
-
-def test_what_is_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: Captured) -> None:
+    for arguments, message in (
+        ("needles --lengths 2048", "--lengths 2,048: exceeds the model's context of 1,024 tokens"),
+        ("needles --lengths 200", "--lengths 200: too short for the hidden text"),
+        ("needles --lengths many", "--lengths many: not a number"),
+        ("needles --filler poems", "--filler poems: write essay or noise"),
+        (",", "--tasks: no task given"),
+        ("needles --depths 0", "--depths 0: must be at least 1"),
+        ("needles --out nowhere/found.json", "its folder does not exist"),
+        ("needles --gpu lots", "--gpu: 'lots' is not a size"),
+        ("needles --checkpoint step-3", "step-3"),
+    ):
+        assert message in refusal(capsys, "eval", str(folder), "--tasks", *arguments.split())
     for where, message in ((tmp_path, "neither a run, which has a recipe.json"), (tmp_path / "x", "no such run")):
-        assert main(["eval", str(where), "--tasks", "needles"]) == 2
-        assert message in capsys.readouterr().err
+        assert message in refusal(capsys, "eval", str(where), "--tasks", "needles")
 
 
-def test_without_the_harness_it_is_said_how_to_get_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_harness_it_is_said_how_to_get_it(folder: Path, monkeypatch: Patch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else found(name))
     with pytest.raises(UserError, match=r"needs lm-evaluation-harness, .*: pip install 'penstock\[eval\]'"):

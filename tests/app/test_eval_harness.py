@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from chat_model import make_chat_model
@@ -53,8 +54,7 @@ def theirs(folder: Path, tasks: Path, **options: Any) -> dict[str, Any]:
         model, tasks=["fruits", "fruit_text"], task_manager=manager, bootstrap_iters=1000, log_samples=False, **options
     )
     assert results is not None
-    found: dict[str, Any] = results["results"]
-    return found
+    return dict(results["results"])
 
 
 @pytest.mark.parametrize("chat", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -130,23 +130,16 @@ def test_a_text_that_is_enough_is_not_gone_on_with(model: StreamedModel) -> None
 
 
 def test_local_tasks_ask_nobody(model: StreamedModel, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-
-    def refuse(*address: object, **options: object) -> None:
-        asked.append(address)
-        raise OSError("no network")
-
+    refuse = Mock(side_effect=OSError("no network"))
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(socket.socket, "connect", refuse)
     answers(Asked(model), tasks, limit=1)
-    assert asked == []
+    refuse.assert_not_called()
 
 
 def test_a_task_that_there_is_not_is_told_with_near_ones(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Reading the harness's own takes seconds.
-    monkeypatch.setattr(
-        harness, "TaskManager", lambda **options: TaskManager(**(options | {"include_defaults": False}))
-    )
+    monkeypatch.setattr(harness, "TaskManager", lambda **more: TaskManager(**(more | {"include_defaults": False})))
     with pytest.raises(UserError, match=r"--tasks fruit_choise: no such task; did you mean fruit_choice"):
         find_tasks(["fruit_choise"], tasks)
     assert find_tasks(["fruit_*"], tasks).names == sorted(TASKS)
@@ -170,11 +163,12 @@ def test_what_is_not_done_is_refused_in_a_line(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("PENSTOCK_OFFLINE_BY_DEFAULT", raising=False)  # as if the command line had not been imported
     lost = "task: lost\ndataset_path: json\ndataset_kwargs: {data_files: nowhere.jsonl}\noutput_type: multiple_choice\n"
-    (tasks / "lost.yaml").write_text(lost)
-    index = find_tasks(["lost"], tasks)
-    with pytest.raises(UserError, match=r"--tasks lost: cannot be loaded: .*nowhere.jsonl"):
-        ask_tasks(asked, index, TaskOptions(), tell=pytest.fail, say=pytest.fail, on_done=lambda _: None)
-    (tasks / "remote.yaml").write_text("task: remote\ndataset_path: nobody/nothing\noutput_type: multiple_choice\n")
-    index = find_tasks(["remote"], tasks)
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set and data of it is not in the cache"):
-        ask_tasks(asked, index, TaskOptions(), tell=pytest.fail, say=pytest.fail, on_done=lambda _: None)
+    remote = "task: remote\ndataset_path: nobody/nothing\noutput_type: multiple_choice\n"
+    for name, text, message in (
+        ("lost", lost, r"--tasks lost: cannot be loaded: .*nowhere.jsonl"),
+        ("remote", remote, "HF_HUB_OFFLINE is set and data of it is not in the cache"),
+    ):
+        (tasks / f"{name}.yaml").write_text(text)
+        index = find_tasks([name], tasks)
+        with pytest.raises(UserError, match=message):
+            ask_tasks(asked, index, TaskOptions(), tell=pytest.fail, say=pytest.fail, on_done=lambda _: None)

@@ -9,10 +9,8 @@ from every_format import SOURCES, WAYS, Way
 from small_finetunes import finetune, make_models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-FILES = {"README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors"} | {
-    "tokenizer.json",
-    "tokenizer_config.json",
-}
+FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+OF_THE_MODEL = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +33,8 @@ def test_a_fine_tune_from_files_as_users_have_them(tmp_path: Path, models: dict[
     assert f"source='{way.source}'" in (tmp_path / "recipe.py").read_text().replace('"', "'")
 
     export = found.run / "export"
-    assert {file.name for file in export.iterdir()} == FILES
-    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+    assert {file.name for file in export.iterdir()} == FILES | OF_THE_MODEL
+    for name in OF_THE_MODEL:
         assert (export / name).read_bytes() == (models[way.template] / name).read_bytes()
     model: Any = AutoModelForCausalLM.from_pretrained(export)
     tokenizer: Any = AutoTokenizer.from_pretrained(export)

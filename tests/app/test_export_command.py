@@ -16,19 +16,11 @@ from model_folders import as_users_have_it
 from safetensors.torch import load_file
 
 import penstock
+from penstock import AdapterConfig, AfterConfig, BudgetConfig, DataConfig, ModelConfig, Recipe, TrainConfig
 from penstock.app.cli import main
 from penstock.app.hub_push import require_push
 from penstock.app.recipe import from_dict
 from penstock.app.rundir import read_recipe
-from penstock.engine.config import (
-    AdapterConfig,
-    AfterConfig,
-    BudgetConfig,
-    DataConfig,
-    ModelConfig,
-    Recipe,
-    TrainConfig,
-)
 from penstock.storage.errors import UserError
 
 
@@ -74,35 +66,33 @@ def test_options_and_what_is_said(run: Path, tmp_path: Path, capsys: pytest.Capt
     shards = sorted(out.glob("model-*.safetensors"))
     assert len(shards) > 1
     assert {t.dtype for shard in shards for t in load_file(shard).values()} == {torch.float32}
-    assert not any(name.startswith(".") for name in (file.name for file in out.iterdir()))
+    assert not list(out.glob(".*"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_mean_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, message in (
         (["--dtype", "int8"], "--dtype int8: write bf16, fp16 or fp32"),
         (["--max-shard-size", "big"], "--max-shard-size: 'big' is not a size"),
         (["--push", "x"], "write hf://OWNER/NAME"),
         (["--push", "me/model@v1"], "uploads to the main branch"),
-    ],
-)
-def test_options_that_mean_nothing(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
-    assert message in refusal(capsys, "export", str(run), str(tmp_path / "out"), *options)
-    assert not (tmp_path / "out").exists()
+        (["--merged"], "this run trains no adapter"),
+    ):
+        assert message in refusal(capsys, "export", str(run), str(tmp_path / "out"), *options)
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"after\.push: .* set after\.export=true"):
+        AfterConfig(push="me/tuned")
 
 
-def test_the_card_says_what_the_model_was_made_of(run: Path, tmp_path: Path) -> None:
+def test_the_card_says_what_the_model_was_made_of(run: Path, tmp_path: Path, hub: FakeHub) -> None:
     penstock.export(run, tmp_path / "out")
+    assert hub.requests == [], "nothing is pushed unasked"
     card = (tmp_path / "out" / "README.md").read_text()
     front = card.split("---\n")[1]
-    assert "library_name: transformers" in front
-    assert "base_model: small/llama" in front
-    assert "- penstock" in front
+    for part in ("library_name: transformers", "base_model: small/llama", "- penstock"):
+        assert part in front
     assert re.search(r"\| steps \| 2 of 2 \|", card)
-    assert re.search(r"\| training loss \| \d+\.\d{4} \(step 2\) \|", card)
-    assert re.search(r"\| validation loss \| \d+\.\d{4} \(step 2\) \|", card)
+    for loss in ("training loss", "validation loss"):
+        assert re.search(rf"\| {loss} \| \d+\.\d{{4}} \(step 2\) \|", card)
     content = json.loads((run / "data" / "corpus" / "meta.json").read_text())["content"]
     assert f"| SHA-256 of the tokens | `{content}` |" in card
     assert "8 documents" in card
@@ -130,11 +120,6 @@ def test_a_push_makes_a_private_repository_and_uploads_the_folder(
     assert pushed.files["model.safetensors"] == (tmp_path / "again" / "model.safetensors").read_bytes()
 
 
-def test_nothing_is_pushed_unasked(run: Path, tmp_path: Path, hub: FakeHub) -> None:
-    penstock.export(run, tmp_path / "out")
-    assert hub.requests == []
-
-
 def test_a_push_that_fails_is_one_line_and_leaves_the_folder(
     run: Path, tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,34 +138,21 @@ def test_a_push_that_fails_is_one_line_and_leaves_the_folder(
         require_push("me/tuned")
 
 
-def test_a_recipe_pushes_only_an_export() -> None:
-    with pytest.raises(UserError, match=r"after\.push: .* set after\.export=true"):
-        AfterConfig(push="me/tuned")
-
-
-@pytest.fixture(scope="module")
-def adapter_run(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with an adapter, which is exported and asked to go on with a prompt at the end."""
-    recipe = read_recipe(run)
-    recipe = replace(
-        recipe,
-        adapter=AdapterConfig(method="lora", rank=2, targets=["q_proj"]),
-        after=AfterConfig(export=True, sample_prompt="some text", sample_tokens=3),
-    )
-    return penstock.train(recipe, run_dir=tmp_path_factory.mktemp("adapter") / "run")
-
-
 def test_an_adapter_is_exported_as_its_folder_or_merged(
-    adapter_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """At the end of its run, which asks it to go on with a prompt, and by the command."""
+    adapter = AdapterConfig(method="lora", rank=2, targets=["q_proj"])
+    after = AfterConfig(export=True, sample_prompt="some text", sample_tokens=3)
+    adapter_run = penstock.train(replace(read_recipe(run), adapter=adapter, after=after), run_dir=tmp_path / "run")
+    capsys.readouterr()
     out = adapter_run / "export"
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == "small/llama"
     assert (out / "tokenizer.json").exists()
     card = (out / "README.md").read_text()
     front = card.split("---\n")[1]
-    assert "library_name: peft" in front
-    assert "base_model: small/llama" in front
-    assert "base_model_relation: adapter" in front
+    for part in ("library_name: peft", "base_model: small/llama", "base_model_relation: adapter"):
+        assert part in front
     assert "A lora adapter of " in card
     assert 'PeftModel.from_pretrained(base, "export")' in card
     assert main(["export", str(adapter_run), str(tmp_path / "merged"), "--merged", "--dtype", "fp32"]) == 0
@@ -191,10 +163,3 @@ def test_an_adapter_is_exported_as_its_folder_or_merged(
     assert "vllm serve small/llama --enable-lora" in capsys.readouterr().out
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
-
-
-def test_a_run_without_an_adapter_has_nothing_to_merge(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "this run trains no adapter" in refusal(capsys, "export", str(run), str(tmp_path / "out"), "--merged")
-    assert not (tmp_path / "out").exists()

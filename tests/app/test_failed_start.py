@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -13,10 +12,11 @@ from typing import Any
 
 import fake_run
 import pytest
-from cli_process import FAKE, REPOSITORY, refusal, wait_until
+from cli_process import FAKE, done, refusal, started, wait_until
 from nvme_state import make
 
 from penstock.app import launcher
+from penstock.app.cli import main
 from penstock.app.launch import require_inputs
 from penstock.app.recipe import to_json
 from penstock.app.rundir import RunDir
@@ -25,12 +25,13 @@ from penstock.storage.errors import UserError
 from penstock.tui.data.alerts import alerts
 from penstock.tui.data.run_data import RunData
 
+Patch = pytest.MonkeyPatch
 RANDOM = DataConfig(source="random")
 RECIPE = Recipe(name="tiny", model=ModelConfig(vocab_size=300), data=RANDOM, train=TrainConfig(steps=4))
 
 
 @pytest.fixture
-def trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+def trains(monkeypatch: Patch, tmp_path: Path) -> Patch:
     """A stand-in for the engine trains in this process, in a folder with the recipe tiny.json."""
     monkeypatch.setitem(sys.modules, "penstock.engine.train", SimpleNamespace(train=fake_run.train))
     monkeypatch.setenv("FAKE_STEP_S", "0.001")
@@ -39,52 +40,37 @@ def trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatc
     return monkeypatch
 
 
-@pytest.mark.parametrize("given", [[], ["--run-dir", "new/out"]])
-def test_nothing_is_left_of_a_failed_start(
-    trains: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: list[str]
-) -> None:
+def test_nothing_is_left_of_a_failed_start(trains: Patch, capsys: pytest.CaptureFixture[str]) -> None:
     trains.setenv("FAKE_FAIL_AT", "1:user")
-    assert "loss is NaN" in refusal(capsys, "train", "tiny.json", *given)
-    assert [path.name for path in Path().iterdir()] == ["tiny.json"]
-
-
-def test_a_bug_before_the_first_step_leaves_its_traceback_alone(trains: pytest.MonkeyPatch) -> None:
-    from penstock.app.cli import main
-
+    for given in ([], ["--run-dir", "new/out"]):
+        assert "loss is NaN" in refusal(capsys, "train", "tiny.json", *given)
+        assert [path.name for path in Path().iterdir()] == ["tiny.json"]
     trains.setenv("FAKE_FAIL_AT", "1:bug")
-    with pytest.raises(RuntimeError, match="a bug"):
+    with pytest.raises(RuntimeError, match="a bug"):  # its traceback alone
         main(["train", "tiny.json"])
     assert [path.name for path in Path().iterdir()] == ["tiny.json"]
 
 
-def test_a_folder_that_was_there_stays_as_it_was(
-    trains: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_was_there_stays_as_it_was(trains: Patch, capsys: pytest.CaptureFixture[str]) -> None:
     trains.setenv("FAKE_FAIL_AT", "1:user")
     Path("empty").mkdir()
     refusal(capsys, "train", "tiny.json", "--run-dir", "empty")
     assert list(Path("empty").iterdir()) == []
-    own = Path("own")
-    own.mkdir()
-    (own / "recipe.json").write_text(to_json(RECIPE))
-    (own / "output.log").write_text("mine")
+    own = {"recipe.json": to_json(RECIPE), "output.log": "mine"}
+    Path("own").mkdir()
+    for name, text in own.items():
+        Path("own", name).write_text(text)
     refusal(capsys, "train", "own/recipe.json", "--run-dir", "own")
-    assert {path.name: path.read_text() for path in own.iterdir()} == {
-        "recipe.json": to_json(RECIPE),
-        "output.log": "mine",
-    }
+    assert {path.name: path.read_text() for path in Path("own").iterdir()} == own
 
 
-def test_a_run_that_has_begun_or_is_resumed_stays(
-    trains: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_has_begun_or_is_resumed_stays(trains: Patch, capsys: pytest.CaptureFixture[str]) -> None:
     trains.setenv("FAKE_FAIL_AT", "2:user")
     refusal(capsys, "train", "tiny.json", "--run-dir", "out")
     assert json.loads(Path("out/status.json").read_text())["state"] == "failed"
     refusal(capsys, "resume", "out")  # in its first step
     assert Path("out/metrics.jsonl").exists()
     Path("out/metrics.jsonl").unlink()
-    trains.setenv("FAKE_FAIL_AT", "2:user")
     refusal(capsys, "resume", "out")
     assert Path("out/recipe.json").exists()
 
@@ -102,9 +88,7 @@ def test_a_discarded_run_leaves_its_drives_as_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_start_from_the_terminal_application_leaves_its_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_from_the_terminal_application_leaves_its_words(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(launcher, "CLI", FAKE)
     monkeypatch.setenv("FAKE_FAIL_AT", "1:user")
     monkeypatch.setenv("FAKE_PREPARE_S", "0.5")
@@ -120,19 +104,15 @@ def test_a_start_from_the_terminal_application_leaves_its_words(
     assert launcher.last_words(tmp_path / "runs" / "never") is None
 
 
-BAD_DATA: dict[str, tuple[list[str], str]] = {
-    "no text in the first line": (
-        ["data.source=jsonl", "data.path=none.jsonl"],
-        "no `text` field; the row has content",
-    ),
-    "no JSON": (["data.source=jsonl", "data.path=torn.jsonl"], "not a JSON object"),
-    "missing": (["data.source=jsonl", "data.path=nowhere"], "nowhere does not exist"),
-    "empty folder": (["data.source=text", "data.path=folder"], "the corpus is empty"),
-    "no text at all": (["data.source=text", "data.path=latin.txt"], "not UTF-8 text"),
-    "no tokenizer": (["data.tokenizer=nowhere"], "nowhere does not exist"),
-    "no vocabulary": (["data.source=random"], "model.vocab_size: data.source=random needs it"),
-}
-
+BAD_DATA: list[tuple[list[str], str]] = [
+    (["data.source=jsonl", "data.path=none.jsonl"], "no `text` field; the row has content"),
+    (["data.source=jsonl", "data.path=torn.jsonl"], "not a JSON object"),
+    (["data.source=jsonl", "data.path=nowhere"], "nowhere does not exist"),
+    (["data.source=text", "data.path=folder"], "the corpus is empty"),
+    (["data.source=text", "data.path=latin.txt"], "not UTF-8 text"),
+    (["data.tokenizer=nowhere"], "nowhere does not exist"),
+    (["data.source=random"], "model.vocab_size: data.source=random needs it"),
+]
 TRAINS_WITHOUT_TORCH = """
 import contextlib, io, json, sys
 from penstock.app.cli import main
@@ -152,21 +132,15 @@ def test_data_that_is_not_there_is_refused_before_pytorch_is_loaded(tmp_path: Pa
     (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9 " * 100)
     (tmp_path / "folder").mkdir()
     before = sorted(path.name for path in tmp_path.iterdir())
-    printed = subprocess.run(
-        [sys.executable, "-c", TRAINS_WITHOUT_TORCH, json.dumps([settings for settings, _ in BAD_DATA.values()])],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    told: list[list[Any]] = json.loads(printed.stdout)
-    for (name, (_, words)), (code, error, torch) in zip(BAD_DATA.items(), told, strict=True):
-        assert (code, words in error, torch) == (2, True, False), (name, error)
+    given = json.dumps([settings for settings, _ in BAD_DATA])
+    process = started(tmp_path, sys.executable, "-c", TRAINS_WITHOUT_TORCH, given)
+    told: list[list[Any]] = json.loads(done(process).stdout)
+    for (settings, words), (code, error, torch) in zip(BAD_DATA, told, strict=True):
+        assert (code, words in error, torch) == (2, True, False), (settings, error)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: Patch) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("text")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "b.txt")  # root may read everything

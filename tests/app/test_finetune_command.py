@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from chat_model import make_chat_model, make_tokenizer, talk, write_talks
@@ -17,6 +16,7 @@ from penstock.app.finetune import given_values, recipe_file, run_name
 from penstock.app.recipe import load_recipe
 from penstock.storage.errors import UserError
 
+Captured = pytest.CaptureFixture[str]
 OURS = ["tiny-chat", "talks.jsonl"]
 FAST = ["--set", "train.compile=off", "--set", "train.calibrate=false", "--set", "train.device=cpu"]
 
@@ -48,45 +48,38 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize(
-    ("model", "data", "name"),
-    [
+def test_a_run_is_named_after_both() -> None:
+    for model, data, name in (
         ("models/Qwen3-8B/", "a/talks.jsonl.gz", "qwen3-8b-talks"),
         ("hf://Qwen/Qwen3-0.6B@main", "HuggingFaceH4/no_robots", "qwen3-0.6b-no_robots"),
         ("/m/é ü", "..", "x-x"),
         ("m" * 200, "d", "m" * 80),
-    ],
-)
-def test_a_run_is_named_after_both(model: str, data: str, name: str) -> None:
-    assert run_name(model, data) == name
-    assert penstock.Recipe(name=name).name == name
+    ):
+        assert run_name(model, data) == name
+        assert penstock.Recipe(name=name).name == name
 
 
 def test_what_is_set_is_read_as_the_fields_types() -> None:
-    given = given_values(["train.lr=1e-5", "data.validation_documents=none", "model.overrides.rope_theta=1e6"])
-    assert given == {"train.lr": 1e-5, "data.validation_documents": None, "model.overrides.rope_theta": "1e6"}
+    values = given_values(["train.lr=1e-5", "data.validation_documents=none", "model.overrides.rope_theta=1e6"])
+    assert values == {"train.lr": 1e-5, "data.validation_documents": None, "model.overrides.rope_theta": "1e6"}
     with pytest.raises(UserError, match=r"--set: no field 'train\.stepz'; did you mean 'train\.steps'"):
         given_values(["train.stepz=1"])
 
 
-def test_of_turns_that_the_template_renders_in_another_way_the_last_is_trained(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_turns_that_the_template_renders_in_another_way_the_last_is_trained(here: Path, capsys: Captured) -> None:
     config = json.loads((here / "tiny-chat" / "tokenizer_config.json").read_text())
     (here / "tiny-chat" / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": None}))
     (here / "tiny-chat" / "chat_template.jinja").write_text(THINKING)
-    assert main(["finetune", "tiny-chat", "talks.jsonl", "--json", *FAST]) == 0
+    assert main(["finetune", *OURS, "--json", *FAST]) == 0
     found = json.loads(capsys.readouterr().out)
     (said,) = (item for item in found["chosen"] if item["key"] == "data.trained_tokens")
     assert said["value"] == found["recipe"]["data"]["trained_tokens"] == "last"
-    assert main(["finetune", "tiny-chat", "talks.jsonl", "--json", "--set", "data.trained_tokens=assistant"]) == 2
+    assert main(["finetune", *OURS, "--json", "--set", "data.trained_tokens=assistant"]) == 2
     assert "the chat template renders it as" in capsys.readouterr().err
 
 
-def test_one_line_trains_a_model_and_leaves_a_recipe_that_repeats_it(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["finetune", "tiny-chat", "talks.jsonl", "--yes", "--run-dir", "out", "--set", "train.steps=6", *FAST]
+def test_one_line_trains_a_model_and_leaves_a_recipe_that_repeats_it(here: Path, capsys: Captured) -> None:
+    command = ["finetune", *OURS, "--yes", "--run-dir", "out", "--set", "train.steps=6", *FAST]
     assert main(command) == 0
     printed = " ".join(capsys.readouterr().out.split())
     for part in (
@@ -109,9 +102,8 @@ def test_one_line_trains_a_model_and_leaves_a_recipe_that_repeats_it(
     assert len(losses) == 6
     assert losses[-1] < losses[0]
     assert (here / "out" / "export" / "model.safetensors").is_file()
-    again = penstock.train(
-        "tiny_chat_talks.py", run_dir="again", overrides=["after.export=false", "after.sample_prompt=none"]
-    )
+    overrides = ["after.export=false", "after.sample_prompt=none"]
+    again = penstock.train("tiny_chat_talks.py", run_dir="again", overrides=overrides)
     assert [line["loss"] for line in json_lines(again / "metrics.jsonl")] == losses
 
 
@@ -127,9 +119,9 @@ def test_from_python_it_is_the_same(here: Path) -> None:
     assert not (here / "tiny_chat_talks.py").exists()
 
 
-def test_as_json_nothing_is_asked_written_or_trained(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_json_nothing_is_asked_written_or_trained(here: Path, capsys: Captured) -> None:
     before = files(here)
-    assert main(["finetune", "tiny-chat", "talks.jsonl", "--json", "--epochs", "2"]) == 0
+    assert main(["finetune", *OURS, "--json", "--epochs", "2"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert files(here) == before
     assert found["plan"]["fits"]
@@ -140,7 +132,7 @@ def test_as_json_nothing_is_asked_written_or_trained(here: Path, capsys: pytest.
     assert [piece["trained"] for piece in found["samples"][0]["pieces"]] == [False, True]
 
 
-def test_rows_are_printed_as_training_reads_them(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_printed_as_training_reads_them(here: Path, capsys: Captured) -> None:
     assert main(["data", "tiny-chat", "talks.jsonl", "--json"]) == 0
     printed = capsys.readouterr()
     rows = [json.loads(line) for line in printed.out.splitlines()]
@@ -164,43 +156,44 @@ def test_rows_are_printed_as_training_reads_them(here: Path, capsys: pytest.Capt
     assert "«The pear is green.<|im_end|>»" in printed.out
     assert "«The plum is blue.<|im_end|>»" not in printed.out, "only the last turn is trained"
     assert "the last turn of the assistant" in printed.out
-
-
-def test_a_model_without_data_has_no_rows(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "give a recipe, or a model and its data" in refusal(capsys, "data", "tiny-chat")
 
 
 def test_a_question_is_asked_on_a_terminal_and_no_keeps_the_recipe(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    error = refusal(capsys, "finetune", "tiny-chat", "talks.jsonl")
+    error = refusal(capsys, "finetune", *OURS)
     assert "there is no terminal to ask on; add --yes" in error
     assert not (here / "tiny_chat_talks.py").exists()
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("typer.confirm", lambda *args, **options: False)
-    assert main(["finetune", "tiny-chat", "talks.jsonl"]) == 0
-    assert "recipe written to tiny_chat_talks.py; to train it again: penstock train tiny_chat_talks.py" in (
-        capsys.readouterr().out
-    )
+    assert main(["finetune", *OURS]) == 0
+    said = capsys.readouterr().out
+    assert "recipe written to tiny_chat_talks.py; to train it again: penstock train tiny_chat_talks.py" in said
     assert not (here / "runs").exists()
     assert recipe_file(load_recipe("tiny_chat_talks.py")) == Path("tiny_chat_talks_2.py")
 
 
-def test_what_does_not_fit_is_told_and_nothing_is_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_told_and_nothing_is_written(here: Path, capsys: Captured) -> None:
     before = files(here)
-    assert main(["finetune", "tiny-chat", "talks.jsonl", "--yes", "--set", "budgets.gpu=4KiB"]) == 1
+    assert main(["finetune", *OURS, "--yes", "--set", "budgets.gpu=4KiB"]) == 1
     printed = capsys.readouterr().out
     assert "does not fit" in printed
     assert "--set" in printed, "what would make it fit"
     assert files(here) == before
 
 
-def given(*words: str, without: tuple[str, ...] = ()) -> Callable[[Path], list[str]]:
-    """A case whose arguments these are, where files of the model are gone."""
+def given(
+    *words: str, files: dict[str, str | bytes] | None = None, without: tuple[str, ...] = ()
+) -> Callable[[Path], list[str]]:
+    """A case whose arguments these are, beside these files, where others of the model are gone."""
 
     def make(here: Path) -> list[str]:
         for name in without:
             (here / "tiny-chat" / name).unlink()
+        for name, text in (files or {}).items():
+            (here / name).parent.mkdir(exist_ok=True)
+            (here / name).write_bytes(text.encode() if isinstance(text, str) else text)
         return list(words)
 
     return make
@@ -214,32 +207,12 @@ def no_template(here: Path) -> list[str]:
 
 def data_of(text: str | bytes, name: str = "bad.jsonl") -> Callable[[Path], list[str]]:
     """A case whose data is a file of that text."""
-
-    def make(here: Path) -> list[str]:
-        (here / name).write_bytes(text.encode() if isinstance(text, str) else text)
-        return ["tiny-chat", name]
-
-    return make
+    return given("tiny-chat", name, files={name: text})
 
 
 def settings(*texts: str) -> Callable[[Path], list[str]]:
     """A case whose settings are wrong."""
     return given(*OURS, *(word for text in texts for word in ("--set", text)))
-
-
-def options(*words: str) -> Callable[[Path], list[str]]:
-    return given(*OURS, *words)
-
-
-def taken_run(here: Path) -> list[str]:
-    (here / "taken").mkdir()
-    (here / "taken" / "file").touch()
-    return [*OURS, "--run-dir", "taken"]
-
-
-def taken_recipe(here: Path) -> list[str]:
-    (here / "mine.py").write_text("recipe = 1\n")
-    return [*OURS, "--out", "mine.py"]
 
 
 def other_adapter(here: Path) -> list[str]:
@@ -251,8 +224,8 @@ def other_adapter(here: Path) -> list[str]:
     config.hidden_size *= 2
     peft = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=2, target_modules=["q_proj"]))
     peft.save_pretrained(here / "adapter")
-    own = settings("adapter.method=lora", "adapter.rank=2", "adapter.alpha=8", 'adapter.targets=["q_proj"]')(here)
-    return [*own, "--set", "adapter.start=adapter"]
+    own = ("adapter.method=lora", "adapter.rank=2", "adapter.alpha=8", 'adapter.targets=["q_proj"]')
+    return settings(*own, "adapter.start=adapter")(here)
 
 
 GOOD = json.dumps(talk(1))
@@ -287,41 +260,38 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "shorten the prompt",
     ),
     "an unknown field": (settings("train.learning_rate=1"), "train.lr"),
-    "no epochs": (options("--epochs", "0"), "--epochs"),
-    "a recipe that is there": (taken_recipe, "mine.py exists"),
-    "a recipe of no known kind": (options("--out", "mine.txt"), "must end in .py or .json"),
-    "a recipe where none can be": (options("--out", "talks.jsonl/mine.py"), "talks.jsonl/mine.py: cannot be written"),
-    "a run that is there": (taken_run, "is not empty"),
-    "an unknown machine": (options("--machine", "nowhere-9000"), "nowhere-9000"),
+    "no epochs": (given(*OURS, "--epochs", "0"), "--epochs"),
+    "a recipe that is there": (given(*OURS, "--out", "mine.py", files={"mine.py": "x = 1\n"}), "mine.py exists"),
+    "a recipe of no known kind": (given(*OURS, "--out", "mine.txt"), "must end in .py or .json"),
+    "a recipe where none can be": (given(*OURS, "--out", "talks.jsonl/a.py"), "talks.jsonl/a.py: cannot be written"),
+    "a run that is there": (given(*OURS, "--run-dir", "taken", files={"taken/file": ""}), "is not empty"),
+    "an unknown machine": (given(*OURS, "--machine", "nowhere-9000"), "nowhere-9000"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_leaves_nothing_behind(
-    here: Path, capsys: pytest.CaptureFixture[str], case: str
-) -> None:
+def test_bad_input_is_one_line_and_leaves_nothing_behind(here: Path, capsys: Captured, case: str) -> None:
     make, part = BAD[case]
     arguments = make(here)
     before = files(here)
     error = refusal(capsys, "finetune", *arguments, "--yes")
     assert part in error
-    assert files(here) == before
     assert len(error) < 1000
+    assert files(here) == before
 
 
 @pytest.mark.long
-def test_another_machine_is_planned_for_and_nothing_trained(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = settings("train.chunk_tokens=64", "train.activation_checkpointing=full", "train.kv_window=whole")(here)
-    assert main(["finetune", *given, "--machine", "rtx4090-64", "--out", "there.json"]) == 0
+def test_another_machine_is_planned_for_and_nothing_trained(here: Path, capsys: Captured) -> None:
+    chosen = settings("train.chunk_tokens=64", "train.activation_checkpointing=full", "train.kv_window=whole")(here)
+    assert main(["finetune", *chosen, "--machine", "rtx4090-64", "--out", "there.json"]) == 0
     assert "fits on rtx4090-64" in capsys.readouterr().out
     assert load_recipe("there.json").machine == "rtx4090-64"
     assert not (here / "runs").exists()
 
 
-def test_bad_rows_are_left_out_when_told_to_and_counted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_rows_are_left_out_when_told_to_and_counted(here: Path, capsys: Captured) -> None:
     (here / "mixed.jsonl").write_text(f"{GOOD}\n{MUTE}\n{{broken\n{GOOD}\n")
-    arguments: list[Any] = ["finetune", "tiny-chat", "mixed.jsonl", "--json", "--set", "data.bad_rows=skip"]
-    assert main(arguments) == 0
+    assert main(["finetune", "tiny-chat", "mixed.jsonl", "--json", "--set", "data.bad_rows=skip"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["lengths"]["documents"] == 2
     assert any("2 bad rows are skipped" in text for text in found["warnings"])

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import pytest
 
 from penstock.app.finetune_defaults import Found, choose, held_out, row_length
 
@@ -22,7 +21,9 @@ def found(lengths: list[int], **changes: Any) -> Found:
 
 
 def values(lengths: list[int], given: dict[str, Any] | None = None, epochs: float | None = None, **changes: Any) -> Any:
-    return {item.key: item.value for item in choose(found(lengths, **changes), given or {}, epochs)}
+    items = choose(found(lengths, **changes), given or {}, epochs)
+    assert all(item.why for item in items)
+    return {item.key: item.value for item in items}
 
 
 def test_a_thousand_conversations_of_500_tokens() -> None:
@@ -49,9 +50,8 @@ def test_a_recurrent_model_has_a_document_a_row() -> None:
     assert (chosen["data.sequence_length"], chosen["data.packing"]) == (512, "none")
 
 
-@pytest.mark.parametrize(
-    ("lengths", "context", "text", "row", "why"),
-    [
+def test_a_row_covers_the_documents() -> None:
+    for lengths, context, text, row, why in (
         ([100] * 999 + [100_000], 32_768, False, 1024, "10 typical documents"),  # the outlier is 500 times the p99
         ([3000] * 40, 2048, False, 2048, "the model's own context"),
         ([3000] * 40, 5000, False, 4096, "covers the longest, 3,000"),
@@ -59,23 +59,15 @@ def test_a_recurrent_model_has_a_document_a_row() -> None:
         ([100_000] * 3, 131_072, False, 32_768, "rows of more than 32,768 have to be set by you"),
         ([2048] * 10, None, False, 2048, "covers the longest, 2,048"),
         ([100] * 97 + [2000] * 3, 32_768, False, 2048, "covers the longest, 2,000"),
-    ],
-)
-def test_a_row_covers_the_documents(lengths: list[int], context: int, text: bool, row: int, why: str) -> None:
-    length, reason = row_length(np.asarray(lengths), context, text=text)
-    assert (length, why in reason) == (row, True), reason
+    ):
+        length, reason = row_length(np.asarray(lengths), context, text=text)
+        assert (length, why in reason) == (row, True), reason
 
 
-@pytest.mark.parametrize(("count", "held"), [(39, None), (40, 4), (1000, 20), (10**6, 256)])
-def test_a_few_are_held_out(count: int, held: int | None) -> None:
-    assert held_out(count) == held
-
-
-@pytest.mark.parametrize(
-    ("params", "rate"), [(5e5, 1e-3), (5e7, 2e-4), (5e8, 5e-5), (1.5e9, 2e-5), (7e9, 1e-5), (32e9, 1e-5), (7e10, 5e-6)]
-)
-def test_larger_models_take_smaller_steps(params: float, rate: float) -> None:
-    assert values([500] * 1000, num_params=int(params))["train.lr"] == rate
+def test_a_few_are_held_out_and_larger_models_take_smaller_steps() -> None:
+    assert [held_out(count) for count in (39, 40, 1000, 10**6)] == [None, 4, 20, 256]
+    rates = {5e5: 1e-3, 5e7: 2e-4, 5e8: 5e-5, 1.5e9: 2e-5, 7e9: 1e-5, 32e9: 1e-5, 7e10: 5e-6}
+    assert {params: values([500] * 1000, num_params=int(params))["train.lr"] for params in rates} == rates
 
 
 def test_much_data_is_read_once_in_steps_of_131_072_tokens_by_a_large_model() -> None:
@@ -94,10 +86,6 @@ def test_what_the_user_sets_stays_and_the_rest_follows() -> None:
     assert items["train.global_batch_size"].value == 16
     assert items["train.steps"].value == math.ceil(2 * 500 / 16)
     assert "2 epochs of 500 rows, 16 a step" in items["train.steps"].why
-
-
-def test_every_choice_has_its_reason() -> None:
-    assert all(item.why for item in choose(found([500] * 1000), {}))
 
 
 def test_an_adapter_takes_ten_times_the_rate() -> None:

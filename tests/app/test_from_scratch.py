@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import bad_model_files
 import pytest
@@ -42,46 +43,35 @@ def test_a_folder_and_its_shape_are_one_model(folder: Path) -> None:
     assert config.to_dict() == config_of(ModelConfig(path=str(folder / "config.json"))).to_dict()
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "found"),
-    [
-        ("num_layers", 3, "2"),
-        ("hidden_size", 64, "32"),
-        ("intermediate_size", 97, "64"),
-        ("num_heads", 8, "4"),
-        ("num_kv_heads", 4, "2"),
-        ("head_dim", 32, "8"),
-        ("vocab_size", 301, "300"),
-        ("max_position", 64, "128"),
-        ("model_type", "mistral", "qwen3"),
-        ("tie_embeddings", True, "False"),
-    ],
-)
-def test_a_shape_that_is_not_the_folder_s_is_named(folder: Path, field: str, value: object, found: str) -> None:
-    with pytest.raises(UserError) as caught:
-        config_of(ModelConfig(path=str(folder), **(SHAPE | {field: value})))
-    for part in (f"model.{field}: {value} in the recipe, but {found} in {folder}", "--set model.path="):
-        assert part in str(caught.value)
+def test_a_shape_that_is_not_the_folder_s_is_named(folder: Path) -> None:
+    others: dict[str, tuple[Any, str]] = {
+        **{"num_layers": (3, "2"), "hidden_size": (64, "32"), "intermediate_size": (97, "64"), "num_heads": (8, "4")},
+        **{"num_kv_heads": (4, "2"), "head_dim": (32, "8"), "vocab_size": (301, "300"), "max_position": (64, "128")},
+        **{"model_type": ("mistral", "qwen3"), "tie_embeddings": (True, "False")},
+    }
+    for field, (value, found) in others.items():
+        with pytest.raises(UserError, match=r"--set model\.path=") as caught:
+            config_of(ModelConfig(path=str(folder), **(SHAPE | {field: value})))
+        assert f"model.{field}: {value} in the recipe, but {found} in {folder}" in str(caught.value)
 
 
-@pytest.mark.parametrize("former", [None, {"rope_type": "yarn", "factor": 2.0}])
-def test_overrides_go_on_top_of_folder_and_shape(folder: Path, tmp_path: Path, former: object) -> None:
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": former}))
-    for path in (folder, tmp_path / "none"):
-        model = ModelConfig(path=str(path), **SHAPE, overrides={"rope_parameters": YARN})
-        assert config_of(model).rope_parameters == YARN
-        assert model.overrides == {"rope_parameters": YARN}
+def test_overrides_go_on_top_of_folder_and_shape(folder: Path, tmp_path: Path) -> None:
+    for former in (None, {"rope_type": "yarn", "factor": 2.0}):
+        (folder / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": former}))
+        for path in (folder, tmp_path / "none"):
+            model = ModelConfig(path=str(path), **SHAPE, overrides={"rope_parameters": YARN})
+            assert config_of(model).rope_parameters == YARN
+            assert model.overrides == {"rope_parameters": YARN}
 
 
-def test_a_missing_folder_without_a_shape_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.path: .*none does not exist, and the recipe gives no shape"):
-        config_of(ModelConfig(path=str(tmp_path / "none")))
-
-
-def test_from_scratch_takes_the_recipe_s_shape(tmp_path: Path) -> None:
+def test_from_scratch_takes_the_recipe_s_shape_and_the_folder_s_tokenizer(folder: Path, tmp_path: Path) -> None:
     recipe = Recipe(name="x", model=ModelConfig(path=str(tmp_path / "none"), **SHAPE))
     assert from_scratch(recipe) == Recipe(name="x", model=ModelConfig(**SHAPE))
     assert from_scratch(Recipe(name="x")) == Recipe(name="x")
+    recipe = Recipe(name="x", model=ModelConfig(path=str(folder), **SHAPE))
+    assert from_scratch(recipe).data.tokenizer is None
+    train_tokenizer(["some text"] * 10, 300, folder)
+    assert from_scratch(recipe).data.tokenizer == str(folder)
 
 
 def test_from_scratch_takes_the_folder_s_shape_where_the_recipe_has_none(folder: Path) -> None:
@@ -94,29 +84,22 @@ def test_from_scratch_takes_the_folder_s_shape_where_the_recipe_has_none(folder:
     assert take_apart(ours).buffers == take_apart(theirs).buffers
 
 
-def test_from_scratch_keeps_the_folder_s_tokenizer(folder: Path) -> None:
-    recipe = Recipe(name="x", model=ModelConfig(path=str(folder), **SHAPE))
-    assert from_scratch(recipe).data.tokenizer is None
-    train_tokenizer(["some text"] * 10, 300, folder)
-    assert from_scratch(recipe).data.tokenizer == str(folder)
-
-
-def test_from_scratch_without_any_shape_is_refused(tmp_path: Path) -> None:
+def test_without_any_shape_it_is_refused(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"model\.path: .*none does not exist, and the recipe gives no shape"):
+        config_of(model)
     with pytest.raises(UserError, match=r"--from-scratch: the recipe gives no shape, and model\.path .*none does not"):
-        from_scratch(Recipe(name="x", model=ModelConfig(path=str(tmp_path / "none"))))
+        from_scratch(Recipe(name="x", model=model))
 
 
 def test_weights_are_looked_for_before_anything_else(folder: Path) -> None:
     def recipe(path: Path) -> Recipe:
         return Recipe(name="x", model=ModelConfig(path=str(path)))
 
-    for path, reason in (
-        (folder, r"contains no \*\.safetensors"),
-        (folder / "config.json", "is not a folder"),
-        (folder / "none", "does not exist"),
-    ):
+    reasons = {"": r"contains no \*\.safetensors", "config.json": "is not a folder", "none": "does not exist"}
+    for name, reason in reasons.items():
         with pytest.raises(UserError, match=f"{reason}; put the model's .* --set model.path=.* --from-scratch"):
-            require_weights(recipe(path))
+            require_weights(recipe(folder / name))
     (folder / "model.safetensors").write_bytes(b"")
     require_weights(recipe(folder))
     require_weights(Recipe(name="x"))

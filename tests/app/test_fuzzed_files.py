@@ -5,7 +5,7 @@ import copy
 import json
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,7 @@ def mutated(value: Any, choose: random.Random) -> Any:
     """A copy of JSON `value` with one to three of its parts replaced, doubled, renamed or removed."""
     value = copy.deepcopy(value)
     for _ in range(choose.randint(1, 3)):
-        places: list[tuple[Any, Any]] = []
-        _places(value, places)
+        places = list(_places(value))
         if not places:
             break
         holder, key = choose.choice(places)
@@ -56,11 +55,10 @@ def mutated(value: Any, choose: random.Random) -> Any:
     return value
 
 
-def _places(value: Any, found: list[tuple[Any, Any]]) -> None:
-    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
-    for key in keys:
-        found.append((value, key))
-        _places(value[key], found)
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from _places(value[key])
 
 
 def _written(path: Path, content: bytes) -> Path:
