@@ -1,7 +1,5 @@
 """The first two recipes start, train, survive their kill and export on any CPU, in any environment."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

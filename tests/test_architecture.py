@@ -10,6 +10,7 @@ import pytest
 from penstock.engine.schedule.actions import ACTIONS
 
 REPOSITORY = Path(__file__).parents[1]
+PACKAGES = ("app", "engine", "storage", "tui")
 PAGES = {name: (REPOSITORY / "docs" / name).read_text() for name in ("ARCHITECTURE.md", "EXTENDING.md")}
 PAGE = PAGES["ARCHITECTURE.md"]
 QUOTED = re.findall(r"`([^`\n]+)`", PAGE)
@@ -27,8 +28,7 @@ def names(file: Path) -> set[str]:
                 found.add(prefix + node.name)
             if isinstance(node, ast.ClassDef):
                 visit(node.body, f"{prefix}{node.name}.")
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             found.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
 
     visit(ast.parse(file.read_text()).body, "")
@@ -39,8 +39,7 @@ def find(name: str) -> Path:
     """The one file that a page means: a path from the root, or the end of one."""
     if (REPOSITORY / name).exists():
         return REPOSITORY / name
-    matches = [f for top in ("app", "engine", "storage", "tui", "tests") for f in (REPOSITORY / top).rglob("*.py")]
-    matches = [file for file in matches if str(file).endswith(f"/{name}")]
+    matches = [file for top in (*PACKAGES, "tests") for file in (REPOSITORY / top).rglob(name)]
     assert len(matches) == 1, f"{name} is {len(matches)} files"
     return matches[0]
 
@@ -55,18 +54,14 @@ def test_every_file_and_every_name_in_it_exists(page: str) -> None:
             assert not name or name in names(find(file)), f"{file} has no {name}"
 
 
-def test_every_method_exists() -> None:
-    files = [file for top in ("app", "engine", "storage", "tui") for file in (REPOSITORY / top).rglob("*.py")]
-    members = {name for file in files for name in names(file)}
+def test_every_method_and_every_op_exists() -> None:
+    members = {name for top in PACKAGES for file in (REPOSITORY / top).rglob("*.py") for name in names(file)}
     quoted = {text for text in QUOTED if re.fullmatch(r"[A-Z]\w+\.[a-z_]\w+", text)}
     assert len(quoted) > 15
     assert quoted <= members, quoted - members
-
-
-def test_every_op_is_an_action() -> None:
-    quoted = {text for text in QUOTED if OPS.fullmatch(text)} - {"embed", "head"}
-    assert len(quoted) > 20
-    assert quoted <= set(ACTIONS), quoted - set(ACTIONS)
+    ops = {text for text in QUOTED if OPS.fullmatch(text)} - {"embed", "head"}
+    assert len(ops) > 20
+    assert ops <= set(ACTIONS), ops - set(ACTIONS)
 
 
 def test_the_step_is_quoted_as_it_stands() -> None:

@@ -1,12 +1,12 @@
 """docker/cluster/: launch files for several nodes, linted, held against their schedulers' fields, their commands run.
 
 No scheduler is here: a file's command is started as its scheduler would start it on one node, with two ranks.
+docs/cluster.md: its plan is the plan's, and what it says of checkpoints and files is so.
 """
-
-from __future__ import annotations
 
 import contextlib
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -17,12 +17,15 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from cli_process import PATIENCE_S, REPOSITORY, default_signals, done, wait_until
 from cluster_files import (
     FILES,
     FOLDER,
     LAUNCHES,
     RANKS,
+    Launch,
     contents,
     job_container,
     named,
@@ -32,7 +35,9 @@ from cluster_files import (
     trainer,
 )
 from recipe_texts import recipe_text
+from safetensors.torch import load_file
 
+from penstock.app.cli import main
 from penstock.app.recipe import apply_overrides, load_recipe
 from penstock.engine.forecast.cluster import require_cluster
 from penstock.engine.machine.clusters import parse_cluster
@@ -54,13 +59,6 @@ NOTE_COMMAND = 'printf "%s\\n" "$OMP_NUM_THREADS" "$@" > command'
 """A torchrun that writes down how it was called."""
 
 
-def test_there_are_four() -> None:
-    assert [file.name for file in FILES] == sorted(LAUNCHES)
-
-
-# ---------------------------------------------------------------------- lint
-
-
 def tool(name: str) -> str:
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     assert found is not None, f"{name} is in the dev extra"
@@ -68,145 +66,150 @@ def tool(name: str) -> str:
 
 
 def test_yaml_is_clean() -> None:
+    assert [file.name for file in FILES] == sorted(LAUNCHES)
     files = [str(file) for file in FILES if file.suffix == ".yaml"]
     assert len(files) == 3
     lint = subprocess.run([tool("yamllint"), "--strict", "-d", YAMLLINT, *files], capture_output=True, text=True)
     assert lint.returncode == 0, lint.stdout
 
 
-@pytest.mark.parametrize("script", sorted((REPOSITORY / "docker").rglob("*.sbatch")), ids=lambda path: path.name)
-def test_batch_scripts_are_clean(script: Path) -> None:
-    lint = subprocess.run([tool("shellcheck"), str(script)], capture_output=True, text=True)
+def test_batch_scripts_and_snippets_are_clean(tmp_path: Path) -> None:
+    files = list((REPOSITORY / "docker").rglob("*.sbatch"))
+    assert len(files) == 2
+    for place, text in snippets().items():
+        files.append(tmp_path / place)
+        files[-1].write_text(f"#!/bin/bash\n{text}")
+    lint = subprocess.run([tool("shellcheck"), *files], capture_output=True, text=True)
     assert lint.returncode == 0, lint.stdout
 
-
-@pytest.mark.parametrize("place", snippets())
-def test_snippets_are_clean(place: str, tmp_path: Path) -> None:
-    file = tmp_path / "snippet.sh"
-    file.write_text(f"#!/bin/bash\n{snippets()[place]}")
-    lint = subprocess.run([tool("shellcheck"), str(file)], capture_output=True, text=True)
-    assert lint.returncode == 0, lint.stdout
-
-
-# ---------------------------------------------------------------------- what each system wants
 
 NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 """Of a Kubernetes object whose pods have it as their host's name."""
+JOB = "spec.replicatedJobs.0"
+PATCH = "spec.runtimePatches.0"
+PATCHED = f"{PATCH}.trainingRuntimeSpec.template.spec.replicatedJobs.0"
+POD = "template.spec.template.spec"
+FIELDS = {
+    # jobset.x-k8s.io/v1alpha2 (github.com/kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go) and Kubernetes.
+    "jobset.yaml": {
+        "": "apiVersion kind metadata spec",
+        "spec": "replicatedJobs failurePolicy",
+        "spec.failurePolicy": "maxRestarts",
+        JOB: "name template replicas",
+        f"{JOB}.template": "spec",
+        f"{JOB}.template.spec": "template parallelism completions backoffLimit",
+        f"{JOB}.{POD}": "containers restartPolicy volumes securityContext",
+        f"{JOB}.{POD}.containers.0": "name image command env envFrom ports resources volumeMounts",
+    },
+    # trainer.kubeflow.org/v1alpha1 (github.com/kubeflow/trainer, manifests/base/crds, 2.3).
+    "trainjob.yaml": {
+        "": "apiVersion kind metadata spec",
+        "spec": "runtimeRef trainer runtimePatches",
+        "spec.runtimeRef": "name apiGroup kind",
+        "spec.trainer": "image command env numNodes numProcPerNode resourcesPerNode",
+        "spec.trainer.resourcesPerNode": "limits",
+        PATCH: "manager trainingRuntimeSpec",
+        PATCHED: "name template",
+        f"{PATCHED}.{POD}.containers.0": "name volumeMounts",  # of the node's container no more may be patched
+    },
+    # docs.skypilot.co: YAML reference, volumes.
+    "sky.yaml": {
+        "": "name num_nodes resources envs run workdir setup volumes",
+        "resources": "accelerators disk_size network_tier job_recovery",
+        "resources.job_recovery": "max_restarts_on_errors",
+    },
+}
+"""File -> place in it -> the fields there, all of which the system knows."""
 
 
-def known(found: dict[str, Any], required: str, optional: str = "") -> None:
-    """Fails for fields that are missing, and for unknown ones."""
-    assert set(required.split()) <= found.keys() <= {*required.split(), *optional.split()}
+def known(found: dict[str, Any], fields: str) -> None:
+    """Fails for fields that are missing, and for unknown ones; those with a question mark may be missing."""
+    names = fields.split()
+    assert {name for name in names if name[-1] != "?"} <= found.keys() <= {name.rstrip("?") for name in names}
 
 
-def require_container(container: dict[str, Any], volumes: list[dict[str, Any]]) -> None:
-    mounted = [mount["name"] for mount in container["volumeMounts"]]
-    assert sorted(mounted) == sorted(volume["name"] for volume in volumes)
-    for volume in volumes:
-        known(volume, "name", "persistentVolumeClaim emptyDir")
+def at(found: Any, place: str) -> Any:
+    for part in filter(None, place.split(".")):
+        found = found[int(part) if part.isdigit() else part]
+    return found
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields_are_those_of_the_system(name: str) -> None:
+    for place, fields in FIELDS[name].items():
+        known(at(contents(name), place), fields)
+
+
+def require_container(container: dict[str, Any], pod: dict[str, Any], variables: list[dict[str, Any]]) -> None:
+    assert sorted(mount["name"] for mount in container["volumeMounts"]) == sorted(v["name"] for v in pod["volumes"])
+    for volume in pod["volumes"]:
+        known(volume, "name persistentVolumeClaim? emptyDir?")
         assert len(volume) == 2
     for mount in container["volumeMounts"]:
         known(mount, "name mountPath")
         assert mount["mountPath"].startswith("/")
-
-
-def require_variables(entries: list[dict[str, Any]]) -> None:
-    for entry in entries:
-        known(entry, "name", "value valueFrom")
+    for entry in variables:
+        known(entry, "name value? valueFrom?")
         assert ("value" in entry) != ("valueFrom" in entry)
         assert re.fullmatch(r"[A-Z_]+", entry["name"])
         assert isinstance(entry.get("value", ""), str), "a number has to be quoted"
-    assert "SECRET" not in "".join(named(entries)), "secrets are the cluster's"
+    assert "SECRET" not in "".join(named(variables)), "secrets are the cluster's"
 
 
 def test_a_jobset() -> None:
-    """Fields of jobset.x-k8s.io/v1alpha2 (github.com/kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go) and
-    of Kubernetes' Job and pod."""
     found = contents("jobset.yaml")
-    known(found, "apiVersion kind metadata spec")
     assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    spec = found["spec"]
-    optional = "failurePolicy network successPolicy startupPolicy suspend coordinator managedBy ttlSecondsAfterFinished"
-    known(spec, "replicatedJobs", f"{optional} volumeClaimPolicies")
-    known(spec["failurePolicy"], "maxRestarts", "restartStrategy rules")
-    (job,) = spec["replicatedJobs"]
-    known(job, "name template", "replicas groupName dependsOn")
-    known(job["template"], "spec", "metadata")
-    known(job["template"]["spec"], "template parallelism completions backoffLimit", "completionMode")
-    assert job["template"]["spec"]["backoffLimit"] == 0, "the JobSet restarts, not its job"
-    pod = job["template"]["spec"]["template"]["spec"]
-    known(pod, "containers restartPolicy", "volumes securityContext nodeSelector tolerations hostNetwork")
+    job, container = at(found, JOB), job_container()
+    spec, pod = job["template"]["spec"], at(job, POD)
+    assert spec["backoffLimit"] == 0, "the JobSet restarts, not its job"
     assert pod["restartPolicy"] == "Never"
-    container = job_container()
-    known(container, "name image command env", "envFrom ports resources volumeMounts")
-    require_container(container, pod["volumes"])
-    require_variables(container["env"])
+    require_container(container, pod, container["env"])
     values = named(container["env"])
-    assert values["NODES"] == str(NODES)
-    assert job["template"]["spec"]["parallelism"] == job["template"]["spec"]["completions"] == NODES
+    assert int(values["NODES"]) == spec["parallelism"] == spec["completions"] == NODES
     assert values["GPUS"] == str(container["resources"]["limits"]["nvidia.com/gpu"])
-    name, replicas = found["metadata"]["name"], job.get("replicas", 1)
+    name = found["metadata"]["name"]
     assert NAME.fullmatch(name)
     assert NAME.fullmatch(job["name"])
     assert values["HOST"] == f"{name}-{job['name']}-0-0.{name}"
-    assert replicas == 1
+    assert job.get("replicas", 1) == 1
 
 
 def test_a_trainjob() -> None:
-    """Fields of trainer.kubeflow.org/v1alpha1 (github.com/kubeflow/trainer, manifests/base/crds, 2.3)."""
-    found = contents("trainjob.yaml")
-    known(found, "apiVersion kind metadata spec")
+    found, wanted = contents("trainjob.yaml"), trainer()
     assert (found["apiVersion"], found["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert NAME.fullmatch(found["metadata"]["name"])
-    known(found["spec"], "runtimeRef trainer", "activeDeadlineSeconds initializer managedBy runtimePatches suspend")
-    known(found["spec"]["runtimeRef"], "name", "apiGroup kind")
     assert found["spec"]["runtimeRef"]["name"] == "torch-distributed"
-    wanted = trainer()
-    known(wanted, "image command env numNodes numProcPerNode resourcesPerNode", "args")
     assert wanted["numNodes"] == NODES
-    known(wanted["resourcesPerNode"], "limits", "requests claims")
     assert wanted["numProcPerNode"] == wanted["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
-    require_variables(wanted["env"])
     assert not [name for name in named(wanted["env"]) if name.startswith("PET_")], "these are Trainer's to set"
-    (patch,) = found["spec"]["runtimePatches"]
-    known(patch, "manager trainingRuntimeSpec")
-    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-    known(job, "name template")
-    pod = job["template"]["spec"]["template"]["spec"]
+    assert len(found["spec"]["runtimePatches"]) == 1
+    job = at(found, PATCHED)
+    pod = at(job, POD)
     (container,) = pod["containers"]
-    known(container, "name volumeMounts")  # of the node's container no more may be patched
     assert job["name"] == container["name"] == "node"
-    require_container(container, pod["volumes"])
+    require_container(container, pod, wanted["env"])
 
 
 def test_a_skypilot_task() -> None:
-    """Fields and variables of docs.skypilot.co: YAML reference, volumes, environment variables."""
+    """Its variables too are those of docs.skypilot.co."""
     found = contents("sky.yaml")
-    known(found, "name num_nodes resources envs run", "workdir setup volumes file_mounts secrets config service pool")
-    hardware = "infra accelerators cpus memory instance_type use_spot disk_size disk_tier network_tier"
-    known(found["resources"], "accelerators", f"{hardware} image_id ports labels autostop any_of ordered job_recovery")
     assert found["num_nodes"] == NODES
     assert re.fullmatch(r"[A-Z0-9]+:\d+", found["resources"]["accelerators"])
-    known(found["resources"]["job_recovery"], "", "strategy max_restarts_on_errors recover_on_exit_codes")
     for path, volume in found["volumes"].items():
         assert path.startswith("/")
         assert NAME.fullmatch(volume)
-    used = set(re.findall(r"SKYPILOT_\w+", found["run"] + found["setup"]))
-    ours = "NODE_RANK NODE_IPS NUM_NODES NUM_GPUS_PER_NODE TASK_ID CLUSTER_INFO USER"
-    assert used <= {f"SKYPILOT_{name}" for name in ours.split()}
-    assert {"SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE"} <= used
+    used = set(re.findall(r"SKYPILOT_(\w+)", found["run"] + found["setup"]))
+    needed = {"NODE_IPS", "NUM_NODES", "NUM_GPUS_PER_NODE"}
+    assert needed <= used <= needed | {"NODE_RANK", "TASK_ID", "CLUSTER_INFO", "USER"}
     assert (REPOSITORY / "constraints.txt").exists(), "setup installs by it, in the workdir"
 
 
 def test_a_slurm_job() -> None:
-    lines = re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", (FOLDER / "cluster.sbatch").read_text(), re.MULTILINE)
-    asked = dict(lines)
-    assert len(asked) == len(lines) == (FOLDER / "cluster.sbatch").read_text().count("#SBATCH")
-    known(
-        asked,
-        "job-name nodes ntasks-per-node gpus-per-node cpus-per-task time signal requeue open-mode",
-        "mem exclusive partition account output",
-    )
+    text = (FOLDER / "cluster.sbatch").read_text()
+    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", text, re.MULTILINE))
+    assert len(asked) == text.count("#SBATCH")
+    needed = "job-name nodes ntasks-per-node gpus-per-node cpus-per-task time signal requeue open-mode"
+    known(asked, f"{needed} mem exclusive")
     assert asked["nodes"] == str(NODES)
     assert asked["ntasks-per-node"] == "1", "torchrun starts the ranks"
     assert (asked["signal"], asked["open-mode"]) == ("B:TERM@300", "append")
@@ -223,9 +226,6 @@ def test_they_train_a_recipe_that_these_nodes_can() -> None:
         assert require_cluster(recipe, parse_cluster(f"{NODES}x8")) == 2, file
 
 
-# ---------------------------------------------------------------------- what is typed
-
-
 @pytest.mark.parametrize("name", LAUNCHES)
 @pytest.mark.parametrize("what", ["recipe", "run", "no settings"])
 def test_the_command_line(name: str, what: str, tmp_path: Path) -> None:
@@ -234,15 +234,12 @@ def test_the_command_line(name: str, what: str, tmp_path: Path) -> None:
     (tmp_path / "an old run" / "recipe.json").write_text("{}")
     given = "an old run" if what == "run" else "tiny.py"
     settings = {} if what == "no settings" else {"train.steps": 3, "storage.nvme": '["/mnt/a", "/mnt/b c"]'}
-    launch = LAUNCHES[name](given, tmp_path / "out", settings)
-    environment = scheduler(tmp_path, torchrun=NOTE_COMMAND) | launch.environment
-    subprocess.run(launch.command, cwd=tmp_path, env=environment, check=True, timeout=PATIENCE_S)
+    done(begun(LAUNCHES[name](given, tmp_path / "out", settings), tmp_path, torchrun=NOTE_COMMAND))
     threads, *words = (tmp_path / "command").read_text().splitlines()
     assert int(threads) >= 1
     options, command = words[: words.index("-m")], words[words.index("-m") :]
     pairs = dict(zip(options[::2], options[1::2], strict=True))
-    endpoint = re.fullmatch(r"(localhost|127\.0\.0\.1):\d+", pairs.pop("--rdzv-endpoint"))
-    assert endpoint is not None
+    assert re.fullmatch(r"(localhost|127\.0\.0\.1):\d+", pairs.pop("--rdzv-endpoint"))
     assert pairs.pop("--rdzv-id")
     assert pairs == {"--nnodes": "1", "--nproc-per-node": "2", "--rdzv-backend": "c10d", "--max-restarts": "3"}
     where = [] if what == "run" else ["--run-dir", str(tmp_path / "out")]
@@ -250,18 +247,22 @@ def test_the_command_line(name: str, what: str, tmp_path: Path) -> None:
     assert command == ["-m", "penstock", "cluster", given, *where, *fields]
 
 
-def batch(folder: Path, torchrun: str) -> subprocess.Popen[str]:
-    """The Slurm job around a torchrun that does this."""
-    launch = slurm("tiny.py", folder / "out", {})
+def begun(launch: Launch, folder: Path, **commands: str) -> subprocess.Popen[str]:
+    """A file's command as its scheduler starts it in a folder."""
     return subprocess.Popen(
         launch.command,
         cwd=folder,
-        env=scheduler(folder, torchrun=torchrun) | launch.environment,
+        env=scheduler(folder, **commands) | launch.environment,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         preexec_fn=default_signals,
     )
+
+
+def batch(folder: Path, torchrun: str) -> subprocess.Popen[str]:
+    """The Slurm job around a torchrun that does this."""
+    return begun(slurm("tiny.py", folder / "out", {}), folder, torchrun=torchrun)
 
 
 def test_a_slurm_job_whose_time_is_over_is_queued_again(tmp_path: Path) -> None:
@@ -272,13 +273,10 @@ def test_a_slurm_job_whose_time_is_over_is_queued_again(tmp_path: Path) -> None:
     assert (tmp_path / "notes").read_text() == "requeue 7\n"
 
 
-@pytest.mark.parametrize("code", [0, 2])
-def test_a_slurm_job_that_ends_by_itself_is_not(code: int, tmp_path: Path) -> None:
-    done(batch(tmp_path, f"exit {code}"), code)
-    assert not (tmp_path / "notes").exists()
-
-
-# ---------------------------------------------------------------------- what it does
+def test_a_slurm_job_that_ends_by_itself_is_not(tmp_path: Path) -> None:
+    for code in (0, 2):
+        done(batch(tmp_path, f"exit {code}"), code)
+        assert not (tmp_path / "notes").exists()
 
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -287,25 +285,16 @@ Start = Callable[..., subprocess.Popen[str]]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a file's own command on the tiny recipe, by two ranks; nothing of it outlives the test."""
-    begun: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
     (tmp_path / "tiny.py").write_text(TINY)
 
     def start(name: str, **settings: Any) -> subprocess.Popen[str]:
         launch = LAUNCHES[name]("tiny.py", tmp_path / "out", {"train.device": "cpu", **settings})
-        process = subprocess.Popen(
-            launch.command,
-            cwd=tmp_path,
-            env=scheduler(tmp_path) | launch.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            preexec_fn=default_signals,
-        )
-        begun.append(process)
-        return process
+        processes.append(begun(launch, tmp_path))
+        return processes[-1]
 
     yield start
-    for process in begun:
+    for process in processes:
         if process.poll() is None:
             kill(process)
 
@@ -354,15 +343,18 @@ MORE = {"train.steps": STEPS, "storage.keep_last": STEPS}
 
 
 @pytest.mark.long
-def test_a_rank_that_is_killed_starts_again_with_the_others(tmp_path: Path, start: Start) -> None:
-    """torchrun starts all ranks once more, from the last checkpoint."""
+@pytest.mark.parametrize("lost", ["a rank", "the node"])
+def test_what_was_checkpointed_is_not_trained_again(lost: str, tmp_path: Path, start: Start) -> None:
+    """torchrun starts all ranks once more where one is killed; the same command goes on after a node is lost."""
     process = start("cluster.sbatch", **MORE)
     wait_until(lambda: is_whole(tmp_path, 2))
-    ranks = [one for one in below(process) if "LOCAL_RANK" in one.environ()]
-    ranks[-1].kill()
+    if lost == "a rank":
+        [one for one in below(process) if "LOCAL_RANK" in one.environ()][-1].kill()
+    else:
+        kill(process)
     written = (checkpoint(tmp_path, 1) / ".metadata").stat().st_mtime_ns
     assert not is_whole(tmp_path, STEPS)
-    ended(process)
+    ended(process if lost == "a rank" else start("cluster.sbatch", **MORE))
     assert is_whole(tmp_path, STEPS)
     assert (checkpoint(tmp_path, 1) / ".metadata").stat().st_mtime_ns == written
 
@@ -379,14 +371,109 @@ def test_a_job_whose_time_is_over_writes_a_checkpoint(tmp_path: Path, start: Sta
     assert (tmp_path / "notes").read_text() == "requeue 7\n"
 
 
+PAGE = (REPOSITORY / "docs" / "cluster.md").read_text()
+BLOCKS = PAGE.split("```")[1::2]
+TINY_LLAMA = recipe_text(
+    model={
+        **{"model_type": "llama", "num_layers": 2, "hidden_size": 32, "intermediate_size": 48},
+        **{"num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "vocab_size": 200},
+    },
+    data={"source": "random"},
+    train={"steps": 1, "compute_dtype": "float32"},
+)
+
+
+def test_pages_lead_to_it_and_every_launch_file_is_on_it() -> None:
+    table = PAGE.partition("## Launch files")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+\.\w+)` \|", table, re.M)) == [file.name for file in FILES]
+    for name in ("guide.md", "guide/100b.md"):
+        assert "cluster.md" in (REPOSITORY / "docs" / name).read_text(), "a page leads to it"
+    assert "`OMP_NUM_THREADS`" in PAGE
+    for file in FILES:
+        assert "export OMP_NUM_THREADS=" in file.read_text(), file.name
+    assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=" in (FOLDER / "cluster.sbatch").read_text()
+
+
 @pytest.mark.long
-def test_the_same_command_goes_on_after_a_node_is_lost(tmp_path: Path, start: Start) -> None:
-    """As Slurm starts a job once more: what was checkpointed is not trained again."""
-    process = start("cluster.sbatch", **MORE)
-    wait_until(lambda: is_whole(tmp_path, 2))
-    kill(process)
-    assert not is_whole(tmp_path, STEPS)
-    written = (checkpoint(tmp_path, 1) / ".metadata").stat().st_mtime_ns
-    ended(start("cluster.sbatch", **MORE))
-    assert is_whole(tmp_path, STEPS)
-    assert (checkpoint(tmp_path, 1) / ".metadata").stat().st_mtime_ns == written
+def test_the_plan_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = [block for block in BLOCKS if "$ penstock plan" in block]
+    command, *printed = block.strip().splitlines()
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(REPOSITORY)
+    assert main(command.split()[2:]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-len(printed) :] == printed
+
+
+LLAMA = """
+# By transformers' name the one that torchtitan 0.3.0 has (torchtitan/models/llama3/state_dict_adapter.py).
+NAMES = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attention.qkv_linear.wq.weight",
+    "model.layers.{}.self_attn.k_proj.weight": "layers.{}.attention.qkv_linear.wk.weight",
+    "model.layers.{}.self_attn.v_proj.weight": "layers.{}.attention.qkv_linear.wv.weight",
+    "model.layers.{}.self_attn.o_proj.weight": "layers.{}.attention.wo.weight",
+    "model.layers.{}.mlp.gate_proj.weight": "layers.{}.feed_forward.w1.weight",
+    "model.layers.{}.mlp.up_proj.weight": "layers.{}.feed_forward.w3.weight",
+    "model.layers.{}.mlp.down_proj.weight": "layers.{}.feed_forward.w2.weight",
+    "model.layers.{}.input_layernorm.weight": "layers.{}.attention_norm.weight",
+    "model.layers.{}.post_attention_layernorm.weight": "layers.{}.ffn_norm.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+"""
+STAND_IN = """
+from types import SimpleNamespace
+import torch
+from safetensors.torch import load_file
+
+EXPORTED = load_file("hf/model.safetensors")
+NAMES = {old.format(i): new.format(i) for old, new in NAMES.items() for i in range(2 if "{}" in old else 1)}
+assert NAMES.keys() == EXPORTED.keys()
+
+
+class Adapter:
+    def __init__(self, config, assets):
+        pass
+
+    def to_hf(self, native):
+        return {old: native[new].clone() for old, new in NAMES.items()}
+
+    def from_hf(self, weights):
+        return {NAMES[old]: rows for old, rows in weights.items()}
+
+
+class ModelWrapper:
+    def __init__(self, model):
+        pass
+
+    def _get_state_dict(self):
+        return {new: torch.zeros_like(EXPORTED[old]) for old, new in NAMES.items()}
+
+
+def model_registry(flavor):
+    return SimpleNamespace(model=SimpleNamespace(build=lambda: None), state_dict_adapter=Adapter)
+"""
+
+
+def test_torchtitans_adapter_takes_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script of the page on a stand-in that has torchtitan's names; its order of rows is its own matter."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.py").write_text(TINY_LLAMA)
+    for command in ("train tiny.py --run-dir run", "export run ours --format dcp", "export run hf"):
+        assert main(command.split()) == 0
+    (script,) = [block.removeprefix("python\n") for block in BLOCKS if "torchtitan" in block and "import" in block]
+    (tmp_path / "script.py").write_text(script)
+    for name in ("components/checkpointer.py", "models/llama3.py"):
+        path = tmp_path / "torchtitan" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(LLAMA + STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script.py", "ours", "theirs", "8B"])
+    runpy.run_path("script.py")
+    found = {"layers.1.attention.qkv_linear.wk.weight": torch.zeros(32, 32), "norm.weight": torch.zeros(32)}
+    dcp.load(found, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert torch.equal(found["norm.weight"], exported["model.norm.weight"])
+    rows = exported["model.layers.1.self_attn.k_proj.weight"]
+    assert torch.equal(found["layers.1.attention.qkv_linear.wk.weight"], rows)

@@ -3,8 +3,6 @@
 No image is built here: bases, apt and the download of torch are not tried.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -18,7 +16,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from cli_process import FAKE, RECIPE, REPOSITORY, default_signals, done, json_lines, steps, wait_until
+from cli_process import FAKE, RECIPE, REPOSITORY, done, json_lines, started, steps, wait_until
 from cluster_files import scheduler
 
 DOCKERFILE = REPOSITORY / "docker" / "Dockerfile"
@@ -46,11 +44,10 @@ def of(stage: list[Instruction], word: str) -> list[str]:
 
 def test_bases_are_pinned_and_nothing_runs_as_root() -> None:
     head, *built = stages()
-    bases = [of(stage, "FROM")[0].split()[0] for stage in built]
-    bases = [of(head, "ARG")[0].partition("=")[2] if base == "${BASE}" else base for base in bases]
-    assert len(bases) == 2
-    for base in bases:
-        assert re.fullmatch(r"[a-z/]+:[0-9][a-z0-9.-]*", base), base
+    assert len(built) == 2
+    for base in [of(stage, "FROM")[0].split()[0] for stage in built]:
+        named = of(head, "ARG")[0].partition("=")[2] if base == "${BASE}" else base
+        assert re.fullmatch(r"[a-z/]+:[0-9][a-z0-9.-]*", named), base
     last = built[-1]
     assert last[-2:] == [("ENTRYPOINT", '["penstock"]'), ("CMD", '["--help"]')]
     (user,) = of(last, "USER")
@@ -77,8 +74,7 @@ def test_what_is_copied_is_there_and_what_is_built_is_installed() -> None:
     (install,) = [rest for rest in of(last, "RUN") if "pip install" in rest]
     assert "-c /opt/penstock/constraints.txt" in install
     assert install.endswith('"$(echo /opt/penstock/wheel/*.whl)${EXTRAS}"')
-    targets = set(json.loads(of(last, "VOLUME")[0]))
-    assert targets == {"/runs", "/nvme", "/models", "/data"}
+    assert set(json.loads(of(last, "VOLUME")[0])) == {"/runs", "/nvme", "/models", "/data"}
 
 
 @pytest.mark.long
@@ -144,15 +140,11 @@ def job(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[s
     (folder / "tiny.py").write_text(RECIPE)
     ours = scheduler(folder, penstock=f'exec {shlex.join(FAKE)} "$@"') | environment
     ours |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "mine", "FAKE_STEP_S": "0.05"}
-    command = ["bash", str(SBATCH), "tiny.py", *arguments]
-    return subprocess.Popen(
-        command, cwd=folder, env=ours, stderr=subprocess.PIPE, text=True, preexec_fn=default_signals
-    )
+    return started(folder, "bash", str(SBATCH), "tiny.py", *arguments, **ours)
 
 
 def test_a_slurm_job_stops_before_its_limit_is_queued_again_and_goes_on(tmp_path: Path) -> None:
     run, notes = tmp_path / "runs" / "mine-7", tmp_path / "notes"
-
     first = job(tmp_path, "--set", "train.steps=20")
     wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) >= 3)
     first.send_signal(signal.SIGTERM)  # to the batch script alone, as --signal=B: does
@@ -161,7 +153,6 @@ def test_a_slurm_job_stops_before_its_limit_is_queued_again_and_goes_on(tmp_path
     assert notes.read_text() == "requeue 7\n"
     at = len(steps(run))
     assert 3 <= at < 20
-
     done(job(tmp_path, "--set", "train.steps=20"))  # as Slurm starts it again: the same number, the same command
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
     assert [line["step"] for line in json_lines(run / "metrics.jsonl")] == list(range(1, 21))
@@ -172,9 +163,6 @@ def test_a_slurm_job_stops_before_its_limit_is_queued_again_and_goes_on(tmp_path
 def test_a_failed_run_ends_the_job_with_its_code(tmp_path: Path) -> None:
     assert "loss is NaN" in done(job(tmp_path, FAKE_FAIL_AT="2:user"), 2).stderr
     assert not (tmp_path / "notes").exists()
-
-
-def test_the_job_asks_for_its_signal_in_time() -> None:
     asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)$", SBATCH.read_text(), re.MULTILINE))
     assert asked["signal"] == "B:TERM@300"
     assert "requeue" in asked

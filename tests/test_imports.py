@@ -107,15 +107,9 @@ def test_planning_needs_no_torch() -> None:
         assert not {name.partition(".")[0] for name in imports()[module]} & HEAVY, module
 
 
-def test_readers_planning_and_screens_load_no_torch() -> None:
+def test_readers_planning_screens_help_and_preparing_data_load_no_torch() -> None:
     assert loaded([*LIGHT, *inside("tui", *PLANNING)], HEAVY) == []
-
-
-def test_preparing_data_loads_no_torch() -> None:
     assert loaded(["penstock.engine.data.corpus"], {"torch", "transformers"}) == []
-
-
-def test_help_needs_no_torch() -> None:
     code = f"import sys; from penstock.app.cli import main; main(['--help']); print({HEAVY!r} & set(sys.modules))"
     assert done(started(REPOSITORY, sys.executable, "-c", code)).stdout.endswith("set()\n")
 

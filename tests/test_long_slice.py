@@ -19,9 +19,8 @@ def test_every_test_runs_once_in_so_many_commits(nodeid: str, commits: int) -> N
 
 def test_a_run_has_one_slice_and_says_which(tmp_path: Path) -> None:
     """With a worker: the process that reports does not collect the tests itself."""
-    (tmp_path / "test_many.py").write_text(
-        "import pytest\n@pytest.mark.parametrize('case', range(40))\ndef test_one(case): ...\n"
-    )
+    many = "import pytest\n@pytest.mark.parametrize('case', range(40))\ndef test_one(case): ...\n"
+    (tmp_path / "test_many.py").write_text(many)
     due = [case for case in range(40) if slice_of(f"test_many.py::test_one[{case}]") == 2 % SLICES]
     assert 0 < len(due) < 40
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-n", "1", "-v", "--long-slice", str(SLICES + 2)]

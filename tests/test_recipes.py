@@ -47,14 +47,8 @@ BILLIONS = {
 SHRUNK = settings(
     model={"vocab_size": 400},
     data={"validation_documents": 1},
-    train={
-        "warmup_steps": 0,
-        "decay_steps": "none",
-        "global_batch_size": 1,
-        "micro_batch_size": 1,
-        "validate_every": 1,
-        "validation_sequences": "none",
-    },
+    train=dict.fromkeys(("global_batch_size", "micro_batch_size", "validate_every"), 1)
+    | {"warmup_steps": 0, "decay_steps": "none", "validation_sequences": "none"},
     budgets={"gpu": "least", "ram": "least"},
     storage={"checkpoint_every": 1},
     after={"sample_prompt": "none"},
@@ -139,9 +133,7 @@ def test_a_shrunk_recipe_trains_from_scratch(path: Path, folder: Path, capsys: p
     assert json.loads((folder / "run" / "status.json").read_text())["state"] == "finished"
 
 
-def test_a_recipe_is_a_script(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_a_script(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(REPOSITORY / "recipes" / "7b_512k.py")
     monkeypatch.setattr(sys, "argv", [recipe, *arguments("7b_512k")])
     with pytest.raises(SystemExit, match=r"^0$"):

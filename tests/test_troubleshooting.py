@@ -1,6 +1,4 @@
-"""docs/troubleshooting.md: each message that it quotes is one that the code has."""
-
-from __future__ import annotations
+"""docs/troubleshooting.md quotes messages that the code has; docs/security.md names the test of each sentence."""
 
 import ast
 import re
@@ -67,9 +65,28 @@ def test_every_row_says_what_to_do() -> None:
         assert all(len(cell.strip()) > 2 for cell in cells), cells
         assert head == ELSEWHERE or cells[0].startswith("`"), cells
     assert len(quotes()) > 50
-
-
-def test_every_tiers_shortage_is_there() -> None:
-    """What a plan or a run can lack, by the names under which messages speak of it."""
     for name in ("budgets.gpu", "budgets.ram", "budgets.nvme", "cannot pin", "is not finite", "the GPU failed"):
         assert any(name in quote for quote in quotes()), name
+
+
+PAGES = ("docs/security.md", "docs/results/faults.md")
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    defined = {
+        name
+        for file in (REPOSITORY / "tests").rglob("test_*.py")
+        for name in re.findall(r"def (test_\w+)", file.read_text())
+    }
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", (REPOSITORY / page).read_text())}
+    assert len(named) > 60
+    assert named <= defined, sorted(named - defined)
+
+
+def test_every_statement_of_the_security_page_names_a_test() -> None:
+    page = (REPOSITORY / "docs/security.md").read_text()
+    for section in page.split("\n## ")[1:]:
+        title, _, text = section.partition("\n")
+        for statement in re.findall(r"^- (.*?)(?=^- |\Z)", text, flags=re.S | re.M):
+            trusted = title == "What is trusted" or "docs/results/faults.md" in statement
+            assert trusted or re.search(r"`test_\w+`", statement), (title, statement)

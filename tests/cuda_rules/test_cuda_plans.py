@@ -1,7 +1,5 @@
 """CUDA's rules over the recorded ops of real-size plans: the real Runtime, on a device that is only addresses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,14 +13,18 @@ from penstock.engine.plan.problem import CUBLAS_WORKSPACE_BYTES, PlanOptions
 from penstock.engine.schedule.actions import ACTIONS
 
 RESIDENT_7B = Case("7b_512k", "gh200-480", PlanOptions(gpu_first="blocks"))
+PROMPTED_7B = replace(RESIDENT_7B, prompt_tokens=(300, 40, 1))  # of unequal length, which lie end to end
 STREAMED = PlanOptions(streamed=True, gpu_first="graphs", ram_first="state", stages=4)
 GROUPED = PlanOptions(group=2, graphs_aside="half", ram_first="activations")
 RECORDS_HERE = PlanOptions(gpu_first="records", recompute="all", ram_first="weights", stages=4)
 WEIGHTS_ON_NVME = Case("32b_workstation", "rtx4090-64", RECORDS_HERE)
+STAGED = replace(WEIGHTS_ON_NVME, device_reads=False)
+ON_NVME_SMALL = "model.num_layers=4 train.global_batch_size=2 budgets.ram=8GiB"
 
 ACTIVATIONS = {"load_x", "store_x", "load_dy", "store_dy", "load_saved", "store_saved", "load_kv", "store_kv"}
 STATE = {"load_weights", "store_gradient", "update"}
 SPILLS = {"spill_x", "peek_x", "discard_x"}
+EVALUATED = {"embed_evaluate", "layer_evaluate", "head_evaluate", "evaluate"}
 SAMPLES = {"embed_generate", "layer_generate", "head_generate", "take_logits", "load_sample_kv", "store_sample_kv"}
 KV = {"load_dkv", "store_dkv", "spill_kv", "unspill_kv", "spill_saved", "unspill_saved"}
 PARTS = {"load_weights", "store_gradient_part", "write_gradient", "read_state", "write_state", "layer_recompute"}
@@ -41,6 +43,10 @@ def sampled(run: Replay) -> None:
 def validated(run: Replay) -> None:
     run.evaluate(1, 1)
     run.finish()
+
+
+def on_nvme(plan: Plan) -> bool:
+    return any(buffer.weights == "nvme" for buffer in plan.buffers.values())
 
 
 @dataclass(frozen=True)
@@ -80,20 +86,8 @@ SORTS = {
         lambda plan: not plan.saved_graphs and any(buffer.state == "gpu" for buffer in plan.buffers.values()),
         second,
     ),
-    "validated": Sort(
-        RESIDENT_7B,
-        RESIDENT_SMALL,
-        2,
-        {"embed_evaluate", "layer_evaluate", "head_evaluate", "evaluate"},
-        then=validated,
-    ),
-    "sampled": Sort(
-        replace(RESIDENT_7B, prompt_tokens=(300, 40, 1)),  # of unequal length, which lie end to end
-        RESIDENT_SMALL,
-        4,
-        SAMPLES,
-        then=sampled,
-    ),
+    "validated": Sort(RESIDENT_7B, RESIDENT_SMALL, 2, EVALUATED, then=validated),
+    "sampled": Sort(PROMPTED_7B, RESIDENT_SMALL, 4, SAMPLES, then=sampled),
     "120b": Sort(
         Case("120b_gh200", "gh200-480"),
         "model.num_layers=6 train.global_batch_size=6 budgets.ram=18GiB budgets.gpu=36GiB",
@@ -124,22 +118,8 @@ SORTS = {
         lambda plan: any(buffer.weights == "gpu" and buffer.state == "nvme" for buffer in plan.buffers.values()),
         second,
     ),
-    "direct": Sort(
-        WEIGHTS_ON_NVME,
-        "model.num_layers=4 train.global_batch_size=2 budgets.ram=8GiB",
-        12,
-        {"read_weights_whole", "write_weights"},
-        lambda plan: any(buffer.weights == "nvme" for buffer in plan.buffers.values()),
-        second,
-    ),
-    "staged": Sort(
-        replace(WEIGHTS_ON_NVME, device_reads=False),
-        "model.num_layers=4 train.global_batch_size=2 budgets.ram=8GiB",
-        12,
-        {"read_weights", "load_weights_part"},
-        lambda plan: any(buffer.weights == "nvme" for buffer in plan.buffers.values()),
-        second,
-    ),
+    "direct": Sort(WEIGHTS_ON_NVME, ON_NVME_SMALL, 12, {"read_weights_whole", "write_weights"}, on_nvme, second),
+    "staged": Sort(STAGED, ON_NVME_SMALL, 12, {"read_weights", "load_weights_part"}, on_nvme, second),
 }
 
 

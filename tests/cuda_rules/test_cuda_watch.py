@@ -1,9 +1,8 @@
 """Each of CUDA's rules, broken on purpose: a checker that finds nothing is worth nothing."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -45,33 +44,41 @@ def test_slots_over_registrations_of_one_gib_are_found() -> None:
     assert "cross the end of a registration" in watch.violations[0].what
 
 
+def finds(watch: Watch, act: Callable[[], object]) -> set[str]:
+    """The rules that this breaks."""
+    watch.violations.clear()
+    act()
+    return watch.rules()
+
+
 def test_a_registration_is_whole_pages_once_and_below_512_gib() -> None:
     watch = Watch()
-    watch.register(BASE, LARGEST_REGISTRATION - PAGE)
-    assert not watch.violations
-    for start, nbytes in ((2 * BASE, LARGEST_REGISTRATION), (4 * BASE + 512, PAGE), (BASE + PAGE, PAGE)):
-        watch.violations.clear()
-        watch.register(start, nbytes)
-        assert watch.rules() == {"registration"}
+    assert finds(watch, lambda: watch.register(BASE, LARGEST_REGISTRATION - PAGE)) == set()
+    for place in ((2 * BASE, LARGEST_REGISTRATION), (4 * BASE + 512, PAGE), (BASE + PAGE, PAGE)):
+        assert finds(watch, partial(watch.register, *place)) == {"registration"}
 
 
-def test_a_copy_from_pageable_memory_is_found(cuda: Pretended) -> None:
-    there, pageable = torch.empty(4096, dtype=torch.uint8, device=DEVICE), torch.empty(4096, dtype=torch.uint8)
-    pinned = torch.empty(4096, dtype=torch.uint8, pin_memory=True)
-    there.copy_(pinned, non_blocking=True)
-    assert not cuda.watch.violations
-    there.copy_(pageable, non_blocking=True)
-    assert cuda.watch.rules() == {"pinned"}
-
-
-def test_a_copy_that_needs_a_temporary_is_found(cuda: Pretended) -> None:
-    there = torch.empty(64, 64, device=DEVICE)
-    half = torch.empty(64, 64, dtype=torch.bfloat16, pin_memory=True)
+def test_copies_that_the_driver_would_not_make_at_once_are_found(cuda: Pretended) -> None:
+    """From pageable memory, or through a temporary; those that wait are counted by their op."""
+    there, pageable = torch.empty(64, 64, device=DEVICE), torch.empty(64, 64)
+    pinned, half = (torch.empty(64, 64, dtype=kind, pin_memory=True) for kind in (torch.float32, torch.bfloat16))
     wide = torch.empty(64, 128, pin_memory=True)
-    for source in (half, wide[:, :64]):
-        cuda.watch.violations.clear()
-        there.copy_(source, non_blocking=True)
-        assert cuda.watch.rules() == {"plain copy"}
+    for source, rules in (
+        (pinned, set()),
+        (pageable, {"pinned"}),
+        (half, {"plain copy"}),
+        (wide[:, :64], {"plain copy"}),
+    ):
+        assert finds(cuda.watch, partial(there.copy_, source, non_blocking=True)) == rules
+    copies = cuda.watch.copies
+    for number, (action, copy) in enumerate(((LOAD["x"], partial(there.copy_, pinned)), (CLIP, there.cpu))):
+        cuda.watch.begin(an_op(number, action))
+        copy()
+        cuda.watch.end()
+    assert cuda.watch.synchronous == {"load_x", "clip"}
+    assert cuda.watch.copies == copies
+    with pytest.raises(AssertionError, match="computes on the pretended device"):
+        there.exp()
 
 
 @pytest.mark.parametrize("lane", ["h2d", "nvme_read"])
@@ -163,38 +170,18 @@ def test_memory_freed_by_the_main_thread_must_have_been_waited_for(cuda: Pretend
 
 def test_a_direct_read_that_would_bounce_is_found(cuda: Pretended) -> None:
     """The allocator's addresses are multiples of 512; a slot's are whole pages all the same."""
-    watch = cuda.watch
-    watch.read_direct(BASE, PAGE, 0)
-    assert not watch.violations
-    for start, nbytes, offset in ((BASE + 512, PAGE, 0), (BASE, PAGE + 2, 0), (BASE, PAGE, 512)):
-        watch.violations.clear()
-        watch.read_direct(start, nbytes, offset)
-        assert watch.rules() == {"direct"}
-    watch.violations.clear()
+    read, where = cuda.watch.read_direct, cuda.watch
+    assert finds(where, partial(read, BASE, PAGE, 0)) == set()
     cuda.misalign()
     plain = torch.empty(3 * PAGE, dtype=torch.uint8, device=DEVICE)
-    watch.read_direct(plain.data_ptr(), 3 * PAGE, 0)
-    assert watch.rules() == {"direct"}
-    watch.violations.clear()
+    for place in ((BASE + 512, PAGE, 0), (BASE, PAGE + 2, 0), (BASE, PAGE, 512), (plain.data_ptr(), 3 * PAGE, 0)):
+        assert finds(where, partial(read, *place)) == {"direct"}
     arena = DeviceArena(1 << 24, DEVICE)
-    slots = [arena.slot(nbytes) for nbytes in (3 * PAGE, 1000, 2 << 20, 5 << 20)]
+    sizes = [3 * PAGE, 1000, 2 << 20, 5 << 20]
+    slots = [arena.slot(nbytes) for nbytes in sizes]
+    assert [slot.numel() for slot in slots] == sizes
     for slot in slots:
-        watch.read_direct(slot.data_ptr(), 0, 0)
-    assert [slot.numel() for slot in slots] == [3 * PAGE, 1000, 2 << 20, 5 << 20]
-    assert not watch.violations
-
-
-def test_a_copy_that_waits_is_counted_by_its_op(cuda: Pretended) -> None:
-    there = torch.empty(4096, dtype=torch.uint8, device=DEVICE)
-    pinned = torch.empty(4096, dtype=torch.uint8, pin_memory=True)
-    cuda.watch.begin(an_op(0, LOAD["x"]))
-    there.copy_(pinned)
-    cuda.watch.end()
-    cuda.watch.begin(an_op(1, CLIP))
-    there.cpu()
-    cuda.watch.end()
-    assert cuda.watch.synchronous == {"load_x", "clip"}
-    assert cuda.watch.copies == 0
+        assert finds(where, partial(read, slot.data_ptr(), 0, 0)) == set()
 
 
 def test_peaks_of_the_allocators(cuda: Pretended) -> None:
@@ -209,12 +196,6 @@ def test_peaks_of_the_allocators(cuda: Pretended) -> None:
     assert pinned.numel() == 5 << 20
     assert cuda.peak_pinned_bytes == 8 << 20
     del kept
-
-
-def test_a_call_that_computes_is_no_surprise_left_out(cuda: Pretended) -> None:
-    made = torch.empty(16, device=DEVICE)
-    with pytest.raises(AssertionError, match="computes on the pretended device"):
-        made.exp()
 
 
 @pytest.mark.parametrize("lane", ["h2d", "d2h", "optimizer", None])

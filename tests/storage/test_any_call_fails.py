@@ -3,7 +3,6 @@
 import errno
 import random
 import shutil
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from multiprocessing.context import ForkServerContext
@@ -24,57 +23,27 @@ EVERY = samples(29, 17)
 """Of the calls behind which the process is killed."""
 
 
-def _create(root: Path) -> None:
-    make(root / "new", drives=[root / "new", root / "new2"]).close()
+OPERATIONS = {name: {3} for name in ("create", "checkpoint", "checkpoint by copies", "delete")}
+OPERATIONS |= {"commit": {3, 4}, "change of drives": {3, 4, 5}, "restore": {3, 1}, "restore by copies": {3, 1}}
+"""The steps that may be committed after each."""
 
 
-def _move(root: Path) -> None:
-    with closing(NvmeStore.open(root, drives=[root / "b", root / "c"])) as store:
-        advance(store, 4, 5)
-
-
-def _commit(root: Path) -> None:
-    with closing(NvmeStore.open(root)) as store:
-        advance(store, 4)
-
-
-def _checkpoint(root: Path) -> None:
-    with closing(NvmeStore.open(root)) as store:
-        store.checkpoint("three")
-
-
-def _copy(root: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        failing(patch, ["link"], errno.EPERM)
-        _checkpoint(root)
-
-
-def _restore(root: Path) -> None:
-    with closing(NvmeStore.open(root)) as store:
-        store.restore("one")
-
-
-def _restore_by_copies(root: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        failing(patch, ["link"], errno.EPERM)
-        _restore(root)
-
-
-def _delete(root: Path) -> None:
-    delete_checkpoint(root, "one")
-
-
-OPERATIONS: dict[str, tuple[Callable[[Path], None], set[int]]] = {
-    "create": (_create, {3}),
-    "commit": (_commit, {3, 4}),
-    "change of drives": (_move, {3, 4, 5}),
-    "checkpoint": (_checkpoint, {3}),
-    "checkpoint by copies": (_copy, {3}),
-    "restore": (_restore, {3, 1}),
-    "restore by copies": (_restore_by_copies, {3, 1}),
-    "delete": (_delete, {3}),
-}
-"""The operation, and the steps that may be committed afterwards."""
+def act(operation: str, root: Path) -> None:
+    if operation == "create":
+        return make(root / "new", drives=[root / "new", root / "new2"]).close()
+    if operation == "delete":
+        return delete_checkpoint(root, "one")
+    drives = [root / "b", root / "c"] if operation == "change of drives" else None
+    with pytest.MonkeyPatch.context() as patch, closing(NvmeStore.open(root, drives=drives)) as store:
+        if "copies" in operation:
+            failing(patch, ["link"], errno.EPERM)
+        match operation.split()[0]:
+            case "checkpoint":
+                store.checkpoint("three")
+            case "restore":
+                store.restore("one")
+            case _:
+                advance(store, *range(4, 1 + max(OPERATIONS[operation])))
 
 
 HOW = ("it fails", "all fail from then on", "the process is killed")
@@ -91,8 +60,7 @@ def test_at_any_call(
     """That all calls fail from one on, but syncs, is what ext4 does after an error."""
     monkeypatch.setattr(drives_module, "WRITE_THREADS", 1)
     operation, how = case
-    act, steps = OPERATIONS[operation]
-    base, root = workspace / "base", workspace / "state"
+    base, root, operate = workspace / "base", workspace / "state", partial(act, operation)
     with closing(make(base, 1, drives=[base, base / "b"])) as store:
         store.checkpoint("one")
         advance(store, 2, 3)
@@ -100,7 +68,7 @@ def test_at_any_call(
     shutil.copytree(base, root)
     with monkeypatch.context() as patch:
         calls = failing(patch, names, 0, times=0)
-        act(root)
+        operate(root)
     count, rng, failed, outcomes = len(calls), random.Random(operation), 0, set()
     assert count >= 7
     every_few, some = range(0, count + EVERY, EVERY), sorted(rng.sample(range(count), min(count, MOMENTS)))
@@ -109,18 +77,18 @@ def test_at_any_call(
         shutil.copytree(base, root)
         said = None
         if "killed" in how:
-            failed += is_killed(processes, partial(act, root), number, names)
+            failed += is_killed(processes, partial(operate, root), number, names)
         else:
             once, code = how == "it fails", rng.choice([errno.EIO, errno.ENOSPC])
             with monkeypatch.context() as patch:
                 failing(patch, names, code if once else errno.EROFS, first=number, times=1 if once else 10**9)
-                said = said_by(partial(act, root))
+                said = said_by(partial(operate, root))
             failed += said is not None
             assert said is None or str(root) in said, (number, calls[number], said)
             assert said is None or once or "Read-only file system" in said
         with closing(NvmeStore.open(root)) as store:
             step = store.meta["step"]
-            assert step in steps
+            assert step in OPERATIONS[operation]
             assert_holds(store, step)
             store.verify()
             kept = {info.name: info.meta["step"] for info in list_checkpoints(root)}
@@ -132,6 +100,6 @@ def test_at_any_call(
         outcomes.add((step, *kept))
         assert operation == "delete" or "one" in kept
         if not (kept.keys() - {"one"} or operation == "delete"):
-            act(root)  # what was begun is in nobody's way
+            operate(root)  # what was begun is in nobody's way
     assert failed >= MOMENTS // 3
     assert "killed" not in how or operation == "create" or len(outcomes) > 1, outcomes

@@ -20,6 +20,11 @@ def test_slots_are_page_aligned_and_disjoint() -> None:
     assert arena.used_bytes == 4096 * (1 + 1 + 1 + 2 + 3)
     assert arena.slots == {f"s{i}": n for i, n in enumerate(sizes)}
     assert not arena.pinned
+    for numel in (0, 1, 5000):
+        tensor = empty_aligned(numel, torch.bfloat16)
+        assert (tensor.dtype, tensor.shape) == (torch.bfloat16, (numel,))
+        assert numel == 0 or tensor.data_ptr() % 4096 == 0
+        assert tensor.fill_(2).sum() == 2 * numel
 
 
 def test_what_is_too_much_is_named() -> None:
@@ -45,15 +50,6 @@ def test_memory_is_resident_only_when_touched_and_goes_on_close() -> None:
     arena.close()
     assert process.memory_info().rss - before < size // 4
     assert int(slot[0]) == 0  # a view that outlives the arena must not crash the process
-
-
-@pytest.mark.parametrize("numel", [0, 1, 5000])
-def test_aligned_tensors_outlive_their_maker(numel: int) -> None:
-    tensor = empty_aligned(numel, torch.bfloat16)
-    assert (tensor.dtype, tensor.shape) == (torch.bfloat16, (numel,))
-    assert numel == 0 or tensor.data_ptr() % 4096 == 0
-    tensor.fill_(2)
-    assert tensor.sum() == 2 * numel
 
 
 class RecordingRegistrar:
@@ -99,7 +95,10 @@ def test_small_slots_share_few_registrations_and_one_too_large_for_any_is_refuse
         cut_pieces([4096, MOST_BYTES])
 
 
-def test_pinning_makes_every_slot_resident_and_registers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("populates", [True, False])
+def test_pinning_makes_every_slot_resident_and_registers_it(monkeypatch: pytest.MonkeyPatch, populates: bool) -> None:
+    if not populates:
+        monkeypatch.setattr("penstock.storage.arena._MADV_POPULATE_WRITE", 9999)  # as a kernel before 5.14 answers
     monkeypatch.setattr("penstock.storage.arena.PIECE_BYTES", 16 << 20)
     monkeypatch.setattr("penstock.storage.arena._STEP_BYTES", 6 << 20)
     sizes = [10 << 20, 7 << 20, 1, 25 << 20, 5000]
@@ -110,6 +109,7 @@ def test_pinning_makes_every_slot_resident_and_registers_it(monkeypatch: pytest.
     arena.pin(registrar, lambda done, total: told.append((done, total)))
     assert psutil.Process().memory_info().rss - before > arena.used_bytes * 0.95
     assert arena.pinned
+    assert not any(slot.any() for slot in slots)
     for slot in slots:
         start = slot.data_ptr()
         assert any(at <= start and start + slot.numel() <= at + n for at, n in registrar.ranges.items())
@@ -133,14 +133,3 @@ def test_what_cannot_be_pinned_is_given_back(monkeypatch: pytest.MonkeyPatch) ->
         arena.pin(registrar)
     assert len(registrar.calls) == 3
     assert not registrar.ranges
-
-
-def test_pages_come_in_without_populate_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.storage.arena._MADV_POPULATE_WRITE", 9999)  # as a kernel before 5.14 answers
-    arena = HostArena(32 << 20, budget_bytes=32 << 20)
-    slot = arena.slot("all", 32 << 20)
-    before = psutil.Process().memory_info().rss
-    arena.pin(RecordingRegistrar())
-    assert psutil.Process().memory_info().rss - before > 30 << 20
-    assert int(slot.max()) == 0
-    arena.close()

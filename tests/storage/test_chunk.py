@@ -1,5 +1,4 @@
 import itertools
-import mmap
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -7,12 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.storage import chunk, crc
+from penstock.storage.arena import empty_aligned
 from penstock.storage.crc import checksum
+from penstock.storage.layout import ALIGN_NUMEL, FlatLayout, ParamSpec, part_ranges
 
 
 @given(st.binary(max_size=5000), st.integers(0, 20000))
@@ -29,11 +31,8 @@ def test_sizes_without_the_crc32c_package(monkeypatch: pytest.MonkeyPatch) -> No
             assert checksum(data.data, num_zeros) == crc32c(data.tobytes() + bytes(num_zeros)), (size, num_zeros)
 
 
-def test_without_the_package_a_thread_opens_one_store_however_many_checksums_it_computes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    opened = []
-    real = crc._one_chunk_store
+def test_without_the_package_a_thread_opens_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, real = [], crc._one_chunk_store
     monkeypatch.setattr(crc, "_one_chunk_store", lambda: opened.append(threading.get_ident()) or real())
     data = np.random.default_rng(0).integers(0, 256, (8, 200_001), dtype=np.uint8)
     with ThreadPoolExecutor(4) as pool:  # at once: what threads share would be written over
@@ -42,18 +41,16 @@ def test_without_the_package_a_thread_opens_one_store_however_many_checksums_it_
     assert 1 <= len(opened) == len(set(opened)) <= 4
 
 
-def _aligned(size: int) -> chunk.Bytes:
-    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size]
-
-
 UGLY = [1, 2, 4091, 4092, 4093, 4095, 4096, 4097, 8191, 8192, 12288, 65536 + 4096]
 
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_round_trip(tmp_path: Path, direct: bool) -> None:
+    assert isinstance(chunk.supports_direct(tmp_path), bool)
+    assert os.listdir(tmp_path) == []
     for size, spare in itertools.product(UGLY, (0, 1, 4096, 100_000)):
         form = chunk.ChunkFormat(size + spare)
-        data, out = _aligned(size), _aligned(size)
+        data, out = (empty_aligned(size, torch.uint8).numpy() for _ in range(2))
         path = tmp_path / f"{size}-{spare}"
         for seed in (1, 2):  # the second write overwrites in place
             data[:] = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
@@ -61,8 +58,7 @@ def test_round_trip(tmp_path: Path, direct: bool) -> None:
             chunk.read_chunk(path, out, form, direct=direct)
             assert np.array_equal(out, data)
             raw = path.read_bytes()
-            assert len(raw) % 4096 == 0
-            assert len(raw) == form.file_bytes
+            assert len(raw) == form.file_bytes == -(-len(raw) // 4096) * 4096
             assert raw[:size] == data.tobytes()
             assert not any(raw[size:-4])
             assert int.from_bytes(raw[-4:], "little") == crc32c(raw[:-4])
@@ -73,7 +69,7 @@ def test_round_trip(tmp_path: Path, direct: bool) -> None:
 def test_any_flipped_payload_bit_is_found(tmp_path_factory: pytest.TempPathFactory, position: int, bit: int) -> None:
     path = tmp_path_factory.mktemp("flip") / "c"
     form = chunk.ChunkFormat(8192)
-    data, out = _aligned(8192), _aligned(8192)
+    data, out = (empty_aligned(8192, torch.uint8).numpy() for _ in range(2))
     chunk.write_chunk(path, data, form, direct=True)
     raw = bytearray(path.read_bytes())
     raw[position] ^= 1 << bit
@@ -82,6 +78,52 @@ def test_any_flipped_payload_bit_is_found(tmp_path_factory: pytest.TempPathFacto
         chunk.read_chunk(path, out, form, direct=True)
 
 
-def test_probe_leaves_nothing(tmp_path: Path) -> None:
-    assert isinstance(chunk.supports_direct(tmp_path), bool)
-    assert os.listdir(tmp_path) == []
+shapes = st.lists(st.integers(1, 70), min_size=0, max_size=3).map(tuple)
+
+
+@given(st.lists(st.tuples(shapes, st.booleans()), min_size=1, max_size=8))
+def test_every_param_has_its_own_aligned_range(items: list[tuple[tuple[int, ...], bool]]) -> None:
+    params = [ParamSpec(f"p{i}", shape, decay) for i, (shape, decay) in enumerate(items)]
+    layout = FlatLayout.build(params)
+    assert [p.name for p in layout.params] == [p.name for d in (True, False) for p in params if p.decay is d]
+    assert layout.numel % ALIGN_NUMEL == 0
+    end = 0
+    for param in layout.params:
+        start = layout.offset(param.name)
+        assert start % ALIGN_NUMEL == 0
+        assert start >= end
+        assert (start < layout.decay_numel) == param.decay
+        end = start + param.numel
+    assert end <= layout.numel < end + ALIGN_NUMEL
+
+
+def test_views_write_through_and_leave_padding_alone() -> None:
+    scalar = FlatLayout.build([ParamSpec("scale", (), False)])
+    assert scalar.views(torch.zeros(2048))["scale"].shape == ()
+    layout = FlatLayout.build([ParamSpec("norm", (3,), False), ParamSpec("w", (5, 7), True)])
+    flat = torch.zeros(layout.numel, dtype=torch.bfloat16)
+    for view in layout.views(flat).values():
+        view.fill_(1)
+    assert {n: tuple(v.shape) for n, v in layout.views(flat).items()} == {"w": (5, 7), "norm": (3,)}
+    assert flat.sum() == 38
+    assert flat[:35].all()
+    assert flat[2048:2051].all()
+    assert layout.decay_numel == 2048
+    with pytest.raises(AssertionError, match="twice"):
+        FlatLayout.build([ParamSpec("a", (1,), True), ParamSpec("a", (2,), True)])
+
+
+@given(st.integers(1, 10**7), st.integers(1, 600))
+def test_parts_cover_the_buffer_evenly(numel: int, part_blocks: int) -> None:
+    limit = part_blocks * ALIGN_NUMEL
+    parts = part_ranges(numel, limit)
+    assert parts[0][0] == 0
+    assert parts[-1][1] == numel
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
+    lengths = [stop - start for start, stop in parts]
+    assert max(lengths) <= limit
+    assert len(parts) <= -(-numel // limit)
+    assert len(set(lengths[:-1])) <= 1
+    assert all(start % ALIGN_NUMEL == 0 for start, _ in parts)
+    # Files are as long as the longest part: the space lost is under one alignment unit per part.
+    assert lengths[0] * len(parts) - numel < len(parts) * ALIGN_NUMEL

@@ -1,6 +1,10 @@
-"""Damaged files: found by reads and by the scrub, told by name and generation, and nothing else is lost with them."""
+"""Damaged files: found by reads and by the scrub, told by name and generation, and nothing else is lost with them.
+
+Links, pipes and folders of others in a state from somebody else: nothing follows them.
+"""
 
 import itertools
+import json
 import os
 import random
 import shutil
@@ -9,37 +13,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from nvme_state import advance, assert_holds, assert_sound, committed_files, content, make
+from nvme_state import advance, assert_holds, assert_sound, assert_whole, committed_files, content, make
+from obstacles import plant
 
+from penstock.storage.checkpoints import delete_checkpoint
 from penstock.storage.errors import UserError
 from penstock.storage.manifest import ArraySpec
 from penstock.storage.nvme import NvmeStore
 
 IN_MEMORY = True
-
-
-def places(raw: bytes, payload: int, rng: random.Random) -> dict[str, int]:
-    """One position for every kind of place in a chunk file."""
-    found = {
-        "first byte": 0,
-        "payload": rng.randrange(payload),
-        "last byte": payload - 1,
-        "checksum": len(raw) - rng.randint(1, 4),
-    }
-    if payload < len(raw) - 4:
-        found["padding"] = rng.randrange(payload, len(raw) - 4)
-    return found
+STALE = "stale: intact, but from another generation"
+BAD_FIELDS: list[dict[str, object]] = [{"version": 99}, {"generation": "x"}, {"arrays": [{}]}, {"meta": 3}]
 
 
 def test_a_flipped_bit_anywhere(store: NvmeStore) -> None:
     """Every chunk file, every kind of place. A read may pass over a flipped bit of the padding: it is no state."""
-    rng, tried = random.Random(0), 0
+    rng = random.Random(0)
     for array in store._committable():
         for part, (start, stop) in enumerate(array.parts):
             path = array.committed(part)[1]
             raw = path.read_bytes()
             payload = (stop - start) * array.spec.item_bytes
-            for place, position in places(raw, payload, rng).items():
+            padding = rng.randrange(payload, len(raw) - 4)
+            for position in (0, rng.randrange(payload), payload - 1, padding, len(raw) - rng.randint(1, 4)):
                 damaged = bytearray(raw)
                 damaged[position] ^= 1 << rng.randrange(8)
                 path.write_bytes(damaged)
@@ -48,41 +44,31 @@ def test_a_flipped_bit_anywhere(store: NvmeStore) -> None:
                     store.verify()
                 out = torch.empty(stop - start, dtype=getattr(torch, array.spec.dtype))
                 future = store.read(array.spec.buffer, array.spec.kind, part, out)
-                if place == "padding":
+                if position == padding:
                     with suppress(UserError):
                         future.result()
                         assert torch.equal(out, content(array.spec, 3)[start:stop])
                 else:
                     with pytest.raises(UserError, match=message):
                         future.result()
-                tried += 1
             path.write_bytes(raw)
-    assert tried >= 34
     store.close()
     assert_sound(store.root, 3)
 
 
 def test_a_damaged_file(store: NvmeStore) -> None:
-    for path, damage in itertools.product(
-        committed_files(store), ["missing", "truncated", "longer", "empty", "folder"]
-    ):
+    for path, change in itertools.product(committed_files(store), (-4096, 4096, -(10**9), "missing", "folder")):
         raw = path.read_bytes()
-        match damage:
-            case "missing" | "folder":
-                path.unlink()
-                if damage == "folder":
-                    path.mkdir()
-            case "truncated":
-                os.truncate(path, len(raw) - 4096)
-            case "longer":
-                path.write_bytes(raw + bytes(4096))
-            case "empty":
-                path.write_bytes(b"")
-        with pytest.raises(UserError, match=rf"^{path}.*generation 3"):
-            store.verify()
-        with pytest.raises(UserError, match=rf"^{path}.*generation 3"):
-            assert_holds(store, 3)
-        if damage == "folder":
+        if isinstance(change, int):
+            os.truncate(path, max(0, len(raw) + change))
+        else:
+            path.unlink()
+        if change == "folder":
+            path.mkdir()
+        for found in (store.verify, lambda: assert_holds(store, 3)):
+            with pytest.raises(UserError, match=rf"^{path}.*generation 3"):
+                found()
+        if change == "folder":
             path.rmdir()
         path.write_bytes(raw)
     store.close()
@@ -98,9 +84,7 @@ def test_a_stale_file(store: NvmeStore) -> None:
         good = path.read_bytes()
         path.write_bytes(raw)
         for found in (store.verify, lambda: assert_holds(store, 5)):
-            with pytest.raises(
-                UserError, match=rf"{path} \(generation 5\): stale: intact, but from another generation"
-            ):
+            with pytest.raises(UserError, match=rf"{path} \(generation 5\): {STALE}"):
                 found()
         path.write_bytes(good)
     store.close()
@@ -126,24 +110,20 @@ def test_a_drive_from_the_past(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_listed_and_a_long_list_is_cut(tmp_path: Path) -> None:
-    for num_parts, num_listed in ((7, 7), (30, 20)):
-        spec = ArraySpec("embed", "master", 2048 * num_parts, "float32", 2048)
-        drives = [tmp_path / f"a{num_parts}", tmp_path / f"b{num_parts}"]
-        with closing(NvmeStore.create(tmp_path / f"{num_parts}", [spec], budget_bytes=None, drives=drives)) as store:
-            for part in range(num_parts):
-                store.write("embed", "master", part, torch.ones(2048)).result()
-            store.commit({})
-            files = committed_files(store)
-            for path in files:
+    spec = ArraySpec("embed", "master", 2048 * 30, "float32", 2048)
+    drives = [tmp_path / "a", tmp_path / "b"]
+    with closing(NvmeStore.create(tmp_path / "state", [spec], budget_bytes=None, drives=drives)) as store:
+        for part in range(30):
+            store.write("embed", "master", part, torch.ones(2048)).result()
+        store.commit({})
+        files = committed_files(store)
+        for damaged, more in ((20, []), (30, ["... and 10 more"])):
+            for path in files[:damaged]:
                 os.truncate(path, 4096)
-            with pytest.raises(UserError, match=f"{num_parts} chunk files of generation 1 are damaged:") as caught:
+            with pytest.raises(UserError, match=f"{damaged} chunk files of generation 1 are damaged:") as caught:
                 store.verify()
-        lines = str(caught.value).splitlines()[1:]
-        assert sum(str(path) in str(caught.value) for path in files) == num_listed
-        assert lines[num_listed:] == (["... and 10 more"] if num_parts == 30 else [])
-
-
-# ---------------------------------------------------------------- the manifest
+            assert sum(str(path) in str(caught.value) for path in files) == 20
+            assert str(caught.value).splitlines()[21:] == more
 
 
 def test_a_stale_manifest(store: NvmeStore) -> None:
@@ -165,34 +145,90 @@ def test_a_stale_manifest(store: NvmeStore) -> None:
             backup.write_bytes(other)
         with closing(NvmeStore.open(store.root)) as stale:
             for found in (stale.verify, lambda stale=stale: assert_holds(stale, 3)):
-                with pytest.raises(
-                    UserError, match=r"c\.\d\.0 \(generation 3\): stale: intact, but from another generation"
-                ):
+                with pytest.raises(UserError, match=rf"c\.\d\.0 \(generation 3\): {STALE}"):
                     found()
         backup.write_bytes(good_backup)
     path.write_bytes(good)
     assert_sound(store.root, 5)
 
 
-def test_a_half_written_manifest(store: NvmeStore) -> None:
+def test_an_unreadable_manifest(store: NvmeStore) -> None:
+    """Half written, of other content, missing: which is no new start."""
     store.close()
     path = store.root / "manifest.json"
     good = path.read_bytes()
-    for size in [*range(0, len(good), 97), len(good) - 1]:
-        path.write_bytes(good[:size])
+    contents = [good[:size] for size in (*range(0, len(good), 97), len(good) - 1)]
+    contents += [json.dumps(json.loads(good) | field).encode() for field in BAD_FIELDS]
+    for damaged in (*contents, b"[]", b"{}", b'{"format": "other"}', b"\xff"):
+        path.write_bytes(damaged)
         with pytest.raises(UserError, match=rf"{path}: not a readable manifest .*backup\.json holds generation 3"):
             NvmeStore.open(store.root)
-    shutil.copy(store.root / "manifest.backup.json", path)  # what the message says
-    assert_sound(store.root, 3)
-
-
-def test_a_missing_manifest_is_no_new_start(store: NvmeStore) -> None:
-    store.close()
-    path = store.root / "manifest.json"
-    good = path.read_bytes()
     path.unlink()
     for start in (NvmeStore.open, make):
         with pytest.raises(UserError, match=rf"{path}: the file is missing; .*backup\.json holds generation 3"):
             start(store.root)
-    path.write_bytes(good)
+    shutil.copy(store.root / "manifest.backup.json", path)  # what the message says
     assert_sound(store.root, 3)
+
+
+PLACES = "layers.0 layers.0/master layers.0/master/0 layers.0/master/0/c.0.0 layers.0/master/1/c.1.0 "
+PLACES += "layers.0/weights/0/zarr.json checkpoints checkpoints/one checkpoints/one/layers.0/master scratch drive.json"
+
+
+@pytest.fixture
+def thesis(tmp_path: Path) -> Path:
+    """A folder of the user's, which looks like part of a state."""
+    folder = tmp_path / "thesis"
+    for name in ("0", "1", "master/0", "one/layers.0/master/0", "spill"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "c.0.0").write_text("years of work")
+        (folder / name / "drive.json").write_text("{}")
+    return folder
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Generation 2 of a state with a checkpoint; tests take a copy."""
+    root = tmp_path_factory.mktemp("made") / "state"
+    with closing(make(root, 1, 2)) as store:
+        store.checkpoint("one")
+    return root
+
+
+@pytest.mark.parametrize("obstacle", ["link", "pipe"])
+@pytest.mark.parametrize("place", PLACES.split())
+def test_nothing_in_a_state_leads_elsewhere(
+    tmp_path: Path, made: Path, thesis: Path, place: str, obstacle: str
+) -> None:
+    root = shutil.copytree(made, tmp_path / "state")
+    path = root / place
+    target = thesis / "0/c.0.0" if path.is_file() else thesis
+    if path.exists():
+        path.rename(tmp_path / "moved away")
+    plant(path, obstacle, target)
+    before = files(thesis)
+    with pytest.raises(UserError, match=rf"{path}|{root}"):
+        NvmeStore.open(root)
+    with suppress(UserError):  # it may go where nothing of it leads elsewhere
+        delete_checkpoint(root, "one")
+    with suppress(UserError), closing(NvmeStore.open(root, read_only=True)) as store:
+        store.verify()
+        assert_holds(store, 2)
+    assert files(thesis) == before
+    path.unlink()
+
+
+def test_a_checkpoint_that_is_another_runs(tmp_path: Path) -> None:
+    """A link in the place of a checkpoint's folder: deleting it would delete the other run's."""
+    for name in ("mine", "other"):
+        with closing(make(tmp_path / name, 1)) as store:
+            store.checkpoint("one")
+    shutil.rmtree(tmp_path / "mine/checkpoints/one")
+    (tmp_path / "mine/checkpoints/one").symlink_to(tmp_path / "other/checkpoints/one")
+    with pytest.raises(UserError, match="mine/checkpoints/one: is a link, which a state never contains"):
+        delete_checkpoint(tmp_path / "mine", "one")
+    assert_whole(tmp_path / "other/checkpoints/one", 1)

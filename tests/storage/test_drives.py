@@ -4,9 +4,9 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,42 +50,40 @@ def test_parts_are_striped(store: NvmeStore, tmp_path: Path) -> None:
             assert (drive / spec.buffer / spec.kind / "1" / f"c.{part}.0").is_file()
     assert not chunk_files(store.root)
     assert_holds(store, 2)
-    assert store.verify() == 3 * 20480 + 3 * 12288 + 12288
+    a, b = 2 * 20480 + 2 * 12288, 20480 + 2 * 12288
+    assert [(moved.bytes_read, moved.bytes_written) for moved in store.traffic().values()] == [(a, 2 * a), (b, 2 * b)]
+    assert store.verify() == a + b
     assert any("on one device" in warning for warning in store.warnings)
+    content = json.loads((store.root / "manifest.json").read_text())
+    array = content["arrays"][0]
+    assert (array["checksum"], array["shape"]) == ("crc32c", [3, 4096])
+    assert array["drives"] == [drive["id"] for drive in content["drives"]]
+    raw = (tmp_path / "a/layers.0/master/1/c.0.0").read_bytes()
+    assert int.from_bytes(raw[-4:], "little") == int(array["crc32c"][0], 16)
 
 
-def test_every_thread_of_a_store_binds_itself_before_it_moves_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_thread_of_a_store_binds_itself_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever submits is bound to other cores; on a machine of one core a thread's own set is left as it is."""
     allowed = sorted(os.sched_getaffinity(0))
     mine, theirs = {allowed[0]}, {allowed[-1]}
-    lock = threading.Lock()
     bound: set[int] = set()
     seen: list[tuple[str, str, set[int], bool]] = []
+    drives = folders(tmp_path, "ab")
 
     def bind() -> None:
         os.sched_setaffinity(0, theirs)
-        with lock:
-            bound.add(threading.get_ident())
+        bound.add(threading.get_ident())
 
-    def watched(name: str) -> None:
-        real = getattr(chunk, name)
+    def watched(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        thread = threading.current_thread()
+        comm = Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip()
+        seen.append((thread.name, comm, os.sched_getaffinity(0), thread.ident in bound))
+        return real(*args, **kwargs)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            thread = threading.current_thread()
-            comm = Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip()
-            with lock:
-                seen.append((thread.name, comm, os.sched_getaffinity(0), thread.ident in bound))
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(chunk, name, call)
-
-    watched("read_chunk")
-    watched("write_chunk")
+    for name in ("read_chunk", "write_chunk"):
+        monkeypatch.setattr(chunk, name, partial(watched, getattr(chunk, name)))
     os.sched_setaffinity(0, mine)
     try:
-        drives = folders(tmp_path, "ab")
         store = NvmeStore.create(tmp_path / "root", SPECS, budget_bytes=None, drives=drives, on_thread_start=bind)
         with closing(store):
             advance(store, 1)
@@ -102,31 +100,18 @@ def test_every_thread_of_a_store_binds_itself_before_it_moves_anything(
     }
 
 
-def test_requests_spread_evenly(tmp_path: Path) -> None:
-    specs = [ArraySpec(f"layers.{i}", kind, 2048 * 7, "float32", 2048) for i in range(4) for kind in "abc"]
-    with closing(
-        NvmeStore.create(tmp_path / "root", specs, budget_bytes=None, drives=folders(tmp_path, "ab"))
-    ) as store:
-        for spec in specs:
-            for part, (start, stop) in enumerate(spec.parts()):
-                store.write(spec.buffer, spec.kind, part, torch.ones(stop - start)).result()
-        store.commit({})
-        for spec in specs:
-            read_all(store, spec)
-        first, second = store.traffic().values()
-        chunk_bytes = 12288
-        assert first.bytes_written + second.bytes_written == 12 * 7 * chunk_bytes
-        assert abs(first.bytes_written - second.bytes_written) <= chunk_bytes
-        assert first == replace(first, bytes_read=first.bytes_written)
-        assert second == replace(second, bytes_read=second.bytes_written)
-
-
 @pytest.mark.parametrize(("before", "after"), [("a", "b"), ("ab", "ba"), ("ab", "b"), ("a", "abc"), ("abc", "d")])
 def test_a_run_changes_drives(tmp_path: Path, before: str, after: str) -> None:
     root = tmp_path / "root"
     make(root, 1, drives=folders(tmp_path, before)).close()
     with closing(NvmeStore.open(root, drives=folders(tmp_path, after))) as store:
         assert_holds(store, 1)  # from where it lies
+        store.write("embed", "master", 0, content(SPECS[2], 2)).result()
+        store.commit({})
+        assert all((tmp_path / name / "drive.json").exists() for name in before)  # until its last array has moved
+    with closing(NvmeStore.open(root)) as store:
+        assert torch.equal(read_all(store, SPECS[2]), content(SPECS[2], 2))
+        assert torch.equal(read_all(store, SPECS[0]), content(SPECS[0], 1))
         write_all(store, 2)
         assert_holds(store, 2)
         store.commit({})
@@ -145,22 +130,6 @@ def test_a_run_changes_drives(tmp_path: Path, before: str, after: str) -> None:
         assert kept == 2 * sum(len(spec.parts()) for spec in SPECS)
         assert_holds(store, 3)
         assert store.verify()
-
-
-def test_a_drive_is_used_until_its_last_array_moved(store: NvmeStore, tmp_path: Path) -> None:
-    store.close()
-    embed = SPECS[2]
-    with closing(NvmeStore.open(store.root, drives=folders(tmp_path, "c"))) as moved:
-        moved.write("embed", "master", 0, content(embed, 3)).result()
-        moved.commit({})
-        assert (tmp_path / "a" / "drive.json").exists()
-    with closing(NvmeStore.open(store.root)) as moved:
-        assert moved.drives == folders(tmp_path, "c")
-        assert torch.equal(read_all(moved, embed), content(embed, 3))
-        assert torch.equal(read_all(moved, SPECS[0]), content(SPECS[0], 2))
-        advance(moved, 4)
-    assert not chunk_files(tmp_path / "a")
-    assert not chunk_files(tmp_path / "b")
 
 
 @sampled(25, 60)
@@ -210,16 +179,12 @@ def test_any_order_of_operations_on_any_drives(data: st.DataObject, tmp_path_fac
     store.close()
 
 
-# ---------------------------------------------------------------- identity
-
-
 def test_a_drive_is_found_where_it_is_now(store: NvmeStore, tmp_path: Path) -> None:
     store.close()
     (tmp_path / "b").rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=rf"{tmp_path}/b: this drive holds part of generation 2.*is it mounted\?"):
-        NvmeStore.open(store.root)
-    with pytest.raises(UserError, match="is it mounted"):
-        NvmeStore.open(store.root, drives=folders(tmp_path, "a"))
+    for listed in (None, folders(tmp_path, "a")):
+        with pytest.raises(UserError, match=rf"{tmp_path}/b: this drive holds part of generation 2.*is it mounted\?"):
+            NvmeStore.open(store.root, drives=listed)
     with closing(NvmeStore.open(store.root, drives=[tmp_path / "a", tmp_path / "elsewhere"])) as moved:
         assert_holds(moved, 2)
         advance(moved, 3)
@@ -238,14 +203,18 @@ def test_a_drive_that_holds_nothing_yet_may_go(store: NvmeStore, tmp_path: Path)
     assert_sound(store.root, 2)
 
 
-def test_drives_may_have_relative_paths_and_move_with_the_run_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = tmp_path / "run" / "state"
-    make(root, 1, drives=[root, root / "second"]).close()
+def test_drives_may_have_relative_paths_and_move_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, moved = tmp_path / "run" / "state", tmp_path / "moved" / "state"
+    with closing(make(root, 1, drives=[root, root / "second"])) as store:
+        store.checkpoint("one")
+        advance(store, 2)
     assert [drive.path for drive in Manifest.read(root).drives] == [".", "second"]
-    (tmp_path / "run").rename(tmp_path / "moved")
-    assert_whole(tmp_path / "moved" / "state", 1)
+    root.parent.rename(moved.parent)
+    assert_whole(moved, 2)
+    assert_whole(moved / "checkpoints/one", 1)
+    with closing(NvmeStore.open(moved)) as store:
+        store.restore("one")
+        assert_holds(store, 1)
     monkeypatch.chdir(tmp_path)
     make(Path("root"), 1, drives=[Path("a"), Path("../" + tmp_path.name + "/b")]).close()
     monkeypatch.chdir("/")
@@ -276,6 +245,9 @@ def test_the_drive_of_another_run_is_refused(store: NvmeStore, tmp_path: Path) -
     with pytest.raises(UserError, match=message):
         NvmeStore.open(tmp_path / "new", drives=folders(tmp_path, "ca"))
     assert_whole(store.root, 2)
+    (tmp_path / "a/drive.json").write_text("{")
+    with pytest.raises(UserError, match=r"a/drive\.json: not a readable drive identity"):
+        NvmeStore.open(store.root)
 
 
 def test_an_aborted_start_is_no_obstacle(tmp_path: Path) -> None:
@@ -294,27 +266,17 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     theirs.mkdir(parents=True)
     (theirs / "zarr.json").write_text('{"dimension_names": ["y", "x"]}')
     (theirs / "c.0.0").write_text("theirs")
+    a = folders(tmp_path, "a")
     for name in ("scratch", "checkpoints"):
-        (tmp_path / "a" / name).mkdir()
+        (a[0] / name).mkdir()
         with pytest.raises(UserError, match=rf"a/{name}: does not belong to Penstock"):
-            make(tmp_path / "root", drives=folders(tmp_path, "a"))
-        (tmp_path / "a" / name).rmdir()
-    for _ in range(2):
-        make(tmp_path / "root", drives=folders(tmp_path, "a")).close()
-    make(tmp_path / "root", 1, drives=folders(tmp_path, "a")).close()
+            make(tmp_path / "root", drives=a)
+        (a[0] / name).rmdir()
+    for steps in ((), (), (1,)):
+        make(tmp_path / "root", *steps, drives=a).close()
     with closing(NvmeStore.open(tmp_path / "root", drives=folders(tmp_path, "b"))) as store:
         advance(store, 2)
     assert sorted(path.name for path in (tmp_path / "a").rglob("*")) == ["0", "c.0.0", "image", "labels", "zarr.json"]
-
-
-def test_an_unreadable_identity(store: NvmeStore, tmp_path: Path) -> None:
-    store.close()
-    text = (tmp_path / "a/drive.json").read_text()
-    (tmp_path / "a/drive.json").write_text("{")
-    with pytest.raises(UserError, match=r"a/drive\.json: not a readable drive identity"):
-        NvmeStore.open(store.root)
-    (tmp_path / "a/drive.json").write_text(text)
-    NvmeStore.open(store.root).close()
 
 
 def test_room_is_counted_for_each_device(tmp_path: Path) -> None:
@@ -338,20 +300,6 @@ def test_room_on_the_drives_that_state_moves_to(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
     for drives in (None, folders(tmp_path, "ab")):  # where it lies there may be nothing to write, as for an export
         assert_whole(store.root, 2, drives=drives)
-
-
-# ---------------------------------------------------------------- the manifest
-
-
-def test_the_manifest_says_where_everything_is(store: NvmeStore) -> None:
-    content = json.loads((store.root / "manifest.json").read_text())
-    array = content["arrays"][0]
-    assert array["checksum"] == "crc32c"
-    assert array["shape"] == [3, 4096]
-    assert array["drives"] == [drive["id"] for drive in content["drives"]]
-    raw = (store._drives.folders[0] / "layers.0/master/1/c.0.0").read_bytes()
-    assert int.from_bytes(raw[-4:], "little") == int(array["crc32c"][0], 16)
-    assert (store.root / "manifest.backup.json").read_bytes() == (store.root / "manifest.json").read_bytes()
 
 
 def test_metadata_comes_back_as_json_has_it(store: NvmeStore) -> None:

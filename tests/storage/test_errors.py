@@ -1,7 +1,5 @@
 """Errors that say that the process has something no more of, as Python, torch and the system really word them."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

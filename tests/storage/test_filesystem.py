@@ -23,7 +23,6 @@ MOUNTINFO = r"""
     ("folder", "kind", "source"),
     [
         ("/", "ext4", "/dev/nvme0n1p2"),
-        ("/mnt", "ext4", "/dev/nvme0n1p2"),
         ("/mnt/faster", "ext4", "/dev/nvme0n1p2"),  # a longer name is not below /mnt/fast
         ("/mnt/fast", "btrfs", "/dev/mapper/hidden"),  # mounted over: the later one counts
         ("/mnt/fast/a/b", "btrfs", "/dev/mapper/hidden"),
@@ -44,12 +43,7 @@ def test_longest_mount_point_with_escapes(folder: str, kind: str, source: str) -
         ("fuseblk", None),
         ("tmpfs", "is kept in memory"),
         ("ramfs", "lost at reboot"),
-        ("nfs4", "network file system"),
-        ("cifs", "network file system"),
-        ("9p", "network file system"),
-        ("ceph", "network file system"),
-        ("lustre", "network file system"),
-        ("fuse.sshfs", "network file system"),
+        *((name, "network file system") for name in ("nfs4", "cifs", "9p", "ceph", "lustre", "fuse.sshfs")),
         ("overlay", "container's writable layer"),
     ],
 )
@@ -73,9 +67,6 @@ def test_missing_folder_is_judged_by_its_parent(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
     check_folder(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_real_memory_file_system() -> None:
     shared = Path("/dev/shm")
     if not shared.is_dir() or mount_of(shared).filesystem != "tmpfs":
         pytest.skip("no tmpfs at /dev/shm")
@@ -84,14 +75,14 @@ def test_real_memory_file_system() -> None:
     assert device_of(shared).disks == ()
 
 
-def _block(sys: Path, name: str, *, rotational: str = "0", model: str = "") -> Path:
+def _block(sys: Path, name: str, *, rotational: int = 0, model: str = "") -> Path:
     """A block device's folder as /sys has it."""
     folder = sys / "devices" / name
     for inner in ("queue", "slaves", "device"):
         (folder / inner).mkdir(parents=True)
-    (folder / "queue" / "rotational").write_text(f"{rotational}\n")
+    (folder / "queue/rotational").write_text(f"{rotational}\n")
     if model:
-        (folder / "device" / "model").write_text(f"{model}   \n")
+        (folder / "device/model").write_text(f"{model}   \n")
     return folder
 
 
@@ -125,7 +116,7 @@ def test_partition_leads_to_its_drive(sys_block: Path) -> None:
 
 def test_volume_leads_to_all_its_drives(sys_block: Path) -> None:
     first = _block(sys_block, "nvme0n1", model="A")
-    second = _block(sys_block, "sda", rotational="1", model="B")
+    second = _block(sys_block, "sda", rotational=1, model="B")
     raid = _block(sys_block, "md0")
     volume = _block(sys_block, "dm-3")
     (volume / "slaves" / "md0").symlink_to(raid)
@@ -139,9 +130,6 @@ def test_volume_leads_to_all_its_drives(sys_block: Path) -> None:
 
 @pytest.mark.parametrize("name", ["vda", "xvda", "loop0"])
 def test_virtual_drive_does_not_tell_whether_it_spins(sys_block: Path, name: str) -> None:
-    _mount_on(sys_block, _block(sys_block, name, rotational="1"))
+    assert device_of(sys_block) == Device("/dev/root", (), "ext4", None, None), "no block device yet"
+    _mount_on(sys_block, _block(sys_block, name, rotational=1))
     assert device_of(sys_block) == Device(name, (name,), "ext4", None, None)
-
-
-def test_no_block_device(sys_block: Path) -> None:
-    assert device_of(sys_block) == Device("/dev/root", (), "ext4", None, None)

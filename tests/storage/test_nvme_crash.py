@@ -27,9 +27,9 @@ def root(workspace: Path) -> Path:
 
 def _steps_until_killed(root: Path, ready: Event) -> None:
     store = NvmeStore.open(root)
-    ready.set()
     for step in itertools.count(store.meta["step"] + 1):
         advance(store, step)
+        ready.set()
 
 
 @pytest.mark.sampled
@@ -47,8 +47,7 @@ def test_killed_at_random_moments(root: Path, processes: ForkServerContext) -> N
         assert child.exitcode == -signal.SIGKILL
         steps.append(Manifest.read(root).meta["step"])
         assert_whole(root, steps[-1], generation=steps[-1])
-    assert steps == sorted(steps)
-    assert steps[-1] > 1, "no commit was reached: the children were killed too early to test anything"
+    assert steps == sorted(set(steps)), "each child has committed before it was killed"
 
 
 def test_everything_is_durable_before_the_manifest_moves(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

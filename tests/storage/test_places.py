@@ -1,7 +1,5 @@
 """What else a machine does to the folders of a store: gone, limited, mounted twice."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import resource

@@ -51,10 +51,8 @@ class Expectation:
         if self.promised == 0 and not (image / "manifest.json").exists():
             with pytest.raises(UserError, match="no generation was committed here"):
                 NvmeStore.open(image)
-            shutil.rmtree(image)
-            return
-        store = NvmeStore.open(image)
-        with closing(store):
+            return shutil.rmtree(image)
+        with closing(NvmeStore.open(image)) as store:
             assert self.promised <= store.generation <= max(self.states), (store.generation, self.promised)
             self.seen.add(store.generation)
             assert_state(store, self.states[store.generation])
@@ -79,11 +77,8 @@ class Run:
     """A store whose promises are noted."""
 
     def __init__(self, root: Path, disk: Disk, drives: list[Path] | None):
-        self.root = root
-        self.disk = disk
-        self.expected = Expectation()
+        self.root, self.disk, self.expected, self.latest = root, disk, Expectation(), State()
         disk.check = self.expected.check
-        self.latest: State = {}
         self.store = make(root, drives=drives)
 
     def reopen(self, drives: list[Path]) -> None:
@@ -94,7 +89,7 @@ class Run:
         for spec in specs:
             for part, (start, stop) in enumerate(spec.parts()):
                 self.store.write(spec.buffer, spec.kind, part, content(spec, step)[start:stop]).result()
-            self.latest = self.latest | {spec: step}
+        self.latest = self.latest | dict.fromkeys(specs, step)
         self._keep(self.latest, lambda: self.store.commit({"step": step}))
 
     def checkpoint(self, name: str) -> None:
@@ -179,9 +174,6 @@ def test_the_model_finds_what_is_not_synced(tmp_path: Path, workspace: Path, mon
             disk.close()
 
 
-# ---------------------------------------------------------------- a real file system
-
-
 def _train(root: Path, committed: "Synchronized[int]") -> None:
     store = NvmeStore.open(root)
     for step in itertools.count(store.meta["step"] + 1):
@@ -228,8 +220,7 @@ def _stopped(pid: int) -> bool:
 def test_power_cut_of_an_ext4_image(tmp_path: Path, processes: ForkServerContext) -> None:
     """The image of a mounted file system, copied while the process is stopped: its page cache goes with the power."""
     image, copy, place, other = (tmp_path / name for name in ("disk.img", "copy.img", "mnt", "copy"))
-    image.write_bytes(b"")
-    os.truncate(image, 48 << 20)
+    image.write_bytes(bytes(48 << 20))
     subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
     _mount(image, place)
     committed = processes.Value("q", 1)
@@ -248,19 +239,21 @@ def test_power_cut_of_an_ext4_image(tmp_path: Path, processes: ForkServerContext
         finally:
             subprocess.run(["umount", str(other)], check=True)
 
+    def wait_for_commit(child: Any) -> None:
+        """However slowly it goes on."""
+        before = committed.value
+        while committed.value == before and child.is_alive():
+            time.sleep(0.01)
+
     try:
         make(place / "state", 1).close()
         for _ in range(2):
             child = processes.Process(target=_train, args=(place / "state", committed))
             child.start()
-            start = committed.value
-            while committed.value == start and child.is_alive():
-                time.sleep(0.01)
+            wait_for_commit(child)
             try:
                 for _ in range(5):
-                    before = committed.value
-                    while committed.value == before and child.is_alive():  # however slowly it goes on
-                        time.sleep(0.01)
+                    wait_for_commit(child)
                     time.sleep(rng.uniform(0, 0.05))
                     os.kill(child.pid or 0, signal.SIGSTOP)
                     while not _stopped(child.pid or 0):

@@ -1,7 +1,5 @@
 """A power cut while a copied run directory is given a state of its own, uses it and deletes from it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from contextlib import closing
@@ -12,10 +10,8 @@ from nvme_state import advance, assert_holds, make
 from powercut import Disk
 from samples import samples
 
-from penstock.storage import copying
 from penstock.storage.checkpoints import checkpoint_names, delete_checkpoint
 from penstock.storage.copying import copy_state
-from penstock.storage.errors import UserError
 from penstock.storage.nvme import NvmeStore
 
 
@@ -84,14 +80,3 @@ def test_power_cut_while_a_copy_gets_its_own_state(workspace: Path, monkeypatch:
         copies.disk.cut()
         copies.disk.close()
     assert copies.disk.images > samples(25, 100)
-
-
-def test_the_model_finds_a_copy_that_is_not_synced(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        copies = Copies(workspace, patch, seed=0, share=0)
-        patch.setattr(copying, "fsync_dir", lambda path: None)
-        copy_state(copies.top / "two", [copies.top / "b"])
-        copies.promised = True
-        with pytest.raises((AssertionError, UserError)):
-            copies.disk.cut()
-        copies.disk.close()

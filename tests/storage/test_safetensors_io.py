@@ -15,6 +15,7 @@ from samples import sampled
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from penstock.storage.errors import UserError
+from penstock.storage.model_folder import has_model_file, is_plain_name, read_model_file
 from penstock.storage.safetensors_io import INDEX_NAME, CheckpointReader, CheckpointWriter
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -78,9 +79,8 @@ def test_round_trip(
     if len(files) == 1:
         assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
     else:
-        assert [path.name for path in files] == [
-            f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
-        ]
+        numbers = range(1, len(files) + 1)
+        assert [path.name for path in files] == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in numbers]
         index = json.loads((folder / INDEX_NAME).read_text())
         assert index["weight_map"] == {name: file.name for name, (_, file) in theirs.items()}
         assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in tensors.values())
@@ -92,18 +92,16 @@ def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
     tensors = example({"a": (3, 5), "b": (7,), "c": (), "d": (0, 2), "e": (1, 1), "f": (2, 3), "g": (4,)})
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     reader = CheckpointReader(tmp_path)
+    assert reader.tensors == {name: (dtype, shape) for name, dtype, shape in announce(tensors)}
     for name, tensor in tensors.items():
         out = torch.zeros_like(tensor)
         reader.read_into(name, out)
         assert torch.equal(out, tensor)
-        assert reader.tensors[name] == (name_of(tensor.dtype), tuple(tensor.shape))
 
 
 def test_transformers_reads_and_writes_the_same(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2, vocab_size=64
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert (tmp_path / "theirs" / INDEX_NAME).exists()
     reader = CheckpointReader(tmp_path / "theirs")
@@ -111,7 +109,7 @@ def test_transformers_reads_and_writes_the_same(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "ours", listed, max_shard_bytes=20_000) as writer:
         for name, _, _ in listed:
             writer.write(name, reader.read(name))
-    config.save_pretrained(tmp_path / "ours")
+    model.config.save_pretrained(tmp_path / "ours")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor)
@@ -131,15 +129,6 @@ def test_reading_keeps_nothing_resident(tmp_path: Path) -> None:
     assert process.memory_info().rss - before < 20 << 20
 
 
-# ---------------------------------------------------------------- bad input
-
-
-def _ghost(folder: Path) -> None:
-    index = json.loads((folder / INDEX_NAME).read_text())
-    index["weight_map"]["ghost"] = SHARD
-    (folder / INDEX_NAME).write_text(json.dumps(index))
-
-
 def _cut(size: int) -> Callable[[Path], None]:
     return lambda folder: os.truncate(folder / SHARD, size)
 
@@ -150,12 +139,9 @@ def _index(text: str) -> Callable[[Path], object]:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda folder: (folder / SHARD).unlink(), rf"1 of 2 shards are missing.*{SHARD}"),
-    "a byte short": (
-        _cut(SHARD_BYTES - 1),
-        f"{SHARD}: truncated: expected {SHARD_BYTES} bytes, found {SHARD_BYTES - 1}",
-    ),
+    "a byte short": (_cut(SHARD_BYTES - 1), f"{SHARD}: truncated: expected {SHARD_BYTES} bytes, found 967"),
     "longer": (_cut(SHARD_BYTES + 1), "longer than its header states"),
-    "a ghost": (_ghost, rf"{SHARD}: tensor 'ghost'"),
+    "a ghost": (_index(json.dumps({"weight_map": {"ghost": SHARD}})), rf"{SHARD}: tensor 'ghost'"),
     "no file": (lambda folder: [file.unlink() for file in folder.iterdir()], r"neither model\.safetensors nor"),
     **{f"{size} bytes": (_cut(size), rf"{SHARD}: truncated: expected .* found {size}") for size in (0, 7, 8, 50)},
     **{f"index {text}": (_index(text), rf"{INDEX_NAME}: not a readable index") for text in BAD_INDEXES},
@@ -177,38 +163,31 @@ def test_a_damaged_header(tmp_path: Path, name: str) -> None:
         CheckpointReader(tmp_path)
 
 
-# ---------------------------------------------------------------- writer
-
-
 def test_names_appear_only_when_complete(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, [("a", "float32", (2,)), ("b", "float32", (2,))])
-    for bad in (torch.ones(3), torch.ones(2).double()):
+    writer = CheckpointWriter(tmp_path, [("a", "float32", (2, 3)), ("b", "float32", (2,))])
+    for bad in (torch.ones(3, 2), torch.ones(2, 3).double()):
         with pytest.raises(AssertionError):
             writer.write("a", bad)
-    writer.write("a", torch.ones(2))
+    turned = torch.arange(6.0).reshape(3, 2).T
+    writer.write("a", turned)
     assert list(tmp_path.glob("model*")) == []
     with pytest.raises(AssertionError, match="1 tensors were not written"):
         writer.close()
     writer.write("b", torch.ones(2))
     writer.close()
     assert os.listdir(tmp_path) == ["model.safetensors"]
+    assert torch.equal(CheckpointReader(tmp_path).read("a"), turned)
 
 
-def test_failed_export_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), CheckpointWriter(tmp_path, [("a", "float32", (2,))]):
+def test_failed_export_leaves_nothing(tmp_path: Path, sharded: Path) -> None:
+    empty = tmp_path / "empty"
+    with pytest.raises(RuntimeError), CheckpointWriter(empty, [("a", "float32", (2,))]):
         raise RuntimeError
-    assert os.listdir(tmp_path) == []
-
-
-def test_refuses_a_folder_with_a_checkpoint(sharded: Path) -> None:
+    with pytest.raises(UserError, match="the exported model needs 4,000,"):
+        CheckpointWriter(empty, [("a", "float32", (10**15,))])
+    assert os.listdir(empty) == []
     with pytest.raises(UserError, match="already holds model-00001-of-00002"):
         CheckpointWriter(sharded, [("a", "float32", (2,))])
-
-
-def test_disk_too_small(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the exported model needs 4,000,"):
-        CheckpointWriter(tmp_path, [("a", "float32", (10**15,))])
-    assert os.listdir(tmp_path) == []
 
 
 def test_full_disk(tmp_path: Path) -> None:
@@ -222,8 +201,85 @@ def test_full_disk(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_non_contiguous_tensors_are_written_right(tmp_path: Path) -> None:
-    tensor = torch.arange(12.0).reshape(3, 4).T
-    with CheckpointWriter(tmp_path, [("a", "float32", (4, 3))]) as writer:
-        writer.write("a", tensor)
-    assert torch.equal(CheckpointReader(tmp_path).read("a"), tensor)
+HEADER = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(range(8))
+DIGEST = "0123456789abcdef" * 4
+
+
+def hub_cache(root: Path) -> Path:
+    """A model as huggingface_hub keeps it; its snapshot folder."""
+    model = root / "hub" / "models--owner--name"
+    snapshot = model / "snapshots" / ("ab" * 20)
+    (model / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (model / "blobs" / DIGEST).write_bytes(WEIGHTS)
+    (snapshot / "model.safetensors").symlink_to(f"../../blobs/{DIGEST}")
+    return snapshot
+
+
+def test_the_hub_s_cache_is_read_through_its_links(tmp_path: Path) -> None:
+    snapshot = hub_cache(tmp_path)
+    (tmp_path / "mine").symlink_to(snapshot)  # a link of the user's, to the folder
+    for folder in (snapshot, tmp_path / "mine"):
+        assert CheckpointReader(folder).read("a").numel() == 2
+        assert read_model_file(folder, "model.safetensors", 1 << 20) == WEIGHTS
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/etc/hostname",
+        "../../../models--other--name/blobs/" + DIGEST,
+        "../../../../outside",
+        "../../blobs/../../../outside",
+        "../../blobs/name",
+        "../../refs/main",
+        "other.safetensors",
+        "../../blobs/" + DIGEST[::-1],
+    ],
+)
+def test_no_other_link_of_the_cache_is_followed(tmp_path: Path, target: str) -> None:
+    snapshot = hub_cache(tmp_path)
+    (tmp_path / "outside").write_bytes(WEIGHTS)
+    (snapshot.parents[1] / "blobs" / DIGEST[::-1]).symlink_to(tmp_path / "outside")  # a blob that is a link
+    (snapshot / "other.safetensors").write_bytes(WEIGHTS)
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to(target)
+    with pytest.raises(UserError, match=r"model\.safetensors: it is a symbolic link, .*copy the file itself"):
+        CheckpointReader(snapshot)
+
+
+def test_links_elsewhere_are_not_followed_though_they_look_like_the_hub_s(tmp_path: Path) -> None:
+    snapshot = hub_cache(tmp_path)
+    for parent, name in ((snapshot.parent, "b"), (snapshot.parents[1], "name")):
+        moved = parent.rename(parent.with_name(name)) / snapshot.relative_to(parent)
+        with pytest.raises(UserError, match="a symbolic link, which is not followed"):
+            CheckpointReader(moved)
+        (parent.with_name(name)).rename(parent)
+
+
+def test_a_file_that_becomes_a_link_while_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(WEIGHTS)
+    reader = CheckpointReader(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "moved")
+    (tmp_path / "model.safetensors").symlink_to("moved")
+    with pytest.raises(UserError, match="a symbolic link, which is not followed"):
+        reader.read("a")
+
+
+def test_pipes_and_folders_are_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        assert has_model_file(tmp_path, name)
+        with pytest.raises(UserError, match="no regular file"):
+            read_model_file(tmp_path, name, 10)
+    (tmp_path / "long").write_bytes(bytes(11))
+    with pytest.raises(UserError, match="larger than the limit of 10 bytes"):
+        read_model_file(tmp_path, "long", 10)
+
+
+def test_plain_names() -> None:
+    assert is_plain_name("model-00001-of-00002.safetensors")
+    for name in ("", ".", "..", "a/b", "/a", "../a", "a\0", "a" * 256, 5, None, ["a"]):
+        assert not is_plain_name(name)

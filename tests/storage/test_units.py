@@ -1,7 +1,5 @@
 """Every figure in few cells, n/a where it is not known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

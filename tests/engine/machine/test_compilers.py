@@ -20,6 +20,7 @@ from penstock.engine.machine.compilers import Verdict, layers_compile, optimizer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PATH = os.environ["PATH"]
+HAS_HEADERS = Path(sysconfig.get_path("include"), "Python.h").exists()
 STARTS = '[ "$1" = --version ] && exit 0;'
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None or shutil.which("g++") is None, reason="needs gcc and g++")
 
@@ -31,9 +32,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delitem(sys.modules, "torch._inductor.config", raising=False)
     real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: object() if name == "triton" else real(name, *rest)
-    )
+    there = {"triton": object()}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: there.get(name) or real(name, *rest))
     _forget()
     yield
     _forget()
@@ -57,9 +57,8 @@ def _path_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> P
 
 @needs_gcc
 def test_this_machine() -> None:
-    assert Path(sysconfig.get_path("include"), "Python.h").exists() == optimizer_compiles().ok
     assert layers_compile(CPU) == optimizer_compiles()
-    assert layers_compile(CUDA).ok == optimizer_compiles().ok
+    assert layers_compile(CUDA).ok == optimizer_compiles().ok == HAS_HEADERS
 
 
 def test_without_compilers_each_names_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +67,9 @@ def test_without_compilers_each_names_its_own(tmp_path: Path, monkeypatch: pytes
     assert optimizer_compiles() == layers_compile(CPU) == no_cpp
     reason = "no C compiler, which Triton needs: neither gcc nor clang is on PATH (set CC to use another)"
     assert layers_compile(CUDA) == Verdict(False, reason)
+    _forget()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
+    assert layers_compile(CUDA) == Verdict(False, "triton is not installed")
 
 
 @needs_gcc
@@ -80,11 +82,6 @@ def test_layers_need_no_cpp_compiler_on_cuda(tmp_path: Path, monkeypatch: pytest
     assert not optimizer_compiles().ok
 
 
-def test_without_triton_no_layer_is_compiled_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
-    assert layers_compile(CUDA) == Verdict(False, "triton is not installed")
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -95,7 +92,7 @@ def test_without_triton_no_layer_is_compiled_on_cuda(monkeypatch: pytest.MonkeyP
         ("exit 0", "it exited with 0 and no message"),  # and left no library behind
     ],
 )
-def test_a_compiler_that_fails_says_why_on_one_line(
+def test_a_compiler_that_fails_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, reason: str
 ) -> None:
     script = f"{STARTS} {text}"
@@ -106,10 +103,8 @@ def test_a_compiler_that_fails_says_why_on_one_line(
 
 @needs_gcc
 def test_without_pythons_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = sysconfig.get_path
-    monkeypatch.setattr(
-        sysconfig, "get_path", lambda name, *rest: str(tmp_path) if name == "include" else real(name, *rest)
-    )
+    real, moved = sysconfig.get_path, {"include": str(tmp_path)}
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, *rest: moved.get(name) or real(name, *rest))
     for name in ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"):
         monkeypatch.delenv(name, raising=False)
     for verdict in (optimizer_compiles(), layers_compile(CUDA)):
@@ -127,7 +122,7 @@ def test_without_openmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @needs_gcc
 def test_compilers_named_by_the_environment_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+    if not HAS_HEADERS:
         pytest.skip("needs Python.h")
     asked = tmp_path / "asked"
     real = {"cc": shutil.which("gcc"), "cxx": shutil.which("g++")}

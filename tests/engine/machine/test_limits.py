@@ -1,46 +1,37 @@
-"""What is free, on small trees that look like /proc and /sys."""
-
-from __future__ import annotations
+"""What is free, and the CPUs of a run's threads, on small trees that look like /proc and /sys; lanes bound to CPUs."""
 
 import os
-import resource
-import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from cli_process import REPOSITORY, done, started
 from hypothesis import given
 from hypothesis import strategies as st
+from some_ops import an_op
 from used_up import files_used_up
 
+from penstock.engine.machine import limits
+from penstock.engine.machine.affinity import Placement, gpu_node, parse_cpu_list, place_threads, placement
 from penstock.engine.machine.budgets import free_budgets, split_shared
-from penstock.engine.machine.limits import (
-    DISK_RESERVE,
-    GIB,
-    RAM_RESERVE,
-    free_disk,
-    free_memory,
-    machine_memory,
-    memory_groups,
-    reserve_bytes,
-    total_memory,
-)
+from penstock.engine.machine.limits import DISK_RESERVE, GIB, RAM_RESERVE, free_memory, memory_groups, total_memory
+from penstock.engine.runtime.executor import Executor
+from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.ops import Op
 
 UNLIMITED_V1 = 9223372036854771712
 
 
 def machine(root: Path, *, available: int = 20 * GIB, total: int = 32 * GIB, cgroup: str = "") -> Path:
     """A tree with /proc only; `cgroup` is the content of /proc/self/cgroup."""
-    files = {
-        "proc/meminfo": f"MemTotal: {total // 1024} kB\nMemAvailable: {available // 1024} kB\nHugePages_Total:  0\n"
-        f"CommitLimit: {total // 2048} kB\nCommitted_AS: {GIB // 1024} kB\n",
-        "proc/self/cgroup": cgroup,
-        "proc/sys/vm/overcommit_memory": "0\n",
-    }
-    for name, text in files.items():
-        write(root / name, text)
+    rows = {"MemTotal": total, "MemAvailable": available, "CommitLimit": total // 2, "Committed_AS": GIB}
+    lines = [f"{name}: {size // 1024} kB" for name, size in rows.items()]
+    write(root / "proc/meminfo", "\n".join([*lines, "HugePages_Total:  0"]))
+    write(root / "proc/self/cgroup", cgroup)
+    write(root / "proc/sys/vm/overcommit_memory", 0)
     (root / "sys/fs/cgroup").mkdir(parents=True)
     return root
 
@@ -57,19 +48,9 @@ def group_v2(folder: Path, limit: object, used: int, *, high: object = "max", st
     write(folder / "memory.stat", stat)
 
 
-def test_without_groups_the_machine_counts(tmp_path: Path) -> None:
-    memory = free_memory(machine(tmp_path))
-    assert (memory.free_bytes, memory.total_bytes, memory.where) == (20 * GIB, 32 * GIB, "this machine's memory")
-
-
+PARENT = {"batch.slice/job.scope": ("max", GIB), "batch.slice": (8 * GIB, 3 * GIB)}
 GROUPS: dict[str, tuple[str, dict[str, tuple[object, int]], int, int, str]] = {
-    "a parent's limit": (
-        "/batch.slice/job.scope",
-        {"batch.slice/job.scope": ("max", GIB), "batch.slice": (8 * GIB, 3 * GIB)},
-        5 * GIB,
-        8 * GIB,
-        "batch.slice",
-    ),
+    "a parent's limit": ("/batch.slice/job.scope", PARENT, 5 * GIB, 8 * GIB, "batch.slice"),
     # The path is the host's, the mounted folder the container's own.
     "a container": ("/system.slice/docker-0123.scope", {"": (4 * GIB, GIB)}, 3 * GIB, 4 * GIB, "cgroup"),
     "more used than allowed": ("/", {"": (GIB, 2 * GIB)}, 0, GIB, "cgroup"),
@@ -93,15 +74,12 @@ def test_memory_high_is_a_limit_and_clean_cache_is_free(tmp_path: Path) -> None:
     stat = f"anon {GIB}\ninactive_file {3 * GIB}\nactive_file {GIB}\nfile_dirty {GIB}\nfile_writeback 0"
     group_v2(tmp_path / "sys/fs/cgroup", 16 * GIB, 6 * GIB, high=8 * GIB, stat=stat)
     assert free_memory(tmp_path).free_bytes == (8 - 6 + 3) * GIB
+    # A path out of the tree is not followed.
+    write(tmp_path / "proc/self/cgroup", "0::/../../..")
+    assert [group.folder for group in memory_groups(tmp_path)] == [tmp_path / "sys/fs/cgroup"]
     # The cache is not looked at where enough is free without it.
     assert free_memory(tmp_path, enough_bytes=GIB).free_bytes == 2 * GIB
     assert free_memory(tmp_path, enough_bytes=3 * GIB).free_bytes == 5 * GIB
-
-
-def test_a_path_out_of_the_tree_is_not_followed(tmp_path: Path) -> None:
-    machine(tmp_path / "root", cgroup="0::/../../..")
-    group_v2(tmp_path / "root/sys/fs/cgroup", 4 * GIB, GIB)
-    assert [group.folder for group in memory_groups(tmp_path / "root")] == [tmp_path / "root/sys/fs/cgroup"]
 
 
 def test_limits_of_version_1(tmp_path: Path) -> None:
@@ -145,17 +123,14 @@ def test_a_gpus_memory_that_the_kernel_counts_is_no_ram(tmp_path: Path) -> None:
     memory = free_memory(tmp_path)
     assert (memory.free_bytes, memory.total_bytes) == (400 * GIB, 480 * GIB)
     assert memory.where == "this machine's memory without the NUMA node that no CPU is on"
-    assert total_memory(tmp_path) == machine_memory(tmp_path) == 480 * GIB
+    assert total_memory(tmp_path) == limits.machine_memory(tmp_path) == 480 * GIB
     group_v2(tmp_path / "sys/fs/cgroup", 200 * GIB, 50 * GIB)  # a limit binds as before
     assert free_memory(tmp_path).free_bytes == 150 * GIB
-    assert (total_memory(tmp_path), machine_memory(tmp_path)) == (200 * GIB, 480 * GIB)
-
-
-def test_a_full_gpu_takes_nothing_from_ram(tmp_path: Path) -> None:
-    machine(tmp_path, available=400 * GIB, total=576 * GIB)
-    node(tmp_path, 0, "0-71", 480 * GIB, free=400 * GIB)
-    node(tmp_path, 1, "", 96 * GIB, free=0)
-    assert free_memory(tmp_path).free_bytes == 400 * GIB
+    assert (total_memory(tmp_path), limits.machine_memory(tmp_path)) == (200 * GIB, 480 * GIB)
+    machine(tmp_path / "full", available=400 * GIB, total=576 * GIB)  # a full GPU takes nothing from RAM
+    node(tmp_path / "full", 0, "0-71", 480 * GIB, free=400 * GIB)
+    node(tmp_path / "full", 1, "", 96 * GIB, free=0)
+    assert free_memory(tmp_path / "full").free_bytes == 400 * GIB
 
 
 @pytest.mark.parametrize("nodes", [[], ["0-7"], ["0-7", "8-15"], ["0-15", None], ["", ""]])
@@ -174,15 +149,8 @@ def test_ordinary_machines_count_as_the_kernel_does(tmp_path: Path, nodes: list[
 def test_an_address_space_limit_counts() -> None:
     code = "from penstock.engine.machine.limits import free_memory; m = free_memory(); print(m.free_bytes, m.where)"
     limit = 2 * GIB
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
-    )
-    free, _, where = done.stdout.strip().partition(" ")
+    command = ["prlimit", f"--as={limit}", sys.executable, "-c", code]
+    free, _, where = done(started(REPOSITORY, *command)).stdout.strip().partition(" ")
     assert where == "ulimit -v"
     assert 0 < int(free) < limit
 
@@ -190,17 +158,13 @@ def test_an_address_space_limit_counts() -> None:
 @given(st.integers(0, 2**45), st.integers(0, 2**45))
 def test_a_reserve_leaves_half(total: int, free: int) -> None:
     free = min(free, total)
-    kept = reserve_bytes(RAM_RESERVE, total, free)
+    kept = limits.reserve_bytes(RAM_RESERVE, total, free)
     assert 0 <= kept <= free // 2
     assert kept <= 48 * GIB
     if free >= 4 * GIB:
         assert kept >= 2 * GIB
-
-
-def test_reserves_by_hand() -> None:
-    assert reserve_bytes(RAM_RESERVE, 64 * GIB, 60 * GIB) == int(5.12 * GIB)  # 8 %
-    assert reserve_bytes(RAM_RESERVE, 16 * GIB, 14 * GIB) == 2 * GIB
-    assert reserve_bytes(RAM_RESERVE, 2 * GIB, GIB) == GIB // 2
+    assert limits.reserve_bytes(RAM_RESERVE, 64 * GIB, 60 * GIB) == int(5.12 * GIB)  # 8 %
+    assert limits.reserve_bytes(RAM_RESERVE, 2 * GIB, GIB) == GIB // 2
 
 
 @given(st.integers(0, 2**45), st.none() | st.integers(1, 2**45), st.none() | st.integers(1, 2**45))
@@ -224,27 +188,12 @@ def test_budgets_without_a_gpu(tmp_path: Path) -> None:
     assert (free.gpu, free.ram) == (GIB, usable - GIB)
 
 
-@pytest.mark.parametrize("integrated", [False, True])
-def test_budgets_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, integrated: bool) -> None:
-    properties = SimpleNamespace(is_integrated=integrated)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 24 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    free = free_budgets(torch.device("cuda", 0), root=machine(tmp_path))
-    ram, gpu = 20 * GIB - int(2.56 * GIB), 11 * GIB - 768 * 2**20
-    if integrated:
-        assert free.gpu + free.ram == 16 * GIB  # the host's 20 free, whatever its cache holds, less a reserve
-    else:
-        assert (free.gpu, free.ram) == (gpu, ram)
-        assert "13.0 GiB of 24.0 GiB taken by other processes" in free.why["gpu"]
-
-
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the file system says it now: others write there meanwhile."""
     status = os.statvfs(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda place: status)
     free = status.f_bavail * status.f_frsize
-    found = free_disk(tmp_path / "not/made/yet")
+    found = limits.free_disk(tmp_path / "not/made/yet")
     assert free // 2 <= found <= free
     assert free - found <= DISK_RESERVE[2]
 
@@ -254,3 +203,77 @@ def test_that_no_file_can_be_opened_is_no_machine_without_memory() -> None:
     groups = memory_groups()
     with files_used_up(), pytest.raises(OSError, match="Too many open files"):
         free_memory(groups=groups)
+
+
+GPU = "0000:3b:00.0"
+
+
+def sockets(root: Path, nodes: dict[int, str], node_of_gpu: int, siblings: dict[int, str] | None = None) -> Path:
+    """A sysfs tree: CPU lists of NUMA nodes, the GPU's node, and each CPU's hyperthreads."""
+    write(root / f"bus/pci/devices/{GPU}/numa_node", node_of_gpu)
+    for node, cpus in nodes.items():
+        write(root / f"devices/system/node/node{node}/cpulist", cpus)
+    for cpu, text in (siblings or {}).items():
+        write(root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", text)
+    return root
+
+
+def cpus(*ranges: range) -> frozenset[int]:
+    return frozenset(cpu for part in ranges for cpu in part)
+
+
+def test_the_kernels_lists_are_read() -> None:
+    assert [parse_cpu_list(text) for text in ("0-2\n", "0,2-3,8\n", "5", "\n")] == [{0, 1, 2}, {0, 2, 3, 8}, {5}, set()]
+
+
+def test_two_sockets_with_hyperthreads(tmp_path: Path) -> None:
+    siblings = {cpu: f"{cpu % 64},{cpu % 64 + 64}" for cpu in range(128)}
+    root = sockets(tmp_path, {0: "0-31,64-95", 1: "32-63,96-127"}, 1, siblings)
+    lanes, drives = cpus(range(32, 36), range(96, 100)), cpus(range(60, 64), range(124, 128))
+    optimizer = cpus(range(36, 60), range(100, 124))
+    assert placement(GPU, cpus(range(128)), root) == Placement(1, lanes, drives, optimizer, optimizer_threads=24)
+
+
+def test_only_cpus_that_the_process_may_use(tmp_path: Path) -> None:
+    root = sockets(tmp_path, {0: "0-7", 1: "8-15"}, 0)
+    found = placement(GPU, cpus(range(4, 12)), root)
+    assert found == Placement(0, cpus(range(4, 5)), cpus(range(5, 8)), cpus(range(5, 8)), optimizer_threads=3)
+    for allowed in (cpus(range(8, 16)), cpus(range(100, 108))):  # kept off the GPU's node
+        found = placement(GPU, allowed, root)
+        assert found.node is None
+        assert found.lanes | found.drives | found.optimizer == allowed
+        assert len(found.lanes) == 2
+
+
+def test_a_machine_that_does_not_say(tmp_path: Path) -> None:
+    found = placement(GPU, cpus(range(16)), tmp_path)
+    assert found == Placement(None, cpus(range(4)), cpus(range(14, 16)), cpus(range(4, 14)), optimizer_threads=10)
+    assert gpu_node(GPU, sockets(tmp_path, {}, -1)) is None
+    assert placement(GPU, cpus(range(3)), tmp_path) is None, "too few to share out"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_lanes_run_where_they_are_placed() -> None:
+    assert place_threads(torch.device("cpu")) is None, "on CPU nothing is bound"
+    before = os.sched_getaffinity(0)
+    one, other = frozenset({min(before)}), frozenset({max(before)})
+    where = Placement(None, lanes=one, drives=other, optimizer=other, optimizer_threads=3)
+    seen: dict[str, tuple[set[int], int]] = {}
+
+    def perform(op: Op) -> None:
+        seen[threading.current_thread().name] = (os.sched_getaffinity(0), torch.get_num_threads())
+
+    threads = torch.get_num_threads()
+    executor = Executor(perform, torch.device("cpu"), on_start=where.enter_lane)
+    executor.submit(an_op(i, lane) for i, lane in enumerate(LANES))
+    executor.drain()
+    executor.close()
+    assert seen["optimizer"] == (other, 3)
+    assert all(seen[lane][0] == one for lane in LANES if lane != "optimizer")
+    assert os.sched_getaffinity(0) == before
+    with where.near_gpu():
+        assert os.sched_getaffinity(0) == one | other
+    assert os.sched_getaffinity(0) == before
+    with ThreadPoolExecutor(1, initializer=where.enter_drive) as drive:
+        assert drive.submit(os.sched_getaffinity, 0).result() == other
+    torch.set_num_threads(threads)

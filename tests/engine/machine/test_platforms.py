@@ -1,36 +1,161 @@
-"""Machines that none of us has, as small trees that look like /proc and /sys and as what their drivers would say."""
-
-from __future__ import annotations
+"""What is done with a CUDA device outside of any lane, on a card that only answers questions; machines that none of us
+has, as small trees that look like /proc and /sys and as what their drivers would say."""
 
 import os
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import tiny
 import torch
+from streams_on_cpu import streams_on_cpu
 from test_limits import group_v2, machine, write
 
+from penstock.engine.clock import elapsed_s
 from penstock.engine.config import BudgetConfig
 from penstock.engine.machine import device as device_module
+from penstock.engine.machine import probe, probe_compute
 from penstock.engine.machine.budgets import free_budgets, run_budgets
-from penstock.engine.machine.device import configure, why_no_cuda
+from penstock.engine.machine.device import LEAST_LIMIT_BYTES, configure, memory_use, resolve_device, why_no_cuda
 from penstock.engine.machine.limits import GIB
 from penstock.engine.machine.platforms import cpu_quota, gpu_memory, is_wsl, remarks, shares_memory, usable_cpus
+from penstock.engine.machine.presets import this_machine
 from penstock.storage.errors import UserError
 
-CUDA = torch.device("cuda", 0)
+CUDA = torch.device("cuda", 1)
 WSL_RELEASE = "5.15.153.1-microsoft-standard-WSL2"
 
 
-def gpu(
-    monkeypatch: pytest.MonkeyPatch, name: str, free: int, total: int, integrated: bool = False, hip: str | None = None
-) -> None:
-    properties = SimpleNamespace(name=name, is_integrated=integrated, total_memory=total)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(torch.version, "hip", hip)
+@dataclass
+class Card:
+    """A GPU of 24 GiB of which 2 are taken by others; counts what it is told."""
+
+    name: str = "NVIDIA GeForce RTX 4090"
+    capability: tuple[int, int] = (8, 9)
+    is_integrated: bool = False
+    total_memory: int = 24 * GIB
+    uuid: str = "a0b1"
+    reserved: int = GIB
+    free: int | None = None
+    fractions: list[tuple[float, torch.device]] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.total_memory - 2 * GIB - self.reserved if self.free is None else self.free
+
+    def become(self, name: str, free: int, total: int, *, integrated: bool = False) -> None:
+        """Another card, of which this process has reserved nothing."""
+        self.name, self.free, self.total_memory, self.is_integrated, self.reserved = name, free, total, integrated, 0
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    card = Card()
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "current_device": lambda: 1,
+        "get_device_name": lambda device: card.name,
+        "get_device_capability": lambda device: card.capability,
+        "get_arch_list": lambda: ["sm_80", "sm_90"],
+        "get_device_properties": lambda device: card,
+        "mem_get_info": lambda device: (card.free_bytes, card.total_memory),
+        "memory_reserved": lambda device: card.reserved,
+        "set_per_process_memory_fraction": lambda share, device: card.fractions.append((share, device)),
+        "reset_peak_memory_stats": lambda device: None,
+        "max_memory_allocated": lambda device: 3 * GIB,
+        "max_memory_reserved": lambda device: 4 * GIB,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", card.settings.append, raising=False)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    return card
+
+
+def test_the_device_has_an_index_and_old_cards_are_refused(card: Card) -> None:
+    """set_per_process_memory_fraction wants an index."""
+    assert resolve_device(tiny.training(device="auto")) == CUDA
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    card.name, card.capability = "Tesla T4", (7, 5)
+    with pytest.raises(UserError, match=r"train\.device: Tesla T4 has compute capability 7\.5"):
+        resolve_device(tiny.training(device="cuda"))
+    assert resolve_device(tiny.training(device="cpu")) == torch.device("cpu")
+
+
+def test_the_allocator_gets_the_budget_and_no_more(card: Card) -> None:
+    matmul = torch.backends.cuda.matmul
+    before = torch.get_float32_matmul_precision(), matmul.allow_bf16_reduced_precision_reduction
+    settings = configure(CUDA, 12 * GIB, deterministic=False)
+    try:
+        assert card.fractions == [(0.5, CUDA)]
+        assert card.settings == ["expandable_segments:True"]
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert not matmul.allow_bf16_reduced_precision_reduction
+        said = "12.0 GiB of 24.0 GiB are this run's budget; other processes and CUDA itself use 2.0 GiB"
+        assert said in settings.message
+    finally:
+        settings.restore()
+    assert card.fractions[1:] == [(1.0, CUDA)]
+    assert (torch.get_float32_matmul_precision(), matmul.allow_bf16_reduced_precision_reduction) == before
+
+
+def test_small_budgets_are_not_enforced_and_given_settings_stay(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    configure(CUDA, 1, deterministic=False).restore()
+    assert card.fractions[0] == (LEAST_LIMIT_BYTES / card.total_memory, CUDA)
+    assert card.settings == []
+
+
+def test_a_budget_that_others_have_taken_is_refused_and_nothing_stays_set(card: Card) -> None:
+    with pytest.raises(UserError, match=r"budgets\.gpu: 23,622,320,129 bytes, but 2,147,483,648 of the GPU's"):
+        configure(CUDA, 22 * GIB + 1, deterministic=True)
+    assert card.fractions == []
+    assert not torch.are_deterministic_algorithms_enabled()
+    configure(CUDA, 22 * GIB, deterministic=False).restore()
+
+
+def test_the_probe_asks_for_gpu_memory_and_finds_both_tiers(card: Card) -> None:
+    assert memory_use(CUDA) == {"allocated_bytes": 3 * GIB, "reserved_bytes": 4 * GIB, "fragmentation_bytes": GIB}
+    assert this_machine(CUDA).source.startswith(f"assumed: {card.name}"), "never probed: planned by its GPU's name"
+    probe._require_memory(CUDA, probe_compute.CPU_SIZES)
+    name, gpu, ram = probe.memories(CUDA)
+    assert (name, gpu) == (card.name, 24 * GIB)
+    card.is_integrated = True  # one memory: each tier has a part of what the machine has
+    assert probe.memories(CUDA)[0] == card.name
+    assert sum(probe.memories(CUDA)[1:]) == pytest.approx(ram, rel=0.01)
+    card.is_integrated, card.total_memory = False, 2 * GIB  # nothing is left
+    with pytest.raises(UserError, match="bytes of GPU memory and -"):
+        probe._require_memory(CUDA, probe_compute.CPU_SIZES)
+
+
+def test_the_boards_power_limit_is_nvidia_smis(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert probe.power_limit_w(CUDA) is None  # there is none
+    smi = tmp_path / "nvidia-smi"
+    for said, watts in (("450.00", 450.0), ("[N/A]", None), ("nan", None)):
+        smi.write_text(f'#!/bin/sh\ncase "$*" in *--id=GPU-*power.limit*) echo "{said}";; esac\n')
+        smi.chmod(0o755)
+        assert probe.power_limit_w(CUDA) == watts
+
+
+def test_work_is_timed_between_two_events_and_copies_go_through_a_stream_each() -> None:
+    counted: list[None] = []
+    here, there, back = torch.arange(64), torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int64)
+    with streams_on_cpu():
+        assert 0 <= elapsed_s(lambda: counted.append(None), CUDA, 5) < 20
+    threads = threading.active_count()
+    with streams_on_cpu():
+        rates = probe_compute._copies([[(there, here)], [(back, here)]], CUDA, 0.0)
+    assert len(counted) == 5
+    assert torch.equal(there, here)
+    assert torch.equal(back, here)
+    assert min(rates) > 0
+    assert threading.active_count() <= threads + 4
 
 
 @pytest.mark.parametrize(
@@ -48,12 +173,19 @@ def test_the_kernel_of_wsl_is_known_by_its_release(tmp_path: Path, file: str, te
     assert is_wsl(tmp_path) is wsl
 
 
+def test_budgets_with_a_gpu(card: Card, tmp_path: Path) -> None:
+    root, card.free = machine(tmp_path), 10 * GIB
+    free = free_budgets(CUDA, root=root)
+    assert (free.gpu, free.ram) == (11 * GIB - 768 * 2**20, 20 * GIB - int(2.56 * GIB))
+    assert "13.0 GiB of 24.0 GiB taken by other processes" in free.why["gpu"]
+    card.is_integrated = True
+    free = free_budgets(CUDA, root=root)
+    assert free.gpu + free.ram == 16 * GIB  # the host's 20 free, whatever its cache holds, less a reserve
+
+
 @pytest.mark.parametrize(("available", "expected"), [(30 * GIB, 16 * GIB), (10 * GIB, 10 * GIB - int(2.56 * GIB))])
-def test_wsl_gives_the_ram_tier_what_it_can_pin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int, expected: int
-) -> None:
+def test_wsl_gives_ram_what_it_can_pin(card: Card, tmp_path: Path, available: int, expected: int) -> None:
     write(machine(tmp_path, available=available) / "proc/sys/kernel/osrelease", WSL_RELEASE)
-    gpu(monkeypatch, name="NVIDIA GeForce RTX 4090", free=20 * GIB, total=24 * GIB)
     free = free_budgets(CUDA, root=tmp_path)
     assert free.ram == expected
     assert ("about what WSL2 can pin" in free.why["ram"]) is (expected == 16 * GIB)
@@ -64,28 +196,20 @@ def test_wsl_gives_the_ram_tier_what_it_can_pin(
     assert "about half" in remark
 
 
-@pytest.mark.parametrize(
-    ("name", "integrated", "shared"),
-    [
-        ("NVIDIA GB10", True, True),
-        ("NVIDIA GB10", False, True),
-        ("Orin", False, True),
-        ("NVIDIA GH200 480GB", False, False),
-        ("NVIDIA GB100", False, False),
-        ("AMD Radeon 8060S", True, True),
-        ("NVIDIA GeForce RTX 4090", False, False),
-    ],
-)
-def test_a_gpu_without_memory_of_its_own(name: str, integrated: bool, shared: bool) -> None:
-    assert shares_memory(SimpleNamespace(name=name, is_integrated=integrated)) is shared
-    assert shares_memory(SimpleNamespace(name=name)) is (shared and name != "AMD Radeon 8060S")
+def test_a_gpu_without_memory_of_its_own() -> None:
+    """By what torch says, and by name where it says nothing."""
+    for name in ("NVIDIA GB10", "Orin", "NVIDIA GH200 480GB", "NVIDIA GB100", "NVIDIA GeForce RTX 4090"):
+        for says in ({}, {"is_integrated": False}):
+            assert shares_memory(SimpleNamespace(name=name, **says)) is (name in ("NVIDIA GB10", "Orin"))
+    for integrated in (True, False):
+        assert shares_memory(SimpleNamespace(name="AMD Radeon 8060S", is_integrated=integrated)) is integrated
 
 
-def test_one_memory_is_counted_once_and_never_taken_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_memory_is_counted_once(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A DGX Spark: 119 GiB, of which the driver calls 80 taken, 70 of them file cache."""
     total, available = 119 * GIB, 110 * GIB
     machine(tmp_path, available=available, total=total)
-    gpu(monkeypatch, name="NVIDIA GB10", free=39 * GIB, total=total, integrated=True)
+    card.become("NVIDIA GB10", 39 * GIB, total, integrated=True)
     assert gpu_memory(CUDA, tmp_path) == (available, total)
     free = free_budgets(CUDA, root=tmp_path)
     reserve = int(total * 0.12)
@@ -97,34 +221,20 @@ def test_one_memory_is_counted_once_and_never_taken_whole(tmp_path: Path, monkey
     with pytest.raises(UserError, match="both tiers share"):
         run_budgets(BudgetConfig(gpu="80GiB", ram="80GiB"), CUDA, [tmp_path], new=True, root=tmp_path)
     run_budgets(BudgetConfig(gpu="40GiB", ram="40GiB"), CUDA, [tmp_path], new=True, root=tmp_path)
-
-
-def test_file_cache_does_not_refuse_a_budget_on_one_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[float] = []
-    root = machine(tmp_path, available=6 * GIB, total=8 * GIB)
-    gpu(monkeypatch, name="NVIDIA GB10", free=GIB, total=8 * GIB, integrated=True)
+    root = machine(tmp_path / "small", available=6 * GIB, total=8 * GIB)  # file cache does not refuse a budget
+    card.become("NVIDIA GB10", GIB, 8 * GIB, integrated=True)
     monkeypatch.setattr(device_module, "gpu_memory", lambda device: gpu_memory(device, root))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: told.append(share))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     configure(CUDA, 4 * GIB, deterministic=False).restore()
-    assert told[0] == 0.5
+    assert card.fractions[0] == (0.5, CUDA)
     with pytest.raises(UserError, match=r"budgets\.gpu"):
         configure(CUDA, 7 * GIB, deterministic=False)
 
 
-def test_an_amd_gpu_is_taken_for_what_it_is_and_said_to_be_untried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu(monkeypatch, name="AMD Instinct MI300X", free=190 * GIB, total=192 * GIB, hip="6.4.43482")
-    settings: list[str] = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: None)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
+def test_an_amd_gpu_is_said_to_be_untried(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card.become("AMD Instinct MI300X", 190 * GIB, 192 * GIB)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
     configure(CUDA, 100 * GIB, deterministic=False).restore()
-    assert settings == []  # expandable segments are for NVIDIA's driver alone
+    assert card.settings == []  # expandable segments are for NVIDIA's driver alone
     (remark,) = remarks(CUDA, machine(tmp_path))
     assert "never been tested" in remark
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
@@ -134,14 +244,7 @@ def test_an_amd_gpu_is_taken_for_what_it_is_and_said_to_be_untried(
     assert "built without CUDA" in why_no_cuda()
 
 
-def cpu_v1(folder: Path, quota: int) -> None:
-    write(folder / "cpu.cfs_quota_us", quota)
-    write(folder / "cpu.cfs_period_us", 100_000)
-
-
-def test_the_quota_of_a_container_counts_not_the_cpus_that_it_sees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_quota_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     machine(tmp_path, cgroup="0::/a/b")
     assert cpu_quota(tmp_path) is None
@@ -156,11 +259,9 @@ def test_the_quota_of_a_container_counts_not_the_cpus_that_it_sees(
     assert remarks(torch.device("cpu"), tmp_path) == [
         "a control group limits this process to 4 of the 64 CPUs that it sees; 4 are used"
     ]
-
-
-def test_quotas_of_version_1(tmp_path: Path) -> None:
-    machine(tmp_path, cgroup="3:cpu,cpuacct:/x/y\n4:memory:/x/y")
-    top = tmp_path / "sys/fs/cgroup/cpu,cpuacct"
+    machine(tmp_path / "v1", cgroup="3:cpu,cpuacct:/x/y\n4:memory:/x/y")
+    top = tmp_path / "v1/sys/fs/cgroup/cpu,cpuacct"
     for folder, quota in ((top, -1), (top / "x", 250_000), (top / "x/y", -1)):
-        cpu_v1(folder, quota)
-    assert cpu_quota(tmp_path) == 2.5
+        write(folder / "cpu.cfs_quota_us", quota)
+        write(folder / "cpu.cfs_period_us", 100_000)
+    assert cpu_quota(tmp_path / "v1") == 2.5

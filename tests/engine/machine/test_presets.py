@@ -1,31 +1,31 @@
-"""Presets: complete, checked by hand against their sheets, and found by name; peaks by name, and utilisation."""
-
-from __future__ import annotations
+"""Presets: complete, checked by hand against their sheets, and found by name; peaks and architectures by the driver's
+names, and utilisation."""
 
 import json
-import re
+import tomllib
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
+from packaging.requirements import Requirement
 
+from penstock.engine.attention.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
+from penstock.engine.attention.select import BACKENDS
+from penstock.engine.machine.architectures import ARCHITECTURES, Architecture, architecture, peak_of
 from penstock.engine.machine.peaks import hfu, mfu, peak_flops
-from penstock.engine.machine.presets import GENERIC, PRESETS, find_machine, profile_path, stored_machine
+from penstock.engine.machine.presets import GENERIC, PRESETS, find_machine, generic_gpu, profile_path, stored_machine
 from penstock.engine.machine.profile import VERSION, Machine, from_json
 from penstock.storage.errors import UserError
 
 
-def test_all_presets_are_there() -> None:
+def test_all_presets_are_there_and_survive_being_saved() -> None:
     names = "gh200-480 h200-1500 h100-pcie-512 rtx4090-64 rtx4090-128 rtx4090-256 rtx5090-192 rtx3090-64 dgx-spark"
     assert " ".join(PRESETS) == names
     assert "assumed" in GENERIC.source
-
-
-@pytest.mark.parametrize("machine", [*PRESETS.values(), GENERIC], ids=lambda machine: machine.name)
-def test_round_trip_through_json(machine: Machine) -> None:
-    assert from_json(json.loads(json.dumps(machine.to_json())), machine.name) == machine
+    for machine in (*PRESETS.values(), GENERIC):
+        assert from_json(json.loads(json.dumps(machine.to_json())), machine.name) == machine
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -52,13 +52,11 @@ def test_rates_stay_below_the_sheet(name: str) -> None:
 
 def test_a_desktop_by_hand() -> None:
     machine = PRESETS["rtx4090-128"]
-    assert machine.gpu_bytes == 25_254_407_700  # 24 GiB x 0.98
-    assert machine.ram_bytes == 137_438_953_472
+    assert (machine.gpu_bytes, machine.ram_bytes) == (25_254_407_700, 137_438_953_472)  # 24 GiB x 0.98
     assert machine.matmul_flops == pytest.approx(158.92e12, rel=1e-4)  # 165.2 x 0.962: see below
     assert machine.h2d_bytes_per_s == pytest.approx(26.775e9)  # 31.5 x 0.85
     assert machine.gpu_copy_bytes_per_s == pytest.approx(856.8e9)  # 1,008 x 0.85
     assert machine.optimizer_params_per_s == pytest.approx(1.632e9)  # 57.6e9 x 0.85 / 30
-    assert len(machine.drives) == 2
     assert [drive.endurance_bytes for drive in machine.drives] == [2_400 * 10**12] * 2
     assert machine.nvme_bytes == 7_200 * 10**9
     assert machine.nvme_read_bytes_per_s == pytest.approx(12.03175e9)  # 2 x 7.45 x 0.85 x 0.95
@@ -80,11 +78,8 @@ def test_data_centre_machines_by_hand() -> None:
     assert h200.nvme_read_bytes_per_s == pytest.approx(41.99e9)  # 4 x 13 x 0.85 x 0.95
     assert h200.drives[0].endurance_bytes == 28_032 * 10**12  # 15.36 TB x 1,825
     assert PRESETS["h100-pcie-512"].drives[0].endurance_bytes == 14_016 * 10**12
-
-
-def test_unified_memory_is_counted_once() -> None:
     spark = PRESETS["dgx-spark"]
-    assert spark.gpu_bytes + spark.ram_bytes == 128 * 10**9
+    assert spark.gpu_bytes + spark.ram_bytes == 128 * 10**9, "one memory is counted once"
     assert "40 GB count as the GPU's and 88 GB as RAM" in spark.source
     assert spark.h2d_bytes_per_s == pytest.approx(116.025e9)  # 273 / 2 x 0.85
 
@@ -95,27 +90,14 @@ def test_finds_a_preset_and_a_profile(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(mine.to_json()))
     assert find_machine(str(file)) == mine
-
-
-@pytest.mark.parametrize(
-    ("given_name", "said"),
-    [
-        ("rtx4090", "no preset.*did you mean .*rtx4090-64"),
-        ("GH200", "no preset.*did you mean .*gh200-480"),
-        ("h100-pcie", "no preset.*did you mean .*h100-pcie-512"),
-        ("???", "presets are gh200-480, .*dgx-spark"),
-    ],
-)
-def test_an_unknown_name_gives_the_nearest_or_all(given_name: str, said: str) -> None:
-    with pytest.raises(UserError, match=f"machine '{re.escape(given_name)}': .*{said}"):
-        find_machine(given_name)
-
-
-def test_another_version_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "old.json"
-    file.write_text(json.dumps(GENERIC.to_json() | {"version": VERSION + 1}))
+    file.write_text(json.dumps(mine.to_json() | {"version": VERSION + 1}))
     with pytest.raises(UserError, match=rf"{file}: a profile of version {VERSION + 1}.*penstock probe"):
         find_machine(str(file))
+    for name, nearest in (("rtx4090", "rtx4090-64"), ("GH200", "gh200-480"), ("h100-pcie", "h100-pcie-512")):
+        with pytest.raises(UserError, match=f"machine '{name}': .*no preset.*did you mean .*{nearest}"):
+            find_machine(name)
+    with pytest.raises(UserError, match=r"machine '\?\?\?': .*presets are gh200-480, .*dgx-spark"):
+        find_machine("???")
 
 
 @given(st.text(max_size=200))
@@ -181,3 +163,69 @@ def test_utilisation_by_hand() -> None:
     assert hfu(8e12, 2.0, 1e13) == pytest.approx(0.4)
     assert mfu(6e12, 2.0, None) is None
     assert hfu(8e12, 2.0, None) is None
+
+
+PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+BY_NAME = {found.name: found for found in ARCHITECTURES}
+PACKAGES = {kernel.name for kernel in (FlashAttention2(), FlashAttention3(), FlashAttention4())}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "Hopper"),
+        ("NVIDIA GH200 480GB", "Hopper"),
+        ("NVIDIA B200", "data-centre Blackwell"),
+        ("NVIDIA GeForce RTX 4090", "Ada"),
+        ("NVIDIA GeForce RTX 3090", "Ampere"),
+        ("NVIDIA GeForce RTX 5090", "Blackwell"),
+        ("NVIDIA GB10", "GB10"),
+        ("NVIDIA GB100", None),
+        ("NVIDIA A100-SXM4-80GB", None),
+        (None, None),
+    ],
+)
+def test_architectures_by_the_driver_s_name(gpu: str | None, name: str | None) -> None:
+    found = architecture(gpu)
+    assert (found and found.name) == name
+
+
+@pytest.mark.parametrize("found", ARCHITECTURES, ids=lambda found: found.name)
+def test_kernels_are_backends_and_what_to_install_is_an_extra(found: Architecture) -> None:
+    assert set(found.kernels) <= {backend.name for backend in BACKENDS}
+    assert set(found.wanted) <= PACKAGES & set(found.kernels)
+    extras = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    (package,) = extras[found.extra]
+    brought = Requirement(package).name
+    assert any(brought == kernel.removesuffix("-2") for kernel in found.wanted)
+    for shares in found.kernels.values():
+        assert all(0 < share < 1 for both in shares.values() for share in both)
+
+
+def test_shares_by_hand() -> None:
+    hopper, ada, ampere, blackwell = (BY_NAME[name] for name in ("Hopper", "Ada", "Ampere", "Blackwell"))
+    assert hopper.fastest() == {64: (473 / 989.5, 474 / 989.5), 128: (616 / 989.5, 561 / 989.5)}
+    assert hopper.shares("torch-cudnn", 128) == (539 / 989.5, 516 / 989.5)
+    assert hopper.shares("torch-cudnn", 80) == hopper.shares("torch-cudnn", 64), "the nearest"
+    assert hopper.shares("torch-cpu-flash", 128) is None
+    # cuDNN's forward 203.6 of 209.5 x 0.861; flash-attn's backward 190.6 of 209.5 x 0.861 x 2.5 x 51.43 / 131.34.
+    assert ada.fastest()[128] == pytest.approx((0.8365, 0.7666), abs=1e-4)
+    # FlashAttention 4 is faster forward only: 94.5 of 125 x 0.861 at heads of 64.
+    assert blackwell.fastest()[64] == pytest.approx((0.6507, 0.6028), abs=1e-4)
+    assert ampere.fastest() == {64: (81.9 / 111.1, 77.4 / 111.1), 128: (81.9 / 111.1, 77.4 / 111.1)}
+
+
+def test_a_derived_peak_counts_for_plans_only() -> None:
+    assert peak_of("NVIDIA GB10") == 125e12
+    assert peak_flops("NVIDIA GB10") is None
+    assert peak_of("NVIDIA H200") == peak_flops("NVIDIA H200") == 989.5e12
+    assert peak_of("AMD Instinct MI300X") is None
+
+
+def test_an_unknown_card_keeps_assumed_shares() -> None:
+    known, unknown = generic_gpu("NVIDIA GeForce RTX 4090"), generic_gpu("NVIDIA L40S")
+    assert known.attention == PRESETS["rtx4090-128"].attention
+    assert known.matmul_flops == PRESETS["rtx4090-128"].matmul_flops
+    assert unknown.matmul_flops == pytest.approx(0.70 * 362.05e12)
+    assert [rate.forward_flops for rate in unknown.attention] == pytest.approx([0.45 * 362.05e12, 0.60 * 362.05e12])
+    assert unknown.drives == GENERIC.drives

@@ -1,7 +1,5 @@
 """The probe at tiny sizes: every rate positive, files gone, refusals before anything is written."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json
@@ -19,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import ROUND
 from msgspec import structs
+from system_calls import failing
 
 from penstock.engine.attention import chunk as attention
 from penstock.engine.machine import probe_drives as drives
@@ -28,25 +27,12 @@ from penstock.engine.machine.profile import from_json
 from penstock.storage.errors import UserError
 
 BLOCK = 1 << 16
-TINY = Sizes(
-    rows=32,
-    matrices=((48, 32), (32, 48)),
-    heads=4,
-    kv_heads=2,
-    head_dims=(16, 32),
-    chunks=(16, 64),
-    earlier_tokens=64,
-    copy_bytes=1 << 16,
-    pass_bytes=1 << 18,
-    state_numel=1 << 12,
-    compiled=False,
-)
+SHAPES: dict[str, Any] = {"rows": 32, "heads": 4, "kv_heads": 2, "head_dims": (16, 32), "chunks": (16, 64)}
+MEMORY: dict[str, Any] = {"copy_bytes": 1 << 16, "pass_bytes": 1 << 18, "state_numel": 1 << 12}
+TINY = Sizes(**SHAPES, **MEMORY, matrices=((48, 32), (32, 48)), earlier_tokens=64, compiled=False)
 
 
-def test_every_rate_is_positive_and_nothing_stays(tmp_path: Path) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
+def test_every_rate_is_positive_and_nothing_stays(folders: list[Path]) -> None:
     told: list[str] = []
     machine = probe(folders, seconds=0.5, sizes=TINY, block_bytes=BLOCK, most_bytes=64 * BLOCK, say=told.append)
     # Loading refuses rates that are no positive numbers.
@@ -71,14 +57,6 @@ def test_the_current_folder_is_the_default(tmp_path: Path, monkeypatch: pytest.M
     assert machine.drives_share == 1.0
 
 
-def test_folders_on_one_disk_share_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drives, "free_disk", lambda folder: 3000)
-    folders = [tmp_path / name for name in "abc"]
-    for folder in folders:
-        folder.mkdir()
-    assert [drives._fillable(folders[0], folders[:count]) for count in (1, 2, 3)] == [3000, 1500, 1000]
-
-
 @settings(max_examples=5, deadline=None)
 @given(st.integers(0, 200), st.sampled_from([4096, 12288, 1 << 16]))
 def test_written_bytes_are_counted(tmp_path_factory: pytest.TempPathFactory, blocks: int, block_bytes: int) -> None:
@@ -91,12 +69,23 @@ def test_written_bytes_are_counted(tmp_path_factory: pytest.TempPathFactory, blo
     assert sorted(folder.iterdir()) == before
 
 
-@pytest.mark.parametrize(("count", "more_blocks"), [(1, 0), (2, 11)])
-def test_no_more_is_written_to_a_drive_than_allowed(tmp_path: Path, count: int, more_blocks: int) -> None:
-    """However long it may take: what is measured ends instead."""
-    folders = [tmp_path / name for name in "ab"[:count]]
-    for folder in folders:
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    found = [tmp_path / name for name in "ab"]
+    for folder in found:
         folder.mkdir()
+    return found
+
+
+def test_folders_on_one_disk_share_its_room(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drives, "free_disk", lambda folder: 3000)
+    assert [drives._fillable(folders[0], folders[:count]) for count in (1, 2)] == [3000, 1500]
+
+
+@pytest.mark.parametrize(("count", "more_blocks"), [(1, 0), (2, 11)])
+def test_no_more_is_written_to_a_drive_than_allowed(folders: list[Path], count: int, more_blocks: int) -> None:
+    """However long it may take: what is measured ends instead."""
+    folders = folders[:count]
     most = drives.least_written(count, 4096) + 4096 * more_blocks
     rates = drives.probe_drives(folders, 1.0, block_bytes=4096, most_written=most)
     assert drives.least_written(count, 4096) <= rates.written_bytes // count <= most
@@ -137,36 +126,21 @@ def test_a_run_measures_drives_where_its_folders_will_be(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_little_space_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(drives, "free_disk", lambda folder: 1000)
+def test_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drives, "_nameless", lambda folder: pytest.fail("opened a file"))
+    (tmp_path / "file").write_text("")
+    for names, message in ((["", ""], "listed twice"), (["missing"], "no such folder"), (["file"], "no such folder")):
+        with pytest.raises(UserError, match=message):
+            probe([tmp_path / name for name in names], seconds=1, sizes=TINY)
+    with pytest.raises(UserError, match=r"measuring takes .* bytes of RAM"):
+        probe([tmp_path], seconds=1, sizes=dataclasses.replace(TINY, pass_bytes=1 << 50))
+    monkeypatch.setattr(drives, "free_disk", lambda folder: 1000)
     with pytest.raises(UserError, match=rf"{tmp_path}: measuring needs .* bytes of disk and 1,000 may be used"):
         probe([tmp_path], seconds=1, sizes=TINY)
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [(["", ""], "listed twice"), (["missing"], "no such folder"), (["file"], "no such folder")],
-)
-def test_folders_that_cannot_be_used(tmp_path: Path, names: list[str], message: str) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=message):
-        probe([tmp_path / name for name in names], seconds=1, sizes=TINY)
-
-
-def test_too_little_memory_is_refused(tmp_path: Path) -> None:
-    sizes = dataclasses.replace(TINY, pass_bytes=1 << 50)
-    with pytest.raises(UserError, match=r"measuring takes .* bytes of RAM"):
-        probe([tmp_path], seconds=1, sizes=sizes)
-
-
 def test_a_full_disk_ends_the_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwritev", full)
+    failing(monkeypatch, ["pwritev"], errno.ENOSPC)
     start = time.monotonic()
     with pytest.raises(UserError, match="free some space on this disk"):
         drives.probe_drives([tmp_path], 3600, block_bytes=BLOCK, most_bytes=64 * BLOCK)
@@ -203,9 +177,7 @@ def test_an_update_that_fails_is_raised_where_it_is_awaited(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])
-def test_products_and_attention_are_of_the_dtype_that_runs_take(
-    monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool
-) -> None:
+def test_the_dtype_is_that_which_runs_take(monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool) -> None:
     """Where a CPU has no bfloat16, a product in it takes minutes and says nothing of runs, which take float32."""
     taken = set()
     real_matmul, real_attend = torch.matmul, attention.attend

@@ -1,7 +1,5 @@
 """Runs that live at the same time leave each other the memory that they have planned."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -15,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_limits
 import torch
 from tiny import Silent
 
@@ -57,19 +56,17 @@ Start = Callable[..., "subprocess.Popen[str]"]
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
     """A pretended machine of 32 GiB, 20 of them free."""
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text(f"MemTotal: {32 * 2**20} kB\nMemAvailable: {20 * 2**20} kB\n")
-    (tmp_path / "proc/self/cgroup").write_text("")
-    return tmp_path
+    return test_limits.machine(tmp_path)
 
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    (tmp_path / "runtime").mkdir()
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    return tmp_path / "runtime" / "penstock", tmp_path / "temporary" / f"penstock-{os.geteuid()}"
+    runtime, temporary = tmp_path / "runtime", tmp_path / "temporary"
+    runtime.mkdir()
+    temporary.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    return runtime / "penstock", temporary / f"penstock-{os.geteuid()}"
 
 
 @pytest.fixture
@@ -148,10 +145,9 @@ def test_who_plans_at_the_same_time_is_waited_for_by_name(machine: Path, start: 
 
 def test_the_refusal_and_the_warning_say_who_holds_what(machine: Path, start: Start) -> None:
     process = start("holder", 1.0)
-    planned = said(process)["planned"]
+    assert said(process)["planned"] > 15 * GIB
     observer = Silent()
     name = f"(process {process.pid}) has {bytes_text(reserved()[0].ram_bytes)} reserved"
-    assert planned > 15 * GIB
     refusal = pytest.raises(BudgetError, match=r"too small\. Of ram there is .*holder \(process")
     with refusal as error, reservation(machine) as mine:
         mine.reserve(free_budgets(CPU, others=mine.others, root=machine))
@@ -162,9 +158,9 @@ def test_the_refusal_and_the_warning_say_who_holds_what(machine: Path, start: St
         given = free_budgets(CPU, ram=GIB, gpu=8 * GIB, others=mine.others, root=machine)
         mine.reserve(given)
         mine.settle(plan(GIB, 8 * GIB))
-    assert len(observer.messages) == 1
-    assert observer.messages[0].startswith("warning: this run plans 9.0 GiB of RAM")
-    assert name in observer.messages[0]
+    (warning,) = observer.messages
+    assert warning.startswith("warning: this run plans 9.0 GiB of RAM")
+    assert name in warning
 
 
 def test_a_settled_plan_gives_the_rest_back_and_a_release_all(machine: Path, start: Start) -> None:
@@ -193,9 +189,9 @@ def test_a_folder_that_is_not_this_users_alone_is_not_used(machine: Path, places
         mine.reserve(free_budgets(CPU, root=machine))
         mine.settle(plan(GIB, GIB))
         mine.allocated()
-    assert len(observer.messages) == 1, "it is told once"
-    assert str(first) in observer.messages[0]
-    assert f"{second}: other users can access it" in observer.messages[0]
+    (told,) = observer.messages
+    assert str(first) in told
+    assert f"{second}: other users can access it" in told
     assert list((machine / "elsewhere").iterdir()) == []
     assert [file.name for file in second.iterdir()] == ["lock"]
 
@@ -210,8 +206,8 @@ def test_what_is_no_record_is_left_out(machine: Path, places: tuple[Path, Path])
     contents = [json.dumps(each).encode() for each in [good, *bad]] + [b"", b"[" * 8000, b"\xff" * 9000]
     with ExitStack() as held:
         for number, content in enumerate(contents):
-            (places[0] / f"run-{number}").write_bytes(content)
-            file = held.enter_context((places[0] / f"run-{number}").open("rb"))
+            file = held.enter_context((places[0] / f"run-{number}").open("wb", buffering=0))
+            file.write(content)
             fcntl.flock(file, fcntl.LOCK_EX)
         assert reserved() == [Reserved("/x\x1b[2J", 1, 7, {"one": 5})]
         assert words(reserved(), "one") == "/x�[2J (process 1) has 5 B reserved"
