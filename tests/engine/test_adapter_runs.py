@@ -1,10 +1,14 @@
-"""Runs that train an adapter: exports as peft reads them, adapters to go on from, and what is refused."""
+"""Runs that train an adapter: exports as peft reads them, adapters to go on from, and what is refused. Runs of which a
+part is frozen: of that weights and nothing else."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
+from contextlib import closing
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +24,10 @@ from transformers import AutoModelForCausalLM
 
 from penstock.engine.config import AdapterConfig, ModelConfig
 from penstock.engine.export import export
-from penstock.engine.generate.decode import Decoding
-from penstock.engine.generate.streamed import StreamedModel
+from penstock.engine.hf.config import model_config
+from penstock.engine.train import train_step
 from penstock.storage.errors import UserError
+from penstock.storage.nvme import NvmeStore
 
 STEPS = 2
 IDS = torch.arange(40)[None] % 97
@@ -115,11 +120,6 @@ def test_a_run_goes_on_from_an_adapter(tmp_path: Path) -> None:
     assert not all(torch.equal(early[name], late[name]) for name in early)
 
 
-def _other_base(folder: Path) -> None:
-    tensors = load_file(folder / "adapter_model.safetensors")
-    save_file({name: tensor.repeat(1, 2) for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
-
-
 def _changed(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         config = json.loads((folder / "adapter_config.json").read_text())
@@ -128,10 +128,12 @@ def _changed(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
-def _without_a_tensor(folder: Path) -> None:
-    tensors = load_file(folder / "adapter_model.safetensors")
-    tensors.pop(next(iter(tensors)))
-    save_file(tensors, folder / "adapter_model.safetensors")
+def _tensors(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable[[Path], None]:
+    def changed(folder: Path) -> None:
+        file = folder / "adapter_model.safetensors"
+        save_file(change(load_file(file)), file)
+
+    return changed
 
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -140,8 +142,14 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no LoRA": (_changed(peft_type="IA3"), "an adapter of type IA3; only LoRA is supported"),
     "patterns": (_changed(rank_pattern={"q_proj": 2}), "rank_pattern is set"),
     "rank": (_changed(r=8), "adapter.rank: 4 in the recipe, 8 in "),
-    "shapes": (_other_base, "the adapter was trained on another base model"),
-    "targets": (_without_a_tensor, "has no adapter for 'model.layers.0.self_attn.k_proj', which the recipe adapts"),
+    "shapes": (
+        _tensors(lambda found: {name: tensor.repeat(1, 2) for name, tensor in found.items()}),
+        "the adapter was trained on another base model",
+    ),
+    "targets": (
+        _tensors(lambda found: dict(list(found.items())[1:])),
+        "has no adapter for 'model.layers.0.self_attn.k_proj', which the recipe adapts",
+    ),
 }
 
 
@@ -198,33 +206,96 @@ def test_an_adapter_beside_random_weights_is_exported_merged(tmp_path: Path) -> 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
 
 
-@pytest.mark.long
-def test_other_ways_to_save_activations_give_the_same(tmp_path: Path) -> None:
-    losses = []
-    for way in ("selective", "none", "full"):
-        train = tiny.training(steps=STEPS, global_batch_size=1, chunk_tokens=24, activation_checkpointing=way)
-        with tiny.session(tmp_path / way, t=train, adapter=adapted.section("dora")) as session:
-            losses.append([metrics.loss for metrics in tiny.steps(session)])
-    assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 2
+HALVES = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]
+"""Half of every layer, and of the lowest blocks everything."""
 
 
-def test_streamed_weights_of_an_adapters_folder(tmp_path: Path, folders: tuple[Path, Path]) -> None:
-    """Log-likelihoods are those of peft and transformers, and not the base's alone; so is greedy text."""
-    model, adapter = folders
-    context, rest = IDS[0, :7].tolist(), IDS[0, 7:30].tolist()
+QUICK: dict[str, Any] = {"global_batch_size": 1, "chunk_tokens": 48}
 
-    def expected(whole: Any) -> float:
-        found = logits(whole)[0].log_softmax(dim=-1)
-        return float(sum(found[6 + place, token] for place, token in enumerate(rest)))
 
-    theirs = loaded(model, adapter)
-    text = theirs.generate(IDS[:, :7], max_new_tokens=8, do_sample=False)[0, 7:].tolist()
-    with StreamedModel.open(adapter, device="cpu") as streamed:
-        ((found, _),) = streamed.loglikelihoods([(context, rest)])
-        assert streamed.generate([context], Decoding(new_tokens=8))[0].ids == text
-    assert found == pytest.approx(expected(theirs), abs=1e-4)
-    assert abs(found - expected(loaded(model))) > 1e-2
-    shutil.copytree(adapter, tmp_path / "adapter")
-    _changed(base_model_name_or_path="nowhere")(tmp_path / "adapter")
-    with pytest.raises(UserError, match="the adapter's base model nowhere is missing"):
-        StreamedModel.open(tmp_path / "adapter", device="cpu")
+def frozen(**changes: Any) -> Any:
+    return tiny.training(**({"freeze": HALVES} | changes))
+
+
+def test_what_is_frozen_has_weights_and_nothing_is_written_of_it(tmp_path: Path) -> None:
+    """Counted per tier: memory by kind, and files and bytes on the drive over three commits."""
+    t, s = frozen(compute_dtype="bfloat16", **QUICK), tiny.storage(checkpoint_every=1)
+    with tiny.session(tmp_path, t=t, s=s, gpu=700_000, ram=420_000) as session:
+        plan, root = session.plan, session.store.root
+        stays = [buffer for buffer in plan.buffers.values() if buffer.frozen]
+        names = {buffer.name for buffer in stays}
+        assert names == session.spec.frozen
+        for buffer in stays:
+            for tier, memory in (("gpu", session.gpu.buffers), ("ram", session.ram.buffers)):
+                held = memory[buffer.name]
+                assert set(held) == ({"weights"} if buffer.weights == tier else set())
+                assert all(tensor.numel() * tensor.element_size() == 2 * buffer.numel for tensor in held.values())
+        files = {path: os.stat(path) for path in root.glob("*.frozen/*/*/c.*.0")}
+        assert {path.parts[-3] for path in files} == {"weights"}
+        assert len(files) == sum(buffer.num_parts for buffer in stays)
+        before = session.store.traffic()[root].bytes_written
+        for _ in range(3):
+            train_step(session)
+        session.finish()
+        spans = session.executor.take_spans()
+        moved = session.store.traffic()[root].bytes_written - before
+        assert {span.lane for span in spans if span.block in names} <= {"nvme_read", "h2d"}
+        after = {path: os.stat(path) for path in root.rglob("*.frozen/*/*/c.*.0") if "checkpoints" not in path.parts}
+        kinds = ("st_ino", "st_mtime_ns", "st_size")
+        assert [[getattr(after[p], k) for k in kinds] for p in after] == [
+            [getattr(files[p], k) for k in kinds] for p in after
+        ]
+        assert after.keys() == files.keys()
+        written = sum(span.bytes for span in spans if span.lane == "nvme_write")
+        trained = sum(b.numel for b in plan.buffers.values() if not b.frozen)
+        assert 3 * 12 * trained <= written <= 3 * (12 + 2 + 4) * trained + 3 * plan.spill_bytes
+        assert moved >= written
+
+
+def test_a_frozen_run_goes_on_from_checkpoints_and_only_as_it_began(tmp_path: Path) -> None:
+    storage = tiny.storage(checkpoint_every=1, keep_last=2, keep_good=None)
+    t = frozen(steps=6, compute_dtype="bfloat16", **QUICK)
+    straight, again = tiny.Silent(), tiny.Silent()
+    tiny.train_run(tmp_path, straight, train=t, storage=storage)
+    expected = tiny.digest_of(tmp_path)
+    tiny.train_run(tmp_path, again, train=t, storage=storage, resume=True, checkpoint="step-000005")
+    assert [m.loss for m in again.metrics] == [m.loss for m in straight.metrics[5:]]
+    assert tiny.digest_of(tmp_path) == expected
+    assert "of which" in next(text for text in straight.messages if text.startswith("model: "))
+    for changes, said in (
+        ({"freeze": []}, r"train\.freeze: the run in .* began with \[\"\*embed_tokens"),
+        ({"freeze": HALVES[:2]}, r"train\.freeze: .*which a resumed run cannot change"),
+        ({"compute_dtype": "float32"}, r"train\.compute_dtype: .*kept in bfloat16.* set train\.compute_dtype=bfloat16"),
+    ):
+        other = frozen(**{"steps": 8, "compute_dtype": "bfloat16"} | QUICK | changes)
+        with pytest.raises(UserError, match=said):
+            tiny.train_run(tmp_path, tiny.Silent(), train=other, resume=True, storage=storage)
+    assert tiny.digest_of(tmp_path) == expected
+    with closing(NvmeStore.open(tmp_path / "state", read_only=True)) as store:
+        store.verify()
+
+
+def test_an_export_has_the_imported_bits_of_what_is_frozen(tmp_path: Path) -> None:
+    """Experts of which one half is frozen, where the checkpoint has them one by one: a conversion makes parameters of
+    both of a block's buffers."""
+    overrides = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    shape = tiny.model(model_type="qwen3_moe", overrides=overrides)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(model_config(tiny.recipe(model=shape), None), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    freeze = ["*embed_tokens*", "*.layers.0.*", "*gate_up_proj", "*.self_attn.*"]
+    run: dict[str, Any] = {
+        "model": ModelConfig(path=str(tmp_path / "model")),
+        "train": frozen(steps=1, freeze=freeze, compute_dtype="bfloat16", **QUICK),
+    }
+    tiny.train_run(tmp_path / "run", tiny.Silent(), **run)
+    exported = export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "out")
+    assert exported.num_params == sum(parameter.numel() for parameter in model.parameters())
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
+    assert before.keys() == after.keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    stays = {
+        name for name in before if any(fnmatch(name, p) for p in freeze) or ".gate_proj" in name or ".up_proj" in name
+    }
+    assert stays <= same
+    assert {name for name in before if ".1.mlp.experts" in name and "down_proj" in name}.isdisjoint(same)

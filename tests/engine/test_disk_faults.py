@@ -9,13 +9,13 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-from samples import samples
+from samples import cases, samples
 
 from penstock.engine.events import StepMetrics
 from penstock.engine.schedule.ops import Op
@@ -87,21 +87,17 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> str:
         return tiny.digest(session.store)
 
 
+CASES = [(name, placement) for name in FAULTS for placement in PLACEMENTS]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("name", "placement"),
-    [
-        pytest.param(name, placement, marks=() if number % 2 == side else pytest.mark.long)
-        for number, name in enumerate(FAULTS)
-        for side, placement in enumerate(PLACEMENTS)
-    ],
-)
-def test_a_failing_disk_loses_nothing(tmp_path: Path, straight: str, name: str, placement: str) -> None:
-    fault, message = FAULTS[name]
-    chance = random.Random(f"{name} {placement}")
+@pytest.mark.parametrize("case", cases(CASES, *CASES[0::4], *CASES[3::4]), ids=" ".join)
+def test_a_failing_disk_loses_nothing(tmp_path: Path, straight: str, case: tuple[str, str]) -> None:
+    (fault, message), placement = FAULTS[case[0]], PLACEMENTS[case[1]]
+    chance = random.Random(" ".join(case))
     for moment in range(MOMENTS):
         folder = tmp_path / str(moment)
-        with pytest.MonkeyPatch.context() as patch, open_run(folder, *PLACEMENTS[placement]) as session:
+        with pytest.MonkeyPatch.context() as patch, open_run(folder, *placement) as session:
             drive = folder / "drive"
             strike_at(session, chance.randrange(1, 400), lambda patch=patch, drive=drive: fault(patch, drive))  # type: ignore[misc]
             with pytest.raises(UserError, match=message) as failure:
@@ -110,9 +106,9 @@ def test_a_failing_disk_loses_nothing(tmp_path: Path, straight: str, name: str, 
         assert str(folder) in str(failure.value), "the message names the file"
         if (folder / "unmounted").exists():
             with pytest.raises(UserError, match=rf"generation {before}.*mounted|mounted.*generation {before}"):
-                open_run(folder, *PLACEMENTS[placement])
+                open_run(folder, *placement)
             (folder / "unmounted").rename(folder / "drive")
-        with open_run(folder, *PLACEMENTS[placement]) as session:
+        with open_run(folder, *placement) as session:
             assert session.store.generation >= before
             tiny.steps(session)
             assert tiny.digest(session.store) == straight
@@ -139,37 +135,29 @@ def test_short_transfers_change_nothing(tmp_path: Path, straight: str, monkeypat
         assert tiny.digest(session.store) == straight
 
 
-@contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system of its own, mounted at `folder`."""
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own."""
+    (folder := tmp_path / "drive").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    os.geteuid() != 0, reason="mounting a small file system needs root; the patched faults run anywhere"
-)
-def test_a_disk_that_really_fills_up(tmp_path: Path, straight: str) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root; the patched faults run anywhere")
+@pytest.mark.parametrize("moment", [30, 200])
+def test_a_disk_that_really_fills_up(tmp_path: Path, small_disk: Path, straight: str, moment: int) -> None:
     """Something else takes the last byte in the middle of a step, when activations and new slots still need room."""
-    with small_disk(tmp_path / "drive", "64m") as drive:
-        for moment in (30, 200):
-            shutil.rmtree(tmp_path / "state", ignore_errors=True)
-            for old in drive.iterdir():
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
-            ballast = drive / "ballast"
-            with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
-                strike_at(session, moment, lambda ballast=ballast: fill(ballast))  # type: ignore[misc]
-                with pytest.raises(UserError, match=rf"{drive}.*No space left on device"):
-                    tiny.steps(session)
-            ballast.unlink()
-            with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
-                tiny.steps(session)
-                assert tiny.digest(session.store) == straight
+    ballast = small_disk / "ballast"
+    with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
+        strike_at(session, moment, lambda: fill(ballast))
+        with pytest.raises(UserError, match=rf"{small_disk}.*No space left on device"):
+            tiny.steps(session)
+    ballast.unlink()
+    with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
+        tiny.steps(session)
+        assert tiny.digest(session.store) == straight
 
 
 def fill(path: Path) -> None:

@@ -124,9 +124,7 @@ def test_the_last_good_generation_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [{2, 4, 6}, pytest.param({1, 2, 3, 4, 5, 6}, marks=pytest.mark.long)])
-def test_a_generation_that_a_bad_loss_follows_is_not_the_good_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: set[int]
-) -> None:
+def test_a_bad_loss_and_the_good_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
     """Generation k has proved good if the loss of step k + 1 was; the last one is never known to be."""
     step = 0
 
@@ -149,13 +147,6 @@ def test_a_loss_that_leaps_is_told_once(tmp_path: Path) -> None:
     assert told[0].startswith("step 2: the loss, ")
     assert "--checkpoint last-good" in told[0]
     assert tiny.kept(tmp_path) == ["good-000000"]
-
-
-def test_without_keep_good_none_is_kept(tmp_path: Path) -> None:
-    run(tmp_path, storage=tiny.storage(checkpoint_every=1, keep_good=None))
-    assert tiny.kept(tmp_path) == []
-    with pytest.raises(UserError, match="has no last-good checkpoint"):
-        resolve_checkpoint(tmp_path / "state", "last-good")
 
 
 def test_no_room_for_it_is_said_once_and_training_goes_on(tmp_path: Path) -> None:
@@ -208,14 +199,10 @@ def test_a_checkpoint_that_is_being_read_does_not_end_the_run(tmp_path: Path, mo
     assert set(tiny.kept(tmp_path)) == {"good-000002", "good-000005", "step-000003", "step-000005", "step-000006"}
 
 
-@pytest.mark.parametrize("multiple", [None, 2.0])
-def test_steps_without_anything_to_train_judge_no_loss(multiple: float | None) -> None:
-    watch = LossWatch(multiple, None)
-    assert [watch.is_good(loss) for loss in (0.0, 0.0, 5.0, 5.0)] == [True] * 4
-
-
 @given(st.lists(st.floats(0.01, 20), min_size=1, max_size=40), st.floats(1.5, 10))
 def test_the_loss_watch(losses: list[float], multiple: float) -> None:
+    untrained = LossWatch(multiple, None)  # of steps without anything to train
+    assert [untrained.is_good(loss) for loss in (0.0, 0.0, 5.0, 5.0)] == [True] * 4
     watch = LossWatch(multiple, None)
     for i, loss in enumerate(losses):
         before = watch.mean
@@ -230,6 +217,7 @@ def test_the_loss_watch(losses: list[float], multiple: float) -> None:
     assert fine
 
 
+Losses, Digests = dict[int, float], dict[int, str]
 HELD_OUT = tiny.data(validation_documents=7)
 
 
@@ -243,7 +231,7 @@ def run_validated(folder: Path, stop_after: int | None = None, *, resume: bool =
 
 
 @pytest.fixture
-def losses(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+def losses(monkeypatch: pytest.MonkeyPatch) -> Losses:
     """Step -> the validation loss that is told in the place of the one that was measured."""
     told: dict[int, float] = {}
     real = validation.validate
@@ -256,7 +244,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     return told
 
 
-def told(losses: dict[int, float], values: Sequence[float]) -> None:
+def told(losses: Losses, values: Sequence[float]) -> None:
     losses |= dict(enumerate(values, start=1))
 
 
@@ -266,7 +254,7 @@ def best_step(folder: Path) -> int | None:
 
 
 @pytest.fixture(scope="module")
-def after(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+def after(tmp_path_factory: pytest.TempPathFactory) -> Digests:
     """Step -> digest of what a run of the same recipe without validations has then."""
     folder = tmp_path_factory.mktemp("straight")
     kept = tiny.storage(checkpoint_every=1, keep_last=6, keep_good=None)
@@ -281,9 +269,7 @@ def checkpoint_digest(folder: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize("every", cases([1000, 1, 2], 2))
-def test_the_generation_of_the_lowest_validation_loss_is_kept(
-    tmp_path: Path, losses: dict[int, float], after: dict[int, str], every: int
-) -> None:
+def test_the_lowest_validation_loss_is_kept(tmp_path: Path, losses: Losses, after: Digests, every: int) -> None:
     """Whole, of that very step, and with no change to what is trained."""
     told(losses, [3.0, 2.0, 2.5, 1.5, 1.5, math.nan])
     observer, _ = run_validated(tmp_path / "run", storage={"checkpoint_every": every})
@@ -295,30 +281,15 @@ def test_the_generation_of_the_lowest_validation_loss_is_kept(
     assert (tmp_path / "model" / "config.json").exists()
 
 
-def test_the_model_that_it_begins_with_may_be_the_best(tmp_path: Path, losses: dict[int, float]) -> None:
+def test_the_best_stands_beside_the_last_good_and_the_last_ones(tmp_path: Path, losses: Losses) -> None:
+    """It may be the model that the run begins with."""
     losses |= dict.fromkeys(range(7), 9.0) | {0: 1.0}
-    run_validated(tmp_path, train={"validate_first": True})
-    assert best_step(tmp_path) == 0
+    kept = {"checkpoint_every": 1, "keep_good": 100.0, "keep_last": 2}
+    run_validated(tmp_path, train={"validate_first": True}, storage=kept)
+    assert set(tiny.kept(tmp_path)) == {"best-000000", "good-000005", "step-000005", "step-000006"}
 
 
-def test_it_stands_beside_the_last_good_and_the_last_ones(tmp_path: Path, losses: dict[int, float]) -> None:
-    told(losses, [3.0, 2.0, 9.0, 9.0, 9.0, 9.0])
-    run_validated(tmp_path, storage={"checkpoint_every": 1, "keep_good": 100.0, "keep_last": 2})
-    assert set(tiny.kept(tmp_path)) == {"best-000002", "good-000005", "step-000005", "step-000006"}
-
-
-@pytest.mark.parametrize("stop_after", cases([3, 4], 4))
-def test_a_resumed_run_keeps_the_same_one(
-    tmp_path: Path, losses: dict[int, float], after: dict[int, str], stop_after: int
-) -> None:
-    told(losses, [3.0, 2.0, 2.5, 1.5, 1.7, 1.6])
-    run_validated(tmp_path, stop_after)
-    run_validated(tmp_path, resume=True)
-    assert tiny.kept(tmp_path) == ["best-000004"]
-    assert checkpoint_digest(tmp_path, "best-000004") == after[4]
-
-
-def test_one_whose_loss_no_generation_tells_is_measured_again(tmp_path: Path, losses: dict[int, float]) -> None:
+def test_one_whose_loss_no_generation_tells_is_measured_again(tmp_path: Path, losses: Losses) -> None:
     """The last step of a run that is made longer: it is not due any more, and still the one to beat."""
     told(losses, [9.0, 9.0, 2.0, 9.0, 5.0, 3.0])
     run_validated(tmp_path, train={"steps": 3, "validate_every": 2})
@@ -328,9 +299,7 @@ def test_one_whose_loss_no_generation_tells_is_measured_again(tmp_path: Path, lo
     assert best_step(tmp_path) == 3
 
 
-def test_a_run_that_goes_back_says_that_the_best_is_of_steps_done_again(
-    tmp_path: Path, losses: dict[int, float]
-) -> None:
+def test_a_run_that_goes_back_says_that_the_best_is_repeated(tmp_path: Path, losses: Losses) -> None:
     told(losses, [3.0, 2.5, 9.0, 2.0, 9.0, 9.0])
     every = {"keep_every": 1, "checkpoint_every": 1}
     run_validated(tmp_path, storage=every)
@@ -341,9 +310,7 @@ def test_a_run_that_goes_back_says_that_the_best_is_of_steps_done_again(
     assert sum(name.startswith("best-") for name in tiny.kept(tmp_path)) == 1
 
 
-def test_where_no_room_is_left_it_is_said_and_training_goes_on(
-    tmp_path: Path, losses: dict[int, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_for_the_best_is_said(tmp_path: Path, losses: Losses, monkeypatch: pytest.MonkeyPatch) -> None:
     told(losses, [3.0, 2.0, 9.0, 9.0, 9.0, 9.0])
     monkeypatch.setattr(Retention, "checkpoint", lambda self, name: "no room")
     observer, result = run_validated(tmp_path)
@@ -351,11 +318,11 @@ def test_where_no_room_is_left_it_is_said_and_training_goes_on(
     assert result.steps == 6
     with pytest.raises(UserError, match=r"has no best checkpoint: no generation was kept .*storage\.keep_best"):
         resolve_checkpoint(tmp_path / "state", "best")
+    with pytest.raises(UserError, match="has no last-good checkpoint"):  # nor is there one: keep_good is None
+        resolve_checkpoint(tmp_path / "state", "last-good")
 
 
-def test_a_run_without_a_lower_loss_ends_with_its_step_committed(
-    tmp_path: Path, losses: dict[int, float], after: dict[int, str]
-) -> None:
+def test_a_run_without_a_lower_loss_ends_committed(tmp_path: Path, losses: Losses, after: Digests) -> None:
     told(losses, [3.0, 2.0, 2.5, 2.0])
     observer, result = run_validated(tmp_path, train={"early_stopping_patience": 2})
     parts = observer.plan["tiers"]["nvme"]["parts"]
@@ -370,18 +337,17 @@ def test_a_run_without_a_lower_loss_ends_with_its_step_committed(
     assert best_step(tmp_path) == 2
 
 
-@pytest.mark.parametrize("stop_after", cases([2, 3], 3))
-def test_patience_survives_a_stop(tmp_path: Path, losses: dict[int, float], stop_after: int) -> None:
+@pytest.mark.parametrize("stop_after", cases([1, 2, 3], 3))
+def test_the_best_and_patience_survive_a_stop(tmp_path: Path, losses: Losses, after: Digests, stop_after: int) -> None:
     told(losses, [3.0, 2.0, 2.5, 2.2, 2.1])
-    options = {"train": {"early_stopping_patience": 3}, "storage": {"checkpoint_every": 1}}
-    run_validated(tmp_path, stop_after, **options)
-    _, result = run_validated(tmp_path, resume=True, **options)
+    run_validated(tmp_path, stop_after, train={"early_stopping_patience": 3})
+    _, result = run_validated(tmp_path, resume=True, train={"early_stopping_patience": 3})
     assert (result.steps, result.early_end) == (5, EarlyEnd(3, 2.0, 2))
+    assert tiny.kept(tmp_path) == ["best-000002"]
+    assert checkpoint_digest(tmp_path, "best-000002") == after[2]
 
 
-def test_with_more_patience_it_goes_on_to_the_bits_of_a_straight_run(
-    tmp_path: Path, losses: dict[int, float], after: dict[int, str]
-) -> None:
+def test_more_patience_goes_on_to_a_straight_runs_bits(tmp_path: Path, losses: Losses, after: Digests) -> None:
     told(losses, [3.0, 4.0, 4.0, 2.0, 4.0, 4.0])
     run_validated(tmp_path, train={"early_stopping_patience": 2})
     _, again = run_validated(tmp_path, resume=True, train={"early_stopping_patience": 2})
@@ -409,8 +375,7 @@ def test_gains(losses: list[float], patience: int) -> None:
     assert gains.take(50, 99.0, 101), "measured on other tokens"
 
 
-@pytest.mark.parametrize(
-    "record", [None, 3, {}, {"best": "x", "best_step": 1, "without": 0, "tokens": 1}, {"best": 1.0, "best_step": None}]
-)
-def test_a_record_of_something_else_begins_anew(record: Any) -> None:
-    assert Gains.of(record) == Gains()
+def test_a_record_of_something_else_begins_anew() -> None:
+    strings = {"best": "x", "best_step": 1, "without": 0, "tokens": 1}
+    for record in (None, 3, {}, strings, {"best": 1.0, "best_step": None}):
+        assert Gains.of(record) == Gains()

@@ -35,78 +35,65 @@ def report(forward: str, backward: str, refused: dict[str, str] = NOTHING) -> li
     return [kind("forward", forward, refused), kind("backward", backward, refused)]
 
 
-def test_hopper_without_flash_attention_3_or_4() -> None:
-    found = faster_kernel(H200, report("torch-cudnn", "torch-cuda-flash"))
+def faster_than(gpu: str, forward: str, backward: str) -> Any:
+    found = faster_kernel(gpu, report(forward, backward))
     assert found is not None
-    assert found.now is not None
+    assert "pip install" in found.words(0.1)
+    return found
+
+
+def test_hopper_without_flash_attention_3_or_4() -> None:
+    found = faster_than(H200, "torch-cudnn", "torch-cuda-flash")
     assert (found.gpus, found.kernels, found.extra) == ("Hopper GPUs", ("flash-attn-3", "flash-attn-4"), "flash4")
     # The paper's cuDNN forward and flash-attn 2 backward, against FlashAttention 3's.
     assert found.now[128] == (539 / 989.5, 322 / 989.5)
     assert found.then[128] == (616 / 989.5, 561 / 989.5)
+    # The fastest of the chosen kernels counts.
+    mixed: Any = faster_kernel(
+        H200, [*report("torch-cudnn", "torch-cudnn"), *report("torch-cuda-flash", "torch-cuda-flash")]
+    )
+    assert mixed.now[128] == (539 / 989.5, 516 / 989.5)
+    words = faster_than(H200, "torch-cudnn", "torch-cudnn").words
+    assert words(0.118) == (
+        "attention: flash-attn-3 or flash-attn-4 would be faster on Hopper GPUs, and neither is installed: "
+        "pip install 'penstock[flash4]'; by published rates the plan expects 12% of a step's time from it"
+    )
+    assert words(0.002).endswith("the plan expects less than 1% of a step's time from it")
 
 
-@pytest.mark.parametrize("there", ["flash-attn-3", "flash-attn-4"])
-def test_one_of_them_is_enough_and_one_that_fails_is_not_missing(there: str) -> None:
-    others = {name: reason for name, reason in NOTHING.items() if name != there}
-    assert faster_kernel(H200, report("torch-cudnn", "torch-cudnn", others)) is None
-    broken = NOTHING | {there: "cannot be imported: ImportError: another torch"}
-    assert faster_kernel(H200, report("torch-cudnn", "torch-cudnn", broken)) is None
-    # float32: refused before anyone looks for the package.
-    refused = dict.fromkeys(NOTHING, "does not take torch.float32")
-    assert faster_kernel(H200, report("tiled-reference", "tiled-reference", refused)) is None
-
-
-@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA B200", "NVIDIA GB10"])
-def test_every_architecture_can_be_told_of(name: str) -> None:
-    assert architecture(name) is not None
-    found = faster_kernel(name, report("torch-cuda-flash", "torch-cuda-flash"))
-    assert found is not None
-    assert "pip install" in found.words(0.1)
-
-
-def test_ada_and_ampere_gain_what_flash_attn_2_has_over_torch_s_copy() -> None:
-    for gpu in (RTX_4090, RTX_5090, "NVIDIA GeForce RTX 3090"):
-        found = faster_kernel(gpu, report("torch-cuda-flash", "torch-cuda-flash"))
-        assert found is not None
-        assert (found.kernels, found.extra) == (("flash-attn-2",), "flash2")
-        assert found.now is not None
-        assert found.now[128][1] / found.then[128][1] == pytest.approx(186.7 / 190.6)
-
-
-def test_the_fastest_of_the_chosen_kernels_counts() -> None:
-    mixed = [*report("torch-cudnn", "torch-cudnn"), *report("torch-cuda-flash", "torch-cuda-flash")]
-    found = faster_kernel(H200, mixed)
-    assert found is not None
-    assert found.now is not None
-    assert found.now[128] == (539 / 989.5, 516 / 989.5)
-    # cuDNN's forward is the fastest there is on this card, and its backward counts as flash-attn's.
-    cudnn = faster_kernel(RTX_5090, report("torch-cudnn", "torch-cudnn"))
-    assert cudnn is not None
-    assert cudnn.now is not None
-    assert cudnn.now[128] == cudnn.then[128]
-
-
-def test_unknown_cards_and_kernels_without_published_rates() -> None:
+def test_one_of_them_is_enough_and_one_that_fails_is_not_missing() -> None:
+    for there in ("flash-attn-3", "flash-attn-4"):
+        others = {name: reason for name, reason in NOTHING.items() if name != there}
+        broken = NOTHING | {there: "cannot be imported: ImportError: another torch"}
+        # float32: refused before anyone looks for the package.
+        for refused in (others, broken, dict.fromkeys(NOTHING, "does not take torch.float32")):
+            assert faster_kernel(H200, report("torch-cudnn", "torch-cudnn", refused)) is None
     assert faster_kernel("NVIDIA L40S", report("torch-cuda-flash", "torch-cuda-flash")) is None
     assert faster_kernel(None, []) is None
     assert faster_kernel(H200, []) is None
-    soft_capped = faster_kernel(RTX_4090, report("tiled-reference", "tiled-reference"))
-    assert soft_capped is not None
+
+
+def test_other_architectures() -> None:
+    """Ada and Ampere gain what flash-attn 2 has over torch's copy of it."""
+    for gpu in (RTX_4090, RTX_5090, "NVIDIA GeForce RTX 3090"):
+        found = faster_than(gpu, "torch-cuda-flash", "torch-cuda-flash")
+        assert (found.kernels, found.extra) == (("flash-attn-2",), "flash2")
+        assert found.now[128][1] / found.then[128][1] == pytest.approx(186.7 / 190.6)
+    # cuDNN's forward is the fastest there is on this card, and its backward counts as flash-attn's.
+    cudnn = faster_than(RTX_5090, "torch-cudnn", "torch-cudnn")
+    assert cudnn.now[128] == cudnn.then[128]
+    for gpu in ("NVIDIA H100 PCIe", "NVIDIA B200", "NVIDIA GB10"):
+        assert architecture(gpu) is not None
+        faster_than(gpu, "torch-cuda-flash", "torch-cuda-flash")
+
+
+def test_a_kernel_without_published_rates() -> None:
+    soft_capped = faster_than(RTX_4090, "tiled-reference", "tiled-reference")
     assert soft_capped.now is None
     assert soft_capped.words(None) == (
         "attention: flash-attn-2 would be faster on Ada GPUs and is not installed: "
         "pip install --no-build-isolation 'penstock[flash2]'; no published rates compare it with the current kernel"
     )
-
-
-def test_words_round_and_never_promise_nothing() -> None:
-    found = faster_kernel(H200, report("torch-cudnn", "torch-cudnn"))
-    assert found is not None
-    assert found.words(0.118) == (
-        "attention: flash-attn-3 or flash-attn-4 would be faster on Hopper GPUs, and neither is installed: "
-        "pip install 'penstock[flash4]'; by published rates the plan expects 12% of a step's time from it"
-    )
-    assert found.words(0.002).endswith("the plan expects less than 1% of a step's time from it")
 
 
 def plan() -> Plan:
@@ -132,9 +119,7 @@ def test_the_gain_is_of_the_plan_s_step() -> None:
     assert expected_gain(slow, plan(), structs.replace(machine, gpu="AMD Instinct MI300X")) is None
 
 
-def test_what_is_installed_is_told_with_reasons_and_the_advice_with_a_percentage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_installed_and_what_would_be_faster_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_cuda, "capability", lambda _: (9, 0))
     monkeypatch.setattr(attention_flash, "_module", lambda *_: NOT_INSTALLED)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
@@ -184,9 +169,8 @@ def test_work_that_only_the_host_takes_long_for_is_not_repeated_for_ever(monkeyp
     monkeypatch.setattr(clock, "elapsed_s", on_a_device)
     assert clock.clock(launch, CPU, 0.02) == pytest.approx(1e-9)
     assert len(launches) <= 2 + 3 * 3  # a third of 20 ms holds three of 2 ms
-
-
-def test_work_longer_than_the_time_given_runs_three_times() -> None:
-    launches = []
+    # Work longer than the time given runs three times: to warm up, to look, to measure.
+    monkeypatch.undo()
+    launches.clear()
     assert clock.clock(lambda: launches.append(time.sleep(0.01)), CPU, 0.005) >= 0.01
-    assert len(launches) == 3  # to warm up, to look, to measure
+    assert len(launches) == 3

@@ -12,7 +12,6 @@ import tiny
 import torch
 from chat_model import make_chat_model
 from samples import cases
-from samples import samples as drawn
 from tiny_plans import FLOORS, PLANS, STREAMED
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,7 +19,7 @@ from penstock.engine import samples, validation
 from penstock.engine.config import AdapterConfig, DataConfig, ModelConfig, SamplesConfig
 from penstock.engine.events import SampleMetrics, ValidationMetrics, Want
 from penstock.engine.export import export
-from penstock.engine.generate.prompts import Prompts, prepare_prompts
+from penstock.engine.generate.prompts import prepare_prompts
 from penstock.engine.hf.config import model_config
 from penstock.engine.hf.constants import CONSTANTS_FILE, write_constants
 from penstock.engine.session import Session
@@ -69,18 +68,11 @@ def plain(session: Session) -> list[str]:
     return texts_by(model.eval(), session.prompts)
 
 
-def texts_by(model: Any, prompts: Prompts | None) -> list[str]:
-    assert prompts is not None
-    found = []
+def texts_by(model: Any, prompts: Any) -> list[str]:
+    ends, found = {"eos_token_id": sorted(prompts.stop_ids), "pad_token_id": 0}, []
     for number, ids in enumerate(prompts.ids):
-        whole = model.generate(
-            torch.tensor([ids]),
-            max_new_tokens=prompts.config.tokens,
-            do_sample=False,
-            eos_token_id=sorted(prompts.stop_ids),
-            pad_token_id=0,
-        )[0].tolist()
-        found.append(prompts.text(number, whole[len(ids) :]))
+        whole = model.generate(torch.tensor([ids]), max_new_tokens=prompts.config.tokens, do_sample=False, **ends)
+        found.append(prompts.text(number, whole[0, len(ids) :].tolist()))
     return found
 
 
@@ -132,23 +124,6 @@ def test_families_write_what_transformers_writes(tmp_path: Path, text: Path, fam
     assert [one.text for one in written[-1].samples] == expected
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", PLANS)
-def test_delays_change_nothing(tmp_path: Path, text: Path, name: str) -> None:
-    """A step, a validation of two passes and samples, all lanes' ops delayed at random."""
-    policy, budgets = PLANS[name]
-    found = set()
-    for seed in range(drawn(2, 5)):
-        t = tiny.training(**policy | {"steps": 1, "validate_every": 1, "validation_sequences": 4, "chunk_tokens": 10})
-        options = {"t": t, "samples": wanted(every=1, temperature=0.9), **budgets}
-        d = data_of(text, validation_documents=3)
-        with tiny.session(tmp_path / str(seed), m=tiny.model(**MODEL), d=d, **options) as session:
-            tiny.delay(session, random.Random(f"{name} {seed}"))
-            steps, written, digest = run(session)
-            found.add((*steps, *(sample.text for one in written for sample in one.samples), digest))
-    assert len(found) == 1
-
-
 QUICK: dict[str, Any] = {"global_batch_size": 1, "chunk_tokens": 48}
 """Where it does not matter what a step computes."""
 
@@ -165,6 +140,9 @@ def train_run(folder: Path, observer: tiny.Silent, text: Path, *, resume: bool =
     return tiny.train_run(folder, observer, resume=resume, **sections | changes)
 
 
+Whole = tuple[tiny.Silent, str]
+
+
 def texts_of(observer: tiny.Silent) -> list[tuple[int, list[str]]]:
     return [(one.step, [sample.text for sample in one.samples]) for one in observer.samples]
 
@@ -174,7 +152,7 @@ def losses_of(observer: tiny.Silent) -> list[tuple[int, float, int]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[tiny.Silent, str]:
+def whole(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Whole:
     """What a run tells that nobody stops or pauses, and its digest."""
     folder, observer = tmp_path_factory.mktemp("straight"), tiny.Silent()
     train_run(folder, observer, text)
@@ -182,9 +160,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[tiny.Si
 
 
 @pytest.mark.parametrize("stop_after", cases([1, 2, 3], 2))
-def test_a_resumed_run_is_validated_and_sampled_at_the_same_steps(
-    tmp_path: Path, text: Path, whole: tuple[tiny.Silent, str], stop_after: int
-) -> None:
+def test_a_resumed_run_is_sampled_at_the_same_steps(tmp_path: Path, text: Path, whole: Whole, stop_after: int) -> None:
     """A stop after a step that is due does not wait for either: the resumed run makes up for them."""
     straight, first, second = whole[0], tiny.Silent(stop_after), tiny.Silent()
     train_run(tmp_path / "parts", first, text)
@@ -199,14 +175,11 @@ def test_a_resumed_run_is_validated_and_sampled_at_the_same_steps(
     assert {tier for tier in plan if plan[tier]["parts"].get("samples")} == {"gpu", "ram"}
 
 
-def test_a_run_that_ends_early_writes_samples_of_its_last_step(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_early_end_writes_samples_of_its_step(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = validation.validate
 
     def rising(session: Session) -> ValidationMetrics:
-        found = real(session)
-        return dataclasses.replace(found, loss=float(found.step))
+        return dataclasses.replace(real(session), loss=float(session.step))
 
     monkeypatch.setattr(validation, "validate", rising)
     t = tiny.training(steps=9, validate_every=1, validation_sequences=2, early_stopping_patience=1, **QUICK)
@@ -216,9 +189,7 @@ def test_a_run_that_ends_early_writes_samples_of_its_last_step(
     assert [one.step for one in observer.samples] == [2]
 
 
-def test_a_paused_run_is_validated_and_sampled_when_it_goes_on(
-    tmp_path: Path, text: Path, whole: tuple[tiny.Silent, str]
-) -> None:
+def test_a_paused_run_is_validated_and_sampled_when_it_goes_on(tmp_path: Path, text: Path, whole: Whole) -> None:
     told: list[str] = []
 
     class Pausing(tiny.Silent):
@@ -248,39 +219,31 @@ def test_what_is_asked_of_a_chat_is_in_its_template(tmp_path: Path) -> None:
     model = ModelConfig(path=str(make_chat_model(tmp_path / "model")))
     recipe = tiny.recipe(model=model, samples=wanted(chat=True, tokens=4))
     spec = tiny.spec_of(model_config(recipe, None))
-    prompts = prepare_prompts(recipe, None, spec)
-    assert prompts is not None
+    prompts: Any = prepare_prompts(recipe, None, spec)
     theirs = AutoTokenizer.from_pretrained(model.path)
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     assert prompts.ids == theirs.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
 
 
 @pytest.mark.parametrize(
-    ("model", "data", "asked", "message"),
+    ("model", "length", "asked", "message"),
     [
-        ({}, {}, {}, r"samples\.prompts: data\.source=random has no tokenizer .* data\.tokenizer"),
-        (MODEL, {"source": "text"}, {"chat": True}, r"samples\.chat: the tokenizer has no chat template; set data"),
-        (
-            MODEL,
-            {"source": "text", "sequence_length": 32},
-            {"tokens": 10},
-            r"samples\.tokens: 10 after prompt 3 of 25 tokens make 35, but the model's positions end at 32; shorten",
-        ),
-        (
-            MODEL | {"model_type": "qwen3_next", "overrides": tiny.HYBRID, "max_position": 200},
-            {"source": "text"},
-            {"tokens": 30},
-            r"prompt 3 of 25 tokens make 55, but this model carries state .* at most 48 .*data\.sequence_length",
-        ),
+        ({}, 0, {}, r"samples\.prompts: data\.source=random has no tokenizer .* data\.tokenizer"),
+        (MODEL, 48, {"chat": True}, r"samples\.chat: the tokenizer has no chat template; set data"),
+        (MODEL, 32, {"tokens": 10},
+         r"samples\.tokens: 10 after prompt 3 of 25 tokens make 35, but the model's positions end at 32; shorten"),
+        (MODEL | {"model_type": "qwen3_next", "overrides": tiny.HYBRID, "max_position": 200}, 48, {"tokens": 30},
+         r"prompt 3 of 25 tokens make 55, but this model carries state .* at most 48 .*data\.sequence_length"),
     ],
     ids=["no tokenizer", "no template", "context", "one sequence is one chunk"],
-)
+)  # fmt: skip
 def test_what_cannot_be_sampled_is_refused_before_anything_is_made(
-    tmp_path: Path, text: Path, model: dict[str, Any], data: dict[str, Any], asked: dict[str, Any], message: str
+    tmp_path: Path, text: Path, model: dict[str, Any], length: int, asked: dict[str, Any], message: str
 ) -> None:
     sections = {"model": tiny.model(**model), "train": tiny.training(), "samples": wanted(**asked)}
+    data = data_of(text, sequence_length=length) if length else tiny.data()
     with pytest.raises(UserError, match=message):
-        train_run(tmp_path, tiny.Silent(), text, data=data_of(text, **data) if data else tiny.data(), **sections)
+        train_run(tmp_path, tiny.Silent(), text, data=data, **sections)
     assert not (tmp_path / "state").exists()
 
 
@@ -295,13 +258,8 @@ HALVES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", cases(HALVES, "adapter"))
 def test_what_is_frozen_or_adapted_writes_what_its_export_writes(tmp_path: Path, text: Path, name: str) -> None:
     adapter, freeze, budgets = HALVES[name]
-    sections = {
-        "m": tiny.model(**MODEL),
-        "d": data_of(text),
-        "t": tiny.training(steps=1, freeze=freeze),
-        "adapter": AdapterConfig(**adapter),
-        **budgets,
-    }
+    sections = {"m": tiny.model(**MODEL), "d": data_of(text), "t": tiny.training(steps=1, freeze=freeze), **budgets}
+    sections["adapter"] = AdapterConfig(**adapter)
     with tiny.session(tmp_path / "off", **sections) as session:
         expected = run(session)
     with tiny.session(tmp_path / "on", samples=wanted(every=1), **sections) as session:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from corpora import loader_of, make_corpus
 from penstock.engine.config import DataConfig
 from penstock.engine.data.corpus import prepare_text
 from penstock.engine.data.documents import MOST_DOCUMENTS, step_documents
-from penstock.engine.data.loader import DataLoader
 from penstock.engine.data.origins import Origins, OriginsWriter
 from penstock.engine.plan.plan import Chunk
 from penstock.engine.runtime.failures import DivergedError
@@ -49,11 +47,10 @@ def test_what_a_spike_is() -> None:
     assert risen == [30], "of losses that stay high the first"
 
 
-@pytest.mark.parametrize(
-    "record", [None, 3, [1.0], [1.0, math.nan, 1.0, 3, False], ["a", 1.0, 1.0, 3, False], [1.0, 1.0, 1.0, -1, True]]
-)
-def test_a_record_of_something_else_begins_anew(record: Any) -> None:
-    assert LossSpikes(record).to_json() == LossSpikes().to_json()
+def test_a_record_of_something_else_begins_anew() -> None:
+    values: list[Any] = [[1.0, math.nan, 1.0, 3, False], ["a", 1.0, 1.0, 3, False], [1.0, 1.0, 1.0, -1, True]]
+    for record in (None, 3, [1.0], *values):
+        assert LossSpikes(record).to_json() == LossSpikes().to_json()
 
 
 def test_origins_are_what_was_written() -> None:
@@ -67,35 +64,22 @@ def test_origins_are_what_was_written() -> None:
     assert [origins.where(number) for number in range(len(places))] == places
 
 
-@pytest.fixture
-def sources(tmp_path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON lines file, and texts in a folder of two."""
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"text": f"row number {n} " * n}) + "\n" for n in range(1, 9))
-    )
-    (tmp_path / "texts").mkdir()
-    for name in ("one", "two"):
-        (tmp_path / "texts" / f"{name}.txt").write_text(f"the text called {name} " * 20)
-    return [
-        {"source": "jsonl", "path": str(tmp_path / "rows.jsonl")},
-        {"source": "text", "path": str(tmp_path / "texts")},
-    ]
-
-
 @pytest.mark.parametrize("packing", ["wrap", "best_fit", "none"])
-def test_a_step_names_its_documents(tmp_path: Path, sources: list[dict[str, Any]], packing: str) -> None:
-    """Of all sources of a mixture, with what is trained of each; in whichever way rows are filled."""
+def test_a_step_names_its_documents(tmp_path: Path, packing: str) -> None:
+    """Of all sources of a mixture, rows of a file and texts in a folder; in whichever way rows are filled."""
+    rows, texts = tmp_path / "rows.jsonl", tmp_path / "texts"
+    rows.write_text("".join(json.dumps({"text": f"row number {n} " * n}) + "\n" for n in range(1, 9)))
+    texts.mkdir()
+    for name in ("one", "two"):
+        (texts / f"{name}.txt").write_text(f"the text called {name} " * 20)
+    sources = [{"source": "jsonl", "path": str(rows)}, {"source": "text", "path": str(texts)}]
     config = DataConfig(
         source="mixture", mixture=sources, tokenizer_vocab_size=300, sequence_length=64, packing=packing
     )
     tokenizer, made = prepare_text(config, None, tmp_path / "data")
-    loader = DataLoader(
-        made, vocab_size=300, sequence_length=64, global_batch_size=4, micro_batch_size=2, packing=packing
-    )
-    batches = loader.next_step()
-    cut = {
-        n: Chunk(index=n, micro_batch=n // 4, local=n % 4, start=32 * (n % 4), end=32 * (n % 4) + 32) for n in range(8)
-    }
+    batches = loader_of(made, 64, 2, 2, packing=packing).next_step()
+    places = [(n, n // 4, n % 4, 32 * (n % 4)) for n in range(8)]
+    cut = {n: Chunk(index=n, micro_batch=m, local=i, start=at, end=at + 32) for n, m, i, at in places}
     documents, count = step_documents(made, tokenizer, batches, cut, dict.fromkeys(cut, 1.0) | {4: 1000.0})
     assert count == sum(len(batch.lengths) for batch in batches) == len(documents)
     ids = [token for batch in batches for token in batch.ids.tolist()]
@@ -127,22 +111,15 @@ def test_no_more_are_told_than_anybody_reads(tmp_path: Path) -> None:
     assert all(told.loss is None and told.excerpt == "" for told in documents)
 
 
-@pytest.fixture
-def leaps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def test_a_run_tells_the_step_that_leapt_resumed_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of step 24 is told ten times as high."""
     real = Session.observe
 
     def observe(self: Session, step: int, loss: float) -> None:
-        if step == 24:
-            self._data.loss = loss * 10
+        self._data.loss = loss * 10 if step == 24 else loss
         real(self, step, self._data.loss)
 
     monkeypatch.setattr(Session, "observe", observe)
-    return
-
-
-@pytest.mark.usefixtures("leaps")
-def test_a_run_tells_the_step_that_leapt_resumed_or_not(tmp_path: Path) -> None:
     train = tiny.training(steps=26, lr=1e-4, global_batch_size=1, chunk_tokens=48)
     run: dict[str, Any] = {"train": train, "storage": tiny.storage()}
     straight, first, second = tiny.Silent(), tiny.Silent(stop_after=23), tiny.Silent()

@@ -1,10 +1,14 @@
-"""Training end to end on tiny models: equal to plain PyTorch, to itself under any placement, delay or interruption, and
-whatever is saved, kept, computed again or streamed."""
+"""Training end to end on tiny models: gradients of plain PyTorch, the same bits under any delay, and what is refused. A
+run goes on with other budgets, drives or tiers than it was saved with, and back from its checkpoints.
+The bits wherever state lives and whatever is saved, kept or computed again: model/test_reference.py."""
 
 from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,57 +19,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain import plain_training
 from samples import cases, sampled, samples
-from tiny_plans import FLOORS
 
 from penstock.engine.forecast.extrapolate import estimate
+from penstock.engine.machine import budgets
 from penstock.engine.machine.presets import GENERIC
-from penstock.engine.plan.problem import GpuFirst, GraphsAside
 from penstock.engine.schedule.ops import Op
-from penstock.engine.session import Session
+from penstock.engine.session import require_record
 from penstock.engine.train import train_step
+from penstock.storage.disk import publish
 from penstock.storage.errors import UserError
+from penstock.storage.manifest import FILE_NAME, Manifest
+from penstock.storage.nvme import NvmeStore
+from penstock.storage.retention import automatic_name
 
-QUICK = tiny.training(steps=5, global_batch_size=1, chunk_tokens=48)
+
+def training(**changes: Any) -> tiny.TrainConfig:
+    """Steps that take little time."""
+    return tiny.training(**{"steps": 3, "global_batch_size": 1, "chunk_tokens": 48} | changes)
 
 
-@pytest.mark.parametrize(
-    ("tied", "policy", "gpu"),
-    [
-        (True, {"activation_checkpointing": "none"}, "1GiB"),
-        pytest.param(
-            True,
-            {"kv_window": "streamed", "chunk_tokens": 9, "activation_checkpointing": "full"},
-            tiny.FLOOR,
-            marks=pytest.mark.long,
-        ),
-        (False, {"kv_window": "auto", "activation_checkpointing": "auto"}, 1_100_000),
-    ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
-)
-def test_five_steps_equal_plain_pytorch(tmp_path: Path, tied: bool, policy: dict[str, Any], gpu: str | int) -> None:
-    settings: dict[str, Any] = {
-        "m": tiny.model(tie_embeddings=tied),
-        "t": tiny.training(**({"steps": 5, "warmup_steps": 3, "clip_norm": 0.5, "lr": 3e-3} | policy)),
-        "gpu": gpu,
-        "ram": tiny.FLOOR,
-    }
-    with tiny.session(tmp_path / "plain", **settings) as reference:
-        expected_losses, expected, _ = plain_training(reference, 5)
-    with tiny.session(tmp_path / "run", **settings) as session:
-        losses = [m.loss for m in tiny.steps(session)]
-        weights = tiny.parameters(session.store, session.spec)
-    assert losses == pytest.approx(expected_losses, rel=1e-5)
-    assert set(weights) == set(expected)
-    for name, tensor in weights.items():
-        error = (tensor - expected[name]).norm() / expected[name].norm()
-        assert error <= 1e-5, f"{name}: {error}"
+QUICK, SIX = training(steps=5), training(steps=6)
 
 
 def test_placement_changes_no_bit_of_what_bfloat16_gradients_do(tmp_path: Path) -> None:
     """In RAM and on NVMe: buffers on the GPU keep float32 gradients."""
-    digests = set()
+    digests, t = set(), tiny.training(gradient_dtype="bfloat16", chunk_tokens=24)
     for gpu, ram in tiny.TIERS[1:3]:
-        t = tiny.training(gradient_dtype="bfloat16", chunk_tokens=24)
         with tiny.session(tmp_path / ram, t=t, gpu=gpu, ram=ram) as session:
             tiny.steps(session, 2)
             digests.add(tiny.digest(session.store))
@@ -124,9 +103,9 @@ def test_a_failing_op_stops_the_run_with_its_own_traceback(tmp_path: Path) -> No
         assert session.step == 1
 
 
-def test_train_runs_stops_and_resumes(tmp_path: Path) -> None:
+def test_train_runs(tmp_path: Path) -> None:
     observer, train = tiny.Silent(), tiny.training(steps=6, chunk_tokens=48)
-    result = tiny.train_run(tmp_path / "a", observer, train=train)
+    result = tiny.train_run(tmp_path, observer, train=train)
     assert (result.steps, result.stopped) == (6, False)
     assert [m.step for m in observer.metrics] == [1, 2, 3, 4, 5, 6]
     assert result.tokens == sum(m.tokens for m in observer.metrics) == 6 * 2 * 47
@@ -134,11 +113,8 @@ def test_train_runs_stops_and_resumes(tmp_path: Path) -> None:
     for tier in ("gpu", "ram", "nvme"):
         assert 0 < result.tiers[tier]["peak_bytes"] <= result.tiers[tier]["budget_bytes"]
 
-    stopped = tiny.train_run(tmp_path / "b", tiny.Silent(stop_after=2), train=train)
-    assert (stopped.steps, stopped.stopped) == (2, True)
-    rest = tiny.Silent()
-    tiny.train_run(tmp_path / "b", rest, resume=True, train=train)
-    assert [m.loss for m in rest.metrics] == [m.loss for m in observer.metrics[2:]]
+
+VALIDATED = tiny.training(validate_every=2)
 
 
 @pytest.mark.parametrize(
@@ -152,16 +128,11 @@ def test_train_runs_stops_and_resumes(tmp_path: Path) -> None:
         ({"model": tiny.model(max_position=16)}, "max_position_embeddings"),
         ({"model": tiny.model(num_kv_heads=None)}, r"model\.num_kv_heads: 4 query heads cannot share 32"),
         ({"train": tiny.training(device="cuda")}, "no CUDA device"),
-        (
-            {"train": tiny.training(validate_every=2)},
-            r"train\.validate_every: 2, but no documents are held out.*data\.validation_documents",
-        ),
-        (
-            {"train": tiny.training(validate_every=2), "data": tiny.data(validation_documents=500, max_documents=None)},
-            r"data\.validation_documents: 500, but the corpus has 64 documents",
-        ),
+        ({"train": VALIDATED}, r"train\.validate_every: 2, but no documents are held out.*data\.validation_documents"),
+        ({"train": VALIDATED, "data": tiny.data(validation_documents=500, max_documents=None)},
+         r"data\.validation_documents: 500, but the corpus has 64 documents"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     if "device" in message and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
@@ -189,114 +160,59 @@ def test_a_slow_commit_lags_behind_the_steps(tmp_path: Path) -> None:
         assert session.store.meta["step"] == 5
 
 
-def test_the_plan_tells_what_a_step_moves(tmp_path: Path) -> None:
+def test_the_plan_and_each_step_tell_what_is_moved(tmp_path: Path) -> None:
     with tiny.session(tmp_path, gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
         planned = estimate(session.plan, GENERIC, full=True).bytes
         session.executor.take_spans()
-        for _ in range(3):
-            train_step(session)
+        metrics = [train_step(session) for _ in range(3)]
         tiny.settle(session)
         spans = session.executor.take_spans()
+        root, traffic = str(session.store.root), session.store.traffic()[session.store.root].bytes_written
     state = 12 * sum(buffer.numel for buffer in session.plan.buffers.values())
     assert planned["nvme_write"] > state
     for lane in ("nvme_read", "nvme_write"):
         measured = sum(s.bytes for s in spans if s.lane == lane) / 3
         assert measured == pytest.approx(planned[lane], rel=0.1), lane
+    assert sum(m.nvme_written_bytes[root] for m in metrics) <= traffic
+    # Twelve bytes of state, four of float32 weights, four of gradient; files round up to pages.
+    assert metrics[1].nvme_written_bytes[root] >= 20 / 12 * state * 0.9
+    assert metrics[1].nvme_read_bytes[root] > 0
 
 
-DATA = tiny.data(sequence_length=96)
-
-
-def in_chunks(**changes: Any) -> tiny.TrainConfig:
-    return tiny.training(**({"steps": 1, "global_batch_size": 2, "chunk_tokens": 18} | changes))
-
-
-def run(session: Session) -> tuple[float, float, str]:
-    """Loss and norm of a step, and the digest after it."""
-    (metrics,) = tiny.steps(session)
-    return metrics.loss, metrics.grad_norm, tiny.digest(session.store)
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, float, str]:
-    with tiny.session(tmp_path_factory.mktemp("plain"), d=DATA, t=in_chunks()) as session:
-        return run(session)
-
-
-@pytest.mark.parametrize("checkpointing", ["full", "none"])
-def test_saving_less_or_more_changes_no_bit(tmp_path: Path, expected: object, checkpointing: str) -> None:
-    t, budgets = in_chunks(activation_checkpointing=checkpointing), {} if checkpointing == "none" else FLOORS
-    with tiny.session(tmp_path, d=DATA, t=t, **budgets) as session:
-        layers, chunks = 3, len(session.plan.chunks)
-        assert len(session.plan.recomputed) == (layers if checkpointing == "full" else 0)
-        assert len(session.plan.saved_graphs) == (layers * chunks if checkpointing == "none" else 0)
-        assert run(session) == expected
-        ops = {span.op for span in session.executor.take_spans()}
-        assert ("layer_recompute" in ops) == (checkpointing == "full")
-        assert session.runtime.layer_ops.graphs_bytes == 0
-
-
-def test_what_ram_cannot_hold_stays_on_the_gpu_where_there_is_room(tmp_path: Path, expected: object) -> None:
-    with tiny.session(tmp_path, d=DATA, t=in_chunks(), **FLOORS) as session:
-        need, ram = (session.plan.tiers[tier].peak_bytes for tier in ("gpu", "ram"))
-        spilled = len(session.plan.spilled)
-    need += 100_000  # a third of the records, less than a resident block
-    with tiny.session(tmp_path, d=DATA, t=in_chunks(), gpu=need, ram=ram, gpu_first="records") as session:
-        plan = session.plan
-        assert plan.saved_on_gpu
-        assert len(plan.spilled) < spilled
-        assert not plan.saved_on_gpu & plan.spilled
-        assert run(session) == expected
-        assert session.gpu.arena.used_bytes + plan.tiers["gpu"].parts["workspace"] <= need
+POLICIES = {
+    "activation_checkpointing": st.sampled_from(["auto", "full", "selective", "none"]),
+    "kv_window": st.sampled_from(["whole", "streamed", "auto"]),
+    "chunk_tokens": st.integers(5, 70),
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+PLACEMENTS = {
+    "gpu": st.sampled_from([tiny.FLOOR, 1_400_000, "1GiB"]),
+    "ram": st.sampled_from([tiny.FLOOR, 850_000, "1GiB"]),
+    "gpu_first": st.sampled_from(["blocks", "weights"]),
+}
+LEAVING = {"group": st.sampled_from([0, 1]), "graphs_aside": st.sampled_from(["none", "half", "all"])}
 
 
 @sampled(6, 25)
 @given(
-    policy=st.fixed_dictionaries(
-        {
-            "activation_checkpointing": st.sampled_from(["auto", "full", "selective", "none"]),
-            "kv_window": st.sampled_from(["whole", "streamed", "auto"]),
-            "chunk_tokens": st.integers(5, 70),
-        }
-    ),
+    m=st.builds(tiny.model, num_layers=st.just(2), overrides=st.sampled_from([{}, SLIDING])),
+    d=st.builds(tiny.data, sequence_length=st.just(64), max_documents=st.integers(1, 40), seed=st.integers(0, 3)),
+    policy=st.fixed_dictionaries(POLICIES),
     sequences=st.sampled_from([(1, 1), (2, 1), (2, 2)]),
-    documents=st.integers(1, 40),
-    seed=st.integers(0, 3),
-    window=st.sampled_from([None, 9]),
-    group=st.sampled_from([0, 1]),
-    graphs_aside=st.sampled_from(["none", "half", "all"]),
-    gpu=st.sampled_from([tiny.FLOOR, 1_400_000, "1GiB"]),
-    ram=st.sampled_from([tiny.FLOOR, 850_000, "1GiB"]),
-    gpu_first=st.sampled_from(["blocks", "weights"]),
+    placed=st.fixed_dictionaries(PLACEMENTS),
+    leaving=st.fixed_dictionaries(LEAVING),
 )
 def test_gradients_are_those_of_plain_pytorch(
-    tmp_path_factory: pytest.TempPathFactory,
-    policy: dict[str, Any],
-    sequences: tuple[int, int],
-    documents: int,
-    seed: int,
-    window: int | None,
-    group: int,
-    graphs_aside: GraphsAside,
-    gpu: str | int,
-    ram: str | int,
-    gpu_first: GpuFirst,
+    tmp_path_factory: Any, policy: Any, sequences: Any, placed: Any, leaving: Any, **model_and_data: Any
 ) -> None:
     sizes = dict(zip(("global_batch_size", "micro_batch_size"), sequences, strict=True))
-    roomy = policy["activation_checkpointing"] == "none"
-    overrides = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1} if window else {}
-    options: dict[str, Any] = {
-        "m": tiny.model(num_layers=2, overrides=overrides),
-        "d": tiny.data(sequence_length=64, max_documents=documents, seed=seed),
-        "t": in_chunks(steps=1, clip_norm=None, **sizes, **policy),
-        "gpu": "1GiB" if roomy else gpu,
-        "ram": "1GiB" if roomy else ram,
-        "gpu_first": gpu_first,
-    }
+    options = {"t": tiny.training(steps=1, clip_norm=None, **sizes, **policy), **placed, **model_and_data}
+    if policy["activation_checkpointing"] == "none":
+        options |= {"gpu": "1GiB", "ram": "1GiB"}
     folder = tmp_path_factory.mktemp("any")
     with tiny.session(folder / "plain", **options) as reference:
         losses, _, moments = plain_training(reference, 1)
-    with tiny.session(folder / "run", **options, group=group, graphs_aside=graphs_aside) as session:
+    with tiny.session(folder / "run", **options, **leaving) as session:
         (metrics,) = tiny.steps(session)
         used, parts = session.gpu.arena.used_bytes, session.plan.tiers["gpu"].parts
         assert used + parts["workspace"] + session.runtime.layer_ops.graphs_peak_bytes <= sum(parts.values())
@@ -306,3 +222,170 @@ def test_gradients_are_those_of_plain_pytorch(
     assert metrics.loss == pytest.approx(losses[0], rel=1e-5)
     for name, moment in moments.items():
         assert (found[name] - moment).norm() <= 2e-5 * moment.norm(), name
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of four steps without interruption."""
+    with tiny.session(tmp_path_factory.mktemp("straight"), t=SIX) as session:
+        tiny.steps(session, 4)
+        return tiny.digest(session.store)
+
+
+@pytest.mark.parametrize("start", range(len(tiny.TIERS)))
+@pytest.mark.parametrize("away", [1, *(pytest.param(number, marks=pytest.mark.long) for number in (0, 2, 3))])
+def test_other_budgets(tmp_path: Path, straight: str, start: int, away: int) -> None:
+    """From every tier to the next, and to all others."""
+    for step, place in ((0, start), (2, start + away)):
+        gpu, ram = tiny.TIERS[place % len(tiny.TIERS)]
+        with tiny.session(tmp_path, t=SIX, gpu=gpu, ram=ram) as session:
+            assert session.step == step
+            tiny.steps(session, 2)
+            found = tiny.digest(session.store)
+    assert found == straight
+
+
+def test_other_drives(tmp_path: Path, straight: str) -> None:
+    """One drive, then two others, then one of these; a step on each."""
+    drives = [[tmp_path / "a"], [tmp_path / "b", tmp_path / "c"], [tmp_path / "c"], [tmp_path / "c", tmp_path / "a"]]
+    for folders in drives:
+        with tiny.session(tmp_path, t=SIX, gpu=tiny.FLOOR, ram=tiny.FLOOR, drives=folders) as session:
+            tiny.steps(session, 1)
+            moved = session.store.traffic()
+            assert all(moved[folder].bytes_written > 0 for folder in folders)
+            result = tiny.digest(session.store)
+    assert result == straight
+    left = [path for path in (tmp_path / "b").rglob("*") if path.is_file() and path.name.startswith("c.")]
+    assert left == []
+
+
+def test_two_drives_share_the_work_evenly(tmp_path: Path) -> None:
+    drives = [tmp_path / "a", tmp_path / "b"]
+    options = {"m": tiny.model(num_layers=8), "t": SIX, "gpu": tiny.FLOOR, "ram": tiny.FLOOR}
+    with tiny.session(tmp_path, drives=drives, **options) as session:
+        tiny.steps(session, 1)
+        first, second = (session.store.traffic()[drive] for drive in drives)
+    for one, other in ((first.bytes_read, second.bytes_read), (first.bytes_written, second.bytes_written)):
+        assert one > 0
+        assert 0.9 < one / other < 1.1
+
+
+def test_generations_are_kept_as_the_recipe_says(tmp_path: Path) -> None:
+    kept = tiny.storage(checkpoint_every=1, keep_last=2, keep_every=3, keep_good=None)
+    tiny.train_run(tmp_path, tiny.Silent(), train=SIX, storage=kept)
+    assert tiny.kept(tmp_path) == [automatic_name(step) for step in (3, 5, 6)]
+    with closing(NvmeStore.open(tmp_path / "state" / "checkpoints" / automatic_name(3))) as store:
+        assert store.meta["step"] == 3
+        store.verify()
+
+
+def test_back_to_a_checkpoint_and_on_ends_in_the_same_bits(tmp_path: Path) -> None:
+    """And one that cannot be made stops nothing."""
+    observer = tiny.Silent(asks={2: "before-{step}", 4: "bad/name"})
+    rarely: dict[str, Any] = {"train": SIX, "storage": tiny.storage(checkpoint_every=100)}
+    tiny.train_run(tmp_path, observer, **rarely)
+    assert observer.checkpoints[0] == ("before-{step}", 2, None)
+    ((name, step, error),) = observer.checkpoints[1:]
+    assert (name, step) == ("bad/name", 4)
+    assert "bad/name" in error
+    expected = tiny.digest_of(tmp_path)
+    again = tiny.Silent()
+    tiny.train_run(tmp_path, again, resume=True, checkpoint="before-2", **rarely)
+    assert [m.step for m in again.metrics] == [3, 4, 5, 6]
+    assert [m.loss for m in again.metrics] == [m.loss for m in observer.metrics[2:]]
+    assert tiny.digest_of(tmp_path) == expected
+
+
+def test_what_a_resumed_run_cannot_change_is_named(stopped: Path) -> None:
+    for changes, said in (
+        ({"storage": tiny.storage(part_bytes="8KiB")}, r"storage\.part_bytes: .*16KiB"),
+        ({"model": tiny.model(num_layers=4)}, "another model"),
+        ({"checkpoint": "x"}, r"has no checkpoint 'x'; it has good-00000\d"),
+    ):
+        with pytest.raises(UserError, match=said):
+            tiny.train_run(stopped, tiny.Silent(), resume=True, **{"train": SIX} | changes)
+
+
+def test_an_open_nvme_budget_is_what_the_drives_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a new run what is free, of a resumed one what it holds there as well: never what it holds alone."""
+    free = 7 * 2**30
+    monkeypatch.setattr(budgets, "free_disk", lambda place: free)
+    new = tiny.train_run(tmp_path, tiny.Silent(stop_after=1), train=SIX).tiers["nvme"]
+    assert new["budget_bytes"] == free
+    resumed = tiny.train_run(tmp_path, tiny.Silent(stop_after=0), resume=True, train=SIX).tiers["nvme"]
+    assert free + new["peak_bytes"] / 2 < resumed["budget_bytes"] < free + 2 * new["peak_bytes"]
+
+
+def test_the_manifest_says_where_a_generation_comes_from_and_another_recipe_is_said(stopped: Path) -> None:
+    manifest, lr = Manifest.read(stopped / "state"), tiny.training().lr
+    meta, generation = manifest.meta, manifest.generation
+    assert (meta["step"], len(meta["recipe"])) == (2, 64)
+    assert meta["rng"] == {"train.seed": 0, "data.seed": 0}
+    assert set(meta["versions"]) == {"torch", "transformers", "python"}
+    assert meta["cursor"]
+    for changes, said in (
+        ({"budgets": tiny.BudgetConfig(gpu="500MiB", ram="500MiB")}, []),
+        ({"train": training(lr=1e-3)}, [f"train.lr was {lr} and is 0.001"]),
+        ({"train": training(steps=9)}, ["train.steps was 3 and is 9"]),
+    ):
+        observer = tiny.Silent(stop_after=0)
+        tiny.train_run(stopped, observer, resume=True, **THREE_STEPS | changes)
+        begins = f"since generation {generation} the recipe has changed: "
+        told = [text.removeprefix(begins) for text in observer.messages if "recipe has changed" in text]
+        assert told == [f"{change}; going on with the present one" for change in said]
+
+
+THREE_STEPS: dict[str, Any] = {"train": training(), "storage": tiny.storage()}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stopped")
+    tiny.train_run(folder, tiny.Silent(stop_after=2), **THREE_STEPS)
+    return folder
+
+
+NO_SENSE: list[dict[str, Any]] = [
+    *({"step": step} for step in (None, -1, True, 2.0, 10**30)),
+    *({"tokens": tokens} for tokens in (None, [1])),
+    *({"recipe": 7}, {"cursor": []}, {"plan": {"chunk_tokens": "16"}}),
+    *({"plan": {"chunk_tokens": 16, name: value}}
+      for name, value in [("of_a_later_version", 1), ("stages", True), ("gpu_first", 3), ("compiled", "no")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", NO_SENSE, ids=str)
+def test_a_record_that_makes_no_sense_is_one_message(stopped: Path, change: dict[str, Any]) -> None:
+    """Its checksum is right: somebody made it, or a later version did."""
+    with (
+        recorded(stopped, change) as root,
+        closing(NvmeStore.open(root)) as store,
+        pytest.raises(UserError, match=r"does not record .*another version"),
+    ):
+        require_record(store)
+
+
+@contextmanager
+def recorded(run: Path, change: dict[str, Any]) -> Iterator[Path]:
+    """The state of a run whose last generation's record is another meanwhile."""
+    root = run / "state"
+    current = Manifest.read(root)
+    meta = {name: value for name, value in (current.meta | change).items() if value is not None}
+    publish(replace(current, meta=meta).prepare(root), root / FILE_NAME)
+    try:
+        yield root
+    finally:
+        publish(current.prepare(root), root / FILE_NAME)
+
+
+def test_a_run_does_not_go_on_from_such_a_record(stopped: Path) -> None:
+    """But from the record as it was."""
+    for change in ({"step": 10**30}, {"cursor": {"piece": -1}}):
+        with recorded(stopped, change) as root:
+            before = Manifest.read(root).meta
+            with pytest.raises(UserError, match=r"does not record the run.s position|record of the generation"):
+                tiny.train_run(stopped, tiny.Silent(), resume=True, **THREE_STEPS)
+            assert Manifest.read(root).meta == before
+    observer = tiny.Silent()
+    tiny.train_run(stopped, observer, resume=True, **THREE_STEPS)
+    assert [metrics.step for metrics in observer.metrics] == [3]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import adapted
 import pytest
@@ -44,23 +43,16 @@ def model_folder(folder: Path, model_type: str) -> Path:
     return folder
 
 
-def adapter_of(model: Path) -> Path:
-    """Where the adapter is that a case with one goes on from."""
-    return model.with_name("adapter")
-
-
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """What both are asked for."""
 
     model_type: str
-    schedule: str
+    schedule: str = "linear"
     trained: Literal["assistant", "all"] = "assistant"
     packing: Literal["none", "best_fit"] = "none"
     """Packed, a step is all conversations: both choose rows by best fit, but in another order."""
     adapter: Literal["lora", "dora", "rslora"] | None = None
-    """Both go on from one adapter that plain peft wrote, none of whose values is zero."""
-
+    """Both go on from one adapter that plain peft wrote beside the model, none of whose values is zero."""
     freeze: tuple[str, ...] = ()
 
     @property
@@ -73,10 +65,6 @@ class Case:
     def rows(self) -> int:
         """Of a micro-batch."""
         return 2 if self.packing == "none" else PACKED_ROWS // MICRO_BATCHES
-
-    @property
-    def conversations(self) -> int:
-        return STEPS * MICRO_BATCHES * self.rows if self.packing == "none" else PACKED_CONVERSATIONS
 
 
 def conversations(file: Path, count: int) -> list[dict[str, Any]]:
@@ -115,37 +103,22 @@ def theirs(
             return loss
 
     config = SFTConfig(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=case.rows,
-        gradient_accumulation_steps=MICRO_BATCHES,
-        learning_rate=case.train["lr"],
-        lr_scheduler_type=case.schedule,
-        warmup_steps=0,
-        optim="adamw_torch",
-        adam_beta1=TRAIN["beta1"],
-        adam_beta2=TRAIN["beta2"],
-        adam_epsilon=TRAIN["eps"],
-        weight_decay=case.train["weight_decay"],
-        max_grad_norm=TRAIN["clip_norm"],
-        assistant_only_loss=case.trained == "assistant",
-        packing=case.packing == "best_fit",
-        max_length=CONTEXT,
-        train_sampling_strategy="sequential",
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=case.rows,
+        gradient_accumulation_steps=MICRO_BATCHES, learning_rate=case.train["lr"], lr_scheduler_type=case.schedule,
+        warmup_steps=0, optim="adamw_torch", adam_beta1=TRAIN["beta1"], adam_beta2=TRAIN["beta2"],
+        adam_epsilon=TRAIN["eps"], weight_decay=case.train["weight_decay"], max_grad_norm=TRAIN["clip_norm"],
+        assistant_only_loss=case.trained == "assistant", packing=case.packing == "best_fit", max_length=CONTEXT,
+        train_sampling_strategy="sequential", gradient_checkpointing=False, bf16=False, use_cpu=True,
         router_aux_loss_coef=0.0,  # else there is one, micro-batch by micro-batch
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_strategy="no",
-    )
+        report_to="none", save_strategy="no", disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     for name, parameter in base.named_parameters():
         parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in case.freeze))
     trainer = Recorded(
-        model=base if case.adapter is None else PeftModel.from_pretrained(base, adapter_of(model), is_trainable=True),
+        model=base
+        if case.adapter is None
+        else PeftModel.from_pretrained(base, model.with_name("adapter"), is_trainable=True),
         args=config,
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(model),
@@ -166,27 +139,19 @@ def ours(model: Path, file: Path, folder: Path, case: Case) -> tuple[list[float]
     observer = tiny.Silent(stop_after=STEPS)
     sections: dict[str, Any] = {
         "model": ModelConfig(path=str(model)),
-        "adapter": adapted.section(case.adapter, start=str(adapter_of(model))) if case.adapter else AdapterConfig(),
+        "adapter": AdapterConfig(),
         "data": DataConfig(
-            source="messages",
-            path=str(file),
-            sequence_length=CONTEXT,
-            packing=case.packing,
-            order="kept",
+            source="messages", path=str(file), sequence_length=CONTEXT, packing=case.packing, order="kept",
             trained_tokens=case.trained,
         ),
         "train": tiny.training(
-            steps=STEPS + 1,
-            warmup_steps=1,
-            min_lr_ratio=0.0,
-            lr_schedule=case.schedule,
-            global_batch_size=case.rows * MICRO_BATCHES,
-            micro_batch_size=case.rows,
-            chunk_tokens=100,
-            freeze=list(case.freeze),
-            **case.train,
+            steps=STEPS + 1, warmup_steps=1, min_lr_ratio=0.0, lr_schedule=case.schedule,
+            global_batch_size=case.rows * MICRO_BATCHES, micro_batch_size=case.rows, chunk_tokens=100,
+            freeze=list(case.freeze), **case.train,
         ),
-    }
+    }  # fmt: skip
+    if case.adapter is not None:
+        sections["adapter"] = adapted.section(case.adapter, start=str(model.with_name("adapter")))
     tiny.train_run(folder / "run", observer, **sections)
     export(folder / "run", tiny.recipe(**sections), out_dir=folder / "out")
     if case.adapter is None:
@@ -201,11 +166,11 @@ def ours(model: Path, file: Path, folder: Path, case: Case) -> tuple[list[float]
 @pytest.mark.parametrize(
     "case",
     [
-        Case("qwen3", "linear"),
+        Case("qwen3"),
         Case("llama", "cosine", trained="all"),
-        Case("llama", "linear", packing="best_fit"),
-        *(Case(model_type, "linear", adapter=method) for model_type in adapted.SHAPES for method in adapted.METHODS),
-        *(Case(model_type, "linear", freeze=HALF) for model_type in adapted.SHAPES),
+        Case("llama", packing="best_fit"),
+        *(Case(model_type, adapter=method) for model_type in adapted.SHAPES for method in adapted.METHODS),
+        *(Case(model_type, freeze=HALF) for model_type in adapted.SHAPES),
     ],
     ids=lambda case: f"{case.model_type}-{case.adapter or case.trained}-{'frozen' if case.freeze else case.packing}",
 )
@@ -215,8 +180,9 @@ def test_twenty_steps_equal_those_of_trl(tmp_path: Path, monkeypatch: pytest.Mon
     if case.adapter is not None:
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         settings = adapted.peft_config(adapted.section(case.adapter), LINEAR[case.model_type == "qwen3_moe"])
-        adapted.adapted(base, settings).save_pretrained(adapter_of(model))
-    rows = conversations(file, case.conversations)
+        adapted.adapted(base, settings).save_pretrained(model.with_name("adapter"))
+    whole = STEPS * MICRO_BATCHES * case.rows
+    rows = conversations(file, whole if case.packing == "none" else PACKED_CONVERSATIONS)
     expected_losses, expected_rates, expected = theirs(model, rows, tmp_path / "trl", case)
     losses, rates, weights = ours(model, file, tmp_path, case)
     assert len(losses) == STEPS

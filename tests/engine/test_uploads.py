@@ -97,17 +97,11 @@ def test_another_run_at_the_place_is_found_before_the_first_step(tmp_path: Path)
     assert before == {path: path.read_bytes() for path in (tmp_path / "place").rglob("*") if path.is_file()}
 
 
-def test_a_run_without_it_has_none(tmp_path: Path) -> None:
-    assert Uploads.begin(tiny.recipe(), tmp_path, resume=False) is None
-
-
 def test_the_plan_counts_what_an_upload_takes(tmp_path: Path) -> None:
     storage = tiny.storage(offsite=str(tmp_path / "place"))
     assert kept_generations(tiny.recipe(storage=storage)) == kept_generations(tiny.recipe()) + 1
     with pytest.raises(BudgetError, match=r"budgets\.ram: .* uploads \(storage\.offsite\) 96\.2 MiB"):
-        tiny.train_run(
-            tmp_path / "run", tiny.Silent(), storage=storage, budgets=tiny.BudgetConfig(gpu="64MiB", ram="64MiB")
-        )
+        tiny.train_run(tmp_path, tiny.Silent(), storage=storage, budgets=tiny.BudgetConfig(gpu="64MiB", ram="64MiB"))
 
 
 def test_links_and_odd_names_are_not_uploaded(tmp_path: Path) -> None:

@@ -17,21 +17,12 @@ from penstock.engine.attention.flash_attn import FlashAttention2, FlashAttention
 from penstock.engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn
 
 PLAIN = Problem(
-    device=torch.device("cuda", 0),
-    dtype=torch.bfloat16,
-    heads=8,
-    kv_heads=2,
-    qk_dim=128,
-    v_dim=128,
-    causal=True,
-    square=True,
-    window=False,
-    segments=False,
-    aligned=True,
-    softcap=False,
-    backward=True,
-    deterministic=False,
-)
+    device=torch.device("cuda", 0), dtype=torch.bfloat16, heads=8, kv_heads=2, qk_dim=128, v_dim=128, causal=True,
+    square=True, window=False, segments=False, aligned=True, softcap=False, backward=True, deterministic=False,
+)  # fmt: skip
+
+
+UNALIGNED = f"would build a plan for every length that is not a multiple of {ALIGNMENT}"
 
 
 @pytest.fixture(autouse=True)
@@ -60,40 +51,32 @@ def has(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
         (TorchCudnn(), {"window": True}, "has no sliding window"),
         (TorchCudnn(), {"segments": True}, "computes one segment at a time"),
         (TorchCudnn(), {"square": False}, "aligns its causal limit at the top left"),
-        (
-            TorchCudnn(),
-            {"aligned": False},
-            f"would build a plan for every length that is not a multiple of {ALIGNMENT}",
-        ),
+        (TorchCudnn(), {"aligned": False}, UNALIGNED),
     ],
 )
-def test_torch_s_kernels(
-    kernel: CudaKernel, change: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_s_kernels(kernel: CudaKernel, change: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     assert kernel.refusal(replace(PLAIN, **change)) == reason
+
+
+def test_a_gpu_of_another_age_and_an_old_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from_8, from_9 = "8.x, 9.x, 10.x, 11.x, 12.x", "9.x, 10.x, 11.x, 12.x"
+    old: list[tuple[CudaKernel, tuple[int, int], str]] = [(TorchCudaFlash(), (7, 5), from_8)]
+    old += [
+        (FlashAttention3(), (8, 6), "9.x"),
+        (FlashAttention3(), (10, 0), "9.x"),
+        (FlashAttention4(), (8, 9), from_9),
+    ]
+    for kernel, capability, wanted in old:
+        monkeypatch.setattr(attention_cuda, "capability", lambda _, capability=capability: capability)
+        found = "{}.{}".format(*capability)
+        assert kernel.refusal(PLAIN) == f"needs compute capability {wanted}; this GPU has {found}"
+    monkeypatch.setattr(attention_cuda, "capability", lambda _: (9, 0))
     for there, version in ((False, 91900), (True, None), (True, 8907)):
         monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda there=there: there)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
         assert TorchCudnn().refusal(PLAIN) == "needs cuDNN 9.1 or newer"
-
-
-@pytest.mark.parametrize(
-    ("kernel", "capability", "wanted"),
-    [
-        (TorchCudaFlash(), (7, 5), "8.x, 9.x, 10.x, 11.x, 12.x"),
-        (FlashAttention3(), (8, 6), "9.x"),
-        (FlashAttention3(), (10, 0), "9.x"),
-        (FlashAttention4(), (8, 9), "9.x, 10.x, 11.x, 12.x"),
-    ],
-)
-def test_a_gpu_of_another_age(
-    kernel: CudaKernel, capability: tuple[int, int], wanted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention_cuda, "capability", lambda _: capability)
-    found = "{}.{}".format(*capability)
-    assert kernel.refusal(PLAIN) == f"needs compute capability {wanted}; this GPU has {found}"
 
 
 @pytest.mark.parametrize("kernel", [FlashAttention2(), FlashAttention3(), FlashAttention4()], ids=lambda k: k.name)

@@ -20,23 +20,24 @@ from penstock.engine.data.samples import Conversation, Encoded
 from penstock.engine.data.tokenizer import load_tokenizer
 from penstock.storage.errors import UserError
 
-TRL = importlib.util.find_spec("trl")
-assert TRL is not None
-assert TRL.origin is not None
+TRL: Any = importlib.util.find_spec("trl")
 PUBLISHED = Path(TRL.origin).parent / "chat_templates"
 USER, BOT = {"role": "user", "content": "And 2 + 3?"}, {"role": "assistant", "content": "  It is 5 ☃, naïve!  "}
 CHAT = [{"role": "system", "content": "Be brief."}, USER, BOT, USER | {"content": "Thanks."}, BOT | {"content": "No."}]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokenizer(tmp_path_factory.mktemp("chat") / "tokenizer")
+
+
+loaded = functools.cache(load_tokenizer)
 
 
 def encoder_of(folder: Path, template: str, tmp_path: Path, **more: Any) -> Encoder:
     file = tmp_path / "template.jinja"
     file.write_text(template)
-    return Encoder(DataConfig(source="messages", chat_template=str(file), **more), load_tokenizer(folder))
+    return Encoder(DataConfig(source="messages", chat_template=str(file), **more), loaded(folder))
 
 
 def encoded(encoder: Encoder, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> Encoded:
@@ -68,21 +69,11 @@ def test_ids_and_mask_are_transformers_own(folder: Path, tmp_path: Path, templat
             assert found.weights.tolist() == expected["assistant_masks"]
 
 
-def test_the_end_of_a_turn_is_trained(folder: Path, tmp_path: Path) -> None:
-    encoder = encoder_of(folder, unmarked(CHATML), tmp_path)
-    expected = ["  It is 5 ☃, naïve!  <|im_end|>\n", "No.<|im_end|>\n"]
-    assert trained(encoder, encoded(encoder, CHAT)) == expected
-    encoder = encoder_of(folder, unmarked(LLAMA), tmp_path)
-    assert trained(encoder, encoded(encoder, CHAT)) == ["It is 5 ☃, naïve!<|eot_id|>", "No.<|eot_id|>"]
-
-
 NESTING = ["gemma", "gemma3", "llama3", "phi3", "phi3_5", "lfm2", "qwen3_instruct_2507"]
 
 
 @pytest.mark.parametrize("name", NESTING)
-def test_prefixes_of_published_templates_tell_what_their_training_variants_mark(
-    folder: Path, tmp_path: Path, name: str
-) -> None:
+def test_prefixes_of_published_templates_tell_what_training_ones_mark(folder: Path, tmp_path: Path, name: str) -> None:
     """Where models' own templates have no markers, TRL has a copy with them for each."""
     own, marked = ((PUBLISHED / f"{name}{kind}.jinja").read_text() for kind in ("", "_training"))
     assert "generation -%}" not in own.replace("add_generation", "")
@@ -91,29 +82,18 @@ def test_prefixes_of_published_templates_tell_what_their_training_variants_mark(
     assert one.weights.tolist() == other.weights.tolist()
 
 
-loaded = functools.cache(load_tokenizer)
 WORDS = st.text(st.sampled_from("ab é☃\n .<|>"), max_size=12).map(lambda text: "x" + text)
 TURNS = st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"]), WORDS), min_size=1, max_size=6)
 
 
 @sampled(25, 300)
 @given(turns=TURNS)
-def test_prefixes_tell_what_markers_tell(
-    tmp_path_factory: pytest.TempPathFactory, turns: list[tuple[str, str]]
-) -> None:
-    base = tmp_path_factory.getbasetemp()
-    folder = base / "tokenizer of prefixes"
-    if not folder.exists():
-        make_tokenizer(folder)
-    tokenizer = loaded(folder)
+def test_prefixes_tell_what_markers_tell(folder: Path, turns: list[tuple[str, str]]) -> None:
     messages = [{"role": role, "content": text} for role, text in [("user", "x"), *turns, ("assistant", "x")]]
     for template in (CHATML, LLAMA):
         both = []
         for used in (template, unmarked(template)):
-            file = base / f"{hash(used)}.jinja"
-            file.write_text(used)
-            encoder = Encoder(DataConfig(source="messages", chat_template=str(file)), tokenizer)
-            found = encoded(encoder, messages)
+            found = encoded(encoder_of(folder, used, folder.parent), messages)
             both.append((found.ids.tolist(), found.weights.tolist()))
         assert both[0] == both[1]
         assert 1 in both[0][1]

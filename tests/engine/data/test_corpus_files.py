@@ -1,8 +1,10 @@
-"""A corpus that is damaged anywhere is refused before a wrong token is handed out; one without checksums gets them."""
+"""A corpus that is damaged anywhere is refused before a wrong token is handed out; one without checksums gets them.
+Weights beside the tokens: only where one is not 1, checked like the tokens, and on the label that they belong to."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import shutil
@@ -13,29 +15,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import make_corpus
+from corpora import loader_of, make_corpus, unique_documents
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import sampled
 
 from penstock.engine.config import DataConfig
+from penstock.engine.data import corpus_files
 from penstock.engine.data.corpus import kept_tokenizer, prepare_corpus, prepare_tokenizer, random_corpus
-from penstock.engine.data.corpus_files import (
-    BLOCK_BYTES,
-    DOCUMENTS,
-    META,
-    SUMS,
-    TOKENS,
-    WEIGHT_SUMS,
-    WEIGHTS,
-    CorpusWriter,
-    TokenCorpus,
-    verify_corpus,
-)
+from penstock.engine.data.corpus_files import BLOCK_BYTES, META, TOKENS, CorpusWriter, TokenCorpus, verify_corpus
 from penstock.engine.data.loader import DataLoader
 from penstock.engine.data.tokenizer import TRAINED_ON, require_intact, train_tokenizer
 from penstock.engine.hf.constants import read_constants_file, verify_constants, write_constants
+from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.engine.verify import verify_run_files
 from penstock.storage.errors import UserError
 from penstock.storage.sealed import seal
 
+SUMS, DOCUMENTS, WEIGHTS = corpus_files.SUMS, corpus_files.DOCUMENTS, corpus_files.WEIGHTS
 RANDOM = DataConfig(source="random", sequence_length=8, max_documents=6)
 TEXTS = [f"a text of {number} words, and another\n" * 3 for number in range(12)]
 
@@ -45,15 +42,9 @@ def corpus(tmp_path: Path) -> Path:
     return random_corpus(RANDOM, 300, tmp_path / "corpus").folder
 
 
-def large(folder: Path, tokens: int = 100_000) -> Path:
+def large(folder: Path) -> Path:
     """A corpus of some blocks: 200,000 bytes, in documents of 1000 tokens."""
-    folder.mkdir()
-    writer = CorpusWriter(folder, "uint16")
-    ids = np.random.default_rng(0).integers(0, 500, tokens)
-    for start in range(0, tokens, 1000):
-        writer.append(f"document {start}", ids[start : start + 1000], True)
-    writer.finish("made", 0)
-    return folder
+    return make_corpus(folder, np.random.default_rng(0).integers(0, 500, (100, 1000))).folder
 
 
 def rewrite_meta(folder: Path, **changes: Any) -> None:
@@ -88,7 +79,7 @@ def _parsed(content: bytes) -> object:
         return None
 
 
-@pytest.mark.parametrize("name", [META, TOKENS, SUMS, DOCUMENTS, WEIGHTS, WEIGHT_SUMS])
+@pytest.mark.parametrize("name", [META, TOKENS, SUMS, DOCUMENTS, WEIGHTS, corpus_files.WEIGHT_SUMS])
 def test_every_flipped_byte_is_found_by_use_and_by_scrub(tmp_path: Path, name: str) -> None:
     made = make_corpus(tmp_path / "corpus", [[1, 2, 3, 0], [4, 5, 0]], weights=[[0, 0, 1, 2], None])
     tokens, weights, folder = made.tokens[:].copy(), made.weights[:].copy(), made.folder
@@ -109,6 +100,7 @@ def test_every_flipped_byte_is_found_by_use_and_by_scrub(tmp_path: Path, name: s
 
 
 def test_a_block_is_checked_before_its_first_token_is_handed_out_and_others_are_left_alone(tmp_path: Path) -> None:
+    """Scrub counts those that are damaged."""
     folder = large(tmp_path / "corpus")
     wanted = TokenCorpus.open(folder).tokens[:].copy()
     with (folder / TOKENS).open("r+b") as file:
@@ -125,10 +117,6 @@ def test_a_block_is_checked_before_its_first_token_is_handed_out_and_others_are_
     loader = DataLoader(TokenCorpus.open(folder), vocab_size=500, sequence_length=1000, global_batch_size=1)
     with pytest.raises(UserError, match="block 2"):
         [loader.next_step() for _ in range(100)]
-
-
-def test_scrub_counts_the_damaged_blocks(tmp_path: Path) -> None:
-    folder = large(tmp_path / "corpus")
     content = (folder / TOKENS).read_bytes()
     (folder / TOKENS).write_bytes(content[:BLOCK_BYTES] + bytes(len(content) - BLOCK_BYTES))
     with pytest.raises(UserError, match=r"block 1 .*, one of 3 damaged blocks of 4; restore"):
@@ -143,20 +131,17 @@ def test_a_file_that_becomes_shorter_while_it_is_in_use_is_an_error(tmp_path: Pa
         corpus.tokens[BLOCK_BYTES:]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"[1]", b"{}", b"null", b"\xff\xfe", b"[" * 100_000, b'{"fingerprint": 1}', b'{"a": "\\ud800"}', None],
-    ids=["empty", "list", "object", "null", "binary", "deep", "types", "surrogate", "missing"],
-)
-def test_a_description_that_is_none(corpus: Path, content: bytes | None) -> None:
-    (corpus / META).unlink()
-    if content is None:
-        (corpus / META).symlink_to("/dev/zero")
-    else:
-        (corpus / META).write_bytes(content)
-    for call in (lambda: TokenCorpus.open(corpus), lambda: random_corpus(RANDOM, 300, corpus)):
-        with pytest.raises(UserError, match=r"meta\.json: damaged: .*; restore the file, or delete the folder"):
-            call()
+def test_a_description_that_is_none(corpus: Path) -> None:
+    nothing = [b"", b"[1]", b"{}", b"null", b"\xff\xfe", b"[" * 100_000, b'{"fingerprint": 1}', b'{"a": "\\ud800"}']
+    for content in (*nothing, None):
+        (corpus / META).unlink()
+        if content is None:
+            (corpus / META).symlink_to("/dev/zero")
+        else:
+            (corpus / META).write_bytes(content)
+        for call in (lambda: TokenCorpus.open(corpus), lambda: random_corpus(RANDOM, 300, corpus)):
+            with pytest.raises(UserError, match=r"meta\.json: damaged: .*; restore the file, or delete the folder"):
+                call()
 
 
 @pytest.mark.parametrize(
@@ -178,9 +163,7 @@ def test_a_description_that_is_none(corpus: Path, content: bytes | None) -> None
         ({"dtype": "uint32"}, "it has 96 bytes instead of 192 as written"),
     ],
 )
-def test_a_description_with_its_own_checksum_is_not_believed_either(
-    corpus: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_a_description_with_its_own_checksum_is_not_believed_either(corpus: Path, changes: Any, message: str) -> None:
     rewrite_meta(corpus, **changes)
     with pytest.raises(UserError, match=f"damaged: .*{message}"):
         TokenCorpus.open(corpus)
@@ -211,16 +194,16 @@ def test_a_file_that_is_no_file(corpus: Path, name: str, how: str) -> None:
 def test_documents_that_are_no_offsets(corpus: Path) -> None:
     starts = np.load(corpus / DOCUMENTS)
     arrays = [starts[::-1], starts.astype("<f8"), starts[:, None], np.asarray([[]] * 7, dtype=object), starts + 1]
+    contents = [b"\x93NUMPY\x01\x00\x10\x00" + b"(" * 16]
     as_before(corpus)
     for array in arrays:
         stream = io.BytesIO()
         np.save(stream, array, allow_pickle=True)
-        (corpus / DOCUMENTS).write_bytes(stream.getvalue())
+        contents.append(stream.getvalue())
+    for content in contents:
+        (corpus / DOCUMENTS).write_bytes(content)
         with pytest.raises(UserError, match=r"documents\.npy: damaged"):
             TokenCorpus.open(corpus)
-    (corpus / DOCUMENTS).write_bytes(b"\x93NUMPY\x01\x00\x10\x00" + b"(" * 16)
-    with pytest.raises(UserError, match=r"documents\.npy: damaged"):
-        TokenCorpus.open(corpus)
 
 
 def test_a_corpus_without_checksums_gets_them_once_its_content_is_known(tmp_path: Path) -> None:
@@ -236,15 +219,12 @@ def test_a_corpus_without_checksums_gets_them_once_its_content_is_known(tmp_path
     with pytest.raises(UserError, match=r"tokens\.bin: damaged: it has SHA-256"):
         TokenCorpus.open(folder)
     assert (folder / META).read_bytes() == before[META]
-
-
-def test_a_corpus_whose_folder_cannot_be_written_is_checked_all_the_same(tmp_path: Path) -> None:
-    folder = large(tmp_path / "corpus")
-    as_before(folder)
+    # Where the folder cannot be written it is checked all the same.
+    (folder / TOKENS).write_bytes(before[TOKENS])
+    (folder / SUMS).unlink()
     (folder / SUMS).mkdir()  # in the way of the checksums
     corpus = TokenCorpus.open(folder)
-    content = (folder / TOKENS).read_bytes()
-    (folder / TOKENS).write_bytes(content[:-2] + b"\0\0")
+    (folder / TOKENS).write_bytes(before[TOKENS][:-2] + b"\0\0")
     with pytest.raises(UserError, match="block 3"):
         corpus.tokens[:]
 
@@ -283,15 +263,19 @@ def test_every_file_of_a_trained_tokenizer_is_checked(trained: tuple[DataConfig,
     assert require_intact(folder) > 0
 
 
-@pytest.mark.parametrize("content", [b"", b"[1]", b"null", b'{"files": [1]}', b"[" * 100_000])
-def test_a_record_of_training_that_is_none(trained: tuple[DataConfig, Path], content: bytes) -> None:
-    (trained[1] / TRAINED_ON).write_bytes(content)
-    with pytest.raises(UserError, match=r"trained_on\.json: damaged"):
-        require_intact(trained[1])
-
-
-def test_a_file_put_beside_a_trained_tokenizer_or_taken_away_is_damage(trained: tuple[DataConfig, Path]) -> None:
+def test_other_damage_of_a_trained_tokenizer(trained: tuple[DataConfig, Path]) -> None:
+    """A record that is none, and a file put beside it or taken away; one without checksums is taken over."""
     config, folder = trained
+    sealed = (folder / TRAINED_ON).read_text()
+    for content in (b"", b"[1]", b"null", b'{"files": [1]}', b"[" * 100_000):
+        (folder / TRAINED_ON).write_bytes(content)
+        with pytest.raises(UserError, match=r"trained_on\.json: damaged"):
+            require_intact(folder)
+    record = {key: value for key, value in json.loads(sealed).items() if key in ("source", "vocab_size")}
+    (folder / TRAINED_ON).write_text(json.dumps(record))
+    assert require_intact(folder) == 0
+    prepare_tokenizer(config, None, folder)
+    assert (folder / TRAINED_ON).read_text() == sealed
     (folder / "added_tokens.json").write_text('{"x": 5}')
     with pytest.raises(UserError, match=r"added_tokens\.json: damaged: the file was not written by Penstock"):
         prepare_tokenizer(config, None, folder)
@@ -299,16 +283,6 @@ def test_a_file_put_beside_a_trained_tokenizer_or_taken_away_is_damage(trained: 
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer_config\.json: damaged: the file is missing"):
         kept_tokenizer(config, None, folder)
-
-
-def test_a_tokenizer_without_checksums_is_taken_over(trained: tuple[DataConfig, Path]) -> None:
-    config, folder = trained
-    sealed = (folder / TRAINED_ON).read_text()
-    record = {key: value for key, value in json.loads(sealed).items() if key in ("source", "vocab_size")}
-    (folder / TRAINED_ON).write_text(json.dumps(record))
-    assert require_intact(folder) == 0
-    prepare_tokenizer(config, None, folder)
-    assert (folder / TRAINED_ON).read_text() == sealed
 
 
 def test_constants_are_checked_against_the_generations_checksum(tmp_path: Path) -> None:
@@ -343,11 +317,73 @@ def test_all_that_is_damaged_is_listed(tmp_path: Path) -> None:
         file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(UserError) as error:
         verify_run_files(tmp_path, meta)
-    assert [line.split(": ")[0] for line in str(error.value).splitlines()] == [
-        str(data / "corpus" / TOKENS),
-        str(state / "constants.safetensors"),
-    ]
+    damaged = [str(data / "corpus" / TOKENS), str(state / "constants.safetensors")]
+    assert [line.split(": ")[0] for line in str(error.value).splitlines()] == damaged
     shutil.rmtree(data)
     (state / "constants.safetensors").unlink()
     with pytest.raises(UserError, match="the file is missing"):
         verify_run_files(tmp_path, meta)
+
+
+def test_a_corpus_whose_tokens_all_count_one_has_no_weights(tmp_path):
+    documents = [[1, 2, 0], [3, 4, 5, 0]]
+    plain = make_corpus(tmp_path / "plain", documents)
+    ones = make_corpus(tmp_path / "ones", documents, weights=[[1, 1, 1], None])
+    assert plain.info == ones.info
+    assert plain.weights is ones.weights is None
+    assert plain.info.num_trained == 5
+    assert {path.name for path in ones.folder.iterdir()} == {path.name for path in plain.folder.iterdir()}
+    assert WEIGHTS not in {path.name for path in plain.folder.iterdir()}
+    others = [make_corpus(tmp_path / str(n), documents, weights=[[1, n, 1 - n], None]).info.content for n in (0, 1)]
+    assert len({plain.info.content, *others}) == 3
+
+
+def test_weights_are_those_given_though_the_first_that_is_not_one_comes_late(tmp_path, monkeypatch):
+    """In some blocks, in documents of 1000 tokens, of which the first two count 1."""
+    monkeypatch.setattr(corpus_files, "COPY_BYTES", 1 << 10)
+    weights = np.random.default_rng(1).choice(np.asarray([0, 1, 0.5], dtype=np.float32), 50_000)
+    weights[:2000] = 1
+    ids = np.random.default_rng(0).integers(0, 500, (50, 1000))
+    corpus = make_corpus(tmp_path / "corpus", ids, weights=[None, *weights[1000:].reshape(49, 1000)])
+    assert corpus.weights[:].tolist() == weights.tolist()
+    targets = np.delete(weights, np.arange(0, 50_000, 1000))
+    assert corpus.info.num_trained == int((targets > 0).sum())
+    assert verify_corpus(corpus.folder) == sum(path.stat().st_size for path in corpus.folder.iterdir())
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_none_is_refused_whatever_the_checksums_say(tmp_path, bad, monkeypatch):
+    monkeypatch.setattr(CorpusWriter, "_append_weights", written_as_it_is)
+    corpus = make_corpus(tmp_path / "corpus", [[1, 2, 0]], weights=[[1, bad, 1]])
+    with pytest.raises(UserError, match=r"block 0 .* holds an invalid weight"):
+        corpus.weights[:]
+
+
+def written_as_it_is(writer, count, weights):
+    writer._weights = writer._weights or corpus_files.SpanWriter(writer._folder / WEIGHTS)
+    writer._weights.add(weights.astype("<f4").tobytes())
+
+
+@sampled(15, 100)
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, 1.0, 1.0, 0.25, 3.0]), min_size=1, max_size=30), min_size=1, max_size=10),
+    st.integers(2, 20),
+    st.sampled_from(["wrap", "best_fit", "none"]),
+    st.booleans(),
+)
+def test_a_label_has_the_weight_of_the_token_that_it_names(tmp_path_factory, weights, length, packing, alone):
+    documents = unique_documents(list(map(len, weights)))
+    corpus = make_corpus(tmp_path_factory.mktemp("corpus"), documents, weights=weights)
+    given = dict(zip(itertools.chain(*documents), itertools.chain(*weights), strict=True))
+    firsts = {ids[0] for ids in documents}
+    loader = loader_of(corpus, length, 2, packing=packing, one_document_per_row=alone, endless=False)
+    trained = {}
+    while not loader.exhausted:
+        batch = loader.next_micro_batch()
+        assert batch.num_targets == int((batch.labels != IGNORE_LABEL).sum())
+        found = [1.0] * len(batch.ids) if batch.weights is None else batch.weights.tolist()
+        kept = [(int(label), weight) for label, weight in zip(batch.labels, found, strict=True) if label >= 0]
+        assert batch.weights is None or any(weight != 1 for _, weight in kept)
+        trained |= dict(kept)
+    assert trained == {token: weight for token, weight in given.items() if weight > 0 and token not in firsts}
+    assert corpus.info.num_trained == len(trained)

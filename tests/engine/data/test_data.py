@@ -21,14 +21,7 @@ from transformers import AutoTokenizer
 from penstock.engine import preparing
 from penstock.engine.config import DataConfig
 from penstock.engine.data import corpus as corpus_module
-from penstock.engine.data.corpus import (
-    cancel_text_ahead,
-    prepare_corpus,
-    prepare_text,
-    prepare_text_ahead,
-    prepare_tokenizer,
-    random_corpus,
-)
+from penstock.engine.data.corpus import prepare_corpus, prepare_text, prepare_tokenizer, random_corpus
 from penstock.engine.data.corpus_files import TokenCorpus
 from penstock.engine.data.formats import text as text_format
 from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
@@ -62,18 +55,15 @@ def check_rows(batch: MicroBatch, rows: int, length: int) -> list[tuple[int, int
     return found
 
 
-def test_tokenizer_is_deterministic_and_lossless(tmp_path, tokenizer):
+def test_a_trained_tokenizer_is_lossless_and_a_folder_whose_one_file_is_enough(tmp_path, tokenizer):
+    """The same of the same texts, and as transformers reads it."""
     again = train_tokenizer(iter(TEXTS), 300, tmp_path / "again")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "tokenizer" / name).read_bytes()
-    assert again.fingerprint == tokenizer.fingerprint
-    assert tokenizer.vocab_size == 300
+    assert (again.fingerprint, tokenizer.vocab_size) == (tokenizer.fingerprint, 300)
     for text, ids in zip(TEXTS, tokenizer.encode_batch(TEXTS), strict=True):
         assert tokenizer.decode(ids) == text
         assert tokenizer.eos_id not in ids
-
-
-def test_trained_tokenizer_is_a_hugging_face_folder_whose_one_file_is_enough(tmp_path, tokenizer):
     plain = AutoTokenizer.from_pretrained(tokenizer.folder, local_files_only=True)
     assert plain.eos_token == EOS_TOKEN
     assert plain.eos_token_id == tokenizer.eos_id
@@ -91,26 +81,17 @@ def test_trained_tokenizer_is_a_hugging_face_folder_whose_one_file_is_enough(tmp
 
 
 def test_load_tokenizer_refuses_what_is_none(tmp_path, tokenizer):
-    with pytest.raises(UserError, match="does not exist"):
-        load_tokenizer(tmp_path / "nothing")
+    def refused(folder, message):
+        with pytest.raises(UserError, match=message):
+            load_tokenizer(folder)
+
+    refused(tmp_path / "nothing", "does not exist")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="has no tokenizer files"):
-        load_tokenizer(tmp_path / "empty")
+    refused(tmp_path / "empty", "has no tokenizer files")
     (tokenizer.folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    with pytest.raises(UserError, match="eos_token"):
-        load_tokenizer(tokenizer.folder)
+    refused(tokenizer.folder, "eos_token")
     (tokenizer.folder / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
-        load_tokenizer(tokenizer.folder)
-
-
-def test_corpus_holds_every_document_with_its_end(tmp_path, jsonl, tokenizer):
-    corpus = prepare_corpus(DataConfig(source="jsonl", path=str(jsonl)), tokenizer, tmp_path / "corpus")
-    assert corpus.info.num_documents == len(TEXTS)
-    assert corpus.tokens.dtype == np.uint16
-    for index, ids in enumerate(tokenizer.encode_batch(TEXTS)):
-        start, stop = corpus.starts[index : index + 2]
-        assert corpus.tokens[start:stop].tolist() == [*ids, tokenizer.eos_id]
+    refused(tokenizer.folder, "cannot be read")
 
 
 def test_a_corpus_is_made_once_and_used_whatever_becomes_of_its_source(tmp_path, jsonl, tokenizer, monkeypatch):
@@ -141,23 +122,11 @@ def test_a_corpus_is_made_once_and_used_whatever_becomes_of_its_source(tmp_path,
     assert not list(tmp_path.glob("*.building-*"))
 
 
-def test_what_comes_into_a_folder_later_is_said(tmp_path, tokenizer):
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("a text")
-    config = DataConfig(source="text", path=str(tmp_path / "texts"))
-    prepare_corpus(config, tokenizer, tmp_path / "corpus")
-    (tmp_path / "texts" / "b.txt").write_text("another")
-    (note,) = prepare_corpus(config, tokenizer, tmp_path / "corpus").notes
-    assert f"{tmp_path}/texts/b.txt has come since" in note
-
-
 def test_tokens_of_another_tokenizer_are_refused_and_left_alone(tmp_path, jsonl, tokenizer):
     config = DataConfig(source="jsonl", path=str(jsonl))
     first = prepare_corpus(config, tokenizer, tmp_path / "corpus")
     other = train_tokenizer(TEXTS, 280, tmp_path / "other")
-    with pytest.raises(
-        UserError, match=r"corpus: these tokens were made with a different tokenizer.*delete the folder"
-    ):
+    with pytest.raises(UserError, match=r"corpus: these tokens were made with a different tokenizer.*delete the fol"):
         prepare_corpus(config, other, tmp_path / "corpus")
     assert TokenCorpus.open(tmp_path / "corpus").info == first.info
 
@@ -191,6 +160,11 @@ def test_long_text_files_are_read_in_pieces_as_one_document(tmp_path, tokenizer,
     corpus = prepare_corpus(config, tokenizer, tmp_path / "corpus")
     assert corpus.info.num_documents == 2
     assert tokenizer.decode(corpus.tokens[: corpus.starts[1] - 1].tolist()) == long
+    line = "a" * 10_000 + "\nb"
+    (folder / "b.txt").write_text(line)
+    pieces = [piece.text for piece in read_samples(config)][:-1]
+    assert "".join(pieces) == line
+    assert max(map(len, pieces)) <= 2000, "a long line comes in pieces too"
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "text"])
@@ -217,19 +191,14 @@ def test_whoever_watches_is_told_how_much_of_the_files_has_been_read(tmp_path, t
         assert len(set(fractions)) > 10, "within the files as well"
 
 
-def test_max_documents_and_python_stdlib():
+def test_sources_without_files(tmp_path):
     pieces = list(read_samples(DataConfig(source="python_stdlib", max_documents=5)))
     assert len(pieces) == 5
     assert all(p.where.endswith(".py") and "site-packages" not in p.where for p in pieces)
-
-
-def test_random_corpus_is_seeded(tmp_path):
     config = DataConfig(source="random", sequence_length=16, max_documents=3)
-    one = random_corpus(config, 100_000, tmp_path / "one")
-    two = random_corpus(config, 100_000, tmp_path / "two")
+    one, two = (random_corpus(config, 100_000, tmp_path / name) for name in ("one", "two"))
     assert one.info == two.info
-    assert one.tokens.dtype == np.uint32
-    assert one.info.num_tokens == 48
+    assert (one.tokens.dtype, one.info.num_tokens) == (np.uint32, 48)
 
 
 def test_bad_sources(tmp_path, jsonl, tokenizer):
@@ -273,7 +242,7 @@ def test_text_made_ahead_is_found(tmp_path, jsonl, monkeypatch):
         return train_tokenizer(*given)
 
     monkeypatch.setattr(corpus_module, "train_tokenizer", counted)
-    prepare_text_ahead(config, tmp_path / "data")
+    corpus_module.prepare_text_ahead(config, tmp_path / "data")
     while not trainings:
         time.sleep(0.001)
     _, corpus = prepare_text(config, None, tmp_path / "data")
@@ -293,9 +262,9 @@ def test_text_made_ahead_can_be_called_off(tmp_path, jsonl, monkeypatch):
             yield piece
 
     monkeypatch.setattr(corpus_module, "read_samples", slow)
-    prepare_text_ahead(config, tmp_path / "data")
+    corpus_module.prepare_text_ahead(config, tmp_path / "data")
     assert read.wait(60)
-    cancel_text_ahead()
+    corpus_module.cancel_text_ahead()
     for thread in threading.enumerate():
         if thread.name == "tokenize":
             thread.join()
@@ -306,7 +275,7 @@ def test_text_made_ahead_can_be_called_off(tmp_path, jsonl, monkeypatch):
 
 def test_what_is_wrong_with_text_made_ahead_is_said_when_it_is_asked_for(tmp_path, capfd):
     config = DataConfig(source="text", path=str(tmp_path / "missing"))
-    prepare_text_ahead(config, tmp_path / "data")
+    corpus_module.prepare_text_ahead(config, tmp_path / "data")
     with pytest.raises(UserError, match="does not exist"):
         prepare_text(config, None, tmp_path / "data")
     assert capfd.readouterr().err == ""
@@ -355,7 +324,12 @@ def test_an_epoch_gives_every_token_and_target_once(tmp_path_factory, lengths, l
 
 
 def test_order_differs_by_seed_and_epoch(tmp_path):
-    corpus = make_corpus(tmp_path, unique_documents([4] * 16))
+    """Rows of seed 3 were written down before documents could be held out."""
+    pinned = make_corpus(tmp_path / "pinned", unique_documents([5, 17, 1, 9, 30]))
+    loader = loader_of(pinned, 7, 1, 2, seed=3)
+    ids = [token for _ in range(2) for batch in loader.next_step() for token in batch.ids.tolist()]
+    assert ids == [*range(1, 6), 23, *range(47, 54), *range(33, 40), *range(6, 13), 54]
+    corpus = make_corpus(tmp_path / "corpus", unique_documents([4] * 16))
 
     def epochs(seed: int) -> list[list[int]]:
         loader = loader_of(corpus, 64, seed=seed)
@@ -365,16 +339,6 @@ def test_order_differs_by_seed_and_epoch(tmp_path):
     assert first == epochs(0)
     assert len({tuple(e) for e in first + second}) == 4
     assert all(sorted(e) == list(range(1, 65)) for e in first + second)
-
-
-def test_a_cursor_of_another_seed_or_corpus_is_refused(tmp_path):
-    corpus = make_corpus(tmp_path / "one", unique_documents([5, 17, 1, 9, 30]))
-    cursor = loader_of(corpus, 7, seed=3).cursor
-    with pytest.raises(UserError, match=r"data\.seed"):
-        loader_of(corpus, 7, seed=4).seek(cursor)
-    other = make_corpus(tmp_path / "two", unique_documents([5, 6]))
-    with pytest.raises(UserError, match="not the tokens that the run has trained on"):
-        loader_of(other, 7, seed=3).seek(cursor)
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=20), alone=st.booleans(), data=st.data())
@@ -421,19 +385,6 @@ def test_documents_held_out_are_validated_on_and_never_trained_on(tmp_path_facto
         assert torch.equal(one.labels, other.labels)
 
 
-def test_a_loader_that_holds_nothing_out_is_the_one_of_before(tmp_path):
-    """The rows of a seed were written down before documents could be held out."""
-    corpus = make_corpus(tmp_path, unique_documents([5, 17, 1, 9, 30]))
-    loader = DataLoader(corpus, vocab_size=99, sequence_length=7, global_batch_size=2, seed=3)
-    rows = [batch.ids.tolist() for _ in range(2) for batch in loader.next_step()]
-    assert rows == [
-        [1, 2, 3, 4, 5, 23, 47],
-        [48, 49, 50, 51, 52, 53, 33],
-        [34, 35, 36, 37, 38, 39, 6],
-        [7, 8, 9, 10, 11, 12, 54],
-    ]
-
-
 def test_what_is_held_out_depends_on_the_seed_alone():
     held_out = [tuple(split_documents(100, count, seed)[1]) for seed in (0, 1) for count in (5, 10)]
     assert len(set(held_out)) == 4
@@ -443,17 +394,18 @@ def test_what_is_held_out_depends_on_the_seed_alone():
 
 
 def test_a_cursor_that_is_no_place_in_the_corpus(tmp_path):
-    loader = loader_of(make_corpus(tmp_path, [[1, 2, 0], [3, 4, 5, 6, 0]]), 4)
+    """Nor one of another seed or of other tokens."""
+    corpus = make_corpus(tmp_path / "one", [[1, 2, 0], [3, 4, 5, 6, 0]])
+    loader = loader_of(corpus, 4)
     good = loader.cursor
+    with pytest.raises(UserError, match=r"data\.seed"):
+        loader_of(corpus, 4, seed=4).seek(good)
+    with pytest.raises(UserError, match="not the tokens that the run has trained on"):
+        loader_of(make_corpus(tmp_path / "two", unique_documents([5, 6])), 4).seek(good)
     for bad in (
-        None,
-        [1],
-        {},
+        *(None, [1], {}, good | {"piece": 4}, good | {"piece": 3, "offset": 1}, good | {"offset": 4}),
         *({key: value for key, value in good.items() if key != name} for name in ("corpus", "seed", "epoch", "offset")),
         *(good | {name: value} for name in ("epoch", "piece", "offset") for value in (-1, "0", None, 1.0, True, 2**63)),
-        good | {"piece": 4},
-        good | {"piece": 3, "offset": 1},
-        good | {"offset": 4},
     ):
         with pytest.raises(UserError, match="the record of the generation"):
             loader.seek(bad)

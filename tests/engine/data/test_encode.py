@@ -1,19 +1,31 @@
-"""Samples to ids and weights: begin- and end-of-text tokens, completions, ids, bad samples."""
+"""Samples to ids and weights: begin- and end-of-text tokens, completions, ids, bad samples. Processes give the tokens
+that one process gives, in order, and leave nothing behind however they end. Tokenizers from anybody: what is opened and
+run of them."""
+
+from __future__ import annotations
 
 import json
+import os
+import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_templates import BOS, CHATML, EOS, make_tokenizer, unmarked
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from penstock.engine.config import DataConfig
+from penstock.engine.data import encode_pool
 from penstock.engine.data.encode import Encoder, describe_specials
+from penstock.engine.data.encode_pool import encode_all
 from penstock.engine.data.reading import read_samples
 from penstock.engine.data.samples import Completion, Conversation, Encoded, Ids, Sample, Text
-from penstock.engine.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from penstock.engine.data.tokenizer import TextTokenizer, load_tokenizer, open_trained, train_tokenizer
+from penstock.engine.hf.weights import _copied_names
 from penstock.storage.errors import UserError
+from penstock.storage.model_folder import read_model_file
 
 CHAT = [{"role": "user", "content": "And 2 + 3?"}, {"role": "assistant", "content": "It is 5 ☃"}]
 
@@ -40,12 +52,8 @@ def marked(tokenizer: TextTokenizer, found: Encoded) -> str:
 def test_begin_of_text_where_the_tokenizer_puts_it(plain: TextTokenizer, with_bos: TextTokenizer) -> None:
     assert (plain.puts_bos, with_bos.puts_bos) == (False, True)
     sample, completion = Text("a", "2 + 3"), Completion("a", "2 +", " 3")
-    for tokenizer, bos, begin in (
-        (plain, "auto", ""),
-        (plain, "on", BOS),
-        (with_bos, "auto", BOS),
-        (with_bos, "off", ""),
-    ):
+    ways = [(plain, "auto", ""), (plain, "on", BOS), (with_bos, "auto", BOS), (with_bos, "off", "")]
+    for tokenizer, bos, begin in ways:
         assert text_of(tokenizer, sample, bos=bos) == f"{begin}2 + 3{EOS}"
         assert text_of(tokenizer, completion, bos=bos) == f"{begin}2 + 3{EOS}"
         inner = [Text("a", "2", last=False), Text("a", "3", first=False)]
@@ -58,14 +66,7 @@ def test_begin_of_text_where_the_tokenizer_puts_it(plain: TextTokenizer, with_bo
     assert found_text.weights is None
 
 
-def test_a_trained_tokenizer_has_no_begin_of_text(tmp_path: Path) -> None:
-    tokenizer = train_tokenizer(["2 + 3"], 300, tmp_path / "trained")
-    assert text_of(tokenizer, Text("a", "2 + 3")) == "2 + 3<|endoftext|>"
-    with pytest.raises(UserError, match=r"data\.bos: on, but the tokenizer has no begin-of-text token"):
-        Encoder(DataConfig(bos="on"), tokenizer)
-
-
-def test_specials_are_described(plain: TextTokenizer, with_bos: TextTokenizer) -> None:
+def test_specials_are_described(tmp_path: Path, plain: TextTokenizer, with_bos: TextTokenizer) -> None:
     def said(tokenizer: TextTokenizer, **more: Any) -> str:
         return describe_specials(tokenizer, DataConfig(**more))
 
@@ -74,6 +75,10 @@ def test_specials_are_described(plain: TextTokenizer, with_bos: TextTokenizer) -
     assert said(with_bos, bos="off").startswith("no begin-of-text token (data.bos says so)")
     assert said(plain, source="messages").startswith("conversations follow the chat template, ")
     assert said(plain, source="tokens").startswith("tokens are used as given")
+    tokenizer = train_tokenizer(["2 + 3"], 300, tmp_path / "trained")
+    assert text_of(tokenizer, Text("a", "2 + 3")) == "2 + 3<|endoftext|>"
+    with pytest.raises(UserError, match=r"data\.bos: on, but the tokenizer has no begin-of-text token"):
+        Encoder(DataConfig(bos="on"), tokenizer)
 
 
 def test_of_a_completion_the_prompt_is_not_trained(plain: TextTokenizer) -> None:
@@ -92,9 +97,8 @@ def test_alpaca_without_a_chat_template_is_a_completion(
     (tmp_path / "a.json").write_text(json.dumps([{"instruction": "Add.", "input": "1 2", "output": "3"}]))
     config = DataConfig(source="alpaca", path=str(tmp_path / "a.json"))
     (chat,) = Encoder(config, plain).encode(list(read_samples(config)))
-    assert plain.decode(chat.ids.tolist()) == (
-        "<|im_start|>user\nAdd.\n\n1 2<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n"
-    )
+    turns = "<|im_start|>user\nAdd.\n\n1 2<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n"
+    assert plain.decode(chat.ids.tolist()) == turns
     (own,) = Encoder(config, with_bos).encode(list(read_samples(config)))
     text = with_bos.decode(own.ids.tolist())
     assert text.startswith(f"{BOS}Below is an instruction that describes a task, paired with an input")
@@ -135,14 +139,8 @@ def test_the_fingerprint_changes_with_what_changes_the_tokens(plain: TextTokeniz
         return Encoder(DataConfig(**more), tokenizer).fingerprint
 
     assert of(plain) == of(plain, source="jsonl") == of(with_bos, bos="off") == ""
-    others = [
-        of(with_bos),
-        of(plain, source="messages"),
-        of(plain, source="messages", trained_tokens="last"),
-        of(with_bos, source="messages"),
-        of(plain, source="messages", bos="on"),
-    ]
-    assert len({*others, ""}) == 6
+    chats = [of(plain, source="messages", **more) for more in ({}, {"trained_tokens": "last"}, {"bos": "on"})]
+    assert len({*chats, of(with_bos), of(with_bos, source="messages"), ""}) == 6
     assert of(with_bos) == of(plain, bos="on")
 
 
@@ -152,8 +150,171 @@ def test_a_tokenizer_without_offsets_gives_the_same_mask(tmp_path: Path) -> None
     (tmp_path / "bytes" / "chat_template.jinja").write_text(unmarked(CHATML))
     tokenizer = load_tokenizer(tmp_path / "bytes")
     assert tokenizer.encode_spans(["a"])[0][1] is None
-    found = Encoder(DataConfig(source="messages"), tokenizer).encode(
-        [Conversation("c", CHAT), Completion("p", "ab", "c☃")]
-    )
+    samples: list[Sample] = [Conversation("c", CHAT), Completion("p", "ab", "c☃")]
+    found = Encoder(DataConfig(source="messages"), tokenizer).encode(samples)
     assert marked(tokenizer, found[0]) == f"It is 5 ☃<|im_end|>\n{tokenizer.decode([tokenizer.eos_id])}"
     assert marked(tokenizer, found[1]) == f"c☃{tokenizer.decode([tokenizer.eos_id])}"
+
+
+TEMPLATE = """\
+{% for m in messages %}{% if m['role'] == 'raise' %}{{ raise_exception('no such role') }}{% endif %}\
+<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+@pytest.fixture
+def two_processors(monkeypatch):
+    """And batches so small that the processes begin at once."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    for name, value in (("BATCH_CHARS", 2000), ("SERIAL_BATCHES", 1), ("_SHARE_CHARS", 1500)):
+        monkeypatch.setattr(encode_pool, name, value)
+
+
+@pytest.fixture
+def trained(tmp_path):
+    texts = [f"word {i} of many, and <user> too" for i in range(50)]
+    folder = train_tokenizer(texts, 300, tmp_path / "trained").folder
+    (folder / "template.jinja").write_text(TEMPLATE)
+    return open_trained(folder)
+
+
+def encoder_of(trained, bad_rows="refuse"):
+    template = str(trained.folder / "template.jinja")
+    return Encoder(DataConfig(source="messages", path="x", chat_template=template, bad_rows=bad_rows), trained)
+
+
+def conversations(count, bad=()):
+    for i in range(count):
+        asked = {"role": "user", "content": f"what is {i}? " * (1 + i % 7)}
+        answer = {"role": "assistant" if i not in bad else "user", "content": f"it is {i * i}"}
+        yield Conversation(f"file:{i + 1}", [asked, answer])
+
+
+def told_of(encoded):
+    return [(e.where, e.ids.tolist(), None if e.weights is None else e.weights.tolist(), e.last) for e in encoded]
+
+
+def processes():
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has ended
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
+
+
+def test_the_tokens_are_those_of_one_process_in_order_and_bad_rows_are_counted_once(trained, two_processors):
+    before, seen = processes(), set()
+    bad = {1, 30, 90, 199}
+    found, counted = [], encoder_of(trained, "skip")
+    for one in encode_all(counted, conversations(200, bad)):
+        found.append(one)
+        seen |= processes()
+    assert len(seen - before) == 2
+    assert processes() <= before
+    alone = encoder_of(trained, "skip")
+    assert told_of(found) == told_of(alone.encode(list(conversations(200, bad))))
+    count, first = counted.bad.take()
+    assert (count, first) == alone.bad.take()
+    assert count == 4
+
+
+def test_what_is_wrong_is_said_as_one_process_says_it(trained, two_processors):
+    before = processes()
+    with pytest.raises(UserError) as alone:
+        encoder_of(trained).encode(list(conversations(200, {150})))
+    with pytest.raises(UserError) as error:
+        list(encode_all(encoder_of(trained), conversations(200, {150, 170})))
+    assert str(error.value) == str(alone.value)
+    assert "file:151: " in str(error.value)
+    assert processes() <= before
+
+
+def test_a_process_that_is_killed_fails_the_run_and_takes_the_others_along(trained, two_processors):
+    before = processes()
+    stream = encode_all(encoder_of(trained), conversations(800))
+    for _ in range(100):
+        next(stream)
+    for pid in processes() - before:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(UserError, match="was killed by signal 9"):
+        list(stream)
+    assert processes() <= before
+
+
+def test_plain_text_and_a_few_conversations_need_no_process(trained, two_processors, monkeypatch):
+    monkeypatch.setattr(encode_pool, "_Worker", lambda *_: pytest.fail("a process began"))
+    texts = [Text(f"file:{i}", f"word {i} of many " * 20) for i in range(100)]
+    assert len(list(encode_all(Encoder(DataConfig(), trained), iter(texts)))) == 100
+    assert len(list(encode_all(encoder_of(trained), conversations(3)))) == 3
+
+
+@pytest.fixture
+def brought(tmp_path: Path) -> Path:
+    train_tokenizer(["def a(): pass\n" * 40], 300, tmp_path / "tokens")
+    return tmp_path / "tokens"
+
+
+def test_a_tokenizer_of_the_hub_s_cache_is_read(tmp_path: Path, brought: Path) -> None:
+    snapshot = tmp_path / "models--a--b" / "snapshots" / ("ab" * 20)
+    blobs = tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(brought.iterdir())):
+        digest = f"{number:064x}"
+        (blobs / digest).write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/{digest}")
+    assert load_tokenizer(snapshot).fingerprint == load_tokenizer(brought).fingerprint
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json"])
+def test_links_of_a_tokenizer_s_folder_are_not_followed(tmp_path: Path, brought: Path, name: str) -> None:
+    (tmp_path / "outside").write_text("{}")
+    (brought / name).unlink(missing_ok=True)
+    (brought / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(UserError, match=f"{name}: it is a symbolic link"):
+        load_tokenizer(brought)
+
+
+def test_code_in_a_folder_is_neither_run_nor_asked_about(brought: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*_: object) -> str:
+        raise AssertionError("transformers asks whether to run it")
+
+    monkeypatch.setattr("builtins.input", ask)
+    (brought / "own.py").write_text(f"open({str(brought / 'ran')!r}, 'w')\nclass Own: pass\n")
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (brought / "tokenizer_config.json").write_text(json.dumps(config))
+    (brought / "config.json").write_text(json.dumps({"model_type": "nonsense", "auto_map": {"AutoConfig": "own.Own"}}))
+    with pytest.raises(UserError, match="cannot be read"):
+        load_tokenizer(brought)
+    assert not (brought / "ran").exists()
+
+
+def test_a_pattern_that_takes_for_ever_is_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"fails on the text: .*retry-limit"):
+        load_tokenizer(tmp_path).encode_batch(["a" * 60 + "b"])
+
+
+def test_ids_beyond_the_number_of_entries_are_below_the_vocabulary(tmp_path: Path) -> None:
+    """Else such a corpus would be written with too few bits."""
+    file = tmp_path / "tokenizer.json"
+    Tokenizer(models.BPE(vocab={"a": 0, "b": 70_000, "</s>": 5}, merges=[])).save(str(file))
+    values = json.loads(file.read_text())
+    token = {"id": 5, "content": "</s>", "single_word": False, "lstrip": False, "rstrip": False}
+    values["added_tokens"] = [token | {"normalized": False, "special": True}]
+    file.write_text(json.dumps(values))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode_batch(["ab"]) == [[0, 70_000]]
+    assert tokenizer.vocab_size == 70_001
+
+
+def test_an_export_takes_no_file_from_outside_the_origin(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("{}")
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "notes.json").symlink_to(tmp_path / "secret")
+    assert _copied_names(tmp_path, ()) == ["notes.json"]
+    with pytest.raises(UserError, match="a symbolic link, which is not followed"):
+        read_model_file(tmp_path, "notes.json", 100)

@@ -18,10 +18,8 @@ from penstock.engine.data.rows import BadRows, RowError
 from penstock.engine.data.samples import Completion, Conversation, Ids, Sample
 from penstock.storage.errors import UserError
 
-WEATHER = {
-    "type": "function",
-    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
-}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
 
 
@@ -124,9 +122,8 @@ def test_prompt_and_completion_as_texts_and_as_messages(tmp_path: Path) -> None:
     (sample,) = samples_of(tmp_path, "prompt_completion", {"prompt": "1 + 1 =", "completion": " 2"})
     assert sample == Completion(str(tmp_path / "rows.jsonl:1"), "1 + 1 =", " 2")
     prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    found = conversation(
-        tmp_path, "prompt_completion", {"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]}
-    )
+    row = {"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]}
+    found = conversation(tmp_path, "prompt_completion", row)
     assert [message.get("weight") for message in found.messages] == [0, 0, 0, None]
 
 
@@ -168,11 +165,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("messages", {"messages": [{"role": "user"}]}, r"messages\[0\] has no `content`"),
     ("messages", {"messages": [{"role": "user", "content": ""}]}, "the conversation is empty"),
     ("messages", {"messages": [{"role": "user", "content": 3}]}, "`content` is a number"),
-    (
-        "messages",
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "a part that is image_url",
-    ),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part that is image_url"),
     ("messages", {"messages": [{"role": "assistant", "content": "a", "weight": -1}]}, "`weight` is -1; expected a"),
     ("messages", {"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, "names no function"),
     ("messages", {"messages": [{"role": "user", "content": "a"}], "tools": "x"}, "`tools` is a text"),
@@ -232,29 +225,22 @@ PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
 SHOWN = dict(re.findall(r"^`(\w+)`: [^\n]*\n```json\n([^`]*)^```", PAGE, re.MULTILINE))
 
 
-def test_the_page_shows_and_tests_recognise_every_format_of_rows() -> None:
+def test_the_page_shows_rows_of_every_format(tmp_path: Path) -> None:
     assert set(SHOWN) == set(SHAPES) == {name for name in FORMATS if isinstance(find_format(name), RowFormat)}
-
-
-@pytest.mark.parametrize("source", SHAPES)
-def test_the_rows_of_the_page_are_what_it_says(tmp_path: Path, source: str) -> None:
-    for row in SHOWN[source].splitlines():
-        (tmp_path / "a.jsonl").write_text(row)
-        assert detect(tmp_path / "a.jsonl").source == source
-        assert len(samples_of(tmp_path, source, row)) == 1
-
-
-def test_a_conversation_under_another_name_is_recognised(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text(json.dumps({"id": 1, "chat": SHAPES["messages"]["messages"]}))
-    found = detect(file)
-    assert (found.source, found.rename) == ("messages", {"messages": "chat"})
-    file.write_text(json.dumps({"dialog": SHAPES["sharegpt"]["conversations"]}))
-    assert detect(file).rename == {"conversations": "dialog"}
+    for source, shown in SHOWN.items():
+        for row in shown.splitlines():
+            (tmp_path / "a.jsonl").write_text(row)
+            assert detect(tmp_path / "a.jsonl").source == source
+            assert len(samples_of(tmp_path, source, row)) == 1
 
 
 def test_what_is_not_recognised_is_refused_with_its_columns(tmp_path: Path) -> None:
+    """A conversation under another name is."""
     file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"id": 1, "chat": SHAPES["messages"]["messages"]}))
+    assert (detect(file).source, detect(file).rename) == ("messages", {"messages": "chat"})
+    file.write_text(json.dumps({"dialog": SHAPES["sharegpt"]["conversations"]}))
+    assert detect(file).rename == {"conversations": "dialog"}
     file.write_text('{"question": "a", "answer": "b"}')
     with pytest.raises(UserError, match=r"the columns question, answer match no known format; .*data\.columns="):
         detect(file)
@@ -276,14 +262,10 @@ def test_what_is_not_recognised_is_refused_with_its_columns(tmp_path: Path) -> N
 NAMES = st.sampled_from(sorted({name for source in SHAPES for name in find_format(source).FIELDS}))  # type: ignore[union-attr]
 INNER = st.sampled_from(["role", "content", "from", "value", "weight", "tool_calls"])
 INNER |= st.sampled_from(["function", "function_call", "name", "arguments", "type", "text"])
-WORDS = st.sampled_from(
-    ["user", "assistant", "tool", "gpt", "function_call", "a", "", "[1]", '{"a": 1}', "text", "[", " "]
-)
+WORDS = st.sampled_from(["user", "assistant", "tool", "gpt", "function_call", "", "[1]", '{"a": 1}', "text", "[", " "])
 LEAVES = st.one_of(WORDS, st.none(), st.booleans(), st.integers(-2, 7), st.floats(allow_nan=True))
 VALUES = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(INNER, inner, max_size=4)),
-    max_leaves=8,
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(INNER, inner, max_size=4), max_leaves=8
 )
 
 
@@ -301,9 +283,7 @@ def test_any_row_is_a_sample_or_a_bad_row(fields: dict[str, Any], source: str) -
     assert refusal.startswith("a:1") or not refusal
     assert "\n" not in refusal
     if isinstance(sample, Conversation):
-        assert all(
-            message["role"] in ("system", "developer", "user", "assistant", "tool") for message in sample.messages
-        )
+        assert {message["role"] for message in sample.messages} <= {"system", "developer", "user", "assistant", "tool"}
         assert all(isinstance(message.get("content", ""), str) for message in sample.messages)
         assert all(0 <= message.get("weight", 1) < float("inf") for message in sample.messages)
     if isinstance(sample, Ids):

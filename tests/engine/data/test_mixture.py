@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,6 @@ PART = {"path": "chats.jsonl", "source": "jsonl"}
 def test_a_part_that_is_none_is_refused_by_its_place(mixture, message):
     with pytest.raises(UserError, match=message):
         DataConfig(mixture=mixture)
-
-
-def test_a_path_beside_a_mixture_is_refused():
     with pytest.raises(UserError, match=r"data\.path: a\.txt cannot be used with data\.mixture"):
         DataConfig(source="text", path="a.txt", mixture=[PART])
 
@@ -109,12 +107,8 @@ def test_documents_come_as_often_as_their_weight_says(tmp_path, packing, order):
 def test_what_is_held_out_of_a_mixture_is_measured_once(tmp_path):
     documents = unique_documents([4] * 12)
     corpus = make_corpus(tmp_path, documents, parts=[6, 6])
-    data = DataConfig(
-        mixture=[{**PART, "weight": 3}, {**PART, "weight": 0.5}],
-        validation_documents=4,
-        packing="best_fit",
-        sequence_length=8,
-    )
+    mixture = [{**PART, "weight": 3}, {**PART, "weight": 0.5}]
+    data = DataConfig(mixture=mixture, validation_documents=4, packing="best_fit", sequence_length=8)
     kept, _ = split_documents(12, 4, 0)
     loader = loader_of(corpus, 8, packing="best_fit", documents=kept, weights=data.part_weights)
     (found,) = epochs(loader, 1)
@@ -146,14 +140,14 @@ def test_parts_are_tokenised_one_after_the_other(tmp_path):
     require_readable(config)
     corpus = prepare_corpus(config, tokenizer, tmp_path / "corpus")
     assert corpus.info.part_documents == [3, 2]
-    said = [
-        tokenizer.decode(corpus.tokens[a:b].tolist())
-        for a, b in zip(corpus.starts[:-1], corpus.starts[1:], strict=True)
-    ]
-    assert [text.removesuffix("<|endoftext|>") for text in said] == ["line 0", "line 1", "line 2", "text a", "text b"]
+    said = [tokenizer.decode(corpus.tokens[a:b].tolist()) for a, b in pairwise(corpus.starts)]
+    assert said == [f"{text}<|endoftext|>" for text in ("line 0", "line 1", "line 2", "text a", "text b")]
     assert ", parts of 3, 2 documents" in corpus.info.words()
     (texts / "b.txt").unlink()
     assert "b.txt is gone" in prepare_corpus(config, tokenizer, tmp_path / "corpus").notes[0]
+    (texts / "b.txt").write_text("text b")
+    (texts / "c.txt").write_text("another")
+    assert f"{texts}/c.txt has come since" in prepare_corpus(config, tokenizer, tmp_path / "corpus").notes[0]
     for file in Path(texts).iterdir():
         file.write_text(" ")
     with pytest.raises(UserError, match=rf"the corpus is empty: text found no text in {texts}"):

@@ -1,6 +1,8 @@
-"""Needles in haystacks: what the documents say, their order, their tokenizer, and how answers are counted."""
+"""Needles in haystacks: what the documents say, their order, their tokenizer, and how answers are counted. And needles
+in text: of the wanted length, at the wanted depth, found by who reads them, and scored by their share."""
 
-from itertools import islice, pairwise
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +21,15 @@ from penstock.engine.data.loader import DataLoader
 from penstock.engine.data.needles import DEPTHS, NEEDLES, STAGES, TESTED, VOCABULARY, haystack
 from penstock.engine.data.packing import split_documents
 from penstock.engine.data.recall import Tally
+from penstock.engine.data.retrieval import KINDS, Haystacks, Question, found_values, questions, recall
 from penstock.storage.errors import UserError
 
 
 def needle_config(**changes: object) -> DataConfig:
     return DataConfig(source="needles", packing="best_fit", order="kept", **{"sequence_length": 128, **changes})  # type: ignore[arg-type]
+
+
+SOME = needle_config(max_documents=70, validation_documents=2)
 
 
 @settings(deadline=None)
@@ -57,13 +63,6 @@ def test_documents_get_longer_and_those_held_out_are_of_all_lengths() -> None:
     assert [len(sample.ids) for sample in few] == [10, 10, 10, 128, 128]
 
 
-def test_the_same_seed_gives_the_same_documents_and_another_others() -> None:
-    first, again, other = (
-        [sample.ids for sample in islice(needles.documents(needle_config(seed=seed)), 50)] for seed in (3, 3, 4)
-    )
-    assert first == again != other
-
-
 def test_a_row_without_room_is_refused() -> None:
     with pytest.raises(UserError, match=r"data\.sequence_length: 9 is too short for a haystack; set at least 10"):
         next(needles.documents(needle_config(sequence_length=9)))
@@ -75,14 +74,12 @@ def rows_of(corpus: TokenCorpus, documents: NDArray[np.int64], *, endless: bool 
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("needles")
-    prepare_text(needle_config(max_documents=70, validation_documents=2), None, folder)
-    return folder
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> TokenCorpus:
+    return prepare_text(SOME, None, tmp_path_factory.mktemp("needles"))[1]
 
 
-def test_plain_transformers_read_the_tokenizer(prepared: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
+def test_plain_transformers_read_the_tokenizer(corpus: TokenCorpus) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(corpus.folder.parent / "tokenizer")
     assert len(tokenizer) == len(VOCABULARY) == len(set(VOCABULARY)) == 53
     ids, _ = haystack(80, np.random.default_rng(0))
     text = " ".join(VOCABULARY[number] for number in ids)
@@ -90,16 +87,13 @@ def test_plain_transformers_read_the_tokenizer(prepared: Path) -> None:
     assert tokenizer.decode(ids[:-1]) == text.removesuffix(f" {tokenizer.eos_token}")
 
 
-def test_other_settings_make_other_documents(prepared: Path) -> None:
-    config = needle_config(max_documents=70, validation_documents=2)
-    kept = prepare_text(config, None, prepared)[1].info
-    other = prepare_text(needle_config(max_documents=70, validation_documents=2, seed=1), None, prepared)[1].info
-    assert other.content != kept.content
-    assert prepare_text(config, None, prepared)[1].info == kept
+def test_other_settings_make_other_documents(tmp_path: Path) -> None:
+    found = [prepare_text(needle_config(max_documents=4, seed=n), None, tmp_path)[1].info for n in (0, 1, 0)]
+    assert found[0] == found[2]
+    assert found[0].content != found[1].content
 
 
-def test_rows_hold_short_documents_in_order_and_only_answers_are_targets(prepared: Path) -> None:
-    corpus = prepare_text(needle_config(max_documents=70, validation_documents=2), None, prepared)[1]
+def test_rows_hold_short_documents_in_order_and_only_answers_are_targets(corpus: TokenCorpus) -> None:
     train, held_out = split_documents(corpus.info.num_documents, 2, 0, "kept")
     assert (list(train), list(held_out)) == (list(range(68)), [68, 69])
     loader = rows_of(corpus, train)
@@ -112,8 +106,7 @@ def test_rows_hold_short_documents_in_order_and_only_answers_are_targets(prepare
     assert first.ids[30:40].tolist() == corpus.tokens[start:stop].tolist()
 
 
-def test_answers_are_counted_by_length_and_depth(prepared: Path) -> None:
-    corpus = prepare_text(needle_config(max_documents=70, validation_documents=2), None, prepared)[1]
+def test_answers_are_counted_by_length_and_depth(corpus: TokenCorpus) -> None:
     loader = rows_of(corpus, np.array([0, 68]), endless=False)
     batches = [loader.next_micro_batch(), loader.next_micro_batch()]
     targets = sum(batch.num_targets for batch in batches)
@@ -130,3 +123,63 @@ def test_answers_are_counted_by_length_and_depth(prepared: Path) -> None:
     for place, word in enumerate(words[: words.index("?")]):
         depths[place * DEPTHS // 128] += words[place + 1].isdigit() and not word.isdigit()
     assert found.asked[1] == depths
+
+
+HAYSTACKS = Haystacks(lengths=(300, 900), depths=4, samples=2, new_tokens=40, seed=5)
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def asked(haystacks: Haystacks) -> list[Question]:
+    return list(questions(haystacks, words, lambda question: words(f"{question.text} {question.begun}")))
+
+
+@pytest.mark.parametrize("filler", ["essay", "noise"])
+def test_prompts_fill_their_length_and_hide_values_at_their_depth(filler: str) -> None:
+    made = asked(replace(HAYSTACKS, filler=filler))
+    assert len(made) == len(KINDS) * 2 * 4 * 2
+    assert len({question.text for question in made}) == len(made)
+    for question in made:
+        used = words(f"{question.text} {question.begun}") + HAYSTACKS.new_tokens
+        assert question.length - 40 < used <= question.length
+        body = question.text.split("\n\n")[1]
+        assert question.depths[0] == question.depth
+        for value, depth in zip(question.values, question.depths, strict=True):
+            assert question.text.count(value) == 1
+            share = words(body[: body.index(value)]) / words(body)
+            # A needle has nine words, four of them may be in the body too.
+            assert depth / 4 - 0.15 < share < (depth + 1) / 4 + 0.25, (question.kind, depth, share)
+
+
+def test_kinds_are_as_ruler_defines_them() -> None:
+    kinds = {question.kind: question for question in asked(replace(HAYSTACKS, lengths=(900,), samples=1))}
+    needles = {kind: question.text.count("One of the secret numbers of") for kind, question in kinds.items()}
+    assert needles == {"single": 1, "multikey": 4, "multivalue": 4}
+    values = {kind: len(question.values) for kind, question in kinds.items()}
+    assert values == {"single": 1, "multikey": 1, "multivalue": 4}
+    for question in kinds.values():
+        key = question.begun.removeprefix("The secret numbers of the ").removeprefix("The secret number of the ")
+        key = key.removesuffix(" are").removesuffix(" is")
+        hidden = [f"One of the secret numbers of the {key} is {value}." for value in question.values]
+        assert all(needle in question.text for needle in hidden)
+
+
+def test_every_depth_is_asked_as_often_and_the_same_by_the_same_seed() -> None:
+    assert asked(HAYSTACKS) == asked(HAYSTACKS) != asked(replace(HAYSTACKS, seed=6))
+    with pytest.raises(UserError, match=r"--lengths 60: too short for .* the minimum is \d+ tokens, 40 of them"):
+        asked(replace(HAYSTACKS, lengths=(60,)))
+    for kind in KINDS:
+        made = asked(replace(HAYSTACKS, kinds=(kind,)))
+        depths = [depth for question in made for depth in question.depths]
+        assert {depths.count(depth) for depth in range(4)} == {len(depths) // 4}
+
+
+def test_an_answer_counts_by_the_share_of_its_values() -> None:
+    question = next(question for question in asked(HAYSTACKS) if question.kind == "multivalue")
+    one, two, three, four = question.values
+    assert recall(question, f" {two}, and {four}.") == 0.5
+    assert found_values(question, f"{two} {four}") == [False, True, False, True]
+    assert recall(question, "none") == 0.0
+    assert recall(question, f"{four}{three}{two}{one}") == 1.0

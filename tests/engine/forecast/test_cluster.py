@@ -38,6 +38,7 @@ def recipe(sequence: int, sequences: int, micro_batch: int, **train: Any) -> Rec
     )
 
 
+@pytest.fixture(scope="module")
 def llama3_8b() -> ModelSpec:
     return known_model("Llama-3.1-8B").spec
 
@@ -67,11 +68,11 @@ VELA = cluster_gpu("NVIDIA H100 80GB HBM3", memory=(80, 3350), nvlink_gb_per_s=4
     ("nodes", "compiled", "tokens_per_s", "gib"),
     [(1, False, 5762, 82.4), (1, True, 6667, 77.0), (16, False, 5605, 67.0), (16, True, 6514, 62.0)],
 )
-def test_llama_8b_by_torchtitan(nodes: int, compiled: bool, tokens_per_s: int, gib: float) -> None:
+def test_llama_8b_by_torchtitan(nodes: int, compiled: bool, tokens_per_s: int, gib: float, llama3_8b: Any) -> None:
     """github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: FSDP, two sequences
     of 8,192 tokens a GPU."""
     cluster = Cluster(nodes, 8, TITAN)
-    found = cluster_forecast(llama3_8b(), recipe(8192, 2 * cluster.gpus, 2), cluster, compiled=compiled, recompute=HALF)
+    found = cluster_forecast(llama3_8b, recipe(8192, 2 * cluster.gpus, 2), cluster, compiled=compiled, recompute=HALF)
     assert found["tokens_per_s"] / cluster.gpus == pytest.approx(tokens_per_s, rel=TOKENS_OFF)
     assert found["peak_bytes"] / GIB == pytest.approx(gib, rel=MEMORY_OFF)
     assert found["fits"]
@@ -113,10 +114,10 @@ def test_a_ring() -> None:
     assert collective(Cluster(1, 1, SLOW), 12e6).seconds == 0
 
 
-def test_memory_by_hand() -> None:
+def test_memory_by_hand(llama3_8b: ModelSpec) -> None:
     """Llama 3.1 8B on 16 GPUs, sequences of 8,192 tokens, one a micro-batch."""
-    spec = llama3_8b()
-    found = cluster_forecast(spec, recipe(8192, 16, 1), parse_cluster("2x8"))
+    spec, work, cluster = llama3_8b, recipe(8192, 16, 1), parse_cluster("2x8")
+    found = cluster_forecast(spec, work, cluster)
     params, ends, layer = 8_030_261_248, 2 * 128_256 * 4096 + 4096, 218_112_000
     parts = dict(found["parts"])
     assert spec.num_params == params == 32 * layer + ends
@@ -129,13 +130,15 @@ def test_memory_by_hand() -> None:
     assert list(parts) == ["CUDA, NCCL, allocator"]
     assert found["peak_bytes"] == sum(found["parts"].values())
     assert json.loads(json.dumps(found)) == found
+    halves = cluster_forecast(spec, work, cluster, [4096] * 32)
+    assert halves["compute_s"] < found["compute_s"], "short documents attend to less"
+    assert halves["parts"] == found["parts"]
 
 
-def test_what_is_recomputed_is_not_saved() -> None:
+def test_what_is_recomputed_is_not_saved(llama3_8b: ModelSpec) -> None:
     def planned(how: str) -> tuple[int, float]:
-        found = cluster_forecast(
-            llama3_8b(), recipe(8192, 16, 1, activation_checkpointing=how), parse_cluster("2x8xb200")
-        )
+        work = recipe(8192, 16, 1, activation_checkpointing=how)
+        found = cluster_forecast(llama3_8b, work, parse_cluster("2x8xb200"))
         return found["parts"]["saved activations"], found["compute_s"]
 
     (full, long), (selective, shorter), (none, shortest) = (planned(how) for how in ("full", "selective", "none"))
@@ -144,8 +147,8 @@ def test_what_is_recomputed_is_not_saved() -> None:
     assert planned("auto") == (full, long)
 
 
-def test_frozen_weights_are_gathered_and_never_reduced() -> None:
-    spec = llama3_8b()
+def test_frozen_weights_are_gathered_and_never_reduced(llama3_8b: ModelSpec) -> None:
+    spec = llama3_8b
     names = {f"layers.{index}": f"layers.{index}.frozen" for index in range(8)} | {"embed": "embed.frozen"}
     still = replace(
         spec,
@@ -161,8 +164,9 @@ def test_frozen_weights_are_gathered_and_never_reduced() -> None:
     assert after["nvlink_s"] < before["nvlink_s"]
 
 
-def test_the_slower_of_the_two_counts() -> None:
-    spec, fast = llama3_8b(), CLUSTER_GPUS["h100"]
+def test_the_slower_of_the_two_counts(llama3_8b: ModelSpec) -> None:
+    """And more GPUs finish sooner, by no more than their number."""
+    spec, fast = llama3_8b, CLUSTER_GPUS["h100"]
     narrow = Cluster(2, 8, replace(fast, network_gbit_per_s=1))
     found = cluster_forecast(spec, recipe(2048, 16, 1), narrow)
     assert found["bound_by"] == "the network"
@@ -170,20 +174,10 @@ def test_the_slower_of_the_two_counts() -> None:
     wide = cluster_forecast(spec, recipe(2048, 16, 1), Cluster(2, 8, fast))
     assert wide["step_s"] < found["step_s"]
     assert wide["compute_s"] == found["compute_s"]
-
-
-def test_more_gpus_finish_sooner_by_no_more_than_their_number() -> None:
-    spec, work = llama3_8b(), recipe(8192, 128, 1)
+    work = recipe(8192, 128, 1)
     one, two, eight = (cluster_forecast(spec, work, parse_cluster(f"{nodes}x8"))["run_s"] for nodes in (1, 2, 8))
     assert one / 2.05 < two < one
     assert one / 8.2 < eight < two
-
-
-def test_short_documents_attend_to_less() -> None:
-    spec, work, cluster = llama3_8b(), recipe(8192, 16, 1), parse_cluster("2x8")
-    rows, halves = cluster_forecast(spec, work, cluster), cluster_forecast(spec, work, cluster, [4096] * 32)
-    assert halves["compute_s"] < rows["compute_s"]
-    assert halves["parts"] == rows["parts"]
 
 
 def test_what_does_not_fit_is_told_what_would() -> None:
@@ -204,31 +198,23 @@ def test_what_does_not_fit_is_told_what_would() -> None:
 # ---------------------------------------------------------------------- what is typed
 
 
-@pytest.mark.parametrize(
-    ("text", "nodes", "gpus", "name"),
-    [("2x8", 2, 8, "h100"), ("1x8", 1, 8, "h100"), ("2x8xh100", 2, 8, "h100"), ("4X8xH200", 4, 8, "h200")],
-)
-def test_clusters_by_name(text: str, nodes: int, gpus: int, name: str) -> None:
-    assert parse_cluster(text) == Cluster(nodes, gpus, CLUSTER_GPUS[name])
+def test_clusters_by_name() -> None:
+    for text, nodes, name in (("2x8", 2, "h100"), ("1x8xh100", 1, "h100"), ("4X8xH200", 4, "h200")):
+        assert parse_cluster(text) == Cluster(nodes, 8, CLUSTER_GPUS[name])
+    for text in ("0x8", "8", "foo", "2x0", "2x8x", "2x8xh300", "-1x8", "2x99", "99999999x8", "2x8\n\nx", ""):
+        with pytest.raises(UserError, match=r"^--cluster") as error:
+            parse_cluster(text)
+        assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "text", ["0x8", "8", "foo", "2x0", "2x8x", "2x8xh300", "-1x8", "2x99", "99999999x8", "2x8\n\n", ""]
-)
-def test_what_is_no_cluster(text: str) -> None:
-    with pytest.raises(UserError, match=r"^--cluster") as error:
-        parse_cluster(f"{text}x" if text.endswith("\n") else text)
-    assert "\n" not in str(error.value)
-
-
-def test_micro_batches_that_do_not_divide() -> None:
+def test_micro_batches_that_do_not_divide(llama3_8b: ModelSpec) -> None:
     work = recipe(8192, 64, 2)
     with pytest.raises(UserError, match="the 32 micro-batches of a step") as error:
-        cluster_forecast(llama3_8b(), work, parse_cluster("3x8"))
+        cluster_forecast(llama3_8b, work, parse_cluster("3x8"))
     (better,) = re.findall(r"set train.global_batch_size=(\d+)", str(error.value))
     fixed = replace(work, train=replace(work.train, global_batch_size=int(better)))
-    assert cluster_forecast(llama3_8b(), fixed, parse_cluster("3x8"))["micro_batches_per_gpu"] == 1
+    assert cluster_forecast(llama3_8b, fixed, parse_cluster("3x8"))["micro_batches_per_gpu"] == 1
     with pytest.raises(UserError, match=r"set train.micro_batch_size=1, or"):
-        cluster_forecast(llama3_8b(), work, parse_cluster("8x8"))
+        cluster_forecast(llama3_8b, work, parse_cluster("8x8"))
     with pytest.raises(UserError, match="only bfloat16"):
-        cluster_forecast(llama3_8b(), recipe(8192, 64, 2, compute_dtype="float32"), parse_cluster("2x8"))
+        cluster_forecast(llama3_8b, recipe(8192, 64, 2, compute_dtype="float32"), parse_cluster("2x8"))

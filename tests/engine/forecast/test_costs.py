@@ -1,37 +1,40 @@
-"""Seconds of each op, worked by hand from round rates."""
+"""Seconds of each op, worked by hand from round rates. FLOP formulas: worked by hand, against torch's own counter on
+plain transformers models, and against a step's ops."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+import torch
 from machines import ROUND
 from msgspec import structs
 from small_problems import problem, some_plan
 from some_ops import an_op
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from transformers import AutoModelForCausalLM
 
-from penstock.engine.forecast.costs import (
-    CLIP_S,
-    COMMIT_S,
-    COPY_S,
-    DISK_S,
-    LAUNCH_S,
-    Calibration,
-    Costs,
-    Sample,
-    attention_rate,
-    op_kind,
-    representatives,
-)
+from penstock.engine.attention import chunk as attention
+from penstock.engine.forecast import costs as constants
+from penstock.engine.forecast.costs import Calibration, Costs, Sample, attention_rate, op_kind, representatives
+from penstock.engine.forecast.flops import attention_flops, executed_flops, matmul_flops, model_flops
+from penstock.engine.hf.config import model_config
+from penstock.engine.model.spec import ModelSpec
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import BlockShape, PlanOptions
 from penstock.engine.schedule.actions import ACTIONS, KEYS, SAVED_GRAPH, ZERO_DKV, zero
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import WHOLE, Op
 from penstock.engine.schedule.resources import record
+from penstock.engine.train import train_step
 
-LAUNCH = LAUNCH_S["gpu"]
+LAUNCH = constants.LAUNCH_S["gpu"]
+CLIP_S, COMMIT_S, COPY_S, DISK_S = constants.CLIP_S, constants.COMMIT_S, constants.COPY_S, constants.DISK_S
 HIDDEN_BYTES = 64 * 32 * 2
 """Of a chunk: 64 tokens, 32 wide, bfloat16."""
 NUMEL = 8192
@@ -75,6 +78,16 @@ def test_a_layer_forward() -> None:
     assert costs.seconds(op_of("layer_forward", index=1)) == pytest.approx(
         expected - attention + attention * pairs / 2_080
     )
+    # A window of 20: 20 x 21 / 2 pairs of the first 20 queries, 20 of each of the other 44.
+    few = 2_080 - (210 + 44 * 20)
+    sliding = seconds(op_of("layer_forward"), a_plan(sliding=frozenset({1})))
+    assert sliding == pytest.approx(expected - few * 4 * 32 / 2e9)
+    # Few tokens wait for the weights.
+    with_weights = LAUNCH + WEIGHTS_S + 64 * GRAPH_BYTES / 1e8 + attention
+    assert seconds(op_of("layer_forward"), matmul_flops=1e15) == pytest.approx(with_weights)
+    # Attention computed again: queries, keys and values of the chunk, a quarter of the layer's products.
+    again = LAUNCH + 64 * PROJECTION / 1e9 + attention + PROJECTION / LAYER * 64 * GRAPH_BYTES / 1e8
+    assert seconds(op_of("layer_recompute")) == pytest.approx(again, rel=1e-4)
 
 
 def test_a_layer_backward() -> None:
@@ -117,18 +130,6 @@ def test_a_layer_backward_of_which_half_is_frozen() -> None:
     assert seconds(op_of("layer_forward"), plan) == pytest.approx(seconds(op_of("layer_forward")))
 
 
-def test_few_tokens_wait_for_the_weights() -> None:
-    fast = {"matmul_flops": 1e15}
-    with_weights = LAUNCH + WEIGHTS_S + 64 * GRAPH_BYTES / 1e8 + 2_080 * 4 * 32 / 2e9
-    assert seconds(op_of("layer_forward"), **fast) == pytest.approx(with_weights)
-
-
-def test_attention_computed_again() -> None:
-    # Queries, keys and values of the chunk, then attention: a quarter of the layer's products.
-    expected = LAUNCH + 64 * PROJECTION / 1e9 + 2_080 * 4 * 32 / 2e9 + PROJECTION / LAYER * 64 * GRAPH_BYTES / 1e8
-    assert seconds(op_of("layer_recompute")) == pytest.approx(expected, rel=1e-4)
-
-
 def test_a_streamed_window() -> None:
     plan = a_plan(streamed=True)
     # 16 queries and a chunk of 16 earlier keys: 256 pairs; of its own keys: 16 x 17 / 2.
@@ -140,14 +141,6 @@ def test_a_streamed_window() -> None:
     # Up to attention and after it there are no pairs: projections alone, 16 tokens.
     project = LAUNCH + max(16 * PROJECTION / 1e9, WEIGHTS_S / 4) + 16 * GRAPH_BYTES / 4 / 1e8
     assert seconds(op_of("layer_project", index=3), plan) == pytest.approx(project, rel=1e-4)
-
-
-def test_a_window_of_a_few_tokens() -> None:
-    plan = a_plan(sliding=frozenset({1}))
-    # A window of 20: 20 x 21 / 2 pairs of the first 20 queries, 20 of each of the other 44.
-    few = 2_080 - (210 + 44 * 20)
-    full = seconds(op_of("layer_forward"))
-    assert seconds(op_of("layer_forward"), plan) == pytest.approx(full - few * 4 * 32 / 2e9)
 
 
 def test_embedding_and_head() -> None:
@@ -173,33 +166,26 @@ def test_a_forward_that_nothing_follows() -> None:
         kind = "+".join(("layers.0 layer_forward", *flags))
         calibration = Calibration(samples={kind: (Sample(tokens=64, pairs=2_080, seconds=0.5),)})
         assert seconds(evaluation, calibration=calibration) == pytest.approx(0.5, rel=1e-3)
-    head = Calibration(
-        samples={"head head": (Sample(tokens=64, pairs=0, seconds=7 * seconds(op_of("head", block="head"))),)}
-    )
+    measured = Sample(tokens=64, pairs=0, seconds=7 * seconds(op_of("head", block="head")))
+    head = Calibration(samples={"head head": (measured,)})
     assert seconds(op_of("head_evaluate", block="head"), calibration=head) == pytest.approx(7 * expected)
 
 
-def test_updates_and_norms() -> None:
+def test_updates_norms_copies_and_drives() -> None:
     # Parts of 4,096 parameters, at 10^6 a second.
     assert seconds(op_of("update")) == pytest.approx(COPY_S + 4_096 / 1e6)
     assert seconds(op_of("update_on_gpu", index=WHOLE)) == pytest.approx(COPY_S + NUMEL * 30 / 1e8)
     assert seconds(op_of("norm", index=WHOLE)) == pytest.approx(COPY_S + NUMEL * 4 / 1e8)
     assert seconds(op_of("clip")) == CLIP_S
     assert seconds(op_of("commit")) == COMMIT_S
-
-
-def test_copies() -> None:
-    assert seconds(op_of("load_x", nbytes=10_000)) == pytest.approx(COPY_S + 10_000 / 1e6)
-    assert seconds(op_of("store_x", nbytes=10_000)) == pytest.approx(COPY_S + 10_000 / 2e6)
+    load, store = op_of("load_x", nbytes=10_000), op_of("store_x", nbytes=10_000)
+    assert seconds(load) == pytest.approx(COPY_S + 10_000 / 1e6)
+    assert seconds(store) == pytest.approx(COPY_S + 10_000 / 2e6)
     # What is saved there stays on the GPU: read and written at its own rate.
     plan = replace(a_plan(), saved_on_gpu=frozenset({(2, 0)}))
-    aside = op_of("load_x", nbytes=10_000, reads=(record("x", 2, 0),))
-    assert seconds(aside, plan) == pytest.approx(COPY_S + 2 * 10_000 / 1e8)
-    other = op_of("load_x", nbytes=10_000, reads=(record("x", 1, 0),))
-    assert seconds(other, plan) == pytest.approx(COPY_S + 10_000 / 1e6)
-
-
-def test_drives() -> None:
+    for block, expected in ((2, 2 * 10_000 / 1e8), (1, 10_000 / 1e6)):
+        aside = op_of("load_x", nbytes=10_000, reads=(record("x", block, 0),))
+        assert seconds(aside, plan) == pytest.approx(COPY_S + expected)
     # Two drives, each at the slower one's rate, together half of that: 400,000 and 100,000 bytes a second.
     assert seconds(op_of("read_state", nbytes=10_000)) == pytest.approx(DISK_S + 10_000 / 4e5)
     assert seconds(op_of("write_state", nbytes=10_000)) == pytest.approx(DISK_S + 10_000 / 1e5)
@@ -207,6 +193,10 @@ def test_drives() -> None:
     whole = op_of("read_weights_whole", nbytes=10_000)
     assert seconds(whole, h2d_bytes_per_s=1e5) == pytest.approx(10_000 / 1e5)
     assert seconds(whole, h2d_bytes_per_s=1e5, gpu=None) == pytest.approx(DISK_S + 10_000 / 4e5)
+    # Measured rates replace the machine's.
+    calibration = Calibration(h2d_bytes_per_s=1e5, d2h_bytes_per_s=1e4, update_params_per_s=1e3)
+    for op, expected in ((load, 0.1), (store, 1.0), (op_of("update"), 4.096)):
+        assert seconds(op, calibration=calibration) == pytest.approx(COPY_S + expected)
 
 
 def test_one_sample_corrects_the_formula_by_a_ratio() -> None:
@@ -246,22 +236,12 @@ def test_what_recomputes_follows_from_what_was_measured_with_a_graph(pairs: tupl
     assert more > 1.2
 
 
-def test_measured_rates_replace_the_machine_s() -> None:
-    calibration = Calibration(h2d_bytes_per_s=1e5, d2h_bytes_per_s=1e4, update_params_per_s=1e3)
-    assert seconds(op_of("load_x", nbytes=10_000), calibration=calibration) == pytest.approx(COPY_S + 0.1)
-    assert seconds(op_of("store_x", nbytes=10_000), calibration=calibration) == pytest.approx(COPY_S + 1.0)
-    assert seconds(op_of("update"), calibration=calibration) == pytest.approx(COPY_S + 4.096)
-
-
-def test_the_nearest_attention_rate() -> None:
+def test_the_nearest_attention_rate_and_representatives_of_blocks() -> None:
     assert attention_rate(ROUND, 8, 64).forward_flops == 2e9
     assert attention_rate(ROUND, 16, 400).forward_flops == 8e9
     assert attention_rate(ROUND, 128, 4_096).forward_flops == 9e9, "the head size counts first"
-
-
-def test_blocks_that_compute_the_same_share_a_representative() -> None:
-    plan = a_plan(sliding=frozenset({1}))
-    assert representatives(plan.blocks) == ["embed", "layers.0", "layers.1", "layers.0", "head"]
+    blocks = a_plan(sliding=frozenset({1})).blocks
+    assert representatives(blocks) == ["embed", "layers.0", "layers.1", "layers.0", "head"]
     twin = BlockShape(name="other", role="layer", buffers=("other",))
     assert representatives([twin, replace(twin, name="another", buffers=("a", "b"))]) == ["other", "other"]
 
@@ -273,3 +253,155 @@ def test_every_op_of_a_schedule_takes_time() -> None:
         assert all(0 < costs.seconds(op) < 10 for op in builder.step(1))
         for ops in builder.evaluate(1, 1, documents=plan.row_documents):
             assert all(0 < costs.seconds(op) < 10 for op in ops)
+
+
+def spec(model_type: str, freeze: list[str] | None = None, **overrides: Any) -> ModelSpec:
+    model = tiny.model(model_type=model_type, num_layers=2, vocab_size=96, overrides=overrides)
+    return tiny.spec_of(model_config(tiny.recipe(model=model), None), freeze or [])
+
+
+HALVES = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]
+ATTENTION_WEIGHTS, MLP, DOWN, HEAD = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 48, 48 * 32, 32 * 96
+"""Weights of a layer's attention and MLP, of the last matrix of that, and of the head."""
+LAYER_FLOPS = 2 * (ATTENTION_WEIGHTS + MLP)
+AGAIN = LAYER_FLOPS - 2 * DOWN
+"""FLOPs of a token forward, and once more in backward: nobody reads the output of the last product."""
+
+
+def test_a_qwen3_by_hand() -> None:
+    forward, model = 2 * (2 * (ATTENTION_WEIGHTS + MLP) + HEAD), spec("qwen3")
+    assert matmul_flops(model) == forward == 36_864
+    # A document of 3 tokens has 6 visible pairs: 2 layers x 2 FLOP x 4 heads x (8 + 8) x 6.
+    assert attention_flops(model, [3]) == 2 * 2 * 4 * 16 * 6
+    assert model_flops(model, [3, 1]) == 3 * (4 * forward + 2 * 2 * 4 * 16 * 7)
+
+
+def test_what_is_frozen_costs_no_gradient_of_its_weights_by_hand() -> None:
+    """The embedding, the first layer and the MLP of the second are frozen: backward ends with the second."""
+    model = spec("qwen3", HALVES)
+    backward = LAYER_FLOPS + 2 * ATTENTION_WEIGHTS + 2 * 2 * HEAD
+    assert matmul_flops(model) == 2 * LAYER_FLOPS + 2 * HEAD
+    # Of the two layers' attention, which is 2 x 4 x 16 a pair, one goes backward, at twice that.
+    assert model_flops(model, [3, 1]) == 4 * (2 * LAYER_FLOPS + 2 * HEAD + backward) + 2 * 4 * 16 * 7 * (2 + 2)
+    found = executed_flops(model, two_chunks(model), [5, 3])
+    assert found.layer_matmul == 8 * (2 * LAYER_FLOPS + LAYER_FLOPS + 2 * ATTENTION_WEIGHTS + AGAIN)
+    assert found.head_matmul == 8 * 6 * HEAD
+    assert (found.attention_forward, found.attention_backward) == (2 * 2 * 4 * 16 * 21, 2 * 4 * 40 * 21)
+
+
+def two_chunks(model: ModelSpec, **changes: Any) -> Plan:
+    """Two chunks of 4 tokens, and what the test says about what is saved."""
+    t = tiny.training(global_batch_size=1, chunk_tokens=4)
+    plan = tiny.plan_of(model, tiny.recipe(data=tiny.data(sequence_length=8), train=t), "1GiB", "1GiB")
+    return replace(plan, **({"recomputed": frozenset(), "saved_graphs": frozenset()} | changes))
+
+
+def test_what_a_step_of_two_chunks_executes_by_hand() -> None:
+    # Two documents of 5 and 3 tokens: 15 + 6 pairs, 4 heads; q.k and p.v forward, 3 and 2 of them backward.
+    forward, backward = 2 * 4 * (8 + 8) * 21, 2 * 4 * (3 * 8 + 2 * 8) * 21
+    model = spec("qwen3")
+    assert set(model.unread) == {"mlp.down_proj"}
+
+    flops = executed_flops(model, two_chunks(model), [5, 3])
+    assert flops.layer_matmul == 2 * 8 * (3 * LAYER_FLOPS + AGAIN)
+    assert flops.head_matmul == 8 * 3 * 2 * HEAD
+    assert (flops.attention_forward, flops.attention_backward) == (2 * forward, 2 * backward)
+    assert flops.total == 2 * 8 * (3 * LAYER_FLOPS + AGAIN) + 8 * 6 * HEAD + 2 * (forward + backward)
+
+    # Layer 1 (block 2) saves the graph of its second chunk, LAYER_FLOPS 0 (block 1) saves its input only.
+    plan = two_chunks(model, recomputed=frozenset({1}), saved_graphs=frozenset({(2, 1)}))
+    changed = executed_flops(model, plan, [5, 3])
+    projection = 2 * (32 * 32 + 2 * 32 * 16)  # queries, keys and values
+    assert changed.layer_matmul == flops.layer_matmul + 8 * projection - 4 * AGAIN
+    assert changed.attention_forward == flops.attention_forward + forward
+    assert changed.attention_backward == flops.attention_backward
+
+    streamed = executed_flops(model, two_chunks(model, streamed=True), [5, 3])
+    assert streamed.layer_matmul == flops.layer_matmul + 2 * 8 * projection
+    assert streamed.attention_forward == flops.attention_forward
+
+    # Six of the eight tokens come before the padding: the second chunk is computed half.
+    padded = executed_flops(model, plan, [5, 1], [6])
+    per_token = 2 * (3 * LAYER_FLOPS + AGAIN) + projection
+    assert padded.layer_matmul == 6 * per_token - 2 * AGAIN
+    assert padded.head_matmul == 6 * 3 * 2 * HEAD
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("llama", {"head_dim": 16}),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        (
+            "qwen3_moe",
+            {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
+        ),
+    ],
+)
+def test_against_what_torch_counts(model_type: str, changes: dict[str, Any]) -> None:
+    """Eager attention computes all pairs, so n x n of them are put in place of the visible ones."""
+    found, length = spec(model_type, **changes), 12
+    model = AutoModelForCausalLM.from_config(found.config, attn_implementation="eager", dtype=torch.float32)
+    model.set_experts_implementation("eager")  # torch counts no grouped products
+    ids = torch.arange(length)[None]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    pairs = sum(2 * s.heads * (s.qk_dim + s.v_dim) * length**2 for s in found.attention if s is not None)
+    assert counter.get_total_flops() == length * matmul_flops(found) + pairs
+
+
+PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
+
+
+class ProductCounter(TorchDispatchMode):
+    flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in PRODUCTS:
+            self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("saving", "kv_window", "freeze"),
+    [
+        ("full", "whole", []),
+        ("selective", "streamed", []),
+        ("none", "whole", []),
+        ("none", "streamed", HALVES),
+        pytest.param("full", "streamed", [], marks=pytest.mark.long),
+        pytest.param("full", "whole", HALVES, marks=pytest.mark.long),
+    ],
+)
+def test_a_step_computes_what_the_formula_says(tmp_path: Path, saving: str, kv_window: str, freeze: list[str]) -> None:
+    ways = {"activation_checkpointing": saving, "kv_window": kv_window, "freeze": freeze}
+    t = tiny.training(steps=1, global_batch_size=1, chunk_tokens=20, **ways)
+    with tiny.session(tmp_path, d=tiny.data(sequence_length=112), t=t) as session:
+        attention.COUNTS.reset()
+        perform, counter = session.runtime.perform, ProductCounter()
+
+        def counting(op: Op) -> Any:
+            with counter if op.lane == "compute" else nullcontext():
+                return perform(op)
+
+        session.executor._perform = counting
+        lengths = [n for m in session.loader.next_step() for n in m.lengths]
+        session.loader.seek(session.store.meta["cursor"])
+        train_step(session)
+        products, spec = counter.flops, session.spec
+        expected = executed_flops(spec, session.plan, lengths)
+    # The head's products count only tokens with a label, one fewer a document.
+    head = expected.head_matmul * (sum(lengths) - len(lengths)) // sum(lengths)
+    assert products == pytest.approx(expected.layer_matmul + head, rel=0.01)
+    counts, forward = attention.COUNTS, attention_flops(spec, lengths)
+    assert (counts.forward_flops, counts.backward_flops) == (expected.attention_forward, expected.attention_backward)
+    if freeze:
+        return
+    assert counts.forward_flops == forward * (2 if saving == "full" else 1)
+    assert counts.backward_flops == forward * 5 // 2
+    if saving == "none" and kv_window == "whole":
+        whole = model_flops(spec, lengths) + forward // 2  # a flash backward computes q.k again
+        assert products + counts.forward_flops + counts.backward_flops == pytest.approx(whole, rel=0.02)

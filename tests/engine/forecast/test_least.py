@@ -1,4 +1,5 @@
-"""What is needed at least: budgets of "least" are accepted and nothing less is, and every refusal says the same."""
+"""What is needed at least: budgets of "least" are accepted and nothing less is, and every refusal says the same. And
+advice: every change that is suggested has been tried, and applied it is accepted."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from hypothesis import strategies as st
 from samples import sampled
 
 from penstock.engine.config import BudgetConfig, Recipe, SamplesConfig, parse_bytes
+from penstock.engine.forecast.advice import Change, best_change, fixes
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.budgets import Budgets, machine_budgets
 from penstock.engine.machine.presets import GENERIC, find_machine
-from penstock.storage.errors import BudgetError
+from penstock.storage.errors import BudgetError, UserError
 
 ROOMY = Budgets(1 << 40, 1 << 40, None, {})
 MODELS: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
@@ -28,13 +30,6 @@ MODELS: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({}, (), "dora"),
 ]
 """Changes of the tiny model, what is frozen, adapter.method."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _taken_apart() -> None:
-    """Each model is taken apart once, which takes longer than to plan it."""
-    for shape, freeze, method in MODELS:
-        request(tiny.recipe(model=tiny.model(**shape), adapter=tiny.AdapterConfig(method=method)), ROOMY, "cpu", freeze)
 
 
 def request(recipe: Recipe, budgets: Budgets, device_type: str, freeze: tuple[str, ...], **known: Any) -> PlanRequest:
@@ -77,9 +72,7 @@ def fits(task: PlanRequest, tier: str) -> bool:
 
 @sampled(4, 300)
 @given(requests(), st.sampled_from(["gpu", "ram", "nvme"]), st.integers(1, 3_000_000))
-def test_what_a_refusal_asks_for_is_exact_and_what_it_says_to_lower_helps(
-    task: PlanRequest, tier: str, size: int
-) -> None:
+def test_what_a_refusal_asks_for_is_exact_and_what_to_lower_helps(task: PlanRequest, tier: str, size: int) -> None:
     task = task.changed({f"budgets.{tier}": size})
     assume(not fits(task, tier))
     with pytest.raises(BudgetError) as refused:
@@ -155,3 +148,72 @@ def test_least_and_shares_of_a_machine(machine: str) -> None:
     rest = request(tiny.recipe(), rest, "cpu" if on.gpu is None else "cuda", ()).settled().budgets
     assert rest.gpu == task.budgets.gpu
     assert rest.ram == (both - rest.gpu if on.gpu is None else whole.ram)
+
+
+# ---------------------------------------------------------------------- advice
+
+DRIVES = [1_000_000, 5_000_000, 1 << 40]
+SIZES = {"gpu": 1 << 40, "ram": 1 << 40, "nvme": 1 << 40}
+
+
+@sampled(3, 40, derandomize=True)
+@given(requests(), st.integers(100_000, 2_000_000), st.integers(100_000, 1_000_000), st.sampled_from(DRIVES))
+def test_every_suggested_change_is_accepted(task: PlanRequest, gpu: int, ram: int, nvme: int) -> None:
+    task = task.changed({"budgets.gpu": gpu, "budgets.ram": ram, "budgets.nvme": nvme})
+    error = task.refusal()
+    assume(error is not None)
+    assert error.tier in SIZES
+    assert error.need_bytes > error.budget_bytes
+    changes = fixes(task, SIZES)
+    assert changes, "a machine with enough memory helps, if nothing else does"
+    for change in changes:
+        assert change.values
+        assert change.text
+        changed = task.changed(change.values)
+        assert changed.refusal() is None
+        changed.search(GENERIC)
+        assert all(f"{name}=" in word for name, word in zip(change.values, change.to_json()["set"], strict=True))
+    assert len({tuple(change.values) for change in changes}) == len(changes)
+
+
+def test_what_the_machine_lacks_is_a_change_of_the_machine() -> None:
+    budgets = Budgets(100_000, 1 << 30, None, {})
+    task = request(tiny.recipe(), budgets, "cpu", ())
+    roomy = fixes(task, SIZES)[-1]
+    assert list(roomy.values) == ["budgets.gpu"]
+    assert task.changed(roomy.values).refusal() is None
+    assert re.fullmatch(r"\d+[KMG]iB", roomy.values["budgets.gpu"])
+    less = {"budgets.gpu": parse_bytes(roomy.values["budgets.gpu"], "budgets.gpu") - 1024}
+    assert task.changed(less).refusal() is not None, "the smallest, in whole KiB"
+    poor = fixes(task, SIZES | {"gpu": 200_000})[-1]
+    assert poor.values == {}
+    assert "a machine with" in poor.text
+    assert "GPU memory" in poor.text
+
+
+def test_the_least_change_of_a_field_is_suggested() -> None:
+    budgets = Budgets(1 << 30, 1 << 30, None, {})
+    d, t = tiny.data(sequence_length=256), tiny.training(chunk_tokens=256, global_batch_size=1)
+    roomy = request(tiny.recipe(data=d, train=t), budgets, "cpu", ())
+    need = [roomy.changed({"train.chunk_tokens": n, "budgets.gpu": 1}).refusal() for n in (256, 128, 64)]
+    wanted = [error.need_bytes for error in need]
+    assert wanted[0] > wanted[1] > wanted[2]
+    task = roomy.changed({"budgets.gpu": wanted[1]})
+    assert Change({"train.chunk_tokens": 128}, "shorter chunks") in fixes(task, SIZES)
+    # Changes are checked as recipes are.
+    assert task.changed({"budgets.ram": "2KiB"}).budgets.ram == 2048
+    assert task.changed({"train.lr": 0.5, "data.sequence_length": 9}).recipe.data.sequence_length == 9
+    with pytest.raises((UserError, ValueError), match=r"train\.global_batch_size: 0"):
+        task.changed({"train.global_batch_size": 0})
+
+
+@pytest.mark.long
+def test_the_best_change_is_faster_per_token() -> None:
+    budgets = Budgets(600_000, 800_000, 1 << 30, {})
+    t = tiny.training(activation_checkpointing="auto", kv_window="auto", global_batch_size=1)
+    task = request(tiny.recipe(train=t), budgets, "cpu", ())
+    found, tokens = task.search(GENERIC), 48
+    best = best_change(task, GENERIC, found, tokens)
+    assert best["gain"] >= 1.02
+    assert best["gain"] == pytest.approx(best["tokens_per_s"] / (tokens / found.best.step_s))
+    assert best["text"]

@@ -1,7 +1,9 @@
-"""Text from streamed weights is what transformers' own generate gives, wherever weights, keys and values live."""
+"""Text from streamed weights is what transformers' own generate gives, wherever weights, keys and values live; and what
+lives where and how long it takes, of a model that fits nowhere: the figures of docs/sample.md."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,48 +16,41 @@ import torch
 from samples import cases
 from streams_on_cpu import streams_on_cpu
 from tiny import Silent, recipe, storage, train_run, training
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
-    LlamaConfig,
-    Phi3Config,
-    PretrainedConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from penstock.app.sampling import opened
-from penstock.engine.config import parse_bytes
+from penstock.engine.config import BudgetConfig, parse_bytes
 from penstock.engine.export import export
 from penstock.engine.generate import streamed
 from penstock.engine.generate.decode import Continuation, Decoding, Row, choose, decode
+from penstock.engine.generate.forecast import Estimate, forecast
+from penstock.engine.generate.placement import Sizes, place
 from penstock.engine.generate.streamed import StreamedModel
+from penstock.engine.machine.budgets import machine_budgets
+from penstock.engine.machine.presets import find_machine
+from penstock.engine.model.anatomy import take_apart
+from penstock.engine.model.spec import ModelSpec
 from penstock.storage.arena import HostArena
 from penstock.storage.errors import UserError
+from penstock.storage.units import bytes_text, seconds_text
 
 SHAPE: dict[str, Any] = adapted.SIZES | {"num_hidden_layers": 3, "vocab_size": 211, "pad_token_id": 0}
 SHAPE |= {"bos_token_id": None, "eos_token_id": None}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "rope_theta": 1e4}
-CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**SHAPE | {"tie_word_embeddings": True}),
-    "qwen3": Qwen3Config(**SHAPE),
+HYBRID = EXPERTS | {"shared_expert_intermediate_size": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen3": {},
     # Windows shorter than the prompts, soft-caps.
-    "gemma3": Gemma3TextConfig(**SHAPE | {"num_hidden_layers": 7}, sliding_window=8, attn_logit_softcapping=20.0),
-    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS),
-    "gpt_oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    "gemma3_text": {"num_hidden_layers": 7, "sliding_window": 8, "attn_logit_softcapping": 20.0},
+    "qwen3_moe": EXPERTS,
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     # The rotary tables change at the 21st token.
-    "phi3": Phi3Config(**SHAPE, rope_parameters=LONGROPE, original_max_position_embeddings=20),
-    "qwen3_next": Qwen3NextConfig(
-        **SHAPE | {"num_hidden_layers": 4},
-        **EXPERTS,
-        shared_expert_intermediate_size=16,
-        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
-        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
-    ),
+    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 20},
+    "qwen3_next": HYBRID | {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
 }
+CONFIGS = {name: AutoConfig.for_model(name, **SHAPE | fields) for name, fields in FAMILIES.items()}
 
 
 def prompt_of(length: int) -> list[int]:
@@ -139,10 +134,8 @@ def memory_apart() -> Iterator[None]:
 APART = [pytest.param("phi3", False, marks=pytest.mark.long), pytest.param("qwen3_next", True, marks=pytest.mark.long)]
 
 
-@pytest.mark.parametrize(("family", "apart"), [("gemma3", True), *APART])
-def test_tiers_and_chunks_change_no_token(
-    family: str, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("family", "apart"), [("gemma3_text", True), *APART])
+def test_tiers_change_no_token(family: str, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, count = save(CONFIGS[family], tmp_path), 3
     expected = by_transformers(made, PROMPTS, count)
     monkeypatch.setattr("penstock.engine.generate.placement._FIXED_BYTES", 0)
@@ -182,7 +175,7 @@ def test_a_prompt_that_begins_as_before_is_not_read_again(tmp_path: Path) -> Non
 
 
 def test_log_likelihoods_are_those_of_the_logits(tmp_path: Path) -> None:
-    made = save(CONFIGS["gemma3"], tmp_path)
+    made = save(CONFIGS["gemma3_text"], tmp_path)
     greedy = by_transformers(made, [PROMPTS[0]], 4)[0]
     pairs = [(PROMPTS[1], PROMPTS[0]), (PROMPTS[0], greedy), ([3], PROMPTS[3])]
     with StreamedModel.open(tmp_path, **ROOMY, device="cpu") as ours:
@@ -273,12 +266,66 @@ def test_an_adapter_folder_is_asked_with_its_base(method: str, tmp_path: Path) -
     prompts = [[token % 97 for token in prompt] for prompt in PROMPTS[:2]]
     expected = by_transformers(made, prompts, 8)
     assert expected != by_transformers(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), prompts, 8)
-    with opened(tmp_path / "adapter", gpu="1GiB", ram="1GiB", device="cpu") as ours:
-        assert ids_of(ours.generate(prompts, Decoding(new_tokens=8))) == expected
-    with opened(tmp_path / "adapter", gpu="17MiB", ram="8KiB", device="cpu") as ours:
-        assert ids_of(ours.generate(prompts, Decoding(new_tokens=8))) == expected
+    for gpu, ram in (("1GiB", "1GiB"), ("17MiB", "8KiB")):
+        with opened(tmp_path / "adapter", gpu=gpu, ram=ram, device="cpu") as ours:
+            assert ids_of(ours.generate(prompts, Decoding(new_tokens=8))) == expected
+            ((value, _),) = ours.loglikelihoods([(prompts[1], prompts[0])])
+            assert value == pytest.approx(log_likelihood(made, prompts[1], prompts[0])[0], abs=1e-3)
     other = adapted.config("llama")
     other.hidden_size = 64
     adapted.base(other).save_pretrained(tmp_path / "other")
     with pytest.raises(UserError, match="the adapter was trained on another base model"):
         StreamedModel.open(tmp_path / "adapter", base=tmp_path / "other", device="cpu")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "nowhere"}))
+    with pytest.raises(UserError, match="the adapter's base model nowhere is missing"):
+        StreamedModel.open(tmp_path / "adapter", device="cpu")
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "sample.md"
+MACHINES = {"RTX 4090, 64 GB RAM": "rtx4090-64", "RTX 4090, 128 GB RAM": "rtx4090-128"}
+LLAMA_70B = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+LLAMA_70B |= {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return take_apart(LlamaConfig(**LLAMA_70B))  # type: ignore[arg-type]
+
+
+def ask(spec: ModelSpec, machine_name: str, prompts: int, length: int) -> Estimate:
+    sizes, machine = Sizes.of(spec, 2), find_machine(machine_name)
+    budgets = machine_budgets(BudgetConfig(), machine)
+    room = prompts * (length + TOKENS)
+    placement = place(sizes, room, gpu_bytes=budgets.gpu, ram_bytes=budgets.ram, staged=True)
+    how = {"cuda": True, "where": "", "assumed": False, "filled": False}
+    work = {"prompt_tokens": length, "sequences": prompts, "new_tokens": TOKENS}
+    return forecast(spec, sizes, placement, sizes.buffers, machine, **how, **work)
+
+
+def test_the_page_has_the_figures_of_the_forecast(spec: ModelSpec) -> None:
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| RTX")]
+    assert len(rows) == 6
+    for machine, prompts, length, weights, kept, token, bound in rows:
+        found = ask(spec, MACHINES[machine], int(prompts), int(length.replace(",", "")))
+        sizes = [bytes_text(size).removesuffix(" GiB").replace("0 B", "0") for size in found.weights.values()]
+        assert ", ".join(sizes) + " GiB" == weights
+        said = {"gpu": "GPU", "ram": "RAM"}[found.keys_values], seconds_text(found.pass_s), found.bound_by
+        assert said == (kept, token, bound)
+
+
+def test_refusals_name_what_would_do(spec: ModelSpec) -> None:
+    sizes = Sizes.of(spec, 2)
+    with pytest.raises(UserError, match=r"--gpu: 1GiB cannot hold one block .* give at least (\w+)") as refusal:
+        place(sizes, 1, gpu_bytes=2**30, ram_bytes=2**36, staged=True)
+    least = parse_bytes(str(refusal.value).rpartition(" ")[2], "least")
+    place(sizes, 1, gpu_bytes=least, ram_bytes=2**36, staged=True)
+    with pytest.raises(UserError, match="--gpu: "):
+        place(sizes, 1, gpu_bytes=least - 1024, ram_bytes=2**36, staged=True)
+    with pytest.raises(UserError, match="--ram: 512MiB cannot hold one block of this model on its way") as refusal:
+        place(sizes, 1, gpu_bytes=2**34, ram_bytes=2**29, staged=True)
+    least = parse_bytes(str(refusal.value).rpartition(" ")[2], "least")
+    place(sizes, 1, gpu_bytes=2**34, ram_bytes=least, staged=True)
+    with pytest.raises(UserError, match="--ram: "):
+        place(sizes, 1, gpu_bytes=2**34, ram_bytes=least - 1024, staged=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from typing import Any
 
 import adapted
 import pytest
@@ -29,6 +30,12 @@ def _documents() -> list[torch.Tensor]:
     return [torch.randint(97, (length,), generator=generator) for length in (41, 22)]
 
 
+def linear_of(model: Any) -> list[str]:
+    """Names of the linear modules of the layers."""
+    layers = model.model.layers.named_modules()
+    return sorted({name.rpartition(".")[2] for name, module in layers if isinstance(module, torch.nn.Linear)})
+
+
 COMPILED = [("llama", "dora"), ("gemma3_text", "rslora"), ("qwen3_moe", "lora")]
 """Each takes a minute."""
 
@@ -47,8 +54,7 @@ def test_gradients_are_those_of_plain_peft(model_type: str, method: str, compile
     adapter = adapted.section(method, targets=targets)
     ends = [name for name in targets if name != "all-linear"]
     model = adapted.base(shape)
-    linear = {n.rpartition(".")[2] for n, m in model.model.layers.named_modules() if isinstance(m, torch.nn.Linear)}
-    theirs = adapted.adapted(model, adapted.peft_config(adapter, [*linear, *ends]))
+    theirs = adapted.adapted(model, adapted.peft_config(adapter, [*linear_of(model), *ends]))
     documents = _documents()
     total = sum(len(document) - 1 for document in documents)
     for document in documents:
@@ -71,18 +77,12 @@ def test_gradients_are_those_of_plain_peft(model_type: str, method: str, compile
     assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("pieces", [False, True])
-def test_the_self_check_is_of_the_adapter(pieces: bool) -> None:
-    result = check_model(adapted.config("qwen3"), pieces=pieces, adapter=adapted.section("dora"))
-    assert result.ok, result.reason
-    assert is_adapter(result.worst_parameter) or result.worst_parameter == "loss"
-
-
-def test_parameters_that_are_no_linear_module() -> None:
+def test_the_self_check_is_of_the_adapter() -> None:
+    """Here of parameters that are no linear module."""
     adapter = adapted.section("lora", targets=["gate", "gate_up_proj", "down_proj"], rank=2)
     result = check_model(adapted.config("qwen3_moe"), adapter=adapter)
     assert result.ok, result.reason
+    assert is_adapter(result.worst_parameter) or result.worst_parameter == "loss"
 
 
 def test_new_adapters_begin_as_pefts_do() -> None:
@@ -97,9 +97,10 @@ def test_new_adapters_begin_as_pefts_do() -> None:
         for buffer in spec.buffers
         if buffer in spec.frozen
     ]
-    values = {n: v for _, v_ in with_adapter(spec, blocks, seed=1, dtype=torch.float32) for n, v in v_.items()}
-    again = {n: v for _, v_ in with_adapter(spec, blocks, seed=1, dtype=torch.float32) for n, v in v_.items()}
-    other = {n: v for _, v_ in with_adapter(spec, blocks, seed=2, dtype=torch.float32) for n, v in v_.items()}
+    values, again, other = (
+        {n: v for _, of in with_adapter(spec, blocks, seed=seed, dtype=torch.float32) for n, v in of.items()}
+        for seed in (1, 1, 2)
+    )
     theirs = adapted.by_our_names(adapted.get_peft_model(model, adapted.peft_config(adapter, "all-linear")))
     assert values.keys() == theirs.keys()
     for name, value in values.items():
@@ -133,14 +134,11 @@ def test_the_merge_is_pefts(model_type: str, method: str, targets: list[str], dt
     adapter = adapted.section(method, targets=targets)
     model = adapted.base(shape).to(dtype)
     if model_type == "qwen3_moe":
-        config = adapted.peft_config(
-            adapter, ["q_proj"], target_parameters=["gate.weight", "gate_up_proj", "experts.down_proj"]
-        )
+        parameters = ["gate.weight", "gate_up_proj", "experts.down_proj"]
+        config = adapted.peft_config(adapter, ["q_proj"], target_parameters=parameters)
     else:
-        names = {n.rpartition(".")[2] for n, m in model.model.layers.named_modules() if isinstance(m, torch.nn.Linear)}
-        config = adapted.peft_config(adapter, sorted(names.union(targets) - {"all-linear"}) if names else targets)
-        if "all-linear" not in targets:
-            config = adapted.peft_config(adapter, targets)
+        linear = linear_of(model) if "all-linear" in targets else []
+        config = adapted.peft_config(adapter, [*linear, *(name for name in targets if name != "all-linear")])
     theirs = adapted.adapted(model, config)
     spec = take_apart(shape, adapter=adapter)
     values = {name: p.detach().float() for name, p in copy.deepcopy(adapted.by_our_names(theirs)).items()}
@@ -157,18 +155,14 @@ def test_the_merge_is_pefts(model_type: str, method: str, targets: list[str], dt
         assert torch.equal(value, expected[name].float()), name
 
 
-def test_a_tied_embedding_is_not_merged() -> None:
+def test_targets_by_pattern_make_layers_of_two_structures() -> None:
+    """And a tied embedding is not merged."""
+    spec = take_apart(adapted.config("qwen3"), adapter=adapted.section("lora", targets=["model.layers.1.*"]))
+    assert spec.structures == (0, 1)
+    assert {"layers.0", "layers.1"} & spec.buffers.keys() == {"layers.1"}
     spec = take_apart(adapted.config("qwen3"), adapter=adapted.section("lora", targets=["embed_tokens"]))
     with pytest.raises(UserError, match=r"'model.embed_tokens' has an adapter, but the embedding and"):
         AdapterLayers(spec).require_mergeable()
-
-
-def test_targets_by_pattern_make_layers_of_two_structures() -> None:
-    adapter = adapted.section("lora", targets=["model.layers.1.*"])
-    spec = take_apart(adapted.config("qwen3"), adapter=adapter)
-    assert spec.structures == (0, 1)
-    assert "layers.0" not in spec.buffers
-    assert "layers.1" in spec.buffers
 
 
 @pytest.mark.parametrize(
@@ -178,20 +172,16 @@ def test_targets_by_pattern_make_layers_of_two_structures() -> None:
         ({"targets": ["q_proj", "w1"]}, "'w1' matches no module of the model; it has "),
         (
             {"targets": ["mlp"]},
-            "'mlp' is not a linear module or an embedding; name the modules in it: down_proj, gate_proj",
+            "'mlp' is not a linear module or an embedding; name the modules in it: down_proj, gate_",
         ),
         ({"rank": 17}, "17 is larger than the smallest side of 'model.layers.0.self_attn.k_proj.weight' (16 x 32)"),
         ({"method": "dora", "targets": ["embed_tokens"]}, "'model.embed_tokens' is an embedding"),
     ],
-    ids=["typo", "none", "container", "rank", "dora"],
 )
 def test_sections_that_do_not_fit_the_model(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UserError) as refusal:
         take_apart(adapted.config("llama"), adapter=AdapterConfig(**({"method": "lora", "rank": 4} | changes)))
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
-
-
-def test_dora_is_refused_where_peft_has_none() -> None:
     with pytest.raises(UserError, match=r"peft adapts 'model.layers.0.mlp.gate.weight' as a parameter, which has no"):
         take_apart(adapted.config("qwen3_moe"), adapter=adapted.section("dora", targets=["gate"]))

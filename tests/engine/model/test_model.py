@@ -1,29 +1,32 @@
-"""Taking models apart on the meta device."""
+"""Taking models apart on the meta device; what their blocks are computed with, what backward's recomputation leaves
+out, and which linear modules are one product. Gradients beside plain autograd's: test_check.py, test_reference.py."""
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from typing import Any
 
+import adapted
 import pytest
 import torch
+from compiled import compiled_afresh
 from samples import cases
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen3Config,
-    Qwen3NextConfig,
-    T5Config,
-)
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config, PretrainedConfig, Qwen3Config, T5Config
 
+from penstock.engine.attention.chunk import KeptAttention
 from penstock.engine.model import skeleton
 from penstock.engine.model.anatomy import Initializer, initial_constants, take_apart, validate_context
+from penstock.engine.model.reference import in_buffers
+from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import fewer_layers, shrink
-from penstock.engine.model.spec import BlockSpec
+from penstock.engine.model.spec import BlockSpec, ModelSpec
+from penstock.engine.model.sums import GradientSums
+from penstock.engine.model.tokens import ChunkTokens
+from penstock.engine.model.trace import random_model
 from penstock.storage.errors import UserError
 
 
@@ -48,50 +51,45 @@ def test_qwen3_blocks_and_buffers() -> None:
     shapes = {p.name: p.shape for params in spec.buffers.values() for p in params}
     assert shapes == {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert spec.num_params == sum(p.numel() for p in model.parameters())
+    tied = take_apart(qwen3(tie_word_embeddings=True))
+    assert tied.blocks[-1].buffers == ("head", "embed")
+    assert [p.name for p in tied.buffers["head"]] == ["model.norm.weight"]
+    # Learned positions belong to the embedding.
+    gpt2 = take_apart(GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=211, **dict.fromkeys(DROPOUTS, 0.0)))
+    assert {p.name for p in gpt2.buffers["embed"]} == {"transformer.wte.weight", "transformer.wpe.weight"}
+    assert {p.name for p in gpt2.buffers["head"]} == {"transformer.ln_f.weight", "transformer.ln_f.bias"}
 
 
-def test_tied_parameters_are_the_embeddings() -> None:
-    spec = take_apart(qwen3(tie_word_embeddings=True))
-    assert spec.blocks[-1].buffers == ("head", "embed")
-    assert [p.name for p in spec.buffers["head"]] == ["model.norm.weight"]
-
-
-def test_learned_positions_belong_to_the_embedding() -> None:
-    spec = take_apart(
-        GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=211, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    )
-    assert {p.name for p in spec.buffers["embed"]} == {"transformer.wte.weight", "transformer.wpe.weight"}
-    assert {p.name for p in spec.buffers["head"]} == {"transformer.ln_f.weight", "transformer.ln_f.bias"}
-
-
-def test_windows_chunks_and_wide_heads_are_read_from_the_layers() -> None:
-    gemma = take_apart(Gemma3TextConfig(num_hidden_layers=7, sliding_window=512))
+def test_windows_chunks_wide_heads_and_state_are_read_from_the_layers() -> None:
+    gemma = take_apart(CONFIG_MAPPING["gemma3_text"](num_hidden_layers=7, sliding_window=512))
     assert [s.window for s in gemma.attention if s] == [512, 512, 512, 512, 512, None, 512]
     assert len(set(gemma.structures)) == 2
     llama4 = take_apart(CONFIG_MAPPING["llama4_text"](num_hidden_layers=4))
     assert [(s.chunk, s.window) for s in llama4.attention if s] == [(8192, None)] * 3 + [(None, None)]
-    deepseek = take_apart(DeepseekV3Config(num_hidden_layers=5))
+    deepseek = take_apart(CONFIG_MAPPING["deepseek_v3"](num_hidden_layers=5))
     assert all((s.qk_dim, s.v_dim, s.kv_heads) == (192, 128, 128) for s in deepseek.attention if s)
     assert deepseek.structures == (0, 0, 0, 3, 3)
     assert list(deepseek.constants) == [f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (3, 4)]
+    carrying = take_apart(CONFIG_MAPPING["qwen3_next"](num_hidden_layers=4))
+    assert carrying.recurrent
+    assert [shape is None for shape in carrying.attention] == [True, True, True, False]
 
 
-def test_parameters_that_the_model_never_trains_are_constants() -> None:
-    config = shrink(CONFIG_MAPPING["ernie4_5_moe"]())[0]
-    spec = take_apart(config)
-    name = "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"
-    assert name in spec.constants
-    assert all(param.name != name for params in spec.buffers.values() for param in params)
-    assert torch.equal(initial_constants(spec)[name], torch.zeros(spec.constants[name]))
-
-
-def test_layers_that_carry_state_are_found() -> None:
-    spec = take_apart(Qwen3NextConfig(num_hidden_layers=4))
-    assert spec.recurrent
-    assert [shape is None for shape in spec.attention] == [True, True, True, False]
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "ernie4_5_moe"])
+def test_initial_constants_are_the_models_own(model_type: str) -> None:
+    """Ernie's are parameters, which the model never trains."""
+    config = shrink(CONFIG_MAPPING[model_type]())[0]
+    spec, model = take_apart(config), AutoModelForCausalLM.from_config(config)
+    constants = initial_constants(spec)
+    assert constants.keys() == spec.constants.keys()
+    assert constants.keys().isdisjoint(param.name for params in spec.buffers.values() for param in params)
+    expected = {n: t for n, t in [*model.named_buffers(), *model.named_parameters()] if n in constants}
+    assert len(constants) == len(expected) == 1
+    assert all(torch.equal(constants[name], expected[name]) for name in constants)
 
 
 UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
 @pytest.mark.parametrize(
@@ -104,11 +102,8 @@ UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         (GPT2Config(), "resid_pdrop is 0.1"),
         (qwen3(quantization_config={"quant_method": "fp8"}), "quantised"),
         (CONFIG_MAPPING["bert"](num_hidden_layers=2, **UNDROPPED), "not causal"),
-        (CONFIG_MAPPING["gptj"](n_layer=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), "attention interface"),
-        (
-            CONFIG_MAPPING["gemma3n_text"](num_hidden_layers=5, num_kv_shared_layers=0),
-            "in addition to its hidden state",
-        ),
+        (CONFIG_MAPPING["gptj"](n_layer=2, **dict.fromkeys(DROPOUTS, 0.0)), "attention interface"),
+        (CONFIG_MAPPING["gemma3n_text"](num_hidden_layers=5, num_kv_shared_layers=0), "in addition to its hidden"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else None,
 )
@@ -155,15 +150,6 @@ def test_initialisation_builds_the_model_once(monkeypatch: pytest.MonkeyPatch) -
     assert len(built) == 1
 
 
-def test_initial_constants_are_the_models_own() -> None:
-    config = shrink(DeepseekV3Config())[0]
-    constants = initial_constants(take_apart(config))
-    expected = {n: b for n, b in AutoModelForCausalLM.from_config(config).named_buffers() if n in constants}
-    assert constants.keys() == expected.keys()
-    assert len(constants) == 1
-    assert all(torch.equal(constants[name], expected[name]) for name in constants)
-
-
 @pytest.mark.parametrize(
     "model_type",
     cases(["gemma3_text", "deepseek_v3", "qwen3_next", "llama4_text", "gpt_oss"], "gemma3_text", "deepseek_v3"),
@@ -181,8 +167,198 @@ def test_shrunk_model_has_every_kind_of_layer(model_type: str) -> None:
 
 
 def test_layer_lists_of_the_right_length_are_told_apart() -> None:
-    model = skeleton.build(LlamaConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=99))
+    model = skeleton.build(
+        CONFIG_MAPPING["llama"](num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=99)
+    )
     assert skeleton.find_layers(model)[0] == "model.layers"
     model.model.layers = torch.nn.ModuleList(list(model.model.layers)[:1])
     with pytest.raises(UserError, match="found 0 lists of 2 layers"):
         skeleton.find_layers(model)
+
+
+def runner_of(config: PretrainedConfig) -> ModelRunner:
+    return ModelRunner(take_apart(config), device="cpu", dtype=torch.float32)
+
+
+def test_embedding_gradient_skips_the_padding_id() -> None:
+    runner, name = runner_of(qwen3(pad_token_id=5)), "model.embed_tokens.weight"
+    weights = {name: torch.randn(211, 64)}
+    ids, positions = torch.tensor([9, 5, 9, 100]), torch.arange(4)
+    dx = torch.randn(4, 64)
+    grads = {name: torch.zeros_like(weights[name])}
+    table = {name: weights[name].clone()}
+    assert torch.equal(runner.embed(table, ids, positions), weights[name][ids])
+    runner.embed_backward(table, ChunkTokens.of(ids, ids, positions), dx, grads)
+    expected = torch.zeros_like(weights[name])
+    expected[9], expected[100] = dx[0] + dx[2], dx[3]
+    torch.testing.assert_close(grads[name], expected)
+    assert torch.equal(runner.embed(table, ids, positions), weights[name][ids]), "the padding id must be restored"
+
+
+def test_rotary_tables_come_from_the_longest_position() -> None:
+    """Tables of one chunk do not depend on the chunk, nor on which lengths were asked for before."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    runner = runner_of(qwen3(num_hidden_layers=2, max_position_embeddings=32, rope_parameters=rope))
+    assert runner.spec.length_dependent_rotary
+
+    def tables(start: int, end: int, longest: int) -> Tensor:
+        (call, _) = runner.inputs(torch.arange(start, end), longest).calls
+        cos, _ = call.kwargs["position_embeddings"]
+        assert cos.shape[1] == end - start
+        return cos
+
+    whole = tables(0, 100, 99)
+    short = tables(0, 20, 19)
+    assert not torch.equal(whole[:, :20], short)
+    assert torch.equal(tables(0, 20, 99), whole[:, :20])
+    assert torch.equal(tables(60, 100, 99), whole[:, 60:])
+    assert torch.equal(tables(0, 20, 19), short)
+
+
+def test_inputs_count_shared_tables_once() -> None:
+    inputs = runner_of(qwen3()).inputs(torch.arange(10), 9)
+    cos, sin = inputs.calls[0].kwargs["position_embeddings"]
+    assert inputs.nbytes == cos.nbytes + sin.nbytes + 10 * 8
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [("llama", "mlp.down_proj"), ("cohere", "mlp.down_proj"), ("gemma2", None), ("mixtral", None)],
+)
+def test_what_the_last_projection_of_architectures_is(model_type: str, expected: str | None) -> None:
+    spec = take_apart(shrink(CONFIG_MAPPING[model_type]())[0])
+    assert set(spec.unread) == {expected}
+
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATED = ("mlp.gate_proj", "mlp.up_proj")
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def small(model_type: str) -> PretrainedConfig:
+    fields = NO_DROPOUT if model_type == "gpt2" else {}
+    return shrink(CONFIG_MAPPING[model_type](num_hidden_layers=2, **fields))[0]
+
+
+def apart(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, joined=((),) * len(spec.joined))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "groups"),
+    [
+        ("llama", (QKV, GATED)),
+        ("qwen2", (QKV, GATED)),  # with biases
+        ("cohere", (QKV, GATED)),  # all five read one tensor
+        ("qwen3_moe", (QKV,)),
+        ("qwen2_moe", (QKV, ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"))),
+        ("starcoder2", (QKV,)),
+        ("phi3", ()),  # stored as one matrix
+        ("gpt2", ()),
+    ],
+)
+def test_which_linear_modules_of_architectures_are_one_product(model_type: str, groups: Any) -> None:
+    assert set(take_apart(small(model_type)).joined) == {groups}
+
+
+@pytest.mark.parametrize(
+    ("freeze", "groups"),
+    [
+        (["*.k_proj.*"], (GATED,)),
+        (["*.q_proj.*"], (QKV[1:], GATED)),
+        (["*.v_proj.bias"], (QKV[:2], GATED)),
+        (["*.mlp.*"], (QKV,)),
+    ],
+)
+def test_what_is_not_trained_takes_no_part(freeze: list[str], groups: Any) -> None:
+    assert set(take_apart(small("qwen2"), freeze).joined) == {groups}
+
+
+def test_what_is_padded_in_the_buffer_or_has_an_adapter_is_not_joined() -> None:
+    """A weight of 96 x 48 elements does not end where the next one begins."""
+    assert set(take_apart(adapted.config("llama"), adapter=adapted.section("lora")).joined) == {()}
+    config = small("llama")
+    config.hidden_size, config.head_dim = 48, 12
+    assert set(take_apart(config).joined) == {()}
+
+
+def layer_run(spec: ModelSpec, weights: dict[str, Tensor], keep: bool, **more: Any) -> list[Tensor]:
+    """Output, gradient of the input and gradients of the parameters of layer 1 on two chunks of 24 tokens."""
+    runner, ranges = ModelRunner(spec, device="cpu", **{"dtype": torch.float32} | more), [(0, 24), (24, 48)]
+    x, dy = torch.randn(2, 48, spec.hidden_size, generator=torch.Generator().manual_seed(0)).to(runner.dtype)
+    inputs = [runner.inputs(torch.arange(*of), 47) for of in ranges]
+    states = runner.layers.states(1, [0], ranges)
+    own = {p.name for p in spec.buffers["layers.1"]}
+    here = in_buffers(spec, {name: weights[name].to(runner.dtype) for name in own})
+    sums = GradientSums(in_buffers(spec, {n: torch.full_like(t, 7, dtype=torch.float32) for n, t in here.items()}), own)
+    outputs, graphs = [], []
+    for i, (start, end) in enumerate(ranges):
+        if keep:
+            graph, y = runner.layers.keep(1, here, x[start:end].clone(), inputs[i], KeptAttention(states[i]).forward)
+            graphs.append(graph)
+        else:
+            y = runner.layers.forward(1, here, x[start:end], inputs[i], states[i])
+        outputs.append(y)
+    for i in (1, 0):
+        start, end = ranges[i]
+        if keep:
+            graphs[i].top(here, dy[start:end], sums)
+            outputs.append(graphs[i].dx())
+        else:
+            outputs.append(runner.layers.backward(1, here, x[start:end], dy[start:end], inputs[i], states[i], sums))
+    return [*outputs, *(sums[name] for name in sorted(own))]
+
+
+def test_joined_layers_compute_what_they_compute_apart_in_bfloat16() -> None:
+    config = small("qwen3")
+    weights = {name: p.detach() for name, p in random_model(config).named_parameters()}
+    spec = take_apart(config)
+    joined, alone = (layer_run(of, weights, keep=False, dtype=torch.bfloat16) for of in (spec, apart(spec)))
+    for one, other in zip(joined, alone, strict=True):
+        assert (one - other).float().norm() <= 2e-2 * other.float().norm()
+
+
+class Products(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_are_fewer_and_no_larger_in_sum() -> None:
+    """Of a layer of nine modules with seven matrices four products are left, with the FLOPs that seven had."""
+    config = small("llama")
+    weights = {name: p.detach() for name, p in random_model(config).named_parameters()}
+    spec = take_apart(config)
+    flops, calls = [], []
+    for of in (spec, apart(spec)):
+        with FlopCounterMode(display=False) as counter:
+            layer_run(of, weights, keep=True)
+        flops.append(counter.get_total_flops())
+        with Products() as products:
+            layer_run(of, weights, keep=True)
+        calls.append(products.calls)
+    assert flops[0] == flops[1]
+    # On two chunks: forward, back to the input, and the gradient of the weights.
+    assert calls[1] - calls[0] == 2 * 3 * (7 - 4)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_compiled_layers_are_joined_in_one_graph(model_type: str) -> None:
+    """No graph more than apart, and the same gradients but for rounding."""
+    config = small(model_type)
+    weights = {name: p.detach() for name, p in random_model(config).named_parameters()}
+    spec = take_apart(config)
+    found = []
+    for of in (spec, apart(spec)):
+        with compiled_afresh() as counters:
+            results = [layer_run(of, weights, keep, compile=True) for keep in (False, True)]
+            found.append((counters["unique_graphs"], results))
+    assert found[0][0] == found[1][0]
+    for joined, alone in zip(found[0][1], found[1][1], strict=True):
+        assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(joined, alone, strict=True))

@@ -1,4 +1,5 @@
-"""Learning rates over the steps of a run."""
+"""Learning rates over the steps of a run, and by parameter: factors by pattern and by layer, in every range that a
+buffer can be cut into."""
 
 from __future__ import annotations
 
@@ -8,11 +9,19 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from plain import plain_training
 from transformers.optimization import get_wsd_schedule
 
 from penstock.engine.config import TrainConfig
+from penstock.engine.forecast.request import PlanRequest
+from penstock.engine.hf.config import model_config
+from penstock.engine.machine.budgets import Budgets
+from penstock.engine.model.spec import depths
+from penstock.engine.optim.base import UpdateRange
+from penstock.engine.optim.groups import lr_factors, runs
 from penstock.engine.optim.lr import learning_rate
 from penstock.storage.errors import UserError
+from penstock.storage.layout import ALIGN_NUMEL, FlatLayout, ParamSpec
 
 
 def rates(**changes: Any) -> list[float]:
@@ -28,20 +37,11 @@ def test_wsd_by_hand() -> None:
     assert rates(steps=20, **settings)[:4] == found[:4], "a run that is made longer goes on"
 
 
-@pytest.mark.parametrize(
-    ("changes", "peaks"),
-    [
-        ({"steps": 100}, 90),
-        ({"steps": 5}, 4),
-        ({"steps": 100, "warmup_steps": 100}, 1),
-        ({"steps": 100, "warmup_steps": 4, "decay_steps": 96}, 1),
-    ],
-    ids=str,
-)
-def test_how_long_wsd_stays_at_the_peak(changes: dict[str, int], peaks: int) -> None:
-    found = rates(lr_schedule="wsd", min_lr_ratio=0.0, **changes)
-    assert found.count(1.0) == peaks
-    assert found[-1] == (1.0 if changes.get("warmup_steps") == 100 else 0.0)
+def test_how_long_wsd_stays_at_the_peak() -> None:
+    lengths = ({}, 90, 0.0), ({"steps": 5}, 4, 0.0), ({"warmup_steps": 100}, 1, 1.0)
+    for changes, peaks, last in (*lengths, ({"warmup_steps": 4, "decay_steps": 96}, 1, 0.0)):
+        found = rates(**{"lr_schedule": "wsd", "min_lr_ratio": 0.0, "steps": 100} | changes)
+        assert (found.count(1.0), found[-1]) == (peaks, last)
 
 
 @pytest.mark.parametrize("least", [0.0, 0.1])
@@ -54,22 +54,6 @@ def test_wsd_is_that_of_transformers(least: float) -> None:
     found = rates(steps=30, warmup_steps=5, lr_schedule="wsd", decay_steps=7, min_lr_ratio=least)
     first = 6 if least else 1
     assert found[first - 1 :] == pytest.approx([expected(step) for step in range(first, 31)])
-
-
-@pytest.mark.long
-def test_a_wsd_run_goes_on_as_if_it_had_been_longer_from_the_start(tmp_path: Path) -> None:
-    def run(folder: str, steps: int, *, stop: int | None = None, resume: bool = False) -> list[tuple[float, float]]:
-        observer = tiny.Silent(stop_after=stop)
-        train = tiny.training(steps=steps, lr_schedule="wsd", decay_steps=2, warmup_steps=1)
-        sections = {"train": train, "model": tiny.model(num_layers=1), "storage": tiny.storage()}
-        tiny.train_run(tmp_path / folder, observer, resume=resume, **sections)
-        return [(m.loss, m.lr) for m in observer.metrics]
-
-    whole = run("whole", 5)
-    assert [lr for _, lr in whole[:3]] == [1e-2] * 3
-    assert whole[4][1] < whole[3][1] < 1e-2
-    assert run("made longer", 4, stop=2) + run("made longer", 5, resume=True) == whole
-    assert tiny.digest_of(tmp_path / "made longer") == tiny.digest_of(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -90,3 +74,106 @@ def test_a_wsd_run_goes_on_as_if_it_had_been_longer_from_the_start(tmp_path: Pat
 def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         TrainConfig(**changes)
+
+
+SHAPES: dict[str, tuple[int, ...]] = {"a.weight": (50, 100), "a.bias": (100,), "b.weight": (40, 60), "b.norm": (60,)}
+SHAPES["c.weight"] = (3000,)
+LAYOUT = FlatLayout.build([ParamSpec(name, shape, name.endswith("weight")) for name, shape in SHAPES.items()])
+FACTORS = {"a.weight": 0.5, "a.bias": 0.25, "b.weight": 0.5, "b.norm": 1.0, "c.weight": 0.0}
+
+
+def names(num_layers: int = 3, *, tied: bool = False) -> dict[str, int]:
+    recipe = tiny.recipe(model=tiny.model(num_layers=num_layers, tie_embeddings=tied))
+    return depths(tiny.spec_of(model_config(recipe, recipe.model.vocab_size)))
+
+
+def test_factors_by_layer() -> None:
+    factors = lr_factors(TrainConfig(layer_lr_decay=0.5), names())
+    assert factors["lm_head.weight"] == factors["model.norm.weight"] == 1
+    assert [factors[f"model.layers.{i}.mlp.up_proj.weight"] for i in range(3)] == [0.125, 0.25, 0.5]
+    assert factors["model.layers.1.input_layernorm.weight"] == 0.25
+    assert factors["model.embed_tokens.weight"] == 0.0625
+    tied = lr_factors(TrainConfig(layer_lr_decay=0.5), names(tied=True))
+    assert "lm_head.weight" not in tied
+    assert tied["model.embed_tokens.weight"] == 0.0625
+    assert lr_factors(TrainConfig(), names()) == {}
+
+
+def test_the_first_pattern_counts_and_multiplies_the_layers_factor() -> None:
+    groups = {"*layers.2.*_proj.*": 4.0, "*proj*": 2.0, "*norm*": 0.0}
+    factors = lr_factors(TrainConfig(lr_groups=groups, layer_lr_decay=0.5), names())
+    assert factors["model.layers.2.mlp.up_proj.weight"] == 2
+    assert factors["model.layers.1.mlp.up_proj.weight"] == 0.5
+    assert factors["model.layers.1.self_attn.q_norm.weight"] == factors["model.norm.weight"] == 0
+    assert factors["lm_head.weight"] == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ({"*.mlp.*": 0.1}, r"'\*\.mlp\.\*' matches only frozen parameters, which have no learning rate; remove it"),
+        ({"*emb_tokens*": 0.1}, r"'\*emb_tokens\*' matches no parameter; the nearest are model\.embed_tokens\.weight"),
+        (
+            {"model.layers.7.mlp.up_proj.weight": 0.1},
+            r"'model\.layers\.7\.mlp\.up_proj\.weight' matches no parameter; the nearest are model\.layers\.\*\.mlp",
+        ),
+        ({"%": 0.1}, r"'%' matches no parameter; the nearest are model\.embed_tokens\.weight, "),
+        ({"*": 1.0, "*norm*": 0.0}, r"'\*norm\*' applies to no parameter, as earlier patterns match them all"),
+    ],
+    ids=str,
+)
+def test_a_pattern_for_nothing_is_refused_at_once(tmp_path: Path, groups: dict[str, float], said: str) -> None:
+    train = tiny.training(lr_groups=groups, freeze=["*.mlp.*"] if "*.mlp.*" in groups else [])
+    with pytest.raises(UserError, match=rf"train\.lr_groups: {said}"):
+        tiny.train_run(tmp_path / "run", tiny.Silent(), train=train)
+    assert not (tmp_path / "run" / "state").exists()
+    recipe = tiny.recipe(train=train)
+    spec = tiny.spec_of(model_config(recipe, recipe.model.vocab_size), train.freeze)
+    with pytest.raises(UserError, match=rf"train\.lr_groups: {said}"):  # a plan refuses it too
+        PlanRequest(spec=spec, recipe=recipe, budgets=Budgets(1, 1, None, {}), device_type="cpu")
+
+
+def test_runs_cover_a_range_and_join_what_is_alike() -> None:
+    assert list(runs(UpdateRange(LAYOUT, 0, LAYOUT.numel), {})) == [(0, LAYOUT.numel, 1.0)]
+    whole = list(runs(UpdateRange(LAYOUT, 0, LAYOUT.numel), FACTORS))
+    assert [factor for _, _, factor in whole] == [0.5, 0.0, 0.25, 1.0], "a.weight and b.weight are one run"
+    assert [start for start, _, _ in whole] == [0, *(end for _, end, _ in whole[:-1])]
+    assert whole[-1][1] == LAYOUT.numel
+    middle = UpdateRange(LAYOUT, ALIGN_NUMEL, LAYOUT.offset("c.weight") + ALIGN_NUMEL)
+    assert list(runs(middle, FACTORS)) == [
+        (ALIGN_NUMEL, LAYOUT.offset("c.weight"), 0.5),
+        (LAYOUT.offset("c.weight"), middle.end, 0.0),
+    ]
+
+
+GROUPS: dict[str, Any] = {"lr_groups": {"*self_attn*": 0.25, "*layernorm*": 0.0, "*embed*": 2.0}, "layer_lr_decay": 0.7}
+
+
+def by_hand(name: str) -> float:
+    layer = 0.7 ** (3 - int(name.split(".")[2])) if ".layers." in name else 0.7**4 if "embed" in name else 1.0
+    return layer * (0.25 if "self_attn" in name else 0 if "layernorm" in name else 2 if "embed" in name else 1)
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)], ids=["tied", "untied"])
+def test_a_run_over_all_tiers_equals_plain_pytorch(tmp_path: Path, tied: bool) -> None:
+    settings: dict[str, Any] = {
+        "m": tiny.model(tie_embeddings=tied),
+        "t": tiny.training(steps=2, warmup_steps=2, clip_norm=0.5, lr=3e-3, **GROUPS),
+    }
+    with tiny.session(tmp_path / "plain", **settings) as session:
+        start = tiny.parameters(session.store, session.spec)
+        losses, expected, _ = plain_training(session, 2, by_hand)
+    digests = set()
+    for i, (gpu, ram) in enumerate(tiny.TIERS[2:] if tied else tiny.TIERS):
+        with tiny.session(tmp_path / str(i), **settings, gpu=gpu, ram=ram) as session:
+            if (gpu, ram) == (tiny.FLOOR, tiny.FLOOR):
+                assert max(buffer.num_parts for buffer in session.plan.buffers.values()) > 1
+            metrics = tiny.steps(session)
+            weights = tiny.parameters(session.store, session.spec)
+            digests.add(tiny.digest(session.store))
+    assert len(digests) == 1
+    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert [m.lr for m in metrics] == [1.5e-3, 3e-3], "that of a factor of 1"
+    for name, weight in weights.items():
+        assert (weight - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+        assert torch.equal(weight, start[name]) == (by_hand(name) == 0), name

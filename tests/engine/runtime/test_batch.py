@@ -90,24 +90,11 @@ def test_chunk_tokens_are_those_of_the_labels_and_ids() -> None:
     flat = torch.empty(100, dtype=torch.int64)
     used = pack(weighted.tensors(), flat)
     assert used * 8 == sum(t.numel() for t in weighted.tensors()) * 8 <= 5 * BYTES_PER_TOKEN
-    back = ChunkTokens.of_tensors(unpack(flat, [t.numel() for t in weighted.tensors()]))
+    there = unpack(flat, [t.numel() for t in weighted.tensors()])
+    assert all(torch.equal(a, b) for a, b in zip(there, weighted.tensors(), strict=True))
+    assert all(t.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for t in there)
+    back = ChunkTokens.of_tensors(there)
     assert torch.equal(back.weights, weighted.weights)
     assert torch.equal(back.labels, weighted.labels)
     empty = ChunkTokens.of(ids, torch.full((5,), -100), torch.arange(5))
     assert empty.rows.numel() == empty.labels.numel() == 0
-
-
-def test_tensors_laid_end_to_end_come_back() -> None:
-    tensors = [torch.arange(3), torch.empty(0, dtype=torch.int64), torch.tensor([9]), torch.arange(5)]
-    flat = torch.full((12,), -1)
-    assert pack(tensors, flat) == 9
-    there = unpack(flat, [tensor.numel() for tensor in tensors])
-    assert all(torch.equal(a, b) for a, b in zip(there, tensors, strict=True))
-    assert all(t.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for t in there)
-
-
-def test_a_batch_knows_its_longest_position(tmp_path: Path) -> None:
-    with tiny.session(tmp_path, t=tiny.training(global_batch_size=4, micro_batch_size=2)) as session:
-        for _ in range(5):
-            for batch in session.fetch().micro_batches:
-                assert batch.max_position == int(batch.positions.max())

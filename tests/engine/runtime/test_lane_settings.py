@@ -52,6 +52,7 @@ def test_every_lane_sees_the_settings_of_the_run() -> None:
 
 
 def test_a_call_runs_on_its_lane_behind_its_ops() -> None:
+    """And behind a failing op it gets that one's failure."""
     done: list[str] = []
     gate = threading.Event()
 
@@ -68,15 +69,12 @@ def test_a_call_runs_on_its_lane_behind_its_ops() -> None:
     assert executor.call("d2h", lambda: 7) == 7, "a lane goes on after a call that failed"
     executor.close()
 
-
-def test_a_call_behind_a_failing_op_gets_its_failure() -> None:
-    gate = threading.Event()
-
-    def perform(op: Op) -> None:
-        gate.wait(300)
+    def failing(op: Op) -> None:
+        assert gate.wait(300)
         raise ValueError("the op's own")
 
-    executor = Executor(perform, CPU)
+    gate.clear()
+    executor = Executor(failing, CPU)
     executor.submit([an_op(0, "h2d")])
     threading.Timer(0.05, gate.set).start()
     with pytest.raises(ValueError, match="the op's own"):
