@@ -8,8 +8,6 @@ The reasons are kept by hand in tests/cuda_reasons.py. Lines about CUDA that not
 explains are an error, and so is a reason whose function has been executed throughout: the page cannot rot.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """penstock cluster, export --format dcp and import-dcp: there and back, a rank that dies, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """`penstock eval` and `penstock.evaluate`: what is said first, what is printed and kept, and what is refused."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import json

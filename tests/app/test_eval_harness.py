@@ -1,7 +1,5 @@
 """Tasks of lm-evaluation-harness: a streamed model answers them as the harness's own `hf` model of the same weights."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`penstock export`: dtype and size of files, the model card, and the push to the hub."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

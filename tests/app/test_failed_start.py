@@ -1,7 +1,5 @@
 """A run that fails before its first step has ended leaves nothing, and what can be seen early is refused early."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

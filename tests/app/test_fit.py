@@ -1,7 +1,5 @@
 """`penstock fit`: every cell is what `penstock plan` says, shapes are the published ones, and nothing is guessed."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Nothing is asked of another machine that the user has not asked for."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Runs whose machine is lost: they go on from the bucket as from the drive, to the bit; and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Runs from Python: callbacks, ways to stop, a run as an iterator, and what a run has told."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """`penstock sample`: what it prints, a chat, and what it refuses."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

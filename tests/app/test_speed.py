@@ -1,7 +1,5 @@
 """The mean speed of a run, as every place shows it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The reader of growing JSON lines: any appends, replaced and cut files, damaged, torn and endless lines."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

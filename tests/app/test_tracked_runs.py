@@ -1,7 +1,5 @@
 """Runs with trackers: whatever becomes of these, a run ends as it does without any."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

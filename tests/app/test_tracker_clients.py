@@ -1,7 +1,5 @@
 """Each tracker's own client sends what a run directory holds, once, whatever became of the sender before."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

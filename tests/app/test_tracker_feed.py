@@ -1,7 +1,5 @@
 """What is handed to trackers, and what is kept of it, without any of them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

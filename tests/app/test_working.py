@@ -1,7 +1,5 @@
 """What a command says on standard error while it works: nothing for five seconds, then what it does, and how far."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

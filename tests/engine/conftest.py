@@ -2,8 +2,6 @@
 does, and the best plan, for which drives have as much room at any time. Files are not synced: what a power cut leaves
 is the storage tests' business."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

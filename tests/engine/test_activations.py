@@ -1,7 +1,5 @@
 """Saved activations beyond the RAM budget live on NVMe between forward and backward, and change nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

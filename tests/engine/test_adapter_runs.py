@@ -1,8 +1,6 @@
 """Runs that train an adapter: exports as peft reads them, adapters to go on from, and what is refused. Runs of which a
 part is frozen: of that weights and nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Kill -9 at random moments: whatever is on disk then, a run ends in an uninterrupted one's bits, and no half export
 passes for a model."""
 
-from __future__ import annotations
-
 import dataclasses
 import multiprocessing
 import os

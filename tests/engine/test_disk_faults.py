@@ -1,7 +1,5 @@
 """A disk that fails in the middle of training: one clear message, nothing lost, and the same bits once it is mended."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

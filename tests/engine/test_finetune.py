@@ -1,8 +1,6 @@
 """Fine-tuning from a Hugging Face folder: imported, trained, exported and loaded in transformers; with rotary scaling
 that the recipe sets, and with special tokens that it adds: the tokenizer's copy, and the rows they get."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from pathlib import Path

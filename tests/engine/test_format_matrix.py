@@ -5,8 +5,6 @@ The reference shares nothing with the engine but the random weights and which do
 tokenizer and its chat template make the tokens and say which are trained, its own model computes each document alone.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Generations that are kept: the last one that has proved good, and the one of the lowest validation loss, without a
 lower one of which for long a run ends. What cannot be trained on is not committed."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

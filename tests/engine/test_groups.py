@@ -1,8 +1,6 @@
 """A step cut into groups of micro-batches, and saved graphs that leave the GPU: the same gradients, whatever waits
 where."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

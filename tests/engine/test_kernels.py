@@ -1,7 +1,5 @@
 """What a run says of attention kernels: which are there, and what a missing one would bring; how they are timed."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What a run tells: the checklist of what is prepared before its first step; spans within a step, each once; pauses
 that change nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """Samples during a run: what plain transformers writes with the same weights, on any tier; training does not notice."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No memory, threads or open files left in the middle of a step: one message with op and generation, nothing lost."""
 
-from __future__ import annotations
-
 import re
 import threading
 from pathlib import Path

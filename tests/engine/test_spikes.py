@@ -1,7 +1,5 @@
 """A step whose loss leaps is told with the documents that it was trained on, wherever they come from."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -2,8 +2,6 @@
 run goes on with other budgets, drives or tiers than it was saved with, and back from its checkpoints.
 The bits wherever state lives and whatever is saved, kept or computed again: model/test_reference.py."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A fine-tune against TRL's SFTTrainer: same model, conversations, template, masks and schedule, step by step."""
 
-from __future__ import annotations
-
 import json
 import random
 from fnmatch import fnmatchcase

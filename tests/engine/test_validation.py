@@ -1,7 +1,5 @@
 """The validation loss: what plain transformers finds for the same tokens, on any tier; training does not notice it."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

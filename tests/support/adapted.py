@@ -1,7 +1,5 @@
 """Small models with adapters, as plain peft has them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

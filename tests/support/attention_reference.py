@@ -1,7 +1,5 @@
 """Attention written out in one softmax, for the tests of the chunked one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """A tiny model folder with a tokenizer and a ChatML template, and files of conversations, made on the spot."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

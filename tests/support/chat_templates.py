@@ -1,7 +1,5 @@
 """Chat templates in the styles that models have them, and small tokenizers that know their tokens."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

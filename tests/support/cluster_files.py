@@ -1,7 +1,5 @@
 """docker/cluster/: each launch file's command, and what its scheduler puts around it, on this machine alone."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Small runs on several ranks: under torchrun this file trains, one after the other, the recipes that it is given."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """torch.compile in a test, as in a process that has compiled nothing before."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

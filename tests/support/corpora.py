@@ -1,7 +1,5 @@
 """Small tokenised corpora, and loaders of them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from pathlib import Path

@@ -14,8 +14,6 @@ What is checked:
 Copies for which a thread waits are counted apart, by the op's action.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right, insort
 from dataclasses import dataclass, field, replace
 

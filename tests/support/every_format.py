@@ -3,8 +3,6 @@
 A row says what colour a fruit has, which is the same whenever it is asked, so that a tiny model soon learns it.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

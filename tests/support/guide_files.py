@@ -1,7 +1,5 @@
 """What the guides' commands find: tiny models by the names of the pages, and files of data as users have them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

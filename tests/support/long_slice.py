@@ -1,7 +1,5 @@
 """Which of the long tests one run of `make test-long` has: a slice, which rotates with the commit count."""
 
-from __future__ import annotations
-
 import zlib
 
 SLICES = 16

@@ -1,7 +1,5 @@
 """A machine of round rates, and machines drawn over orders of magnitude."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

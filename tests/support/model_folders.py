@@ -1,7 +1,5 @@
 """Model folders as users have them: small models, saved by transformers with their tokenizers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """A small store whose content follows from the step: shared by the store's tests and their child processes."""
 
-from __future__ import annotations
-
 from concurrent.futures import wait
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What may lie in the place of a file: links, pipes, sockets, folders."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

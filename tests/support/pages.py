@@ -1,7 +1,5 @@
 """What stands on the pages for users."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from typing import Any

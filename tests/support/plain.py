@@ -1,7 +1,5 @@
 """Training as anybody would write it, to compare with."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

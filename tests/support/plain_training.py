@@ -4,8 +4,6 @@ Nothing of ours is used but the documents that a step has, and where each begins
 or weights.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ for the outcome (`real_runs.until`). Without a terminal nobody sees what is draw
 after the last one, so that what cannot be drawn is found.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """What every reader must do with the files of one array; run here on host memory, in tests/gpu on CUDA memory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

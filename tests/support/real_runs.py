@@ -1,7 +1,5 @@
 """Real tiny runs for the screens: the command line itself trains them, in a folder with a recipe and a corpus."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A local S3 server (moto), and a proxy in front of it that lets requests go wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import logging

@@ -1,7 +1,5 @@
 """What `penstock finetune --json` might print."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

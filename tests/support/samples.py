@@ -1,7 +1,5 @@
 """How many examples tests look at: a few in `make test`, all of them in `make test-all`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from typing import Any

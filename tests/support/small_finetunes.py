@@ -4,8 +4,6 @@ As a program it prints the table of docs/results/formats.md:
 PYTHONPATH=.:tests/support python tests/support/small_finetunes.py
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

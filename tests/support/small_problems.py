@@ -1,7 +1,5 @@
 """Small problems for the planner, and plans of them: what the tests of plans, schedules and searches draw from."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small tasks of lm-evaluation-harness in a folder, on documents beside them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ops for tests that need any: of an action of the table, or of a made-up one that only has a lane."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

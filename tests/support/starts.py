@@ -3,8 +3,6 @@
 python tests/support/starts.py OUT     trains the first two recipes in each way and writes a table to OUT/starts.md
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pty

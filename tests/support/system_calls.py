@@ -1,7 +1,5 @@
 """System calls of this process that fail, or before which something happens."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """A tiny model's training session on any mix of tiers, and everything it holds, for the engine's tests."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

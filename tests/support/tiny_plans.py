@@ -1,7 +1,5 @@
 """Plans of the tiny model: every way to save activations, with its state on every tier."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import tiny

@@ -1,7 +1,5 @@
 """Run directories with all that is sent to trackers, made up line by line."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 A mood is `works`, `refuses` (whoever logs in), `fails` (500) or `hangs` (never answers).
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import threading

@@ -1,7 +1,5 @@
 """Ways to run out of something for real, in this process, and what is said of each."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import resource

@@ -1,7 +1,5 @@
 """`penstock serve` as a process, and a browser's part played by a client, for tests."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import signal

@@ -1,7 +1,5 @@
 """Batches as packed conversations make them: weights per token, and padding at the end of each micro-batch's stream."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

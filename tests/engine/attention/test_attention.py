@@ -1,8 +1,6 @@
 """Chunked attention against one dense softmax; how ranges of queries and keys are cut into kernel calls, and their
 visible pairs counted; kernels one by one, and our calls of torch's against what this torch declares."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from random import Random

@@ -1,7 +1,5 @@
 """What CUDA's attention kernels refuse, and why, asked without a GPU: its capability and the packages are given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace

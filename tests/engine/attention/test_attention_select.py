@@ -1,8 +1,6 @@
 """Which kernels are used: what each refuses, what is checked, what is measured, what the report says. What a plan sets
 aside for attention, against what flash-attn's kernels allocate by their sources."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

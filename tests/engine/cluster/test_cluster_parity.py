@@ -1,7 +1,5 @@
 """FSDP2 with two ranks against the engine: the same recipe, the same losses, step by step, in float32."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

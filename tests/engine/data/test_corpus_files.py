@@ -1,8 +1,6 @@
 """A corpus that is damaged anywhere is refused before a wrong token is handed out; one without checksums gets them.
 Weights beside the tokens: only where one is not 1, checked like the tokens, and on the label that they belong to."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

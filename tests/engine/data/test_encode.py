@@ -2,8 +2,6 @@
 that one process gives, in order, and leave nothing behind however they end. Tokenizers from anybody: what is opened and
 run of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

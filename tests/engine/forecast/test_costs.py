@@ -1,8 +1,6 @@
 """Seconds of each op, worked by hand from round rates. FLOP formulas: worked by hand, against torch's own counter on
 plain transformers models, and against a step's ops."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What is needed at least: budgets of "least" are accepted and nothing less is, and every refusal says the same. And
 advice: every change that is suggested has been tried, and applied it is accepted."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What the search promises: more memory is never slower, what is returned runs, what is refused says what it needs."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The simulator: clocks worked by hand, what holds for every plan, and shallow models that stand for deep ones."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 """Text from streamed weights is what transformers' own generate gives, wherever weights, keys and values live; and what
 lives where and how long it takes, of a model that fits nowhere: the figures of docs/sample.md."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Hugging Face checkpoints into flat buffers and back; exports in another dtype, in small files, with the files that
 transformers writes."""
 
-from __future__ import annotations
-
 import functools
 import json
 import weakref

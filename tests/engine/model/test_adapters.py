@@ -1,7 +1,5 @@
 """Adapters in models: what they stand beside, their gradients, first values and merge, each against plain peft."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from typing import Any

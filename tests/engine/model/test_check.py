@@ -1,8 +1,6 @@
 """The self-check: what passes, what is refused and how. And models of which a part is frozen: their buffers, and
 gradients of the rest against plain autograd."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """The head's loss: exact at every block size, in the logits' own memory, within its limit of bytes. The load-balancing
 loss of mixtures of experts: transformers' own total gradient, streamed on any plan."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 from typing import Any

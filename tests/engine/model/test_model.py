@@ -1,8 +1,6 @@
 """Taking models apart on the meta device; what their blocks are computed with, what backward's recomputation leaves
 out, and which linear modules are one product. Gradients beside plain autograd's: test_check.py, test_reference.py."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine against the step in plain words, bit by bit, and that step against plain PyTorch."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,8 +1,6 @@
 """Learning rates over the steps of a run, and by parameter: factors by pattern and by layer, in every range that a
 buffer can be cut into."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What each choice does to a plan, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What is known of a batch on the host, and that no op on a lane of the GPU asks the GPU for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calibration: every kind of op that a plan computes is timed, and what is learnt changes no bit of the training."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

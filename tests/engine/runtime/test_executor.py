@@ -1,7 +1,5 @@
 """The executor on streams: every op after what it depends on, events used again and again, an end after any failure."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

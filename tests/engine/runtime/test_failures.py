@@ -1,8 +1,6 @@
 """What stops a run says what failed and where, and leaves the last generation as it was. The guard stops a run in time,
 names the op, and costs nothing between two looks."""
 
-from __future__ import annotations
-
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor

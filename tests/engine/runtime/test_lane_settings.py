@@ -1,7 +1,5 @@
 """What is compiled or timed before the first step sees what the run sees: settings, threads, cores."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

@@ -1,8 +1,6 @@
 """The schedule: whatever the plan, every access is ordered, slots are never shared, and the peak is the plan's; and the
 table of actions against who emits them and who carries them out."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
