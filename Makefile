@@ -1,5 +1,5 @@
 # make quickstart     install into .venv if needed and train the quickstart recipe; ARGS="--set FIELD=VALUE" changes a field
-# make test           lint, types and tests: twelve minutes on 2 cores
+# make test           lint, types and tests: eleven minutes on 2 cores
 # make test-long      ten minutes of the long tests: a slice, which rotates with the commit count
 # make test-all       all tests, with longer soaks, more seeds and more kills: two to three hours
 # make cuda-branches  write docs/cuda-branches.md, the lines that only a GPU executes, by running all tests under coverage
@@ -21,12 +21,16 @@ COMMITS = $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 # Tests start hundreds of processes, each of which would otherwise compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all test-long lint types screens gpu-check standin cuda-branches clean
+.PHONY: quickstart test pytest test-all test-long lint types screens gpu-check standin cuda-branches clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py $(ARGS)
 
-test: lint types
+# Types beside the tests, as they keep one core busy and tests do not keep both.
+test: lint
+	@$(MAKE) --no-print-directory -j2 types pytest
+
+pytest: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(SPREAD)
 
 test-all: lint types

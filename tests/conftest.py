@@ -13,6 +13,8 @@ from hypothesis import settings
 # Three workers and their children on two cores: threads of their own would wait for one another, and a process with
 # several cannot be forked (fork_server.py).
 os.environ["OMP_NUM_THREADS"] = "1"
+# The terminal application draws ASCII where TERM is dumb; tests of that set it themselves.
+os.environ["TERM"] = "xterm-256color"
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 

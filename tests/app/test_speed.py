@@ -47,6 +47,7 @@ def test_the_mean_of_a_resumed_run_leaves_out_every_process_warm_up(tmp_path: Pa
 
 def test_speeds_are_named() -> None:
     assert speed_text(1282.4, 1234.0) == "1,282 tok/s mean, 1,234 last step"
+    assert speed_text(12.3, 0.45) == "12 tok/s mean, 0.45 last step"
     assert speed_text(None, 1234.0) == "1,234 tok/s last step"
     assert speed_text(1282.4, None) == "1,282 tok/s mean"
     assert speed_text(None, None) == "n/a tok/s"

@@ -100,11 +100,11 @@ async def test_a_live_runs_new_steps_arrive_and_a_vanished_run_is_said(
     shutil.rmtree(root / "runs/second")
     figures = app.screen.query_one("#figures", TableView)
 
-    def found() -> tuple[str, str]:
+    def found() -> bool:
         rows = {row[0]: row[1:] for row in figures.body}
-        return rows["steps"][0], rows["state"][1]
+        return bool(rows) and (rows["steps"][0], rows["state"][1]) == ("13", "vanished")
 
-    await until(pilot, lambda: found() == ("13", "vanished"))
+    await until(pilot, found)
 
 
 async def test_more_runs_than_letters_are_left_out_with_a_word(

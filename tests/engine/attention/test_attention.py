@@ -82,7 +82,10 @@ def test_any_ranges_of_keys_in_any_order_are_exact(case: dict[str, Any]) -> None
         torch.testing.assert_close(computed, expected_grad)
 
 
-def test_bfloat16_is_as_close_as_its_rounding() -> None:
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_bfloat16_is_as_close_as_its_rounding(monkeypatch: pytest.MonkeyPatch, multiplies: bool) -> None:
+    """Whether or not the CPU multiplies it."""
+    monkeypatch.setattr(backends, "_CPU_MULTIPLIES_BFLOAT16", multiplies)
     torch.manual_seed(0)
     total = 200
     q, k, v, dout = (random(total, heads, 32, dtype=torch.bfloat16) for heads in (4, 2, 2, 4))

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config, PretrainedConfig, Qwen3Config, T5Config
 
+from penstock.engine.attention import backends
 from penstock.engine.attention.chunk import KeptAttention
 from penstock.engine.model import skeleton
 from penstock.engine.model.anatomy import Initializer, initial_constants, take_apart, validate_context
@@ -307,11 +308,17 @@ def layer_run(spec: ModelSpec, weights: dict[str, Tensor], keep: bool, **more: A
     return [*outputs, *(sums[name] for name in sorted(own))]
 
 
-def test_joined_layers_compute_what_they_compute_apart_in_bfloat16() -> None:
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_joined_layers_compute_what_they_compute_apart_in_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, multiplies: bool
+) -> None:
+    """Whether or not the CPU multiplies it."""
     config = small("qwen3")
     weights = {name: p.detach() for name, p in random_model(config).named_parameters()}
     spec = take_apart(config)
-    joined, alone = (layer_run(of, weights, keep=False, dtype=torch.bfloat16) for of in (spec, apart(spec)))
+    alone = layer_run(apart(spec), weights, keep=False, dtype=torch.bfloat16)
+    monkeypatch.setattr(backends, "_CPU_MULTIPLIES_BFLOAT16", multiplies)
+    joined = layer_run(spec, weights, keep=False, dtype=torch.bfloat16)
     for one, other in zip(joined, alone, strict=True):
         assert (one - other).float().norm() <= 2e-2 * other.float().norm()
 
