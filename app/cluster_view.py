@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.app.rows import Page
+from penstock.app.speed import speed_figure
 from penstock.storage.units import bytes_text, duration_text, of_text, percent_text, seconds_text
 
 _PARTS = 4
@@ -25,8 +26,9 @@ def cluster_rows(page: Page, forecast: dict[str, Any]) -> None:
         faster = "" if here is None else f" ({here / there:.1f} times as fast)"
         page.wrapped(f"{first}, {duration_text(there)} there{faster}", "accent bold")
         page.wrapped(
-            f"{found['steps']:,} steps of {seconds_text(found['step_s'])}, {found['tokens_per_s']:,.0f} tokens/s, "
-            f"MFU {percent_text(found['mfu'])}; a GPU's micro-batches in a step: {found['micro_batches_per_gpu']:,}",
+            f"{found['steps']:,} steps of {seconds_text(found['step_s'])}, "
+            f"{speed_figure(found['tokens_per_s'])} tokens/s, MFU {percent_text(found['mfu'])}; "
+            f"a GPU's micro-batches in a step: {found['micro_batches_per_gpu']:,}",
             "text",
         )
     else:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from penstock.app.cluster_view import cluster_rows
 from penstock.app.rows import ASCII, UNICODE, Glyphs, Page, Row
+from penstock.app.speed import speed_figure
 from penstock.storage.units import bytes_text, duration_text, of_text, params_text, percent_text, seconds_text
 
 SCREEN_LINES = 45
@@ -181,10 +182,9 @@ def _head(page: Page, forecast: dict[str, Any], status: str) -> None:
 
 def _figures(page: Page, forecast: dict[str, Any]) -> None:
     """The figures that matter, above their units."""
-    rate = forecast.get("tokens_per_s")
     figures = [
         (seconds_text(forecast.get("step_s")), "a step"),
-        ("n/a" if rate is None else f"{rate:,.0f}" if rate >= 10 else f"{rate:.2f}", "tokens/s"),
+        (speed_figure(forecast.get("tokens_per_s")), "tokens/s"),
         (duration_text((forecast.get("run") or {}).get("seconds")), f"{forecast['steps']:,} steps"),
         (percent_text(forecast.get("mfu")), "MFU"),
         (percent_text(forecast.get("hfu")), "HFU"),
@@ -303,7 +303,7 @@ def _gain(best: dict[str, Any], forecast: dict[str, Any], glyphs: Glyphs) -> str
     rate, now, step_s = best.get("tokens_per_s"), forecast.get("tokens_per_s"), best.get("step_s")
     if not rate or not now:
         return ""
-    return f" {glyphs.arrow} {seconds_text(step_s)} a step, {rate:,.0f} tokens/s ({rate / now - 1:+.0%})"
+    return f" {glyphs.arrow} {seconds_text(step_s)} a step, {speed_figure(rate)} tokens/s ({rate / now - 1:+.0%})"
 
 
 def _settings(page: Page, settings: Sequence[str], keys: bool) -> None:

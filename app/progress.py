@@ -19,7 +19,7 @@ from rich.text import Text
 from penstock.app.finetune_view import print_rows
 from penstock.app.recall_view import RecallMap, recall_rows
 from penstock.app.rows import ASCII, UNICODE
-from penstock.app.speed import speed_text
+from penstock.app.speed import speed_figure, speed_text
 from penstock.engine.events import WARMUP_STEPS, LaneTotals, Preparing, Span, StepMetrics, ValidationMetrics
 from penstock.storage.units import bytes_text, duration_text, of_text, seconds_text
 from penstock.storage.untrusted import printable
@@ -219,7 +219,7 @@ def summary_lines(summary: dict[str, Any], last_losses: Sequence[float], wall_s:
         losses += f", validation loss {_number(measured['last'])}"
         losses += f" (best {_number(measured['best'])} after step {measured['best_step']:,})"
     speed, step_s = summary["mean_tokens_per_s"], summary["mean_step_s"]
-    parts = [f"mean {_number(speed, ',.0f')} tokens/s, {seconds_text(step_s)} a step"]
+    parts = [f"mean {speed_figure(speed)} tokens/s, {seconds_text(step_s)} a step"]
     parts.append(f"{_number(summary['mean_model_tflops_per_s'], '.3g')} TFLOP/s of the model")
     if wall_s > 0 and summary["lanes"]:
         lane, figures = max(summary["lanes"].items(), key=lambda lane: lane[1]["busy_s"])

@@ -6,6 +6,7 @@ validation; what a resumed run prepares again is not either.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,8 +71,10 @@ class MeanSpeed:
         return self.flops / self.seconds / 1e12 if self.steps and self.flops else None
 
 
-def speed_figure(tokens_per_s: float) -> str:
-    """Tokens per second, also where a step of long rows trains few of them."""
+def speed_figure(tokens_per_s: float | None) -> str:
+    """Tokens per second; below ten with decimals: of a slow model, or of long rows few of whose tokens are trained."""
+    if tokens_per_s is None or not math.isfinite(tokens_per_s):
+        return "n/a"
     return f"{tokens_per_s:,.{0 if tokens_per_s >= 10 else 1 if tokens_per_s >= 1 else 2}f}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.app.run_files import number, read_object, read_tail
 from penstock.app.rundir import ATTENDED_STATES, read_info
-from penstock.app.speed import WARMUP_STEPS
+from penstock.app.speed import WARMUP_STEPS, speed_figure
 from penstock.storage.units import params_text
 from penstock.storage.untrusted import printable
 from penstock.tui.data.fields import get, text
@@ -132,7 +132,9 @@ def plan_lines(folder: Path) -> list[str]:
     params, layers = (number(get(plan, "model", name)) for name in ("params", "layers"))
     found = []
     if step_s is not None and tokens_per_s is not None:
-        found.append(f"planned {tokens_per_s:,.0f} tok/s, {step_s:.3g} s a step, bound by {text(plan, 'bound_by')}")
+        found.append(
+            f"planned {speed_figure(tokens_per_s)} tok/s, {step_s:.3g} s a step, bound by {text(plan, 'bound_by')}"
+        )
     if params is not None and layers is not None:
         found.append(f"{params_text(params)} parameters, {layers:.0f} layers")
     return found
@@ -145,7 +147,7 @@ def summary_lines(folder: Path) -> list[str]:
     tokens, first, last = (number(get(summary, name)) for name in ("tokens", "first_loss", "last_loss"))
     found = []
     if step_s is not None and tokens_per_s is not None:
-        found.append(f"mean {step_s:.3g} s a step, {tokens_per_s:,.0f} tok/s")
+        found.append(f"mean {step_s:.3g} s a step, {speed_figure(tokens_per_s)} tok/s")
     if tokens is not None and first is not None and last is not None:
         found.append(f"{tokens:,.0f} tokens, loss {first:.4f} to {last:.4f}")
     return found

@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock.app.run_files import read_object
 from penstock.app.rundir import read_info
+from penstock.app.speed import speed_figure
 from penstock.storage.sealed import KEY
 from penstock.storage.units import bytes_text, duration_text
 from penstock.tui.data.catalog import MOST_PLAN_BYTES
@@ -95,9 +96,9 @@ def figure_rows(runs: list[ComparedRun]) -> list[list[str]]:
         "loss, averaged": [_last(run, "ema", ".4f") for run in runs],
         "loss, least": [_over(run, "loss", np.nanmin, ".4f") for run in runs],
         "validation, last": [_validation(run) for run in runs],
-        "tokens/s, mean": [_last(run, "mean_tokens_per_s", ",.0f") for run in runs],
-        "tokens/s, last step": [_last(run, "tokens_per_s", ",.0f") for run in runs],
-        "tokens/s, planned": ["n/a" if run.planned is None else f"{run.planned:,.0f}" for run in runs],
+        "tokens/s, mean": [speed_figure(run.metrics.last("mean_tokens_per_s")) for run in runs],
+        "tokens/s, last step": [speed_figure(run.metrics.last("tokens_per_s")) for run in runs],
+        "tokens/s, planned": [speed_figure(run.planned) for run in runs],
         "step, mean": [_last(run, "mean_step_s", ".3g", " s") for run in runs],
         "gradient norm, last": [_last(run, "grad_norm", ".3g") for run in runs],
         "written to NVMe": [bytes_text(sum(run.metrics.written_bytes.values()) or None) for run in runs],

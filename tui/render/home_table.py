@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len
 
 from penstock.app.rows import Glyphs, Row
+from penstock.app.speed import speed_figure
 from penstock.storage.units import duration_text, params_text, tokens_text
 from penstock.tui.data.catalog import RunEntry
 from penstock.tui.data.recipes import RecipeEntry
@@ -114,7 +115,7 @@ def _step(run: RunEntry) -> Row:
 
 
 def _figure(value: float | None) -> tuple[str, str]:
-    return ("-", "dim") if value is None else (f"{value:,.0f}", "text")
+    return ("-", "dim") if value is None else (speed_figure(value), "text")
 
 
 def recipes_table(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.app.plan_view import fixes, machine_name, plan_rows, verdict
 from penstock.app.rows import Glyphs, Page, Row
+from penstock.app.speed import speed_figure
 from penstock.storage.units import duration_text, seconds_text
 from penstock.tui.data.plan_client import PlanState
 
@@ -48,7 +49,9 @@ def summary_row(state: PlanState, machine: str, width: int, glyphs: Glyphs) -> R
     else:
         row: Row = [verdict(forecast, glyphs), (f" {machine_name(forecast)}", "text")]
         if forecast["fits"]:
-            figures = f"  planned {seconds_text(forecast['step_s'])} a step  {forecast['tokens_per_s']:,.0f} tok/s"
+            figures = (
+                f"  planned {seconds_text(forecast['step_s'])} a step  {speed_figure(forecast['tokens_per_s'])} tok/s"
+            )
             row += [(figures, "accent bold"), (f"  {forecast['bound_by']}-bound", "text")]
             row.append((f"  {duration_text(forecast['run']['seconds'])}", "text"))
         elif known := fixes(forecast):

@@ -19,6 +19,7 @@ from textual.widgets import Footer, Input, Static
 from penstock.app import shipped
 from penstock.app.plan_view import fixes
 from penstock.app.recipe import Recipe, apply_overrides, from_dict, load_recipe, resolve_paths, save_recipe
+from penstock.app.speed import speed_figure
 from penstock.storage.errors import UserError
 from penstock.storage.units import duration_text, seconds_text
 from penstock.tui.data.draft import PATHS, Draft, error_field, kind_of
@@ -452,6 +453,6 @@ def _launch_text(state: PlanState) -> str:
     run = duration_text((forecast.get("run") or {}).get("seconds"))
     return (
         f"{where}\n\nIt fits: planned {seconds_text(forecast['step_s'])} a step, "
-        f"{forecast['tokens_per_s']:,.0f} tokens/s, {forecast['steps']:,} steps in {run}, "
+        f"{speed_figure(forecast['tokens_per_s'])} tokens/s, {forecast['steps']:,} steps in {run}, "
         f"bound by {forecast['bound_by']}."
     )

@@ -14,6 +14,7 @@ from textual.containers import Container, Vertical, VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static
 from textual.worker import Worker
 
+from penstock.app.speed import speed_figure
 from penstock.storage.errors import UserError
 from penstock.storage.units import duration_text, seconds_text
 from penstock.storage.untrusted import printable
@@ -402,7 +403,7 @@ def _fit_text(fit: Fit | None) -> dict[str, str]:
         return {}
     if not fit.fits:
         return {"here": f"not planned: {fit.message}" if fit.fits is None else f"does not fit: {fit.message}"}
-    speed = "" if fit.tokens_per_s is None else f", planned {fit.tokens_per_s:,.0f} tok/s"
+    speed = "" if fit.tokens_per_s is None else f", planned {speed_figure(fit.tokens_per_s)} tok/s"
     return {"here": f"fits{speed}, {seconds_text(fit.step_s)} a step"}
 
 
