@@ -21,7 +21,7 @@ from penstock.engine.export import export
 from penstock.engine.hf.config import make_config
 
 STEPS, MICRO_BATCHES, CONTEXT = 20, 2, 256
-PACKED_ROWS, PACKED_CONVERSATIONS = 6, 12
+PACKED_ROWS, PACKED_CONVERSATIONS = 6, 15  # either order of best fit packs them in so many rows
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LINEAR = ([*ATTENTION, "gate_proj", "up_proj", "down_proj"], ATTENTION)
 """Linear modules of the layers, without and with experts; peft's all-linear is of experts as well."""
