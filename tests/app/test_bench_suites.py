@@ -17,17 +17,14 @@ from penstock.app.bench import suites as bench_suites
 from penstock.app.bench.cases import LLAMA3_8B, QWEN3_32B, QWEN25_7B, SUITES, Case, case_of, cases_of
 from penstock.app.bench.figures import kernel_idle, limit_s, median_times, scaled_flops, step_times
 from penstock.app.bench.setup import Setup, Skip, _scaled_peaks, choose, nvme_bytes, shape_model
-from penstock.app.bench.state import DrawnState
-from penstock.app.bench.suite_worker import WarmUpLoader
 from penstock.engine.config import DataConfig, Recipe
-from penstock.engine.data.loader import MicroBatch
 from penstock.engine.forecast.flops import StepFlops, executed_flops, model_flops
 from penstock.engine.forecast.problem import ALLOCATOR_SHARE
-from penstock.engine.model.spec import layouts
-from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.storage.errors import UserError
 
 CPU_SHORT = SUITES["cpu"][0]
+Captured = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 
 
 def test_names_of_suites_and_groups() -> None:
@@ -60,20 +57,18 @@ def span(lane: str, op: str, block: str, start: float, end: float, step: int = 1
 
 def one_step(step: int, begin: float, stretch: float = 1.0) -> list[dict[str, Any]]:
     """Of 10 s: layers from 1 to 4 and from 5 to 9 (with gaps), the rest at the edges."""
-    at = [
-        ("embed_forward", "embed", 0.0, 1.0),
-        ("layer_forward", "layers.0", 1.0, 2.0),
+    at = [("embed_forward", "embed", 0.0, 1.0), ("layer_forward", "layers.0", 1.0, 2.0)]
+    at += [
         ("layer_forward", "layers.1", 2.5, 4.0),
         ("head", "head", 4.0, 5.0),
         ("layer_backward", "layers.1", 5.0, 7.0),
-        ("layer_backward", "layers.0", 7.0, 9.0),
-        ("embed_backward", "embed", 9.0, 9.5),
     ]
+    at += [("layer_backward", "layers.0", 7.0, 9.0), ("embed_backward", "embed", 9.0, 9.5)]
     spans = [span("compute", op, block, begin + a * stretch, begin + b * stretch, step) for op, block, a, b in at]
     return [*spans, span("optimizer", "clip", "all", begin + 10 * stretch, begin + 10 * stretch, step)]
 
 
-def test_a_step_and_its_limit_by_hand() -> None:
+def test_a_step_its_limit_and_gaps_between_kernels_by_hand() -> None:
     spans = [span("optimizer", "clip", "all", 0.0, 0.0, 0)]
     for step, (begin, stretch) in enumerate(((0.0, 1.0), (10.0, 3.0), (40.0, 2.0)), start=1):
         spans += one_step(step, begin, stretch)
@@ -88,8 +83,6 @@ def test_a_step_and_its_limit_by_hand() -> None:
     kernels = {"matmul_tflops": {"layer": 3.0, "head": 1.0}, "attention_tflops": {"forward": 2.0, "backward": 1.0}}
     assert limit_s(flops, kernels) == pytest.approx(2 + 1 + 1 + 4)
 
-
-def test_gaps_between_kernels_by_hand() -> None:
     def kernel(stream: int, start: float, length: float) -> dict[str, Any]:
         return {"cat": "kernel", "ts": start, "dur": length, "args": {"stream": stream}}
 
@@ -115,13 +108,11 @@ def test_a_cut_model_keeps_the_whole_ones_share_on_the_gpu(tmp_path: Path) -> No
     for gpu in ("24GiB", "110GiB", "400GiB"):
         case = replace(SUITES["short"][0], gpu=gpu, ram="100GiB", rows=1)  # few tokens: what is left over holds blocks
         setup = chosen(case, tmp_path)
-
-        def share(plan: Any) -> float:
+        shares = []
+        for plan in (setup.plan, setup.full_plan):
             layers = [b for name, b in plan.buffers.items() if name.startswith("layers.")]
-            return sum(b.state == "gpu" for b in layers) / len(layers)
-
-        whole, cut = share(setup.full_plan), share(setup.plan)
-        assert cut == pytest.approx(whole, abs=0.26)  # one of four layers
+            shares.append(sum(b.state == "gpu" for b in layers) / len(layers))
+        assert shares[0] == pytest.approx(shares[1], abs=0.26)  # one of four layers
         assert setup.plan.choice == setup.full_plan.choice
         assert setup.plan.tiers["gpu"].peak_bytes <= setup.full_plan.tiers["gpu"].peak_bytes
         assert setup.depth == 8.0
@@ -137,9 +128,7 @@ def test_the_allocators_share_of_a_smaller_budget_becomes_nothing_else(tiny_setu
     assert ram == same_ram
 
 
-def test_where_plain_pytorch_fails_with_checkpointing_and_without_it_has_no_step(
-    tiny_setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_plain_pytorch_fails_both_ways_it_has_no_step(tiny_setup: Setup, monkeypatch: Patch) -> None:
     """A card's allocator refuses, say: what fits only with checkpointing is timed with it."""
     full = "CUDA out of memory. Tried to allocate 2.00 GiB"
     for error, reason in (
@@ -164,7 +153,7 @@ def test_depth_is_what_ram_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_tiers_takes_the_largest_that_the_drive_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiers_takes_the_largest_that_the_drive_holds(tmp_path: Path, monkeypatch: Patch) -> None:
     usage = namedtuple("usage", "total used free")
     case = replace(SUITES["tiers"][0], gpu="70GiB", ram="60GiB")
     for free_gib, name in ((10_000, "Mistral-Large-2 (123B)"), (140, "Qwen3-4B")):
@@ -187,42 +176,6 @@ def test_what_graphs_take_once_measured_decides_how_many_are_kept(tmp_path: Path
         # What is measured holds the log-sum-exp, which the plan counts apart: 4 bytes for each of 4 heads.
         assert {b.graph_bytes_per_token for b in plan.blocks if b.role == "layer"} == {1000 - 16}
     assert len(compiled.plan.saved_graphs) > len(eager.plan.saved_graphs) > 0
-
-
-def test_drawn_state_is_a_new_models(tiny_setup: Setup) -> None:
-    flat = layouts(tiny_setup.spec)
-    drawn = DrawnState(tiny_setup.plan, flat)
-    for name, layout in flat.items():
-        buffer = tiny_setup.plan.buffers[name]
-        values = torch.full((layout.numel,), float("nan"))
-        for part in range(buffer.num_parts):
-            start, end = buffer.part(part)
-            drawn.fill(name, "master", part, values[start:end])
-        for param, view in layout.views(values).items():
-            if view.dim() > 1:
-                assert view.std().item() == pytest.approx(0.02, rel=0.1)
-                assert view.unique(dim=0).shape == view.shape
-            else:
-                assert view.eq(0 if param.endswith("bias") else 1).all(), param
-        drawn.fill(name, "exp_avg", 0, values[: buffer.part(0)[1]])
-        assert not values[: buffer.part(0)[1]].any()
-
-
-def test_warm_up_batches_are_cut_into_short_documents() -> None:
-    class Loader:
-        cursor = "here"
-
-        def next_step(self) -> list[MicroBatch]:
-            ids = torch.arange(10)
-            labels = torch.cat([ids[1:], torch.tensor([IGNORE_LABEL])])
-            return [MicroBatch(ids, labels, ids, [0], 9, [10], 9)]
-
-    loader = WarmUpLoader(Loader(), 1, 4)  # type: ignore[arg-type]
-    (short,), (whole,) = loader.next_step(), loader.next_step()
-    assert (short.documents, short.lengths, short.max_position) == ([0, 4, 8], [4, 4, 2], 3)
-    assert short.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
-    assert (whole.documents, whole.lengths) == ([0], [10])
-    assert loader.cursor == "here"
 
 
 def check_figures(row: dict[str, Any], case: Case) -> None:
@@ -258,7 +211,7 @@ def check_figures(row: dict[str, Any], case: Case) -> None:
 
 
 @pytest.mark.long
-def test_the_cpu_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cpu_suite(tmp_path: Path, capsys: Captured) -> None:
     traces, scratch = tmp_path / "traces", tmp_path / "scratch"
     traces.mkdir()
     scratch.mkdir()
@@ -280,9 +233,7 @@ def test_the_cpu_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.long
-def test_one_case_that_fails_or_does_not_fit_loses_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_case_that_fails_or_does_not_fit_loses_no_other(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     cases = (
         replace(CPU_SHORT, name="unknown", shapes=(replace(bench_cases.TINY, model_type="nonsense"),)),
         replace(CPU_SHORT, name="slow", limit_s=0.3),
@@ -306,35 +257,29 @@ def test_one_case_that_fails_or_does_not_fit_loses_no_other(
 
 
 @pytest.fixture
-def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def known_machine(monkeypatch: Patch) -> None:
     """Of which nothing is measured."""
     machine = {"gpu": None, "cores": 2, "matmul_flops": 1e10}
     monkeypatch.setattr(bench_suites, "probe", lambda: machine)
 
 
 @pytest.mark.usefixtures("known_machine")
-def test_a_time_limit_begins_nothing_that_would_end_later(tmp_path: Path) -> None:
+def test_nothing_begins_that_would_end_beyond_a_time_limit_or_needs_cuda(tmp_path: Path) -> None:
     report = bench_suites.bench_suites("cpu", folder=tmp_path, time_limit_s=1.0)
     assert [row["status"] for row in report["cases"]] == ["skipped"] * 3
     assert "of the time limit are left; name its suite by itself" in report["cases"][0]["reason"]
+    reasons = [row["reason"] for row in bench_suites.bench_suites("gpu", folder=tmp_path)["cases"]]
+    assert reasons == ["needs CUDA, and torch sees no device"] * 8
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("known_machine")
-def test_a_case_that_meets_the_time_limit_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_meets_the_time_limit_is_no_failure(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Case, "estimate_s", lambda *_: 0.0)
     monkeypatch.setitem(SUITES, "late", (replace(CPU_SHORT, timed=1_000_000),))
-    report = bench_suites.bench_suites("late", folder=tmp_path, time_limit_s=5.0)
-    (row,) = report["cases"]
+    (row,) = bench_suites.bench_suites("late", folder=tmp_path, time_limit_s=5.0)["cases"]
     assert row["status"] == "skipped"
     assert row["reason"].startswith("ended by the time limit after")
-
-
-@pytest.mark.usefixtures("known_machine")
-def test_without_cuda_every_gpu_case_says_so(tmp_path: Path) -> None:
-    report = bench_suites.bench_suites("gpu", folder=tmp_path)
-    assert {row["reason"] for row in report["cases"]} == {"needs CUDA, and torch sees no device"}
-    assert len(report["cases"]) == 8
 
 
 @pytest.mark.long
