@@ -1,6 +1,5 @@
 """Damaged and hostile files of a run directory, by name: what it holds, and manifests whose checksum is right."""
 
-import copy
 import json
 import os
 import shutil
@@ -15,17 +14,8 @@ from penstock.app.recipe import to_json
 from penstock.storage.crc import checksum
 from penstock.storage.manifest import ArraySpec, DriveRecord, Manifest, Stored
 
-SPAN = {
-    "lane": "compute",
-    "op": "clip",
-    "block": "all",
-    "chunk": -1,
-    "start_s": 0.0,
-    "end_s": 1.0,
-    "bytes": 0,
-    "step": 1,
-}
-
+SPAN: dict[str, Any] = {"lane": "compute", "op": "clip", "block": "all", "chunk": -1, "bytes": 0, "step": 1}
+SPAN |= {"start_s": 0.0, "end_s": 1.0}
 
 OBSTACLES: dict[str, Callable[[Path, Path], object]] = {
     "link": lambda path, target: path.symlink_to(target),
@@ -66,34 +56,25 @@ def damaged_run_files() -> dict[str, tuple[list[str], Callable[[Path], object]]]
     """Name -> a command with its arguments behind the run's name, and what becomes of the run's directory."""
     texts = NO_OBJECT | {"escapes": b'{"name": "\\u001b]0;owned\\u0007"}'}
     found: dict[str, tuple[list[str], Callable[[Path], object]]] = {}
-    commands = {"resume": [], "scrub": [], "export": ["out"]}
-    for command, rest in commands.items():
-        for name, content in texts.items():
-            found[f"recipe.json {name}, {command}"] = ([command, *rest], at("recipe.json", content))
+    for command, *rest in (["resume"], ["scrub"], ["export", "out"], ["checkpoint", "now"]):
+        given = [command, *rest]
+        if command != "checkpoint":
+            damaged = {f"recipe.json {name}, {command}": at("recipe.json", content) for name, content in texts.items()}
+            found |= {name: (given, damage) for name, damage in damaged.items()}
+        found[f"run.lock a folder, {command}"] = (given, at("run.lock", Path.mkdir))
+        found[f"run.lock a pipe, {command}"] = (given, at("run.lock", os.mkfifo))
+        found[f"state a file, {command}"] = (given, _state_a_file)
+        found[f"state gone, {command}"] = (given, lambda path: shutil.rmtree(path / "state"))
+        found[f"chunk files gone, {command}"] = (given, unchanged)
     for command in ("lanes", "trace"):  # damaged lines they pass over and count
         found[f"spans.jsonl gone, {command}"] = ([command], at("spans.jsonl", lambda path: None))
         found[f"spans.jsonl a folder, {command}"] = ([command], at("spans.jsonl", Path.mkdir))
-    for command, rest in (commands | {"checkpoint": ["now"]}).items():
-        found[f"run.lock a folder, {command}"] = ([command, *rest], at("run.lock", Path.mkdir))
-        found[f"run.lock a pipe, {command}"] = ([command, *rest], at("run.lock", os.mkfifo))
-        found[f"state a file, {command}"] = ([command, *rest], _state_a_file)
-        found[f"state gone, {command}"] = ([command, *rest], lambda path: shutil.rmtree(path / "state"))
-        found[f"chunk files gone, {command}"] = ([command, *rest], unchanged)
-    names = ("", ".", "..", "a/b", "../x", "a\0b", "a" * 300, "\x1b]0;owned\x07", "step-5", ".hidden", " ")
-    for name in names:
-        if name:
-            shown = "long" if len(name) > 100 else repr(name)
-            found[f"a checkpoint of name {shown}"] = (["checkpoint", name], unchanged)
-            found[f"deleting a checkpoint of name {shown}"] = (["checkpoint", name, "--delete"], unchanged)
-            found[f"exporting a checkpoint of name {shown}"] = (
-                ["export", "out", "--checkpoint", name],
-                unchanged,
-            )
-    for setting in ("train.steps=0", "name=other", "model.num_layers=3", "data.seed=5", "train.lr=nan", "x=1"):
-        found[f"resume with {setting}"] = (["resume", "--set", setting], unchanged)
-    found["pausing what is over"] = (["pause"], unchanged)
-    found["stopping what is over"] = (["stop"], unchanged)
-    return found
+    names = (".", "..", "a/b", "../x", "a\0b", "a" * 300, "\x1b]0;owned\x07", "step-5", ".hidden", " ")
+    words = [given for name in names for given in (["checkpoint", name], ["checkpoint", name, "--delete"])]
+    words += [["export", "out", "--checkpoint", name] for name in names] + [["pause"], ["stop"]]
+    settings = ("train.steps=0", "name=other", "model.num_layers=3", "data.seed=5", "train.lr=nan", "x=1")
+    words += [["resume", "--set", setting] for setting in settings]
+    return found | {repr(" ".join(given)): (given, unchanged) for given in words}
 
 
 def put(path: Path, what: bytes | str | Callable[[Path], object]) -> None:
@@ -137,16 +118,13 @@ def damaged_manifests() -> dict[str, bytes]:
         "meta": [None, [], 5],
         "drives": [None, 5, {}, [5], [{}], [{"id": "d0"}]],
         "arrays": [None, 5, {}, [5], [{}]],
-        "checkpoint": [5, "", []],
+        "checkpoint": [5, "", [], {}],
     }
     for field, values in top.items():
         for value in values:
             found[f"{field} {value!r}"] = signed(good | {field: value})
-    for name in top:
-        found[f"no {name}"] = signed(
-            {k: v for k, v in good.items() if k != name or name == "checkpoint"}
-            | ({"checkpoint": {}} if name == "checkpoint" else {})
-        )
+    for name in [name for name in top if name != "checkpoint"]:
+        found[f"no {name}"] = signed({k: v for k, v in good.items() if k != name})
     parts: dict[str, list[Any]] = {
         "buffer": ["..", "a/b", "", ".x", "scratch", "a\0", 5, None],
         "kind": ["../../x", "checkpoints", []],
@@ -157,15 +135,10 @@ def damaged_manifests() -> dict[str, bytes]:
         "drives": [[], ["d9"], "d0", [5], None],
         "crc32c": [[], ["00000001"], ["1", "2"], [1, 2], None, "00000001", ["-0000001", "00000002"]],
     }
+    (array,) = good["arrays"]
     for field, values in parts.items():
         for value in values:
-            changed = copy.deepcopy(good)
-            changed["arrays"][0][field] = value
-            found[f"an array's {field} {value!r}"] = signed(changed)
-    changed = copy.deepcopy(good)
-    changed["arrays"] *= 2
-    found["an array twice"] = signed(changed)
-    changed = copy.deepcopy(good)
-    changed["drives"] *= 2
-    found["a drive twice"] = signed(changed)
+            found[f"an array's {field} {value!r}"] = signed(good | {"arrays": [array | {field: value}]})
+    for field in ("arrays", "drives"):
+        found[f"{field} twice"] = signed(good | {field: good[field] * 2})
     return found
