@@ -1,4 +1,5 @@
-"""A run that fails before its first step has ended leaves nothing, and what can be seen early is refused early."""
+"""A run that fails before its first step has ended leaves nothing; what can be seen early is refused early; and where a
+model comes from: a folder, a shape, both, or neither."""
 
 import json
 import os
@@ -8,17 +9,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bad_model_files
 import fake_run
 import pytest
 from cli_process import FAKE, done, refusal, started, wait_until
 from nvme_state import make
+from recipe_texts import TINY
+from transformers import PretrainedConfig
 
 from penstock.app import launcher
 from penstock.app.cli import main
-from penstock.app.launch import require_inputs
-from penstock.app.recipe import to_json
+from penstock.app.launch import from_scratch, require_inputs, require_weights
+from penstock.app.recipe import from_json, to_json
 from penstock.app.rundir import RunDir
 from penstock.engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
+from penstock.engine.data.tokenizer import train_tokenizer
+from penstock.engine.hf.config import model_config
+from penstock.engine.model.anatomy import take_apart
 from penstock.storage.errors import UserError
 from penstock.tui.data.alerts import alerts
 from penstock.tui.data.run_data import RunData
@@ -39,6 +46,7 @@ def trains(monkeypatch: Patch, tmp_path: Path) -> Patch:
 
 
 def test_nothing_is_left_of_a_failed_start(trains: Patch, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a folder that was there stays as it was."""
     trains.setenv("FAKE_FAIL_AT", "1:user")
     for given in ([], ["--run-dir", "new/out"]):
         assert "loss is NaN" in refusal(capsys, "train", "tiny.json", *given)
@@ -47,19 +55,14 @@ def test_nothing_is_left_of_a_failed_start(trains: Patch, capsys: pytest.Capture
     with pytest.raises(RuntimeError, match="a bug"):  # its traceback alone
         main(["train", "tiny.json"])
     assert [path.name for path in Path().iterdir()] == ["tiny.json"]
-
-
-def test_a_folder_that_was_there_stays_as_it_was(trains: Patch, capsys: pytest.CaptureFixture[str]) -> None:
     trains.setenv("FAKE_FAIL_AT", "1:user")
-    Path("empty").mkdir()
-    refusal(capsys, "train", "tiny.json", "--run-dir", "empty")
-    assert list(Path("empty").iterdir()) == []
     own = {"recipe.json": to_json(RECIPE), "output.log": "mine"}
-    Path("own").mkdir()
-    for name, text in own.items():
-        Path("own", name).write_text(text)
-    refusal(capsys, "train", "own/recipe.json", "--run-dir", "own")
-    assert {path.name: path.read_text() for path in Path("own").iterdir()} == own
+    for recipe, folder, files in (("tiny.json", "empty", {}), ("own/recipe.json", "own", own)):
+        Path(folder).mkdir()
+        for name, text in files.items():
+            Path(folder, name).write_text(text)
+        refusal(capsys, "train", recipe, "--run-dir", folder)
+        assert {path.name: path.read_text() for path in Path(folder).iterdir()} == files
 
 
 def test_a_run_that_has_begun_or_is_resumed_stays(trains: Patch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +107,6 @@ def test_a_start_from_the_terminal_application_leaves_its_words(tmp_path: Path, 
 
 BAD_DATA: list[tuple[list[str], str]] = [
     (["data.source=jsonl", "data.path=none.jsonl"], "no `text` field; the row has content"),
-    (["data.source=jsonl", "data.path=torn.jsonl"], "not a JSON object"),
     (["data.source=jsonl", "data.path=nowhere"], "nowhere does not exist"),
     (["data.source=text", "data.path=folder"], "the corpus is empty"),
     (["data.source=text", "data.path=latin.txt"], "not UTF-8 text"),
@@ -126,7 +128,6 @@ print(json.dumps(told))
 def test_data_that_is_not_there_is_refused_before_pytorch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "tiny.json").write_text(to_json(Recipe(name="tiny")))
     (tmp_path / "none.jsonl").write_text('{"content": "x"}\n{"text": "x"}\n')
-    (tmp_path / "torn.jsonl").write_text('{"text": \n')
     (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9 " * 100)
     (tmp_path / "folder").mkdir()
     before = sorted(path.name for path in tmp_path.iterdir())
@@ -144,3 +145,85 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: Patch
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "b.txt")  # root may read everything
     with pytest.raises(UserError, match=r"b\.txt cannot be read by this user"):
         require_inputs(Recipe(name="x", data=DataConfig(source="text", path=str(tmp_path))))
+
+
+SHAPE = TINY["model"] | {"vocab_size": 300, "max_position": 128}
+CONFIG = bad_model_files.CONFIG | {"rms_norm_eps": 1e-3, "rope_theta": 5e5, "rope_scaling": None}
+del CONFIG["torch_dtype"]
+DATA = DataConfig(source="random", sequence_length=32)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 5e5}
+
+
+def config_of(model: ModelConfig) -> PretrainedConfig:
+    return model_config(Recipe(name="x", model=model, data=DATA), None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder with a config.json and no weights."""
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+def test_a_folder_and_its_shape_are_one_model_and_a_shape_that_is_not_the_folder_s_is_named(folder: Path) -> None:
+    config = config_of(ModelConfig(path=str(folder), **SHAPE))
+    assert (config.rms_norm_eps, config.rope_parameters["rope_theta"]) == (1e-3, 5e5)
+    assert config.to_dict() == config_of(ModelConfig(path=str(folder / "config.json"))).to_dict()
+    others: dict[str, tuple[Any, str]] = {
+        **{"num_layers": (3, "2"), "hidden_size": (64, "32"), "intermediate_size": (97, "64"), "num_heads": (8, "4")},
+        **{"num_kv_heads": (4, "2"), "head_dim": (32, "8"), "vocab_size": (301, "300"), "max_position": (64, "128")},
+        **{"model_type": ("mistral", "qwen3"), "tie_embeddings": (True, "False")},
+    }
+    for field, (value, found) in others.items():
+        with pytest.raises(UserError, match=r"--set model\.path=") as caught:
+            config_of(ModelConfig(path=str(folder), **(SHAPE | {field: value})))
+        assert f"model.{field}: {value} in the recipe, but {found} in {folder}" in str(caught.value)
+
+
+def test_overrides_go_on_top_of_folder_and_shape(folder: Path, tmp_path: Path) -> None:
+    for former in (None, {"rope_type": "yarn", "factor": 2.0}):
+        (folder / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": former}))
+        for path in (folder, tmp_path / "none"):
+            model = ModelConfig(path=str(path), **SHAPE, overrides={"rope_parameters": YARN})
+            assert config_of(model).rope_parameters == YARN
+            assert model.overrides == {"rope_parameters": YARN}
+
+
+def test_from_scratch_takes_shape_and_tokenizer_from_where_they_are(folder: Path, tmp_path: Path) -> None:
+    recipe = Recipe(name="x", model=ModelConfig(path=str(tmp_path / "none"), **SHAPE))
+    assert from_scratch(recipe) == Recipe(name="x", model=ModelConfig(**SHAPE))
+    assert from_scratch(Recipe(name="x")) == Recipe(name="x")
+    recipe = Recipe(name="x", model=ModelConfig(path=str(folder), overrides={"rope_parameters": YARN}), data=DATA)
+    scratch = from_scratch(recipe)
+    assert from_json(to_json(scratch)) == scratch
+    assert (scratch.model.path, scratch.model.vocab_size) == (None, 300)
+    ours, theirs = (config_of(r.model) for r in (scratch, recipe))
+    assert ours.to_diff_dict() == theirs.to_diff_dict()
+    assert take_apart(ours).buffers == take_apart(theirs).buffers
+    recipe = Recipe(name="x", model=ModelConfig(path=str(folder), **SHAPE))
+    assert from_scratch(recipe).data.tokenizer is None
+    train_tokenizer(["some text"] * 10, 300, folder)
+    assert from_scratch(recipe).data.tokenizer == str(folder)
+
+
+def test_without_any_shape_it_is_refused(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"model\.path: .*none does not exist, and the recipe gives no shape"):
+        config_of(model)
+    with pytest.raises(UserError, match=r"--from-scratch: the recipe gives no shape, and model\.path .*none does not"):
+        from_scratch(Recipe(name="x", model=model))
+
+
+def test_weights_are_looked_for_before_anything_else(folder: Path) -> None:
+    def recipe(path: Path) -> Recipe:
+        return Recipe(name="x", model=ModelConfig(path=str(path)))
+
+    reasons = {"": r"contains no \*\.safetensors", "config.json": "is not a folder", "none": "does not exist"}
+    for name, reason in reasons.items():
+        with pytest.raises(UserError, match=f"{reason}; put the model's .* --set model.path=.* --from-scratch"):
+            require_weights(recipe(folder / name))
+    (folder / "model.safetensors").write_bytes(b"")
+    require_weights(recipe(folder))
+    require_weights(Recipe(name="x"))

@@ -71,10 +71,8 @@ def test_a_model_is_stretched_beyond_its_positions_and_not_before() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "shipped"), [("Llama-3.2-1B", None), ("Qwen2.5-14B", "14b_workstation")])
-def test_a_cell_is_the_plan_of_its_recipe_and_of_a_shipped_recipe_with_its_batch(
-    name: str, shipped: str | None
-) -> None:
-    """A shipped recipe's model, context and machine."""
+def test_a_cell_is_the_plan_of_its_recipe(name: str, shipped: str | None) -> None:
+    """And of a shipped recipe with its batch: of that one's model, context and machine."""
     cell = fit.plan_cell(question("rtx4090-128"), name, 8192)
     ours = from_dict(cell["recipe"])
     recipe = ours
@@ -122,15 +120,14 @@ def test_options_mean_what_people_write() -> None:
     assert asked.models == ("Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B", "Mistral-Large-2")
     assert asked.contexts == (3000, 8192, 1_048_576)
     assert asked.tokens == 3_500_000_000
-    refused: list[tuple[dict[str, Any], str]] = [
+    for options, message in (
         ({"models": "nothing-like-it"}, "--models nothing-like-it: matches none of Llama-3.2-1B, "),
         ({"contexts": "8k,many"}, "--contexts many: not a number from 1 to "),
         ({"contexts": "1"}, "--contexts 1: a context needs at least 2 tokens"),
         ({"tokens": "0"}, "--tokens 0: not a number"),
         ({"tokens": "1M", "data": Path("x")}, "--tokens and --data: "),
         ({"data": Path("no.jsonl")}, r"--data no.jsonl: cannot be read \(No such file or directory\)"),
-    ]
-    for options, message in refused:
+    ):
         with pytest.raises(UserError, match=message):
             question(**options)
 
