@@ -39,6 +39,8 @@ RECIPE = recipe_text(
     storage={"part_bytes": "16KiB", "checkpoint_every": 5},
 )
 CLUSTER = ("-m", "penstock", "cluster")
+Captured = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def on_ranks(cli: Cli, *arguments: str, code: int = 0) -> str:
 
 
 @pytest.mark.long
-def test_a_run_goes_on_several_machines_and_comes_back(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_several_machines_and_comes_back(cli: Cli, capsys: Captured) -> None:
     """Seven steps on one machine, six on two ranks, the rest on one again: as if nothing had happened."""
     folder = cli.folder
     cli.run("train", "tiny.py", "--run-dir", "whole")
@@ -108,7 +110,7 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint(cli: Cl
     assert losses(folder / "run") == pytest.approx(losses(folder / "whole"), abs=1e-4)
 
 
-def test_a_stop_leaves_the_step_under_way(one_rank: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_leaves_the_step_under_way(one_rank: Path, capsys: Captured) -> None:
     run = one_rank / "run"
 
     def stop() -> None:
@@ -124,7 +126,7 @@ def test_a_stop_leaves_the_step_under_way(one_rank: Path, capsys: pytest.Capture
     assert (run / "dcp" / f"step-{last:06}" / ".metadata").exists()
 
 
-def test_it_begins_with_a_checkpoint(one_rank: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_begins_with_a_checkpoint(one_rank: Path, checkpoint: Path, capsys: Captured) -> None:
     """Whose run directory is not here; it goes on with no other model."""
     run = one_rank / "there"
     arguments = ["cluster", str(checkpoint), "--run-dir", "there", "--set"]
@@ -139,7 +141,7 @@ def test_it_begins_with_a_checkpoint(one_rank: Path, checkpoint: Path, capsys: p
 
 
 @pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Path:
+def one_rank(monkeypatch: Patch, cli: Cli) -> Path:
     """This process is the only one that torchrun has started, in a folder that holds tiny.py."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -159,7 +161,7 @@ def test_what_is_wrong_everywhere_is_said_once(cli: Cli) -> None:
     assert "Traceback" not in output.partition("failed (exitcode")[0]
 
 
-def test_bad_input_is_one_line(one_rank: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line_and_torchrun_is_named(one_rank: Path, capsys: Captured, monkeypatch: Patch) -> None:
     run = ("tiny.py", "--run-dir", "a")
     for arguments, expected in (
         (("nowhere", "--run-dir", "a"), "nowhere"),
@@ -168,6 +170,9 @@ def test_bad_input_is_one_line(one_rank: Path, capsys: pytest.CaptureFixture[str
         ((*run, "--context-parallel", "2"), "1 ranks cannot be divided by it"),
     ):
         assert expected in refusal(capsys, "cluster", *arguments)
+    monkeypatch.delenv("RANK")
+    assert "torchrun --nnodes" in refusal(capsys, "cluster", "tiny.py", "--run-dir", "run")
+    assert not (one_rank / "run").exists()
 
 
 def test_every_group_of_ranks_gets_as_much() -> None:
@@ -183,12 +188,6 @@ def test_every_group_of_ranks_gets_as_much() -> None:
     ):
         with pytest.raises(UserError, match=expected):
             require_even(recipe, ranks, spread)
-
-
-def test_without_torchrun_it_says_how(capsys: pytest.CaptureFixture[str], cli: Cli, monkeypatch: Any) -> None:
-    monkeypatch.chdir(cli.folder)
-    assert "torchrun --nnodes" in refusal(capsys, "cluster", "tiny.py", "--run-dir", "run")
-    assert not (cli.folder / "run").exists()
 
 
 @pytest.fixture(scope="module")
@@ -223,29 +222,21 @@ def _edited(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], obj
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-def _removed(name: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).unlink()
-
-
-def _flipped(content: bytes) -> bytes:
-    at = len(content) // 2
-    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-
-
+LAST = "__0_1.distcp"
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: _write_index(folder, pickle.dumps(Evil())), "not an index of a DCP checkpoint"),
     (_other_folder, "files elsewhere"),
-    (_removed("penstock.json"), "is missing"),
-    (_edited("penstock.json", lambda content: content.replace(b'"step": 2', b'"step": 3')), "CRC"),
-    (_removed(".metadata"), "not a complete DCP checkpoint"),
-    (_removed("__0_0.distcp"), "__0_0.distcp"),
-    (_edited("__0_1.distcp", _flipped), "__0_1.distcp: differs from what was written"),
-    (_edited("__0_1.distcp", lambda content: content[:5000]), "__0_1.distcp: differs from what was written"),
+    (lambda folder: (folder / "penstock.json").unlink(), "is missing"),
+    (_edited("penstock.json", lambda text: text.replace(b'"step": 2', b'"step": 3')), "CRC"),
+    (lambda folder: (folder / ".metadata").unlink(), "not a complete DCP checkpoint"),
+    (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp"),
+    (_edited(LAST, lambda text: text[:5000] + bytes([text[5000] ^ 1]) + text[5001:]), f"{LAST}: differs from what was"),
+    (_edited(LAST, lambda text: text[:5000]), f"{LAST}: differs from what was written"),
 ]
 
 
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, capsys: Captured, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for damage, expected in DAMAGES:

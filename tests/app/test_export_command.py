@@ -21,6 +21,9 @@ from penstock.app.recipe import from_dict
 from penstock.app.rundir import read_recipe
 from penstock.storage.errors import UserError
 
+Captured = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -41,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def hub(tmp_path: Path, monkeypatch: Patch) -> Iterator[FakeHub]:
     from huggingface_hub import constants
 
     with fake_hub() as running:
@@ -54,20 +57,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield running
 
 
-def test_options_and_what_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "my model"
-    assert main(["export", str(run), str(out), "--dtype", "fp32", "--max-shard-size", "30kB"]) == 0
-    said = capsys.readouterr().out
-    assert "exported to" in said
-    assert f"python convert_hf_to_gguf.py '{out}' --outtype bf16" in said
-    assert "ollama create" in said
-    shards = sorted(out.glob("model-*.safetensors"))
-    assert len(shards) > 1
-    assert {t.dtype for shard in shards for t in load_file(shard).values()} == {torch.float32}
-    assert not list(out.glob(".*"))
-
-
-def test_options_that_mean_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_and_what_is_said(run: Path, tmp_path: Path, capsys: Captured) -> None:
     for options, message in (
         (["--dtype", "int8"], "--dtype int8: write bf16, fp16 or fp32"),
         (["--max-shard-size", "big"], "--max-shard-size: 'big' is not a size"),
@@ -79,6 +69,15 @@ def test_options_that_mean_nothing(run: Path, tmp_path: Path, capsys: pytest.Cap
         assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=r"after\.push: .* set after\.export=true"):
         AfterConfig(push="me/tuned")
+    out = tmp_path / "my model"
+    assert main(["export", str(run), str(out), "--dtype", "fp32", "--max-shard-size", "30kB"]) == 0
+    said = capsys.readouterr().out
+    for part in ("exported to", f"python convert_hf_to_gguf.py '{out}' --outtype bf16", "ollama create"):
+        assert part in said
+    shards = sorted(out.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert {t.dtype for shard in shards for t in load_file(shard).values()} == {torch.float32}
+    assert not list(out.glob(".*"))
 
 
 def test_the_card_says_what_the_model_was_made_of(run: Path, tmp_path: Path, hub: FakeHub) -> None:
@@ -103,9 +102,7 @@ def test_the_card_says_what_the_model_was_made_of(run: Path, tmp_path: Path, hub
     assert "transformers " in card
 
 
-def test_a_push_makes_a_private_repository_and_uploads_the_folder(
-    run: Path, tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_push_makes_a_private_repository(run: Path, tmp_path: Path, hub: FakeHub, capsys: Captured) -> None:
     assert main(["export", str(run), str(tmp_path / "out"), "--push", "me/tuned"]) == 0
     assert "a new private repository" in capsys.readouterr().out
     pushed = hub.repos["models/me/tuned"]
@@ -118,9 +115,7 @@ def test_a_push_makes_a_private_repository_and_uploads_the_folder(
     assert pushed.files["model.safetensors"] == (tmp_path / "again" / "model.safetensors").read_bytes()
 
 
-def test_a_push_that_fails_is_one_line_and_leaves_the_folder(
-    run: Path, tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_push_that_fails(run: Path, tmp_path: Path, hub: FakeHub, capsys: Captured, monkeypatch: Patch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_bad")
     error = refusal(capsys, "export", str(run), str(tmp_path / "out"), "--push", "me/tuned")
     assert "`hf auth login`" in error
@@ -136,9 +131,7 @@ def test_a_push_that_fails_is_one_line_and_leaves_the_folder(
         require_push("me/tuned")
 
 
-def test_an_adapter_is_exported_as_its_folder_or_merged(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_is_exported_as_its_folder_or_merged(run: Path, tmp_path: Path, capsys: Captured) -> None:
     """At the end of its run, which asks it to go on with a prompt, and by the command."""
     adapter = AdapterConfig(method="lora", rank=2, targets=["q_proj"])
     after = AfterConfig(export=True, sample_prompt="some text", sample_tokens=3)

@@ -72,9 +72,8 @@ def row(source: str, number: int) -> Row:
     """A row as the file has it; `text` is one of a whole file. `tokens` are of `token_row`."""
     *_, question, answer = asked(number)
     if source in ("text", "jsonl"):
-        return {
-            "text": f"# Basket {number}\n\n" + "".join(f"{' '.join(asked(n)[2:])}\n" for n in range(number, number + 3))
-        }
+        lines = [" ".join(asked(n)[2:]) for n in range(number, number + 3)]
+        return {"text": f"# Basket {number}\n\n" + "\n".join(lines) + "\n"}
     if source == "messages":
         return {"messages": [_openai(message) for message in messages_of(source, number)], "tools": tools_of(number)}
     if source == "sharegpt":
@@ -89,15 +88,12 @@ def row(source: str, number: int) -> Row:
 
 def _openai(message: Row) -> Row:
     """A call's arguments are their JSON."""
-    calls = [
-        {
-            "id": "call_1",
-            "type": "function",
-            "function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])},
-        }
-        for call in message.get("tool_calls", [])
-    ]
-    return message | ({"tool_calls": calls, "content": None} if calls else {})
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    if not functions:
+        return message
+    functions = [function | {"arguments": json.dumps(function["arguments"])} for function in functions]
+    calls = [{"id": "call_1", "type": "function", "function": function} for function in functions]
+    return message | {"tool_calls": calls, "content": None}
 
 
 def token_row(number: int, tokenizer: Any) -> Row:
@@ -117,19 +113,13 @@ def document(source: str, number: int, tokenizer: Any) -> Tokens:
         given = token_row(number, tokenizer)
         return given["input_ids"], [float(label != -100) for label in given["labels"]]
     if source == "prompt_completion":
-        fields = row(source, number)
-        found = tokenizer(
-            fields["prompt"] + fields["completion"], add_special_tokens=False, return_offsets_mapping=True
-        )
-        weights = [float(stop > len(fields["prompt"])) for _, stop in found["offset_mapping"]]
+        prompt, completion = row(source, number).values()
+        found = tokenizer(prompt + completion, add_special_tokens=False, return_offsets_mapping=True)
+        weights = [float(stop > len(prompt)) for _, stop in found["offset_mapping"]]
         return [*found["input_ids"], tokenizer.eos_token_id], [*weights, 1.0]
-    found = tokenizer.apply_chat_template(
-        messages_of(source, number),
-        tools=tools_of(number) if source == "messages" else None,
-        chat_template=MARKED,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
+    tools = tools_of(number) if source == "messages" else None
+    template: dict[str, Any] = {"chat_template": MARKED, "return_dict": True, "return_assistant_tokens_mask": True}
+    found = tokenizer.apply_chat_template(messages_of(source, number), tools=tools, **template)
     return found["input_ids"], [float(there) for there in found["assistant_masks"]]
 
 
@@ -172,10 +162,8 @@ def _csv(rows: list[Row], **dialect: Any) -> str:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(rows[0]), **dialect)
     writer.writeheader()
-    writer.writerows(
-        {key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()}
-        for fields in rows
-    )
+    for fields in rows:
+        writer.writerow({key: each if isinstance(each, str) else json.dumps(each) for key, each in fields.items()})
     return text.getvalue()
 
 
@@ -231,36 +219,29 @@ def _saved(folder: Path, rows: list[Row]) -> str:
     return "saved"
 
 
-_UTF8_BOM = b"\xef\xbb\xbf"
+def _crlf(rows: list[Row]) -> bytes:
+    return b"\xef\xbb\xbf" + _lines(rows).replace("\n", "\r\n").encode()
+
+
+def _tsv(rows: list[Row]) -> bytes:
+    return lzma.compress(_csv(rows, dialect="excel-tab").encode())
+
+
+_EXCEL = _bytes("excel.csv", lambda r: _csv(r, delimiter=";").encode("utf-16"))
+_CHAT = ("data.source=sharegpt", 'data.columns={"conversations": "chat"}')
 WAYS = [
     Way("text", "folder of Markdown files", _markdown),
     Way("text", "folder of UTF-16 .txt.gz", _utf16_texts),
-    Way(
-        "jsonl",
-        ".jsonl with a BOM and CRLF",
-        _bytes("a.jsonl", lambda r: _UTF8_BOM + _lines(r).replace("\n", "\r\n").encode()),
-    ),
+    Way("jsonl", ".jsonl with a BOM and CRLF", _bytes("a.jsonl", _crlf)),
     Way("jsonl", "Parquet shards of two splits", _hub_shards),
     Way("messages", ".jsonl.gz, with tools", _bytes("talks.jsonl.gz", lambda r: gzip.compress(_lines(r).encode()))),
     Way("messages", "Arrow of datasets, two splits", _saved, MARKED),
     Way("sharegpt", ".json, one list", _bytes("share.json", lambda r: json.dumps(r, indent=1).encode())),
-    Way(
-        "sharegpt",
-        "Parquet, another column",
-        _parquet("share.parquet", {"conversations": "chat"}),
-        MARKED,
-        ("data.source=sharegpt", 'data.columns={"conversations": "chat"}'),
-    ),
+    Way("sharegpt", "Parquet, another column", _parquet("share.parquet", {"conversations": "chat"}), MARKED, _CHAT),
     Way("alpaca", ".json.zst", _bytes("alpaca.json.zst", lambda r: _zst(json.dumps(r).encode())), MARKED),
-    Way(
-        "alpaca", "UTF-16 .csv with semicolons", _bytes("excel.csv", lambda r: _csv(r, delimiter=";").encode("utf-16"))
-    ),
+    Way("alpaca", "UTF-16 .csv with semicolons", _EXCEL),
     Way("prompt_completion", ".csv, quoted lines' ends", _bytes("pairs.csv", lambda r: _csv(r).encode())),
-    Way(
-        "prompt_completion",
-        ".tsv.xz",
-        _bytes("pairs.tsv.xz", lambda r: lzma.compress(_csv(r, dialect="excel-tab").encode())),
-    ),
+    Way("prompt_completion", ".tsv.xz", _bytes("pairs.tsv.xz", _tsv)),
     Way("tokens", "Parquet", _parquet("tokens.parquet", {})),
     Way("tokens", ".ndjson", _bytes("tokens.ndjson", lambda r: _lines(r).encode())),
 ]

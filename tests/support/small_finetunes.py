@@ -22,18 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from penstock.engine.data.packing import split_documents
 
 ROWS, HELD_OUT, ROW_TOKENS, STEPS = 160, 16, 256, 30
-SETTINGS = (
-    f"data.sequence_length={ROW_TOKENS}",
-    f"data.validation_documents={HELD_OUT}",
-    "train.validation_sequences=32",
-    f"train.steps={STEPS}",
-    "train.global_batch_size=4",
-    "train.lr=5e-3",
-    "train.compute_dtype=float32",
-    "train.compile=off",
-    "train.calibrate=false",
-    "train.device=cpu",
-)
+SETTINGS = [f"data.sequence_length={ROW_TOKENS}", f"data.validation_documents={HELD_OUT}", f"train.steps={STEPS}"]
+SETTINGS += ["train.validation_sequences=32", "train.global_batch_size=4", "train.lr=5e-3", "train.compile=off"]
+SETTINGS += ["train.compute_dtype=float32", "train.calibrate=false", "train.device=cpu"]
 _PRETRAINING_STEPS, _PRETRAINING_ROWS, _PRETRAINING_TOKENS = 80, 8, 128
 
 
@@ -44,9 +35,8 @@ class Tuned:
     run: Path
     documents: list[Tokens]
     before: float
-    """Of the model, by plain transformers."""
     after: float
-    """Of the export, by plain transformers."""
+    """Of the model and of the export, by plain transformers."""
     told: float
     """What the run says of its last step."""
     seconds: float
@@ -86,14 +76,9 @@ def finetune(way: Way, model: Path, folder: Path) -> Tuned:
     documents = [document(way.source, number, tokenizer) for number in range(ROWS)]
     held_out = [documents[number] for number in split_documents(ROWS, HELD_OUT, 0)[1]]
     validations = (folder / "run" / "validation.jsonl").read_text().splitlines()
-    return Tuned(
-        folder / "run",
-        documents,
-        plain_loss(model, held_out),
-        plain_loss(folder / "run" / "export", held_out),
-        json.loads(validations[-1])["loss"],
-        seconds,
-    )
+    told = json.loads(validations[-1])["loss"]
+    before, after = (plain_loss(weights, held_out) for weights in (model, folder / "run" / "export"))
+    return Tuned(folder / "run", documents, before, after, told, seconds)
 
 
 def plain_loss(folder: Path, documents: list[Tokens]) -> float:
@@ -118,10 +103,8 @@ def table() -> str:
             found = finetune(way, models[way.template], folder)
             tokens = sum(len(ids) for ids, _ in found.documents)
             trained = sum(sum(weights[1:]) for _, weights in found.documents) / tokens
-            figures = (
-                f"{ROWS} | {tokens:,} | {trained:.0%} | {found.before:.3f} | {found.after:.3f} | {found.seconds:.1f}"
-            )
-            lines.append(f"| {way.source} | {way.container} | {figures} |")
+            tokens_and_losses = f"{tokens:,} | {trained:.0%} | {found.before:.3f} | {found.after:.3f}"
+            lines.append(f"| {way.source} | {way.container} | {ROWS} | {tokens_and_losses} | {found.seconds:.1f} |")
     return "\n".join(lines)
 
 
