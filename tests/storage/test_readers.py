@@ -1,3 +1,5 @@
+"""DOC"""
+
 import errno
 import itertools
 import os
@@ -5,15 +7,24 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 import reader_checks as checks
 import torch
+from crc32c import crc32c
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from system_calls import refuse_direct
 
-from penstock.storage import chunk, readers
-from penstock.storage.errors import UserError
+from penstock.storage import chunk, crc, readers
+from penstock.storage.arena import MOST_BYTES, PIECE_BYTES, HostArena, cut_pieces, empty_aligned
+from penstock.storage.crc import checksum
+from penstock.storage.errors import BudgetError, UserError
+from penstock.storage.layout import ALIGN_NUMEL, FlatLayout, ParamSpec, part_ranges
 from penstock.storage.readers import DirectReader, Reader, Readers, TensorstoreReader, find_readers, select_readers
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -179,3 +190,242 @@ def test_a_reader_is_confirmed_in_the_runs_memory_at_its_size(tmp_path: Path, si
     said = "kvikio is not used; reads to the GPU go through host memory (direct): cannot map so much"
     assert confirmed.warning == said
     assert list(tmp_path.iterdir()) == []
+
+
+@given(st.binary(max_size=5000), st.integers(0, 20000))
+def test_zeros_need_not_exist(data: bytes, num_zeros: int) -> None:
+    assert checksum(memoryview(b"123456789"), 0) == 0xE3069283  # the check value of CRC-32C in the catalogues
+    assert checksum(memoryview(data), num_zeros) == crc32c(data + bytes(num_zeros))
+
+
+def test_sizes_without_the_crc32c_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crc, "HAVE_CRC32C", False)
+    for size in (0, 1, 7, 8, 4095, 4097, *(k * crc._PIECE_BYTES + d for k in (1, 3) for d in (-1, 0, 1))):
+        data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+        for num_zeros in (0, 1, 4092):
+            assert checksum(data.data, num_zeros) == crc32c(data.tobytes() + bytes(num_zeros)), (size, num_zeros)
+
+
+def test_without_the_package_a_thread_opens_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, real = [], crc._one_chunk_store
+    monkeypatch.setattr(crc, "_one_chunk_store", lambda: opened.append(threading.get_ident()) or real())
+    data = np.random.default_rng(0).integers(0, 256, (8, 200_001), dtype=np.uint8)
+    with ThreadPoolExecutor(4) as pool:  # at once: what threads share would be written over
+        found = list(pool.map(lambda i: crc.through_tensorstore(data[i % 8].data), range(64)))
+    assert found == [crc32c(data[i % 8].tobytes()) for i in range(64)]
+    assert 1 <= len(opened) == len(set(opened)) <= 4
+
+
+UGLY = [1, 2, 4091, 4092, 4093, 4095, 4096, 4097, 8191, 8192, 12288, 65536 + 4096]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_round_trip(tmp_path: Path, direct: bool) -> None:
+    assert isinstance(chunk.supports_direct(tmp_path), bool)
+    assert os.listdir(tmp_path) == []
+    for size, spare in itertools.product(UGLY, (0, 1, 4096, 100_000)):
+        form = chunk.ChunkFormat(size + spare)
+        data, out = (empty_aligned(size, torch.uint8).numpy() for _ in range(2))
+        path = tmp_path / f"{size}-{spare}"
+        for seed in (1, 2):  # the second write overwrites in place
+            data[:] = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+            chunk.write_chunk(path, data, form, direct=direct)
+            chunk.read_chunk(path, out, form, direct=direct)
+            assert np.array_equal(out, data)
+            raw = path.read_bytes()
+            assert len(raw) == form.file_bytes == -(-len(raw) // 4096) * 4096
+            assert raw[:size] == data.tobytes()
+            assert not any(raw[size:-4])
+            assert int.from_bytes(raw[-4:], "little") == crc32c(raw[:-4])
+
+
+@settings(max_examples=30, deadline=None)
+@given(position=st.integers(0, 8191), bit=st.integers(0, 7))
+def test_any_flipped_payload_bit_is_found(tmp_path_factory: pytest.TempPathFactory, position: int, bit: int) -> None:
+    path = tmp_path_factory.mktemp("flip") / "c"
+    form = chunk.ChunkFormat(8192)
+    data, out = (empty_aligned(8192, torch.uint8).numpy() for _ in range(2))
+    chunk.write_chunk(path, data, form, direct=True)
+    raw = bytearray(path.read_bytes())
+    raw[position] ^= 1 << bit
+    path.write_bytes(raw)
+    with pytest.raises(chunk.ChunkError, match="checksum"):
+        chunk.read_chunk(path, out, form, direct=True)
+
+
+shapes = st.lists(st.integers(1, 70), min_size=0, max_size=3).map(tuple)
+
+
+@given(st.lists(st.tuples(shapes, st.booleans()), min_size=1, max_size=8))
+def test_every_param_has_its_own_aligned_range(items: list[tuple[tuple[int, ...], bool]]) -> None:
+    params = [ParamSpec(f"p{i}", shape, decay) for i, (shape, decay) in enumerate(items)]
+    layout = FlatLayout.build(params)
+    assert [p.name for p in layout.params] == [p.name for d in (True, False) for p in params if p.decay is d]
+    assert layout.numel % ALIGN_NUMEL == 0
+    end = 0
+    for param in layout.params:
+        start = layout.offset(param.name)
+        assert start % ALIGN_NUMEL == 0
+        assert start >= end
+        assert (start < layout.decay_numel) == param.decay
+        end = start + param.numel
+    assert end <= layout.numel < end + ALIGN_NUMEL
+
+
+def test_views_write_through_and_leave_padding_alone() -> None:
+    scalar = FlatLayout.build([ParamSpec("scale", (), False)])
+    assert scalar.views(torch.zeros(2048))["scale"].shape == ()
+    layout = FlatLayout.build([ParamSpec("norm", (3,), False), ParamSpec("w", (5, 7), True)])
+    flat = torch.zeros(layout.numel, dtype=torch.bfloat16)
+    for view in layout.views(flat).values():
+        view.fill_(1)
+    assert {n: tuple(v.shape) for n, v in layout.views(flat).items()} == {"w": (5, 7), "norm": (3,)}
+    assert flat.sum() == 38
+    assert flat[:35].all()
+    assert flat[2048:2051].all()
+    assert layout.decay_numel == 2048
+    with pytest.raises(AssertionError, match="twice"):
+        FlatLayout.build([ParamSpec("a", (1,), True), ParamSpec("a", (2,), True)])
+
+
+@given(st.integers(1, 10**7), st.integers(1, 600))
+def test_parts_cover_the_buffer_evenly(numel: int, part_blocks: int) -> None:
+    limit = part_blocks * ALIGN_NUMEL
+    parts = part_ranges(numel, limit)
+    assert parts[0][0] == 0
+    assert parts[-1][1] == numel
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
+    lengths = [stop - start for start, stop in parts]
+    assert max(lengths) <= limit
+    assert len(parts) <= -(-numel // limit)
+    assert len(set(lengths[:-1])) <= 1
+    assert all(start % ALIGN_NUMEL == 0 for start, _ in parts)
+    # Files are as long as the longest part: the space lost is under one alignment unit per part.
+    assert lengths[0] * len(parts) - numel < len(parts) * ALIGN_NUMEL
+
+
+def test_slots_are_page_aligned_and_disjoint() -> None:
+    arena = HostArena(1 << 20, budget_bytes=1 << 20)
+    sizes = [1, 4095, 4096, 4097, 10000]
+    slots = [arena.slot(f"s{i}", n) for i, n in enumerate(sizes)]
+    assert [s.numel() for s in slots] == sizes
+    assert all(s.dtype == torch.uint8 and s.data_ptr() % 4096 == 0 for s in slots)
+    for i, slot in enumerate(slots):
+        slot.fill_(i + 1)
+    assert [int(s.min()) for s in slots] == [int(s.max()) for s in slots] == [1, 2, 3, 4, 5]
+    assert arena.used_bytes == 4096 * (1 + 1 + 1 + 2 + 3)
+    assert arena.slots == {f"s{i}": n for i, n in enumerate(sizes)}
+    assert not arena.pinned
+    for numel in (0, 1, 5000):
+        tensor = empty_aligned(numel, torch.bfloat16)
+        assert (tensor.dtype, tensor.shape) == (torch.bfloat16, (numel,))
+        assert numel == 0 or tensor.data_ptr() % 4096 == 0
+        assert tensor.fill_(2).sum() == 2 * numel
+
+
+def test_what_is_too_much_is_named() -> None:
+    with pytest.raises(BudgetError, match=r"budgets\.ram.*8,192.*4,096"):
+        HostArena(8192, budget_bytes=4096)
+    arena = HostArena(8192, budget_bytes=8192)
+    arena.slot("first", 1)
+    with pytest.raises(BudgetError, match=r"'second'.*4,097.*4,096 of 8,192"):
+        arena.slot("second", 4097)
+    assert arena.slot("third", 4096).numel() == 4096
+
+
+def test_memory_is_resident_only_when_touched_and_goes_on_close() -> None:
+    process = psutil.Process()
+    size = 64 << 20
+    before = process.memory_info().rss
+    arena = HostArena(size, budget_bytes=size)
+    slot = arena.slot("big", size)
+    assert process.memory_info().rss - before < size // 4
+    slot.fill_(1)
+    assert process.memory_info().rss - before > size // 2
+    arena.close()
+    arena.close()
+    assert process.memory_info().rss - before < size // 4
+    assert int(slot[0]) == 0  # a view that outlives the arena must not crash the process
+
+
+class RecordingRegistrar:
+    """Notes what would be pinned, and refuses from the `refuse`th call on."""
+
+    def __init__(self, refuse: int | None = None) -> None:
+        self.ranges: dict[int, int] = {}
+        self.calls: list[tuple[int, int]] = []
+        self._refuse = refuse
+
+    def register(self, address: int, nbytes: int) -> int:
+        if self._refuse is not None and len(self.calls) >= self._refuse:
+            return 2
+        self.calls.append((address, nbytes))
+        self.ranges[address] = nbytes
+        return 0
+
+    def unregister(self, address: int) -> None:
+        del self.ranges[address]
+
+
+pages = st.integers(1, 3 * (PIECE_BYTES // 4096) // 2).map(lambda n: n * 4096)
+
+
+@given(st.lists(pages, min_size=1, max_size=40))
+def test_no_slot_lies_across_two_registrations(sizes: list[int]) -> None:
+    pieces = cut_pieces(sizes)
+    ends = [offset + nbytes for offset, nbytes in pieces]
+    assert [offset for offset, _ in pieces] == [0, *ends[:-1]]
+    assert ends[-1] == sum(sizes)  # nothing is skipped, so the budget holds
+    start = 0
+    for size in sizes:
+        inside = [piece for piece in pieces if piece[0] <= start and start + size <= piece[0] + piece[1]]
+        assert len(inside) == 1
+        start += size
+    assert all(nbytes <= PIECE_BYTES or nbytes in sizes for _, nbytes in pieces)
+
+
+def test_small_slots_share_few_registrations_and_one_too_large_for_any_is_refused() -> None:
+    assert len(cut_pieces([PIECE_BYTES // 8] * 17)) == 3
+    assert cut_pieces([MOST_BYTES - 4096]) == [(0, MOST_BYTES - 4096)]
+    with pytest.raises(BudgetError, match="pins less than 549,755,813,888 at once"):
+        cut_pieces([4096, MOST_BYTES])
+
+
+@pytest.mark.parametrize("populates", [True, False])
+def test_pinning_makes_every_slot_resident_and_registers_it(monkeypatch: pytest.MonkeyPatch, populates: bool) -> None:
+    if not populates:
+        monkeypatch.setattr("penstock.storage.arena._MADV_POPULATE_WRITE", 9999)  # as a kernel before 5.14 answers
+    monkeypatch.setattr("penstock.storage.arena.PIECE_BYTES", 16 << 20)
+    monkeypatch.setattr("penstock.storage.arena._STEP_BYTES", 6 << 20)
+    sizes = [10 << 20, 7 << 20, 1, 25 << 20, 5000]
+    arena = HostArena(1 << 30, budget_bytes=1 << 30)
+    slots = [arena.slot(f"s{i}", n) for i, n in enumerate(sizes)]
+    registrar, told = RecordingRegistrar(), list[tuple[int, int]]()
+    before = psutil.Process().memory_info().rss
+    arena.pin(registrar, lambda done, total: told.append((done, total)))
+    assert psutil.Process().memory_info().rss - before > arena.used_bytes * 0.95
+    assert arena.pinned
+    assert not any(slot.any() for slot in slots)
+    for slot in slots:
+        start = slot.data_ptr()
+        assert any(at <= start and start + slot.numel() <= at + n for at, n in registrar.ranges.items())
+    assert len(registrar.ranges) == 4
+    assert told == sorted(told)
+    assert told[-1] == (arena.used_bytes, arena.used_bytes)
+    with pytest.raises(AssertionError, match="pinned already"):
+        arena.slot("late", 1)
+    arena.close()
+    assert not registrar.ranges
+    assert not arena.pinned
+
+
+def test_what_cannot_be_pinned_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.storage.arena.PIECE_BYTES", 1 << 20)
+    arena = HostArena(8 << 20, budget_bytes=8 << 20)
+    for i in range(8):
+        arena.slot(f"s{i}", 1 << 20)
+    registrar = RecordingRegistrar(refuse=3)
+    with pytest.raises(BudgetError, match=r"error 2 after 3,145,728 bytes.*ulimit -l"):
+        arena.pin(registrar)
+    assert len(registrar.calls) == 3
+    assert not registrar.ranges
