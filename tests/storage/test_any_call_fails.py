@@ -1,4 +1,5 @@
-"""Every operation with one of its system calls failing, or being the last of its process: nothing is lost."""
+"""Every operation with one of its system calls failing, or being the last of its process: nothing is lost.
+Kill -9 of a process that writes and commits: the store always opens at a committed generation, bit for bit."""
 
 import errno
 import itertools
@@ -24,12 +25,9 @@ from penstock.storage.checkpoints import delete_checkpoint, list_checkpoints
 from penstock.storage.manifest import Manifest
 from penstock.storage.nvme import NvmeStore
 
-MOMENTS = samples(4, 10)
-"""Calls of each operation that are made to fail, chosen at random; all of them were tried, which takes minutes."""
-EVERY = samples(29, 17)
-"""Of the calls behind which the process is killed."""
-
-
+MOMENTS, EVERY = samples(4, 10), samples(29, 17)
+"""Calls of each operation that are made to fail, chosen at random; of how many calls the process is killed behind one.
+All of them were tried, which takes minutes."""
 OPERATIONS = {name: {3} for name in ("create", "checkpoint", "checkpoint by copies", "delete")}
 OPERATIONS |= {"commit": {3, 4}, "change of drives": {3, 4, 5}, "restore": {3, 1}, "restore by copies": {3, 1}}
 """The steps that may be committed after each."""
@@ -112,12 +110,6 @@ def test_at_any_call(
     assert "killed" not in how or operation == "create" or len(outcomes) > 1, outcomes
 
 
-@pytest.fixture
-def root(workspace: Path) -> Path:
-    make(workspace / "state", 1).close()
-    return workspace / "state"
-
-
 def _steps_until_killed(root: Path, ready: Event) -> None:
     store = NvmeStore.open(root)
     for step in itertools.count(store.meta["step"] + 1):
@@ -126,7 +118,9 @@ def _steps_until_killed(root: Path, ready: Event) -> None:
 
 
 @pytest.mark.sampled
-def test_killed_at_random_moments(root: Path, processes: ForkServerContext) -> None:
+def test_killed_at_random_moments(workspace: Path, processes: ForkServerContext) -> None:
+    root = workspace / "state"
+    make(root, 1).close()
     rng = random.Random(0)
     steps = [1]
     for _ in range(samples(4, 12)):
@@ -143,9 +137,10 @@ def test_killed_at_random_moments(root: Path, processes: ForkServerContext) -> N
     assert steps == sorted(set(steps)), "each child has committed before it was killed"
 
 
-def test_everything_is_durable_before_the_manifest_moves(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_durable_before_the_manifest_moves(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut loses what was not synced, which no kill can show: check the order of the system calls."""
-    store = NvmeStore.open(root)
+    store = make(workspace / "state", 1)
+    root = store.root
     write_all(store, 2)
     calls: list[tuple[str, str]] = []
 

@@ -302,14 +302,6 @@ def test_room_on_the_drives_that_state_moves_to(
         assert_whole(store.root, 2, drives=drives)
 
 
-def test_metadata_comes_back_as_json_has_it(store: NvmeStore) -> None:
-    write_all(store, 3)
-    store.commit({10: 1, 9: [float("inf"), 1e-320, 0.1, -0.0], "ü": ("a", None), "n": 2**70})
-    store.close()
-    with closing(NvmeStore.open(store.root)) as again:
-        assert again.meta == {"10": 1, "9": [float("inf"), 1e-320, 0.1, -0.0], "ü": ["a", None], "n": 2**70}
-
-
 @sampled(15, 60)
 @given(data=st.data())
 def test_no_damage_of_the_manifest_goes_unseen(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -1,4 +1,5 @@
-"""DOC"""
+"""Generations of a store: what was committed comes back, to any reader, within the budget. Spilled activations: any
+size comes back bit for bit, once, and leaves nothing."""
 
 import itertools
 import json
@@ -6,8 +7,10 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tensorstore as ts
@@ -19,6 +22,7 @@ from penstock.storage import chunk
 from penstock.storage.arena import empty_aligned
 from penstock.storage.drives import Traffic
 from penstock.storage.errors import BudgetError, UserError
+from penstock.storage.manifest import ArraySpec
 from penstock.storage.nvme import NvmeStore
 from penstock.storage.readers import DirectReader, Readers
 
@@ -38,8 +42,12 @@ def reopen(store: NvmeStore) -> NvmeStore:
     return NvmeStore.open(store.root)
 
 
-def test_generations_survive_reopening(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generations_survive_reopening(store: NvmeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (store.generation, store.meta) == (0, {})
+    for root in (tmp_path / "nowhere", store.root):
+        with pytest.raises(UserError, match="no generation was committed here"):
+            NvmeStore.open(root)
+    assert not (tmp_path / "nowhere").exists()
     write_all(store, 1)
     files = 3 * 20480 + 3 * 12288 + 12288  # with padding and checksums
     assert (store.bytes_written, store.bytes_read) == (files, 0)
@@ -47,16 +55,18 @@ def test_generations_survive_reopening(store: NvmeStore, monkeypatch: pytest.Mon
     assert (store.bytes_written, store.bytes_read) == (files, files)
     assert store.traffic() == {store.root: Traffic(files, files)}
     assert files < store.disk_bytes() < 3 * files
+    odd = {10: 1, 9: [float("inf"), 1e-320, 0.1, -0.0], "ü": ("a", None), "n": 2**70}
+    as_json_has_it = {"10": 1, "9": [float("inf"), 1e-320, 0.1, -0.0], "ü": ["a", None], "n": 2**70}
     for step in (1, 2, 3):
         write_all(store, step)
         assert_holds(store, step)
-        assert store.commit({"step": step, "rng": [1, 2]}) == step
+        assert store.commit({"step": step, **odd} if step == 1 else {"step": step}) == step  # type: ignore[dict-item]
         assert_holds(store, step)
         leftover = store.root / ".manifest.json.12345.tmp"
         leftover.write_text('{"gen')
         store = reopen(store)
         assert not leftover.exists()
-        assert (store.generation, store.meta) == (step, {"step": step, "rng": [1, 2]})
+        assert (store.generation, store.meta) == (step, {"step": step} | (as_json_has_it if step == 1 else {}))
         assert set(store.arrays()) == set(SPECS)
         assert_holds(store, step)
     store.verify()
@@ -68,28 +78,26 @@ def test_generations_survive_reopening(store: NvmeStore, monkeypatch: pytest.Mon
     store.close()
 
 
-def test_other_zarr_readers_see_the_arrays(store: NvmeStore) -> None:
+def test_other_zarr_readers_see_the_arrays_and_what_they_write_is_read(store: NvmeStore) -> None:
     advance(store, 1)
-    for spec in SPECS:
+
+    def opened(spec: ArraySpec) -> Any:
         path = f"{store.root}/{spec.buffer}/{spec.kind}/0/"
-        array = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}).result()
+        return ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}).result()
+
+    for spec in SPECS:
+        array = opened(spec)
         assert array.dtype.name == spec.dtype
         assert array.shape[0] == len(spec.parts())
         flat = torch.from_numpy(array.read().result().astype("float32").reshape(-1))
         assert torch.equal(flat[: spec.numel], content(spec, 1).float())
         assert not flat[spec.numel :].any()
-        codecs = json.loads((Path(path) / "zarr.json").read_text())["codecs"]
+        codecs = json.loads((store.root / spec.buffer / spec.kind / "0/zarr.json").read_text())["codecs"]
         assert [codec["name"] for codec in codecs] == ["bytes", "crc32c"]
-
-
-def test_reads_what_tensorstore_writes(store: NvmeStore) -> None:
-    advance(store, 1)
-    path = f"{store.root}/layers.0/master/0/"
-    array = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}).result()
-    array.write(torch.arange(3 * 4096, dtype=torch.float32).reshape(3, 4096).numpy()).result()
+    opened(MASTER).write(torch.arange(3 * 4096, dtype=torch.float32).reshape(3, 4096).numpy()).result()
     out = torch.empty(4096)
-    form = chunk.ChunkFormat(4 * 4096)
-    chunk.read_chunk(Path(path) / "c.1.0", out.view(torch.uint8).numpy(), form, direct=False)
+    path, form = store.root / "layers.0/master/0/c.1.0", chunk.ChunkFormat(4 * 4096)
+    chunk.read_chunk(path, out.view(torch.uint8).numpy(), form, direct=False)
     assert torch.equal(out, torch.arange(4096, 8192, dtype=torch.float32))
     with pytest.raises(UserError, match=r"c\.1\.0 \(generation 1\): stale"):  # but nobody committed it
         store.read("layers.0", "master", 1, out).result()
@@ -174,30 +182,29 @@ def test_reads_go_on_during_commits(store: NvmeStore) -> None:
     assert torch.equal(read_all(reopen(store), EMBED), content(EMBED, 39))
 
 
-def test_where_no_store_is_or_can_be(tmp_path: Path, store: NvmeStore) -> None:
-    for root in (tmp_path / "nowhere", store.root):
-        with pytest.raises(UserError, match="no generation was committed here"):
-            NvmeStore.open(root)
-    assert not (tmp_path / "nowhere").exists()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file: not a writable folder"):
-        NvmeStore.create(tmp_path / "file", SPECS, budget_bytes=None)
-
-
 def test_budget_is_checked_before_the_first_byte(tmp_path: Path) -> None:
     # Files of 20,480 (3), 12,288 (3) and 12,288 (1) bytes, twice, plus 5 %.
-    need = int(2 * (3 * 20480 + 3 * 12288 + 12288) * 1.05)
+    state = 2 * (3 * 20480 + 3 * 12288 + 12288)
+    need = int(state * 1.05)
     with pytest.raises(BudgetError, match=rf"budgets\.nvme: .*needs {need:,} bytes.*budget is {need - 1:,}"):
         NvmeStore.create(tmp_path / "s", SPECS, budget_bytes=need - 1)
     assert list((tmp_path / "s").iterdir()) == []
-    store = NvmeStore.create(tmp_path / "s", SPECS, budget_bytes=need)
-    with pytest.raises(BudgetError, match="scratch space"):
-        store.add_scratch([replace(EMBED, kind="gradient")])
-    store.close()
+    for budget_bytes, spill_bytes in ((need, 0), (state + 130_000, 100_000)):
+        with closing(NvmeStore.create(tmp_path / "s", SPECS, budget_bytes=budget_bytes)) as store:
+            store.reserve_spill(spill_bytes)
+            if spill_bytes:
+                message = rf"budgets\.nvme: .*on top of {state + spill_bytes:,} already allocated"
+                with pytest.raises(BudgetError, match=message):
+                    store.reserve_spill(spill_bytes)
+            with pytest.raises(BudgetError, match="scratch space"):
+                store.add_scratch([replace(MASTER, kind="gradient")])
+    no_room = pytest.raises(UserError, match=r"room for spilled activations needs [\d,]+ bytes of disk")
+    with closing(make(tmp_path / "s")) as store, no_room:
+        store.reserve_spill(10**18)
 
 
 def test_wrong_tensors_are_our_bug(store: NvmeStore) -> None:
-    """And commits of arrays that are not whole, of which the first needs every one."""
+    """And commits of arrays that are not whole, of which the first needs every one; and parts in use."""
     store.write("embed", "master", 0, content(EMBED, 1)).result()
     with pytest.raises(AssertionError, match=r"layers\.0/\w+ lacks parts"):
         store.commit({})
@@ -208,9 +215,6 @@ def test_wrong_tensors_are_our_bug(store: NvmeStore) -> None:
     for bad in (torch.zeros(4096, dtype=torch.bfloat16), torch.zeros(4095), torch.zeros(8192)[::2]):
         with pytest.raises(AssertionError):
             store.write("layers.0", "master", 0, bad)
-
-
-def test_reading_a_part_while_it_is_written_is_our_bug(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     array = store._arrays["embed", "master"]
     store._writing[array.next(0)[1]] = array
     array.written[0] = 0
@@ -219,15 +223,26 @@ def test_reading_a_part_while_it_is_written_is_our_bug(store: NvmeStore, monkeyp
     with pytest.raises(AssertionError, match="written twice at once"):
         store.write("embed", "master", 0, torch.empty(1000))
     store._writing.clear()
+    store.spill("k", noise(10)).result()
+    with pytest.raises(AssertionError, match="spilled twice"):
+        store.spill("k", noise(10))
+    with pytest.raises(AssertionError):
+        store.unspill("k", noise(11))
+    with pytest.raises(KeyError):
+        store.unspill("nothing", noise(1))
+    with pytest.raises(AssertionError):
+        store.spill("../k", noise(1))
 
 
 UGLY = [0, 1, 511, 4095, 4096, 4097, 8191, 12288, 100_001, (4 << 20) + 3]
 
 
 @pytest.fixture
-def store(tmp_path: Path, workspace: Path) -> Iterator[NvmeStore]:
-    store = make(tmp_path / "root", drives=[tmp_path / "a", workspace / "b"])
-    shared = tmp_path.stat().st_dev == workspace.stat().st_dev
+def striped(tmp_path_factory: pytest.TempPathFactory, workspace: Path) -> Iterator[NvmeStore]:
+    """On a disk, and in memory where there is some."""
+    disk = tmp_path_factory.mktemp("disk")
+    store = make(disk / "root", drives=[disk / "a", workspace / "b"])
+    shared = disk.stat().st_dev == workspace.stat().st_dev
     assert any("on one device" in warning for warning in store.warnings) == shared
     yield store
     store.close()
@@ -244,56 +259,56 @@ def noise(num_bytes: int, seed: int = 0, *, aligned: bool = True) -> torch.Tenso
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_round_trip(store: NvmeStore, direct: bool) -> None:
-    for drive in store._drives:
+def test_round_trip(striped: NvmeStore, direct: bool) -> None:
+    for drive in striped._drives:
         drive.direct = drive.direct and direct
     moved = 0
     for size, write_aligned, read_aligned in itertools.product(UGLY, (False, True), (False, True)):
         data = noise(size, size, aligned=write_aligned)
-        store.spill("x.layers.0.0", data).result()
-        (path,) = spilled(store)
+        striped.spill("x.layers.0.0", data).result()
+        (path,) = spilled(striped)
         assert path.name == "x.layers.0.0"
         raw = path.read_bytes()
         assert len(raw) == -(-size // 4096) * 4096
         assert raw[:size] == data.numpy().tobytes()
         assert not raw[size:].strip(b"\0")
         out = noise(size, aligned=read_aligned).zero_()
-        store.unspill("x.layers.0.0", out).result()
+        striped.unspill("x.layers.0.0", out).result()
         assert torch.equal(out, data)
-        assert not spilled(store)
+        assert not spilled(striped)
         moved += len(raw)
-        assert store.bytes_read == store.bytes_written == moved
+        assert striped.bytes_read == striped.bytes_written == moved
 
 
-def test_neighbours_are_left_alone_and_nothing_is_synced(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_are_left_alone_and_nothing_is_synced(striped: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot ends in a page of its own, but a slice of a slot does not."""
     monkeypatch.setattr(os, "fsync", lambda fd: pytest.fail("synced"))
     slot = empty_aligned(1 << 14, torch.uint8).fill_(7)
-    store.spill("k", noise(5000)).result()
-    store.unspill("k", slot[:5000]).result()
+    striped.spill("k", noise(5000)).result()
+    striped.unspill("k", slot[:5000]).result()
     assert torch.equal(slot[:5000], noise(5000))
     assert (slot[5000:] == 7).all()
 
 
-def test_keys_go_to_the_drives_in_turn_and_come_back_in_any_order(store: NvmeStore) -> None:
+def test_keys_go_to_the_drives_in_turn_and_come_back_in_any_order(striped: NvmeStore) -> None:
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda i: store.spill(f"k{i}", noise(8192, i)).result(), range(20)))
-    counts = [len(list(drive.glob("scratch/spill/*"))) for drive in store.drives]
+        list(threads.map(lambda i: striped.spill(f"k{i}", noise(8192, i)).result(), range(20)))
+    counts = [len(list(drive.glob("scratch/spill/*"))) for drive in striped.drives]
     assert counts == [10, 10]
-    assert len({traffic.bytes_written for traffic in store.traffic().values()}) == 1
+    assert len({traffic.bytes_written for traffic in striped.traffic().values()}) == 1
     for i in reversed(range(20)):
         out = torch.empty(8192, dtype=torch.uint8)
-        store.unspill(f"k{i}", out).result()
+        striped.unspill(f"k{i}", out).result()
         assert torch.equal(out, noise(8192, i))
-    assert not spilled(store)
-    store.spill("k0", noise(1)).result()  # a key is free again once it was read
+    assert not spilled(striped)
+    striped.spill("k0", noise(1)).result()  # a key is free again once it was read
 
 
 @pytest.mark.parametrize("damage", ["flip", "flip tail", "truncate", "empty", "remove"])
-def test_damage_is_found(store: NvmeStore, damage: str) -> None:
+def test_damage_is_found(striped: NvmeStore, damage: str) -> None:
     for aligned in (False, True):
-        store.spill(f"kv.{aligned}", noise(9000)).result()
-        path = next(path for path in spilled(store) if path.name == f"kv.{aligned}")
+        striped.spill(f"kv.{aligned}", noise(9000)).result()
+        path = next(path for path in spilled(striped) if path.name == f"kv.{aligned}")
         raw = bytearray(path.read_bytes())
         if damage.startswith("flip"):
             raw[8999 if damage == "flip tail" else 17] ^= 8
@@ -304,47 +319,19 @@ def test_damage_is_found(store: NvmeStore, damage: str) -> None:
             os.truncate(path, 0 if damage == "empty" else 4096)
         message = f"{path}: reading 9,000 bytes of activations.*{'No such file' if damage == 'remove' else 'checksum'}"
         with pytest.raises(UserError, match=message):
-            store.unspill(f"kv.{aligned}", noise(9000, aligned=aligned)).result()
+            striped.unspill(f"kv.{aligned}", noise(9000, aligned=aligned)).result()
 
 
-def test_swept_on_open_and_on_close(store: NvmeStore) -> None:
-    advance(store, 1)
+def test_swept_on_open_and_on_close(striped: NvmeStore) -> None:
+    advance(striped, 1)
     for name in "abc":
-        store.spill(name, noise(100)).result()
-    saved = {path: path.read_bytes() for path in spilled(store)}
+        striped.spill(name, noise(100)).result()
+    saved = {path: path.read_bytes() for path in spilled(striped)}
     assert len(saved) == 3
-    store.close()
-    assert not any((drive / "scratch").exists() for drive in store.drives)
+    striped.close()
+    assert not any((drive / "scratch").exists() for drive in striped.drives)
     for path, raw in saved.items():  # as a killed process leaves them
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(raw)
-    NvmeStore.open(store.root).close()
-    assert not any((drive / "scratch").exists() for drive in store.drives)
-
-
-def test_room_is_reserved(tmp_path: Path) -> None:
-    state = 2 * (3 * 20480 + 3 * 12288 + 12288)
-    store = make(tmp_path / "s")
-    with pytest.raises(UserError, match=r"room for spilled activations needs [\d,]+ bytes of disk"):
-        store.reserve_spill(10**18)
-    store.close()
-    store = NvmeStore.create(tmp_path / "s", SPECS, budget_bytes=state + 100_000 + 30_000)
-    store.reserve_spill(0)
-    store.reserve_spill(100_000)
-    with pytest.raises(BudgetError, match=rf"budgets\.nvme: .*on top of {state + 100_000:,} already allocated"):
-        store.reserve_spill(100_000)
-    with pytest.raises(BudgetError):
-        store.add_scratch([replace(SPECS[0], kind="gradient")])
-    store.close()
-
-
-def test_misuse_is_our_bug(store: NvmeStore) -> None:
-    store.spill("k", noise(10)).result()
-    with pytest.raises(AssertionError, match="spilled twice"):
-        store.spill("k", noise(10))
-    with pytest.raises(AssertionError):
-        store.unspill("k", noise(11))
-    with pytest.raises(KeyError):
-        store.unspill("nothing", noise(1))
-    with pytest.raises(AssertionError):
-        store.spill("../k", noise(1))
+    NvmeStore.open(striped.root).close()
+    assert not any((drive / "scratch").exists() for drive in striped.drives)

@@ -1,4 +1,5 @@
-"""A power cut loses what was not synced: what opens is whole, and never older than the last commit that returned."""
+"""A power cut loses what was not synced: what opens is whole, and never older than the last commit that returned.
+And of a copied run directory that is given a state of its own, uses it and deletes from it."""
 
 import errno
 import itertools

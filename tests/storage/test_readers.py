@@ -1,4 +1,4 @@
-"""DOC"""
+"""Chunk files and who reads them, how arrays lie in them, and the memory that they are read into."""
 
 import errno
 import itertools
@@ -38,9 +38,11 @@ def reader(request: pytest.FixtureRequest) -> Reader:
     return DirectReader(direct=request.param == "direct")
 
 
-def test_contents(reader: Reader, tmp_path: Path) -> None:
+def test_contents_and_damage(reader: Reader, tmp_path: Path) -> None:
     for nbytes, dtype in itertools.product(checks.SIZES_BYTES, checks.DTYPES):
         checks.check_contents(reader, "cpu", tmp_path / f"{nbytes} {dtype}", nbytes, dtype)
+    for name in checks.DAMAGE:
+        checks.check_damage(reader, "cpu", tmp_path / name, name)
 
 
 @pytest.mark.parametrize("check", checks.CHECKS)
@@ -48,52 +50,33 @@ def test_checks(reader: Reader, tmp_path: Path, check: Callable[[Reader, str, Pa
     check(reader, "cpu", tmp_path / "a")
 
 
-def test_damage(reader: Reader, tmp_path: Path) -> None:
-    for name in checks.DAMAGE:
-        checks.check_damage(reader, "cpu", tmp_path / name, name)
+def test_tensorstore_itself_finds_damage_and_an_array_made_anew(tmp_path: Path) -> None:
+    def refused(files: checks.Files, message: str) -> None:
+        with pytest.raises(chunk.ChunkError, match=message):
+            TensorstoreReader().read(files.path(0), PART, files.form, None)
 
-
-@pytest.mark.parametrize("name", ["first byte", "last payload byte", "padding"])
-def test_tensorstore_itself_finds_a_flipped_bit(tmp_path: Path, name: str) -> None:
-    files = checks.Files(tmp_path / "a", checks.PART_BYTES // 4, "float32")
-    checks.DAMAGE[name][0](files.path(0))
-    with pytest.raises(chunk.ChunkError, match="Digest mismatch"):
-        TensorstoreReader().read(files.path(0), PART, files.form, None)
-
-
-@pytest.mark.parametrize("content", [None, "{", '{"zarr_format": 3}'])
-def test_tensorstore_needs_a_whole_zarr_json(tmp_path: Path, content: str | None) -> None:
-    files = checks.Files(tmp_path / "a", checks.PART_BYTES // 4, "float32")
+    for name in ("first byte", "last payload byte", "padding"):
+        files = checks.Files(tmp_path / name, checks.PART_BYTES // 4, "float32")
+        checks.DAMAGE[name][0](files.path(0))
+        refused(files, "Digest mismatch")
+    files = checks.Files(tmp_path / "description", checks.PART_BYTES // 4, "float32")
     description = files.folder / "zarr.json"
-    description.unlink()
-    if content is not None:
-        description.write_text(content)
-    with pytest.raises(chunk.ChunkError, match=r"zarr\.json|zarr3"):
-        TensorstoreReader().read(files.path(0), PART, files.form, None)
-
-
-def test_tensorstore_refuses_the_description_of_another_array(tmp_path: Path) -> None:
+    for content in ("{", '{"zarr_format": 3}', None):
+        if content is None:
+            description.unlink()
+        else:
+            description.write_text(content)
+        refused(files, r"zarr\.json|zarr3")
     small = checks.Files(tmp_path / "small", 7, "float32")
-    large = checks.Files(tmp_path / "large", checks.PART_BYTES // 4, "float32")
-    os.replace(small.folder / "zarr.json", large.folder / "zarr.json")
-    with pytest.raises(chunk.ChunkError, match=r"zarr\.json describes another array"):
-        TensorstoreReader().read(large.path(0), PART, large.form, None)
-
-
-def test_tensorstore_sees_an_array_made_anew(tmp_path: Path) -> None:
+    os.replace(small.folder / "zarr.json", description)
+    refused(files, r"zarr\.json describes another array")
     reader = TensorstoreReader()
     for nbytes in (checks.PART_BYTES, 3 * checks.PART_BYTES, 400):
         checks.check_contents(reader, "cpu", tmp_path / "a", nbytes, "float32")
         shutil.rmtree(tmp_path / "a")
 
 
-def test_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_direct(monkeypatch)
-    for reader in (DirectReader(), TensorstoreReader()):
-        checks.check_contents(reader, "cpu", tmp_path / reader.name, checks.PART_BYTES, "float32")
-
-
-def test_choices_on_cpu(tmp_path: Path) -> None:
+def test_choices_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for choice, name in {"auto": "direct", "direct": "direct", "tensorstore": "tensorstore"}.items():
         chosen = select_readers(choice, CPU, [tmp_path])
         assert chosen.host.name == name
@@ -105,6 +88,9 @@ def test_choices_on_cpu(tmp_path: Path) -> None:
     assert "CPU" in kvikio.warning
     with pytest.raises(UserError, match=r"storage\.reader: 'fast' is not one of auto, kvikio, direct, tensorstore"):
         select_readers("fast", CPU, [tmp_path])
+    refuse_direct(monkeypatch)
+    for reader in (DirectReader(), TensorstoreReader()):
+        checks.check_contents(reader, "cpu", tmp_path / reader.name, checks.PART_BYTES, "float32")
 
 
 def test_reads_on_cuda_that_pass_through_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,18 +185,16 @@ def test_zeros_need_not_exist(data: bytes, num_zeros: int) -> None:
 
 
 def test_sizes_without_the_crc32c_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread opens one store: what threads share would be written over."""
     monkeypatch.setattr(crc, "HAVE_CRC32C", False)
     for size in (0, 1, 7, 8, 4095, 4097, *(k * crc._PIECE_BYTES + d for k in (1, 3) for d in (-1, 0, 1))):
         data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
         for num_zeros in (0, 1, 4092):
             assert checksum(data.data, num_zeros) == crc32c(data.tobytes() + bytes(num_zeros)), (size, num_zeros)
-
-
-def test_without_the_package_a_thread_opens_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
     opened, real = [], crc._one_chunk_store
     monkeypatch.setattr(crc, "_one_chunk_store", lambda: opened.append(threading.get_ident()) or real())
     data = np.random.default_rng(0).integers(0, 256, (8, 200_001), dtype=np.uint8)
-    with ThreadPoolExecutor(4) as pool:  # at once: what threads share would be written over
+    with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda i: crc.through_tensorstore(data[i % 8].data), range(64)))
     assert found == [crc32c(data[i % 8].tobytes()) for i in range(64)]
     assert 1 <= len(opened) == len(set(opened)) <= 4
@@ -321,9 +305,6 @@ def test_slots_are_page_aligned_and_disjoint() -> None:
         assert (tensor.dtype, tensor.shape) == (torch.bfloat16, (numel,))
         assert numel == 0 or tensor.data_ptr() % 4096 == 0
         assert tensor.fill_(2).sum() == 2 * numel
-
-
-def test_what_is_too_much_is_named() -> None:
     with pytest.raises(BudgetError, match=r"budgets\.ram.*8,192.*4,096"):
         HostArena(8192, budget_bytes=4096)
     arena = HostArena(8192, budget_bytes=8192)
@@ -334,8 +315,7 @@ def test_what_is_too_much_is_named() -> None:
 
 
 def test_memory_is_resident_only_when_touched_and_goes_on_close() -> None:
-    process = psutil.Process()
-    size = 64 << 20
+    process, size = psutil.Process(), 64 << 20
     before = process.memory_info().rss
     arena = HostArena(size, budget_bytes=size)
     slot = arena.slot("big", size)

@@ -1,10 +1,10 @@
-"""Checkpoints: kept bit for bit whatever the run does later, made of links where there are any, whole or not at all."""
+"""Checkpoints: kept bit for bit whatever the run does later, made of links where there are any, whole or not at all.
+Arrays that are written once: one slot, shared by every generation and checkpoint, wherever the run goes."""
 
 import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -58,21 +58,12 @@ def test_links_are_shared_and_survive_later_generations(store: NvmeStore) -> Non
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV, errno.EMLINK])
 def test_copies_where_links_fail(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """And reflinks before copies: a file system that has them, played by its ioctl."""
     failing(monkeypatch, ["link"], code)
     written = store.bytes_written
     store.checkpoint("copied")
     assert all(path.stat().st_nlink == 1 for path in chunks_of(store, "copied"))
     assert 0 < store.bytes_written - written - GENERATION_BYTES < 10_000  # zarr.json files
-    advance(store, 2, 3)
-    assert_checkpoint(store, "copied", 1)
-    store.restore("copied")
-    assert_holds(store, 1)
-    assert store.verify()
-
-
-def test_reflinks_come_before_copies(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system with reflinks, played by its ioctl."""
-    failing(monkeypatch, ["link"], errno.EPERM)
     asked = []
 
     def clone(target: int, request: int, source: int) -> int:
@@ -80,13 +71,18 @@ def test_reflinks_come_before_copies(store: NvmeStore, monkeypatch: pytest.Monke
         os.pwrite(target, os.pread(source, 1 << 20, 0), 0)
         return 0
 
-    monkeypatch.setattr(fcntl, "ioctl", clone)
     written = store.bytes_written
-    store.checkpoint("cloned")
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "ioctl", clone)
+        store.checkpoint("cloned")
     assert set(asked) == {0x40049409}
     assert store.bytes_written == written
     advance(store, 2, 3)
-    assert_checkpoint(store, "cloned", 1)
+    for name in ("copied", "cloned"):
+        assert_checkpoint(store, name, 1)
+    store.restore("copied")
+    assert_holds(store, 1)
+    assert store.verify()
 
 
 def test_restore_then_go_on(store: NvmeStore) -> None:
@@ -109,22 +105,16 @@ def test_restore_then_go_on(store: NvmeStore) -> None:
         assert_holds(again, 9)
 
 
-def test_what_is_not_committed_is_in_no_checkpoint(store: NvmeStore) -> None:
+def test_arrays_that_rest_are_shared_and_what_is_not_committed_is_in_no_checkpoint(store: NvmeStore) -> None:
     store.add_scratch([replace(SPECS[2], kind="gradient")])
     store.write("embed", "gradient", 0, torch.ones(1000)).result()
-    write_all(store, 2)
+    store.write("embed", "master", 0, content(SPECS[2], 2)).result()
     store.checkpoint("one")
     assert len(chunks_of(store, "one")) == 7
     assert not list(store.root.glob("checkpoints/*/scratch"))
-    assert_holds(store, 2)
+    assert torch.equal(read_all(store, SPECS[2]), content(SPECS[2], 2))
     store.commit({"step": 2})
     assert_checkpoint(store, "one", 1)
-
-
-def test_arrays_that_rest_are_shared_by_all_checkpoints(store: NvmeStore) -> None:
-    store.checkpoint("one")
-    store.write("embed", "master", 0, content(SPECS[2], 2)).result()
-    store.commit({"step": 2})
     store.checkpoint("two")
     shared = [path for path in chunks_of(store, "two") if "layers.0" in str(path)]
     assert len(shared) == 6
@@ -136,12 +126,18 @@ def test_arrays_that_rest_are_shared_by_all_checkpoints(store: NvmeStore) -> Non
 
 
 def test_delete(store: NvmeStore) -> None:
-    store.checkpoint("one")
-    store.checkpoint("two")
+    for name in ("one", "two", "damaged"):
+        store.checkpoint(name)
     with closing(NvmeStore.open(store.root / "checkpoints/one")), pytest.raises(UserError, match="in use"):
         delete_checkpoint(store.root, "one")
-    delete_checkpoint(store.root, "one")  # while this process has the store open
-    assert not chunks_of(store, "one")
+    path = store.root / "checkpoints/damaged/manifest.json"
+    path.write_text(path.read_text().replace('"generation": 1', '"generation": 3'))
+    for read, folder in ((list_checkpoints, store.root), (NvmeStore.open, path.parent)):
+        with pytest.raises(UserError, match=r"checkpoints/damaged/manifest\.json: not a readable manifest"):
+            read(folder)
+    for name in ("damaged", "one"):
+        delete_checkpoint(store.root, name)  # while this process has the store open
+        assert not chunks_of(store, name)
     assert_checkpoint(store, "two", 1)
     store.close()
     delete_checkpoint(store.root, "two")  # and while nobody has
@@ -150,17 +146,6 @@ def test_delete(store: NvmeStore) -> None:
         with pytest.raises(UserError, match=f"has no checkpoint '{name}'; it has none"):
             delete_checkpoint(store.root, name)
     NvmeStore.open(store.root).close()
-
-
-def test_a_damaged_checkpoint_can_be_deleted(store: NvmeStore) -> None:
-    store.checkpoint("one")
-    path = store.root / "checkpoints/one/manifest.json"
-    path.write_text(path.read_text().replace('"generation": 1', '"generation": 3'))
-    for read, folder in ((list_checkpoints, store.root), (NvmeStore.open, path.parent)):
-        with pytest.raises(UserError, match=r"checkpoints/one/manifest\.json: not a readable manifest"):
-            read(folder)
-    delete_checkpoint(store.root, "one")
-    assert not chunks_of(store, "one")
 
 
 def test_taken_and_unknown_names(store: NvmeStore) -> None:
@@ -269,72 +254,77 @@ TRAINED = ArraySpec("layers.0", "master", 5000, "float32", 2048)
 FROZEN = ArraySpec("layers.0.frozen", "weights", 9000, "bfloat16", 4096, fixed=True)
 
 
-def values(spec: ArraySpec, step: int) -> torch.Tensor:
+def fixed_values(spec: ArraySpec, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0 if spec.fixed else step)
     return torch.rand(spec.numel, generator=generator).to(getattr(torch, spec.dtype))
 
 
-def write(store: NvmeStore, spec: ArraySpec, step: int) -> None:
+def write_fixed(store: NvmeStore, spec: ArraySpec, step: int) -> None:
     for part, (start, stop) in enumerate(spec.parts()):
-        store.write(spec.buffer, spec.kind, part, values(spec, step)[start:stop]).result()
+        store.write(spec.buffer, spec.kind, part, fixed_values(spec, step)[start:stop]).result()
 
 
-def advance(store: NvmeStore, *steps: int) -> None:
+def advance_trained(store: NvmeStore, *steps: int) -> None:
     for step in steps:
-        write(store, TRAINED, step)
+        write_fixed(store, TRAINED, step)
         store.commit({"step": step})
 
 
-def assert_holds(store: NvmeStore, step: int) -> None:
+def assert_both(store: NvmeStore, step: int) -> None:
     assert store.meta["step"] == step
     for spec in (TRAINED, FROZEN):
-        assert torch.equal(read_all(store, spec), values(spec, step)), (spec, step)
+        assert torch.equal(read_all(store, spec), fixed_values(spec, step)), (spec, step)
 
 
 def fixed_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("layers.0.frozen/weights/*/c.*.0"))
 
 
-def make(root: Path, drives: list[Path] | None = None, budget_bytes: int | None = None) -> NvmeStore:
+def make_fixed(root: Path, drives: list[Path] | None = None, budget_bytes: int | None = None) -> NvmeStore:
     store = NvmeStore.create(root, [TRAINED, FROZEN], budget_bytes=budget_bytes, drives=drives)
-    write(store, FROZEN, 0)
-    advance(store, 1)
+    write_fixed(store, FROZEN, 0)
+    advance_trained(store, 1)
     return store
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[NvmeStore]:
-    store = make(tmp_path / "state")
-    yield store
-    store.close()
-
-
-def test_generations_and_checkpoints_share_the_one_slot(store: NvmeStore) -> None:
+def test_generations_and_checkpoints_share_the_one_slot(tmp_path: Path) -> None:
+    store = make_fixed(tmp_path / "state")
     files = fixed_files(store.root)
     inodes = [os.stat(file).st_ino for file in files]
     assert len(files) == 3
     store.checkpoint("one")
-    advance(store, 2, 3)
+    advance_trained(store, 2, 3)
     store.checkpoint("three")
     assert fixed_files(store.root) == files
     assert [os.stat(file).st_ino for file in files] == inodes
     assert [os.stat(file).st_nlink for file in files] == [3, 3, 3]
     assert not list(store.root.glob("layers.0.frozen/weights/1/*"))
     store.restore("one")
-    assert_holds(store, 1)
+    assert_both(store, 1)
     assert store.verify() == sum(file.stat().st_size for file in files) + 3 * 12288
     with closing(NvmeStore.open(store.root / "checkpoints" / "three", read_only=True)) as kept:
-        assert_holds(kept, 3)
+        assert_both(kept, 3)
     assert list(Manifest.read(store.root).arrays) == [TRAINED, FROZEN]
     assert "false" not in (store.root / "manifest.json").read_text().partition('"arrays"')[2]
+    folder = store.root / "checkpoints" / "one"
+    kept_one = Manifest.read(folder)
+    stored = kept_one.arrays[FROZEN]
+    other = type(stored)(stored.slot, stored.drives, (*stored.crcs[:-1], 7))
+    arrays = {**kept_one.arrays, FROZEN: other}
+    changed = Manifest(kept_one.store, kept_one.generation, arrays, kept_one.drives, kept_one.meta, "one")
+    (folder / "manifest.json").write_bytes(changed.encode())
+    with pytest.raises(UserError, match=r"layers\.0\.frozen/weights, which is written only once"):
+        store.restore("one")
+    assert_both(store, 1)
+    store.close()
 
 
 def test_it_counts_once_in_the_budget_and_not_with_checkpoints(tmp_path: Path) -> None:
     fixed, generation = 3 * 12288, 3 * 12288
     need = int((fixed + 2 * generation) * 1.05)
     with pytest.raises(UserError, match=r"budgets\.nvme"):
-        make(tmp_path / "less", budget_bytes=need - 1)
-    store = make(tmp_path / "enough", budget_bytes=need + generation)
+        make_fixed(tmp_path / "less", budget_bytes=need - 1)
+    store = make_fixed(tmp_path / "enough", budget_bytes=need + generation)
     store.checkpoint("one")
     with pytest.raises(UserError, match=r"budgets\.nvme"):
         store.checkpoint("another")
@@ -344,49 +334,37 @@ def test_it_counts_once_in_the_budget_and_not_with_checkpoints(tmp_path: Path) -
 def test_it_moves_with_the_run_to_other_drives(tmp_path: Path) -> None:
     a, b, c = (tmp_path / name for name in "abc")
     root = tmp_path / "state"
-    make(root, drives=[a, b]).close()
+    make_fixed(root, drives=[a, b]).close()
     with closing(NvmeStore.open(root, drives=[b, c])) as store:
         assert fixed_files(a)  # until a commit says that it is elsewhere
     with closing(NvmeStore.open(root, drives=[b, c])) as store:
-        advance(store, 2, 3)
-        assert_holds(store, 3)
+        advance_trained(store, 2, 3)
+        assert_both(store, 3)
         assert len(fixed_files(b) + fixed_files(c)) == 3
     assert not fixed_files(a)
     with closing(NvmeStore.open(root)) as store:
-        assert_holds(store, 3)
+        assert_both(store, 3)
         before = store.bytes_written
-        advance(store, 4)
+        advance_trained(store, 4)
         assert store.bytes_written - before == 3 * 12288
         store.verify()
 
 
-def test_a_checkpoint_with_another_content_is_refused(store: NvmeStore, tmp_path: Path) -> None:
-    store.checkpoint("one")
-    folder = store.root / "checkpoints" / "one"
-    kept = Manifest.read(folder)
-    stored = kept.arrays[FROZEN]
-    other = type(stored)(stored.slot, stored.drives, (*stored.crcs[:-1], 7))
-    changed = Manifest(kept.store, kept.generation, {**kept.arrays, FROZEN: other}, kept.drives, kept.meta, "one")
-    (folder / "manifest.json").write_bytes(changed.encode())
-    with pytest.raises(UserError, match=r"layers\.0\.frozen/weights, which is written only once"):
-        store.restore("one")
-    assert_holds(store, 1)
-
-
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a second file system")
-def test_a_copy_of_the_state_on_another_device_has_it_once(tmp_path: Path, workspace: Path) -> None:
-    if workspace.stat().st_dev == tmp_path.stat().st_dev:
+def test_a_copy_of_the_state_on_another_device_has_it_once(
+    tmp_path_factory: pytest.TempPathFactory, workspace: Path
+) -> None:
+    disk, drive = tmp_path_factory.mktemp("disk"), workspace / "drive"
+    if workspace.stat().st_dev == disk.stat().st_dev:
         pytest.skip("both on one file system")
-    drive, root = workspace / "drive", tmp_path / "state"
-    store = make(root, drives=[drive])
-    store.checkpoint("one")
-    advance(store, 2)
-    store.checkpoint("two")
-    store.close()
-    copied, mine = shutil.copytree(root, tmp_path / "copy/state"), tmp_path / "drive"
+    with closing(make_fixed(disk / "state", drives=[drive])) as store:
+        store.checkpoint("one")
+        advance_trained(store, 2)
+        store.checkpoint("two")
+    copied, mine = shutil.copytree(disk / "state", disk / "copy/state"), disk / "drive"
     copy_state(copied, [mine])
     assert {os.stat(file).st_nlink for file in fixed_files(mine)} == {3}
     with closing(NvmeStore.open(copied, drives=[mine])) as store:
-        assert_holds(store, 2)
+        assert_both(store, 2)
         store.restore("one")
-        assert_holds(store, 1)
+        assert_both(store, 1)
