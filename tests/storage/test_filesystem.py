@@ -1,4 +1,5 @@
-"""DOC"""
+"""What lies under a folder: its file system, its drives, their wear and their temperature. The tools are executables on
+PATH that print what smartctl and nvme-cli print; the drives are named, not there."""
 
 import json
 import os
@@ -6,6 +7,7 @@ import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,9 +104,8 @@ def _partition(disk: Path, name: str) -> Path:
 
 @pytest.fixture
 def sys_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    numbers = tmp_path / "dev-block"
-    numbers.mkdir()
-    monkeypatch.setattr(filesystem, "_SYS_BLOCK", numbers)
+    (tmp_path / "dev-block").mkdir()
+    monkeypatch.setattr(filesystem, "_SYS_BLOCK", tmp_path / "dev-block")
     table = tmp_path / "mountinfo"
     table.write_text("1 1 259:1 / / rw - ext4 /dev/root rw\n")
     monkeypatch.setattr(filesystem, "_MOUNTINFO", table)
@@ -113,34 +114,29 @@ def sys_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _mount_on(sys: Path, block: Path) -> None:
     number = os.stat(sys).st_dev
-    (sys / "dev-block" / f"{os.major(number)}:{os.minor(number)}").symlink_to(block)
+    place = sys / "dev-block" / f"{os.major(number)}:{os.minor(number)}"
+    place.unlink(missing_ok=True)
+    place.symlink_to(block)
 
 
-def test_partition_leads_to_its_drive(sys_block: Path) -> None:
-    disk = _block(sys_block, "nvme0n1", model="Samsung SSD 990")
-    _mount_on(sys_block, _partition(disk, "nvme0n1p2"))
+def test_a_partition_and_a_volume_lead_to_their_drives(sys_block: Path) -> None:
+    assert device_of(sys_block) == Device("/dev/root", (), "ext4", None, None), "no block device yet"
+    for name in ("vda", "xvda", "loop0"):  # a virtual drive does not tell whether it spins
+        _mount_on(sys_block, _block(sys_block, name, rotational=1))
+        assert device_of(sys_block) == Device(name, (name,), "ext4", None, None)
+    first = _block(sys_block, "nvme0n1", model="Samsung SSD 990")
+    _mount_on(sys_block, _partition(first, "nvme0n1p2"))
     assert device_of(sys_block) == Device("nvme0n1p2", ("nvme0n1",), "ext4", False, "Samsung SSD 990")
-
-
-def test_volume_leads_to_all_its_drives(sys_block: Path) -> None:
-    first = _block(sys_block, "nvme0n1", model="A")
     second = _block(sys_block, "sda", rotational=1, model="B")
     raid = _block(sys_block, "md0")
     volume = _block(sys_block, "dm-3")
     (volume / "slaves" / "md0").symlink_to(raid)
     (raid / "slaves" / "nvme0n1p1").symlink_to(_partition(first, "nvme0n1p1"))
-    (raid / "slaves" / "nvme0n1p2").symlink_to(_partition(first, "nvme0n1p2"))
+    (raid / "slaves" / "nvme0n1p2").symlink_to(first / "nvme0n1p2")
     (raid / "slaves" / "sda").symlink_to(second)
     _mount_on(sys_block, volume)
-    assert device_of(sys_block) == Device("dm-3", ("nvme0n1", "sda"), "ext4", True, "A")
-    assert any("hard disk (A)" in warning for warning in check_folder(sys_block))
-
-
-@pytest.mark.parametrize("name", ["vda", "xvda", "loop0"])
-def test_virtual_drive_does_not_tell_whether_it_spins(sys_block: Path, name: str) -> None:
-    assert device_of(sys_block) == Device("/dev/root", (), "ext4", None, None), "no block device yet"
-    _mount_on(sys_block, _block(sys_block, name, rotational=1))
-    assert device_of(sys_block) == Device(name, (name,), "ext4", None, None)
+    assert device_of(sys_block) == Device("dm-3", ("nvme0n1", "sda"), "ext4", True, "Samsung SSD 990")
+    assert any("hard disk (Samsung SSD 990)" in warning for warning in check_folder(sys_block))
 
 
 NVME_LOG = {"critical_warning": 0, "percentage_used": 3, "data_units_read": 91234567, "data_units_written": 123456789}
@@ -186,7 +182,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 REFUSED_BUT_NVME = {"smartctl": (SMARTCTL_REFUSED, 2), "nvme": (NVME_CLI, 0)}
-PAST_ITS_LIFE = Wear("nvme0n1", 104.0, 1000 * 512_000)
+NEW, PAST_ITS_LIFE = Wear("nvme0n1", 3.0, 123456789 * 512_000), Wear("nvme0n1", 104.0, 1000 * 512_000)
 
 
 @pytest.mark.parametrize(
@@ -194,20 +190,15 @@ PAST_ITS_LIFE = Wear("nvme0n1", 104.0, 1000 * 512_000)
     [
         (["nvme0n1"], {}, []),
         ([], {"smartctl": (SMARTCTL_NVME, 0)}, []),
-        (["nvme0n1"], {"smartctl": (SMARTCTL_NVME, 0)}, [Wear("nvme0n1", 3.0, 123456789 * 512_000)]),  # 63.2 TB
-        (["nvme0n1"], {"smartctl": (SMARTCTL_NVME, 8)}, [Wear("nvme0n1", 3.0, 123456789 * 512_000)]),  # it is worn
+        (["nvme0n1"], {"smartctl": (SMARTCTL_NVME, 0)}, [NEW]),  # 63.2 TB
+        (["nvme0n1"], {"smartctl": (SMARTCTL_NVME, 8)}, [NEW]),  # it is worn
         (["sda"], {"smartctl": (SMARTCTL_SATA, 0)}, [Wear("sda", 12.0, 2000000 * 512)]),
         (["nvme0n1"], REFUSED_BUT_NVME, [PAST_ITS_LIFE]),
         (["sda", "nvme0n1"], REFUSED_BUT_NVME, [PAST_ITS_LIFE]),
     ],
 )
 def test_what_the_tools_say(
-    tmp_path: Path,
-    install: Install,
-    monkeypatch: pytest.MonkeyPatch,
-    names: list[str],
-    answers: dict[str, tuple[object, int]],
-    expected: list[Wear],
+    tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch, names: list[str], answers: Any, expected: Any
 ) -> None:
     monkeypatch.setattr(wear, "device_of", lambda folder: Device("fs", tuple(names), "ext4", False, None))
     for tool, (answer, code) in answers.items():
@@ -239,22 +230,18 @@ def test_a_drive_that_hangs_costs_a_moment(tmp_path: Path, install: Install, mon
     assert time.monotonic() - start < 30
 
 
-def sensor(sys: Path, place: str, text: str) -> None:
-    path = sys / "block" / place
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+def test_the_warmest_composite_sensor_wherever_the_kernel_puts_it(tmp_path: Path) -> None:
+    def sensor(place: str, text: str) -> None:
+        path = tmp_path / "block" / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
-
-@pytest.mark.parametrize("place", ["hwmon3", "hwmon/hwmon3", "nvme0/hwmon3", "nvme0/hwmon/hwmon3"])
-def test_the_composite_sensor_wherever_the_kernel_puts_it(tmp_path: Path, place: str) -> None:
-    sensor(tmp_path, f"nvme0n1/device/{place}/temp1_input", "41850\n")
-    sensor(tmp_path, f"nvme0n1/device/{place}/temp2_input", "99000\n")
-    assert disk_temperature(["nvme0n1"], tmp_path) == 41.85
-
-
-def test_the_warmest_of_several_and_none_where_none_tells(tmp_path: Path) -> None:
-    for name, text in (("nvme0n1", "38000"), ("sda", "44000\n"), ("sdb", "warm"), ("vda", "")):
-        sensor(tmp_path, f"{name}/device/hwmon/hwmon1/temp1_input", text)
-    assert disk_temperature(["nvme0n1", "sda", "sdb", "sdc"], tmp_path) == 44.0
+    for number, place in enumerate(("hwmon3", "hwmon/hwmon3", "nvme0/hwmon3", "nvme0/hwmon/hwmon3")):
+        sensor(f"nvme{number}n1/device/{place}/temp1_input", "41850\n")
+        sensor(f"nvme{number}n1/device/{place}/temp2_input", "99000\n")
+        assert disk_temperature([f"nvme{number}n1"], tmp_path) == 41.85
+    for name, text in (("sdd", "38000"), ("sda", "44000\n"), ("sdb", "warm"), ("vda", "")):
+        sensor(f"{name}/device/hwmon/hwmon1/temp1_input", text)
+    assert disk_temperature(["sdd", "sda", "sdb", "sdc"], tmp_path) == 44.0
     assert disk_temperature(["sdb", "vda", "sdc"], tmp_path) is None
     assert disk_temperature([], tmp_path) is None
