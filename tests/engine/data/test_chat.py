@@ -69,15 +69,12 @@ def test_ids_and_mask_are_transformers_own(folder: Path, tmp_path: Path, templat
             assert found.weights.tolist() == expected["assistant_masks"]
 
 
-NESTING = ["gemma", "gemma3", "llama3", "phi3", "phi3_5", "lfm2", "qwen3_instruct_2507"]
-
-
-@pytest.mark.parametrize("name", NESTING)
+@pytest.mark.parametrize("name", ["gemma", "gemma3", "llama3", "phi3", "phi3_5", "lfm2", "qwen3_instruct_2507"])
 def test_prefixes_of_published_templates_tell_what_training_ones_mark(folder: Path, tmp_path: Path, name: str) -> None:
     """Where models' own templates have no markers, TRL has a copy with them for each."""
     own, marked = ((PUBLISHED / f"{name}{kind}.jinja").read_text() for kind in ("", "_training"))
     assert "generation -%}" not in own.replace("add_generation", "")
-    one, other = (encoder_of(folder, text, tmp_path).encode([Conversation("a", CHAT[1:])])[0] for text in (own, marked))
+    one, other = (encoded(encoder_of(folder, text, tmp_path), CHAT[1:]) for text in (own, marked))
     assert one.ids.tolist() == other.ids.tolist()
     assert one.weights.tolist() == other.weights.tolist()
 
@@ -120,7 +117,15 @@ def test_prefixes_that_do_not_nest_are_refused_with_the_ways_out(folder: Path, t
     assert skipping.bad.count == 1
 
 
-@pytest.mark.parametrize("template", [CHATML, unmarked(CHATML)], ids=["markers", "prefixes"])
+PIECES = CHATML.replace(
+    "{{- message.content + '<|im_end|>\\n' -}}{%- endgeneration -%}",
+    "{{- message.content -}}{%- endgeneration -%}{%- generation -%}{{- '<|im_end|>\\n' -}}{%- endgeneration -%}",
+)
+"""Markers in several pieces belong to their turn."""
+assert PIECES.count("endgeneration") == 2
+
+
+@pytest.mark.parametrize("template", [CHATML, unmarked(CHATML), PIECES], ids=["markers", "prefixes", "pieces"])
 def test_the_last_turn_and_weights_of_messages(folder: Path, tmp_path: Path, template: str) -> None:
     last = encoder_of(folder, template, tmp_path, trained_tokens="last")
     assert trained(last, encoded(last, CHAT)) == ["No.<|im_end|>\n"]
@@ -131,22 +136,10 @@ def test_the_last_turn_and_weights_of_messages(folder: Path, tmp_path: Path, tem
     assert found.ids.tolist() == unweighted.ids.tolist()
     assert set(found.weights.tolist()) == {0, 0.5, 1}
     assert len(trained(every, found)) == 2
+    marks = encoded(encoder_of(folder, CHATML, tmp_path), weighted)
+    assert found.weights.tolist() == marks.weights.tolist()
     refused(every, CHAT[:2], "no token to train: there is no assistant message; set data.trained_tokens=all")
     refused(every, [USER, BOT | {"weight": 0}], "no token to train: all assistant messages have weight 0")
-
-
-def test_markers_in_several_pieces_belong_to_their_turn(folder: Path, tmp_path: Path) -> None:
-    pieces = CHATML.replace(
-        "{{- message.content + '<|im_end|>\\n' -}}{%- endgeneration -%}",
-        "{{- message.content -}}{%- endgeneration -%}{%- generation -%}{{- '<|im_end|>\\n' -}}{%- endgeneration -%}",
-    )
-    assert pieces.count("endgeneration") == 2
-    for settings in ({}, {"trained_tokens": "last"}):
-        one, other = (
-            encoded(encoder_of(folder, text, tmp_path, **settings), [*CHAT[:2], BOT | {"weight": 2}, *CHAT[3:]])
-            for text in (CHATML, pieces)
-        )
-        assert one.weights.tolist() == other.weights.tolist()
 
 
 def test_tools_are_passed_and_arguments_are_objects(folder: Path, tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """A corpus that is damaged anywhere is refused before a wrong token is handed out; one without checksums gets them.
 Weights beside the tokens: only where one is not 1, checked like the tokens, and on the label that they belong to."""
 
-import io
 import itertools
 import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,30 +51,29 @@ def rewrite_meta(folder: Path, **changes: Any) -> None:
     (folder / META).write_text(json.dumps(seal({key: value for key, value in values.items() if key != "crc32c"})))
 
 
-def as_before(folder: Path) -> None:
-    """Make it a corpus of a version that knew no checksums."""
+def as_before(folder: Path) -> dict[str, bytes]:
+    """Make it a corpus of a version that knew no checksums; its files."""
     values = json.loads((folder / META).read_text())
     for name in ("sums_crc32c", "documents_crc32c", "crc32c"):
         del values[name]
     (folder / META).write_text(json.dumps(values, indent=2))
     (folder / SUMS).unlink()
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def flips(file: Path, step: int = 1) -> Iterator[None]:
     """Flips a bit of every `step`th byte, one after the other; of our own JSON only where that changes what it says."""
+
+    def parsed(content: bytes) -> object:
+        with suppress(ValueError):
+            return json.loads(content)
+
     content = file.read_bytes()
     for at in range(0, len(content), step):
         file.write_bytes(content[:at] + bytes([content[at] ^ 0x20]) + content[at + 1 :])
-        if file.name not in (META, TRAINED_ON) or _parsed(content) != _parsed(file.read_bytes()):
+        if file.name not in (META, TRAINED_ON) or parsed(content) != parsed(file.read_bytes()):
             yield
     file.write_bytes(content)
-
-
-def _parsed(content: bytes) -> object:
-    try:
-        return json.loads(content)
-    except ValueError:
-        return None
 
 
 @pytest.mark.parametrize("name", [META, TOKENS, SUMS, DOCUMENTS, WEIGHTS, corpus_files.WEIGHT_SUMS])
@@ -106,8 +105,8 @@ def test_a_block_is_checked_before_its_first_token_is_handed_out_and_others_are_
         file.write(b"\0\0\0\0")
     tokens, half = TokenCorpus.open(folder).tokens, BLOCK_BYTES // 2
     for span in (slice(0, 10), slice(half - 5, half + 5), slice(2 * half - 1, 2 * half), slice(3 * half, 100_000)):
-        assert (tokens[span] == wanted[span]).all()
-        assert (tokens[span] == wanted[span]).all(), "the second time it is not checked"
+        for _ in range(2):  # the second time it is not checked
+            assert (tokens[span] == wanted[span]).all()
     assert len(tokens[7:7]) == 0
     for span in (slice(2 * half, 2 * half + 1), slice(2 * half - 1, 2 * half + 1), slice(0, 100_000)):
         with pytest.raises(UserError, match=r"tokens\.bin: damaged: block 2 \(bytes 131,072 to 196,608\) has CRC-32C"):
@@ -119,17 +118,17 @@ def test_a_block_is_checked_before_its_first_token_is_handed_out_and_others_are_
     (folder / TOKENS).write_bytes(content[:BLOCK_BYTES] + bytes(len(content) - BLOCK_BYTES))
     with pytest.raises(UserError, match=r"block 1 .*, one of 3 damaged blocks of 4; restore"):
         verify_corpus(folder)
-
-
-def test_a_file_that_becomes_shorter_while_it_is_in_use_is_an_error(tmp_path: Path) -> None:
-    corpus = TokenCorpus.open(large(tmp_path / "corpus"))
-    os.truncate(corpus.folder / TOKENS, BLOCK_BYTES)
-    assert len(corpus.tokens[:10]) == 10
+    tokens = TokenCorpus.open(folder).tokens
+    os.truncate(folder / TOKENS, BLOCK_BYTES)  # while it is in use
+    assert len(tokens[:10]) == 10
     with pytest.raises(UserError, match=r"tokens\.bin: damaged: it became shorter"):
-        corpus.tokens[BLOCK_BYTES:]
+        tokens[BLOCK_BYTES:]
 
 
-def test_a_description_that_is_none(corpus: Path) -> None:
+def test_a_description_that_is_none_or_belies_its_tokens(corpus: Path) -> None:
+    rewrite_meta(corpus, max_token_id=100)
+    with pytest.raises(UserError, match="holds a token id above 100"):
+        TokenCorpus.open(corpus).tokens[:]
     nothing = [b"", b"[1]", b"{}", b"null", b"\xff\xfe", b"[" * 100_000, b'{"fingerprint": 1}', b'{"a": "\\ud800"}']
     for content in (*nothing, None):
         (corpus / META).unlink()
@@ -167,48 +166,38 @@ def test_a_description_with_its_own_checksum_is_not_believed_either(corpus: Path
         TokenCorpus.open(corpus)
 
 
-def test_an_id_above_the_largest_is_not_handed_out(corpus: Path) -> None:
-    rewrite_meta(corpus, max_token_id=100)
-    with pytest.raises(UserError, match="holds a token id above 100"):
-        TokenCorpus.open(corpus).tokens[:]
-
-
 @pytest.mark.parametrize("name", [TOKENS, SUMS, DOCUMENTS])
-@pytest.mark.parametrize("how", ["pipe", "link", "folder", "empty"])
-def test_a_file_that_is_no_file(corpus: Path, name: str, how: str) -> None:
-    content = (corpus / name).read_bytes()
-    (corpus / name).unlink()
-    (corpus.parent / "other").write_bytes(content)
-    {
-        "pipe": lambda: os.mkfifo(corpus / name),
-        "link": lambda: (corpus / name).symlink_to(corpus.parent / "other"),
-        "folder": (corpus / name).mkdir,
-        "empty": (corpus / name).touch,
-    }[how]()
-    with pytest.raises(UserError, match=f"{name}.*restore the file, or delete the folder"):
-        TokenCorpus.open(corpus)
+def test_a_file_that_is_no_file(corpus: Path, name: str) -> None:
+    file, other = corpus / name, corpus.parent / "other"
+    file.rename(other)
+    for make, unmake in (
+        (lambda: os.mkfifo(file), file.unlink),
+        (lambda: file.symlink_to(other), file.unlink),
+        (file.mkdir, file.rmdir),
+        (file.touch, file.unlink),
+    ):
+        make()
+        with pytest.raises(UserError, match=f"{name}.*restore the file, or delete the folder"):
+            TokenCorpus.open(corpus)
+        unmake()
 
 
 def test_documents_that_are_no_offsets(corpus: Path) -> None:
     starts = np.load(corpus / DOCUMENTS)
-    arrays = [starts[::-1], starts.astype("<f8"), starts[:, None], np.asarray([[]] * 7, dtype=object), starts + 1]
-    contents = [b"\x93NUMPY\x01\x00\x10\x00" + b"(" * 16]
     as_before(corpus)
-    for array in arrays:
-        stream = io.BytesIO()
-        np.save(stream, array, allow_pickle=True)
-        contents.append(stream.getvalue())
-    for content in contents:
-        (corpus / DOCUMENTS).write_bytes(content)
+    for array in (starts[::-1], starts.astype("<f8"), starts[:, None], np.asarray([[]] * 7, dtype=object), starts + 1):
+        np.save(corpus / DOCUMENTS, array, allow_pickle=True)
         with pytest.raises(UserError, match=r"documents\.npy: damaged"):
             TokenCorpus.open(corpus)
+    (corpus / DOCUMENTS).write_bytes(b"\x93NUMPY\x01\x00\x10\x00" + b"(" * 16)
+    with pytest.raises(UserError, match=r"documents\.npy: damaged"):
+        TokenCorpus.open(corpus)
 
 
 def test_a_corpus_without_checksums_gets_them_once_its_content_is_known(tmp_path: Path) -> None:
     folder = large(tmp_path / "corpus")
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    as_before(folder)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = as_before(folder)
     assert len(TokenCorpus.open(folder).tokens[:]) == 100_000
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
     for name, content in before.items():
@@ -348,18 +337,15 @@ def test_weights_are_those_given_though_the_first_that_is_not_one_comes_late(tmp
     assert corpus.info.num_trained == int((targets > 0).sum())
     assert verify_corpus(corpus.folder) == sum(path.stat().st_size for path in corpus.folder.iterdir())
 
+    def as_it_is(writer, count, given):
+        writer._weights = writer._weights or corpus_files.SpanWriter(writer._folder / WEIGHTS)
+        writer._weights.add(given.astype("<f4").tobytes())
 
-@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
-def test_a_weight_that_is_none_is_refused_whatever_the_checksums_say(tmp_path, bad, monkeypatch):
-    monkeypatch.setattr(CorpusWriter, "_append_weights", written_as_it_is)
-    corpus = make_corpus(tmp_path / "corpus", [[1, 2, 0]], weights=[[1, bad, 1]])
-    with pytest.raises(UserError, match=r"block 0 .* holds an invalid weight"):
-        corpus.weights[:]
-
-
-def written_as_it_is(writer, count, weights):
-    writer._weights = writer._weights or corpus_files.SpanWriter(writer._folder / WEIGHTS)
-    writer._weights.add(weights.astype("<f4").tobytes())
+    monkeypatch.setattr(CorpusWriter, "_append_weights", as_it_is)
+    for bad in (-1.0, float("nan"), float("inf")):  # whatever the checksums say
+        corpus = make_corpus(tmp_path / str(bad), [[1, 2, 0]], weights=[[1, bad, 1]])
+        with pytest.raises(UserError, match=r"block 0 .* holds an invalid weight"):
+            corpus.weights[:]
 
 
 @sampled(15, 100)

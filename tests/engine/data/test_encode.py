@@ -4,6 +4,7 @@ run of them."""
 
 import json
 import os
+import shutil
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -21,9 +22,7 @@ from penstock.engine.data.encode_pool import encode_all
 from penstock.engine.data.reading import read_samples
 from penstock.engine.data.samples import Completion, Conversation, Encoded, Ids, Sample, Text
 from penstock.engine.data.tokenizer import TextTokenizer, load_tokenizer, open_trained, train_tokenizer
-from penstock.engine.hf.weights import _copied_names
 from penstock.storage.errors import UserError
-from penstock.storage.model_folder import read_model_file
 
 CHAT = [{"role": "user", "content": "And 2 + 3?"}, {"role": "assistant", "content": "It is 5 ☃"}]
 
@@ -79,16 +78,6 @@ def test_specials_are_described(tmp_path: Path, plain: TextTokenizer, with_bos: 
         Encoder(DataConfig(bos="on"), tokenizer)
 
 
-def test_of_a_completion_the_prompt_is_not_trained(plain: TextTokenizer) -> None:
-    completion = Completion("a", "naïve ☃ 1 + 1 =", " 2 ☃")
-    for bos in ("off", "on"):
-        (found,) = Encoder(DataConfig(bos=bos), plain).encode([completion])  # type: ignore[arg-type]
-        assert marked(plain, found) == f" 2 ☃{EOS}"
-        assert found.ids.tolist()[bos == "on" :] == plain.encode_batch(["naïve ☃ 1 + 1 = 2 ☃"])[0] + [plain.eos_id]
-    (found,) = Encoder(DataConfig(trained_tokens="all"), plain).encode([completion])
-    assert found.weights is None
-
-
 def test_alpaca_without_a_chat_template_is_a_completion(
     tmp_path: Path, plain: TextTokenizer, with_bos: TextTokenizer
 ) -> None:
@@ -102,6 +91,13 @@ def test_alpaca_without_a_chat_template_is_a_completion(
     assert text.startswith(f"{BOS}Below is an instruction that describes a task, paired with an input")
     assert text.endswith(f"### Input:\n1 2\n\n### Response:\n3{EOS}")
     assert marked(with_bos, own) == f"3{EOS}"
+    completion = Completion("a", "naïve ☃ 1 + 1 =", " 2 ☃")  # of which the prompt is not trained
+    for bos in ("off", "on"):
+        (found,) = Encoder(DataConfig(bos=bos), plain).encode([completion])  # type: ignore[arg-type]
+        assert marked(plain, found) == f" 2 ☃{EOS}"
+        assert found.ids.tolist()[bos == "on" :] == plain.encode_batch(["naïve ☃ 1 + 1 = 2 ☃"])[0] + [plain.eos_id]
+    (found,) = Encoder(DataConfig(trained_tokens="all"), plain).encode([completion])
+    assert found.weights is None
 
 
 def test_ids_are_taken_as_they_are(with_bos: TextTokenizer) -> None:
@@ -214,16 +210,12 @@ def test_the_tokens_are_those_of_one_process_in_order_and_bad_rows_are_counted_o
     count, first = counted.bad.take()
     assert (count, first) == alone.bad.take()
     assert count == 4
-
-
-def test_what_is_wrong_is_said_as_one_process_says_it(trained, two_processors):
-    before = processes()
-    with pytest.raises(UserError) as alone:
+    with pytest.raises(UserError) as one:
         encoder_of(trained).encode(list(conversations(200, {150})))
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError) as several:
         list(encode_all(encoder_of(trained), conversations(200, {150, 170})))
-    assert str(error.value) == str(alone.value)
-    assert "file:151: " in str(error.value)
+    assert str(several.value) == str(one.value)
+    assert "file:151: " in str(several.value)
     assert processes() <= before
 
 
@@ -253,14 +245,12 @@ def brought(tmp_path: Path) -> Path:
 
 
 def test_a_tokenizer_of_the_hub_s_cache_is_read(tmp_path: Path, brought: Path) -> None:
-    snapshot = tmp_path / "models--a--b" / "snapshots" / ("ab" * 20)
-    blobs = tmp_path / "models--a--b" / "blobs"
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / ("ab" * 20), tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     for number, file in enumerate(sorted(brought.iterdir())):
-        digest = f"{number:064x}"
-        (blobs / digest).write_bytes(file.read_bytes())
-        (snapshot / file.name).symlink_to(f"../../blobs/{digest}")
+        shutil.copy(file, blobs / f"{number:064x}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number:064x}")
     assert load_tokenizer(snapshot).fingerprint == load_tokenizer(brought).fingerprint
 
 
@@ -307,12 +297,3 @@ def test_ids_beyond_the_number_of_entries_are_below_the_vocabulary(tmp_path: Pat
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode_batch(["ab"]) == [[0, 70_000]]
     assert tokenizer.vocab_size == 70_001
-
-
-def test_an_export_takes_no_file_from_outside_the_origin(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("{}")
-    (tmp_path / "folder.json").mkdir()
-    (tmp_path / "notes.json").symlink_to(tmp_path / "secret")
-    assert _copied_names(tmp_path, ()) == ["notes.json"]
-    with pytest.raises(UserError, match="a symbolic link, which is not followed"):
-        read_model_file(tmp_path, "notes.json", 100)

@@ -108,10 +108,8 @@ def test_alpaca_as_turns_and_as_its_own_prompt(tmp_path: Path) -> None:
     sample = conversation(tmp_path, "alpaca", row)
     assert turns(sample) == [("user", "Hello"), ("assistant", "Hi"), ("user", "Add.\n\n1 and 2"), ("assistant", "3")]
     plain = conversation(tmp_path, "alpaca", {"instruction": "Say a.", "input": "", "output": "a"}).plain
-    assert plain.prompt == (
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-        "\n\n### Instruction:\nSay a.\n\n### Response:\n"
-    )
+    begin = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+    assert plain.prompt == f"{begin}\n\n### Instruction:\nSay a.\n\n### Response:\n"
     assert plain.completion == "a"
     plain = conversation(tmp_path, "alpaca", row | {"system": "You add."}).plain
     assert plain.prompt.startswith("You add.\n\n### Instruction:\nHello\n\n### Response:\nHi\n\n### Instruction:\nAdd.")
