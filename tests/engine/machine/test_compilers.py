@@ -56,9 +56,15 @@ def _path_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> P
 
 
 @needs_gcc
-def test_this_machine() -> None:
+def test_this_machine_and_without_its_cpp_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gcc and without g++, layers are compiled and the optimizer is not: one answer for both would be wrong."""
     assert layers_compile(CPU) == optimizer_compiles()
-    assert layers_compile(CUDA).ok == optimizer_compiles().ok == HAS_HEADERS
+    here = layers_compile(CUDA)
+    assert here.ok == optimizer_compiles().ok == HAS_HEADERS
+    _forget()
+    _path_of(tmp_path / "bin", monkeypatch, gcc=f'PATH="{PATH}" exec {shutil.which("gcc")} "$@"')
+    assert layers_compile(CUDA) == here
+    assert not optimizer_compiles().ok
 
 
 def test_without_compilers_each_names_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,19 +73,17 @@ def test_without_compilers_each_names_its_own(tmp_path: Path, monkeypatch: pytes
     assert optimizer_compiles() == layers_compile(CPU) == no_cpp
     reason = "no C compiler, which Triton needs: neither gcc nor clang is on PATH (set CC to use another)"
     assert layers_compile(CUDA) == Verdict(False, reason)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", lambda **_: pytest.fail("a thread was made"))
+        compilers.compile_headers()
+    _forget()
+    monkeypatch.setenv("CC", "/nowhere/gcc")  # named wrongly
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    assert layers_compile(CUDA).reason == "the compiler /nowhere/gcc cannot be started (No such file or directory)"
+    assert "/nowhere/g++ could not be started" in optimizer_compiles().reason
     _forget()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
     assert layers_compile(CUDA) == Verdict(False, "triton is not installed")
-
-
-@needs_gcc
-def test_layers_need_no_cpp_compiler_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With gcc and without g++, layers are compiled and the optimizer is not: one answer for both would be wrong."""
-    here = layers_compile(CUDA)
-    _forget()
-    _path_of(tmp_path / "bin", monkeypatch, gcc=f'PATH="{PATH}" exec {shutil.which("gcc")} "$@"')
-    assert layers_compile(CUDA) == here
-    assert not optimizer_compiles().ok
 
 
 @pytest.mark.parametrize(
@@ -92,9 +96,7 @@ def test_layers_need_no_cpp_compiler_on_cuda(tmp_path: Path, monkeypatch: pytest
         ("exit 0", "it exited with 0 and no message"),  # and left no library behind
     ],
 )
-def test_a_compiler_that_fails_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, reason: str
-) -> None:
+def test_a_compiler_that_fails_says_why(tmp_path: Path, monkeypatch: Any, text: str, reason: str) -> None:
     script = f"{STARTS} {text}"
     folder = _path_of(tmp_path / "bin", monkeypatch, gcc=script, **{"g++": script})
     assert optimizer_compiles() == Verdict(False, f"g++ cannot compile a few lines: {reason}")
@@ -112,14 +114,6 @@ def test_without_pythons_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert verdict.reason.startswith("Python.h is missing: install Python's headers (package python3.")
 
 
-def test_without_openmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As clang without libomp."""
-    script = f"{STARTS} echo 'probe.cpp:5:2: error: omp.h is not found' >&2; exit 1"
-    _path_of(tmp_path / "bin", monkeypatch, clang=script)
-    monkeypatch.setenv("CXX", "clang")
-    assert optimizer_compiles() == Verdict(False, "clang has no OpenMP (package libomp-dev for clang)")
-
-
 @needs_gcc
 def test_compilers_named_by_the_environment_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_HEADERS:
@@ -135,18 +129,16 @@ def test_compilers_named_by_the_environment_are_taken(tmp_path: Path, monkeypatc
         assert asked.read_text().split() == ["cxx", "cxx", "cc"]
 
 
-def test_a_compiler_named_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", "/nowhere/gcc")
-    monkeypatch.setenv("CXX", "/nowhere/g++")
-    assert layers_compile(CUDA).reason == "the compiler /nowhere/gcc cannot be started (No such file or directory)"
-    assert "/nowhere/g++ could not be started" in optimizer_compiles().reason
-
-
 @pytest.mark.parametrize("choice", [(None, "theirs"), "theirs"])
 def test_inductors_own_choice_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: Any) -> None:
+    no_openmp = f"{STARTS} echo 'probe.cpp:5:2: error: omp.h is not found' >&2; exit 1"  # as clang without libomp
+    _path_of(tmp_path / "bin", monkeypatch, theirs=f"{STARTS} echo 'error: mine' >&2; exit 1", clang=no_openmp)
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", "clang")
+        assert optimizer_compiles() == Verdict(False, "clang has no OpenMP (package libomp-dev for clang)")
+    _forget()
     loaded = SimpleNamespace(cpp=SimpleNamespace(cxx=choice))
     monkeypatch.setitem(sys.modules, "torch._inductor.config", loaded)
-    _path_of(tmp_path / "bin", monkeypatch, theirs=f"{STARTS} echo 'error: mine' >&2; exit 1")
     assert optimizer_compiles() == Verdict(False, "theirs cannot compile a few lines: error: mine")
 
 
@@ -193,9 +185,3 @@ def test_headers_that_cannot_be_compiled_ahead_are_no_error(monkeypatch: pytest.
         if thread.name == "headers":
             thread.join()
     assert not raised
-
-
-def test_without_a_compiler_no_headers_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(threading, "Thread", lambda **_: pytest.fail("a thread was made"))
-    compilers.compile_headers()

@@ -92,12 +92,9 @@ def test_limits_of_version_1(tmp_path: Path) -> None:
     memory = free_memory(tmp_path)
     assert (memory.free_bytes, memory.total_bytes) == (5 * GIB, 10 * GIB)
     assert memory.where.endswith("/a")
-
-
-def test_a_kernel_that_promises_no_more_than_it_has(tmp_path: Path) -> None:
-    machine(tmp_path)
-    write(tmp_path / "proc/sys/vm/overcommit_memory", 2)
-    memory = free_memory(tmp_path)
+    machine(tmp_path / "strict")  # a kernel that promises no more than it has
+    write(tmp_path / "strict/proc/sys/vm/overcommit_memory", 2)
+    memory = free_memory(tmp_path / "strict")
     assert memory.free_bytes == 15 * GIB  # CommitLimit of 16 GiB, 1 GiB promised
     assert "overcommit" in memory.where
 
@@ -176,31 +173,22 @@ def test_shared_memory_is_given_once(total: int, gpu: int | None, ram: int | Non
         assert found_gpu + found_ram == total
 
 
-def test_budgets_without_a_gpu(tmp_path: Path) -> None:
+def test_budgets_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = free_budgets(torch.device("cpu"), root=machine(tmp_path))
     usable = 20 * GIB - int(2.56 * GIB)
     assert free.gpu + free.ram == usable
     assert free.gpu == int(usable * 0.4)
-    assert free.why["ram"] == (
-        "20.0 GiB free (this machine's memory), less 2.6 GiB for the system; without a GPU both tiers share it"
-    )
+    why = "20.0 GiB free (this machine's memory), less 2.6 GiB for the system; without a GPU both tiers share it"
+    assert free.why["ram"] == why
     free = free_budgets(torch.device("cpu"), gpu=GIB, root=tmp_path)
     assert (free.gpu, free.ram) == (GIB, usable - GIB)
-
-
-def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the file system says it now: others write there meanwhile."""
-    status = os.statvfs(tmp_path)
+    status = os.statvfs(tmp_path)  # as the file system says it now: others write there meanwhile
     monkeypatch.setattr(os, "statvfs", lambda place: status)
-    free = status.f_bavail * status.f_frsize
+    room = status.f_bavail * status.f_frsize
     found = limits.free_disk(tmp_path / "not/made/yet")
-    assert free // 2 <= found <= free
-    assert free - found <= DISK_RESERVE[2]
-
-
-def test_that_no_file_can_be_opened_is_no_machine_without_memory() -> None:
-    """A limit that cannot be read is not taken for none."""
-    groups = memory_groups()
+    assert room // 2 <= found <= room
+    assert room - found <= DISK_RESERVE[2]
+    groups = memory_groups()  # a limit that cannot be read is not taken for none
     with files_used_up(), pytest.raises(OSError, match="Too many open files"):
         free_memory(groups=groups)
 
@@ -222,11 +210,8 @@ def cpus(*ranges: range) -> frozenset[int]:
     return frozenset(cpu for part in ranges for cpu in part)
 
 
-def test_the_kernels_lists_are_read() -> None:
-    assert [parse_cpu_list(text) for text in ("0-2\n", "0,2-3,8\n", "5", "\n")] == [{0, 1, 2}, {0, 2, 3, 8}, {5}, set()]
-
-
 def test_two_sockets_with_hyperthreads(tmp_path: Path) -> None:
+    assert [parse_cpu_list(text) for text in ("0-2\n", "0,2-3,8\n", "5", "\n")] == [{0, 1, 2}, {0, 2, 3, 8}, {5}, set()]
     siblings = {cpu: f"{cpu % 64},{cpu % 64 + 64}" for cpu in range(128)}
     root = sockets(tmp_path, {0: "0-31,64-95", 1: "32-63,96-127"}, 1, siblings)
     lanes, drives = cpus(range(32, 36), range(96, 100)), cpus(range(60, 64), range(124, 128))

@@ -1,5 +1,6 @@
-"""What is done with a CUDA device outside of any lane, on a card that only answers questions; machines that none of us
-has, as small trees that look like /proc and /sys and as what their drivers would say."""
+"""Which device a run takes, why it refuses one, the settings of the process while it runs, and what is done with a CUDA
+device outside of any lane, on a card that only answers questions. And machines that none of us has, as small trees that
+look like /proc and /sys and as what their drivers would say."""
 
 import gc
 import itertools
@@ -105,9 +106,16 @@ def test_the_device_has_an_index_and_old_cards_are_refused(card: Card) -> None:
     assert resolve_device(tiny.training(device="cpu")) == torch.device("cpu")
 
 
-def test_the_allocator_gets_the_budget_and_no_more(card: Card) -> None:
+def test_the_allocator_gets_the_budget_and_no_more(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     matmul = torch.backends.cuda.matmul
     before = torch.get_float32_matmul_precision(), matmul.allow_bf16_reduced_precision_reduction
+    with pytest.raises(UserError, match=r"budgets\.gpu: 23,622,320,129 bytes, but 2,147,483,648 of the GPU's"):
+        configure(CUDA, 22 * GIB + 1, deterministic=True)  # others have taken it
+    assert card.fractions == []
+    assert not torch.are_deterministic_algorithms_enabled()
+    configure(CUDA, 22 * GIB, deterministic=False).restore()
+    card.fractions.clear()
+    card.settings.clear()
     settings = configure(CUDA, 12 * GIB, deterministic=False)
     try:
         assert card.fractions == [(0.5, CUDA)]
@@ -118,23 +126,12 @@ def test_the_allocator_gets_the_budget_and_no_more(card: Card) -> None:
         assert said in settings.message
     finally:
         settings.restore()
-    assert card.fractions[1:] == [(1.0, CUDA)]
+    assert card.fractions.pop() == (1.0, CUDA)
     assert (torch.get_float32_matmul_precision(), matmul.allow_bf16_reduced_precision_reduction) == before
-
-
-def test_small_budgets_are_not_enforced_and_given_settings_stay(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    configure(CUDA, 1, deterministic=False).restore()
-    assert card.fractions[0] == (LEAST_LIMIT_BYTES / card.total_memory, CUDA)
-    assert card.settings == []
-
-
-def test_a_budget_that_others_have_taken_is_refused_and_nothing_stays_set(card: Card) -> None:
-    with pytest.raises(UserError, match=r"budgets\.gpu: 23,622,320,129 bytes, but 2,147,483,648 of the GPU's"):
-        configure(CUDA, 22 * GIB + 1, deterministic=True)
-    assert card.fractions == []
-    assert not torch.are_deterministic_algorithms_enabled()
-    configure(CUDA, 22 * GIB, deterministic=False).restore()
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")  # a given setting stays
+    configure(CUDA, 1, deterministic=False).restore()  # and so small a budget is not enforced
+    assert card.fractions[1] == (LEAST_LIMIT_BYTES / card.total_memory, CUDA)
+    assert card.settings == ["expandable_segments:True"]
 
 
 def test_the_probe_asks_for_gpu_memory_and_finds_both_tiers(card: Card) -> None:
@@ -214,17 +211,14 @@ def test_wsl_gives_ram_what_it_can_pin(card: Card, tmp_path: Path, available: in
     assert "about half" in remark
 
 
-def test_a_gpu_without_memory_of_its_own() -> None:
-    """By what torch says, and by name where it says nothing."""
+def test_one_memory_is_counted_once(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A DGX Spark: 119 GiB, of which the driver calls 80 taken, 70 of them file cache. Such a GPU is known by what
+    torch says, and by name where it says nothing."""
     for name in ("NVIDIA GB10", "Orin", "NVIDIA GH200 480GB", "NVIDIA GB100", "NVIDIA GeForce RTX 4090"):
         for says in ({}, {"is_integrated": False}):
             assert shares_memory(SimpleNamespace(name=name, **says)) is (name in ("NVIDIA GB10", "Orin"))
     for integrated in (True, False):
         assert shares_memory(SimpleNamespace(name="AMD Radeon 8060S", is_integrated=integrated)) is integrated
-
-
-def test_one_memory_is_counted_once(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A DGX Spark: 119 GiB, of which the driver calls 80 taken, 70 of them file cache."""
     total, available = 119 * GIB, 110 * GIB
     machine(tmp_path, available=available, total=total)
     card.become("NVIDIA GB10", 39 * GIB, total, integrated=True)
@@ -312,7 +306,7 @@ def test_cuda_that_is_not_there_is_explained() -> None:
     assert resolve_device(tiny.training(device="auto")) == torch.device("cpu")
 
 
-def test_settings_are_undone_in_reverse() -> None:
+def test_deterministic_lasts_as_long_as_the_session(tmp_path: Path) -> None:
     class Owner:
         value = 1
 
@@ -322,18 +316,13 @@ def test_settings_are_undone_in_reverse() -> None:
     settings.call(log.append, 10, 20)
     settings.set(Owner, "value", 3)
     assert (Owner.value, log) == (3, [20])
-    settings.restore()
+    settings.restore()  # in reverse
     assert (Owner.value, log) == (1, [20, 10])
 
-
-def test_deterministic_lasts_as_long_as_the_session(tmp_path: Path) -> None:
-    def state() -> tuple[bool, bool, bool, bool]:
-        return (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-            torch.backends.cudnn.benchmark,
-            torch._inductor.config.deterministic,
-        )
+    def state() -> tuple[bool, ...]:
+        filled = torch.utils.deterministic.fill_uninitialized_memory
+        ways = torch.backends.cudnn.benchmark, torch._inductor.config.deterministic
+        return torch.are_deterministic_algorithms_enabled(), filled, *ways
 
     before = state()
     with tiny.session(tmp_path, t=tiny.training(deterministic=True)) as session:
@@ -399,15 +388,15 @@ def test_garbage_is_looked_for_once_a_step(tmp_path: Path) -> None:
     assert gc.get_freeze_count() == 0
 
 
-@pytest.mark.parametrize("missing", [1, 7])
-def test_a_dependency_that_nobody_submitted_is_an_error(missing: int) -> None:
-    executor = Executor(lambda op: None, torch.device("cpu"))
-    executor.submit([an_op(0, "compute"), an_op(2, "h2d", 0)])
-    executor.drain()
-    executor.submit([an_op(3, "compute", missing)])
-    with pytest.raises(AssertionError, match=f"op 3 depends on op {missing}, which was never submitted"):
-        executor.wait(3)
-    executor.close()
+def test_a_dependency_that_nobody_submitted_is_an_error() -> None:
+    for missing in (1, 7):
+        executor = Executor(lambda op: None, torch.device("cpu"))
+        executor.submit([an_op(0, "compute"), an_op(2, "h2d", 0)])
+        executor.drain()
+        executor.submit([an_op(3, "compute", missing)])
+        with pytest.raises(AssertionError, match=f"op 3 depends on op {missing}, which was never submitted"):
+            executor.wait(3)
+        executor.close()
 
 
 def test_an_update_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

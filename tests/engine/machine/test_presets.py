@@ -1,5 +1,5 @@
 """Presets: complete, checked by hand against their sheets, and found by name; peaks and architectures by the driver's
-names, and utilisation."""
+names, and utilisation. The probe at tiny sizes: every rate positive, files gone, refused before anything is written."""
 
 import dataclasses
 import errno
@@ -33,14 +33,6 @@ from penstock.engine.machine.probe import planned_writes, probe
 from penstock.engine.machine.probe_compute import Sizes, attention_rates, matmul_flops, optimizer_params_per_s
 from penstock.engine.machine.profile import VERSION, Machine, from_json
 from penstock.storage.errors import UserError
-
-
-def test_all_presets_are_there_and_survive_being_saved() -> None:
-    names = "gh200-480 h200-1500 h100-pcie-512 rtx4090-64 rtx4090-128 rtx4090-256 rtx5090-192 rtx3090-64 dgx-spark"
-    assert " ".join(PRESETS) == names
-    assert "assumed" in GENERIC.source
-    for machine in (*PRESETS.values(), GENERIC):
-        assert from_json(json.loads(json.dumps(machine.to_json())), machine.name) == machine
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -101,6 +93,9 @@ def test_data_centre_machines_by_hand() -> None:
 
 def test_finds_a_preset_and_a_profile(tmp_path: Path) -> None:
     assert find_machine("gh200-480") is PRESETS["gh200-480"]
+    for machine in (*PRESETS.values(), GENERIC):
+        assert from_json(json.loads(json.dumps(machine.to_json())), machine.name) == machine
+    assert "assumed" in GENERIC.source
     mine = structs.replace(GENERIC, name="mine", source="measured")
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(mine.to_json()))
@@ -147,37 +142,32 @@ def test_profile_path_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert profile_path() == tmp_path / ".config/penstock/machine.json"
 
 
-@pytest.mark.parametrize(
-    ("name", "tera"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.5),
-        ("NVIDIA H100 PCIe", 756.5),
-        ("NVIDIA H100 NVL", 835.5),
-        ("NVIDIA GH200 480GB", 989.5),
-        ("NVIDIA B200", 2250.0),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA L40S", 362.05),
-        ("NVIDIA GeForce RTX 3090", 71.0),
-        ("NVIDIA GeForce RTX 3090 Ti", 80.0),
-        # Unknown ones get no other's figure.
-        ("", None),
-        ("NVIDIA GB10", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
-        ("NVIDIA H100 80GB HBM2e", None),
-        ("AMD Instinct MI300X", None),
-    ],
-)
-def test_peaks_by_name(name: str, tera: float | None) -> None:
-    assert peak_flops(name) == (None if tera is None else pytest.approx(tera * 1e12))
+PEAKS: dict[float, tuple[str, ...]] = {
+    989.5: ("NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB", "NVIDIA H200"),
+    756.5: ("NVIDIA H100 PCIe",),
+    835.5: ("NVIDIA H100 NVL",),
+    2250.0: ("NVIDIA B200",),
+    312.0: ("NVIDIA A100-SXM4-80GB",),
+    362.05: ("NVIDIA L40S",),
+    71.0: ("NVIDIA GeForce RTX 3090",),
+    80.0: ("NVIDIA GeForce RTX 3090 Ti",),
+}
+UNKNOWN = ("", "NVIDIA GB10", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+UNKNOWN += ("NVIDIA H100 80GB HBM2e", "AMD Instinct MI300X")
+"""They get no other's figure."""
 
 
-def test_utilisation_by_hand() -> None:
+def test_peaks_by_name_and_utilisation_by_hand() -> None:
+    for tera, names in PEAKS.items():
+        assert [peak_flops(name) for name in names] == pytest.approx([tera * 1e12] * len(names)), names
+    assert [name for name in UNKNOWN if peak_flops(name) is not None] == []
+    assert peak_of("NVIDIA GB10") == 125e12, "a derived one counts for plans only"
+    assert peak_of("NVIDIA H200") == 989.5e12
+    assert peak_of("AMD Instinct MI300X") is None
     # 6 TFLOP in 2 s are 3 TFLOP/s, 30 % of 10; 8 TFLOP, recomputation included, are 40 %.
     assert mfu(6e12, 2.0, 1e13) == pytest.approx(0.3)
     assert hfu(8e12, 2.0, 1e13) == pytest.approx(0.4)
-    assert mfu(6e12, 2.0, None) is None
-    assert hfu(8e12, 2.0, None) is None
+    assert mfu(6e12, 2.0, None) is hfu(8e12, 2.0, None) is None
 
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
@@ -185,24 +175,18 @@ BY_NAME = {found.name: found for found in ARCHITECTURES}
 PACKAGES = {kernel.name for kernel in (FlashAttention2(), FlashAttention3(), FlashAttention4())}
 
 
-@pytest.mark.parametrize(
-    ("gpu", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", "Hopper"),
-        ("NVIDIA GH200 480GB", "Hopper"),
-        ("NVIDIA B200", "data-centre Blackwell"),
-        ("NVIDIA GeForce RTX 4090", "Ada"),
-        ("NVIDIA GeForce RTX 3090", "Ampere"),
-        ("NVIDIA GeForce RTX 5090", "Blackwell"),
-        ("NVIDIA GB10", "GB10"),
-        ("NVIDIA GB100", None),
-        ("NVIDIA A100-SXM4-80GB", None),
-        (None, None),
-    ],
-)
-def test_architectures_by_the_driver_s_name(gpu: str | None, name: str | None) -> None:
-    found = architecture(gpu)
-    assert (found and found.name) == name
+def test_architectures_by_the_driver_s_name() -> None:
+    for name, gpus in {
+        "Hopper": ("NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"),
+        "data-centre Blackwell": ("NVIDIA B200",),
+        "Ada": ("NVIDIA GeForce RTX 4090",),
+        "Ampere": ("NVIDIA GeForce RTX 3090",),
+        "Blackwell": ("NVIDIA GeForce RTX 5090",),
+        "GB10": ("NVIDIA GB10",),
+    }.items():
+        assert [architecture(gpu).name for gpu in gpus] == [name] * len(gpus)
+    for gpu in ("NVIDIA GB100", "NVIDIA A100-SXM4-80GB", None):
+        assert architecture(gpu) is None
 
 
 @pytest.mark.parametrize("found", ARCHITECTURES, ids=lambda found: found.name)
@@ -228,13 +212,6 @@ def test_shares_by_hand() -> None:
     # FlashAttention 4 is faster forward only: 94.5 of 125 x 0.861 at heads of 64.
     assert blackwell.fastest()[64] == pytest.approx((0.6507, 0.6028), abs=1e-4)
     assert ampere.fastest() == {64: (81.9 / 111.1, 77.4 / 111.1), 128: (81.9 / 111.1, 77.4 / 111.1)}
-
-
-def test_a_derived_peak_counts_for_plans_only() -> None:
-    assert peak_of("NVIDIA GB10") == 125e12
-    assert peak_flops("NVIDIA GB10") is None
-    assert peak_of("NVIDIA H200") == peak_flops("NVIDIA H200") == 989.5e12
-    assert peak_of("AMD Instinct MI300X") is None
 
 
 def test_an_unknown_card_keeps_assumed_shares() -> None:
@@ -297,11 +274,6 @@ def folders(tmp_path: Path) -> list[Path]:
     return found
 
 
-def test_folders_on_one_disk_share_its_room(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drives, "free_disk", lambda folder: 3000)
-    assert [drives._fillable(folders[0], folders[:count]) for count in (1, 2)] == [3000, 1500]
-
-
 @pytest.mark.parametrize(("count", "more_blocks"), [(1, 0), (2, 11)])
 def test_no_more_is_written_to_a_drive_than_allowed(folders: list[Path], count: int, more_blocks: int) -> None:
     """However long it may take: what is measured ends instead."""
@@ -310,15 +282,6 @@ def test_no_more_is_written_to_a_drive_than_allowed(folders: list[Path], count: 
     rates = drives.probe_drives(folders, 1.0, block_bytes=4096, most_written=most)
     assert drives.least_written(count, 4096) <= rates.written_bytes // count <= most
     assert all(drive.read_bytes_per_s > 0 for drive in rates.drives)
-
-
-def test_what_will_be_written_is_known_before(tmp_path: Path) -> None:
-    least = drives.least_written(1)
-    assert planned_writes([tmp_path], 50) == ([tmp_path], 50 * 2**30)
-    assert planned_writes([tmp_path], 50, least) == ([tmp_path], least)
-    assert planned_writes([tmp_path], 1) == ([tmp_path], max(least, 2**30))
-    with pytest.raises(UserError, match=r"--size 1023MiB: too small to measure with; give at least 1GiB"):
-        planned_writes([tmp_path], 50, 1023 * 2**20)
 
 
 def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,17 +309,24 @@ def test_a_run_measures_drives_where_its_folders_will_be(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_before_anything_is_written(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drives, "_nameless", lambda folder: pytest.fail("opened a file"))
-    (tmp_path / "file").write_text("")
+    folder, least = folders[0], drives.least_written(1)
+    (folder / "file").write_text("")
     for names, message in ((["", ""], "listed twice"), (["missing"], "no such folder"), (["file"], "no such folder")):
         with pytest.raises(UserError, match=message):
-            probe([tmp_path / name for name in names], seconds=1, sizes=TINY)
+            probe([folder / name for name in names], seconds=1, sizes=TINY)
     with pytest.raises(UserError, match=r"measuring takes .* bytes of RAM"):
-        probe([tmp_path], seconds=1, sizes=dataclasses.replace(TINY, pass_bytes=1 << 50))
-    monkeypatch.setattr(drives, "free_disk", lambda folder: 1000)
-    with pytest.raises(UserError, match=rf"{tmp_path}: measuring needs .* bytes of disk and 1,000 may be used"):
-        probe([tmp_path], seconds=1, sizes=TINY)
+        probe([folder], seconds=1, sizes=dataclasses.replace(TINY, pass_bytes=1 << 50))
+    assert planned_writes([folder], 50) == ([folder], 50 * 2**30)
+    assert planned_writes([folder], 50, least) == ([folder], least)
+    assert planned_writes([folder], 1) == ([folder], max(least, 2**30))
+    with pytest.raises(UserError, match=r"--size 1023MiB: too small to measure with; give at least 1GiB"):
+        planned_writes([folder], 50, 1023 * 2**20)
+    monkeypatch.setattr(drives, "free_disk", lambda folder: 3000)
+    assert [drives._fillable(folder, folders[:count]) for count in (1, 2)] == [3000, 1500], "of one disk"
+    with pytest.raises(UserError, match=rf"{folder}: measuring needs .* bytes of disk and 3,000 may be used"):
+        probe([folder], seconds=1, sizes=TINY)
 
 
 def test_a_full_disk_ends_the_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,19 +357,10 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_update_that_fails_is_raised_where_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: object) -> float:
-        raise ValueError("broken")
-
-    monkeypatch.setattr("penstock.engine.machine.probe_compute._updates_per_s", fails)
-    with pytest.raises(ValueError, match="broken"):
-        optimizer_params_per_s(torch.device("cpu"), TINY, 0.1)
-
-
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_the_dtype_is_that_which_runs_take(monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool) -> None:
     """Where a CPU has no bfloat16, a product in it takes minutes and says nothing of runs, which take float32."""
-    taken = set()
+    taken, expected = set(), {torch.bfloat16 if has_bfloat16 else torch.float32}
     real_matmul, real_attend = torch.matmul, attention.attend
 
     def matmul(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
@@ -414,6 +375,9 @@ def test_the_dtype_is_that_which_runs_take(monkeypatch: pytest.MonkeyPatch, has_
     monkeypatch.setattr(torch, "matmul", matmul)
     monkeypatch.setattr(attention, "attend", attend)
     assert matmul_flops(torch.device("cpu"), TINY, 0.01) > 0
-    assert taken == {torch.bfloat16 if has_bfloat16 else torch.float32}
+    assert taken == expected
     assert len(attention_rates(torch.device("cpu"), TINY, 0.01)) == 4
-    assert taken == {torch.bfloat16 if has_bfloat16 else torch.float32}
+    assert taken == expected
+    monkeypatch.setattr("penstock.engine.machine.probe_compute._updates_per_s", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # raised where the update is awaited
+        optimizer_params_per_s(torch.device("cpu"), TINY, 0.1)

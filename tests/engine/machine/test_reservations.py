@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import test_limits
 import torch
+from cli_process import REPOSITORY
 from tiny import Silent
 
 from penstock.engine.machine.budgets import Reserved, free_budgets, words
@@ -24,7 +25,6 @@ from penstock.engine.preparing import Checklist
 from penstock.storage.errors import BudgetError
 from penstock.storage.units import bytes_text
 
-ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 
 PROCESS = """
@@ -72,14 +72,14 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
 @pytest.fixture
 def start(machine: Path, places: object) -> Iterator[Start]:
     """Starts a process that plans `takes` of what it may take on the pretended machine, and lives on."""
-    processes = []
+    processes: list[subprocess.Popen[str]] = []
 
     def begin(name: str, *arguments: object) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", PROCESS, str(machine), str(machine / name), *map(str, arguments)]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, **pipes)
-        processes.append(process)
-        return process
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        processes.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+        return processes[-1]
 
     yield begin
     for process in processes:
@@ -111,12 +111,28 @@ def test_three_at_once_never_plan_more_than_there_is(machine: Path, start: Start
     assert last["why"]["ram"].count(" reserved") == 2
 
 
-def test_a_reservation_ends_with_its_process(machine: Path, start: Start, places: tuple[Path, Path]) -> None:
-    process = start("a", 1.0)
+def test_who_holds_what_is_said_until_its_process_ends(machine: Path, start: Start, places: tuple[Path, Path]) -> None:
+    process = start("holder", 1.0)
     planned = said(process)["planned"]
-    assert [(each.pid, Path(each.run).name) for each in reserved()] == [(process.pid, "a")]
+    assert planned > 15 * GIB
+    assert [(each.pid, Path(each.run).name) for each in reserved()] == [(process.pid, "holder")]
     # What the process has allocated since is a few megabytes.
     assert planned - GIB // 4 < reserved()[0].ram_bytes <= planned
+    observer = Silent()
+    name = f"(process {process.pid}) has {bytes_text(reserved()[0].ram_bytes)} reserved"
+    refusal = pytest.raises(BudgetError, match=r"too small\. Of ram there is .*holder \(process")
+    with refusal as error, reservation(machine) as mine:
+        mine.reserve(free_budgets(CPU, others=mine.others, root=machine))
+        raise BudgetError("too small", tier="ram", need_bytes=2, budget_bytes=1)
+    assert (error.value.tier, error.value.need_bytes, error.value.budget_bytes) == ("ram", 2, 1)
+    assert name in str(error.value)
+    with reservation(machine, observer) as mine:
+        given = free_budgets(CPU, ram=GIB, gpu=8 * GIB, others=mine.others, root=machine)
+        mine.reserve(given)
+        mine.settle(plan(GIB, 8 * GIB))
+    (warning,) = observer.messages
+    assert warning.startswith("warning: this run plans 9.0 GiB of RAM")
+    assert name in warning
     process.kill()
     process.wait()
     assert reserved() == []
@@ -141,26 +157,6 @@ def test_who_plans_at_the_same_time_is_waited_for_by_name(machine: Path, start: 
     with reservation(machine, observer) as mine:
         assert [other.pid for other in mine.others] == [holder.pid]
     assert observer.messages == []
-
-
-def test_the_refusal_and_the_warning_say_who_holds_what(machine: Path, start: Start) -> None:
-    process = start("holder", 1.0)
-    assert said(process)["planned"] > 15 * GIB
-    observer = Silent()
-    name = f"(process {process.pid}) has {bytes_text(reserved()[0].ram_bytes)} reserved"
-    refusal = pytest.raises(BudgetError, match=r"too small\. Of ram there is .*holder \(process")
-    with refusal as error, reservation(machine) as mine:
-        mine.reserve(free_budgets(CPU, others=mine.others, root=machine))
-        raise BudgetError("too small", tier="ram", need_bytes=2, budget_bytes=1)
-    assert (error.value.tier, error.value.need_bytes, error.value.budget_bytes) == ("ram", 2, 1)
-    assert name in str(error.value)
-    with reservation(machine, observer) as mine:
-        given = free_budgets(CPU, ram=GIB, gpu=8 * GIB, others=mine.others, root=machine)
-        mine.reserve(given)
-        mine.settle(plan(GIB, 8 * GIB))
-    (warning,) = observer.messages
-    assert warning.startswith("warning: this run plans 9.0 GiB of RAM")
-    assert name in warning
 
 
 def test_a_settled_plan_gives_the_rest_back_and_a_release_all(machine: Path, start: Start) -> None:
