@@ -1,6 +1,5 @@
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,18 +13,15 @@ from safetensors.torch import load_file, save_file
 from samples import sampled
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from penstock.engine.hf.weights import _copied_names
 from penstock.storage.errors import UserError
 from penstock.storage.model_folder import has_model_file, is_plain_name, read_model_file
 from penstock.storage.safetensors_io import INDEX_NAME, CheckpointReader, CheckpointWriter
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 SHARD = "model-00001-of-00002.safetensors"
-SHARD_BYTES = 968
 BAD_INDEXES = ["", "{}", "[]", '{"weight_map": {}}', '{"weight_map": [1]}', '{"weight_map": {"a": 1}}']
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+BAD_SIZES = {967: "expected 968 bytes, found 967", **{n: f"expected .* found {n}" for n in (0, 7, 8, 50)}}
 
 
 def example(sizes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -37,7 +33,7 @@ def example(sizes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, torch
 
 
 def announce(tensors: dict[str, torch.Tensor]) -> list[tuple[str, str, tuple[int, ...]]]:
-    return [(name, name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
+    return [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()]
 
 
 @pytest.fixture
@@ -129,31 +125,34 @@ def test_reading_keeps_nothing_resident(tmp_path: Path) -> None:
     assert process.memory_info().rss - before < 20 << 20
 
 
-def _cut(size: int) -> Callable[[Path], None]:
-    return lambda folder: os.truncate(folder / SHARD, size)
+BAD_SHARDS = {n: rf"{SHARD}: truncated: {found}" for n, found in BAD_SIZES.items()} | {969: "longer than its header"}
+BAD_MAPS = {text: rf"{INDEX_NAME}: not a readable index" for text in BAD_INDEXES}
+BAD_MAPS[json.dumps({"weight_map": {"ghost": SHARD}})] = rf"{SHARD}: tensor 'ghost'"
 
 
-def _index(text: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / INDEX_NAME).write_text(text)
+def test_a_damaged_model(sharded: Path) -> None:
+    shard, index = sharded / SHARD, sharded / INDEX_NAME
+    whole, said = shard.read_bytes(), index.read_bytes()
 
+    def refused(message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            CheckpointReader(sharded)
 
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (lambda folder: (folder / SHARD).unlink(), rf"1 of 2 shards are missing.*{SHARD}"),
-    "a byte short": (_cut(SHARD_BYTES - 1), f"{SHARD}: truncated: expected {SHARD_BYTES} bytes, found 967"),
-    "longer": (_cut(SHARD_BYTES + 1), "longer than its header states"),
-    "a ghost": (_index(json.dumps({"weight_map": {"ghost": SHARD}})), rf"{SHARD}: tensor 'ghost'"),
-    "no file": (lambda folder: [file.unlink() for file in folder.iterdir()], r"neither model\.safetensors nor"),
-    **{f"{size} bytes": (_cut(size), rf"{SHARD}: truncated: expected .* found {size}") for size in (0, 7, 8, 50)},
-    **{f"index {text}": (_index(text), rf"{INDEX_NAME}: not a readable index") for text in BAD_INDEXES},
-}
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_model(sharded: Path, name: str) -> None:
-    damage, message = DAMAGES[name]
-    damage(sharded)
-    with pytest.raises(UserError, match=message):
-        CheckpointReader(sharded)
+    assert len(whole) == 968
+    for size, message in BAD_SHARDS.items():
+        shard.write_bytes(whole)
+        os.truncate(shard, size)
+        refused(message)
+    shard.write_bytes(whole)
+    for text, message in BAD_MAPS.items():
+        index.write_text(text)
+        refused(message)
+    index.write_bytes(said)
+    shard.unlink()
+    refused(rf"1 of 2 shards are missing.*{SHARD}")
+    for file in sharded.iterdir():
+        file.unlink()
+    refused(r"neither model\.safetensors nor")
 
 
 @pytest.mark.parametrize("name", [name for name in damaged_headers() if "tensors" not in name])
@@ -180,25 +179,21 @@ def test_names_appear_only_when_complete(tmp_path: Path) -> None:
 
 
 def test_failed_export_leaves_nothing(tmp_path: Path, sharded: Path) -> None:
-    empty = tmp_path / "empty"
-    with pytest.raises(RuntimeError), CheckpointWriter(empty, [("a", "float32", (2,))]):
+    empty, announced = tmp_path / "empty", [("a", "float32", (2,))]
+    with pytest.raises(RuntimeError), CheckpointWriter(empty, announced):
         raise RuntimeError
     with pytest.raises(UserError, match="the exported model needs 4,000,"):
         CheckpointWriter(empty, [("a", "float32", (10**15,))])
     assert os.listdir(empty) == []
     with pytest.raises(UserError, match="already holds model-00001-of-00002"):
-        CheckpointWriter(sharded, [("a", "float32", (2,))])
-
-
-def test_full_disk(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, [("a", "float32", (2,))])
-    path = tmp_path / ".model.safetensors.tmp"
-    path.unlink()
-    path.symlink_to("/dev/full")
+        CheckpointWriter(sharded, announced)
+    writer = CheckpointWriter(empty, announced)
+    (empty / ".model.safetensors.tmp").unlink()
+    (empty / ".model.safetensors.tmp").symlink_to("/dev/full")
     with pytest.raises(UserError, match="8 bytes of tensor 'a' failed: No space left"):
         writer.write("a", torch.ones(2))
     writer.abort()
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(empty) == []
 
 
 HEADER = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
@@ -206,9 +201,10 @@ WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(range(8))
 DIGEST = "0123456789abcdef" * 4
 
 
-def hub_cache(root: Path) -> Path:
-    """A model as huggingface_hub keeps it; its snapshot folder."""
-    model = root / "hub" / "models--owner--name"
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """The folder of a model's files as huggingface_hub keeps them."""
+    model = tmp_path / "hub" / "models--owner--name"
     snapshot = model / "snapshots" / ("ab" * 20)
     (model / "blobs").mkdir(parents=True)
     snapshot.mkdir(parents=True)
@@ -217,12 +213,16 @@ def hub_cache(root: Path) -> Path:
     return snapshot
 
 
-def test_the_hub_s_cache_is_read_through_its_links(tmp_path: Path) -> None:
-    snapshot = hub_cache(tmp_path)
+def test_the_hub_s_cache_is_read_through_its_links(tmp_path: Path, snapshot: Path) -> None:
     (tmp_path / "mine").symlink_to(snapshot)  # a link of the user's, to the folder
     for folder in (snapshot, tmp_path / "mine"):
         assert CheckpointReader(folder).read("a").numel() == 2
         assert read_model_file(folder, "model.safetensors", 1 << 20) == WEIGHTS
+    for parent, name in ((snapshot.parent, "b"), (snapshot.parents[1], "name")):  # elsewhere the same are not followed
+        moved = parent.rename(parent.with_name(name)) / snapshot.relative_to(parent)
+        with pytest.raises(UserError, match="a symbolic link, which is not followed"):
+            CheckpointReader(moved)
+        (parent.with_name(name)).rename(parent)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,7 @@ def test_the_hub_s_cache_is_read_through_its_links(tmp_path: Path) -> None:
         "../../blobs/" + DIGEST[::-1],
     ],
 )
-def test_no_other_link_of_the_cache_is_followed(tmp_path: Path, target: str) -> None:
-    snapshot = hub_cache(tmp_path)
+def test_no_other_link_of_the_cache_is_followed(tmp_path: Path, snapshot: Path, target: str) -> None:
     (tmp_path / "outside").write_bytes(WEIGHTS)
     (snapshot.parents[1] / "blobs" / DIGEST[::-1]).symlink_to(tmp_path / "outside")  # a blob that is a link
     (snapshot / "other.safetensors").write_bytes(WEIGHTS)
@@ -249,37 +248,25 @@ def test_no_other_link_of_the_cache_is_followed(tmp_path: Path, target: str) -> 
         CheckpointReader(snapshot)
 
 
-def test_links_elsewhere_are_not_followed_though_they_look_like_the_hub_s(tmp_path: Path) -> None:
-    snapshot = hub_cache(tmp_path)
-    for parent, name in ((snapshot.parent, "b"), (snapshot.parents[1], "name")):
-        moved = parent.rename(parent.with_name(name)) / snapshot.relative_to(parent)
-        with pytest.raises(UserError, match="a symbolic link, which is not followed"):
-            CheckpointReader(moved)
-        (parent.with_name(name)).rename(parent)
-
-
-def test_a_file_that_becomes_a_link_while_it_is_read(tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(WEIGHTS)
     reader = CheckpointReader(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "moved")
-    (tmp_path / "model.safetensors").symlink_to("moved")
+    (tmp_path / "model.safetensors").symlink_to("moved")  # while it is read
     with pytest.raises(UserError, match="a symbolic link, which is not followed"):
         reader.read("a")
-
-
-def test_pipes_and_folders_are_refused_without_waiting(tmp_path: Path) -> None:
+    (tmp_path / "notes.json").symlink_to("moved")
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "folder").mkdir()
-    for name in ("pipe", "folder"):
+    (tmp_path / "folder.json").mkdir()
+    for name in ("pipe", "folder.json"):
         assert has_model_file(tmp_path, name)
         with pytest.raises(UserError, match="no regular file"):
             read_model_file(tmp_path, name, 10)
-    (tmp_path / "long").write_bytes(bytes(11))
-    with pytest.raises(UserError, match="larger than the limit of 10 bytes"):
-        read_model_file(tmp_path, "long", 10)
-
-
-def test_plain_names() -> None:
+    with pytest.raises(UserError, match="larger than the limit of 7 bytes"):
+        read_model_file(tmp_path, "moved", 7)
+    assert _copied_names(tmp_path, ()) == ["notes.json"], "an export refuses it, and takes no folder along"
+    with pytest.raises(UserError, match="a symbolic link, which is not followed"):
+        read_model_file(tmp_path, "notes.json", 100)
     assert is_plain_name("model-00001-of-00002.safetensors")
     for name in ("", ".", "..", "a/b", "/a", "../a", "a\0", "a" * 256, 5, None, ["a"]):
         assert not is_plain_name(name)
