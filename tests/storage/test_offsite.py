@@ -337,9 +337,7 @@ def test_damage_at_the_place_is_found(s3: S3, tmp_path: Path) -> None:
         fetched_step(place, tmp_path / "b4")
 
 
-def test_the_mover_takes_no_more_memory_than_is_counted(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mover_takes_no_more_memory_than_is_counted(place: str, tmp_path: Path, monkeypatch: Any) -> None:
     spec = ArraySpec("b", "master", 6 << 22, "float32", 1 << 22)
     with closing(NvmeStore.create(tmp_path / "a", [spec], budget_bytes=None)) as store:
         values = torch.rand(1 << 22)

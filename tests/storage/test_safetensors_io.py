@@ -24,12 +24,10 @@ BAD_INDEXES = ["", "{}", "[]", '{"weight_map": {}}', '{"weight_map": [1]}', '{"w
 BAD_SIZES = {967: "expected 968 bytes, found 967", **{n: f"expected .* found {n}" for n in (0, 7, 8, 50)}}
 
 
-def example(sizes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: (torch.rand(shape, generator=generator) * 100).to(DTYPES[i % len(DTYPES)])
-        for i, (name, shape) in enumerate(sizes.items())
-    }
+def example(sizes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    values = {name: torch.rand(shape, generator=generator) * 100 for name, shape in sizes.items()}
+    return {name: value.to(DTYPES[i % len(DTYPES)]) for i, (name, value) in enumerate(values.items())}
 
 
 def announce(tensors: dict[str, torch.Tensor]) -> list[tuple[str, str, tuple[int, ...]]]:

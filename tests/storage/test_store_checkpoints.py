@@ -8,6 +8,7 @@ import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -351,9 +352,7 @@ def test_it_moves_with_the_run_to_other_drives(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a second file system")
-def test_a_copy_of_the_state_on_another_device_has_it_once(
-    tmp_path_factory: pytest.TempPathFactory, workspace: Path
-) -> None:
+def test_a_copy_of_the_state_on_another_device_has_it_once(tmp_path_factory: Any, workspace: Path) -> None:
     disk, drive = tmp_path_factory.mktemp("disk"), workspace / "drive"
     if workspace.stat().st_dev == disk.stat().st_dev:
         pytest.skip("both on one file system")

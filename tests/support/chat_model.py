@@ -42,12 +42,8 @@ def make_tokenizer(folder: Path, *, template: str | None = TEMPLATE) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=350,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    bytes_, special = sorted(pre_tokenizers.ByteLevel.alphabet()), ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(vocab_size=350, special_tokens=special, initial_alphabet=bytes_, show_progress=False)
     texts = (message["content"] for number in range(50) for message in talk(number, 4)["messages"])
     tokenizer.train_from_iterator(texts, trainer)
     make: Any = PreTrainedTokenizerFast
@@ -60,17 +56,9 @@ def make_chat_model(folder: Path, *, template: str | None = TEMPLATE, **config: 
     """A Qwen3-shaped model of some 60,000 parameters with random weights, its tokenizer and its template."""
     make_tokenizer(folder, template=template)
     torch.manual_seed(0)
-    shape: dict[str, Any] = {
-        "vocab_size": 352,
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-    }
+    shape: dict[str, Any] = {"vocab_size": 352, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 1024}
+    shape["tie_word_embeddings"] = True
     make: Any = Qwen3Config
     model = AutoModelForCausalLM.from_config(make(**(shape | config)), dtype=torch.float32)
     model.save_pretrained(folder)

@@ -51,16 +51,8 @@ PLAIN = """\
 {%- if add_generation_prompt -%}{{- '### assistant\\n' -}}{%- endif -%}"""
 """No token ends a turn."""
 
-SPECIAL = [
-    "<|end|>",
-    "<|begin|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-]
-EOS, BOS = SPECIAL[:2]
+EOS, BOS = "<|end|>", "<|begin|>"
+SPECIAL = [EOS, BOS, "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
 
 def unmarked(template: str) -> str:
@@ -73,10 +65,8 @@ def _backend() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=420, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIAL, initial_alphabet=bytes_, show_progress=False)
     tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
     return str(tokenizer.to_str())
 

@@ -16,11 +16,9 @@ from cli_process import PATIENCE_S
 from moto.server import ThreadedMotoServer
 
 BUCKET = "penstock-tests"
-KEYS = {
-    "AWS_ACCESS_KEY_ID": "AKIDTESTTESTTESTTEST",
-    "AWS_SECRET_ACCESS_KEY": "s3cr3t/that/must/not/be/told",
-    "AWS_REGION": "us-east-1",
-}
+KEYS = {"AWS_ACCESS_KEY_ID": "AKIDTESTTESTTESTTEST", "AWS_SECRET_ACCESS_KEY": "s3cr3t/that/must/not/be/told"}
+KEYS["AWS_REGION"] = "us-east-1"
+CODES = {"503": "SlowDown", "500": "InternalError", "429": "TooManyRequests", "403": "AccessDenied"}
 FAULTS = ("cut before", "cut during", "cut after", "503", "500", "429", "403", "short", "flipped", "delayed")
 """What a request of the proxy can meet: the connection is cut before the server has it, in the middle of its body, or
 before its answer; an error; a body of which the server stores less, or other bytes; an answer that comes late."""
@@ -37,8 +35,6 @@ class Faulty:
         """The same, met by every request."""
         self.met: list[tuple[str, str, str]] = []
         """(method, path, fault) of those that were met."""
-        self.requests: list[tuple[str, str]] = []
-        self.put_bytes = 0
         self._lock = threading.Lock()
         proxy = self
 
@@ -65,14 +61,12 @@ class Faulty:
 
     def _fault(self, method: str, path: str) -> str | None:
         with self._lock:
-            self.requests.append((method, path))
-            if self.always is not None and self.always[0] in ("*", method) and self.always[1] in path:
-                self.met.append((method, path, self.always[2]))
-                return self.always[2]
-            if self.faults and self.faults[0][0] in ("*", method) and self.faults[0][1] in path:
-                fault = self.faults.popleft()[2]
-                self.met.append((method, path, fault))
-                return fault
+            for wanted in (self.always, self.faults[0] if self.faults else None):
+                if wanted is not None and wanted[0] in ("*", method) and wanted[1] in path:
+                    if wanted is not self.always:
+                        self.faults.popleft()
+                    self.met.append((method, path, wanted[2]))
+                    return wanted[2]
         return None
 
     def handle(self, request: BaseHTTPRequestHandler) -> None:
@@ -82,11 +76,8 @@ class Faulty:
             request.rfile.read(size // 2 if fault == "cut during" else 0)
             return self._cut(request)
         body = request.rfile.read(size)
-        if method == "PUT":
-            self.put_bytes += size
-        if fault in ("503", "500", "429", "403"):
-            codes = {"503": "SlowDown", "500": "InternalError", "429": "TooManyRequests", "403": "AccessDenied"}
-            return self._answer(request, int(fault), [], f"<Error><Code>{codes[fault]}</Code></Error>".encode())
+        if fault in CODES:
+            return self._answer(request, int(fault), [], f"<Error><Code>{CODES[fault]}</Code></Error>".encode())
         headers = {name: value for name, value in request.headers.items() if name.lower() not in ("host", "connection")}
         if fault == "short" and size > 1:
             body = body[: size // 2]
@@ -96,8 +87,7 @@ class Faulty:
             body = bytes([body[0] ^ 1]) + body[1:]
         if fault == "delayed":
             time.sleep(0.7)
-        host, port = self.target.removeprefix("http://").split(":")
-        server = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
+        server = http.client.HTTPConnection(self.target.removeprefix("http://"), timeout=PATIENCE_S)
         server.request(method, request.path, body, headers)
         answer = server.getresponse()
         content = answer.read()
@@ -106,18 +96,17 @@ class Faulty:
             return self._cut(request)
         self._answer(request, answer.status, answer.getheaders(), content)
 
-    def _answer(
-        self, request: BaseHTTPRequestHandler, status: int, headers: list[tuple[str, str]], content: bytes
-    ) -> None:
+    def _answer(self, request: BaseHTTPRequestHandler, status: int, headers: list[Any], content: bytes) -> None:
         request.send_response(status)
-        lengths = [value for name, value in headers if name.lower() == "content-length"]
+        length = str(len(content))
         for name, value in headers:
             if name.lower() not in ("content-length", "connection", "transfer-encoding", "server", "date"):
                 request.send_header(name, value)
-        is_head = request.command == "HEAD"
-        request.send_header("content-length", lengths[0] if is_head and lengths else str(len(content)))
+            elif name.lower() == "content-length" and request.command == "HEAD":
+                length = value
+        request.send_header("content-length", length)
         request.end_headers()
-        if not is_head:
+        if request.command != "HEAD":
             request.wfile.write(content)
 
     def _cut(self, request: BaseHTTPRequestHandler) -> None:
@@ -135,13 +124,8 @@ class S3:
         host, port = self._server.get_host_and_port()
         self.url = f"http://{host}:{port}"
         self.proxy = Faulty(self.url)
-        self.client = boto3.client(
-            "s3",
-            endpoint_url=self.url,
-            region_name="us-east-1",
-            aws_access_key_id=KEYS["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
-        )
+        keys = {name.lower(): KEYS[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+        self.client = boto3.client("s3", endpoint_url=self.url, region_name=KEYS["AWS_REGION"], **keys)
         self.client.create_bucket(Bucket=BUCKET)
 
     @property

@@ -1,5 +1,7 @@
-"""Mixtures of sources: what a recipe may say of them, and how often a document comes."""
+"""Mixtures of sources: what a recipe may say of them, and how often a document comes. A tokenised corpus is kept for
+the next run: known by its source's content, taken by links, made anew if damaged."""
 
+import errno
 import json
 import os
 import shutil
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from corpora import loader_of, make_corpus, unique_documents
+from system_calls import failing
 
 from penstock.app.recipe import apply_overrides, from_json, resolve_paths, to_json
 from penstock.engine.config import DataConfig, Recipe
@@ -58,9 +61,7 @@ def test_a_recipe_holds_a_mixture_and_takes_its_paths_from_where_it_is(tmp_path)
     assert not recipe.data.lacks_path
     with pytest.raises(UserError, match=r"data\.mixture: .* must be a list of JSON objects"):
         apply_overrides(recipe, ["data.mixture=[1]"])
-
-
-def test_parts_take_what_they_do_not_say_from_the_section():
+    # Parts take what they do not say from the section.
     config = DataConfig(source="jsonl", max_documents=7, mixture=[{"path": "a"}, {"path": "b", "max_documents": 2}])
     first, second = config.parts
     assert (first.source, first.path, first.max_documents, first.mixture) == ("jsonl", "a", 7, [])
@@ -93,8 +94,7 @@ def test_documents_come_as_often_as_their_weight_says(tmp_path, packing, order):
     assert corpus.info.part_documents == [10, 20, 9]
 
     def counts(seed):
-        loader = loader_of(corpus, 32, seed=seed, packing=packing, order=order, weights=[2, 0.5, 1 / 3])
-        return epochs(loader, 6)
+        return epochs(loader_of(corpus, 32, seed=seed, packing=packing, order=order, weights=[2, 0.5, 1 / 3]), 6)
 
     found = counts(0)
     for epoch in found:
@@ -196,7 +196,9 @@ def moved(config, to):
     return replace(config, path=str(to))
 
 
-def test_another_run_with_the_same_content_takes_what_was_kept(tmp_path, cache, source, tokenizer, readings):
+def test_another_run_with_the_same_content_takes_what_was_kept(
+    tmp_path, cache, source, tokenizer, readings, monkeypatch
+):
     one = prepare_corpus(source, tokenizer, tmp_path / "one")
     (kept,) = cache.iterdir()
     elsewhere = moved(source, tmp_path / "copy.jsonl")
@@ -208,9 +210,20 @@ def test_another_run_with_the_same_content_takes_what_was_kept(tmp_path, cache, 
     assert prepare_corpus(elsewhere, tokenizer, tmp_path / "two").notes == []
     shutil.rmtree(cache)
     assert verify_corpus(tmp_path / "two") > 0, "a run is whole by itself"
+    failing(monkeypatch, ["link"], errno.EXDEV)
+    for name in ("three", "four"):  # where no link can be made files are copied
+        prepare_corpus(source, tokenizer, tmp_path / name)
+    assert len(readings) == 2
+    assert len({os.stat(tmp_path / name / TOKENS).st_ino for name in ("three", "four")}) == 2
 
 
 def test_what_decides_the_tokens_decides_what_is_taken(tmp_path, cache, source, tokenizer, readings):
+    """Other weights of a mixture are the same tokens."""
+    for weight in (1, 0.5):
+        mixture = [{"path": source.path, "source": "jsonl", "weight": weight}]
+        corpus = prepare_corpus(DataConfig(mixture=mixture), tokenizer, tmp_path / str(weight))
+        assert corpus.info.part_documents == [40]
+    assert len(readings) == 1
     with open(source.path, "a") as file:
         file.write("\n")
     others = [
@@ -220,19 +233,11 @@ def test_what_decides_the_tokens_decides_what_is_taken(tmp_path, cache, source, 
         (replace(moved(source, tmp_path / "x.jsonl"), columns={"text": "text"}), tokenizer),
     ]
     for number, (config, made_by) in enumerate(others):
-        prepare_corpus(config, made_by, tmp_path / str(number))
+        prepare_corpus(config, made_by, tmp_path / f"other {number}")
     with open(source.path, "a") as file:
         file.write(json.dumps({"text": "one more"}) + "\n")
     prepare_corpus(source, tokenizer, tmp_path / "more")
-    assert len(readings) == len(list(cache.iterdir())) == 5
-
-
-def test_other_weights_of_a_mixture_are_the_same_tokens(tmp_path, cache, source, tokenizer, readings):
-    for weight in (1, 0.5):
-        mixture = [{"path": source.path, "source": "jsonl", "weight": weight}]
-        corpus = prepare_corpus(DataConfig(mixture=mixture), tokenizer, tmp_path / str(weight))
-        assert corpus.info.part_documents == [40]
-    assert len(readings) == 1
+    assert len(readings) == len(list(cache.iterdir())) == 6
 
 
 @pytest.mark.parametrize("name", [META, TOKENS])
@@ -249,18 +254,6 @@ def test_what_is_damaged_is_made_anew(tmp_path, cache, source, tokenizer, readin
     kept.chmod(0o777)  # what somebody else may write is not believed
     prepare_corpus(source, tokenizer, tmp_path / "three")
     assert len(readings) == 3
-
-
-def test_where_no_link_can_be_made_files_are_copied(tmp_path, cache, source, tokenizer, readings, monkeypatch):
-    def no_link(*_, **__):
-        raise OSError("Invalid cross-device link")
-
-    monkeypatch.setattr(os, "link", no_link)
-    prepare_corpus(source, tokenizer, tmp_path / "one")
-    prepare_corpus(source, tokenizer, tmp_path / "two")
-    assert len(readings) == 1
-    inodes = {os.stat(tmp_path / run / TOKENS).st_ino for run in ("one", "two")}
-    assert len(inodes) == 2
 
 
 def test_only_the_newest_are_kept(tmp_path, cache, source, tokenizer, readings, monkeypatch):

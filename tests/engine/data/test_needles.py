@@ -61,9 +61,6 @@ def test_documents_get_longer_and_those_held_out_are_of_all_lengths() -> None:
     assert max(TESTED) == max(length for length, _ in STAGES) == 8192
     few = list(needles.documents(needle_config(max_documents=5, validation_documents=2)))
     assert [len(sample.ids) for sample in few] == [10, 10, 10, 128, 128]
-
-
-def test_a_row_without_room_is_refused() -> None:
     with pytest.raises(UserError, match=r"data\.sequence_length: 9 is too short for a haystack; set at least 10"):
         next(needles.documents(needle_config(sequence_length=9)))
 
@@ -78,19 +75,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> TokenCorpus:
     return prepare_text(SOME, None, tmp_path_factory.mktemp("needles"))[1]
 
 
-def test_plain_transformers_read_the_tokenizer(corpus: TokenCorpus) -> None:
+def test_plain_transformers_read_the_tokenizer(corpus: TokenCorpus, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(corpus.folder.parent / "tokenizer")
     assert len(tokenizer) == len(VOCABULARY) == len(set(VOCABULARY)) == 53
     ids, _ = haystack(80, np.random.default_rng(0))
     text = " ".join(VOCABULARY[number] for number in ids)
     assert tokenizer(text)["input_ids"] == ids.tolist()
     assert tokenizer.decode(ids[:-1]) == text.removesuffix(f" {tokenizer.eos_token}")
-
-
-def test_other_settings_make_other_documents(tmp_path: Path) -> None:
     found = [prepare_text(needle_config(max_documents=4, seed=n), None, tmp_path)[1].info for n in (0, 1, 0)]
     assert found[0] == found[2]
-    assert found[0].content != found[1].content
+    assert found[0].content != found[1].content, "other settings make other documents"
 
 
 def test_rows_hold_short_documents_in_order_and_only_answers_are_targets(corpus: TokenCorpus) -> None:
@@ -174,11 +168,8 @@ def test_every_depth_is_asked_as_often_and_the_same_by_the_same_seed() -> None:
         made = asked(replace(HAYSTACKS, kinds=(kind,)))
         depths = [depth for question in made for depth in question.depths]
         assert {depths.count(depth) for depth in range(4)} == {len(depths) // 4}
-
-
-def test_an_answer_counts_by_the_share_of_its_values() -> None:
     question = next(question for question in asked(HAYSTACKS) if question.kind == "multivalue")
-    one, two, three, four = question.values
+    one, two, three, four = question.values  # an answer counts by the share that it has of them
     assert recall(question, f" {two}, and {four}.") == 0.5
     assert found_values(question, f"{two} {four}") == [False, True, False, True]
     assert recall(question, "none") == 0.0

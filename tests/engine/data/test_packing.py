@@ -179,12 +179,18 @@ def test_other_epochs_pack_other_rows(tmp_path):
     assert first != second
 
 
+def rest_of(loader):
+    found = []
+    while not loader.exhausted:
+        found.append(loader.next_micro_batch())
+    return found
+
+
 @pytest.mark.parametrize(("how", "rows"), [("wrap", 4), ("best_fit", 4), ("none", 5)])
 def test_rows_of_an_epoch_are_those_that_the_loader_gives(tmp_path, how, rows):
     corpus, data = make_corpus(tmp_path, unique_documents([5, 7, 30, 9])), DataConfig(packing=how)
     assert rows_per_epoch(corpus, data, 16) == rows
-    loader = loader_of(corpus, 16, packing=how, endless=False)
-    assert len(rest_of(loader)) == rows
+    assert len(rest_of(loader_of(corpus, 16, packing=how, endless=False))) == rows
     # A model with state needs a row for each document.
     assert rows_per_epoch(corpus, data, 16, one_document_per_row=True) == 5
     loader = loader_of(corpus, 16, 2, packing=how, one_document_per_row=True, endless=False)
@@ -192,13 +198,6 @@ def test_rows_of_an_epoch_are_those_that_the_loader_gives(tmp_path, how, rows):
     assert all(batch.filled is None and {0, 16} == set(batch.documents) for batch in batches)
     assert sum(len(batch.lengths) for batch in batches) == 5
     assert loader.report.filled == 51 / 80
-
-
-def rest_of(loader):
-    found = []
-    while not loader.exhausted:
-        found.append(loader.next_micro_batch())
-    return found
 
 
 def test_rows_of_a_large_epoch_are_estimated(monkeypatch):
@@ -228,13 +227,8 @@ def test_what_became_of_long_documents_is_said(tmp_path):
     for how, words in said.items():
         report = loader_of(corpus, 16, packing="best_fit", long_documents=how).report
         assert report.words() == f", 2 longer than the context and {words} filled"
-    with pytest.raises(
-        UserError, match=r"data\.long_documents: drop leaves nothing, because all 4 documents are longer"
-    ):
+    leaves_nothing = r"data\.long_documents: drop leaves nothing, because all 4 documents are longer"
+    with pytest.raises(UserError, match=leaves_nothing):
         loader_of(corpus, 4, long_documents="drop")
-
-
-def test_lengths_as_quantiles_and_as_a_histogram(tmp_path):
-    corpus = make_corpus(tmp_path, unique_documents([5, 40, 20, 16]))
     assert length_quantiles(corpus, [0, 0.5, 0.99, 1]) == [5, 20, 40, 40]
     assert length_histogram(corpus, [5, 16, 17]) == [0, 1, 1, 2]
