@@ -2,6 +2,7 @@
 that say that something is used up, as Python, torch and the system word them; and figures in few cells."""
 
 import errno
+import itertools
 import json
 import os
 import threading
@@ -35,8 +36,13 @@ def test_folders_are_made_and_refused_where_nothing_can_be_written(tmp_path: Pat
         disk.require_free(tmp_path, 10**18, "the moon")
 
 
-def test_file_systems_that_cannot_sync_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, ["fsync"], errno.EINVAL)
+def test_syncing_waits_for_no_pipe_and_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "target").write_text("")
+    for kind in ("link", "pipe"):
+        plant(tmp_path / kind, kind, tmp_path / "target")
+        with pytest.raises(OSError, match=r"Too many levels|Invalid argument"):
+            disk.fsync_file(tmp_path / kind)
+    failing(monkeypatch, ["fsync"], errno.EINVAL)  # a file system that cannot sync folders
     disk.fsync_dir(tmp_path)
     failing(monkeypatch, ["fsync"], errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
@@ -58,7 +64,7 @@ def test_link_or_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bo
         disk.link_or_copy(tmp_path / "nothing", tmp_path / "new")
 
 
-def test_atomic_write_replaces(tmp_path: Path) -> None:
+def test_atomic_write_replaces_and_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for content in ("text", b"bytes", ""):
         disk.atomic_write(path, content)
@@ -66,6 +72,10 @@ def test_atomic_write_replaces(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["file"]
     disk.publish(disk.prepare_file(path, (b"%d\n" % i for i in range(3))), path)
     assert path.read_bytes() == b"0\n1\n2\n"
+    for number, kind in enumerate(("file", "link", "folder")):
+        plant(tmp_path / f".file.{number}.tmp", kind, tmp_path / "other")
+    disk.sweep_temporaries(path)
+    assert sorted(os.listdir(tmp_path)) == [".file.1.tmp", ".file.2.tmp", "file"]
 
 
 def test_full_disk_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,21 +108,6 @@ def test_what_is_planted_under_the_temporary_name_is_never_written_through(tmp_p
         assert os.path.lexists(planted)
     assert victim.read_text() == "not ours"
     assert not (tmp_path / "nothing").exists()
-
-
-def test_what_a_killed_process_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
-    for number, kind in enumerate(("file", "link", "folder")):
-        plant(tmp_path / f".file.{number}.tmp", kind, tmp_path / "other")
-    disk.sweep_temporaries(tmp_path / "file")
-    assert sorted(os.listdir(tmp_path)) == [".file.1.tmp", ".file.2.tmp"]
-
-
-def test_syncing_waits_for_no_pipe_and_follows_no_link(tmp_path: Path) -> None:
-    (tmp_path / "target").write_text("")
-    for kind in ("link", "pipe"):
-        plant(tmp_path / kind, kind, tmp_path / "target")
-        with pytest.raises(OSError, match=r"Too many levels|Invalid argument"):
-            disk.fsync_file(tmp_path / kind)
 
 
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -156,13 +151,6 @@ def test_what_json_wrote_is_read(value: object) -> None:
     assert untrusted.parse_json(json.dumps(value).encode()) == value
 
 
-@pytest.mark.parametrize("depth", [untrusted.MOST_DEPTH + 2, 5_000, 3_000_000])
-def test_deep_nesting_is_a_value_error(depth: int) -> None:
-    for opening, closing in ("[]", ('{"a":', "}")):
-        with pytest.raises(ValueError, match="levels deep"):
-            untrusted.parse_json(opening * depth + "1" + closing * depth)
-
-
 def test_what_is_no_json_is_a_value_error() -> None:
     for content in (b"", b"{", b"\xff\xfe", b'{"a": "\\ud800"}', b'{"\\udfff": 1}', b"9" * 10_000, b"nul", b"[1] 2"):
         with pytest.raises(ValueError, match=r"\w"):
@@ -173,6 +161,10 @@ def test_what_is_no_json_is_a_value_error() -> None:
         with pytest.raises(ValueError, match="expected a JSON object"):
             untrusted.parse_object(text)
     assert [untrusted.is_whole(v) for v in (0, -1, 2**62, 1.0, True, None, "1", 2**70)] == [True] * 3 + [False] * 5
+    nestings = (("[", "]"), ('{"a":', "}"))
+    for depth, (opening, closing) in itertools.product((untrusted.MOST_DEPTH + 2, 5_000, 3_000_000), nestings):
+        with pytest.raises(ValueError, match="levels deep"):
+            untrusted.parse_json(opening * depth + "1" + closing * depth)
 
 
 def test_regular_files_are_opened_and_links_are_said_to_be_links(tmp_path: Path) -> None:

@@ -304,6 +304,11 @@ def test_order_differs_by_seed_and_epoch(tmp_path):
     assert first == epochs(0)
     assert len({tuple(e) for e in first + second}) == 4
     assert all(sorted(e) == list(range(1, 65)) for e in first + second)
+    held_out = [tuple(split_documents(100, count, seed)[1]) for seed in (0, 1) for count in (5, 10)]
+    assert len(set(held_out)) == 4
+    assert set(held_out[0]) <= set(held_out[1]), "more documents are these and others"
+    with pytest.raises(UserError, match=r"data\.validation_documents: 4, but the corpus has 4 documents"):
+        split_documents(4, 4, 0)
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=20), alone=st.booleans(), data=st.data())
@@ -348,14 +353,6 @@ def test_documents_held_out_are_validated_on_and_never_trained_on(tmp_path_facto
     for one, other in zip(batches, [batch for p in passes[1] for batch in p], strict=True):
         assert torch.equal(one.ids, other.ids)
         assert torch.equal(one.labels, other.labels)
-
-
-def test_what_is_held_out_depends_on_the_seed_alone():
-    held_out = [tuple(split_documents(100, count, seed)[1]) for seed in (0, 1) for count in (5, 10)]
-    assert len(set(held_out)) == 4
-    assert set(held_out[0]) <= set(held_out[1]), "more documents are these and others"
-    with pytest.raises(UserError, match=r"data\.validation_documents: 4, but the corpus has 4 documents"):
-        split_documents(4, 4, 0)
 
 
 def test_a_cursor_that_is_no_place_in_the_corpus(tmp_path):

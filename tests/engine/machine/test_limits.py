@@ -69,19 +69,6 @@ def test_limits_of_groups(tmp_path: Path, name: str) -> None:
     assert memory.where.endswith(where)
 
 
-def test_memory_high_is_a_limit_and_clean_cache_is_free(tmp_path: Path) -> None:
-    machine(tmp_path, cgroup="0::/")
-    stat = f"anon {GIB}\ninactive_file {3 * GIB}\nactive_file {GIB}\nfile_dirty {GIB}\nfile_writeback 0"
-    group_v2(tmp_path / "sys/fs/cgroup", 16 * GIB, 6 * GIB, high=8 * GIB, stat=stat)
-    assert free_memory(tmp_path).free_bytes == (8 - 6 + 3) * GIB
-    # A path out of the tree is not followed.
-    write(tmp_path / "proc/self/cgroup", "0::/../../..")
-    assert [group.folder for group in memory_groups(tmp_path)] == [tmp_path / "sys/fs/cgroup"]
-    # The cache is not looked at where enough is free without it.
-    assert free_memory(tmp_path, enough_bytes=GIB).free_bytes == 2 * GIB
-    assert free_memory(tmp_path, enough_bytes=3 * GIB).free_bytes == 5 * GIB
-
-
 def test_limits_of_version_1(tmp_path: Path) -> None:
     machine(tmp_path, cgroup="5:cpu,cpuacct:/a\n4:memory:/a/b\n1:name=systemd:/\n0::/")
     top = tmp_path / "sys/fs/cgroup/memory"
@@ -97,6 +84,17 @@ def test_limits_of_version_1(tmp_path: Path) -> None:
     memory = free_memory(tmp_path / "strict")
     assert memory.free_bytes == 15 * GIB  # CommitLimit of 16 GiB, 1 GiB promised
     assert "overcommit" in memory.where
+
+
+def test_memory_high_is_a_limit_and_clean_cache_is_free(tmp_path: Path) -> None:
+    top = machine(tmp_path, cgroup="0::/") / "sys/fs/cgroup"
+    stat = f"anon {GIB}\ninactive_file {3 * GIB}\nactive_file {GIB}\nfile_dirty {GIB}\nfile_writeback 0"
+    group_v2(top, 16 * GIB, 6 * GIB, high=8 * GIB, stat=stat)
+    assert free_memory(tmp_path).free_bytes == (8 - 6 + 3) * GIB
+    write(tmp_path / "proc/self/cgroup", "0::/../../..")  # a path out of the tree is not followed
+    assert [group.folder for group in memory_groups(tmp_path)] == [top]
+    # The cache is not looked at where enough is free without it.
+    assert [free_memory(tmp_path, enough_bytes=n * GIB).free_bytes for n in (1, 3)] == [2 * GIB, 5 * GIB]
 
 
 def node(root: Path, number: int, cpus: str, total: int, **parts: int) -> None:
@@ -220,7 +218,7 @@ def test_two_sockets_with_hyperthreads(tmp_path: Path) -> None:
 
 
 def test_only_cpus_that_the_process_may_use(tmp_path: Path) -> None:
-    root = sockets(tmp_path, {0: "0-7", 1: "8-15"}, 0)
+    root = sockets(tmp_path / "two", {0: "0-7", 1: "8-15"}, 0)
     found = placement(GPU, cpus(range(4, 12)), root)
     assert found == Placement(0, cpus(range(4, 5)), cpus(range(5, 8)), cpus(range(5, 8)), optimizer_threads=3)
     for allowed in (cpus(range(8, 16)), cpus(range(100, 108))):  # kept off the GPU's node
@@ -228,10 +226,7 @@ def test_only_cpus_that_the_process_may_use(tmp_path: Path) -> None:
         assert found.node is None
         assert found.lanes | found.drives | found.optimizer == allowed
         assert len(found.lanes) == 2
-
-
-def test_a_machine_that_does_not_say(tmp_path: Path) -> None:
-    found = placement(GPU, cpus(range(16)), tmp_path)
+    found = placement(GPU, cpus(range(16)), tmp_path)  # a machine that does not say
     assert found == Placement(None, cpus(range(4)), cpus(range(14, 16)), cpus(range(4, 14)), optimizer_threads=10)
     assert gpu_node(GPU, sockets(tmp_path, {}, -1)) is None
     assert placement(GPU, cpus(range(3)), tmp_path) is None, "too few to share out"

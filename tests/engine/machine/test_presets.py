@@ -212,13 +212,10 @@ def test_shares_by_hand() -> None:
     # FlashAttention 4 is faster forward only: 94.5 of 125 x 0.861 at heads of 64.
     assert blackwell.fastest()[64] == pytest.approx((0.6507, 0.6028), abs=1e-4)
     assert ampere.fastest() == {64: (81.9 / 111.1, 77.4 / 111.1), 128: (81.9 / 111.1, 77.4 / 111.1)}
-
-
-def test_an_unknown_card_keeps_assumed_shares() -> None:
     known, unknown = generic_gpu("NVIDIA GeForce RTX 4090"), generic_gpu("NVIDIA L40S")
     assert known.attention == PRESETS["rtx4090-128"].attention
     assert known.matmul_flops == PRESETS["rtx4090-128"].matmul_flops
-    assert unknown.matmul_flops == pytest.approx(0.70 * 362.05e12)
+    assert unknown.matmul_flops == pytest.approx(0.70 * 362.05e12), "an unknown card keeps assumed shares"
     assert [rate.forward_flops for rate in unknown.attention] == pytest.approx([0.45 * 362.05e12, 0.60 * 362.05e12])
     assert unknown.drives == GENERIC.drives
 
@@ -245,13 +242,6 @@ def test_every_rate_is_positive_and_nothing_stays(folders: list[Path]) -> None:
         assert machine.gpu is None
         assert machine.gpu_bytes + machine.ram_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert any("at once" in text for text in told)
-
-
-def test_the_current_folder_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    machine = probe([], seconds=0.5, sizes=TINY, block_bytes=BLOCK, most_bytes=64 * BLOCK)
-    assert [drive.path for drive in machine.drives] == [str(tmp_path)]
-    assert machine.drives_share == 1.0
 
 
 @settings(max_examples=5, deadline=None)
@@ -303,7 +293,7 @@ def test_a_run_measures_drives_where_its_folders_will_be(tmp_path: Path) -> None
     assert len(found.drives) == 1
     assert found.nvme_read_bytes_per_s > ROUND.nvme_read_bytes_per_s, "made up in megabytes"
     assert found.nvme_write_bytes_per_s > ROUND.nvme_write_bytes_per_s
-    assert 0 < found.drive_duplex_share <= 1
+    assert 0 < found.drive_duplex_share <= found.drives_share == 1
     kept = ("drives", "drives_share", "drive_duplex_share")
     assert structs.replace(found, **{name: getattr(ROUND, name) for name in kept}) == ROUND
     assert list(tmp_path.iterdir()) == []
@@ -318,7 +308,8 @@ def test_refused_before_anything_is_written(folders: list[Path], monkeypatch: py
             probe([folder / name for name in names], seconds=1, sizes=TINY)
     with pytest.raises(UserError, match=r"measuring takes .* bytes of RAM"):
         probe([folder], seconds=1, sizes=dataclasses.replace(TINY, pass_bytes=1 << 50))
-    assert planned_writes([folder], 50) == ([folder], 50 * 2**30)
+    monkeypatch.chdir(folder)
+    assert planned_writes([folder], 50) == planned_writes([], 50) == ([folder], 50 * 2**30)
     assert planned_writes([folder], 50, least) == ([folder], least)
     assert planned_writes([folder], 1) == ([folder], max(least, 2**30))
     with pytest.raises(UserError, match=r"--size 1023MiB: too small to measure with; give at least 1GiB"):
