@@ -11,7 +11,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
@@ -34,19 +33,24 @@ State = dict[ArraySpec, int]
 """The step whose content each array has."""
 
 
-@dataclass
-class Expectation:
-    """What has been promised so far, and what is being done."""
+def assert_state(store: NvmeStore, state: State) -> None:
+    for spec, step in state.items():
+        assert torch.equal(read_all(store, spec), content(spec, step)), (spec, step, store.generation)
 
-    states: dict[int, State] = field(default_factory=lambda: {0: {}})
-    """By generation; the newest may be in the making."""
-    promised: int = 0
-    """The last commit that returned."""
-    checkpoints: dict[str, State] = field(default_factory=dict)
-    """Made, and not being deleted."""
-    possible: dict[str, State] = field(default_factory=dict)
-    """Being made or deleted."""
-    seen: set[int] = field(default_factory=set)
+
+class Run:
+    """A store whose promises are noted, and must be kept whatever a power cut leaves."""
+
+    def __init__(self, root: Path, disk: Disk, drives: list[Path] | None):
+        self.root, self.disk, self.latest = root, disk, State()
+        self.states: dict[int, State] = {0: {}}
+        """By generation; the newest may be in the making."""
+        self.promised, self.seen = 0, set[int]()
+        """The last commit that returned, and the generations that images held."""
+        self.checkpoints, self.possible = dict[str, State](), dict[str, State]()
+        """Made and not being deleted; being made or deleted."""
+        disk.check = self.check
+        self.store = make(root, drives=drives)
 
     def check(self, image: Path) -> None:
         """Open what a power cut left, read every bit, and go on training."""
@@ -69,20 +73,6 @@ class Expectation:
                 assert_state(store, self.checkpoints[name])
         shutil.rmtree(image)
 
-
-def assert_state(store: NvmeStore, state: State) -> None:
-    for spec, step in state.items():
-        assert torch.equal(read_all(store, spec), content(spec, step)), (spec, step, store.generation)
-
-
-class Run:
-    """A store whose promises are noted."""
-
-    def __init__(self, root: Path, disk: Disk, drives: list[Path] | None):
-        self.root, self.disk, self.expected, self.latest = root, disk, Expectation(), State()
-        disk.check = self.expected.check
-        self.store = make(root, drives=drives)
-
     def reopen(self, drives: list[Path]) -> None:
         self.store.close()
         self.store = NvmeStore.open(self.root, drives=drives)
@@ -95,27 +85,27 @@ class Run:
         self._keep(self.latest, lambda: self.store.commit({"step": step}))
 
     def checkpoint(self, name: str) -> None:
-        self.expected.possible[name] = self.expected.states[self.expected.promised]
+        self.possible[name] = self.states[self.promised]
         self.store.checkpoint(name)
-        self.expected.checkpoints[name] = self.expected.possible.pop(name)
+        self.checkpoints[name] = self.possible.pop(name)
         self.disk.cut()
 
     def restore(self, name: str) -> None:
-        self.latest = self.expected.checkpoints[name]
+        self.latest = self.checkpoints[name]
         self._keep(self.latest, lambda: self.store.restore(name))
 
     def delete(self, name: str) -> None:
-        self.expected.possible[name] = self.expected.checkpoints.pop(name)
+        self.possible[name] = self.checkpoints.pop(name)
         delete_checkpoint(self.root, name)
-        del self.expected.possible[name]
+        del self.possible[name]
         self.disk.cut()
 
     def _keep(self, state: State, act: Callable[[], int]) -> None:
         """Act, which makes a generation of `state`."""
-        generation = self.expected.promised + 1
-        self.expected.states[generation] = state
+        generation = self.promised + 1
+        self.states[generation] = state
         assert act() == generation
-        self.expected.promised = generation
+        self.promised = generation
         self.disk.cut()
 
 
@@ -151,7 +141,7 @@ def test_power_cut_at_any_call(workspace: Path, monkeypatch: pytest.MonkeyPatch,
         disk.close()
     assert disk.calls > 700
     assert disk.images > samples(50, 400)
-    assert len(run.expected.seen) >= 8
+    assert len(run.seen) >= 8
 
 
 def test_the_model_finds_what_is_not_synced(tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,19 +173,18 @@ def test_work_is_timed_between_two_events_and_copies_go_through_a_stream_each() 
     assert threading.active_count() <= threads + 4
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "wsl"),
-    [
-        ("proc/sys/kernel/osrelease", WSL_RELEASE, True),
-        ("proc/sys/kernel/osrelease", "6.1.0-18-amd64", False),
-        ("proc/version", "Linux version 4.4.0-19041-Microsoft (Microsoft@Microsoft.com)", True),
-        ("proc/version", "Linux version 6.8.0-1014-azure (buildd@lcy02)", False),
-        ("proc/nothing", "", False),
-    ],
-)
-def test_the_kernel_of_wsl_is_known_by_its_release(tmp_path: Path, file: str, text: str, wsl: bool) -> None:
-    write(tmp_path / file, text)
-    assert is_wsl(tmp_path) is wsl
+def test_the_kernel_of_wsl_is_known_by_its_release(tmp_path: Path) -> None:
+    osrelease, version = tmp_path / "proc/sys/kernel/osrelease", tmp_path / "proc/version"
+    assert not is_wsl(tmp_path)
+    for file, text, wsl in (
+        (version, "Linux version 6.8.0-1014-azure (buildd@lcy02)", False),
+        (version, "Linux version 4.4.0-19041-Microsoft (Microsoft@Microsoft.com)", True),
+        (osrelease, "6.1.0-18-amd64", False),
+        (osrelease, WSL_RELEASE, True),
+    ):
+        version.unlink(missing_ok=True)
+        write(file, text)
+        assert is_wsl(tmp_path) is wsl
 
 
 def test_budgets_with_a_gpu(card: Card, tmp_path: Path) -> None:
@@ -268,9 +267,8 @@ def test_the_quota_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.Mon
         write(folder / "cpu.max", text)
     assert cpu_quota(tmp_path) == 3.5
     assert usable_cpus(tmp_path) == 4
-    assert remarks(torch.device("cpu"), tmp_path) == [
-        "a control group limits this process to 4 of the 64 CPUs that it sees; 4 are used"
-    ]
+    said = "a control group limits this process to 4 of the 64 CPUs that it sees; 4 are used"
+    assert remarks(torch.device("cpu"), tmp_path) == [said]
     machine(tmp_path / "v1", cgroup="3:cpu,cpuacct:/x/y\n4:memory:/x/y")
     top = tmp_path / "v1/sys/fs/cgroup/cpu,cpuacct"
     for folder, quota in ((top, -1), (top / "x", 250_000), (top / "x/y", -1)):
