@@ -277,8 +277,8 @@ def test_code_in_a_folder_is_neither_run_nor_asked_about(brought: Path, monkeypa
     assert not (brought / "ran").exists()
 
 
-def test_ids_beyond_the_number_of_entries_are_below_the_vocabulary(tmp_path: Path) -> None:
-    """Else such a corpus would be written with too few bits."""
+def test_ids_beyond_the_number_of_entries_and_a_pattern_that_takes_for_ever(tmp_path: Path) -> None:
+    """The ids are below the vocabulary: else such a corpus would be written with too few bits."""
     file = tmp_path / "tokenizer.json"
     Tokenizer(models.BPE(vocab={"a": 0, "b": 70_000, "</s>": 5}, merges=[])).save(str(file))
     values = json.loads(file.read_text())
