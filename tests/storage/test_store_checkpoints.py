@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from nvme_state import SPECS, advance, assert_holds, assert_whole, content, make, read_all, write_all
+from nvme_state import SPECS, advance, assert_holds, assert_whole, content, make, read_all
 from reader_checks import DAMAGE
 from system_calls import failing
 
@@ -149,7 +149,7 @@ def test_delete(store: NvmeStore) -> None:
     NvmeStore.open(store.root).close()
 
 
-def test_taken_and_unknown_names(store: NvmeStore) -> None:
+def test_taken_and_unknown_names_and_other_arrays_are_refused(store: NvmeStore, tmp_path: Path) -> None:
     for name in ("", ".", "..", ".hidden", "a/b", "a b", "ü", "a\n"):
         for call in (store.checkpoint, store.restore, lambda name: delete_checkpoint(store.root, name)):
             with pytest.raises(UserError, match="checkpoint name"):
@@ -159,6 +159,12 @@ def test_taken_and_unknown_names(store: NvmeStore) -> None:
         store.checkpoint("v1.0_a-b")
     with pytest.raises(UserError, match=r"has no checkpoint 'x'; it has v1\.0_a-b"):
         store.restore("x")
+    with closing(NvmeStore.create(tmp_path / "other", SPECS[:2], budget_bytes=None)) as other:
+        advance(other, 1)
+        shutil.copytree(store.root / "checkpoints", other.root / "checkpoints")
+        with pytest.raises(UserError, match="array embed/master differs"):
+            other.restore("v1.0_a-b")
+        assert_holds(other, 1)
 
 
 def test_no_room(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,17 +219,6 @@ def test_damage_of_a_checkpoint(store: NvmeStore, damage: str) -> None:
         with pytest.raises(UserError, match=rf"{path} \(checkpoint 'one', generation 1\): the file"):
             store.restore("one")
         assert_holds(store, 3)
-
-
-def test_other_arrays_are_refused(store: NvmeStore, tmp_path: Path) -> None:
-    store.checkpoint("one")
-    with closing(NvmeStore.create(tmp_path / "other", SPECS[:2], budget_bytes=None)) as other:
-        write_all(other, 1)
-        other.commit({})
-        shutil.copytree(store.root / "checkpoints", other.root / "checkpoints")
-        with pytest.raises(UserError, match="array embed/master differs"):
-            other.restore("one")
-        assert_holds(other, 1)
 
 
 def test_a_checkpoint_stays_on_a_drive_that_the_run_left(tmp_path: Path) -> None:

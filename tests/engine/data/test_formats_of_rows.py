@@ -123,6 +123,14 @@ def test_prompt_and_completion_as_texts_and_as_messages(tmp_path: Path) -> None:
     row = {"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]}
     found = conversation(tmp_path, "prompt_completion", row)
     assert [message.get("weight") for message in found.messages] == [0, 0, 0, None]
+    row = {"text": "not this", "body": "this"}
+    (named,) = samples_of(tmp_path, "jsonl", row, columns={"text": "body"})  # columns rename the fields
+    assert named.text == "this"
+    row = {"question": "a", "answer": "b"}
+    (named,) = samples_of(tmp_path, "prompt_completion", row, columns={"prompt": "question", "completion": "answer"})
+    assert named == Completion(str(tmp_path / "rows.jsonl:1"), "a", "b")
+    with pytest.raises(UserError, match=r"data\.columns: 'words' is not a field of the format; it reads text"):
+        samples_of(tmp_path, "jsonl", row, columns={"words": "question"})
 
 
 def test_tokens_and_what_of_them_is_trained(tmp_path: Path) -> None:
@@ -139,17 +147,6 @@ def test_tokens_and_what_of_them_is_trained(tmp_path: Path) -> None:
         ([5, 6, 7], [0, 0.5, 1]),
         ([5, 6], [0, 1]),
     ]
-
-
-def test_columns_rename_the_fields(tmp_path: Path) -> None:
-    row = {"text": "not this", "body": "this"}
-    (sample,) = samples_of(tmp_path, "jsonl", row, columns={"text": "body"})
-    assert sample.text == "this"
-    row = {"question": "a", "answer": "b"}
-    (found,) = samples_of(tmp_path, "prompt_completion", row, columns={"prompt": "question", "completion": "answer"})
-    assert found == Completion(str(tmp_path / "rows.jsonl:1"), "a", "b")
-    with pytest.raises(UserError, match=r"data\.columns: 'words' is not a field of the format; it reads text"):
-        samples_of(tmp_path, "jsonl", row, columns={"words": "question"})
 
 
 BAD: list[tuple[str, Any, str]] = [
@@ -207,29 +204,26 @@ SHAPES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("source", SHAPES)
-def test_formats_are_recognised(tmp_path: Path, source: str) -> None:
-    (tmp_path / "train.json").write_text(json.dumps([SHAPES[source]] * 3))
-    (tmp_path / "test.json").write_text(json.dumps([SHAPES[source]]))
-    found = detect(tmp_path)
-    assert (found.source, found.split, found.splits) == (source, "train", ["test", "train"])
-    assert found.columns == list(SHAPES[source])
-    assert (found.rename, found.num_files) == ({}, 1)
-    assert detect(tmp_path, "test").split == "test"
-    assert len(list(read_samples(DataConfig(source=source, path=str(tmp_path))))) == 3  # type: ignore[arg-type]
-
-
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
 SHOWN = dict(re.findall(r"^`(\w+)`: [^\n]*\n```json\n([^`]*)^```", PAGE, re.MULTILINE))
 
 
-def test_the_page_shows_rows_of_every_format(tmp_path: Path) -> None:
+def test_the_page_shows_rows_of_every_format_which_is_recognised(tmp_path: Path) -> None:
     assert set(SHOWN) == set(SHAPES) == {name for name in FORMATS if isinstance(find_format(name), RowFormat)}
     for source, shown in SHOWN.items():
         for row in shown.splitlines():
             (tmp_path / "a.jsonl").write_text(row)
             assert detect(tmp_path / "a.jsonl").source == source
             assert len(samples_of(tmp_path, source, row)) == 1
+        folder = tmp_path / source
+        folder.mkdir()
+        (folder / "train.json").write_text(json.dumps([SHAPES[source]] * 3))
+        (folder / "test.json").write_text(json.dumps([SHAPES[source]]))
+        found = detect(folder)
+        assert (found.source, found.split, found.splits) == (source, "train", ["test", "train"])
+        assert (found.columns, found.rename, found.num_files) == (list(SHAPES[source]), {}, 1)
+        assert detect(folder, "test").split == "test"
+        assert len(list(read_samples(DataConfig(source=source, path=str(folder))))) == 3  # type: ignore[arg-type]
 
 
 def test_what_is_not_recognised_is_refused_with_its_columns(tmp_path: Path) -> None:
