@@ -122,18 +122,6 @@ def test_a_corpus_is_made_once_and_used_whatever_becomes_of_its_source(tmp_path,
     assert not list(tmp_path.glob("*.building-*"))
 
 
-def test_a_tokenizer_that_has_made_tokens_is_kept_whatever_becomes_of_its_source(tmp_path, jsonl):
-    config = DataConfig(source="jsonl", path=str(jsonl), tokenizer_vocab_size=290)
-    tokenizer, corpus = prepare_text(config, None, tmp_path / "data")
-    jsonl.unlink()
-    again, same = prepare_text(config, None, tmp_path / "data")
-    assert (again.fingerprint, same.info) == (tokenizer.fingerprint, corpus.info)
-    assert len(same.notes) == 1
-    shutil.rmtree(tmp_path / "data" / "corpus")
-    with pytest.raises(UserError, match="does not exist"):
-        prepare_text(config, None, tmp_path / "data")
-
-
 def test_long_text_files_are_read_in_pieces_as_one_document(tmp_path, tokenizer, monkeypatch):
     folder = tmp_path / "texts"
     (folder / "below").mkdir(parents=True)
@@ -199,14 +187,24 @@ def test_sources_without_files(tmp_path):
 
 
 def test_prepare_tokenizer_chooses_and_reuses(tmp_path, jsonl, tokenizer, monkeypatch):
+    """One that has made tokens is kept whatever becomes of its source."""
     config = DataConfig(source="jsonl", path=str(jsonl), tokenizer_vocab_size=290)
-    trained = prepare_tokenizer(config, None, tmp_path / "trained")
+    trained, corpus = prepare_text(config, None, tmp_path / "data")
     assert trained.vocab_size == 290
-    assert prepare_tokenizer(config, tokenizer.folder, tmp_path / "trained").vocab_size == 300
-    monkeypatch.setattr(corpus_module, "train_tokenizer", lambda *_: pytest.fail("trained twice"))
-    assert prepare_tokenizer(config, None, tmp_path / "trained").fingerprint == trained.fingerprint
+    assert prepare_tokenizer(config, tokenizer.folder, tmp_path / "data" / "tokenizer").vocab_size == 300
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus_module, "train_tokenizer", lambda *_: pytest.fail("trained twice"))
+        again = prepare_tokenizer(config, None, tmp_path / "data" / "tokenizer")
+    assert again.fingerprint == trained.fingerprint
     with pytest.raises(UserError, match="no text to train a tokenizer on"):
         prepare_tokenizer(DataConfig(source="random"), None, tmp_path / "other")
+    jsonl.unlink()
+    again, same = prepare_text(config, None, tmp_path / "data")
+    assert (again.fingerprint, same.info) == (trained.fingerprint, corpus.info)
+    assert len(same.notes) == 1
+    shutil.rmtree(tmp_path / "data" / "corpus")
+    with pytest.raises(UserError, match="does not exist"):
+        prepare_text(config, None, tmp_path / "data")
 
 
 def test_text_made_ahead_is_found_and_what_is_wrong_is_said_when_it_is_asked_for(tmp_path, jsonl, monkeypatch, capfd):
