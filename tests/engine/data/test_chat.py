@@ -60,9 +60,8 @@ def refused(encoder: Encoder, messages: list[dict[str, Any]], message: str) -> N
 def test_ids_and_mask_are_transformers_own(folder: Path, tmp_path: Path, template: str) -> None:
     plain = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     for messages in (CHAT, CHAT[1:], CHAT[:3], CHAT[:4]):
-        expected = plain.apply_chat_template(
-            messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
-        )
+        asked = {"chat_template": template, "return_dict": True, "return_assistant_tokens_mask": True}
+        expected = plain.apply_chat_template(messages, **asked)
         for used in (template, unmarked(template)):
             found = encoded(encoder_of(folder, used, tmp_path), messages)
             assert found.ids.tolist() == expected["input_ids"]

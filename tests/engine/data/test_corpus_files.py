@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -238,11 +239,8 @@ def trained(tmp_path: Path) -> tuple[DataConfig, Path]:
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", TRAINED_ON])
 def test_every_file_of_a_trained_tokenizer_is_checked(trained: tuple[DataConfig, Path], name: str) -> None:
     config, folder = trained
-    calls = (
-        lambda: prepare_tokenizer(config, None, folder),
-        lambda: kept_tokenizer(config, None, folder),
-        lambda: require_intact(folder),
-    )
+    prepares = (partial(of, config, None, folder) for of in (prepare_tokenizer, kept_tokenizer))
+    calls = (*prepares, partial(require_intact, folder))
     for _ in flips(folder / name, max(1, (folder / name).stat().st_size // 50)):
         for call in calls:
             with pytest.raises(UserError, match=f"{name}: damaged: .*; restore the file, or delete the folder"):

@@ -25,9 +25,8 @@ from penstock.engine.data.reading import read_samples
 from penstock.engine.data.rows import BadRows
 from penstock.storage.errors import UserError
 
-ROWS: list[dict[str, Any]] = [
-    {"text": f'row {i}: "naïve", ☃ {{[\\]}}\nanother line' + "x" * (i % 7), "label": str(i)} for i in range(300)
-]
+TEXT = '"naïve", ☃ {[\\]}\nanother line'
+ROWS: list[dict[str, Any]] = [{"text": f"row {i}: {TEXT}{'x' * (i % 7)}", "label": str(i)} for i in range(300)]
 
 
 def _csv(rows: list[dict[str, Any]], separator: str) -> bytes:
@@ -178,10 +177,8 @@ def test_bad_rows_are_left_out_and_counted_where_that_is_wanted(tmp_path: Path, 
 
 def test_nulls_of_columns_are_no_fields_but_null_in_json_is_a_value(tmp_path: Path) -> None:
     """And an object on a line by itself is a row, unless it holds rows."""
-    rows = [
-        {"messages": [{"role": "user", "content": "a", "name": None}, {"role": "x", "content": None, "name": "n"}]},
-        {"messages": None},
-    ]
+    said = [{"role": "user", "content": "a", "name": None}, {"role": "x", "content": None, "name": "n"}]
+    rows: list[dict[str, Any]] = [{"messages": said}, {"messages": None}]
     expected = [{"messages": [{"role": "user", "content": "a"}, {"role": "x", "name": "n"}]}, {"messages": None}]
     assert rows_of(write(tmp_path / "a.parquet", _parquet(rows))) == expected
     assert rows_of(write(tmp_path / "a.json", json.dumps(rows))) == rows

@@ -51,13 +51,13 @@ def test_every_answer_is_what_the_haystack_says_of_its_name(length: int, seed: i
 
 
 def test_documents_get_longer_and_those_held_out_are_of_all_lengths() -> None:
-    config = needle_config(sequence_length=2048, validation_documents=6)
+    config = needle_config(sequence_length=1024, validation_documents=6)
     lengths = [len(sample.ids) for sample in needles.documents(config)]
-    below = [(length, rows) for length, rows in STAGES if length < 2048]
-    expected = [length for length, rows in below for _ in range(rows * (2048 // length))]
+    below = [(length, rows) for length, rows in STAGES if length < 1024]
+    expected = [length for length, rows in below for _ in range(rows * (1024 // length))]
     assert lengths[: len(expected)] == expected
-    assert set(lengths[len(expected) : -6]) == {2048}
-    assert lengths[-6:] == [512, 512, 1024, 1024, 2048, 2048]
+    assert set(lengths[len(expected) : -6]) == {1024}
+    assert lengths[-6:] == [512] * 3 + [1024] * 3
     assert max(TESTED) == max(length for length, _ in STAGES) == 8192
     few = list(needles.documents(needle_config(max_documents=5, validation_documents=2)))
     assert [len(sample.ids) for sample in few] == [10, 10, 10, 128, 128]
