@@ -335,15 +335,13 @@ def test_memory_is_resident_only_when_touched_and_goes_on_close() -> None:
 class RecordingRegistrar:
     """Notes what would be pinned, and refuses from the `refuse`th call on."""
 
-    def __init__(self, refuse: int | None = None) -> None:
-        self.ranges: dict[int, int] = {}
-        self.calls: list[tuple[int, int]] = []
-        self._refuse = refuse
+    def __init__(self, refuse: int = 1 << 40) -> None:
+        self.ranges, self.calls, self.refuse = dict[int, int](), list[int](), refuse
 
     def register(self, address: int, nbytes: int) -> int:
-        if self._refuse is not None and len(self.calls) >= self._refuse:
+        if len(self.calls) >= self.refuse:
             return 2
-        self.calls.append((address, nbytes))
+        self.calls.append(address)
         self.ranges[address] = nbytes
         return 0
 
@@ -366,13 +364,6 @@ def test_no_slot_lies_across_two_registrations(sizes: list[int]) -> None:
         assert len(inside) == 1
         start += size
     assert all(nbytes <= PIECE_BYTES or nbytes in sizes for _, nbytes in pieces)
-
-
-def test_small_slots_share_few_registrations_and_one_too_large_for_any_is_refused() -> None:
-    assert len(cut_pieces([PIECE_BYTES // 8] * 17)) == 3
-    assert cut_pieces([MOST_BYTES - 4096]) == [(0, MOST_BYTES - 4096)]
-    with pytest.raises(BudgetError, match="pins less than 549,755,813,888 at once"):
-        cut_pieces([4096, MOST_BYTES])
 
 
 @pytest.mark.parametrize("populates", [True, False])
@@ -404,6 +395,11 @@ def test_pinning_makes_every_slot_resident_and_registers_it(monkeypatch: pytest.
 
 
 def test_what_cannot_be_pinned_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small slots share few registrations, and one too large for any is refused."""
+    assert len(cut_pieces([PIECE_BYTES // 8] * 17)) == 3
+    assert cut_pieces([MOST_BYTES - 4096]) == [(0, MOST_BYTES - 4096)]
+    with pytest.raises(BudgetError, match="pins less than 549,755,813,888 at once"):
+        cut_pieces([4096, MOST_BYTES])
     monkeypatch.setattr("penstock.storage.arena.PIECE_BYTES", 1 << 20)
     arena = HostArena(8 << 20, budget_bytes=8 << 20)
     for i in range(8):
