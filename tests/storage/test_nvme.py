@@ -48,6 +48,9 @@ def test_generations_survive_reopening(store: NvmeStore, tmp_path: Path, monkeyp
         with pytest.raises(UserError, match="no generation was committed here"):
             NvmeStore.open(root)
     assert not (tmp_path / "nowhere").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file: not a writable folder"):
+        NvmeStore.create(tmp_path / "file", SPECS, budget_bytes=None)
     write_all(store, 1)
     files = 3 * 20480 + 3 * 12288 + 12288  # with padding and checksums
     assert (store.bytes_written, store.bytes_read) == (files, 0)
