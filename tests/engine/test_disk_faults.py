@@ -1,27 +1,29 @@
-"""A disk that fails in the middle of training: one clear message, nothing lost, and the same bits once it is mended."""
+"""A disk that fails in the middle of training, and no memory, threads or open files left: one clear message, nothing
+lost, and the same bits once it is mended."""
 
 import errno
 import os
 import random
+import re
 import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 from samples import cases, samples
+from used_up import SHORTAGES
 
-from penstock.engine.events import StepMetrics
+from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.schedule.ops import Op
 from penstock.engine.session import Session
 from penstock.storage.errors import UserError
-from penstock.storage.nvme import NvmeStore
 
-STEPS = 3
+TRAINING = tiny.training(steps=3, global_batch_size=1, chunk_tokens=24)
 MOMENTS = samples(1, 4)
 """Random moments at which each fault is tried, on each of two placements."""
 
@@ -58,13 +60,13 @@ FAULTS: dict[str, tuple[Patch, str]] = {
 
 
 def open_run(folder: Path, gpu: str | int, ram: str | int) -> Session:
-    training = tiny.training(steps=STEPS, global_batch_size=1, chunk_tokens=24)
-    storage = tiny.storage(checkpoint_every=1)
-    return tiny.session(folder, t=training, s=storage, gpu=gpu, ram=ram, drives=[folder / "drive"])
+    return tiny.session(
+        folder, t=TRAINING, s=tiny.storage(checkpoint_every=1), gpu=gpu, ram=ram, drives=[folder / "drive"]
+    )
 
 
-def strike_at(session: Session, countdown: int, strike: Callable[[], None]) -> None:
-    """Call `strike` when the `countdown`th op from now begins."""
+def at_op(countdown: int, strike: Callable[[], None]) -> Callable[[Op], None]:
+    """What is called as each op begins, and calls `strike` at the `countdown`th."""
     lock = threading.Lock()
 
     def watched(op: Op) -> None:
@@ -74,7 +76,7 @@ def strike_at(session: Session, countdown: int, strike: Callable[[], None]) -> N
             if countdown == 0:
                 strike()
 
-    tiny.before_ops(session, watched)
+    return watched
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +95,12 @@ CASES = [(name, placement) for name in FAULTS for placement in PLACEMENTS]
 def test_a_failing_disk_loses_nothing(tmp_path: Path, straight: str, case: tuple[str, str]) -> None:
     (fault, message), placement = FAULTS[case[0]], PLACEMENTS[case[1]]
     chance = random.Random(" ".join(case))
-    for moment in range(MOMENTS):
-        folder = tmp_path / str(moment)
+    for number in range(MOMENTS):
+        folder = tmp_path / str(number)
         with pytest.MonkeyPatch.context() as patch, open_run(folder, *placement) as session:
             drive = folder / "drive"
-            strike_at(session, chance.randrange(1, 400), lambda patch=patch, drive=drive: fault(patch, drive))  # type: ignore[misc]
+            moment = chance.randrange(1, 400)
+            tiny.before_ops(session, at_op(moment, lambda patch=patch, drive=drive: fault(patch, drive)))  # type: ignore[misc]
             with pytest.raises(UserError, match=message) as failure:
                 tiny.steps(session)
             before = session.store.generation
@@ -110,27 +113,6 @@ def test_a_failing_disk_loses_nothing(tmp_path: Path, straight: str, case: tuple
             assert session.store.generation >= before
             tiny.steps(session)
             assert tiny.digest(session.store) == straight
-
-
-def test_the_message_names_file_and_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Filling(tiny.Silent):
-        def on_step(self, metrics: StepMetrics) -> None:
-            super().on_step(metrics)
-            if metrics.step == 3:
-                FAULTS["disk full"][0](monkeypatch, tmp_path)
-
-    with pytest.raises(UserError, match=rf"{tmp_path}/state/.*No space left on device.*Generation \d \(step [12]\) is"):
-        tiny.train_run(tmp_path, Filling(), budgets=tiny.BudgetConfig(gpu="600KiB", ram="1MiB"))
-
-
-def test_short_transfers_change_nothing(tmp_path: Path, straight: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, write_views, read = os.pwrite, os.pwritev, os.preadv
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, data[:4096], offset))
-    monkeypatch.setattr(os, "pwritev", lambda fd, views, offset: write_views(fd, [views[0][:4096]], offset))
-    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: read(fd, [views[0][:4096]], offset))
-    with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
-        tiny.steps(session)
-        assert tiny.digest(session.store) == straight
 
 
 @pytest.fixture
@@ -149,7 +131,7 @@ def test_a_disk_that_really_fills_up(tmp_path: Path, small_disk: Path, straight:
     """Something else takes the last byte in the middle of a step, when activations and new slots still need room."""
     ballast = small_disk / "ballast"
     with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
-        strike_at(session, moment, lambda: fill(ballast))
+        tiny.before_ops(session, at_op(moment, lambda: fill(ballast)))
         with pytest.raises(UserError, match=rf"{small_disk}.*No space left on device"):
             tiny.steps(session)
     ballast.unlink()
@@ -168,35 +150,25 @@ def fill(path: Path) -> None:
     assert shutil.disk_usage(path).free == 0
 
 
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[7] ^= 64
-    path.write_bytes(content)
+def trained(folder: Path, observer: tiny.Silent, *, resume: bool = False) -> str:
+    tiny.train_run(folder, observer, resume=resume, train=TRAINING)
+    return tiny.digest_of(folder)
 
 
-DAMAGES: list[tuple[Callable[[Path], None], str]] = [
-    (_flip, "checksum mismatch"),
-    (lambda path: os.truncate(path, path.stat().st_size - 4096), "has .* bytes instead of"),
-    (lambda path: path.unlink(), "missing"),
-]
+@pytest.mark.parametrize(("name", "moment"), [(name, 60 + 90 * i) for i, name in enumerate(SHORTAGES)])
+def test_a_step_in_which_something_is_used_up(tmp_path: Path, straight: str, name: str, moment: int) -> None:
+    cause, message = SHORTAGES[name]
+    perform, watch = Runtime.perform, at_op(moment, cause)
 
+    def short(self: Runtime, op: Op) -> Any:
+        watch(op)
+        return perform(self, op)
 
-def test_a_damaged_chunk_is_named_with_its_generation(tmp_path: Path, straight: str) -> None:
-    with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
-        tiny.steps(session, 2)
-        generation = session.store.generation
-    with closing(NvmeStore.open(tmp_path / "state")) as store:
-        array = store._arrays["layers.1", "exp_avg"]
-        path = array.committed(0)[1]
-    whole = path.read_bytes()
-    for damage, message in DAMAGES:
-        damage(path)
-        with (
-            open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session,
-            pytest.raises(UserError, match=rf"{path} \(generation {generation}\): .*{message}"),
-        ):
-            tiny.steps(session)
-        path.write_bytes(whole)
-    with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
-        tiny.steps(session)
-        assert tiny.digest(session.store) == straight
+    observer = tiny.Silent()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runtime, "perform", short)
+        with pytest.raises(UserError, match=rf"in op \w+ \S+ .*: {message}") as caught:
+            trained(tmp_path, observer)
+    intact = re.search(r"Generation \d+ \(step \d\) is intact: fix the cause, then resume", str(caught.value))
+    assert (intact is not None) == bool(observer.metrics), "a run without a step has nothing to resume from"
+    assert trained(tmp_path, tiny.Silent(), resume=True) == straight
