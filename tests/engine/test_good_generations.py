@@ -1,8 +1,11 @@
 """Generations that are kept: the last one that has proved good, and the one of the lowest validation loss, without a
-lower one of which for long a run ends. What cannot be trained on is not committed."""
+lower one of which for long a run ends. What cannot be trained on is not committed. Uploads beside a run: due, waiting
+for one another, limited, counted by the plan."""
 
 import dataclasses
+import json
 import math
+import threading
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -16,20 +19,30 @@ from hypothesis import strategies as st
 from samples import cases
 
 from penstock.engine import validation
-from penstock.engine.events import ValidationMetrics
+from penstock.engine.events import StepMetrics, ValidationMetrics
 from penstock.engine.export import export
+from penstock.engine.forecast.problem import kept_generations
 from penstock.engine.gains import EarlyEnd, Gains
 from penstock.engine.plan.problem import LAST_GOOD
+from penstock.engine.run_files import run_files
 from penstock.engine.runtime.failures import DivergedError
 from penstock.engine.runtime.health import LARGEST, LossWatch, require_usable
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
+from penstock.engine.uploads import Uploads
 from penstock.storage import checkpoints
-from penstock.storage.checkpoints import checkpoint_folder, list_checkpoints, read_checkpoint, resolve_checkpoint
+from penstock.storage.checkpoints import (
+    checkpoint_folder,
+    checkpoint_names,
+    list_checkpoints,
+    read_checkpoint,
+    resolve_checkpoint,
+)
 from penstock.storage.drives import Locks
-from penstock.storage.errors import UserError
+from penstock.storage.errors import BudgetError, UserError
 from penstock.storage.manifest import Manifest
 from penstock.storage.nvme import NvmeStore
+from penstock.storage.offsite_place import mover_bytes
 from penstock.storage.retention import Retention
 
 
@@ -377,3 +390,73 @@ def test_a_record_of_something_else_begins_anew() -> None:
     strings = {"best": "x", "best_step": 1, "without": 0, "tokens": 1}
     for record in (None, 3, {}, strings, {"best": 1.0, "best_step": None}):
         assert Gains.of(record) == Gains()
+
+
+def uploading(folder: Path, observer: tiny.Silent, *, resume: bool = False, **storage: Any) -> Any:
+    """Six steps that take little time."""
+    train = tiny.training(steps=6, global_batch_size=1, chunk_tokens=48)
+    return tiny.train_run(folder, observer, resume=resume, train=train, storage=tiny.storage(**storage))
+
+
+def entries(place: Path) -> list[int]:
+    """Steps of what is whole at a place."""
+    return [entry["step"] for entry in json.loads((place / "penstock.json").read_text())["entries"]]
+
+
+def test_every_so_many_steps_and_the_last_one(tmp_path: Path) -> None:
+    place, observer = tmp_path / "place", tiny.Silent()
+    offsite = {"offsite": str(place), "offsite_every": 4, "offsite_keep": 9}
+    result = uploading(tmp_path / "run", observer, **offsite)
+    assert entries(place) in ([4, 6], [6]), "the last step is there, whatever was on its way"
+    assert [message for message in observer.messages if f"step 6 is at {place}: " in message]
+    assert tiny.kept(tmp_path / "run") == ["good-000004"], "committed for the upload, and good"
+    tier = result.tiers["nvme"]
+    assert observer.plan["tiers"]["nvme"]["peak_bytes"] >= tier["peak_bytes"]
+    assert observer.plan["tiers"]["ram"]["parts"]["uploads"] == mover_bytes(20480)
+
+
+def test_one_at_a_time_and_the_newest_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload that takes longer than the steps after it: told once, never two generations aside."""
+    place, most, trained, begins = tmp_path / "place", 0, threading.Event(), Uploads._begins
+
+    class Counts(tiny.Silent):
+        def on_step(self, metrics: StepMetrics) -> None:
+            nonlocal most
+            names = checkpoint_names(tmp_path / "run" / "state")
+            most = max(most, sum(name.startswith("offsite-") for name in names))
+            super().on_step(metrics)
+            if metrics.step == 6:
+                trained.set()
+
+    def slow(self: Uploads, total: int) -> None:
+        begins(self, total)
+        assert trained.wait(300)
+
+    monkeypatch.setattr(Uploads, "_begins", slow)
+    observer = Counts()
+    offsite = {"offsite": str(place), "offsite_every": 1, "offsite_bandwidth": "2GiB"}
+    uploading(tmp_path / "run", observer, keep_good=None, **offsite)
+    said = [message for message in observer.messages if "is due for upload, but the upload of step" in message]
+    assert len(said) == 1
+    assert most == 1
+    assert entries(place)[-1] == 6
+    assert len(entries(place)) == 2
+    assert not any(name.startswith("offsite-") for name in checkpoint_names(tmp_path / "run" / "state"))
+
+
+def test_the_plan_counts_what_an_upload_takes(tmp_path: Path) -> None:
+    storage = tiny.storage(offsite=str(tmp_path / "place"))
+    assert kept_generations(tiny.recipe(storage=storage)) == kept_generations(tiny.recipe()) + 1
+    with pytest.raises(BudgetError, match=r"budgets\.ram: .* uploads \(storage\.offsite\) 96\.2 MiB"):
+        tiny.train_run(tmp_path, tiny.Silent(), storage=storage, budgets=tiny.BudgetConfig(gpu="64MiB", ram="64MiB"))
+
+
+def test_links_and_odd_names_are_not_uploaded(tmp_path: Path) -> None:
+    data = tmp_path / "run" / "data"
+    data.mkdir(parents=True)
+    (data / "tokens.bin").write_bytes(b"1")
+    (data / ".hidden").write_bytes(b"1")
+    (data / "a\nb").write_bytes(b"1")
+    (data / "link").symlink_to("/etc/passwd")
+    (tmp_path / "run" / "recipe.json").write_text("{}")
+    assert set(run_files(tmp_path / "run", tiny.recipe())) == {"recipe.json", "data/tokens.bin"}

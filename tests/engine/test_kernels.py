@@ -1,6 +1,10 @@
-"""What a run says of attention kernels: which are there, and what a missing one would bring; how they are timed."""
+"""What a run says of attention kernels: which are there, and what a missing one would bring; how they are timed. What
+CUDA's refuse, and why, asked without a GPU: its capability and the packages are given."""
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +16,10 @@ from penstock.engine import clock, kernels
 from penstock.engine.attention import flash_attn as attention_flash
 from penstock.engine.attention import select as attention_select
 from penstock.engine.attention import torch_cuda as attention_cuda
-from penstock.engine.attention.flash_attn import NOT_INSTALLED
+from penstock.engine.attention.backends import ALIGNMENT, Problem
+from penstock.engine.attention.flash_attn import NOT_INSTALLED, FlashAttention2, FlashAttention3, FlashAttention4
 from penstock.engine.attention.select import installed
+from penstock.engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn
 from penstock.engine.hf.config import model_config
 from penstock.engine.kernels import Faster, describe, expected_gain, faster_kernel, tell_kernels
 from penstock.engine.machine.architectures import architecture
@@ -23,6 +29,15 @@ from penstock.engine.plan.plan import Plan
 CPU = torch.device("cpu")
 H200, RTX_4090, RTX_5090 = "NVIDIA H200", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 5090"
 NOTHING = dict.fromkeys(("flash-attn-2", "flash-attn-3", "flash-attn-4"), NOT_INSTALLED)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a package but those that a test brings along."""
+    monkeypatch.setattr(attention_cuda, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(attention_flash, "_module", lambda *_: NOT_INSTALLED)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
 
 
 def kind(direction: str, kernel: str, refused: dict[str, str] = NOTHING) -> dict[str, Any]:
@@ -40,16 +55,15 @@ def faster_than(gpu: str, forward: str, backward: str) -> Any:
     return found
 
 
-def test_hopper_without_flash_attention_3_or_4() -> None:
+def test_hopper_with_and_without_flash_attention_3_or_4() -> None:
     found = faster_than(H200, "torch-cudnn", "torch-cuda-flash")
     assert (found.gpus, found.kernels, found.extra) == ("Hopper GPUs", ("flash-attn-3", "flash-attn-4"), "flash4")
     # The paper's cuDNN forward and flash-attn 2 backward, against FlashAttention 3's.
     assert found.now[128] == (539 / 989.5, 322 / 989.5)
     assert found.then[128] == (616 / 989.5, 561 / 989.5)
     # The fastest of the chosen kernels counts.
-    mixed: Any = faster_kernel(
-        H200, [*report("torch-cudnn", "torch-cudnn"), *report("torch-cuda-flash", "torch-cuda-flash")]
-    )
+    both = [entry for kernel in ("torch-cudnn", "torch-cuda-flash") for entry in report(kernel, kernel)]
+    mixed: Any = faster_kernel(H200, both)
     assert mixed.now[128] == (539 / 989.5, 516 / 989.5)
     words = faster_than(H200, "torch-cudnn", "torch-cudnn").words
     assert words(0.118) == (
@@ -57,9 +71,7 @@ def test_hopper_without_flash_attention_3_or_4() -> None:
         "pip install 'penstock[flash4]'; by published rates the plan expects 12% of a step's time from it"
     )
     assert words(0.002).endswith("the plan expects less than 1% of a step's time from it")
-
-
-def test_one_of_them_is_enough_and_one_that_fails_is_not_missing() -> None:
+    # One of them is enough, and one that fails is not missing.
     for there in ("flash-attn-3", "flash-attn-4"):
         others = {name: reason for name, reason in NOTHING.items() if name != there}
         broken = NOTHING | {there: "cannot be imported: ImportError: another torch"}
@@ -83,9 +95,7 @@ def test_other_architectures() -> None:
     for gpu in ("NVIDIA H100 PCIe", "NVIDIA B200", "NVIDIA GB10"):
         assert architecture(gpu) is not None
         faster_than(gpu, "torch-cuda-flash", "torch-cuda-flash")
-
-
-def test_a_kernel_without_published_rates() -> None:
+    # A kernel without published rates.
     soft_capped = faster_than(RTX_4090, "tiled-reference", "tiled-reference")
     assert soft_capped.now is None
     assert soft_capped.words(None) == (
@@ -118,10 +128,6 @@ def test_the_gain_is_of_the_plan_s_step() -> None:
 
 
 def test_what_is_installed_and_what_would_be_faster_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_cuda, "capability", lambda _: (9, 0))
-    monkeypatch.setattr(attention_flash, "_module", lambda *_: NOT_INSTALLED)
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     device = torch.device("cuda", 0)
     there = installed(device)
     assert there == NOTHING | dict.fromkeys(("torch-cudnn", "torch-cuda-flash"))
@@ -172,3 +178,139 @@ def test_work_that_only_the_host_takes_long_for_is_not_repeated_for_ever(monkeyp
     launches.clear()
     assert clock.clock(lambda: launches.append(time.sleep(0.01)), CPU, 0.005) >= 0.01
     assert len(launches) == 3
+
+
+PLAIN = Problem(
+    device=torch.device("cuda", 0), dtype=torch.bfloat16, heads=8, kv_heads=2, qk_dim=128, v_dim=128, causal=True,
+    square=True, window=False, segments=False, aligned=True, softcap=False, backward=True, deterministic=False,
+)  # fmt: skip
+
+UNALIGNED = f"would build a plan for every length that is not a multiple of {ALIGNMENT}"
+
+
+def has(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+    monkeypatch.setattr(attention_flash, "_module", lambda *_: SimpleNamespace(**functions))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "change", "reason"),
+    [
+        (TorchCudaFlash(), {}, None),
+        (TorchCudaFlash(), {"device": torch.device("cpu")}, "computes on CUDA devices only"),
+        (TorchCudaFlash(), {"dtype": torch.float32}, "does not take torch.float32"),
+        (TorchCudaFlash(), {"v_dim": 257}, "takes heads up to 256 wide"),
+        (TorchCudaFlash(), {"softcap": True}, "has no soft-cap"),
+        (TorchCudaFlash(), {"window": True, "segments": True, "square": False, "deterministic": True}, None),
+        (TorchCudnn(), {}, None),
+        (TorchCudnn(), {"causal": False, "square": False}, None),
+        (TorchCudnn(), {"deterministic": True}, "is not deterministic"),
+        (TorchCudnn(), {"window": True}, "has no sliding window"),
+        (TorchCudnn(), {"segments": True}, "computes one segment at a time"),
+        (TorchCudnn(), {"square": False}, "aligns its causal limit at the top left"),
+        (TorchCudnn(), {"aligned": False}, UNALIGNED),
+    ],
+)
+def test_torch_s_kernels(kernel: CudaKernel, change: Any, reason: str | None) -> None:
+    assert kernel.refusal(replace(PLAIN, **change)) == reason
+
+
+def test_a_gpu_of_another_age_and_an_old_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from_8, from_9 = "8.x, 9.x, 10.x, 11.x, 12.x", "9.x, 10.x, 11.x, 12.x"
+    old: list[tuple[CudaKernel, tuple[int, int], str]] = [(FlashAttention3(), of, "9.x") for of in ((8, 6), (10, 0))]
+    old += [(TorchCudaFlash(), (7, 5), from_8), (FlashAttention4(), (8, 9), from_9)]
+    for kernel, capability, wanted in old:
+        monkeypatch.setattr(attention_cuda, "capability", lambda _, capability=capability: capability)
+        found = "{}.{}".format(*capability)
+        assert kernel.refusal(PLAIN) == f"needs compute capability {wanted}; this GPU has {found}"
+    monkeypatch.setattr(attention_cuda, "capability", lambda _: (9, 0))
+    for there, version in ((False, 91900), (True, None), (True, 8907)):
+        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda there=there: there)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        assert TorchCudnn().refusal(PLAIN) == "needs cuDNN 9.1 or newer"
+
+
+@pytest.mark.parametrize("kernel", [FlashAttention2(), FlashAttention3(), FlashAttention4()], ids=lambda k: k.name)
+def test_a_package_that_is_not_there_or_lacks_functions(kernel: CudaKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernel.refusal(PLAIN) == NOT_INSTALLED
+    has(monkeypatch)
+    assert kernel.refusal(PLAIN) in (
+        "is too old: 2.7 or newer is needed",
+        "registers no operators with torch: too old",
+        "does not have the functions that keep the log-sum-exp",
+    )
+
+
+def test_flash_attention_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    def new(q: Any, window_size_left: int, window_size_right: int) -> None: ...
+
+    def old(q: Any, window_size: tuple[int, int]) -> None: ...
+
+    has(monkeypatch, _wrapped_flash_attn_forward=new)
+    assert FlashAttention2().refusal(replace(PLAIN, softcap=True, deterministic=True)) is None
+    has(monkeypatch, _wrapped_flash_attn_forward=old)
+    assert FlashAttention2().refusal(PLAIN) == "is too old: 2.7 or newer is needed"
+
+
+def _operators(monkeypatch: pytest.MonkeyPatch, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+    has(monkeypatch)
+    monkeypatch.setattr(torch.ops, "flash_attn_3", SimpleNamespace(fwd=fwd, bwd=bwd), raising=False)
+
+
+def _fwd(q: Any, softmax_scale: Any, is_causal: Any, window_size_left: Any, window_size_right: Any, softcap: Any,
+         cu_seqlens_q: Any) -> None: ...  # fmt: skip
+
+
+def _bwd(dq: Any, dk: Any, dv: Any, softmax_scale: Any, is_causal: Any, window_size_left: Any, window_size_right: Any,
+         softcap: Any, cu_seqlens_q: Any) -> None: ...  # fmt: skip
+
+
+def test_flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = FlashAttention3()
+    _operators(monkeypatch, _fwd, _bwd)
+    assert kernel.refusal(replace(PLAIN, softcap=True)) is None
+    wide = replace(PLAIN, qk_dim=200, deterministic=True)
+    assert kernel.refusal(wide) == "has no deterministic backward for heads over 192 wide"
+    assert kernel.refusal(replace(wide, backward=False)) is None
+    # Heads whose values are narrower than their keys keep both widths where the kernel has such a variant.
+    assert kernel.refusal(replace(wide, qk_dim=192, v_dim=128)) is None
+    wanted = {(192, 128): (192, 128), (190, 126): (192, 128), (192, 96): (192, 192), (64, 30): (64, 64)}
+    assert {dims: kernel._widths(*dims) for dims in wanted} == wanted
+    for other in (_fwd, torch.ops.aten.add):
+        _operators(monkeypatch, other, other)
+        assert kernel.refusal(PLAIN) == "declares operators with unknown arguments"
+
+
+def _cute(softmax_scale: Any, causal: Any, softcap: Any, window_size_left: Any, window_size_right: Any,
+          cu_seqlens_q: Any, return_lse: bool = False) -> None: ...  # fmt: skip
+
+
+def _cute_deterministic(softmax_scale: Any, causal: Any, softcap: Any, window_size_left: Any, window_size_right: Any,
+                        cu_seqlens_q: Any, deterministic: bool = False) -> None: ...  # fmt: skip
+
+
+def test_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, fixed = FlashAttention4(), replace(PLAIN, deterministic=True)
+    has(monkeypatch, _flash_attn_fwd=_cute, _flash_attn_bwd=_cute)
+    assert kernel.refusal(PLAIN) is None
+    assert kernel.refusal(fixed) == "has no deterministic backward"
+    assert kernel.refusal(replace(fixed, backward=False)) is None
+    has(monkeypatch, _flash_attn_fwd=_cute, _flash_attn_bwd=_cute_deterministic)
+    assert kernel.refusal(fixed) is None
+    assert kernel._widths(100, 60) == (104, 64)
+    has(monkeypatch, _flash_attn_fwd=_cute_deterministic, _flash_attn_bwd=_cute)
+    assert kernel.refusal(PLAIN) == "declares functions with unknown arguments"
+
+
+def test_packages_are_looked_for_in_turn(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    (tmp_path / "broken_attention.py").write_text("raise OSError('built for another driver')")
+    (tmp_path / "halved_attention.py").write_text("import no_such_part")
+    (tmp_path / "whole_attention.py").write_text("found = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    attention_flash._module.cache_clear()
+    assert attention_flash._module("no_attention._C", "no_attention.interface") == "is not installed"
+    assert attention_flash._module("no_attention", "whole_attention").found == 1
+    reason = attention_flash._module("broken_attention")
+    assert reason == "cannot be imported: OSError: built for another driver"
+    assert attention_flash._module("halved_attention").startswith("cannot be imported: No module named 'no_such_part'")
+    attention_flash._module.cache_clear()

@@ -1,38 +1,49 @@
 """What a run tells: the checklist of what is prepared before its first step; spans within a step, each once; pauses
-that change nothing."""
+that change nothing; a step whose loss leaps with the documents that it was trained on, wherever they come from."""
 
 import json
+import math
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
+from corpora import loader_of, make_corpus
 
 import penstock.engine.preparing
 import penstock.engine.progress
 import penstock.engine.runtime.executor
 import penstock.engine.train
 from penstock.engine import opening
+from penstock.engine.config import DataConfig
+from penstock.engine.data.corpus import prepare_text
+from penstock.engine.data.documents import MOST_DOCUMENTS, step_documents
+from penstock.engine.data.origins import Origins, OriginsWriter
 from penstock.engine.events import LaneTotals, Preparing, Progress, StepMetrics, Want
 from penstock.engine.model.check import check_model
+from penstock.engine.plan.plan import Chunk
 from penstock.engine.preparing import TELL_S, Checklist
 from penstock.engine.progress import Live
+from penstock.engine.runtime.failures import DivergedError
+from penstock.engine.runtime.health import LossSpikes
 from penstock.engine.schedule.actions import CLIP, HEAD, LANES
 from penstock.engine.schedule.ops import Op
+from penstock.engine.session import Session
 from penstock.engine.train import TrainResult, train_step
 from penstock.storage.checkpoints import list_checkpoints
 from penstock.storage.manifest import Manifest
 
 
 def run(folder: Path, observer: tiny.Silent, *, resume: bool = False) -> TrainResult:
+    train, storage = tiny.training(steps=6, global_batch_size=1, chunk_tokens=24), tiny.storage(checkpoint_every=2)
     gpu, ram = tiny.TIERS[3]
-    train = tiny.training(steps=6, global_batch_size=1, chunk_tokens=24)
-    sections: dict[str, Any] = {"storage": tiny.storage(checkpoint_every=2), "train": train}
-    sections["budgets"] = tiny.BudgetConfig(gpu=gpu, ram=ram)
+    sections = {"train": train, "storage": storage, "budgets": tiny.BudgetConfig(gpu=gpu, ram=ram)}
     found: TrainResult = tiny.train_run(folder, observer, resume=resume, **sections)
     return found
 
@@ -75,24 +86,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[tiny.Silent, TrainRe
     return observer, run(folder, observer), tiny.digest_of(folder)
 
 
-def test_a_pause_changes_no_bit(tmp_path: Path, told: tuple[tiny.Silent, TrainResult, str]) -> None:
-    straight, _, expected = told
-    pausing = Pausing(at=(1, 2, 5))
-    result = run(tmp_path / "pausing", pausing)
-    assert pausing.pauses == [(True, 1), (False, 1), (True, 2), (False, 2), (True, 5), (False, 5)]
-    assert [(m.step, m.loss, m.grad_norm) for m in pausing.metrics] == [
-        (m.step, m.loss, m.grad_norm) for m in straight.metrics
-    ]
-    assert tiny.digest_of(tmp_path / "pausing") == expected
-    assert not result.stopped
-    assert pausing.checkpoints == [(f"looked-{step}", step, None) for step in (1, 2, 5)]
-    made = {info.name: info.meta["step"] for info in list_checkpoints(tmp_path / "pausing" / "state")}
-    assert made == {"looked-1": 1, "looked-2": 2, "looked-5": 5, "good-000005": 5}
-
-
-def test_a_pause_is_no_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_changes_no_bit_and_is_no_step_time(
+    tmp_path: Path, told: tuple[tiny.Silent, TrainResult, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thousand seconds pass in each look of a paused run: no step is longer for it, and no window of spans."""
-    slept_s = 0.0
+    (straight, _, expected), pausing, slept_s = told, Pausing(at=(1, 2, 5)), 0.0
 
     def perf_counter() -> float:
         return time.perf_counter() + slept_s
@@ -104,12 +102,19 @@ def test_a_pause_is_no_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     clocks = {"perf_counter": perf_counter, "monotonic": time.monotonic, "time": time.time}
     monkeypatch.setattr(penstock.engine.train, "time", SimpleNamespace(sleep=sleep, **clocks))
     monkeypatch.setattr(penstock.engine.runtime.executor, "time", SimpleNamespace(**clocks))
-    observer = Pausing(at=(2, 4))
-    run(tmp_path, observer)
-    assert slept_s == 4000.0
-    assert max(m.step_s for m in observer.metrics) < 1000.0
-    assert max(span.end_s for span in observer.spans) < 1000.0
-    assert [m.warmup for m in observer.metrics] == [True, True, False, False, False, False]
+    result = run(tmp_path, pausing)
+    assert slept_s == 6000.0
+    assert max(m.step_s for m in pausing.metrics) < 1000.0
+    assert max(span.end_s for span in pausing.spans) < 1000.0
+    assert [m.warmup for m in pausing.metrics] == [m.warmup for m in straight.metrics] == [True] * 2 + [False] * 4
+    assert pausing.pauses == [(True, 1), (False, 1), (True, 2), (False, 2), (True, 5), (False, 5)]
+    for name in ("step", "loss", "grad_norm"):
+        assert [getattr(m, name) for m in pausing.metrics] == [getattr(m, name) for m in straight.metrics]
+    assert tiny.digest_of(tmp_path) == expected
+    assert not result.stopped
+    assert pausing.checkpoints == [(f"looked-{step}", step, None) for step in (1, 2, 5)]
+    made = {info.name: info.meta["step"] for info in list_checkpoints(tmp_path / "state")}
+    assert made == {"looked-1": 1, "looked-2": 2, "looked-5": 5, "good-000005": 5}
 
 
 def test_a_paused_run_has_committed_its_step_and_stops_when_asked(tmp_path: Path) -> None:
@@ -222,12 +227,8 @@ def test_items_are_told_as_they_begin_and_end_and_do_not_nest(clock: SimpleNames
         clock.now += 1.5
     with checklist.step("on a GPU only", when=False), checklist.step("plan"):
         clock.now += 0.25
-    assert listening.prepared == [
-        Preparing("data", "begun", 0.0),
-        Preparing("data", "done", 1.5),
-        Preparing("plan", "begun", 0.0),
-        Preparing("plan", "done", 0.25),
-    ]
+    data = [Preparing("data", "begun", 0.0), Preparing("data", "done", 1.5)]
+    assert listening.prepared == [*data, Preparing("plan", "begun", 0.0), Preparing("plan", "done", 0.25)]
     with pytest.raises(KeyboardInterrupt), checklist.step("stopped"):
         raise KeyboardInterrupt
     with checklist.step("again"):
@@ -254,9 +255,8 @@ def test_progress_is_told_every_so_often(clock: SimpleNamespace) -> None:
     with checklist.step("data"):
         for fraction in (-0.1, 1.2, None):
             clock.now += 1.0
-            thread = threading.Thread(target=checklist.progress, args=(fraction, "some"))
-            thread.start()
-            thread.join()
+            with ThreadPoolExecutor() as thread:
+                thread.submit(checklist.progress, fraction, "some")
     clock.now += 1.0
     checklist.progress(1.0, "too late")
     details = [(item.state, item.detail, item.fraction) for item in listening.prepared[1:-1]]
@@ -292,39 +292,31 @@ def test_a_run_with_the_least_budgets_reserves_no_more(tmp_path: Path, monkeypat
 
 
 class Preparer(tiny.Silent):
-    """Remembers items and steps in the order in which they were told."""
-
-    def __init__(self, stop_after: int | None = None) -> None:
-        super().__init__(stop_after)
-        self.told: list[str] = []
-
-    def on_prepare(self, item: Preparing) -> None:
-        if item.state != "progress":
-            self.told.append(f"{item.name}: {item.state}")
+    """Remembers steps among the items."""
 
     def on_step(self, metrics: StepMetrics) -> None:
         super().on_step(metrics)
-        self.told.append(f"step {metrics.step}")
+        self.prepared.append(Preparing(f"step {metrics.step}", "done", 0.0))
 
 
 QUICK = tiny.training(global_batch_size=1, chunk_tokens=48)
-
-
-def both(*names: str) -> list[str]:
-    return [f"{name}: {state}" for name in names for state in ("begun", "done")]
 
 
 def test_a_run_tells_what_it_prepares_and_its_first_step_alone(tmp_path: Path) -> None:
     first, second = Preparer(stop_after=2), Preparer()
     options = {"train": QUICK, "budgets": tiny.BudgetConfig(gpu="64MiB", ram="64MiB")}
     tiny.train_run(tmp_path, first, **options)
+    tiny.train_run(tmp_path, second, resume=True, **options)
     opening = ("tokenizing the data", "taking the model apart", "opening lanes and drives", "searching a plan")
     ready = ("preparing the layers", "allocating memory", "filling the tiers", "first step")
-    new = both(*opening, "self-check", "writing the first generation", *ready)
-    assert first.told == [*new, "step 1", "step 2"]
-    tiny.train_run(tmp_path, second, resume=True, **options)
-    resumed = both(*opening, "self-check", "opening the last generation", *ready)
-    assert second.told == [*resumed, "step 3", "step 4"]
+    for run, state, steps in (
+        (first, "writing the first generation", ("step 1", "step 2")),
+        (second, "opening the last generation", ("step 3", "step 4")),
+    ):
+        told = [(item.name, item.state) for item in run.prepared if item.state != "progress"]
+        items = [*opening, "self-check", state, *ready]
+        begun_and_done = [(name, state) for name in items for state in ("begun", "done")]
+        assert told == [*begun_and_done, *((name, "done") for name in steps)]
 
 
 def test_what_takes_long_says_what_it_is_at_and_how_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,14 +331,130 @@ def test_what_takes_long_says_what_it_is_at_and_how_far(tmp_path: Path, monkeypa
     told = [item for item in run.prepared if item.state == "progress"]
     at = {name: [item for item in told if item.name == name] for name in dict.fromkeys(item.name for item in told)}
     details = {name: [item.detail for item in items] for name, items in at.items()}
-    checked = [
-        "making a small copy of the model",
-        "transformers' own gradients, float32",
-        "streamed gradients, float32",
-    ]
-    assert details["self-check"] == checked
+    checked = ["transformers' own gradients, float32", "streamed gradients, float32"]
+    assert details["self-check"] == ["making a small copy of the model", *checked]
     for name in ("writing the first generation", "filling the tiers", "timing the ops"):
         shares = [item.fraction for item in at[name]]
         assert shares == sorted(share for share in shares if share is not None), name
     assert [item.fraction for item in at["filling the tiers"]][-1] == 1.0
     assert details["writing the first generation"][-2:] == ["head", "making it durable"]
+
+
+def spikes_of(losses: list[float]) -> list[int]:
+    """Which of the losses are spikes; the watch is recorded and taken up again after each."""
+    watch, found = LossSpikes(), []
+    for step, loss in enumerate(losses):
+        watch = LossSpikes(json.loads(json.dumps(watch.to_json())))
+        if watch.take(loss):
+            found.append(step)
+    return found
+
+
+def test_what_a_spike_is() -> None:
+    noise = np.random.default_rng(1).normal(0, 0.05, 400)
+    falling = 2.0 + 6.0 * np.exp(-np.arange(400) / 40) + noise
+    assert spikes_of(falling.tolist()) == []
+    leaping = falling.copy()
+    leaping[[100, 300]] += 1.5
+    leaping[200:] += 0.1
+    assert spikes_of(leaping.tolist()) == [100, 300]
+    assert spikes_of([2.0] * 30 + [2.1, 2.3]) == [31], "losses that hardly vary"
+    assert spikes_of([9.0, 2.0] * 5) == [], "the mean is not known yet"
+    assert spikes_of([2.0, math.nan]) == [1]
+    assert spikes_of([2.0] * 30 + [4.0] * 60) == [30], "of losses that stay high the first"
+    # A record of something else begins anew.
+    values: list[Any] = [[1.0, math.nan, 1.0, 3, False], ["a", 1.0, 1.0, 3, False], [1.0, 1.0, 1.0, -1, True]]
+    for record in (None, 3, [1.0], *values):
+        assert LossSpikes(record).to_json() == LossSpikes().to_json()
+
+
+def test_origins_are_what_was_written() -> None:
+    places = ["a.jsonl:12", "a.jsonl:13", f"a.jsonl:{10**13}", "b.parquet:row 7", "c.txt", "d:row x", "odd:row:5", ""]
+    places += ["a.jsonl:0", ":3"]
+    writer = OriginsWriter()
+    for place in places:
+        writer.add(place)
+    packed, names = writer.finish()
+    origins = Origins.of(np.frombuffer(packed[-8 * len(places) :], dtype="<i8"), names)
+    assert [origins.where(number) for number in range(len(places))] == places
+
+
+@pytest.mark.parametrize("packing", ["wrap", "best_fit", "none"])
+def test_a_step_names_its_documents(tmp_path: Path, packing: str) -> None:
+    """Of all sources of a mixture, rows of a file and texts in a folder; in whichever way rows are filled."""
+    rows, texts = tmp_path / "rows.jsonl", tmp_path / "texts"
+    rows.write_text("".join(json.dumps({"text": f"row number {n} " * n}) + "\n" for n in range(1, 9)))
+    texts.mkdir()
+    for name in ("one", "two"):
+        (texts / f"{name}.txt").write_text(f"the text called {name} " * 20)
+    sources = [{"source": "jsonl", "path": str(rows)}, {"source": "text", "path": str(texts)}]
+    sizes = {"tokenizer_vocab_size": 300, "sequence_length": 64}
+    config = DataConfig(source="mixture", mixture=sources, packing=packing, **sizes)
+    tokenizer, made = prepare_text(config, None, tmp_path / "data")
+    batches = loader_of(made, 64, 2, 2, packing=packing).next_step()
+    places = [(n, n // 4, n % 4, 32 * (n % 4)) for n in range(8)]
+    cut = {n: Chunk(index=n, micro_batch=m, local=i, start=at, end=at + 32) for n, m, i, at in places}
+    documents, count = step_documents(made, tokenizer, batches, cut, dict.fromkeys(cut, 1.0) | {4: 1000.0})
+    assert count == sum(len(batch.lengths) for batch in batches) == len(documents)
+    ids = [token for batch in batches for token in batch.ids.tolist()]
+    for told in documents:
+        start = int(made.starts[told.document]) + told.first_token
+        tokens = made.tokens[start : start + told.tokens].tolist()
+        assert any(ids[at : at + told.tokens] == tokens for at in range(len(ids)))
+        text = tokenizer.decode(made.tokens[made.starts[told.document] : made.starts[told.document + 1]].tolist())
+        if "rows.jsonl" in told.where:
+            assert f"row number {told.where.rpartition(':')[2]} " in text
+        else:
+            assert f"called {Path(told.where).stem}" in text
+        assert tokenizer.decode(tokens).strip().startswith(told.excerpt.removesuffix("...")[:10])
+    losses = [told.loss for told in documents if told.loss is not None]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] > 10
+    worst = [source for at, source in zip(batches[1].documents, batches[1].sources, strict=False) if at < 32]
+    assert int(made.starts[documents[0].document]) + documents[0].first_token in worst
+
+
+def test_no_more_are_told_than_anybody_reads(tmp_path: Path) -> None:
+    made = make_corpus(tmp_path, [[1, 2, 3]] * 200)
+    loader = loader_of(made, 300)
+    documents, count = step_documents(made, None, loader.next_step(), {}, {})
+    assert (len(documents), count) == (MOST_DOCUMENTS, 100)
+    assert all(told.loss is None and told.excerpt == "" for told in documents)
+
+
+def test_a_run_tells_the_step_that_leapt_resumed_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of step 24 is told ten times as high."""
+    real = Session.observe
+
+    def observe(self: Session, step: int, loss: float) -> None:
+        self._data.loss = loss * 10 if step == 24 else loss
+        real(self, step, self._data.loss)
+
+    monkeypatch.setattr(Session, "observe", observe)
+    train = tiny.training(steps=26, lr=1e-4, global_batch_size=1, chunk_tokens=48)
+    run: dict[str, Any] = {"train": train, "storage": tiny.storage()}
+    straight, first, second = tiny.Silent(), tiny.Silent(stop_after=23), tiny.Silent()
+    tiny.train_run(tmp_path / "straight", straight, **run)
+    tiny.train_run(tmp_path / "parts", first, **run)
+    tiny.train_run(tmp_path / "parts", second, resume=True, **run)
+    assert first.spikes == []
+    for told in (straight.spikes, second.spikes):
+        assert [spike.step for spike in told] == [24]
+        assert told[0].loss > 9 * told[0].expected
+        assert told[0].num_documents == len(told[0].documents) > 0
+        assert told[0].documents[0].where.startswith("random document ")
+        assert told[0].words().startswith("step 24: the loss jumped to ")
+    assert second.spikes[0].documents == straight.spikes[0].documents
+    assert second.spikes[0].expected == straight.spikes[0].expected
+
+
+def test_what_is_not_finite_names_its_documents(tmp_path: Path) -> None:
+    observer = tiny.Silent()
+    train = tiny.training(steps=6, lr=1e18, lr_schedule="constant", global_batch_size=1, chunk_tokens=48)
+    with pytest.raises(DivergedError, match=r"step \d: the .* is not finite"):
+        tiny.train_run(tmp_path, observer, train=train)
+    assert [spike.step for spike in observer.spikes] == [len(observer.metrics) + 1]
+    spike = observer.spikes[0]
+    assert math.isnan(spike.loss)
+    assert spike.documents
+    assert "a value is not finite; trained on random document" in spike.words()

@@ -10,18 +10,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from penstock.engine.config import AdapterConfig
 from penstock.engine.hf.config import make_config
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "pad_token_id": None,
-}
+SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+SIZES |= {"tie_word_embeddings": False, "pad_token_id": None}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"tie_word_embeddings": True},
@@ -51,16 +42,9 @@ def base(shape: PretrainedConfig, seed: int = 3) -> PreTrainedModel:
 
 def peft_config(adapter: AdapterConfig, targets: list[str] | str, **more: Any) -> LoraConfig:
     """What a user of peft writes for the same adapter."""
-    return LoraConfig(
-        r=adapter.rank,
-        lora_alpha=adapter.alpha,
-        use_dora=adapter.method == "dora",
-        use_rslora=adapter.method == "rslora",
-        target_modules=targets,
-        lora_dropout=0.0,
-        task_type="CAUSAL_LM",
-        **more,
-    )
+    kind = {"use_dora": adapter.method == "dora", "use_rslora": adapter.method == "rslora", "lora_dropout": 0.0}
+    sizes = {"r": adapter.rank, "lora_alpha": adapter.alpha}
+    return LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **sizes, **kind, **more)
 
 
 def adapted(model: PreTrainedModel, by: LoraConfig, seed: int = 5) -> PeftModel:

@@ -1,21 +1,28 @@
-"""Fine-tuning as anybody would write it: one document after the other through transformers' model, autograd, AdamW.
+"""Training as anybody would write it: one document after the other through transformers' model, autograd, AdamW.
 
-Nothing of ours is used but the documents that a step has, and where each begins: not its rows, labels, masks, positions
-or weights.
+`train_plainly` uses nothing of ours but the documents that a step has, and where each begins: not its rows, labels,
+masks, positions or weights. `plain_training` computes on a session's own micro-batches.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import tiny
 import torch
 from every_format import Tokens
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from penstock.engine.config import TrainConfig
 from penstock.engine.data.loader import MicroBatch
+from penstock.engine.model.tokens import total_weight
 from penstock.engine.optim.lr import learning_rate
+from penstock.engine.session import Session
+
+Trained = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
+"""Losses of the steps, and behind them weights and Adam's first moments, by the parameters' names; after one step these
+are gradients."""
 
 
 class Piece(NamedTuple):
@@ -69,37 +76,77 @@ def found_in(micro_batch: MicroBatch, documents: Sequence[Tokens], capacity: int
 
 def train_plainly(
     config: PretrainedConfig, start: dict[str, Tensor], settings: TrainConfig, steps: Sequence[Sequence[Piece]]
-) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses of the steps in float64, and behind them weights and Adam's first moments, by the parameters' names."""
+) -> Trained:
+    """Train on these pieces in float64."""
     make: Any = AutoModelForCausalLM
     model = make.from_config(config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64)
     model.load_state_dict({name: tensor.double() for name, tensor in start.items()}, strict=False)
-    decays: list[Tensor] = [p for p in model.parameters() if p.ndim > 1]
-    rest: list[Tensor] = [p for p in model.parameters() if p.ndim <= 1]
-    adamw = torch.optim.AdamW(
-        [{"params": decays, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}],
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-    )
-    losses = []
-    for step, members in enumerate(steps, start=1):
+
+    def losses(members: Sequence[Piece]) -> Iterator[Tensor]:
         total = sum(sum(piece.weights) for piece in members)
+        return (_loss(model, piece) / total for piece in members if piece.targets)
+
+    return _train(model, settings, map(losses, steps))
+
+
+def _train(
+    model: nn.Module,
+    settings: TrainConfig,
+    steps: Iterable[Iterable[Tensor]],
+    factor: Callable[[str], float] = lambda name: 1.0,
+) -> Trained:
+    """By autograd, clip_grad_norm_ and AdamW, on what the loss of each step is the sum of."""
+    parameters = dict(model.named_parameters())
+    groups = [
+        {"params": [p], "weight_decay": settings.weight_decay if p.ndim > 1 else 0.0, "factor": factor(name)}
+        for name, p in parameters.items()
+    ]
+    adamw = torch.optim.AdamW(groups, betas=(settings.beta1, settings.beta2), eps=settings.eps)
+    losses = []
+    for step, shares in enumerate(steps, start=1):
         found = 0.0
-        for piece in members:
-            if piece.targets:
-                loss = _loss(model, piece) / total
-                loss.backward()
-                found += loss.item()
+        for loss in shares:
+            loss.backward()
+            found += loss.item()
         if settings.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
         for group in adamw.param_groups:
-            group["lr"] = learning_rate(settings, step)
+            group["lr"] = learning_rate(settings, step) * group["factor"]
         adamw.step()
         adamw.zero_grad()
         losses.append(found)
-    parameters = dict(model.named_parameters())
     moments = {name: adamw.state[p]["exp_avg"] for name, p in parameters.items()}
     return losses, {name: p.detach() for name, p in parameters.items()}, moments
+
+
+def plain_model(session: Session) -> Any:
+    """Transformers' model with the weights of the committed generation, in float32."""
+    config = session.spec.config
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model.load_state_dict(tiny.parameters(session.store, session.spec), strict=False)
+    return model
+
+
+def plain_training(session: Session, steps: int, factor: Callable[[str], float] = lambda name: 1.0) -> Trained:
+    """A session's next steps on its own micro-batches; `factor`: of a parameter's learning rate, by its name."""
+    model = plain_model(session)
+
+    def losses() -> Iterator[Tensor]:
+        micro_batches = session.loader.next_step()
+        targets = sum(total_weight(m.labels, m.weights) for m in micro_batches)
+        found = (document_losses(model, m, session.recipe.train.z_loss) for m in micro_batches)
+        return (loss / targets for loss in itertools.chain.from_iterable(found))
+
+    return _train(model, session.recipe.train, (losses() for _ in range(steps)), factor)
+
+
+def document_losses(model: nn.Module, m: MicroBatch, z_loss: float = 0.0) -> Iterator[Tensor]:
+    """The loss of each document, summed over its targets by their weights, in float64."""
+    for first, last in itertools.pairwise([*m.documents, len(m.ids)]):
+        logits, labels = model(input_ids=m.ids[None, first:last]).logits[0].double(), m.labels[first:last]
+        losses = nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+        losses = losses + z_loss * torch.logsumexp(logits, -1).square() * (labels != -100)
+        yield losses.sum() if m.weights is None else (losses * m.weights[first:last]).sum()
 
 
 def _loss(model: Any, piece: Piece) -> Tensor:

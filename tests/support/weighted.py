@@ -41,12 +41,6 @@ class WeightedLoader:
             labels[weights == 0] = IGNORE_LABEL
         ends = [*batch.documents[1:], total]
         lengths = [min(end, filled) - start for start, end in zip(batch.documents, ends, strict=True) if start < filled]
-        return replace(
-            batch,
-            ids=ids,
-            labels=labels,
-            weights=weights,
-            lengths=lengths,
-            num_targets=int((labels != IGNORE_LABEL).sum()),
-            filled=filled if self._cut and filled < total else None,
-        )
+        changed = {"ids": ids, "labels": labels, "weights": weights, "lengths": lengths}
+        changed["filled"] = filled if self._cut and filled < total else None
+        return replace(batch, num_targets=int((labels != IGNORE_LABEL).sum()), **changed)

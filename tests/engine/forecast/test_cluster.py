@@ -1,14 +1,20 @@
-"""The forecast of FSDP2 on several machines: sums worked by hand, and what others have published of theirs."""
+"""FSDP2 on several machines: its forecast by sums worked by hand and by what others have published of theirs; and two
+ranks against the engine: the same recipe, the same losses, step by step, in float32."""
 
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+from chat_model import make_chat_model, write_talks
+from cluster_ranks import train_on_ranks
 
 from penstock.app.catalogue import known_model
-from penstock.engine.config import DataConfig, ModelConfig, Recipe, TrainConfig
+from penstock.app.recipe import to_dict
+from penstock.engine.config import AdapterConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from penstock.engine.forecast.cluster import Recompute, cluster_forecast, collective
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.clusters import CLUSTER_GPUS, Cluster, ClusterGpu, cluster_gpu, parse_cluster
@@ -18,24 +24,17 @@ from penstock.engine.model.spec import ModelSpec
 from penstock.storage.errors import UserError
 
 GIB = 2**30
+ATTENTION = AttentionRate(head_dim=8, chunk_tokens=64, forward_flops=1e9, backward_flops=1e9)
 SLOW = ClusterGpu(
-    gpu="X",
-    gpu_bytes=10**12,
-    matmul_flops=1e9,
-    attention=(AttentionRate(head_dim=8, chunk_tokens=64, forward_flops=1e9, backward_flops=1e9),),
-    copy_bytes_per_s=1e9,
-    nvlink_bytes_per_s=1e6,
+    gpu="X", gpu_bytes=10**12, matmul_flops=1e9, attention=(ATTENTION,), copy_bytes_per_s=1e9, nvlink_bytes_per_s=1e6,
     network_gbit_per_s=0.08,  # 8.5e6 bytes/s
-)
+)  # fmt: skip
 
 
 def recipe(sequence: int, sequences: int, micro_batch: int, **train: Any) -> Recipe:
-    return Recipe(
-        name="x",
-        model=ModelConfig(path="x"),
-        data=DataConfig(source="random", sequence_length=sequence),
-        train=TrainConfig(steps=10, global_batch_size=sequences, micro_batch_size=micro_batch, **train),
-    )
+    made = TrainConfig(steps=10, global_batch_size=sequences, micro_batch_size=micro_batch, **train)
+    data = DataConfig(source="random", sequence_length=sequence)
+    return Recipe(name="x", model=ModelConfig(path="x"), data=data, train=made)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +49,6 @@ def llama2(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: in
     made = replace(recipe(4096, 1, 1), model=shape)
     return model_spec(model_config(made, None), made)
 
-
-# ---------------------------------------------------------------------- what others have measured
 
 TOKENS_OFF, MEMORY_OFF = 0.13, 0.06
 """How far the forecast may be off, of what was measured; docs/cluster.md says so."""
@@ -99,9 +96,6 @@ def test_llama_2_by_ibm(shape: tuple[int, int, int, int, int], tokens_per_s: int
     assert found["fits"]
 
 
-# ---------------------------------------------------------------------- by hand
-
-
 def test_a_ring() -> None:
     """12 MB to 8 GPUs: each sends 7/8 of them over NVLink; a node sends as much through the ports of all its GPUs."""
     inside = collective(Cluster(1, 8, SLOW), 12e6)
@@ -136,15 +130,12 @@ def test_memory_by_hand(llama3_8b: ModelSpec) -> None:
 
 
 def test_what_is_recomputed_is_not_saved(llama3_8b: ModelSpec) -> None:
-    def planned(how: str) -> tuple[int, float]:
-        work = recipe(8192, 16, 1, activation_checkpointing=how)
-        found = cluster_forecast(llama3_8b, work, parse_cluster("2x8xb200"))
-        return found["parts"]["saved activations"], found["compute_s"]
-
-    (full, long), (selective, shorter), (none, shortest) = (planned(how) for how in ("full", "selective", "none"))
-    assert full < selective < none
-    assert long > shorter > shortest
-    assert planned("auto") == (full, long)
+    works = [recipe(8192, 16, 1, activation_checkpointing=how) for how in ("full", "selective", "none", "auto")]
+    found = [cluster_forecast(llama3_8b, work, parse_cluster("2x8xb200")) for work in works]
+    full, selective, none, auto = ((one["parts"]["saved activations"], -one["compute_s"]) for one in found)
+    assert full[0] < selective[0] < none[0]
+    assert full[1] < selective[1] < none[1]
+    assert auto == full
 
 
 def test_frozen_weights_are_gathered_and_never_reduced(llama3_8b: ModelSpec) -> None:
@@ -195,9 +186,6 @@ def test_what_does_not_fit_is_told_what_would() -> None:
     assert would_fit(1, "8x8", activation_checkpointing="none")[0] == "train.activation_checkpointing=full"
 
 
-# ---------------------------------------------------------------------- what is typed
-
-
 def test_clusters_by_name() -> None:
     for text, nodes, name in (("2x8", 2, "h100"), ("1x8xh100", 1, "h100"), ("4X8xH200", 4, "h200")):
         assert parse_cluster(text) == Cluster(nodes, 8, CLUSTER_GPUS[name])
@@ -218,3 +206,68 @@ def test_micro_batches_that_do_not_divide(llama3_8b: ModelSpec) -> None:
         cluster_forecast(llama3_8b, work, parse_cluster("8x8"))
     with pytest.raises(UserError, match="only bfloat16"):
         cluster_forecast(llama3_8b, recipe(8192, 64, 2, compute_dtype="float32"), parse_cluster("2x8"))
+
+
+STEPS = 20
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def trained_recipes(folder: Path) -> dict[str, Recipe]:
+    """Everything that decides what is trained on what, a few things at a time."""
+    chat = make_chat_model(folder / "chat-model")
+    talks = write_talks(folder / "talks.jsonl")
+
+    def of(train: dict[str, Any], **sections: Any) -> Recipe:
+        settings = {"steps": STEPS, "global_batch_size": 4, "chunk_tokens": 96, "lr": 3e-3, "warmup_steps": 3} | train
+        whole = {"storage": StorageConfig(checkpoint_every=1000), **sections}
+        return tiny.recipe(train=tiny.training(**settings), **whole)
+
+    def masked(**changes: Any) -> dict[str, Any]:
+        data = DataConfig(source="messages", path=str(talks), sequence_length=96, **changes)
+        return {"model": ModelConfig(path=str(chat)), "data": data}
+
+    experts = tiny.model(model_type="qwen3_moe", overrides=EXPERTS)
+    return {
+        "plain": of({"z_loss": 1e-2, "lr_schedule": "wsd", "activation_checkpointing": "full"}),
+        "tied": of({"micro_batch_size": 2}, model=tiny.model(tie_embeddings=True)),
+        "groups": of({"lr_groups": {"*embed_tokens*": 0.1}, "layer_lr_decay": 0.8, "freeze": ["*.layers.0.*"]}),
+        "masked": of(
+            {"validate_every": 8, "validate_first": True, "validation_sequences": 6},
+            **masked(packing="best_fit", validation_documents=7),
+        ),
+        "unpacked": of({"clip_norm": None}, **masked(packing="none")),
+        "lora": of({}, adapter=AdapterConfig(method="lora", rank=4), **masked(packing="best_fit")),
+        "dora": of({"activation_checkpointing": "none"}, adapter=AdapterConfig(method="dora", rank=4)),
+        "experts": of({}, model=experts),
+        "balanced": of({"global_batch_size": 2, "router_aux_loss": 0.1}, model=experts),
+        "balanced turn": of({"global_batch_size": 1, "router_aux_loss": 0.1}, model=experts),
+        "recurrent": of({}, model=tiny.model(model_type="qwen3_next", overrides=tiny.HYBRID)),
+        "capped": of({}, model=tiny.model(model_type="gemma2", overrides={"sliding_window": 16})),
+    }
+
+
+SPREAD = ("plain", "masked", "lora", "balanced turn", "capped")
+"""Those that are also trained with each context spread over both ranks."""
+
+
+@pytest.mark.long
+def test_losses_are_those_of_the_engine(tmp_path: Path) -> None:
+    whole = trained_recipes(tmp_path)
+    cases = {name: (recipe, 1) for name, recipe in whole.items() if name != "balanced turn"}
+    cases |= {f"{name} spread": (whole[name], 2) for name in SPREAD}
+    found = train_on_ranks(tmp_path, {name: (to_dict(recipe), spread) for name, (recipe, spread) in cases.items()})
+    alone: dict[str, tiny.Silent] = {}
+    for name, (recipe, _) in cases.items():
+        plain = name.removesuffix(" spread")
+        if plain not in alone:
+            alone[plain] = tiny.Silent()
+            tiny.train(recipe, run_dir=tmp_path / f"{name} alone", observer=alone[plain], resume=False)
+        here, there = alone[plain], found[name]
+        assert len(there["losses"]) == STEPS
+        losses = [m.loss for m in here.metrics]
+        assert there["losses"] == pytest.approx(losses, abs=1e-4), name
+        assert there["norms"] == pytest.approx([m.grad_norm for m in here.metrics], rel=1e-3), name
+        assert there["tokens"] == [m.tokens for m in here.metrics], name
+        validations = [(m.step, m.loss, m.accuracy) for m in here.validations]
+        assert there["validations"] == [pytest.approx(each, abs=1e-4) for each in validations], name
+        assert len(validations) == (4 if plain == "masked" else 0)

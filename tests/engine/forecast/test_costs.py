@@ -72,10 +72,8 @@ def test_a_layer_forward() -> None:
     # Two documents of 96 and 32 tokens: of the second chunk 32 queries see 64 keys before it and 32 x 33 / 2 of its own
     # between them, the others 32 x 33 / 2.
     pairs = 32 * 64 + 2 * (32 * 33 // 2)
-    costs = Costs(a_plan(), ROUND, None, [[0, 96]])
-    assert costs.seconds(op_of("layer_forward", index=1)) == pytest.approx(
-        expected - attention + attention * pairs / 2_080
-    )
+    documents = Costs(a_plan(), ROUND, None, [[0, 96]]).seconds(op_of("layer_forward", index=1))
+    assert documents == pytest.approx(expected - attention + attention * pairs / 2_080)
     # A window of 20: 20 x 21 / 2 pairs of the first 20 queries, 20 of each of the other 44.
     few = 2_080 - (210 + 44 * 20)
     sliding = seconds(op_of("layer_forward"), a_plan(sliding=frozenset({1})))
@@ -96,17 +94,15 @@ def test_a_layer_backward() -> None:
     expected = 2 * LAUNCH + matmul + attention + (passes * 64 * GRAPH_BYTES) / 1e8 + SUMS_S
     assert seconds(op_of("layer_backward")) == pytest.approx(expected, rel=1e-4)
     # Of a saved graph nothing is computed again.
-    passes = 2
-    kept = 2 * LAUNCH + 64 * 2 * LAYER / 1e9 + attention + (passes * 64 * GRAPH_BYTES) / 1e8 + SUMS_S
+    kept = 2 * LAUNCH + 64 * 2 * LAYER / 1e9 + attention + (2 * 64 * GRAPH_BYTES) / 1e8 + SUMS_S
     assert seconds(op_of("layer_backward", flags=frozenset({SAVED_GRAPH}))) == pytest.approx(kept, rel=1e-4)
     # Gradients of the first chunk take the place of the sums, which are not read.
     first = op_of("layer_backward", flags=frozenset({zero("layers.1"), ZERO_DKV}))
     assert seconds(first) == pytest.approx(expected - NUMEL * 4 / 1e8, rel=1e-4)
     # Products that sum what they are the gradients of leave none in bfloat16, where a GPU does that.
     plan = a_plan()
-    summing = replace(
-        plan, problem=replace(plan.problem, blocks=tuple(replace(b, summed_numel=NUMEL) for b in plan.blocks))
-    )
+    blocks = tuple(replace(block, summed_numel=NUMEL) for block in plan.blocks)
+    summing = replace(plan, problem=replace(plan.problem, blocks=blocks))
     assert seconds(op_of("layer_backward"), summing) == pytest.approx(expected - NUMEL * 2 / 1e8, rel=1e-4)
     on_cpu = [seconds(op_of("layer_backward"), which, gpu=None) for which in (plan, summing)]
     assert on_cpu[0] == on_cpu[1], "a CPU has no such kernel for bfloat16"
@@ -267,8 +263,8 @@ AGAIN = LAYER_FLOPS - 2 * DOWN
 
 
 def test_a_qwen3_by_hand() -> None:
-    forward, model = 2 * (2 * (ATTENTION_WEIGHTS + MLP) + HEAD), spec("qwen3")
-    assert matmul_flops(model) == forward == 36_864
+    forward, model = 36_864, spec("qwen3")
+    assert matmul_flops(model) == 2 * (2 * (ATTENTION_WEIGHTS + MLP) + HEAD) == forward
     # A document of 3 tokens has 6 visible pairs: 2 layers x 2 FLOP x 4 heads x (8 + 8) x 6.
     assert attention_flops(model, [3]) == 2 * 2 * 4 * 16 * 6
     assert model_flops(model, [3, 1]) == 3 * (4 * forward + 2 * 2 * 4 * 16 * 7)
@@ -281,10 +277,6 @@ def test_what_is_frozen_costs_no_gradient_of_its_weights_by_hand() -> None:
     assert matmul_flops(model) == 2 * LAYER_FLOPS + 2 * HEAD
     # Of the two layers' attention, which is 2 x 4 x 16 a pair, one goes backward, at twice that.
     assert model_flops(model, [3, 1]) == 4 * (2 * LAYER_FLOPS + 2 * HEAD + backward) + 2 * 4 * 16 * 7 * (2 + 2)
-    found = executed_flops(model, two_chunks(model), [5, 3])
-    assert found.layer_matmul == 8 * (2 * LAYER_FLOPS + LAYER_FLOPS + 2 * ATTENTION_WEIGHTS + AGAIN)
-    assert found.head_matmul == 8 * 6 * HEAD
-    assert (found.attention_forward, found.attention_backward) == (2 * 2 * 4 * 16 * 21, 2 * 4 * 40 * 21)
 
 
 def two_chunks(model: ModelSpec, **changes: Any) -> Plan:
@@ -301,8 +293,7 @@ def test_what_a_step_of_two_chunks_executes_by_hand() -> None:
     assert set(model.unread) == {"mlp.down_proj"}
 
     flops = executed_flops(model, two_chunks(model), [5, 3])
-    assert flops.layer_matmul == 2 * 8 * (3 * LAYER_FLOPS + AGAIN)
-    assert flops.head_matmul == 8 * 3 * 2 * HEAD
+    assert (flops.layer_matmul, flops.head_matmul) == (2 * 8 * (3 * LAYER_FLOPS + AGAIN), 8 * 3 * 2 * HEAD)
     assert (flops.attention_forward, flops.attention_backward) == (2 * forward, 2 * backward)
     assert flops.total == 2 * 8 * (3 * LAYER_FLOPS + AGAIN) + 8 * 6 * HEAD + 2 * (forward + backward)
 

@@ -62,22 +62,13 @@ def choices(shape: PlanInput) -> list[PlanOptions]:
 
 
 small = st.builds(
-    problem,
-    layers=st.integers(1, 4),
-    tied=st.booleans(),
-    edge=st.sampled_from([1, 4, 9]),
-    micro_batches=st.integers(1, 2),
-    row_tokens=st.integers(20, 80),
-    chunk_tokens=st.integers(9, 60),
-    without_attention=st.frozensets(st.integers(0, 3), max_size=1),
-    gpu_budget=st.integers(100_000, 1_500_000),
-    ram_budget=st.integers(100_000, 1_500_000),
-    nvme_budget=st.none() | st.integers(500_000, 5_000_000),
-    device_reads=st.booleans(),
-    activation_checkpointing=st.sampled_from(["auto", "auto", "selective"]),
-    kv_window=st.sampled_from(["auto", "whole"]),
-    graph_bytes=st.sampled_from([None, 300, 3000]),
-)
+    problem, layers=st.integers(1, 4), tied=st.booleans(), edge=st.sampled_from([1, 4, 9]),
+    micro_batches=st.integers(1, 2), row_tokens=st.integers(20, 80), chunk_tokens=st.integers(9, 60),
+    without_attention=st.frozensets(st.integers(0, 3), max_size=1), gpu_budget=st.integers(100_000, 1_500_000),
+    ram_budget=st.integers(100_000, 1_500_000), nvme_budget=st.none() | st.integers(500_000, 5_000_000),
+    device_reads=st.booleans(), activation_checkpointing=st.sampled_from(["auto", "auto", "selective"]),
+    kv_window=st.sampled_from(["auto", "whole"]), graph_bytes=st.sampled_from([None, 300, 3000]),
+)  # fmt: skip
 
 
 def slowdown(shape: PlanInput, richer: PlanInput, machine: Machine) -> float:
@@ -101,17 +92,11 @@ def test_more_budget_is_never_clearly_slower(shape: PlanInput, machine: Machine,
 def test_groups_are_not_looked_for_from_what_is_best_without_them_alone() -> None:
     """With a little more of the GPU, records there are best without groups; with groups graphs are, and changing one
     thing at a time does not lead from the ones to the others."""
-    machine = structs.replace(
-        ROUND,
-        attention=(AttentionRate(head_dim=8, chunk_tokens=64, forward_flops=1e8, backward_flops=3.2e11),),
-        h2d_bytes_per_s=1.78e6,
-        d2h_bytes_per_s=1.78e7,
-        duplex_share=0.5,
-        gpu_copy_bytes_per_s=5.6e11,
-        drives=(Drive(path=None, size_bytes=10**12, read_bytes_per_s=1.78e6, write_bytes_per_s=1e7),),
-        drive_duplex_share=0.5,
-        optimizer_params_per_s=1e6,
-    )
+    rates = {"h2d_bytes_per_s": 1.78e6, "d2h_bytes_per_s": 1.78e7, "gpu_copy_bytes_per_s": 5.6e11}
+    shares = {"duplex_share": 0.5, "drive_duplex_share": 0.5, "optimizer_params_per_s": 1e6}
+    attention = AttentionRate(head_dim=8, chunk_tokens=64, forward_flops=1e8, backward_flops=3.2e11)
+    drive = Drive(path=None, size_bytes=10**12, read_bytes_per_s=1.78e6, write_bytes_per_s=1e7)
+    machine = structs.replace(ROUND, attention=(attention,), drives=(drive,), **rates, **shares)
     sizes = {"layers": 1, "edge": 1, "row_tokens": 61, "chunk_tokens": 16, "graph_bytes": 3000}
     budgets = {"gpu_budget": 262_143, "ram_budget": 187_176, "device_reads": False}
     shape, _ = fitting(problem(**sizes, **budgets, activation_checkpointing="auto"), machine)
@@ -216,9 +201,7 @@ def test_a_choice_that_works_is_kept_unless_another_is_clearly_faster(tight: Sea
     assert len(only.tried) == 1
     # One that no longer fits is given up.
     refused = max(free.tried, key=lambda c: c.plan.tiers["gpu"].peak_bytes)
-    least = min(c.plan.tiers["gpu"].peak_bytes for c in free.tried)
     poor = replace(shape, gpu_budget=refused.plan.tiers["gpu"].peak_bytes - 1)
-    assert poor.gpu_budget > least
     assert found(poor, ROUND, only=(length, refused.choice)).plan.tiers["gpu"].peak_bytes <= poor.gpu_budget
 
 

@@ -92,18 +92,12 @@ def test_spans_tell_what_was_waited_for() -> None:
     assert waited == {0: (), 1: (0,), 2: (), 3: (), 4: (0, 3)}
 
 
-@pytest.mark.parametrize(
-    "ops",
-    [
-        [an_op(0, "h2d", 1), an_op(1, "compute", 0)],
-        # A copy waits for op 1, which has its turn after op 0, which waits for the copy.
-        [an_op(0, "compute", 2), an_op(1, "compute"), an_op(2, "h2d", 1)],
-        [an_op(0, "compute", 7)],
-    ],
-)
-def test_lanes_that_wait_for_each_other_are_a_deadlock(ops: list[Op]) -> None:
-    with pytest.raises(Deadlock, match="noop of b"):
-        times(ops, [1.0] * len(ops))
+def test_lanes_that_wait_for_each_other_are_a_deadlock() -> None:
+    # A copy waits for op 1, which has its turn after op 0, which waits for the copy.
+    turn = [an_op(0, "compute", 2), an_op(1, "compute"), an_op(2, "h2d", 1)]
+    for ops in (turn, [an_op(0, "h2d", 1), an_op(1, "compute", 0)], [an_op(0, "compute", 7)]):
+        with pytest.raises(Deadlock, match="noop of b"):
+            times(ops, [1.0] * len(ops))
 
 
 def test_busy_seconds_count_what_lies_between_the_two_times() -> None:
@@ -158,6 +152,7 @@ def deep(layers: int, choice: PlanOptions | None = None, **shape: Any) -> tuple[
 
 
 STREAMED, RECORDS_FIRST = PlanOptions(streamed=True), PlanOptions(gpu_first="records")
+HALF = PlanOptions(group=4, graphs_aside="half")
 BUT_EVERY_SIXTH = frozenset(range(60)) - frozenset(range(5, 60, 6))
 DEEP = {
     "half on the GPU": deep(40, PlanOptions(gpu_first="blocks"), gpu_budget=4_000_000),
@@ -176,7 +171,7 @@ DEEP = {
     "groups": deep(28, PlanOptions(group=2), gpu_budget=1, micro_batches=12),
     "groups, the last one smaller": deep(26, PlanOptions(group=3), gpu_budget=1, micro_batches=11, row_tokens=192),
     "groups, half of the graphs in RAM": deep(
-        26, PlanOptions(group=4, graphs_aside="half"), gpu_budget=1, micro_batches=16, activation_checkpointing="auto"
+        26, HALF, gpu_budget=1, micro_batches=16, activation_checkpointing="auto"
     ),
 }
 FAST = structs.replace(ROUND, matmul_flops=1e12, gpu_copy_bytes_per_s=1e12)
@@ -186,18 +181,13 @@ RATES = {
     "drives": structs.replace(FAST, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9),
     "no GPU": structs.replace(CPU, drives_share=100.0, h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8),
 }
-
-
 OFTEN = [("chunks of two micro-batches", "computing"), ("frozen below, on NVMe", "link"), ("streamed, tight", "drives"),
          ("one window in six is full", "no GPU"), ("groups", "drives")]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("case", "rates"),
-    [pytest.param(*pair, marks=() if pair in OFTEN else pytest.mark.long) for pair in itertools.product(DEEP, RATES)],
-)
-def test_a_few_layers_tell_what_many_take(case: str, rates: str) -> None:
-    plan, machine = some_plan(*DEEP[case]), RATES[rates]
+@pytest.mark.parametrize("pair", cases(itertools.product(DEEP, RATES), *OFTEN), ids="-".join)
+def test_a_few_layers_tell_what_many_take(pair: tuple[str, str]) -> None:
+    plan, machine = some_plan(*DEEP[pair[0]]), RATES[pair[1]]
     assert num_ops(plan) > FULL_OPS
     whole, short = estimate(plan, machine, full=True), estimate(plan, machine)
     assert len(short.spans) < len(whole.spans)

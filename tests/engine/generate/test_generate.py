@@ -13,7 +13,7 @@ import pytest
 import torch
 from samples import cases
 from streams_on_cpu import streams_on_cpu
-from tiny import Silent, recipe, storage, train_run, training
+from tiny import HYBRID, Silent, recipe, storage, train_run, training
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from penstock.app.sampling import opened
@@ -34,19 +34,17 @@ from penstock.storage.units import bytes_text, seconds_text
 
 SHAPE: dict[str, Any] = adapted.SIZES | {"num_hidden_layers": 3, "vocab_size": 211, "pad_token_id": 0}
 SHAPE |= {"bos_token_id": None, "eos_token_id": None}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "rope_theta": 1e4}
-HYBRID = EXPERTS | {"shared_expert_intermediate_size": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "qwen3": {},
     # Windows shorter than the prompts, soft-caps.
     "gemma3_text": {"num_hidden_layers": 7, "sliding_window": 8, "attn_logit_softcapping": 20.0},
-    "qwen3_moe": EXPERTS,
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     # The rotary tables change at the 21st token.
     "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 20},
-    "qwen3_next": HYBRID | {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
+    "qwen3_next": HYBRID,
 }
 CONFIGS = {name: AutoConfig.for_model(name, **SHAPE | fields) for name, fields in FAMILIES.items()}
 
@@ -315,15 +313,13 @@ def test_the_page_has_the_figures_of_the_forecast(spec: ModelSpec) -> None:
 
 def test_refusals_name_what_would_do(spec: ModelSpec) -> None:
     sizes = Sizes.of(spec, 2)
-    with pytest.raises(UserError, match=r"--gpu: 1GiB cannot hold one block .* give at least (\w+)") as refusal:
-        place(sizes, 1, gpu_bytes=2**30, ram_bytes=2**36, staged=True)
-    least = parse_bytes(str(refusal.value).rpartition(" ")[2], "least")
-    place(sizes, 1, gpu_bytes=least, ram_bytes=2**36, staged=True)
-    with pytest.raises(UserError, match="--gpu: "):
-        place(sizes, 1, gpu_bytes=least - 1024, ram_bytes=2**36, staged=True)
-    with pytest.raises(UserError, match="--ram: 512MiB cannot hold one block of this model on its way") as refusal:
-        place(sizes, 1, gpu_bytes=2**34, ram_bytes=2**29, staged=True)
-    least = parse_bytes(str(refusal.value).rpartition(" ")[2], "least")
-    place(sizes, 1, gpu_bytes=2**34, ram_bytes=least, staged=True)
-    with pytest.raises(UserError, match="--ram: "):
-        place(sizes, 1, gpu_bytes=2**34, ram_bytes=least - 1024, staged=True)
+    for tier, said, budgets in (
+        ("gpu", r"1GiB cannot hold one block .* give at least (\w+)", {"gpu_bytes": 2**30, "ram_bytes": 2**36}),
+        ("ram", "512MiB cannot hold one block of this model on its way", {"gpu_bytes": 2**34, "ram_bytes": 2**29}),
+    ):
+        with pytest.raises(UserError, match=f"--{tier}: {said}") as refusal:
+            place(sizes, 1, **budgets, staged=True)
+        least = _asked(refusal.value)
+        place(sizes, 1, **budgets | {f"{tier}_bytes": least}, staged=True)
+        with pytest.raises(UserError, match=f"--{tier}: "):
+            place(sizes, 1, **budgets | {f"{tier}_bytes": least - 1024}, staged=True)

@@ -1,22 +1,39 @@
-"""The self-check: what passes, what is refused and how. And models of which a part is frozen: their buffers, and
-gradients of the rest against plain autograd."""
+"""The self-check: what passes, what is refused and how. Models of which a part is frozen: their buffers, and gradients
+of the rest against plain autograd. Adapters: what they stand beside, their gradients and first values, against plain
+peft. The engine against the step in plain words, bit by bit, and that step against plain PyTorch."""
 
-from typing import Any
+import random
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import adapted
 import pytest
+import tiny
 import torch
+from compiled import compiled_afresh
+from plain_training import plain_training
+from samples import cases
 from transformers import CONFIG_MAPPING, PretrainedConfig, Qwen3Config, T5Config
 from transformers.models.qwen3 import modeling_qwen3
 
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention import select as attention_select
 from penstock.engine.attention.spans import Span
+from penstock.engine.config import AdapterConfig
+from penstock.engine.forecast.problem import LOGITS_BYTES
+from penstock.engine.machine.device import compute_dtype
+from penstock.engine.model import skeleton
+from penstock.engine.model.adapter_values import AdapterLayers, with_adapter
+from penstock.engine.model.adapters import is_adapter, plain_name
 from penstock.engine.model.anatomy import Initializer, take_apart
 from penstock.engine.model.check import CheckResult, TokenStream, check_model, reference_gradients, relative_errors
-from penstock.engine.model.reference import forward_backward, in_buffers
+from penstock.engine.model.reference import Training, forward_backward, in_buffers
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.trace import random_model
+from penstock.engine.optim.base import MASTER
+from penstock.engine.session import Session
 from penstock.storage.errors import UserError
 
 LONGROPE = {
@@ -112,6 +129,11 @@ def small(model_type: str, **fields: Any) -> PretrainedConfig:
     return shrink(config)[0]
 
 
+def documents_of(vocabulary: int, *lengths: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_buffers_are_split_by_what_is_frozen(tied: bool) -> None:
     config = small("llama", tie_word_embeddings=tied)
@@ -162,8 +184,7 @@ def test_gradients_of_the_rest_are_those_of_plain_autograd(model_type: str, free
     config = small(model_type)
     spec = take_apart(config, freeze)
     source = random_model(config)
-    generator = torch.Generator().manual_seed(1)
-    documents = [torch.randint(spec.vocab_size, (n,), generator=generator) for n in (61, 35, 17)]
+    documents = documents_of(spec.vocab_size, 61, 35, 17)
     stays = spec.frozen_params
     assert stays
     aux = 0.1 if model_type == "qwen3_moe" else 0.0
@@ -177,3 +198,223 @@ def test_gradients_of_the_rest_are_those_of_plain_autograd(model_type: str, free
     assert found == pytest.approx(loss, rel=1e-5)
     assert gradients.keys() == reference.keys()
     assert max(relative_errors(gradients, reference).values()) < 1e-5
+
+
+TARGETS = {"llama": ["all-linear", "embed_tokens", "lm_head"], "gemma3_text": ["all-linear", "embed_tokens"]}
+"""Beside all linear modules of the layers, of shapes where that says something more."""
+
+
+def linear_of(model: Any) -> list[str]:
+    """Names of the linear modules of the layers."""
+    layers = model.model.layers.named_modules()
+    return sorted({name.rpartition(".")[2] for name, module in layers if isinstance(module, torch.nn.Linear)})
+
+
+COMPILED = [("llama", "dora"), ("gemma3_text", "rslora"), ("qwen3_moe", "lora")]
+"""Each takes a minute."""
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "compile"),
+    [
+        *(("llama", "dora", False), ("qwen3", "rslora", False), ("qwen3_moe", "lora", False)),
+        *(pytest.param(*case, False, marks=pytest.mark.long) for case in [("llama", "lora"), ("gemma3_text", "dora")]),
+        *(pytest.param(*case, True, marks=pytest.mark.long) for case in COMPILED),
+    ],
+)
+def test_gradients_are_those_of_plain_peft(model_type: str, method: str, compile: bool) -> None:
+    shape = adapted.config(model_type)
+    targets = ["all-linear"] if method == "dora" else TARGETS.get(model_type, ["all-linear"])
+    adapter = adapted.section(method, targets=targets)
+    ends = [name for name in targets if name != "all-linear"]
+    model = adapted.base(shape)
+    theirs = adapted.adapted(model, adapted.peft_config(adapter, [*linear_of(model), *ends]))
+    documents = documents_of(97, 41, 22)
+    total = sum(len(document) - 1 for document in documents)
+    for document in documents:
+        loss = theirs(input_ids=document[None], labels=document[None], use_cache=False).loss
+        (loss * ((len(document) - 1) / total)).backward()
+    values = adapted.by_our_names(theirs)
+    expected = {name: p.grad for name, p in values.items() if is_adapter(name)}
+    assert all(gradient is not None and gradient.any() for gradient in expected.values())
+
+    spec = take_apart(shape, adapter=adapter)
+    assert {p.name for params in spec.buffers.values() for p in params} == values.keys()
+    assert {p.name for b, params in spec.buffers.items() if b not in spec.frozen for p in params} == expected.keys()
+    runner = ModelRunner(spec, device="cpu", dtype=torch.float32, compile=compile)
+    weights = in_buffers(spec, {name: parameter.detach() for name, parameter in values.items()})
+    gradients = in_buffers(spec, {name: torch.zeros_like(weights[name]) for name in expected})
+    with compiled_afresh() if compile else nullcontext({"unique_graphs": 0}) as counters:
+        forward_backward(runner, weights, gradients, [TokenStream.of(documents)], 19, 1 << 14)
+        assert (counters["unique_graphs"] > 0) is compile
+    errors = relative_errors(gradients, expected)
+    assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+
+
+def test_the_self_check_is_of_the_adapter() -> None:
+    """Here of parameters that are no linear module."""
+    adapter = adapted.section("lora", targets=["gate", "gate_up_proj", "down_proj"], rank=2)
+    result = check_model(adapted.config("qwen3_moe"), adapter=adapter)
+    assert result.ok, result.reason
+    assert is_adapter(result.worst_parameter) or result.worst_parameter == "loss"
+
+
+def test_new_adapters_begin_as_pefts_do() -> None:
+    """The model computes what it did; A is drawn between the same bounds, dora's magnitudes are peft's."""
+    shape, adapter, (ids,) = adapted.config("llama"), adapted.section("dora"), documents_of(97, 41)
+    model = adapted.base(shape)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    logits = model(input_ids=ids[None]).logits
+    spec = take_apart(shape, adapter=adapter)
+    blocks = [(name, {p.name: before[plain_name(p.name)] for p in spec.buffers[name]}) for name in spec.frozen]
+    values, again, other = (
+        {n: v for _, of in with_adapter(spec, blocks, seed=seed, dtype=torch.float32) for n, v in of.items()}
+        for seed in (1, 1, 2)
+    )
+    theirs = adapted.by_our_names(adapted.get_peft_model(model, adapted.peft_config(adapter, "all-linear")))
+    assert values.keys() == theirs.keys()
+    for name, value in values.items():
+        assert torch.equal(value, again[name])
+        if "lora_A" in name:
+            bound = value.shape[1] ** -0.5
+            assert 0.8 * bound < float(value.abs().max()) <= bound
+            assert not torch.equal(value, other[name])
+        elif "magnitude" in name:
+            assert torch.allclose(value, theirs[name], rtol=1e-6)
+        else:
+            assert torch.equal(value, theirs[name]), name
+    built = skeleton.build(shape, device="cpu", adapter=adapter)
+    built.set_attn_implementation("eager")
+    built.load_state_dict(values)
+    assert torch.allclose(built(input_ids=ids[None]).logits, logits, atol=1e-5)
+
+
+def test_targets_by_pattern_make_layers_of_two_structures() -> None:
+    """And a tied embedding is not merged."""
+    spec = take_apart(adapted.config("qwen3"), adapter=adapted.section("lora", targets=["model.layers.1.*"]))
+    assert spec.structures == (0, 1)
+    assert {"layers.0", "layers.1"} & spec.buffers.keys() == {"layers.1"}
+    spec = take_apart(adapted.config("qwen3"), adapter=adapted.section("lora", targets=["embed_tokens"]))
+    with pytest.raises(UserError, match=r"'model.embed_tokens' has an adapter, but the embedding and"):
+        AdapterLayers(spec).require_mergeable()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"targets": ["q_proj", "w1"]}, "'w1' matches no module of the model; it has "),
+        ({"targets": ["mlp"]}, "'mlp' is not a linear module or an embedding; name the modules in it: down_proj, gate"),
+        ({"rank": 17}, "17 is larger than the smallest side of 'model.layers.0.self_attn.k_proj.weight' (16 x 32)"),
+        ({"method": "dora", "targets": ["embed_tokens"]}, "'model.embed_tokens' is an embedding"),
+    ],
+)
+def test_sections_that_do_not_fit_the_model(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        take_apart(adapted.config("llama"), adapter=AdapterConfig(**({"method": "lora", "rank": 4} | changes)))
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(UserError, match=r"peft adapts 'model.layers.0.mlp.gate.weight' as a parameter, which has no"):
+        take_apart(adapted.config("qwen3_moe"), adapter=adapted.section("dora", targets=["gate"]))
+
+
+WIDE = tiny.model(hidden_size=64, intermediate_size=96, head_dim=16, num_layers=2)
+"""All its weights are multiples of what a flat buffer aligns to: linear modules of one input are one product."""
+TIED = tiny.model(tie_embeddings=True)
+PLAIN: dict[str, Any] = {}
+BFLOAT16 = {"compute_dtype": "bfloat16"}
+NVME: dict[str, Any] = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR}
+MIXED: dict[str, Any] = {"gpu": 1_000_000, "ram": 1_500_000}
+SOME_FROZEN: dict[str, Any] = {"gpu": 700_000, "ram": 420_000}
+RECORDS: dict[str, Any] = {"gpu": 620_000, "ram": tiny.FLOOR, "gpu_first": "records"}
+LEAVING: dict[str, Any] = {"gpu": tiny.FLOOR, "group": 1, "graphs_aside": "all"}
+HALF_FROZEN = {"freeze": ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]}
+"""Half of every layer, and of the lowest blocks everything."""
+TOP = {"freeze": ["*embed_tokens*", "*.layers.*"]}
+"""All but the head and the norm before it."""
+
+
+class Case(NamedTuple):
+    train: dict[str, Any] = PLAIN
+    placed: dict[str, Any] = NVME
+    model: Any = tiny.model()
+    adapter: AdapterConfig | None = None
+
+
+CASES = {
+    "plain": Case(),
+    "some on every tier": Case(placed=MIXED),
+    "some on every tier, tied, bfloat16": Case(BFLOAT16, MIXED, TIED),
+    "halves frozen, tied, bfloat16": Case(HALF_FROZEN | BFLOAT16, model=TIED),
+    "halves frozen on every tier, recomputed": Case(HALF_FROZEN | {"activation_checkpointing": "full"}, SOME_FROZEN),
+    "halves frozen, graphs leave": Case(HALF_FROZEN | {"activation_checkpointing": "auto"}, LEAVING),
+    "frozen but for the head": Case(TOP),
+    "norms frozen, bfloat16": Case({"freeze": ["*norm*"]} | BFLOAT16),
+    "lora": Case(adapter=adapted.section("lora")),
+    "dora in RAM": Case(placed={"gpu": tiny.FLOOR}, adapter=adapted.section("dora")),
+    "lora, graphs leave": Case({"activation_checkpointing": "auto"}, LEAVING, adapter=adapted.section("lora")),
+    "dora, recomputed": Case({"activation_checkpointing": "full"}, adapter=adapted.section("dora")),
+    "joined in RAM, bfloat16": Case(BFLOAT16, {"gpu": tiny.FLOOR}, WIDE),
+    "joined, graphs leave": Case({"activation_checkpointing": "auto"}, LEAVING, WIDE),
+    "joined, recomputed": Case({"activation_checkpointing": "full"}, model=WIDE),
+    "records on the GPU, not clipped": Case({"clip_norm": None}, RECORDS),
+    "joined, graphs, bfloat16": Case({"activation_checkpointing": "none"} | BFLOAT16, {}, WIDE),
+}
+CHECKED_OFTEN = ("some on every tier, tied, bfloat16", "halves frozen, tied, bfloat16", "joined, graphs leave",
+         "joined, graphs, bfloat16", "joined, recomputed", "records on the GPU, not clipped",
+         "halves frozen, graphs leave", "frozen but for the head")  # fmt: skip
+
+
+def reference(session: Session, steps: int) -> tuple[Training, list[tuple[float, float]]]:
+    train, cursor = session.recipe.train, session.loader.cursor
+    runner = ModelRunner(session.spec, device="cpu", dtype=compute_dtype(train))
+    training = Training(runner, train, tiny.parameters(session.store, session.spec))
+    chunk, logits_bytes = session.plan.max_chunk_tokens, LOGITS_BYTES["cpu"]
+    results = [training.step(session.loader.next_step(), chunk, logits_bytes) for _ in range(steps)]
+    session.loader.seek(cursor)
+    return training, results
+
+
+@pytest.mark.parametrize("name", cases(CASES, *CHECKED_OFTEN))
+def test_the_engine_gives_the_references_bits(tmp_path: Path, name: str) -> None:
+    """Wherever state lives and however lanes are delayed; of what is frozen the weights that there were."""
+    case = CASES[name]
+    t = tiny.training(**{"micro_batch_size": 1, "chunk_tokens": 20, "clip_norm": 1e-3} | case.train)
+    with tiny.session(tmp_path, m=case.model, t=t, adapter=case.adapter, **case.placed) as session:
+        spec, plan = session.spec, session.plan
+        assert len({chunk.micro_batch for chunk in plan.chunks}) == 2
+        assert case.placed is not MIXED or {b.state for b in plan.buffers.values()} == {"gpu", "ram", "nvme"}
+        assert case.placed is not LEAVING or plan.graphs_aside
+        assert case.placed is not RECORDS or (plan.saved_on_gpu and plan.spilled)
+        assert name != "joined, recomputed" or len(plan.recomputed) == 2
+        assert case.model is not WIDE or all(len(groups) == 2 for groups in spec.joined)
+        held = {array.buffer for array in session.store.arrays() if array.kind == MASTER}
+        assert held == spec.buffers.keys() - spec.frozen
+        training, expected = reference(session, 2)
+        tiny.delay(session, random.Random(name))
+        steps = tiny.steps(session, 2)
+        used = session.gpu.arena.used_bytes + plan.tiers["gpu"].parts["workspace"]
+        assert used <= plan.tiers["gpu"].budget_bytes
+        weights = tiny.parameters(session.store, spec)
+    assert [(m.loss, m.grad_norm) for m in steps] == [pytest.approx(pair, rel=1e-6) for pair in expected]
+    assert all(norm > 1e-3 for _, norm in expected), "nothing to clip"
+    masters = training.by_name({buffer: kinds[MASTER] for buffer, kinds in training.state.items()})
+    stays = {name: weight.float() for name, weight in training.by_name(training.weights).items()}
+    assert weights.keys() == stays.keys() >= masters.keys()
+    assert (masters.keys() < stays.keys()) == bool(spec.frozen)
+    for parameter, weight in weights.items():
+        assert torch.equal(weight, masters.get(parameter, stays[parameter])), parameter
+
+
+@pytest.mark.parametrize("model", [TIED, WIDE], ids=["tied", "joined"])
+@pytest.mark.parametrize("policy", [{"chunk_tokens": 7}, {"chunk_tokens": 96, "micro_batch_size": 2}], ids=str)
+def test_the_reference_is_plain_pytorch(tmp_path: Path, policy: dict[str, Any], model: Any) -> None:
+    # An epsilon above the rounding of a gradient, which it would else make a whole step of.
+    t = tiny.training(clip_norm=0.5, warmup_steps=2, lr=3e-3, eps=1e-5, **policy)
+    with tiny.session(tmp_path, m=model, t=t) as session:
+        training, results = reference(session, 3)
+        losses, expected, _ = plain_training(session, 3)
+    assert [loss for loss, _ in results] == pytest.approx(losses, rel=1e-5)
+    weights = training.by_name(training.weights)
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert (weight - expected[name]).norm() <= 1e-5 * expected[name].norm(), name

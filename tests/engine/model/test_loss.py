@@ -1,6 +1,7 @@
 """The head's loss: exact at every block size, in the logits' own memory, within its limit of bytes. The load-balancing
-loss of mixtures of experts: transformers' own total gradient, streamed on any plan."""
+loss of mixtures of experts: transformers' own total gradient, streamed on any plan. What the host knows of a batch."""
 
+import functools
 import weakref
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plain import plain_model
+from plain_training import plain_model
 from samples import cases, sampled
+from tiny_plans import PLANS
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +30,8 @@ from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import HEAD
 from penstock.engine.model.tokens import ChunkTokens
 from penstock.engine.model.trace import random_model
+from penstock.engine.plan.problem import BYTES_PER_TOKEN
+from penstock.engine.runtime.batch import pack, unpack
 from penstock.engine.session import Session
 from penstock.storage.errors import UserError
 
@@ -42,7 +46,7 @@ def test_cross_entropy_is_torchs(dtype: torch.dtype, work_bytes: int) -> None:
     logits[4] += 1e4  # only differences count
     labels = torch.randint(257, (20,), generator=generator)
     exact = logits.double().clone().requires_grad_()
-    expected = torch.nn.functional.cross_entropy(exact, labels, reduction="sum")
+    expected = cross_entropy(exact, labels, reduction="sum")
     (gradient,) = torch.autograd.grad(0.3 * expected, exact)
     loss = CrossEntropy(compile=False)(logits, labels, torch.ones(20, dtype=torch.float64), 0.3, work_bytes)
     assert loss.dtype == torch.float64
@@ -63,7 +67,7 @@ def test_weighted_loss_and_z_loss_are_autograds(weights: list[float], z_loss: fl
     logits = 4 * torch.randn(rows, vocab, generator=generator, dtype=torch.float64) + 2
     labels, shares = torch.randint(vocab, (rows,), generator=generator), torch.tensor(weights).double()
     exact = logits.clone().requires_grad_()
-    entropy = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
+    entropy = cross_entropy(exact, labels, reduction="none")
     total = (shares * (entropy + z_loss * torch.logsumexp(exact, -1).square())).sum()
     (gradient,) = torch.autograd.grad(0.7 * total, exact)
     loss = CrossEntropy(compile=False)(logits, labels, shares, 0.7, 8 * vocab * rows_at_once, z_loss)
@@ -78,10 +82,8 @@ def test_the_compiled_loss_takes_weights_and_z_loss(dtype: torch.dtype) -> None:
     logits = (3 * torch.randn(9, 40, generator=generator)).to(dtype)
     labels, shares = torch.randint(40, (9,), generator=generator), torch.rand(9, generator=generator).double() + 0.1
     both = [logits.clone(), logits.clone()]
-    losses = [
-        CrossEntropy(compile=compile)(x, labels, shares, 0.5, 1 << 20, 0.05)
-        for compile, x in zip((False, True), both, strict=True)
-    ]
+    pairs = zip((False, True), both, strict=True)
+    losses = [CrossEntropy(compile=compile)(x, labels, shares, 0.5, 1 << 20, 0.05) for compile, x in pairs]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
     torch.testing.assert_close(both[1], both[0], rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
@@ -116,9 +118,9 @@ def test_the_head_leaves_no_rest_of_a_few_rows(targets: int, monkeypatch: pytest
     monkeypatch.setattr("penstock.engine.model.loss.rows_at_once", lambda logits_bytes, cost: 10)
     runner.head(weights, x, tokens, 1.0, grads, 1 << 20)
     count = -(-targets // 10)
-    assert len(seen) == count
-    assert set(seen) <= {targets // count, -(-targets // count)}
     trained = list(seen)
+    assert len(trained) == count
+    assert set(trained) <= {targets // count, -(-targets // count)}
     runner.evaluate(weights, x, tokens, 1 << 20)
     assert seen == 2 * trained
 
@@ -144,10 +146,8 @@ class PeakOfLogits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
-            if not isinstance(tensor, Tensor) or tensor.shape[-1:] != (self._vocab,):
-                continue
-            if self._hidden in tensor.shape:
-                continue  # a parameter's gradient
+            if not isinstance(tensor, Tensor) or tensor.shape[-1:] != (self._vocab,) or self._hidden in tensor.shape:
+                continue  # the last is a parameter's gradient
             storage = tensor.untyped_storage()
             if storage._cdata not in self._live:
                 self._live[storage._cdata] = storage.nbytes()
@@ -220,20 +220,13 @@ def test_it_is_the_total_gradient_of_one_forward_in_transformers(kind: str) -> N
         grads = in_buffers(spec, {name: torch.zeros_like(tensor) for name, tensor in weights.items()})
         loss = forward_backward(runner, weights, grads, [TokenStream.of([ids])], 7, 1 << 14)
         found[weight] = relative_errors(grads, expected)
-        assert loss == pytest.approx(float((output.loss - WEIGHT * output.aux_loss).detach()), rel=1e-5), (
-            "the cross entropy alone"
-        )
+        alone = float((output.loss - WEIGHT * output.aux_loss).detach())
+        assert loss == pytest.approx(alone, rel=1e-5), "the cross entropy alone"
     assert max(found[WEIGHT].values()) < 1e-5
     assert max(found[0.0].values()) > 1e-2
 
 
-STREAMED = {"kv_window": "streamed", "chunk_tokens": 7}
-FLOORS = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR}
-PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "nvme-recomputed": ({"activation_checkpointing": "full"}, FLOORS),
-    "gpu": ({}, {}),
-    "nvme-streamed": (STREAMED, FLOORS),
-}
+BALANCED = ("nvme-recomputed", "gpu", "nvme-streamed-spilled")
 
 
 def plain_gradients(model: Any, session: Session) -> dict[str, Tensor]:
@@ -253,24 +246,22 @@ def plain_gradients(model: Any, session: Session) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", cases(PLANS, "nvme-streamed"))
+@pytest.mark.parametrize("name", cases(BALANCED, "nvme-streamed-spilled"))
 def test_a_step_balances_over_all_its_tokens_and_no_padding(tmp_path: Path, name: str) -> None:
     """Adam's first moments after two steps whose update is next to nothing; micro-batches are padded."""
     policy, budgets = PLANS[name]
     m = tiny.model(model_type="qwen3_moe", num_layers=2, overrides=EXPERTS)
     options: dict[str, Any] = {"steps": 2, "global_batch_size": 3, "clip_norm": None, "lr": 1e-30, "weight_decay": 0.0}
     t = tiny.training(router_aux_loss=WEIGHT, **options, **policy)
-    found = []
-    for _ in range(2):
-        with tiny.session(tmp_path / str(len(found)), m=m, t=t, **budgets) as session:
-            session.loader = WeightedLoader(session.loader, [1.0, 0.3], weights=False)  # type: ignore[assignment]
-            if not found:
-                model = plain_model(session)
-                found.append([plain_gradients(model, session) for _ in range(2)])
-                continue
-            tiny.steps(session)
-            moments = tiny.first_moments(session.store, session.spec)
-    first, second = found[0]
+    with tiny.session(tmp_path, m=m, t=t, **budgets) as session:
+        padded = functools.partial(WeightedLoader, filled=[1.0, 0.3], weights=False)
+        begin, loader, model = session.loader.cursor, session.loader, plain_model(session)
+        session.loader = padded(loader)  # type: ignore[assignment]
+        first, second = (plain_gradients(model, session) for _ in range(2))
+        loader.seek(begin)
+        session.loader = padded(loader)  # type: ignore[assignment]
+        tiny.steps(session)
+        moments = tiny.first_moments(session.store, session.spec)
     for parameter, moment in moments.items():
         expected = 0.1 * (0.9 * first[parameter] + second[parameter])
         assert (moment - expected).norm() <= 3e-5 * expected.norm(), parameter
@@ -299,3 +290,27 @@ def test_compiled_layers_balance_alike(tmp_path: Path) -> None:
             session.loader = WeightedLoader(session.loader, [1.0, 0.3])  # type: ignore[assignment]
             found.append([x for metrics in tiny.steps(session) for x in (metrics.loss, metrics.grad_norm)])
     assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+def test_chunk_tokens_are_those_of_the_labels_and_ids() -> None:
+    ids, labels = torch.tensor([7, 2, 7, 9, 2]), torch.tensor([2, -100, 9, -100, -100])
+    tokens = ChunkTokens.of(ids, labels, torch.tensor([0, 1, 0, 1, 2]))
+    assert tokens.rows.tolist() == [0, 2]
+    assert tokens.labels.tolist() == [2, 9]
+    assert tokens.distinct.tolist() == [2, 7, 9]
+    assert torch.equal(tokens.distinct[tokens.places], ids)
+    assert tokens.weights.tolist() == [1.0, 1.0]
+    weighted = ChunkTokens.of(ids, torch.tensor([2, 7, 9, 9, -100]), ids, torch.tensor([0.1, 0, 2, 0.5, 3]))
+    assert weighted.rows.tolist() == [0, 2, 3], "a label of weight 0 is no target"
+    assert torch.equal(weighted.weights, torch.tensor([0.1, 2, 0.5]).double())
+    flat = torch.empty(100, dtype=torch.int64)
+    used = pack(weighted.tensors(), flat)
+    assert used * 8 == sum(t.numel() for t in weighted.tensors()) * 8 <= 5 * BYTES_PER_TOKEN
+    there = unpack(flat, [t.numel() for t in weighted.tensors()])
+    assert all(torch.equal(a, b) for a, b in zip(there, weighted.tensors(), strict=True))
+    assert all(t.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for t in there)
+    back = ChunkTokens.of_tensors(there)
+    assert torch.equal(back.weights, weighted.weights)
+    assert torch.equal(back.labels, weighted.labels)
+    empty = ChunkTokens.of(ids, torch.full((5,), -100), torch.arange(5))
+    assert empty.rows.numel() == empty.labels.numel() == 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from plain import plain_training
+from plain_training import plain_training
 from transformers.optimization import get_wsd_schedule
 
 from penstock.engine.config import TrainConfig
@@ -27,19 +27,13 @@ def rates(**changes: Any) -> list[float]:
     return [learning_rate(train, step) for step in range(1, train.steps + 1)]
 
 
-def test_wsd_by_hand() -> None:
-    settings = {"warmup_steps": 2, "lr_schedule": "wsd", "decay_steps": 4, "min_lr_ratio": 0.2}
-    found = rates(steps=8, **settings)
-    falling = [0.2 + 0.8 * (1 - share**0.5) for share in (0.25, 0.5, 0.75, 1)]
-    assert found == pytest.approx([0.5, 1, 1, 1, *falling])
-    assert rates(steps=20, **settings)[:4] == found[:4], "a run that is made longer goes on"
-
-
 def test_how_long_wsd_stays_at_the_peak() -> None:
     lengths = ({}, 90, 0.0), ({"steps": 5}, 4, 0.0), ({"warmup_steps": 100}, 1, 1.0)
     for changes, peaks, last in (*lengths, ({"warmup_steps": 4, "decay_steps": 96}, 1, 0.0)):
         found = rates(**{"lr_schedule": "wsd", "min_lr_ratio": 0.0, "steps": 100} | changes)
         assert (found.count(1.0), found[-1]) == (peaks, last)
+    settings = {"lr_schedule": "wsd", "warmup_steps": 2, "decay_steps": 4}
+    assert rates(steps=20, **settings)[:4] == rates(steps=8, **settings)[:4], "a run that is made longer goes on"
 
 
 @pytest.mark.parametrize("least", [0.0, 0.1])
@@ -59,16 +53,14 @@ def test_wsd_is_that_of_transformers(least: float) -> None:
     [
         ({"decay_steps": 5}, r"train\.decay_steps: 5 is only used with train\.lr_schedule=wsd, but that is cosine"),
         ({"decay_steps": 0, "lr_schedule": "wsd"}, r"train\.decay_steps: 0 must be at least 1"),
-        (
-            {"decay_steps": 96, "lr_schedule": "wsd", "warmup_steps": 5},
-            r"train\.decay_steps: 96 exceeds the 95 steps that remain of train\.steps after",
-        ),
+        ({"decay_steps": 96, "lr_schedule": "wsd", "warmup_steps": 5},
+         r"train\.decay_steps: 96 exceeds the 95 steps that remain of train\.steps after"),
         ({"layer_lr_decay": 0.0}, r"train\.layer_lr_decay: 0\.0 must be above 0, at most 1"),
         ({"layer_lr_decay": 1.1}, r"train\.layer_lr_decay: 1\.1 must be above 0"),
         ({"lr_groups": {"*norm*": -1.0}}, r"train\.lr_groups: the factor of '\*norm\*' is -1\.0; give 0 or more"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         TrainConfig(**changes)
@@ -85,7 +77,7 @@ def names(num_layers: int = 3, *, tied: bool = False) -> dict[str, int]:
     return depths(tiny.spec_of(model_config(recipe, recipe.model.vocab_size)))
 
 
-def test_factors_by_layer() -> None:
+def test_factors_by_layer_and_pattern() -> None:
     factors = lr_factors(TrainConfig(layer_lr_decay=0.5), names())
     assert factors["lm_head.weight"] == factors["model.norm.weight"] == 1
     assert [factors[f"model.layers.{i}.mlp.up_proj.weight"] for i in range(3)] == [0.125, 0.25, 0.5]
@@ -95,9 +87,7 @@ def test_factors_by_layer() -> None:
     assert "lm_head.weight" not in tied
     assert tied["model.embed_tokens.weight"] == 0.0625
     assert lr_factors(TrainConfig(), names()) == {}
-
-
-def test_the_first_pattern_counts_and_multiplies_the_layers_factor() -> None:
+    # The first pattern counts, and multiplies the layer's factor.
     groups = {"*layers.2.*_proj.*": 4.0, "*proj*": 2.0, "*norm*": 0.0}
     factors = lr_factors(TrainConfig(lr_groups=groups, layer_lr_decay=0.5), names())
     assert factors["model.layers.2.mlp.up_proj.weight"] == 2
@@ -111,15 +101,13 @@ def test_the_first_pattern_counts_and_multiplies_the_layers_factor() -> None:
     [
         ({"*.mlp.*": 0.1}, r"'\*\.mlp\.\*' matches only frozen parameters, which have no learning rate; remove it"),
         ({"*emb_tokens*": 0.1}, r"'\*emb_tokens\*' matches no parameter; the nearest are model\.embed_tokens\.weight"),
-        (
-            {"model.layers.7.mlp.up_proj.weight": 0.1},
-            r"'model\.layers\.7\.mlp\.up_proj\.weight' matches no parameter; the nearest are model\.layers\.\*\.mlp",
-        ),
+        ({"model.layers.7.mlp.up_proj.weight": 0.1},
+         r"'model\.layers\.7\.mlp\.up_proj\.weight' matches no parameter; the nearest are model\.layers\.\*\.mlp"),
         ({"%": 0.1}, r"'%' matches no parameter; the nearest are model\.embed_tokens\.weight, "),
         ({"*": 1.0, "*norm*": 0.0}, r"'\*norm\*' applies to no parameter, as earlier patterns match them all"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_pattern_for_nothing_is_refused_at_once(tmp_path: Path, groups: dict[str, float], said: str) -> None:
     train = tiny.training(lr_groups=groups, freeze=["*.mlp.*"] if "*.mlp.*" in groups else [])
     with pytest.raises(UserError, match=rf"train\.lr_groups: {said}"):

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,8 @@ from penstock.engine.train import train_step
 from penstock.storage.errors import UserError
 from penstock.storage.manifest import Manifest
 
-MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "overrides": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MOE: dict[str, Any] = {"model_type": "qwen3_moe", "overrides": EXPERTS}
 HALVES = ["*embed*", "*.layers.0.*", "*.mlp.*"]
 STREAMED: dict[str, Any] = {"kv_window": "streamed", "chunk_tokens": 7}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -60,13 +59,9 @@ def measured(
     plan = make_plan(plan.problem, replace(plan.choice, **choice))
     loader = make_loader(prepare_data(run, folder).corpus, spec, run)
     compute, batch = Compute.make(spec, t, cpu, {}), loader.next_step()
-    lanes, logits_bytes = Lanes.open(cpu, plan.tiers["gpu"].budget_bytes), LOGITS_BYTES["cpu"]
-    try:
-        found = calibrate(
-            plan, layouts(spec), compute.runner, compute.optimizer, t, batch, GENERIC, logits_bytes, lanes.executor
-        )
-    finally:
-        lanes.close()
+    how = compute.runner, compute.optimizer, t, batch, GENERIC, LOGITS_BYTES["cpu"]
+    with closing(Lanes.open(cpu, plan.tiers["gpu"].budget_bytes)) as lanes:
+        found = calibrate(plan, layouts(spec), *how, lanes.executor)
     return plan, [m.documents for m in batch], found
 
 
@@ -128,20 +123,13 @@ def test_graphs_are_measured_before_any_is_saved(tmp_path: Path) -> None:
     assert set(found.graph_bytes_per_token) == {"layers.0"}
 
 
-# ---------------------------------------------------------------------- runs
-
-
 def run(folder: Path, *, steps: int = 2, gpu: str = "1GiB", stop_after: int | None = None, **changes: Any) -> Any:
     """A run, or the rest of one; (its observer, digest of its last generation, what that records)."""
     settings = {"steps": steps, "activation_checkpointing": "auto", "kv_window": "auto"} | changes
-    observer = tiny.Silent(stop_after)
-    sections = {
-        "model": tiny.model(num_layers=1),
-        "train": tiny.training(**settings),
-        "budgets": tiny.BudgetConfig(gpu=gpu, ram="64MiB", nvme="1GiB"),
-        "storage": tiny.storage(),
-    }
-    tiny.train_run(folder, observer, resume=(folder / "state").exists(), **sections)
+    observer, resume = tiny.Silent(stop_after), (folder / "state").exists()
+    sections = {"model": tiny.model(num_layers=1), "train": tiny.training(**settings), "storage": tiny.storage()}
+    sections["budgets"] = tiny.BudgetConfig(gpu=gpu, ram="64MiB", nvme="1GiB")
+    tiny.train_run(folder, observer, resume=resume, **sections)
     return observer, tiny.digest_of(folder), Manifest.read(folder / "state").meta
 
 
@@ -196,8 +184,7 @@ def test_nothing_is_compiled_after_calibration(tmp_path: Path, freeze: list[str]
     with compiled_afresh() as counters, tiny.session(tmp_path, t=t, ram="16MiB", gpu=tiny.FLOOR) as session:
         runtime, loader = session.runtime, session.loader
         compute = session.layouts, runtime.runner, runtime.optimizer
-        cursor = loader.cursor
-        batch = loader.next_step()
+        cursor, batch = loader.cursor, loader.next_step()
         loader.seek(cursor)
         calibrate(session.plan, *compute, t, batch, GENERIC, LOGITS_BYTES["cpu"], session.executor)
         before = counters["unique_graphs"]

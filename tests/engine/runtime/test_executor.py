@@ -1,5 +1,6 @@
 """The executor on streams: every op after what it depends on, events used again and again, an end after any failure.
-What is compiled or timed before the first step sees what the run sees: settings, threads, cores."""
+What is compiled or timed before the first step sees what the run sees: settings, threads, cores. No op on a lane of the
+GPU asks the GPU for what the host knows."""
 
 import logging
 import random
@@ -15,6 +16,8 @@ import tiny
 import torch
 from some_ops import an_op
 from streams_on_cpu import EventOnCpu, StreamOnCpu, current_stream, streams_on_cpu
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from used_up import no_thread
 
 from penstock.engine.optim.adamw import AdamW, scalars
@@ -22,8 +25,10 @@ from penstock.engine.optim.base import UpdateRange
 from penstock.engine.runtime import executor as executors
 from penstock.engine.runtime.executor import GPU_LANES, Executor
 from penstock.engine.runtime.lanes import RECOMPILE_LIMIT, SWITCH_INTERVAL_S, EagerFallbacks, Lanes
-from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.actions import LANES, NORM
 from penstock.engine.schedule.ops import Op
+from penstock.engine.session import Session
+from penstock.engine.train import train_step
 from penstock.storage.layout import FlatLayout
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -381,3 +386,52 @@ def test_a_run_of_few_steps_is_not_compiled(tmp_path: Path) -> None:
     t = tiny.training(steps=1, compile="auto", calibrate=True)
     tiny.train_run(tmp_path, observer, model=tiny.model(num_layers=1), train=t)
     assert [line for line in observer.messages if line.startswith("layers are not compiled: 1 steps of about")]
+
+
+ASKS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "is_nonzero", "equal", "item"}
+"""Operators whose result, or its size, is only known once the device has computed it."""
+FROM_HOST = {"lift_fresh"}
+"""What torch.tensor(data) calls: on CUDA a copy from pageable memory."""
+
+
+class Strict(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ASKS | FROM_HOST, f"{name} waits for the device"
+        if name in ("index", "index_put_", "_index_put_impl_"):
+            indices = [i for i in args[1] if isinstance(i, Tensor)]
+            assert all(i.dtype == torch.int64 for i in indices), "a boolean index waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def watch_gpu_lanes(session: Session) -> set[str]:
+    """Let ops of GPU lanes run in `Strict`; the actions that ran so."""
+    perform, seen = session.runtime.perform, set()
+
+    def strict(op: Op) -> Any:
+        if op.lane not in GPU_LANES:
+            return perform(op)
+        seen.add(op.action.name)
+        with Strict():
+            return perform(op)
+
+    session.executor._perform = strict
+    return seen
+
+
+LONG = [pytest.param(gpu, "gemma3_text", marks=pytest.mark.long) for gpu in (tiny.FLOOR, "1GiB")]
+
+
+@pytest.mark.parametrize(("gpu", "model_type"), [(tiny.FLOOR, "qwen3_moe"), *LONG])
+def test_no_op_of_a_gpu_lane_waits_for_the_gpu(tmp_path: Path, gpu: str, model_type: str) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    m = tiny.model(model_type=model_type, overrides={"pad_token_id": 3} | (experts if "moe" in model_type else {}))
+    with tiny.session(tmp_path, m=m, gpu=gpu) as session:
+        seen = watch_gpu_lanes(session)
+        tiny.steps(session, 1)
+        assert seen >= {"embed_forward", "layer_forward", "head", "layer_backward", "embed_backward", "norm"}
+        # What does wait is seen.
+        norm, losses = session.runtime.handlers[NORM], session.runtime._block_ops._losses
+        session.runtime.handlers[NORM] = lambda op: norm(op) if float(losses[0]) > 0 else None
+        with pytest.raises(AssertionError, match="_local_scalar_dense waits for the device"):
+            train_step(session)

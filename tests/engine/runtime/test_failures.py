@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from some_ops import an_op
-from torch import Tensor
 
 from penstock.engine.machine.limits import GIB, FreeMemory
 from penstock.engine.plan.plan import Plan
@@ -55,19 +54,22 @@ def test_a_kernel_that_returns_nan_is_named(tmp_path: Path, action: str, block: 
     assert tiny.digest_of(tmp_path) == before
 
 
-def test_the_first_in_the_order_of_the_passes_is_named(tmp_path: Path) -> None:
-    with tiny.session(tmp_path) as session:
-        plan = session.plan
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    with tiny.session(tmp_path_factory.mktemp("run")) as session:
+        return session.plan
 
-    def name(**places: tuple[int, ...]) -> str | None:
+
+def test_the_first_in_the_order_of_the_passes_is_named(plan: Plan) -> None:
+    def name(**places: Any) -> str | None:
         parts = {
             "losses": torch.zeros(len(plan.chunks)),
             "squares": torch.zeros(len(plan.buffers)),
             "marks": torch.zeros(2, len(plan.blocks), len(plan.chunks)),
         }
-        for part, place in places.items():
-            target: Tensor = parts[part]
-            target[place] = float("inf")
+        for part, found_at in places.items():
+            for place in found_at if isinstance(found_at[0], tuple) else [found_at]:
+                parts[part][place] = NAN if isinstance(found_at[0], tuple) else float("inf")
         found = first_not_finite(plan, **parts)
         return found and found.split(" (")[0]
 
@@ -76,19 +78,12 @@ def test_the_first_in_the_order_of_the_passes_is_named(tmp_path: Path) -> None:
     assert name(squares=(1,), marks=(1, 2, 0)) == "the gradient of the input of layers.1[0]"
     assert name(losses=(2,), marks=(1, 2, 0)) == "the loss of head[2]"
     assert name(losses=(2,), marks=(0, 3, 1)) == "the output of layers.2[1]"
-    both = torch.zeros(2, len(plan.blocks), len(plan.chunks))
-    both[0, 1, 3] = both[0, 2, 0] = both[1, 1, 0] = both[1, 2, 1] = both[1, 2, 4] = NAN
-    zeros = torch.zeros(len(plan.chunks)), torch.zeros(len(plan.buffers))
-    forward = first_not_finite(plan, *zeros, both)
-    assert str(forward).startswith("the output of layers.0[3] ")
-    both[0] = 0
-    backward = first_not_finite(plan, *zeros, both)
-    assert str(backward).startswith("the gradient of the input of layers.1[4] ")
+    backward = ((1, 1, 0), (1, 2, 1), (1, 2, 4))
+    assert name(marks=((0, 1, 3), (0, 2, 0), *backward)) == "the output of layers.0[3]"
+    assert name(marks=backward) == "the gradient of the input of layers.1[4]"
 
 
-OUT_OF_MEMORY = torch.OutOfMemoryError(
-    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 23.5"
-)
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total of 23.5")
 LOST = torch.AcceleratorError("CUDA error: unspecified launch failure\nCUDA kernel errors might be reported later")
 CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle, ...)`")
 
@@ -132,11 +127,11 @@ def test_a_bug_is_not_taken_for_the_gpus(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match="shapes do not match") as caught:
         run(tmp_path, tiny.Silent())
     assert not isinstance(caught.value, UserError)
+    assert any(entry.name == "failing" for entry in caught.traceback), "with its own traceback"
+    assert "lane" in caught.value.__notes__[0]
 
 
-def test_an_op_is_described_by_its_tokens(tmp_path: Path) -> None:
-    with tiny.session(tmp_path) as session:
-        plan = session.plan
+def test_an_op_is_described_by_its_tokens(plan: Plan) -> None:
     part = an_op(0, LOAD_WEIGHTS_PART, block="layers.1", index=3, step=7)
     assert describe(part, plan) == "load_weights_part layers.1[3] of step 7"
     norm = an_op(0, NORM, block="layers.1", index=WHOLE, step=7)
@@ -165,12 +160,6 @@ def test_a_failure_on_the_way_out_of_an_op_does_not_hold_up_the_end(tmp_path: Pa
 
 
 OP = an_op(7, LAYER_FORWARD, block="layers.3", index=1, step=5)
-
-
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    with tiny.session(tmp_path_factory.mktemp("run")) as session:
-        return session.plan
 
 
 class Memory:
@@ -212,9 +201,8 @@ def test_looks_once_in_an_interval(plan: Plan, waits: list[float]) -> None:
 
 
 def test_many_threads_look_once(plan: Plan) -> None:
-    memory = Memory()
+    memory, start = Memory(), threading.Barrier(8)
     guard = memory.guard(plan)
-    start = threading.Barrier(8)
 
     def lane(_: int) -> None:
         start.wait()
@@ -226,12 +214,7 @@ def test_many_threads_look_once(plan: Plan) -> None:
     assert memory.reads == 1
 
 
-def test_reads_this_machine(plan: Plan, tmp_path: Path) -> None:
+def test_reads_this_machine_and_reserves_by_hand(plan: Plan) -> None:
     MemoryGuard(plan, GIB).check(OP)
-
-
-@pytest.mark.parametrize(
-    ("total", "reserve"), [(GIB, GIB // 8), (16 * GIB, GIB // 2), (128 * GIB, int(1.28 * GIB)), (1536 * GIB, 4 * GIB)]
-)
-def test_reserves_by_hand(total: int, reserve: int) -> None:
-    assert hard_reserve(total) == pytest.approx(reserve, abs=1)
+    for total, reserve in ((1, 1 / 8), (16, 1 / 2), (128, 1.28), (1536, 4)):
+        assert hard_reserve(total * GIB) == pytest.approx(reserve * GIB, abs=1)

@@ -68,8 +68,8 @@ def steps_of(
             looked_at = (documents or plan.row_documents)[:count]
             commit = number == 1 and count == 1 and step % 2 == 0  # else the next step commits, or the end
             chunks = filled_chunks(plan.chunks, padding[step][:count]) if step in padding else None
-            evaluation = builder.evaluate(step, number, documents=looked_at, commit_previous=commit, chunks=chunks)
-            ops += [op for some in evaluation for op in some]
+            for some in builder.evaluate(step, number, documents=looked_at, commit_previous=commit, chunks=chunks):
+                ops += some
         if plan.problem.samples is not None:
             ops += samples_of(plan, builder, step)
     ops += builder.finish(commit=True)
@@ -84,15 +84,10 @@ def samples_of(plan: Plan, builder: ScheduleBuilder, step: int) -> list[Op]:
     read = sum(chunk.end for chunk in halves) if plan.problem.samples.keeps else 0
     ops: list[Op] = []
     for number, chunks in enumerate([halves, [replace(halves[0], end=1)]], start=1):
-        passes = builder.generate(
-            step,
-            -2 * step - number,
-            chunks=chunks,
-            wanted=[len(chunks) - 1],
-            read_tokens=read * (number > 1),
-            commit_previous=number == 1 and step % 2 == 0 and builder.uncommitted,
-        )
-        ops += [op for some in passes for op in some]
+        commit = number == 1 and step % 2 == 0 and builder.uncommitted
+        what: dict[str, Any] = {"chunks": chunks, "wanted": [len(chunks) - 1], "read_tokens": read * (number > 1)}
+        for some in builder.generate(step, -2 * step - number, **what, commit_previous=commit):
+            ops += some
     return ops
 
 
@@ -247,57 +242,44 @@ def assert_generations(plan: Plan, ops: list[Op], passes: dict[int, list[int]]) 
     assert [op.step for op in ops if op.action is a.COMMIT] == [2, 3]
 
 
-@sampled(50, 200)
-@given(planned(), st.none() | st.lists(st.integers(1, 159), max_size=6), validations)
-def test_every_op_finds_what_it_wants_where_it_looks(
-    plan: Plan, cuts: list[int] | None, passes: dict[int, list[int]]
-) -> None:
-    """Replays the ops: every slot, region and file holds, when it is read, what the reader wants. Documents that are
-    known may begin anywhere: packed rows lie end to end, and one need not begin at a multiple of a row's length."""
-    rows = range(0, plan.window_tokens, plan.problem.row_tokens)
-    starts = rows if cuts is None else {0, *(c for c in cuts if c < plan.window_tokens)}
-    documents = [sorted(starts)] * plan.problem.micro_batches
-    replay = Replay(plan, documents)
-    for op in steps_of(plan, 2, None if cuts is None else documents, passes):
-        replay.perform(op)
-    assert replay.spilled == plan.spilled
-    files = [place for place, content in replay.held.items() if str(place[0]).startswith("nvme.") and content]
-    assert files == [], "a file is left when the step is over"
-    assert replay.graphs == 0
-
-
 fillings = st.lists(st.lists(st.none() | st.integers(0, 160), min_size=5, max_size=5), min_size=2, max_size=2)
 """Of two steps, per micro-batch: its tokens before the padding, in 160ths of its length."""
 
 
-@sampled(30, 300)
-@given(planned(), fillings, validations, st.booleans())
-def test_padding_is_left_out_of_the_schedule(
-    plan: Plan, shares: list[list[int | None]], passes: dict[int, list[int]], known: bool
+@sampled(75, 400)
+@given(planned(), st.none() | st.lists(st.integers(1, 159), max_size=6), st.none() | fillings, validations)
+def test_every_op_finds_what_it_wants_where_it_looks(
+    plan: Plan, cuts: list[int] | None, shares: list[list[int | None]] | None, passes: dict[int, list[int]]
 ) -> None:
-    """What begins in the padding has no op, what it begins in is cut, and every op still finds what it wants."""
+    """Replays the ops: every slot, region and file holds, when it is read, what the reader wants. Documents that are
+    known may begin anywhere: packed rows lie end to end, and one need not begin at a multiple of a row's length. What
+    begins in the padding has no op, and what it begins in is cut."""
     tokens, micro_batches = plan.window_tokens, plan.problem.micro_batches
-    filled = [[None if s is None else s * tokens // 160 for s in step[:micro_batches]] for step in shares]
+    rows = range(0, tokens, plan.problem.row_tokens)
+    starts = rows if cuts is None else {0, *(c for c in cuts if c < tokens)}
+    documents = [sorted(starts)] * micro_batches
+    whole: list[list[int | None]] = [[None] * micro_batches] * 2
+    filled = [[None if s is None else s * tokens // 160 for s in step[:micro_batches]] for step in shares or whole]
     cut = {(step, 0): filled_chunks(plan.chunks, of_step) for step, of_step in enumerate(filled, start=1)}
-    for step, counts in passes.items():
-        if step <= 2:
-            for number, count in enumerate(counts, start=1):
-                cut[step, number] = filled_chunks(plan.chunks, filled[step - 1][: min(count, plan.group)])
-    ops = steps_of(plan, 2, plan.row_documents if known else None, passes, filled)
-    replay = Replay(plan, plan.row_documents, cut)
+    for step in passes.keys() & {1, 2}:
+        for number, count in enumerate(passes[step], start=1):
+            cut[step, number] = filled_chunks(plan.chunks, filled[step - 1][: min(count, plan.group)])
+    ops = steps_of(plan, 2, None if cuts is None else documents, passes, filled if shares else ())
+    replay = Replay(plan, documents, cut if shares else None)
     for op in ops:
         replay.perform(op)
+    assert shares or replay.spilled == plan.spilled
+    files = [place for place, content in replay.held.items() if str(place[0]).startswith("nvme.") and content]
+    assert files == [], "a file is left when the step is over"
     assert replay.graphs == 0
-    assert [place for place, held in replay.held.items() if str(place[0]).startswith("nvme.") and held] == []
-    assert list(races(ops)) == []
+    assert shares is None or list(races(ops)) == []
     computed = Counter((op.step, op.batch, op.action.phase == "forward", op.block, op.index) for op in ops
                        if op.action in TRAINS | EVALUATES)  # fmt: skip
     assert set(computed.values()) == {1}
     for (step, batch), chunks in cut.items():
-        if step in (1, 2):
-            for block in plan.blocks:
-                found = {key[-1] for key in computed if key[:2] == (step, batch) and key[3] == block.name}
-                assert found == {chunk.index for chunk in chunks}
+        for block in plan.blocks:
+            found = {key[-1] for key in computed if key[:2] == (step, batch) and key[3] == block.name}
+            assert found == {chunk.index for chunk in chunks}
     trained = [buffer for buffer in plan.buffers.values() if not buffer.frozen]
     parts = {buffer.name: 1 if buffer.state == "gpu" else buffer.num_updates for buffer in trained}
     for step in (1, 2):
