@@ -20,6 +20,8 @@ from penstock.storage.errors import BudgetError, UserError
 
 LONG: dict[str, Any] = {"m": tiny.model(num_layers=6), "d": tiny.data(sequence_length=512)}
 LONG["t"] = tiny.training(steps=1, global_batch_size=1, chunk_tokens=128)
+TIERS = {"gpu": ("1GiB", "1GiB"), "ram": (tiny.FLOOR, "1GiB"), "nvme": (tiny.FLOOR, tiny.FLOOR)}
+GROUPED = [("gpu", "float32"), pytest.param("ram", "bfloat16", marks=pytest.mark.long), ("nvme", "float32")]
 
 
 def trained(session: Session) -> str:
@@ -111,10 +113,6 @@ def digest(folder: Path, *, outgrown: bool = False, **options: Any) -> tuple[lis
     return [m.loss for m in metrics], [m.grad_norm for m in metrics], tiny.digest_of(folder), plan
 
 
-TIERS = {"gpu": ("1GiB", "1GiB"), "ram": (tiny.FLOOR, "1GiB"), "nvme": (tiny.FLOOR, tiny.FLOOR)}
-GROUPED = [("gpu", "float32"), pytest.param("ram", "bfloat16", marks=pytest.mark.long), ("nvme", "float32")]
-
-
 @pytest.mark.parametrize(("tier", "gradient_dtype"), GROUPED)
 def test_groups_compute_the_same_bits(tmp_path: Path, tier: str, gradient_dtype: str) -> None:
     """Gradients are summed in the same order in however many groups, on the GPU or by way of RAM."""
@@ -138,9 +136,7 @@ def stay(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize(("tier", "group"), [("ram", 2), ("nvme", 0)])
-def test_graphs_that_leave_give_the_gradients_of_graphs_that_stay(
-    tmp_path: Path, stay: list[Any], tier: str, group: int
-) -> None:
+def test_graphs_that_leave_give_the_same_gradients(tmp_path: Path, stay: list[Any], tier: str, group: int) -> None:
     gpu, ram = TIERS[tier]
     *found, plan = digest(tmp_path / "leave", t=training(), gpu=gpu, ram=ram, group=group, graphs_aside="all")
     layers = {i for i, block in enumerate(plan.blocks) if block.role == "layer"}

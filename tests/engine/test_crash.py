@@ -42,11 +42,8 @@ from penstock.storage.nvme import NvmeStore
 from penstock.storage.retention import automatic_name
 
 STEPS = 5
-FEW_KILLS = samples(1, 3)
-"""Of an import, and of an export."""
-BEST_KILLS = 8
-"""Of a run that keeps its best generation."""
-
+FEW_KILLS, BEST_KILLS = samples(1, 3), 8
+"""Of an import, and of an export; of a run that keeps its best generation."""
 CHANGING = ("open", "write", "pwrite", "pwritev", "fsync", "replace", "mkdir")
 MOVING = ("link", "rename", "replace", "remove", "unlink", "mkdir", "rmdir")
 
@@ -73,32 +70,34 @@ PLACEMENTS = [
 """Budgets, drives, how, and kills."""
 
 How = list[str] | AdapterConfig | str
+TRAINING = tiny.training(steps=3, global_batch_size=1, chunk_tokens=24)
+MOMENTS = samples(1, 4)
+"""Random moments at which each fault is tried, on each of two placements."""
+
+BUDGETS = {"nvme": (tiny.FLOOR, tiny.FLOOR), "mixed": (1_100_000, 1_000_000)}
+
+Patch = Callable[[pytest.MonkeyPatch, Path], None]
 
 
-def train_until_killed(
-    folder: Path, seed: int | None, gpu: str | int, ram: str | int, num_drives: int, how: How
-) -> None:
+def train_killed(folder: Path, seed: int | None, gpu: str | int, ram: str | int, num_drives: int, how: How) -> None:
     """Train to the end, committing every other step; with a seed, die by SIGKILL at a moment drawn from it.
 
     `how`: patterns of what is not trained, or an adapter beside which nothing is, or "groups": of micro-batches, with
     graphs that leave.
     """
-    chance = random.Random(seed)
-    groups = how == "groups"
+    chance, groups = random.Random(seed), how == "groups"
     phase = chance.choice([*(name for name in PHASES if groups or name != "groups"), "commit", "opening"])
     often = {"commit": 3, "head": 4, "forward": 40, "activations": 40}.get(phase, 30)
-    countdown = chance.randrange(1, often)
-    delay_s = chance.random() * 3e-3
+    countdown, delay_s = chance.randrange(1, often), chance.random() * 3e-3
     if seed is not None and phase == "opening":
         threading.Thread(target=_die, args=(folder, phase, chance.random() * 0.4), daemon=True).start()
     adapter, freeze = how if isinstance(how, AdapterConfig) else None, how if isinstance(how, list) else []
     policy = {"global_batch_size": 3, "activation_checkpointing": "auto"} if groups else {"global_batch_size": 1}
     settings = tiny.training(steps=STEPS, freeze=freeze, **policy)
     plan: dict[str, Any] = {"group": 1, "graphs_aside": "all"} if groups else {}
-    kept = tiny.storage(checkpoint_every=2, keep_last=2)
     drives = [folder / "state", folder / "second"][:num_drives]
     options = {"gpu": gpu, "ram": ram, "drives": drives, "adapter": adapter} | plan
-    with tiny.session(folder, t=settings, s=kept, **options) as session:
+    with tiny.session(folder, t=settings, s=tiny.storage(checkpoint_every=2, keep_last=2), **options) as session:
         lock = threading.Lock()
 
         def watched(op: Op) -> None:
@@ -136,7 +135,7 @@ def run_child(act: Callable[..., None], *args: Any) -> int | None:
 def test_kill_9_at_random_moments_resumes_bit_for_bit(
     tmp_path: Path, gpu: str | int, ram: str | int, drives: int, how: How, kills: int
 ) -> None:
-    train_until_killed(tmp_path / "straight", None, gpu, ram, drives, how)
+    train_killed(tmp_path / "straight", None, gpu, ram, drives, how)
     expected = tiny.digest_of(tmp_path / "straight")
     died: Counter[str] = Counter()
     finished = seed = 0
@@ -146,7 +145,7 @@ def test_kill_9_at_random_moments_resumes_bit_for_bit(
         before = committed_step(folder)
         # Every run gets through in the end: past some kills it is left alone.
         kill = seed if died.total() < kills else None
-        exitcode = run_child(train_until_killed, folder, kill, gpu, ram, drives, how)
+        exitcode = run_child(train_killed, folder, kill, gpu, ram, drives, how)
         seed += 1
         assert exitcode in (0, -signal.SIGKILL), exitcode
         if exitcode:
@@ -155,18 +154,13 @@ def test_kill_9_at_random_moments_resumes_bit_for_bit(
             continue
         assert committed_step(folder) == STEPS
         assert tiny.digest_of(folder) == expected
-        check_kept(folder)
+        for info in list_checkpoints(folder / "state"):  # every one that survived the kills is whole
+            with closing(NvmeStore.open(folder / "state" / "checkpoints" / info.name)) as store:
+                assert store.verify() > 0
+                assert info.name in (automatic_name(step := store.meta["step"]), good_name(step))
         finished += 1
     print(f"killed in {dict(died)}; {finished} runs finished")
     assert len(died) >= samples(2, 4), died
-
-
-def check_kept(folder: Path) -> None:
-    """Every checkpoint that survived the kills is whole."""
-    for info in list_checkpoints(folder / "state"):
-        with closing(NvmeStore.open(folder / "state" / "checkpoints" / info.name)) as store:
-            assert store.verify() > 0
-            assert info.name in (automatic_name(step := store.meta["step"]), good_name(step))
 
 
 def committed_step(folder: Path) -> int:
@@ -286,15 +280,6 @@ def test_kill_9_leaves_the_best_of_a_straight_run(tmp_path: Path) -> None:
     assert died >= BEST_KILLS
 
 
-TRAINING = tiny.training(steps=3, global_batch_size=1, chunk_tokens=24)
-MOMENTS = samples(1, 4)
-"""Random moments at which each fault is tried, on each of two placements."""
-
-BUDGETS = {"nvme": (tiny.FLOOR, tiny.FLOOR), "mixed": (1_100_000, 1_000_000)}
-
-Patch = Callable[[pytest.MonkeyPatch, Path], None]
-
-
 def failing(code: int, *functions: str) -> Patch:
     """From now on the system calls behind os.FUNCTION fail with `code`."""
 
@@ -404,7 +389,6 @@ def test_a_disk_that_really_fills_up(tmp_path: Path, small_disk: Path, straight:
 
 
 def fill(path: Path) -> None:
-    """Write to `path` until the disk is full."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
     with suppress(OSError):
         while True:

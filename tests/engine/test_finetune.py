@@ -35,6 +35,20 @@ SCALED: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0},
 }
 SCALED["llama3"] = SCALED["yarn"] | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ADDED = ["<|user|>", "<|tool|>"]
+TEXT = "some text to train on, and <|user|> some more of it\n"
+UNTRAINED = r"model\.added_tokens: the rows of new tokens must be trained, but train\.freeze freezes .*"
+STEPS = 2
+IDS = torch.arange(40)[None] % 97
+HALVES = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]
+"""Half of every layer, and of the lowest blocks everything."""
+QUICK: dict[str, Any] = {"global_batch_size": 1, "chunk_tokens": 48}
+CASES = {
+    "llama": ("lora", ["all-linear", "embed_tokens", "lm_head"]),
+    "qwen3": ("dora", ["q_proj", "down_proj"]),
+    "gemma3_text": ("rslora", ["model.layers.1.*"]),
+    "qwen3_moe": ("lora", ["all-linear", "gate", "gate_up_proj"]),
+}
 
 
 def scaled(origin: Path, rope: Any) -> dict[str, Any]:
@@ -72,25 +86,18 @@ def test_it_trains_past_the_old_length_and_is_exported(tmp_path: Path, origin: P
         assert set(layouts(spec)) == {array.buffer for array in store.arrays()}
 
 
-@pytest.mark.parametrize(
-    ("rope", "message"),
-    [
-        ({"rope_type": "yarm", "factor": 4.0, "rope_theta": 10000.0}, "yarm"),
-        ({"rope_type": "linear", "rope_theta": 10000.0}, "factor"),
-        ({"rope_type": "yarn", "factor": "four", "rope_theta": 10000.0}, "factor"),
-        ({"rope_type": "linear", "factor": 0.0, "rope_theta": 10000.0}, "factor"),
-        ({"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0, "beta_fats": 1.0}, "beta_fats"),
-        ("yarn", "rope_parameters"),
-    ],
-)
+@pytest.mark.parametrize(("rope", "message"), [
+    ({"rope_type": "yarm", "factor": 4.0, "rope_theta": 10000.0}, "yarm"),
+    ({"rope_type": "linear", "rope_theta": 10000.0}, "factor"),
+    ({"rope_type": "yarn", "factor": "four", "rope_theta": 10000.0}, "factor"),
+    ({"rope_type": "linear", "factor": 0.0, "rope_theta": 10000.0}, "factor"),
+    ({"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0, "beta_fats": 1.0}, "beta_fats"),
+    ("yarn", "rope_parameters"),
+])  # fmt: skip
 def test_a_slip_in_it_is_one_line(tmp_path: Path, origin: Path, rope: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as found:
         tiny.train_run(tmp_path / "run", tiny.Silent(), **scaled(origin, rope))
     assert "\n" not in str(found.value)
-
-
-ADDED = ["<|user|>", "<|tool|>"]
-TEXT = "some text to train on, and <|user|> some more of it\n"
 
 
 def sections(folder: Path, origin: Path, added: list[str] = ADDED, **changes: Any) -> dict[str, Any]:
@@ -152,22 +159,14 @@ def test_new_rows_are_trained(tmp_path: Path, origin: Path) -> None:
     assert not torch.allclose(rows[0], rows[1], atol=1e-4), "the one that occurs moves another way"
 
 
-UNTRAINED = r"model\.added_tokens: the rows of new tokens must be trained, but train\.freeze freezes .*"
-
-
-@pytest.mark.parametrize(
-    ("added", "freeze", "message"),
-    [
-        (["<a>", "<a>"], [], r"model\.added_tokens: '<a>' is listed twice"),
-        (["  "], [], "is not a token"),
-        (["<|endoftext|>"], [], r"'<\|endoftext\|>' is already a token of .*; remove it"),
-        (ADDED, ["*embed_tokens*"], UNTRAINED + "embed"),
-        (ADDED, ["lm_head*"], UNTRAINED + "m_hea"),
-    ],
-)
-def test_tokens_that_cannot_be_added(
-    tmp_path: Path, origin: Path, added: list[str], freeze: list[str], message: str
-) -> None:
+@pytest.mark.parametrize(("added", "freeze", "message"), [
+    (["<a>", "<a>"], [], r"model\.added_tokens: '<a>' is listed twice"),
+    (["  "], [], "is not a token"),
+    (["<|endoftext|>"], [], r"'<\|endoftext\|>' is already a token of .*; remove it"),
+    (ADDED, ["*embed_tokens*"], UNTRAINED + "embed"),
+    (ADDED, ["lm_head*"], UNTRAINED + "m_hea"),
+])  # fmt: skip
+def test_what_cannot_be_added(tmp_path: Path, origin: Path, added: list[str], freeze: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message) as found:
         tiny.train_run(tmp_path / "run", tiny.Silent(), **sections(tmp_path, origin, added, freeze=freeze))
     assert "\n" not in str(found.value)
@@ -179,10 +178,6 @@ def test_a_tokenizer_beyond_the_embedding_is_refused_with_the_way_out(tmp_path: 
     origin = model_of(tmp_path / "origin", True, 200)
     with pytest.raises(UserError, match=r"beyond the model's vocabulary of 200; .*model\.added_tokens"):
         tiny.train_run(tmp_path / "run", tiny.Silent(), **sections(tmp_path, origin, []))
-
-
-STEPS = 2
-IDS = torch.arange(40)[None] % 97
 
 
 def folder_of(folder: Path, model_type: str, dtype: torch.dtype = torch.float32) -> Path:
@@ -203,14 +198,6 @@ def loaded(model: Path, adapter: Path | None = None) -> Any:
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
         return model(input_ids=IDS, use_cache=False).logits.float()
-
-
-CASES = {
-    "llama": ("lora", ["all-linear", "embed_tokens", "lm_head"]),
-    "qwen3": ("dora", ["q_proj", "down_proj"]),
-    "gemma3_text": ("rslora", ["model.layers.1.*"]),
-    "qwen3_moe": ("lora", ["all-linear", "gate", "gate_up_proj"]),
-}
 
 
 @pytest.mark.parametrize("model_type", cases(CASES, "llama", "qwen3_moe"))
@@ -237,7 +224,6 @@ def test_exports_are_what_peft_makes_of_them(tmp_path: Path, model_type: str) ->
 
 
 def both_exports(folder: Path, run: dict[str, Any], observer: tiny.Silent) -> Any:
-    """Train, and export the adapter and the merged model."""
     tiny.train_run(folder / "run", observer, **run)
     export(folder / "run", tiny.recipe(**run), out_dir=folder / "merged", merged=True)
     return export(folder / "run", tiny.recipe(**run), out_dir=folder / "adapter")
@@ -345,11 +331,6 @@ def test_an_adapter_beside_random_weights_is_exported_merged(tmp_path: Path) -> 
     (remark,) = told.remarks
     assert remark.startswith("merged: the adapter was trained on random weights that exist only in this run, so the ")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
-
-
-HALVES = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]
-"""Half of every layer, and of the lowest blocks everything."""
-QUICK: dict[str, Any] = {"global_batch_size": 1, "chunk_tokens": 48}
 
 
 def frozen(**changes: Any) -> Any:

@@ -45,9 +45,11 @@ from penstock.storage.nvme import NvmeStore
 from penstock.storage.offsite_place import mover_bytes
 from penstock.storage.retention import Retention
 
+Losses, Digests = dict[int, float], dict[int, str]
+HELD_OUT = tiny.data(validation_documents=7)
+
 
 def training(**changes: Any) -> Any:
-    """Six steps that take little time."""
     return tiny.training(**{"steps": 6, "global_batch_size": 1, "chunk_tokens": 48} | changes)
 
 
@@ -59,13 +61,10 @@ def run(folder: Path, **options: Any) -> tiny.Silent:
 
 def largest(folder: Path) -> float:
     """The largest magnitude of a committed master weight."""
-    found = 0.0
     with closing(NvmeStore.open(folder / "state", read_only=True)) as store:
-        for spec in store.arrays():
-            out = tiny.stored(store, spec)
-            assert bool(out.isfinite().all()), spec
-            found = max(found, float(out.abs().max())) if spec.kind == "master" else found
-    return found
+        found = [(spec.kind, tiny.stored(store, spec)) for spec in store.arrays()]
+    assert all(bool(tensor.isfinite().all()) for _, tensor in found)
+    return max(float(tensor.abs().max()) for kind, tensor in found if kind == "master")
 
 
 @pytest.mark.parametrize("lr", cases([1e18, 1e36, 1e39], 1e36))
@@ -82,12 +81,10 @@ def test_a_rate_that_destroys_the_weights(tmp_path: Path, lr: float) -> None:
         assert "last-good" in str(told.value) or "had a normal loss" in str(told.value)
     ended = run(tmp_path, resume=True, checkpoint=names[-1] if names else None)
     assert math.isfinite(ended.metrics[-1].loss)
-
-
-def test_the_last_step_is_looked_at_too(tmp_path: Path) -> None:
+    # The last step is looked at too.
     with pytest.raises(DivergedError, match=r"step 1: master of block \S+ .* after its update, so it is not committed"):
-        run(tmp_path, train=training(steps=1, lr=1e30, lr_schedule="constant"))
-    assert Manifest.read(tmp_path / "state").meta["step"] == 0
+        run(tmp_path / "one", train=training(steps=1, lr=1e30, lr_schedule="constant"))
+    assert Manifest.read(tmp_path / "one" / "state").meta["step"] == 0
 
 
 @pytest.mark.parametrize(("budgets", "kind"), [*zip(tiny.TIERS, ["master", "exp_avg", "exp_avg_sq"], strict=False)])
@@ -95,15 +92,13 @@ def test_no_kind_of_state_is_committed_that_is_not_finite(tmp_path: Path, budget
     gpu, ram = budgets
     with tiny.session(tmp_path, gpu=gpu, ram=ram, t=training()) as session:
         tiny.steps(session, 1)
-        before = tiny.digest(session.store)
-        optimizer = session.runtime.optimizer
-        step = optimizer.step
+        before, step = tiny.digest(session.store), session.runtime.optimizer.step
 
         def poisoned(state: Any, *rest: Any) -> None:
             step(state, *rest)
             state[kind][-1] = float("inf")
 
-        optimizer.step = poisoned  # type: ignore[method-assign]
+        session.runtime.optimizer.step = poisoned  # type: ignore[method-assign]
         train_step(session)
         with pytest.raises(DivergedError, match=rf"step 2: {kind} of block \S+ is not finite after its update"):
             session.finish()
@@ -120,18 +115,15 @@ def test_usable_state() -> None:
 
 def test_the_last_good_generation_is_kept(tmp_path: Path) -> None:
     """Whole, and a run that goes on from it repeats the bits."""
-    observer = run(tmp_path)
-    assert tiny.kept(tmp_path) == ["good-000005"]
+    observer, root = run(tmp_path), tmp_path / "state"
     assert not observer.checkpoints
-    root = tmp_path / "state"
     assert resolve_checkpoint(root, "last-good") == "good-000005"
     with closing(NvmeStore.open(checkpoint_folder(root, "good-000005"))) as kept:
         assert kept.meta["step"] == 5
         kept.verify()
-    before = tiny.digest_of(tmp_path)
+    before = tiny.digest_of(tmp_path), tiny.kept(tmp_path)
     run(tmp_path, resume=True, checkpoint="good-000005")
-    assert tiny.digest_of(tmp_path) == before
-    assert tiny.kept(tmp_path) == ["good-000005"]
+    assert (tiny.digest_of(tmp_path), tiny.kept(tmp_path)) == before == (before[0], ["good-000005"])
 
 
 @pytest.mark.parametrize("bad", [{2, 4, 6}, pytest.param({1, 2, 3, 4, 5, 6}, marks=pytest.mark.long)])
@@ -192,8 +184,7 @@ def test_a_full_disk_meanwhile_keeps_the_older_one(tmp_path: Path, monkeypatch: 
 
 def test_a_checkpoint_that_is_being_read_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its deletion waits for the next time."""
-    held = Locks()
-    real = checkpoints.write_checkpoint
+    held, real = Locks(), checkpoints.write_checkpoint
 
     def write(name: str, *rest: Any) -> None:
         real(name, *rest)
@@ -226,10 +217,6 @@ def test_the_loss_watch(losses: list[float], multiple: float) -> None:
     for _ in range(2000):  # a loss that stays high is the new mean in the end
         fine = watch.is_good(1000.0)
     assert fine
-
-
-Losses, Digests = dict[int, float], dict[int, str]
-HELD_OUT = tiny.data(validation_documents=7)
 
 
 def run_validated(folder: Path, stop_after: int | None = None, *, resume: bool = False, **options: Any) -> Any:
@@ -384,18 +371,13 @@ def test_gains(losses: list[float], patience: int) -> None:
         assert (gains.exhausted(patience) is not None) == (since >= patience)
         assert gains.exhausted(None) is None
     assert gains.take(50, 99.0, 101), "measured on other tokens"
-
-
-def test_a_record_of_something_else_begins_anew() -> None:
     strings = {"best": "x", "best_step": 1, "without": 0, "tokens": 1}
     for record in (None, 3, {}, strings, {"best": 1.0, "best_step": None}):
-        assert Gains.of(record) == Gains()
+        assert Gains.of(record) == Gains(), "a record of something else"
 
 
-def uploading(folder: Path, observer: tiny.Silent, *, resume: bool = False, **storage: Any) -> Any:
-    """Six steps that take little time."""
-    train = tiny.training(steps=6, global_batch_size=1, chunk_tokens=48)
-    return tiny.train_run(folder, observer, resume=resume, train=train, storage=tiny.storage(**storage))
+def uploading(folder: Path, observer: tiny.Silent, **storage: Any) -> Any:
+    return tiny.train_run(folder, observer, train=training(), storage=tiny.storage(**storage))
 
 
 def entries(place: Path) -> list[int]:

@@ -29,6 +29,12 @@ from penstock.engine.plan.plan import Plan
 CPU = torch.device("cpu")
 H200, RTX_4090, RTX_5090 = "NVIDIA H200", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 5090"
 NOTHING = dict.fromkeys(("flash-attn-2", "flash-attn-3", "flash-attn-4"), NOT_INSTALLED)
+PLAIN = Problem(
+    device=torch.device("cuda", 0), dtype=torch.bfloat16, heads=8, kv_heads=2, qk_dim=128, v_dim=128, causal=True,
+    square=True, window=False, segments=False, aligned=True, softcap=False, backward=True, deterministic=False,
+)  # fmt: skip
+
+UNALIGNED = f"would build a plan for every length that is not a multiple of {ALIGNMENT}"
 
 
 @pytest.fixture(autouse=True)
@@ -180,36 +186,25 @@ def test_work_that_only_the_host_takes_long_for_is_not_repeated_for_ever(monkeyp
     assert len(launches) == 3
 
 
-PLAIN = Problem(
-    device=torch.device("cuda", 0), dtype=torch.bfloat16, heads=8, kv_heads=2, qk_dim=128, v_dim=128, causal=True,
-    square=True, window=False, segments=False, aligned=True, softcap=False, backward=True, deterministic=False,
-)  # fmt: skip
-
-UNALIGNED = f"would build a plan for every length that is not a multiple of {ALIGNMENT}"
-
-
 def has(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
     monkeypatch.setattr(attention_flash, "_module", lambda *_: SimpleNamespace(**functions))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "change", "reason"),
-    [
-        (TorchCudaFlash(), {}, None),
-        (TorchCudaFlash(), {"device": torch.device("cpu")}, "computes on CUDA devices only"),
-        (TorchCudaFlash(), {"dtype": torch.float32}, "does not take torch.float32"),
-        (TorchCudaFlash(), {"v_dim": 257}, "takes heads up to 256 wide"),
-        (TorchCudaFlash(), {"softcap": True}, "has no soft-cap"),
-        (TorchCudaFlash(), {"window": True, "segments": True, "square": False, "deterministic": True}, None),
-        (TorchCudnn(), {}, None),
-        (TorchCudnn(), {"causal": False, "square": False}, None),
-        (TorchCudnn(), {"deterministic": True}, "is not deterministic"),
-        (TorchCudnn(), {"window": True}, "has no sliding window"),
-        (TorchCudnn(), {"segments": True}, "computes one segment at a time"),
-        (TorchCudnn(), {"square": False}, "aligns its causal limit at the top left"),
-        (TorchCudnn(), {"aligned": False}, UNALIGNED),
-    ],
-)
+@pytest.mark.parametrize(("kernel", "change", "reason"), [
+    (TorchCudaFlash(), {}, None),
+    (TorchCudaFlash(), {"device": torch.device("cpu")}, "computes on CUDA devices only"),
+    (TorchCudaFlash(), {"dtype": torch.float32}, "does not take torch.float32"),
+    (TorchCudaFlash(), {"v_dim": 257}, "takes heads up to 256 wide"),
+    (TorchCudaFlash(), {"softcap": True}, "has no soft-cap"),
+    (TorchCudaFlash(), {"window": True, "segments": True, "square": False, "deterministic": True}, None),
+    (TorchCudnn(), {}, None),
+    (TorchCudnn(), {"causal": False, "square": False}, None),
+    (TorchCudnn(), {"deterministic": True}, "is not deterministic"),
+    (TorchCudnn(), {"window": True}, "has no sliding window"),
+    (TorchCudnn(), {"segments": True}, "computes one segment at a time"),
+    (TorchCudnn(), {"square": False}, "aligns its causal limit at the top left"),
+    (TorchCudnn(), {"aligned": False}, UNALIGNED),
+])  # fmt: skip
 def test_torch_s_kernels(kernel: CudaKernel, change: Any, reason: str | None) -> None:
     assert kernel.refusal(replace(PLAIN, **change)) == reason
 

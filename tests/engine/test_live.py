@@ -39,6 +39,9 @@ from penstock.engine.train import TrainResult, train_step
 from penstock.storage.checkpoints import list_checkpoints
 from penstock.storage.manifest import Manifest
 
+SMALL: dict[str, Any] = {"global_batch_size": 1, "chunk_tokens": 48}
+QUICK = tiny.training(**SMALL)
+
 
 def run(folder: Path, observer: tiny.Silent, *, resume: bool = False) -> TrainResult:
     train, storage = tiny.training(steps=6, global_batch_size=1, chunk_tokens=24), tiny.storage(checkpoint_every=2)
@@ -299,9 +302,6 @@ class Preparer(tiny.Silent):
         self.prepared.append(Preparing(f"step {metrics.step}", "done", 0.0))
 
 
-QUICK = tiny.training(global_batch_size=1, chunk_tokens=48)
-
-
 def test_a_run_tells_what_it_prepares_and_its_first_step_alone(tmp_path: Path) -> None:
     first, second = Preparer(stop_after=2), Preparer()
     options = {"train": QUICK, "budgets": tiny.BudgetConfig(gpu="64MiB", ram="64MiB")}
@@ -416,8 +416,7 @@ def test_a_step_names_its_documents(tmp_path: Path, packing: str) -> None:
 
 def test_no_more_are_told_than_anybody_reads(tmp_path: Path) -> None:
     made = make_corpus(tmp_path, [[1, 2, 3]] * 200)
-    loader = loader_of(made, 300)
-    documents, count = step_documents(made, None, loader.next_step(), {}, {})
+    documents, count = step_documents(made, None, loader_of(made, 300).next_step(), {}, {})
     assert (len(documents), count) == (MOST_DOCUMENTS, 100)
     assert all(told.loss is None and told.excerpt == "" for told in documents)
 
@@ -431,8 +430,7 @@ def test_a_run_tells_the_step_that_leapt_resumed_or_not(tmp_path: Path, monkeypa
         real(self, step, self._data.loss)
 
     monkeypatch.setattr(Session, "observe", observe)
-    train = tiny.training(steps=26, lr=1e-4, global_batch_size=1, chunk_tokens=48)
-    run: dict[str, Any] = {"train": train, "storage": tiny.storage()}
+    run: dict[str, Any] = {"train": tiny.training(steps=26, lr=1e-4, **SMALL), "storage": tiny.storage()}
     straight, first, second = tiny.Silent(), tiny.Silent(stop_after=23), tiny.Silent()
     tiny.train_run(tmp_path / "straight", straight, **run)
     tiny.train_run(tmp_path / "parts", first, **run)
@@ -449,8 +447,7 @@ def test_a_run_tells_the_step_that_leapt_resumed_or_not(tmp_path: Path, monkeypa
 
 
 def test_what_is_not_finite_names_its_documents(tmp_path: Path) -> None:
-    observer = tiny.Silent()
-    train = tiny.training(steps=6, lr=1e18, lr_schedule="constant", global_batch_size=1, chunk_tokens=48)
+    observer, train = tiny.Silent(), tiny.training(steps=6, lr=1e18, lr_schedule="constant", **SMALL)
     with pytest.raises(DivergedError, match=r"step \d: the .* is not finite"):
         tiny.train_run(tmp_path, observer, train=train)
     assert [spike.step for spike in observer.spikes] == [len(observer.metrics) + 1]

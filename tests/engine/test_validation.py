@@ -37,6 +37,22 @@ HELD_OUT = tiny.data(validation_documents=7, sequence_length=48)
 PROMPTS = ["the spindle", "a", "water runs through the pipe and turns the wheel of the mill"]
 """Of unequal length; the last is longer than a chunk."""
 SPOKEN = "the a water pipe wheel mill spindle turns runs through and of then stone river grain flour house"
+MODEL: dict[str, Any] = {"vocab_size": None}
+OFTEN = ("gpu", *(name for name in SHORT if name not in HELD_BY_OTHERS))
+Whole = tuple[tiny.Silent, str]
+TINY_SET = tiny.data(validation_documents=3, sequence_length=48)
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], DataConfig]] = {
+    "few documents, streamed": ({}, {"validation_sequences": 8} | STREAMED, TINY_SET),
+    "few documents, two rows": ({}, {"validation_sequences": 8, "micro_batch_size": 2}, TINY_SET),
+    "bfloat16, tied": ({"tie_embeddings": True}, {"compute_dtype": "bfloat16"}, HELD_OUT),
+}
+"""Model, settings and data: documents that fill less than was asked for count once; other numbers."""
+HALVES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
+    "adapter": ({"method": "dora", "rank": 2, "targets": ["q_proj", "down_proj"]}, [], FLOORS),
+    "frozen, resident": ({}, ["model.layers.0.*", "model.embed_tokens.*"], {}),
+    "frozen, on NVMe": ({}, ["model.layers.0.*", "lm_head.*"], FLOORS),
+}
+"""Adapter, what is frozen, and budgets: what is never trained is sampled as well."""
 
 
 @pytest.fixture(scope="module")
@@ -94,17 +110,9 @@ def texts_by(model: Any, prompts: Any) -> list[str]:
     return found
 
 
-MODEL: dict[str, Any] = {"vocab_size": None}
-OFTEN = ("gpu", *(name for name in SHORT if name not in HELD_BY_OTHERS))
-
-
 @pytest.mark.parametrize("name", cases(PLANS, *OFTEN))
-@pytest.mark.parametrize(
-    "sequences", [pytest.param(2, id="one-pass", marks=pytest.mark.long), pytest.param(6, id="passes")]
-)
-def test_they_are_what_transformers_finds_and_writes_and_change_no_bit(
-    tmp_path: Path, text: Path, name: str, sequences: int
-) -> None:
+@pytest.mark.parametrize("sequences", cases([2, 6], 6), ids=["one-pass", "passes"])
+def test_both_are_transformers_own_and_change_no_bit(tmp_path: Path, text: Path, name: str, sequences: int) -> None:
     """Samples behind a step that is validated, and behind one that is not."""
     policy, budgets = PLANS[name]
     t = tiny.training(**policy | {"steps": 3, "chunk_tokens": 10})
@@ -158,15 +166,6 @@ def test_families_are_validated_and_write_as_transformers_does(tmp_path: Path, t
     assert losses == {1: pytest.approx(loss, rel=1e-6)}
     assert session.validation.num_targets == targets > 3 * 47
     assert [one.text for one in written[-1].samples] == expected
-
-
-TINY_SET = tiny.data(validation_documents=3, sequence_length=48)
-OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], DataConfig]] = {
-    "few documents, streamed": ({}, {"validation_sequences": 8} | STREAMED, TINY_SET),
-    "few documents, two rows": ({}, {"validation_sequences": 8, "micro_batch_size": 2}, TINY_SET),
-    "bfloat16, tied": ({"tie_embeddings": True}, {"compute_dtype": "bfloat16"}, HELD_OUT),
-}
-"""Model, settings and data: documents that fill less than was asked for count once; other numbers."""
 
 
 @pytest.mark.parametrize("name", cases(OTHERS, *(OTHERS.keys() - {"few documents, streamed"})))
@@ -235,9 +234,6 @@ def train_run(folder: Path, observer: tiny.Silent, text: Path, *, resume: bool =
         "storage": tiny.storage(),
     }
     return tiny.train_run(folder, observer, resume=resume, **sections | changes)
-
-
-Whole = tuple[tiny.Silent, str]
 
 
 def texts_of(observer: tiny.Silent) -> list[tuple[int, list[str]]]:
@@ -330,18 +326,14 @@ def test_what_is_asked_of_a_chat_is_in_its_template(tmp_path: Path) -> None:
     assert prompts.ids == theirs.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
 
 
-@pytest.mark.parametrize(
-    ("model", "length", "asked", "message"),
-    [
-        ({}, 0, {}, r"samples\.prompts: data\.source=random has no tokenizer .* data\.tokenizer"),
-        (MODEL, 48, {"chat": True}, r"samples\.chat: the tokenizer has no chat template; set data"),
-        (MODEL, 32, {"tokens": 10},
-         r"samples\.tokens: 10 after prompt 3 of 25 tokens make 35, but the model's positions end at 32; shorten"),
-        (MODEL | {"model_type": "qwen3_next", "overrides": tiny.HYBRID, "max_position": 200}, 48, {"tokens": 30},
-         r"prompt 3 of 25 tokens make 55, but this model carries state .* at most 48 .*data\.sequence_length"),
-    ],
-    ids=["no tokenizer", "no template", "context", "one sequence is one chunk"],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "length", "asked", "message"), [
+    ({}, 0, {}, r"samples\.prompts: data\.source=random has no tokenizer .* data\.tokenizer"),
+    (MODEL, 48, {"chat": True}, r"samples\.chat: the tokenizer has no chat template; set data"),
+    (MODEL, 32, {"tokens": 10},
+     r"samples\.tokens: 10 after prompt 3 of 25 tokens make 35, but the model's positions end at 32; shorten"),
+    (MODEL | {"model_type": "qwen3_next", "overrides": tiny.HYBRID, "max_position": 200}, 48, {"tokens": 30},
+     r"prompt 3 of 25 tokens make 55, but this model carries state .* at most 48 .*data\.sequence_length"),
+], ids=["no tokenizer", "no template", "context", "one sequence is one chunk"])  # fmt: skip
 def test_what_cannot_be_sampled_is_refused_before_anything_is_made(
     tmp_path: Path, text: Path, model: dict[str, Any], length: int, asked: dict[str, Any], message: str
 ) -> None:
@@ -350,14 +342,6 @@ def test_what_cannot_be_sampled_is_refused_before_anything_is_made(
     with pytest.raises(UserError, match=message):
         train_run(tmp_path, tiny.Silent(), text, data=data, **sections)
     assert not (tmp_path / "state").exists()
-
-
-HALVES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
-    "adapter": ({"method": "dora", "rank": 2, "targets": ["q_proj", "down_proj"]}, [], FLOORS),
-    "frozen, resident": ({}, ["model.layers.0.*", "model.embed_tokens.*"], {}),
-    "frozen, on NVMe": ({}, ["model.layers.0.*", "lm_head.*"], FLOORS),
-}
-"""Adapter, what is frozen, and budgets: what is never trained is sampled as well."""
 
 
 @pytest.mark.parametrize("name", cases(HALVES, "adapter"))

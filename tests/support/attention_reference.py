@@ -6,15 +6,8 @@ import torch
 from torch import Tensor
 
 
-def dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None = None,
+          sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """q [n, heads, d], k and v [m, kv_heads, d], visible [n, m]; a row that sees no key (and no sink) is 0."""
     groups = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -30,7 +23,6 @@ def dense(
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Normal numbers."""
     return torch.randn(*shape, dtype=dtype)
 
 

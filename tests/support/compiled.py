@@ -9,11 +9,8 @@ import torch
 
 @contextmanager
 def compiled_afresh() -> Iterator[Counter[str]]:
-    """torch's counters of what is compiled within: `unique_graphs` and others.
-
-    What other tests of a process have compiled counts towards torch's limit, past which it runs layers eagerly without
-    a word to the caller; here that is an error.
-    """
+    """torch's counters of what is compiled within. What other tests of a process have compiled counts towards torch's
+    limit, past which it runs layers eagerly without a word to the caller; here that is an error."""
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
     counters.clear()

@@ -24,6 +24,13 @@ from penstock.engine.attention.spans import SEGMENT_ROWS, Cut, Geometry, cut, mo
 from penstock.engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn, _on_device
 from penstock.storage.errors import UserError
 
+PLACES = st.integers(0, 60)
+SPANS = st.tuples(PLACES, PLACES)
+SIZES = [(65, 65), (530, 530), (1, 40), (70, 600)]
+KINDS = ["causal", "full", "window", "old keys", "softcap"]
+WIDTHS = itertools.cycle([(16, 16), (24, 16), (16, 24)])
+GRID = [(n, m, case, next(WIDTHS)) for (n, m), case in itertools.product(SIZES, KINDS)]
+
 
 @st.composite
 def divided_streams(draw: st.DrawFn) -> dict[str, Any]:
@@ -183,10 +190,6 @@ def test_short_documents_are_shared_out_among_few_calls(count: int, length: int,
     assert len(calls) == -(-count // most_segments(rows)), "more calls than there need be"
 
 
-PLACES = st.integers(0, 60)
-SPANS = st.tuples(PLACES, PLACES)
-
-
 @given(st.sets(PLACES), st.none() | st.integers(1, 70), st.booleans(), PLACES, PLACES, st.none() | SPANS)
 def test_chunk_pairs_are_those_of_the_mask(
     starts: set[int], reach: int | None, windows: bool, a: int, b: int, keys: tuple[int, int] | None
@@ -200,12 +203,6 @@ def test_chunk_pairs_are_those_of_the_mask(
     counted = int(visible_keys(60, apart, window)[start:end, slice(*among)].sum())
     assert chunk_pairs(start, end, documents, window, span, None if keys is None else among) == counted
     assert visible_pairs(end, window, span) == chunk_pairs(0, end, [0], window, span, None)
-
-
-SIZES = [(65, 65), (530, 530), (1, 40), (70, 600)]
-KINDS = ["causal", "full", "window", "old keys", "softcap"]
-WIDTHS = itertools.cycle([(16, 16), (24, 16), (16, 24)])
-GRID = [(n, m, case, next(WIDTHS)) for (n, m), case in itertools.product(SIZES, KINDS)]
 
 
 @pytest.mark.parametrize("backend", [backends.TorchCpuFlash(), backends.TiledReference()], ids=lambda b: b.name)

@@ -30,6 +30,9 @@ from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.budgets import Budgets
 
+WIDTHS = [(32, 8, 128), (8, 8, 64), (4, 1, 80), (40, 8, 256), (1, 1, 16)]
+"""Heads, key and value heads, width."""
+
 
 class TopLeft(TorchCpuFlash):
     """A kernel that takes the causal limit to be at the top left, as torch's sdpa does."""
@@ -178,10 +181,6 @@ def test_cuda_kernels_import_nothing_and_say_why_on_a_cpu() -> None:
     here = dict.fromkeys(["torch-cpu-flash", "tiled-reference"])
     assert refusals == dict.fromkeys(refusals, "computes on CUDA devices only") | here
     assert not any(name.startswith("flash_attn") for name in sys.modules)
-
-
-WIDTHS = [(32, 8, 128), (8, 8, 64), (4, 1, 80), (40, 8, 256), (1, 1, 16)]
-"""Heads, key and value heads, width."""
 
 
 def flash2_backward(geometry: Geometry, heads: int, kv_heads: int, dim: int, multiprocessors: int | None) -> int:

@@ -29,6 +29,19 @@ SLOW = ClusterGpu(
     gpu="X", gpu_bytes=10**12, matmul_flops=1e9, attention=(ATTENTION,), copy_bytes_per_s=1e9, nvlink_bytes_per_s=1e6,
     network_gbit_per_s=0.08,  # 8.5e6 bytes/s
 )  # fmt: skip
+STEPS = 20
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SPREAD = ("plain", "masked", "lora", "balanced turn", "capped")
+"""Those that are also trained with each context spread over both ranks."""
+TOKENS_OFF, MEMORY_OFF = 0.13, 0.06
+"""How far the forecast may be off, of what was measured; docs/cluster.md says so."""
+TITAN = cluster_gpu("NVIDIA H100", memory=(96, 2400), nvlink_gb_per_s=450)
+"""Of Grand Teton: HBM2e of 96 GB and 2.4 TB/s, 400 Gbit/s a GPU; held to 500 W, of which no sheet has a rate."""
+HALF = Recompute(matmul=0.5, attention=0.0, saved=(51 * 1024,) * 32)
+"""torchtitan's selective checkpointing of then: every second matrix product is saved, and attention. Bytes a token of
+the outputs of half of the seven products, and of attention, in bfloat16."""
+VELA = cluster_gpu("NVIDIA H100 80GB HBM3", memory=(80, 3350), nvlink_gb_per_s=450, network_gbit_per_s=100)
+"""IBM's: "800 Gbps", taken as a node's."""
 
 
 def recipe(sequence: int, sequences: int, micro_batch: int, **train: Any) -> Recipe:
@@ -50,17 +63,6 @@ def llama2(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: in
     return model_spec(model_config(made, None), made)
 
 
-TOKENS_OFF, MEMORY_OFF = 0.13, 0.06
-"""How far the forecast may be off, of what was measured; docs/cluster.md says so."""
-TITAN = cluster_gpu("NVIDIA H100", memory=(96, 2400), nvlink_gb_per_s=450)
-"""Of Grand Teton: HBM2e of 96 GB and 2.4 TB/s, 400 Gbit/s a GPU; held to 500 W, of which no sheet has a rate."""
-HALF = Recompute(matmul=0.5, attention=0.0, saved=(51 * 1024,) * 32)
-"""torchtitan's selective checkpointing of then: every second matrix product is saved, and attention. Bytes a token of
-the outputs of half of the seven products, and of attention, in bfloat16."""
-VELA = cluster_gpu("NVIDIA H100 80GB HBM3", memory=(80, 3350), nvlink_gb_per_s=450, network_gbit_per_s=100)
-"""IBM's: "800 Gbps", taken as a node's."""
-
-
 @pytest.mark.parametrize(
     ("nodes", "compiled", "tokens_per_s", "gib"),
     [(1, False, 5762, 82.4), (1, True, 6667, 77.0), (16, False, 5605, 67.0), (16, True, 6514, 62.0)],
@@ -76,15 +78,11 @@ def test_llama_8b_by_torchtitan(nodes: int, compiled: bool, tokens_per_s: int, g
     assert found["bound_by"] == "compute"
 
 
-@pytest.mark.parametrize(
-    ("shape", "tokens_per_s", "mfu", "hfu"),
-    [
-        ((40, 5120, 13_824, 40, 40), 4850, 0.43, 0.46),
-        pytest.param((48, 8192, 22_016, 64, 8), 1830, 0.38, 0.49, marks=pytest.mark.long),
-        pytest.param((80, 8192, 28_672, 64, 8), 890, 0.38, 0.47, marks=pytest.mark.long),
-    ],
-    ids=["13B", "34B", "70B"],
-)
+@pytest.mark.parametrize(("shape", "tokens_per_s", "mfu", "hfu"), [
+    ((40, 5120, 13_824, 40, 40), 4850, 0.43, 0.46),
+    pytest.param((48, 8192, 22_016, 64, 8), 1830, 0.38, 0.49, marks=pytest.mark.long),
+    pytest.param((80, 8192, 28_672, 64, 8), 890, 0.38, 0.47, marks=pytest.mark.long),
+], ids=["13B", "34B", "70B"])  # fmt: skip
 def test_llama_2_by_ibm(shape: tuple[int, int, int, int, int], tokens_per_s: int, mfu: float, hfu: float) -> None:
     """github.com/foundation-model-stack/fms-fsdp, README.md: FSDP with torch.compile on 96 H100, two sequences of 4,096
     tokens a GPU, of some blocks all recomputed: as many as HFU over MFU says, a third for all."""
@@ -208,10 +206,6 @@ def test_micro_batches_that_do_not_divide(llama3_8b: ModelSpec) -> None:
         cluster_forecast(llama3_8b, recipe(8192, 64, 2, compute_dtype="float32"), parse_cluster("2x8"))
 
 
-STEPS = 20
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-
-
 def trained_recipes(folder: Path) -> dict[str, Recipe]:
     """Everything that decides what is trained on what, a few things at a time."""
     chat = make_chat_model(folder / "chat-model")
@@ -244,10 +238,6 @@ def trained_recipes(folder: Path) -> dict[str, Recipe]:
         "recurrent": of({}, model=tiny.model(model_type="qwen3_next", overrides=tiny.HYBRID)),
         "capped": of({}, model=tiny.model(model_type="gemma2", overrides={"sliding_window": 16})),
     }
-
-
-SPREAD = ("plain", "masked", "lora", "balanced turn", "capped")
-"""Those that are also trained with each context spread over both ranks."""
 
 
 @pytest.mark.long

@@ -45,6 +45,13 @@ SUMS_S = NUMEL * (2 + 2 * 4) / 1e8
 """Its gradients in bfloat16 are added to float32 sums, which are read and written."""
 GRAPH_BYTES = 700
 """Elementwise work passes what a graph would keep of a token through memory."""
+PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
+HALVES = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]
+ATTENTION_WEIGHTS, MLP, DOWN, HEAD = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 48, 48 * 32, 32 * 96
+"""Weights of a layer's attention and MLP, of the last matrix of that, and of the head."""
+LAYER_FLOPS = 2 * (ATTENTION_WEIGHTS + MLP)
+AGAIN = LAYER_FLOPS - 2 * DOWN
+"""FLOPs of a token forward, and once more in backward: nobody reads the output of the last product."""
 
 
 def a_plan(streamed: bool = False, **changes: Any) -> Plan:
@@ -137,16 +144,14 @@ def test_a_streamed_window() -> None:
     assert seconds(op_of("layer_project", index=3), plan) == pytest.approx(project, rel=1e-4)
 
 
-def test_embedding_and_head() -> None:
+def test_embedding_head_and_evaluation() -> None:
     assert seconds(op_of("embed_forward", block="embed")) == pytest.approx(LAUNCH + 6 * HIDDEN_BYTES / 1e8)
     # 8 pages of 2,048 parameters: 16,384 / 32 = 512 entries of the vocabulary; forward and backward three times.
     flops = 64 * 3 * 2 * 16_384
     moved = 12 * 512 * 64 + 8 * HIDDEN_BYTES + 16_384 * (2 + 8)
     expected = 2 * LAUNCH + flops / 1e9 + moved / 1e8
     assert seconds(op_of("head", block="head")) == pytest.approx(expected)
-
-
-def test_a_forward_that_nothing_follows() -> None:
+    # A forward that nothing follows.
     evaluation = op_of("layer_evaluate", batch=1)
     assert seconds(evaluation) == seconds(op_of("layer_forward"))
     assert seconds(op_of("embed_evaluate", block="embed")) == seconds(op_of("embed_forward", block="embed"))
@@ -193,7 +198,7 @@ def test_updates_norms_copies_and_drives() -> None:
         assert seconds(op, calibration=calibration) == pytest.approx(COPY_S + expected)
 
 
-def test_one_sample_corrects_the_formula_by_a_ratio() -> None:
+def test_samples_correct_the_formula() -> None:
     op, other = op_of("layer_forward"), op_of("layer_forward", index=1)
     plain = [seconds(o) for o in (op, other)]
     kind = op_kind(op, "layers.0")
@@ -204,9 +209,7 @@ def test_one_sample_corrects_the_formula_by_a_ratio() -> None:
     # An op that was not measured is off by as much as those that were.
     again = op_of("layer_recompute")
     assert seconds(again, calibration=calibration) == pytest.approx(3 * seconds(again))
-
-
-def test_two_samples_tell_tokens_from_pairs() -> None:
+    # Two samples tell tokens from pairs.
     samples = (Sample(tokens=64, pairs=1_000, seconds=0.5), Sample(tokens=64, pairs=3_000, seconds=0.9))
     calibration = Calibration(samples={"layers.0 layer_forward": samples})
     # 0.4 s for 2,000 pairs more: 0.0002 s a pair, and 0.5 - 0.2 = 0.3 s for 64 tokens. The first chunk has 2,080 pairs.
@@ -254,24 +257,13 @@ def spec(model_type: str, freeze: list[str] | None = None, **overrides: Any) -> 
     return tiny.spec_of(model_config(tiny.recipe(model=model), None), freeze or [])
 
 
-HALVES = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]
-ATTENTION_WEIGHTS, MLP, DOWN, HEAD = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 48, 48 * 32, 32 * 96
-"""Weights of a layer's attention and MLP, of the last matrix of that, and of the head."""
-LAYER_FLOPS = 2 * (ATTENTION_WEIGHTS + MLP)
-AGAIN = LAYER_FLOPS - 2 * DOWN
-"""FLOPs of a token forward, and once more in backward: nobody reads the output of the last product."""
-
-
-def test_a_qwen3_by_hand() -> None:
+def test_a_qwen3_whole_and_half_frozen_by_hand() -> None:
     forward, model = 36_864, spec("qwen3")
     assert matmul_flops(model) == 2 * (2 * (ATTENTION_WEIGHTS + MLP) + HEAD) == forward
     # A document of 3 tokens has 6 visible pairs: 2 layers x 2 FLOP x 4 heads x (8 + 8) x 6.
     assert attention_flops(model, [3]) == 2 * 2 * 4 * 16 * 6
     assert model_flops(model, [3, 1]) == 3 * (4 * forward + 2 * 2 * 4 * 16 * 7)
-
-
-def test_what_is_frozen_costs_no_gradient_of_its_weights_by_hand() -> None:
-    """The embedding, the first layer and the MLP of the second are frozen: backward ends with the second."""
+    # The embedding, the first layer and the MLP of the second are frozen: backward ends with the second.
     model = spec("qwen3", HALVES)
     backward = LAYER_FLOPS + 2 * ATTENTION_WEIGHTS + 2 * 2 * HEAD
     assert matmul_flops(model) == 2 * LAYER_FLOPS + 2 * HEAD
@@ -316,19 +308,16 @@ def test_what_a_step_of_two_chunks_executes_by_hand() -> None:
     assert padded.head_matmul == 6 * 3 * 2 * HEAD
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [
-        ("qwen3", {}),
-        ("qwen3", {"tie_word_embeddings": True}),
-        ("llama", {"head_dim": 16}),
-        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-        (
-            "qwen3_moe",
-            {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "changes"), [
+    ("qwen3", {}),
+    ("qwen3", {"tie_word_embeddings": True}),
+    ("llama", {"head_dim": 16}),
+    ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    (
+        "qwen3_moe",
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
+    ),
+])  # fmt: skip
 def test_against_what_torch_counts(model_type: str, changes: dict[str, Any]) -> None:
     """Eager attention computes all pairs, so n x n of them are put in place of the visible ones."""
     found, length = spec(model_type, **changes), 12
@@ -341,9 +330,6 @@ def test_against_what_torch_counts(model_type: str, changes: dict[str, Any]) -> 
     assert counter.get_total_flops() == length * matmul_flops(found) + pairs
 
 
-PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
-
-
 class ProductCounter(TorchDispatchMode):
     flops = 0
 
@@ -354,17 +340,14 @@ class ProductCounter(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(
-    ("saving", "kv_window", "freeze"),
-    [
-        ("full", "whole", []),
-        ("selective", "streamed", []),
-        ("none", "whole", []),
-        ("none", "streamed", HALVES),
-        pytest.param("full", "streamed", [], marks=pytest.mark.long),
-        pytest.param("full", "whole", HALVES, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("saving", "kv_window", "freeze"), [
+    ("full", "whole", []),
+    ("selective", "streamed", []),
+    ("none", "whole", []),
+    ("none", "streamed", HALVES),
+    pytest.param("full", "streamed", [], marks=pytest.mark.long),
+    pytest.param("full", "whole", HALVES, marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_step_computes_what_the_formula_says(tmp_path: Path, saving: str, kv_window: str, freeze: list[str]) -> None:
     ways = {"activation_checkpointing": saving, "kv_window": kv_window, "freeze": freeze}
     t = tiny.training(steps=1, global_batch_size=1, chunk_tokens=20, **ways)

@@ -28,6 +28,8 @@ MODELS: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({}, (), "dora"),
 ]
 """Changes of the tiny model, what is frozen, adapter.method."""
+DRIVES = [1_000_000, 5_000_000, 1 << 40]
+SIZES = {"gpu": 1 << 40, "ram": 1 << 40, "nvme": 1 << 40}
 
 
 def request(recipe: Recipe, budgets: Budgets, device_type: str, freeze: tuple[str, ...], **known: Any) -> PlanRequest:
@@ -148,12 +150,6 @@ def test_least_and_shares_of_a_machine(machine: str) -> None:
     assert rest.ram == (both - rest.gpu if on.gpu is None else whole.ram)
 
 
-# ---------------------------------------------------------------------- advice
-
-DRIVES = [1_000_000, 5_000_000, 1 << 40]
-SIZES = {"gpu": 1 << 40, "ram": 1 << 40, "nvme": 1 << 40}
-
-
 @sampled(3, 40, derandomize=True)
 @given(requests(), st.integers(100_000, 2_000_000), st.integers(100_000, 1_000_000), st.sampled_from(DRIVES))
 def test_every_suggested_change_is_accepted(task: PlanRequest, gpu: int, ram: int, nvme: int) -> None:
@@ -174,7 +170,7 @@ def test_every_suggested_change_is_accepted(task: PlanRequest, gpu: int, ram: in
     assert len({tuple(change.values) for change in changes}) == len(changes)
 
 
-def test_what_the_machine_lacks_is_a_change_of_the_machine() -> None:
+def test_what_the_machine_lacks_and_the_least_change_of_a_field() -> None:
     budgets = Budgets(100_000, 1 << 30, None, {})
     task = request(tiny.recipe(), budgets, "cpu", ())
     roomy = fixes(task, SIZES)[-1]
@@ -187,9 +183,7 @@ def test_what_the_machine_lacks_is_a_change_of_the_machine() -> None:
     assert poor.values == {}
     assert "a machine with" in poor.text
     assert "GPU memory" in poor.text
-
-
-def test_the_least_change_of_a_field_is_suggested() -> None:
+    # The least change of a field.
     budgets = Budgets(1 << 30, 1 << 30, None, {})
     d, t = tiny.data(sequence_length=256), tiny.training(chunk_tokens=256, global_batch_size=1)
     roomy = request(tiny.recipe(data=d, train=t), budgets, "cpu", ())

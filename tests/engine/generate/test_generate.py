@@ -47,6 +47,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": HYBRID,
 }
 CONFIGS = {name: AutoConfig.for_model(name, **SHAPE | fields) for name, fields in FAMILIES.items()}
+APART = [pytest.param("phi3", False, marks=pytest.mark.long), pytest.param("qwen3_next", True, marks=pytest.mark.long)]
+RUNS: dict[str, dict[str, Any]] = {
+    "layers frozen": {"train": training(steps=3, freeze=["*layers.0.*", "*layers.2.mlp.*"])},
+    "adapter": {"adapter": adapted.section("rslora"), "train": training(steps=4, lr=5e-2)},
+}
+PAGE = Path(__file__).parents[3] / "docs" / "sample.md"
+MACHINES = {"RTX 4090, 64 GB RAM": "rtx4090-64", "RTX 4090, 128 GB RAM": "rtx4090-128"}
+LLAMA_70B = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+LLAMA_70B |= {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+TOKENS = 64
 
 
 def prompt_of(length: int) -> list[int]:
@@ -127,9 +137,6 @@ def memory_apart() -> Iterator[None]:
         yield
 
 
-APART = [pytest.param("phi3", False, marks=pytest.mark.long), pytest.param("qwen3_next", True, marks=pytest.mark.long)]
-
-
 @pytest.mark.parametrize(("family", "apart"), [("gemma3_text", True), *APART])
 def test_tiers_change_no_token(family: str, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, count = save(CONFIGS[family], tmp_path), 3
@@ -181,12 +188,6 @@ def test_log_likelihoods_are_those_of_the_logits(tmp_path: Path) -> None:
         expected = log_likelihood(made, *pair)
         assert (value, is_greedy) == (pytest.approx(expected[0], abs=1e-3), expected[1])
     assert [is_greedy for _, is_greedy in found] == [False, True, False]
-
-
-RUNS: dict[str, dict[str, Any]] = {
-    "layers frozen": {"train": training(steps=3, freeze=["*layers.0.*", "*layers.2.mlp.*"])},
-    "adapter": {"adapter": adapted.section("rslora"), "train": training(steps=4, lr=5e-2)},
-}
 
 
 @pytest.mark.long
@@ -276,13 +277,6 @@ def test_an_adapter_folder_is_asked_with_its_base(method: str, tmp_path: Path) -
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "nowhere"}))
     with pytest.raises(UserError, match="the adapter's base model nowhere is missing"):
         StreamedModel.open(tmp_path / "adapter", device="cpu")
-
-
-PAGE = Path(__file__).parents[3] / "docs" / "sample.md"
-MACHINES = {"RTX 4090, 64 GB RAM": "rtx4090-64", "RTX 4090, 128 GB RAM": "rtx4090-128"}
-LLAMA_70B = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
-LLAMA_70B |= {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-TOKENS = 64
 
 
 @pytest.fixture(scope="module")

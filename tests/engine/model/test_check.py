@@ -52,7 +52,7 @@ OFTEN: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_next", {}),
     ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),  # learned positions
 ]
-RARELY: list[tuple[str, dict[str, Any]]] = [
+RARE: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma2", "gemma3_text")),
     *((name, {}) for name in ("cohere", "mixtral", "qwen2_moe", "qwen3_moe")),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2, "num_hidden_layers": 4}),
@@ -62,14 +62,16 @@ RARELY: list[tuple[str, dict[str, Any]]] = [
     ("mamba2", {}),  # no attention
     ("gemma4_text", {"hidden_size_per_layer_input": 0}),  # layers of different widths, badly conditioned
 ]
+RARELY = [pytest.param(*case, marks=pytest.mark.long) for case in RARE]
+HALVES = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*", "*.norm.weight"]
+TARGETS = {"llama": ["all-linear", "embed_tokens", "lm_head"], "gemma3_text": ["all-linear", "embed_tokens"]}
+"""Beside all linear modules of the layers, of shapes where that says something more."""
+COMPILED = [("llama", "dora"), ("gemma3_text", "rslora"), ("qwen3_moe", "lora")]
+"""Each takes a minute."""
 
 
-@pytest.mark.parametrize(
-    "pieces", [pytest.param(False, id="whole", marks=pytest.mark.long), pytest.param(True, id="pieces")]
-)
-@pytest.mark.parametrize(
-    ("model_type", "fields"), [*OFTEN, *(pytest.param(*case, marks=pytest.mark.long) for case in RARELY)], ids=str
-)
+@pytest.mark.parametrize("pieces", cases([False, True], True), ids=["whole", "pieces"])
+@pytest.mark.parametrize(("model_type", "fields"), [*OFTEN, *RARELY], ids=str)
 def test_models_pass(model_type: str, fields: dict[str, Any], pieces: bool) -> None:
     result = check_model(CONFIG_MAPPING[model_type](**fields), pieces=pieces)
     assert result.ok, result.reason
@@ -119,9 +121,6 @@ def test_an_error_while_streaming_or_taking_apart_is_a_refusal(monkeypatch: pyte
     assert check_model(T5Config()) == CheckResult("t5", False, None, None, str(refusal.value))
 
 
-HALVES = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*", "*.norm.weight"]
-
-
 def small(model_type: str, **fields: Any) -> PretrainedConfig:
     if model_type == "gpt2":
         fields |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -169,17 +168,14 @@ def test_patterns_that_leave_nothing_to_do_are_refused() -> None:
         take_apart(small("llama"), ["*embed*", "*"])
 
 
-@pytest.mark.parametrize(
-    ("model_type", "freeze", "pieces"),
-    [
-        ("llama", HALVES, True),
-        ("gpt2", ["*wte*", "*.h.0.attn*"], True),
-        ("llama", ["*.layers.*", "*embed*"], False),
-        pytest.param("qwen3", ["*.self_attn.*"], False, marks=pytest.mark.long),
-        pytest.param("gemma3_text", ["*embed*", "*_proj.weight"], True, marks=pytest.mark.long),
-        pytest.param("qwen3_moe", ["*.experts.*", "*.gate.*", "*.layers.0.*"], False, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "freeze", "pieces"), [
+    ("llama", HALVES, True),
+    ("gpt2", ["*wte*", "*.h.0.attn*"], True),
+    ("llama", ["*.layers.*", "*embed*"], False),
+    pytest.param("qwen3", ["*.self_attn.*"], False, marks=pytest.mark.long),
+    pytest.param("gemma3_text", ["*embed*", "*_proj.weight"], True, marks=pytest.mark.long),
+    pytest.param("qwen3_moe", ["*.experts.*", "*.gate.*", "*.layers.0.*"], False, marks=pytest.mark.long),
+])  # fmt: skip
 def test_gradients_of_the_rest_are_those_of_plain_autograd(model_type: str, freeze: list[str], pieces: bool) -> None:
     config = small(model_type)
     spec = take_apart(config, freeze)
@@ -200,28 +196,17 @@ def test_gradients_of_the_rest_are_those_of_plain_autograd(model_type: str, free
     assert max(relative_errors(gradients, reference).values()) < 1e-5
 
 
-TARGETS = {"llama": ["all-linear", "embed_tokens", "lm_head"], "gemma3_text": ["all-linear", "embed_tokens"]}
-"""Beside all linear modules of the layers, of shapes where that says something more."""
-
-
 def linear_of(model: Any) -> list[str]:
     """Names of the linear modules of the layers."""
     layers = model.model.layers.named_modules()
     return sorted({name.rpartition(".")[2] for name, module in layers if isinstance(module, torch.nn.Linear)})
 
 
-COMPILED = [("llama", "dora"), ("gemma3_text", "rslora"), ("qwen3_moe", "lora")]
-"""Each takes a minute."""
-
-
-@pytest.mark.parametrize(
-    ("model_type", "method", "compile"),
-    [
-        *(("llama", "dora", False), ("qwen3", "rslora", False), ("qwen3_moe", "lora", False)),
-        *(pytest.param(*case, False, marks=pytest.mark.long) for case in [("llama", "lora"), ("gemma3_text", "dora")]),
-        *(pytest.param(*case, True, marks=pytest.mark.long) for case in COMPILED),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "method", "compile"), [
+    *(("llama", "dora", False), ("qwen3", "rslora", False), ("qwen3_moe", "lora", False)),
+    *(pytest.param(*case, False, marks=pytest.mark.long) for case in [("llama", "lora"), ("gemma3_text", "dora")]),
+    *(pytest.param(*case, True, marks=pytest.mark.long) for case in COMPILED),
+])  # fmt: skip
 def test_gradients_are_those_of_plain_peft(model_type: str, method: str, compile: bool) -> None:
     shape = adapted.config(model_type)
     targets = ["all-linear"] if method == "dora" else TARGETS.get(model_type, ["all-linear"])
@@ -299,15 +284,12 @@ def test_targets_by_pattern_make_layers_of_two_structures() -> None:
         AdapterLayers(spec).require_mergeable()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"targets": ["q_proj", "w1"]}, "'w1' matches no module of the model; it has "),
-        ({"targets": ["mlp"]}, "'mlp' is not a linear module or an embedding; name the modules in it: down_proj, gate"),
-        ({"rank": 17}, "17 is larger than the smallest side of 'model.layers.0.self_attn.k_proj.weight' (16 x 32)"),
-        ({"method": "dora", "targets": ["embed_tokens"]}, "'model.embed_tokens' is an embedding"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"targets": ["q_proj", "w1"]}, "'w1' matches no module of the model; it has "),
+    ({"targets": ["mlp"]}, "'mlp' is not a linear module or an embedding; name the modules in it: down_proj, gate"),
+    ({"rank": 17}, "17 is larger than the smallest side of 'model.layers.0.self_attn.k_proj.weight' (16 x 32)"),
+    ({"method": "dora", "targets": ["embed_tokens"]}, "'model.embed_tokens' is an embedding"),
+])  # fmt: skip
 def test_sections_that_do_not_fit_the_model(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UserError) as refusal:
         take_apart(adapted.config("llama"), adapter=AdapterConfig(**({"method": "lora", "rank": 4} | changes)))

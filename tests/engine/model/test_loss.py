@@ -36,6 +36,16 @@ from penstock.engine.session import Session
 from penstock.storage.errors import UserError
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}
+BALANCED = ("nvme-recomputed", "gpu", "nvme-streamed-spilled")
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": EXPERTS,
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},
+}
+WEIGHT = 0.7
+"""Large, so that the loss is most of a router's gradient."""
 
 
 @pytest.mark.parametrize("work_bytes", [1, 3 * 4 * 257, 1 << 20])
@@ -185,17 +195,6 @@ def test_autograd_is_asked_whether_the_logits_may_be_overwritten() -> None:
     assert rows_at_once(1, plain) == 1
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": EXPERTS,
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},
-}
-WEIGHT = 0.7
-"""Large, so that the loss is most of a router's gradient."""
-
-
 def config_of(kind: str, **overrides: Any) -> PretrainedConfig:
     heads = {"num_kv_heads": 4, "head_dim": None} if kind == "olmoe" else {}
     m = tiny.model(model_type=kind, num_layers=2, overrides=FAMILIES.get(kind, {}) | overrides, **heads)
@@ -224,9 +223,6 @@ def test_it_is_the_total_gradient_of_one_forward_in_transformers(kind: str) -> N
         assert loss == pytest.approx(alone, rel=1e-5), "the cross entropy alone"
     assert max(found[WEIGHT].values()) < 1e-5
     assert max(found[0.0].values()) > 1e-2
-
-
-BALANCED = ("nvme-recomputed", "gpu", "nvme-streamed-spilled")
 
 
 def plain_gradients(model: Any, session: Session) -> dict[str, Tensor]:

@@ -28,6 +28,13 @@ from penstock.engine.model.tokens import ChunkTokens
 from penstock.engine.model.trace import random_model
 from penstock.storage.errors import UserError
 
+VARIED = ("gemma3_text", "deepseek_v3", "qwen3_next", "llama4_text", "gpt_oss")
+UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATED = ("mlp.gate_proj", "mlp.up_proj")
+DOWN = "mlp.down_proj"
+
 
 def qwen3(**fields: Any) -> Qwen3Config:
     shape = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
@@ -87,25 +94,17 @@ def test_initial_constants_are_the_models_own(model_type: str) -> None:
     assert all(torch.equal(constants[name], expected[name]) for name in constants)
 
 
-UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (T5Config(), "encoder-decoder"),
-        (PretrainedConfig(), "not a causal language model"),
-        (CONFIG_MAPPING["vit"](hidden_dropout_prob=0.0), "not a causal language model"),
-        (qwen3(attention_dropout=0.1), "attention_dropout is 0.1"),
-        (GPT2Config(), "resid_pdrop is 0.1"),
-        (qwen3(quantization_config={"quant_method": "fp8"}), "quantised"),
-        (CONFIG_MAPPING["bert"](num_hidden_layers=2, **UNDROPPED), "not causal"),
-        (CONFIG_MAPPING["gptj"](n_layer=2, **NO_DROPOUT), "attention interface"),
-        (CONFIG_MAPPING["gemma3n_text"](num_hidden_layers=5, num_kv_shared_layers=0), "in addition to its hidden"),
-    ],
-    ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else None,
-)
+@pytest.mark.parametrize(("config", "message"), [
+    (T5Config(), "encoder-decoder"),
+    (PretrainedConfig(), "not a causal language model"),
+    (CONFIG_MAPPING["vit"](hidden_dropout_prob=0.0), "not a causal language model"),
+    (qwen3(attention_dropout=0.1), "attention_dropout is 0.1"),
+    (GPT2Config(), "resid_pdrop is 0.1"),
+    (qwen3(quantization_config={"quant_method": "fp8"}), "quantised"),
+    (CONFIG_MAPPING["bert"](num_hidden_layers=2, **UNDROPPED), "not causal"),
+    (CONFIG_MAPPING["gptj"](n_layer=2, **NO_DROPOUT), "attention interface"),
+    (CONFIG_MAPPING["gemma3n_text"](num_hidden_layers=5, num_kv_shared_layers=0), "in addition to its hidden"),
+], ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else None)  # fmt: skip
 def test_untrainable_models_are_refused(config: PretrainedConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):
         take_apart(config)
@@ -140,10 +139,7 @@ def test_initialisation_builds_the_model_once(monkeypatch: pytest.MonkeyPatch) -
     assert len(built) == 1
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    cases(["gemma3_text", "deepseek_v3", "qwen3_next", "llama4_text", "gpt_oss"], "gemma3_text", "deepseek_v3"),
-)
+@pytest.mark.parametrize("model_type", cases(VARIED, "gemma3_text", "deepseek_v3"))
 def test_shrunk_model_has_every_kind_of_layer(model_type: str) -> None:
     config = CONFIG_MAPPING[model_type]()
     small, stand_ins = fewer_layers(config)
@@ -206,10 +202,6 @@ def test_rotary_tables_come_from_the_longest_position() -> None:
     assert inputs.nbytes == cos.nbytes + sin.nbytes + 10 * 8, "shared tables are counted once"
 
 
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-GATED = ("mlp.gate_proj", "mlp.up_proj")
-
-
 def small(model_type: str) -> PretrainedConfig:
     fields = NO_DROPOUT if model_type == "gpt2" else {}
     return shrink(CONFIG_MAPPING[model_type](num_hidden_layers=2, **fields))[0]
@@ -219,27 +211,19 @@ def apart(spec: ModelSpec) -> ModelSpec:
     return replace(spec, joined=((),) * len(spec.joined))
 
 
-DOWN = "mlp.down_proj"
-
-
-@pytest.mark.parametrize(
-    ("model_type", "groups", "last"),
-    [
-        ("llama", (QKV, GATED), DOWN),
-        ("qwen2", (QKV, GATED), DOWN),  # with biases
-        ("cohere", (QKV, GATED), DOWN),  # all five read one tensor
-        ("qwen3_moe", (QKV,), None),
-        ("qwen2_moe", (QKV, ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")), None),
-        ("starcoder2", (QKV,), "mlp.c_proj"),
-        ("phi3", (), DOWN),  # stored as one matrix
-        ("gpt2", (), None),
-        ("gemma2", (QKV, GATED), None),
-        ("mixtral", (QKV,), None),
-    ],
-)
-def test_which_linear_modules_are_one_product_and_which_is_the_last(
-    model_type: str, groups: Any, last: str | None
-) -> None:
+@pytest.mark.parametrize(("model_type", "groups", "last"), [
+    ("llama", (QKV, GATED), DOWN),
+    ("qwen2", (QKV, GATED), DOWN),  # with biases
+    ("cohere", (QKV, GATED), DOWN),  # all five read one tensor
+    ("qwen3_moe", (QKV,), None),
+    ("qwen2_moe", (QKV, ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")), None),
+    ("starcoder2", (QKV,), "mlp.c_proj"),
+    ("phi3", (), DOWN),  # stored as one matrix
+    ("gpt2", (), None),
+    ("gemma2", (QKV, GATED), None),
+    ("mixtral", (QKV,), None),
+])  # fmt: skip
+def test_which_linear_modules_are_joined_and_which_is_last(model_type: str, groups: Any, last: str | None) -> None:
     spec = take_apart(small(model_type))
     assert (set(spec.joined), set(spec.unread)) == ({groups}, {last})
 
@@ -286,10 +270,8 @@ def layer_run(spec: ModelSpec, weights: dict[str, Tensor], keep: bool, **more: A
 
 
 @pytest.mark.parametrize("multiplies", [True, False])
-def test_joined_layers_compute_what_they_compute_apart_in_bfloat16(
-    monkeypatch: pytest.MonkeyPatch, multiplies: bool
-) -> None:
-    """Whether or not the CPU multiplies it."""
+def test_joined_layers_compute_what_they_do_apart(monkeypatch: pytest.MonkeyPatch, multiplies: bool) -> None:
+    """In bfloat16, whether or not the CPU multiplies it."""
     config = small("qwen3")
     weights = {name: p.detach() for name, p in random_model(config).named_parameters()}
     spec = take_apart(config)

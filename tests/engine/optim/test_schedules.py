@@ -21,6 +21,12 @@ from penstock.engine.optim.lr import learning_rate
 from penstock.storage.errors import UserError
 from penstock.storage.layout import ALIGN_NUMEL, FlatLayout, ParamSpec
 
+SHAPES: dict[str, tuple[int, ...]] = {"a.weight": (50, 100), "a.bias": (100,), "b.weight": (40, 60), "b.norm": (60,)}
+SHAPES["c.weight"] = (3000,)
+LAYOUT = FlatLayout.build([ParamSpec(name, shape, name.endswith("weight")) for name, shape in SHAPES.items()])
+FACTORS = {"a.weight": 0.5, "a.bias": 0.25, "b.weight": 0.5, "b.norm": 1.0, "c.weight": 0.0}
+GROUPS: dict[str, Any] = {"lr_groups": {"*self_attn*": 0.25, "*layernorm*": 0.0, "*embed*": 2.0}, "layer_lr_decay": 0.7}
+
 
 def rates(**changes: Any) -> list[float]:
     train = TrainConfig(lr=1.0, **changes)
@@ -48,28 +54,18 @@ def test_wsd_is_that_of_transformers(least: float) -> None:
     assert found[first - 1 :] == pytest.approx([expected(step) for step in range(first, 31)])
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"decay_steps": 5}, r"train\.decay_steps: 5 is only used with train\.lr_schedule=wsd, but that is cosine"),
-        ({"decay_steps": 0, "lr_schedule": "wsd"}, r"train\.decay_steps: 0 must be at least 1"),
-        ({"decay_steps": 96, "lr_schedule": "wsd", "warmup_steps": 5},
-         r"train\.decay_steps: 96 exceeds the 95 steps that remain of train\.steps after"),
-        ({"layer_lr_decay": 0.0}, r"train\.layer_lr_decay: 0\.0 must be above 0, at most 1"),
-        ({"layer_lr_decay": 1.1}, r"train\.layer_lr_decay: 1\.1 must be above 0"),
-        ({"lr_groups": {"*norm*": -1.0}}, r"train\.lr_groups: the factor of '\*norm\*' is -1\.0; give 0 or more"),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"decay_steps": 5}, r"train\.decay_steps: 5 is only used with train\.lr_schedule=wsd, but that is cosine"),
+    ({"decay_steps": 0, "lr_schedule": "wsd"}, r"train\.decay_steps: 0 must be at least 1"),
+    ({"decay_steps": 96, "lr_schedule": "wsd", "warmup_steps": 5},
+     r"train\.decay_steps: 96 exceeds the 95 steps that remain of train\.steps after"),
+    ({"layer_lr_decay": 0.0}, r"train\.layer_lr_decay: 0\.0 must be above 0, at most 1"),
+    ({"layer_lr_decay": 1.1}, r"train\.layer_lr_decay: 1\.1 must be above 0"),
+    ({"lr_groups": {"*norm*": -1.0}}, r"train\.lr_groups: the factor of '\*norm\*' is -1\.0; give 0 or more"),
+], ids=str)  # fmt: skip
 def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         TrainConfig(**changes)
-
-
-SHAPES: dict[str, tuple[int, ...]] = {"a.weight": (50, 100), "a.bias": (100,), "b.weight": (40, 60), "b.norm": (60,)}
-SHAPES["c.weight"] = (3000,)
-LAYOUT = FlatLayout.build([ParamSpec(name, shape, name.endswith("weight")) for name, shape in SHAPES.items()])
-FACTORS = {"a.weight": 0.5, "a.bias": 0.25, "b.weight": 0.5, "b.norm": 1.0, "c.weight": 0.0}
 
 
 def names(num_layers: int = 3, *, tied: bool = False) -> dict[str, int]:
@@ -96,18 +92,14 @@ def test_factors_by_layer_and_pattern() -> None:
     assert factors["lm_head.weight"] == 1
 
 
-@pytest.mark.parametrize(
-    ("groups", "said"),
-    [
-        ({"*.mlp.*": 0.1}, r"'\*\.mlp\.\*' matches only frozen parameters, which have no learning rate; remove it"),
-        ({"*emb_tokens*": 0.1}, r"'\*emb_tokens\*' matches no parameter; the nearest are model\.embed_tokens\.weight"),
-        ({"model.layers.7.mlp.up_proj.weight": 0.1},
-         r"'model\.layers\.7\.mlp\.up_proj\.weight' matches no parameter; the nearest are model\.layers\.\*\.mlp"),
-        ({"%": 0.1}, r"'%' matches no parameter; the nearest are model\.embed_tokens\.weight, "),
-        ({"*": 1.0, "*norm*": 0.0}, r"'\*norm\*' applies to no parameter, as earlier patterns match them all"),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("groups", "said"), [
+    ({"*.mlp.*": 0.1}, r"'\*\.mlp\.\*' matches only frozen parameters, which have no learning rate; remove it"),
+    ({"*emb_tokens*": 0.1}, r"'\*emb_tokens\*' matches no parameter; the nearest are model\.embed_tokens\.weight"),
+    ({"model.layers.7.mlp.up_proj.weight": 0.1},
+     r"'model\.layers\.7\.mlp\.up_proj\.weight' matches no parameter; the nearest are model\.layers\.\*\.mlp"),
+    ({"%": 0.1}, r"'%' matches no parameter; the nearest are model\.embed_tokens\.weight, "),
+    ({"*": 1.0, "*norm*": 0.0}, r"'\*norm\*' applies to no parameter, as earlier patterns match them all"),
+], ids=str)  # fmt: skip
 def test_a_pattern_for_nothing_is_refused_at_once(tmp_path: Path, groups: dict[str, float], said: str) -> None:
     train = tiny.training(lr_groups=groups, freeze=["*.mlp.*"] if "*.mlp.*" in groups else [])
     with pytest.raises(UserError, match=rf"train\.lr_groups: {said}"):
@@ -130,9 +122,6 @@ def test_runs_cover_a_range_and_join_what_is_alike() -> None:
         (ALIGN_NUMEL, LAYOUT.offset("c.weight"), 0.5),
         (LAYOUT.offset("c.weight"), middle.end, 0.0),
     ]
-
-
-GROUPS: dict[str, Any] = {"lr_groups": {"*self_attn*": 0.25, "*layernorm*": 0.0, "*embed*": 2.0}, "layer_lr_decay": 0.7}
 
 
 def by_hand(name: str) -> float:

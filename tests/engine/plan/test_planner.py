@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import sampled
-from small_problems import planned, problem, problems, some_plan, window_chunks
+from small_problems import planned, problem, some_plan, window_chunks
 
 from penstock.engine.forecast.choices import dimensions
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan
-from penstock.engine.plan.problem import KV_SLOTS, PlanInput, PlanOptions, RamFirst
+from penstock.engine.plan.problem import KV_SLOTS, PlanOptions, RamFirst
 from penstock.storage.chunk import ChunkFormat
 from penstock.storage.errors import BudgetError
 
@@ -272,13 +272,3 @@ def test_the_disk_holds_two_generations_and_those_that_are_kept() -> None:
         made(kept_generations=3, nvme_budget=kept.peak_bytes - 1)
     assert (e.value.tier, e.value.need_bytes) == ("nvme", kept.peak_bytes)
     assert made(kept_generations=3, nvme_budget=kept.peak_bytes).tiers["nvme"] == kept
-
-
-@sampled(50, 200)
-@given(problems)
-def test_what_a_refusal_asks_for_is_enough_whatever_the_choice(shape: PlanInput) -> None:
-    values = dimensions(shape, window_chunks(shape))
-    poor = replace(shape, gpu_budget=1, ram_budget=1, nvme_budget=1)
-    for streamed in values["streamed"]:
-        for recompute in values["recompute"]:
-            some_plan(poor, PlanOptions(streamed=streamed, recompute=recompute, gpu_first=values["gpu_first"][0]))

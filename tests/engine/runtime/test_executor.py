@@ -32,6 +32,11 @@ from penstock.engine.train import train_step
 from penstock.storage.layout import FlatLayout
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ASKS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "is_nonzero", "equal", "item"}
+"""Operators whose result, or its size, is only known once the device has computed it."""
+FROM_HOST = {"lift_fresh"}
+"""What torch.tensor(data) calls: on CUDA a copy from pageable memory."""
+LONG = [pytest.param(gpu, "gemma3_text", marks=pytest.mark.long) for gpu in (tiny.FLOOR, "1GiB")]
 
 
 def random_ops(seed: int, count: int, first: int = 0) -> list[Op]:
@@ -228,9 +233,7 @@ def test_spans_tell_what_was_waited_for_and_what_is_under_way(device: str) -> No
 
 
 @pytest.mark.parametrize("lane", [LANES[0], LANES[-1]])
-def test_a_lane_that_cannot_be_started_is_a_failure_and_leaves_none_behind(
-    lane: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lane_that_cannot_start_fails_and_leaves_none_behind(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     start, before = threading.Thread.start, threading.active_count()
 
     def limited(thread: threading.Thread) -> None:
@@ -388,12 +391,6 @@ def test_a_run_of_few_steps_is_not_compiled(tmp_path: Path) -> None:
     assert [line for line in observer.messages if line.startswith("layers are not compiled: 1 steps of about")]
 
 
-ASKS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "is_nonzero", "equal", "item"}
-"""Operators whose result, or its size, is only known once the device has computed it."""
-FROM_HOST = {"lift_fresh"}
-"""What torch.tensor(data) calls: on CUDA a copy from pageable memory."""
-
-
 class Strict(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -417,9 +414,6 @@ def watch_gpu_lanes(session: Session) -> set[str]:
 
     session.executor._perform = strict
     return seen
-
-
-LONG = [pytest.param(gpu, "gemma3_text", marks=pytest.mark.long) for gpu in (tiny.FLOOR, "1GiB")]
 
 
 @pytest.mark.parametrize(("gpu", "model_type"), [(tiny.FLOOR, "qwen3_moe"), *LONG])

@@ -25,17 +25,18 @@ from penstock.engine.train import train_step
 from penstock.storage.errors import UserError
 
 NAN = float("nan")
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total of 23.5")
+LOST = torch.AcceleratorError("CUDA error: unspecified launch failure\nCUDA kernel errors might be reported later")
+CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle, ...)`")
+OP = an_op(7, LAYER_FORWARD, block="layers.3", index=1, step=5)
 
 
-@pytest.mark.parametrize(
-    ("action", "block", "index", "message"),
-    [
-        ("embed_forward", "embed", 2, r"the output of embed\[2\]"),
-        ("layer_forward", "layers.1", 4, r"the output of layers.1\[4\] \(micro-batch 1, tokens 16 to 32\)"),
-        ("head", "head", 3, r"the gradient of the input of head\[3\]"),
-        ("layer_backward", "layers.2", 1, r"the gradient of the input of layers.2\[1\]"),
-    ],
-)
+@pytest.mark.parametrize(("action", "block", "index", "message"), [
+    ("embed_forward", "embed", 2, r"the output of embed\[2\]"),
+    ("layer_forward", "layers.1", 4, r"the output of layers.1\[4\] \(micro-batch 1, tokens 16 to 32\)"),
+    ("head", "head", 3, r"the gradient of the input of head\[3\]"),
+    ("layer_backward", "layers.2", 1, r"the gradient of the input of layers.2\[1\]"),
+])  # fmt: skip
 def test_a_kernel_that_returns_nan_is_named(tmp_path: Path, action: str, block: str, index: int, message: str) -> None:
     """NaN in one element of one op's result, which then spreads; clip names where it came up."""
     with tiny.session(tmp_path) as session:
@@ -81,11 +82,6 @@ def test_the_first_in_the_order_of_the_passes_is_named(plan: Plan) -> None:
     backward = ((1, 1, 0), (1, 2, 1), (1, 2, 4))
     assert name(marks=((0, 1, 3), (0, 2, 0), *backward)) == "the output of layers.0[3]"
     assert name(marks=backward) == "the gradient of the input of layers.1[4]"
-
-
-OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total of 23.5")
-LOST = torch.AcceleratorError("CUDA error: unspecified launch failure\nCUDA kernel errors might be reported later")
-CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle, ...)`")
 
 
 def fail_in(monkeypatch: pytest.MonkeyPatch, action: str, step: int, error: Exception) -> None:
@@ -157,9 +153,6 @@ def test_a_failure_on_the_way_out_of_an_op_does_not_hold_up_the_end(tmp_path: Pa
             train_step(session)
         session.executor.close()
         assert session.executor.failed_op is not None
-
-
-OP = an_op(7, LAYER_FORWARD, block="layers.3", index=1, step=5)
 
 
 class Memory:
