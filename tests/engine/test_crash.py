@@ -46,7 +46,6 @@ FEW_KILLS, BEST_KILLS = samples(1, 3), 8
 """Of an import, and of an export; of a run that keeps its best generation."""
 CHANGING = ("open", "write", "pwrite", "pwritev", "fsync", "replace", "mkdir")
 MOVING = ("link", "rename", "replace", "remove", "unlink", "mkdir", "rmdir")
-
 PHASES = {
     "forward": ("embed_forward", "layer_forward"),
     "head": ("head",),
@@ -57,7 +56,6 @@ PHASES = {
     "commit": ("commit",),
 }
 """Phase -> actions at one of which the process dies; "opening" is the time before the first op."""
-
 HALVES = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]
 PLACEMENTS = [
     pytest.param(1_100_000, 1_000_000, 1, [], 18, marks=pytest.mark.long),
@@ -68,14 +66,11 @@ PLACEMENTS = [
     pytest.param(tiny.FLOOR, tiny.FLOOR, 1, "groups", 30, marks=pytest.mark.long),
 ]
 """Budgets, drives, how, and kills."""
-
 How = list[str] | AdapterConfig | str
 TRAINING = tiny.training(steps=3, global_batch_size=1, chunk_tokens=24)
 MOMENTS = samples(1, 4)
 """Random moments at which each fault is tried, on each of two placements."""
-
 BUDGETS = {"nvme": (tiny.FLOOR, tiny.FLOOR), "mixed": (1_100_000, 1_000_000)}
-
 Patch = Callable[[pytest.MonkeyPatch, Path], None]
 
 
@@ -308,9 +303,8 @@ FAULTS: dict[str, tuple[Patch, str]] = {
 
 
 def open_run(folder: Path, gpu: str | int, ram: str | int) -> Session:
-    return tiny.session(
-        folder, t=TRAINING, s=tiny.storage(checkpoint_every=1), gpu=gpu, ram=ram, drives=[folder / "drive"]
-    )
+    s = tiny.storage(checkpoint_every=1)
+    return tiny.session(folder, t=TRAINING, s=s, gpu=gpu, ram=ram, drives=[folder / "drive"])
 
 
 def at_op(countdown: int, strike: Callable[[], None]) -> Callable[[Op], None]:

@@ -53,11 +53,8 @@ CASES = {
 
 def scaled(origin: Path, rope: Any) -> dict[str, Any]:
     overrides = {"rope_parameters": rope, "max_position_embeddings": 256}
-    return {
-        "model": ModelConfig(path=str(origin), overrides=overrides),
-        "data": tiny.data(sequence_length=200, max_documents=4),
-        "train": tiny.training(steps=1, chunk_tokens=200, global_batch_size=1),
-    }
+    model, data = ModelConfig(path=str(origin), overrides=overrides), tiny.data(sequence_length=200, max_documents=4)
+    return {"model": model, "data": data, "train": tiny.training(steps=1, chunk_tokens=200, global_batch_size=1)}
 
 
 @pytest.fixture(scope="module")
@@ -402,10 +399,8 @@ def test_an_export_has_the_imported_bits_of_what_is_frozen(tmp_path: Path) -> No
     model = AutoModelForCausalLM.from_config(model_config(tiny.recipe(model=shape), None), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
     freeze = ["*embed_tokens*", "*.layers.0.*", "*gate_up_proj", "*.self_attn.*"]
-    run: dict[str, Any] = {
-        "model": ModelConfig(path=str(tmp_path / "model")),
-        "train": frozen(steps=1, freeze=freeze, compute_dtype="bfloat16", **QUICK),
-    }
+    train = frozen(steps=1, freeze=freeze, compute_dtype="bfloat16", **QUICK)
+    run = {"model": ModelConfig(path=str(tmp_path / "model")), "train": train}
     tiny.train_run(tmp_path / "run", tiny.Silent(), **run)
     exported = export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "out")
     assert exported.num_params == sum(parameter.numel() for parameter in model.parameters())

@@ -46,7 +46,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 PACKINGS = ("wrap", "best_fit", "none")
 DOCUMENTS, CONTEXT = 24, 64
-
 CELLS = list(itertools.product(SOURCES, PACKINGS, SHAPES))
 FEW = [("text", "wrap", "llama"), ("messages", "none", "qwen3"), ("sharegpt", "best_fit", "qwen3_moe")]
 FEW += [("tokens", "best_fit", "gemma3")]

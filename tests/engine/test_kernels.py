@@ -33,7 +33,6 @@ PLAIN = Problem(
     device=torch.device("cuda", 0), dtype=torch.bfloat16, heads=8, kv_heads=2, qk_dim=128, v_dim=128, causal=True,
     square=True, window=False, segments=False, aligned=True, softcap=False, backward=True, deterministic=False,
 )  # fmt: skip
-
 UNALIGNED = f"would build a plan for every length that is not a multiple of {ALIGNMENT}"
 
 

@@ -226,13 +226,9 @@ def test_what_it_gets_right_is_what_transformers_gets_right(tmp_path: Path) -> N
 
 def train_run(folder: Path, observer: tiny.Silent, text: Path, *, resume: bool = False, **changes: Any) -> Any:
     """Five steps, of which the second, the fourth and the last are validated and sampled."""
-    sections = {
-        "model": tiny.model(**MODEL),
-        "data": data_of(text, validation_documents=3),
-        "train": tiny.training(steps=5, validate_every=2, validation_sequences=2, **QUICK),
-        "samples": wanted(temperature=0.8, seed=3),
-        "storage": tiny.storage(),
-    }
+    train = tiny.training(steps=5, validate_every=2, validation_sequences=2, **QUICK)
+    sections = {"model": tiny.model(**MODEL), "data": data_of(text, validation_documents=3), "train": train}
+    sections |= {"samples": wanted(temperature=0.8, seed=3), "storage": tiny.storage()}
     return tiny.train_run(folder, observer, resume=resume, **sections | changes)
 
 

@@ -3,7 +3,7 @@ aside for attention, against what flash-attn's kernels allocate by their sources
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -34,42 +34,31 @@ WIDTHS = [(32, 8, 128), (8, 8, 64), (4, 1, 80), (40, 8, 256), (1, 1, 16)]
 """Heads, key and value heads, width."""
 
 
-class TopLeft(TorchCpuFlash):
-    """A kernel that takes the causal limit to be at the top left, as torch's sdpa does."""
-
-    name = "top-left"
-    masks_tiles = False
-
-    def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        square = Geometry(geometry.n, geometry.n, causal=True)
-        shown = slice(0, geometry.n)
-        return super().forward(replace(x, k=x.k[shown], v=x.v[shown]), square)
+Forward = Callable[[TorchCpuFlash, Operands, Geometry], tuple[Tensor, Tensor]]
 
 
-class OtherBase(TorchCpuFlash):
-    """A kernel whose log-sum-exp is to the base of 2."""
-
-    name = "other-base"
-
-    def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        out, lse = super().forward(x, geometry)
-        return out, lse * 1.442695
+def pretended(name: str, forward: Forward, **more: Any) -> TorchCpuFlash:
+    """A kernel that goes forward in another way."""
+    return type(name, (TorchCpuFlash,), {"name": name, "forward": forward, **more})()
 
 
-class Unlaunchable(TorchCpuFlash):
-    name = "unlaunchable"
+def top_left(kernel: TorchCpuFlash, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Takes the causal limit to be at the top left, as torch's sdpa does."""
+    shown, square = slice(0, geometry.n), Geometry(geometry.n, geometry.n, causal=True)
+    return TorchCpuFlash.forward(kernel, replace(x, k=x.k[shown], v=x.v[shown]), square)
 
-    def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        raise RuntimeError("no kernel image is available\nsecond line")
+
+def other_base(kernel: TorchCpuFlash, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    out, lse = TorchCpuFlash.forward(kernel, x, geometry)
+    return out, lse * 1.442695  # to the base of 2
 
 
-class Slow(TorchCpuFlash):
-    name = "slow"
+def unlaunchable(kernel: TorchCpuFlash, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    raise RuntimeError("no kernel image is available\nsecond line")
 
-    def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        for _ in range(2):
-            super().forward(x, geometry)
-        return super().forward(x, geometry)
+
+def slow(kernel: TorchCpuFlash, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    return [TorchCpuFlash.forward(kernel, x, geometry) for _ in range(3)][-1]
 
 
 @pytest.fixture(autouse=True)
@@ -92,11 +81,12 @@ def ranking(x: Operands, *kernels: TorchCpuFlash, timed: bool = False, window: i
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_kernels_that_compute_something_else_or_fail_are_left_out_by_name(window: int | None) -> None:
-    result = ranking(operands(), OtherBase(), Unlaunchable(), TorchCpuFlash(), window=window)
+    wrong = pretended("other-base", other_base), pretended("unlaunchable", unlaunchable)
+    result = ranking(operands(), *wrong, TorchCpuFlash(), window=window)
     assert [s.name for s in result.strategies] == ["torch-cpu-flash, own + earlier", "tiled-reference, one call"]
     assert result.refused["other-base, own + earlier"].startswith("computes ")
     assert result.refused["unlaunchable, own + earlier"] == "fails: RuntimeError: no kernel image is available"
-    result = ranking(operands(), TopLeft())
+    result = ranking(operands(), pretended("top-left", top_left, masks_tiles=False))
     assert result.refused["top-left, one call"].startswith("computes out incorrectly")
     assert result.strategies[0].name != "top-left, one call"
 
@@ -112,7 +102,7 @@ def test_the_fastest_kernel_is_chosen_and_its_rate_reported(monkeypatch: pytest.
 
     monkeypatch.setattr(TorchCpuFlash, "forward", forward)
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    result = ranking(operands(n=1024, earlier=1024), Slow(), TorchCpuFlash(), timed=True)
+    result = ranking(operands(n=1024, earlier=1024), pretended("slow", slow), TorchCpuFlash(), timed=True)
     fastest_first = ["torch-cpu-flash, own + earlier", "slow, own + earlier", "tiled-reference, one call"]
     assert [s.name for s in result.strategies] == fastest_first
     pairs = 1024 * 1024 + 1024 * 1025 // 2

@@ -177,19 +177,6 @@ def test_a_prompt_that_begins_as_before_is_not_read_again(tmp_path: Path) -> Non
     assert read == [4, 1, 1]  # the last token that was drawn, three new ones; then one by one
 
 
-def test_log_likelihoods_are_those_of_the_logits(tmp_path: Path) -> None:
-    made = save(CONFIGS["gemma3_text"], tmp_path)
-    greedy = by_transformers(made, [PROMPTS[0]], 4)[0]
-    pairs = [(PROMPTS[1], PROMPTS[0]), (PROMPTS[0], greedy), ([3], PROMPTS[3])]
-    with StreamedModel.open(tmp_path, **ROOMY, device="cpu") as ours:
-        found = ours.loglikelihoods(pairs)
-        assert ours.passes == 1
-    for pair, (value, is_greedy) in zip(pairs, found, strict=True):
-        expected = log_likelihood(made, *pair)
-        assert (value, is_greedy) == (pytest.approx(expected[0], abs=1e-3), expected[1])
-    assert [is_greedy for _, is_greedy in found] == [False, True, False]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_run_and_its_checkpoint_are_read_as_their_exports(kind: str, tmp_path: Path) -> None:

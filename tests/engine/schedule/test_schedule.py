@@ -32,7 +32,6 @@ TRAINS = FORWARDS | {a.HEAD, a.LAYER_BACKWARD, a.LAYER_BACKWARD_BOTTOM, a.EMBED_
 """What takes a chunk through a block to its output, in a step; in a validation:"""
 EVALUATES = {a.EMBED_EVALUATE, a.LAYER_EVALUATE, a.LAYER_EVALUATE_BOTTOM, a.HEAD_EVALUATE}
 GENERATES = {a.EMBED_GENERATE, a.LAYER_GENERATE, a.HEAD_GENERATE}
-
 validations = st.dictionaries(st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=3))
 """Step after which a validation is made -> micro-batches of its passes, as far as a step has so many."""
 Documents = list[list[int]]
