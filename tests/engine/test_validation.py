@@ -30,7 +30,7 @@ from penstock.engine.validation import due, validate
 from penstock.storage.errors import UserError
 
 HELD_BY_OTHERS = ("ram-two-rows", "nvme-aside", "nvme-recomputed", "gpu-streamed-graphs", "mixed")
-"""By SHORT, where the state is; by OTHERS, two rows and what is computed again. A validation saves nothing."""
+"""By SHORT, where the state is; two rows by OTHERS, what is computed again by FAMILIES. A validation saves nothing."""
 QUICK: dict[str, Any] = {"global_batch_size": 1, "chunk_tokens": 48}
 """Where it does not matter what a step computes."""
 HELD_OUT = tiny.data(validation_documents=7, sequence_length=48)
