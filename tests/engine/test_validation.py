@@ -129,7 +129,7 @@ def test_both_are_transformers_own_and_change_no_bit(tmp_path: Path, text: Path,
         assert (session.ram.arena.used_bytes, session.gpu.arena.used_bytes) == peak
         model = plain_model(session).eval()
         loss, _, targets = plain_figures(session, model)
-        assert session.validation.num_targets == targets == sequences * 48 - 1
+        assert session.validation.num_targets == targets == {2: 96, 6: 287}[sequences]  # a document ends in the six
         texts = texts_by(model, session.prompts)
     assert (steps, {}, [], digest) == expected
     assert losses == {2: losses[2], 3: pytest.approx(loss, rel=1e-6)}
