@@ -273,7 +273,8 @@ def races(ops: Iterable[Op]) -> Iterator[str]:
     items = list(ops)
     position = {op.id: i for i, op in enumerate(items)}
     ancestors: list[int] = []
-    touched: dict[Resource, list[tuple[int, bool]]] = {}
+    touched: dict[tuple[Resource, bool], int] = {}
+    """(Resource, whether only writing counts) -> the ops that have touched it, a bit each."""
     for i, op in enumerate(items):
         before = 0
         for dep in op.deps:
@@ -285,8 +286,10 @@ def races(ops: Iterable[Op]) -> Iterator[str]:
         ancestors.append(before)
         accesses = [(resource, False) for resource in op.reads] + [(resource, True) for resource in op.writes]
         for resource, writing in accesses:
-            for other, wrote in touched.get(resource, ()):
-                if other != i and (writing or wrote) and not before >> other & 1:
-                    first = items[other]
-                    yield f"op {op.id} ({op.action.name}) and op {first.id} ({first.action.name}) race on {resource}"
-            touched.setdefault(resource, []).append((i, writing))
+            unordered = touched.get((resource, not writing), 0) & ~(before | 1 << i)
+            while unordered:
+                first = items[unordered.bit_length() - 1]
+                unordered ^= 1 << position[first.id]
+                yield f"op {op.id} ({op.action.name}) and op {first.id} ({first.action.name}) race on {resource}"
+            for writes in (False, True)[: 1 + writing]:
+                touched[resource, writes] = touched.get((resource, writes), 0) | 1 << i
