@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +141,6 @@ def train(
                 "{fragmentation_bytes:,} lost to fragmentation".format(**result.gpu_memory),
                 detail=True,
             )
-        result.tiers = _tiers(session)
         result.drives = _drives(session, result.steps_done)
     return result
 
@@ -203,7 +202,7 @@ def _run(session: Session, observer: Observer) -> TrainResult:
         tokens=sum(m.tokens for m in steps),
         first_loss=steps[0].loss if steps else None,
         last_loss=steps[-1].loss if steps else None,
-        tiers={},
+        tiers=_tiers(session, live.tier_bytes()),
         lanes=live.lanes,
         drives=[],
         gpu_memory=None,
@@ -277,6 +276,8 @@ def _drives(session: Session, steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def _tiers(session: Session) -> dict[str, dict[str, int]]:
-    peaks = memory_peaks(session) | {"nvme": session.store.peak_disk_bytes()}
+def _tiers(session: Session, told: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """What the tiers hold now, or what was told of them if that was more: a drive may have held a commit then."""
+    now = memory_peaks(session) | {"nvme": session.store.peak_disk_bytes()}
+    peaks = {tier: max(now[tier], told[tier]) for tier in now}
     return {tier: {"budget_bytes": session.plan.tiers[tier].budget_bytes, "peak_bytes": peaks[tier]} for tier in peaks}
