@@ -39,11 +39,7 @@ class Done(NamedTuple):
 
 
 def started(
-    folder: Path,
-    *command: str,
-    stdout: Any = subprocess.PIPE,
-    stderr: Any = subprocess.PIPE,
-    **environment: str,
+    folder: Path, *command: str, stdout: Any = subprocess.PIPE, stderr: Any = subprocess.PIPE, **environment: str
 ) -> subprocess.Popen[str]:
     """A command in `folder` that imports this checkout; one of the command line is forked where it makes no difference
     to what is imported."""

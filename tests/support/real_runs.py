@@ -22,9 +22,7 @@ Model  none: random weights
 
 '''
 RECIPE += recipe_text(
-    model={"num_layers": 3},
-    train={"steps": 12, "lr": 1e-2, "calibrate": True},
-    storage={"checkpoint_every": 5},
+    model={"num_layers": 3}, train={"steps": 12, "lr": 1e-2, "calibrate": True}, storage={"checkpoint_every": 5}
 )
 RECIPE += """
 if __name__ == "__main__":

@@ -21,10 +21,7 @@ class Replay:
     gradients of keys and values also the queries that have added to them."""
 
     def __init__(
-        self,
-        plan: Plan,
-        documents: list[list[int]],
-        cut: Mapping[tuple[int, int], Sequence[Chunk]] | None = None,
+        self, plan: Plan, documents: list[list[int]], cut: Mapping[tuple[int, int], Sequence[Chunk]] | None = None
     ) -> None:
         """`cut`: (step, batch) -> the chunks that it computes, where those are not all of the plan's."""
         self.plan, self.documents = plan, documents
