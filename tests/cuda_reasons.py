@@ -53,7 +53,7 @@ REASONS: dict[str, str] = {
     "engine/machine/device.py:configure": "takes the GPU's number, for the allocator's limit",
     "engine/runtime/executor.py:_settle_stream": "waits for a GPU's stream that has failed",
     "engine/machine/presets.py:this_machine": "asks the driver for the GPU's name",
-    "engine/machine/probe_compute.py:link_rates": "copies between pinned and GPU memory; tests/gpu/test_gpu_probe.py",
+    "engine/machine/probe_compute.py:link_rates": "copies between pinned and GPU memory; tests/gpu/test_gpu_bench.py",
     **{
         f"app/gpu_check/device.py:{name}": _CHECK
         for name in ("machine", "compiles", "reads", "links", "products", "attends")

@@ -21,13 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 KERNELS = [backend for backend in BACKENDS if backend.name not in ("torch-cpu-flash", "tiled-reference")]
 CHUNK = 512
 GEOMETRIES = {
-    "1": Geometry(1, 1, True),
-    "63": Geometry(63, 63, True),
-    "64": Geometry(64, 64, True),
-    "65": Geometry(65, 65, True),
-    "chunk - 1": Geometry(CHUNK - 1, CHUNK - 1, True),
-    "chunk": Geometry(CHUNK, CHUNK, True),
-    "chunk + 1": Geometry(CHUNK + 1, CHUNK + 1, True),
+    **{str(n): Geometry(n, n, True) for n in (1, 63, 64, 65, CHUNK - 1, CHUNK, CHUNK + 1)},
     "earlier": Geometry(130, 700, False),
     "earlier chunks": Geometry(CHUNK, 3 * CHUNK, False),
     "one query": Geometry(1, 33, False),
@@ -40,16 +34,8 @@ GEOMETRIES = {
     "documents": Geometry(300, 400, True, None, (0, 100, 101, 300), (0, 200, 201, 400)),
     "documents and window": Geometry(300, 400, True, 50, (0, 100, 101, 300), (0, 200, 201, 400)),
 }
-SHAPES = [
-    ((8, 2), (64, 64), None),
-    ((8, 2), (128, 128), None),
-    ((4, 4), (128, 128), None),
-    ((6, 1), (64, 64), None),
-    ((8, 2), (192, 128), None),
-    ((8, 2), (20, 20), None),
-    ((8, 2), (256, 256), None),
-    ((8, 2), (128, 128), 20.0),
-]
+SHAPES = [((8, 2), (width, width), None) for width in (20, 64, 128, 256)]
+SHAPES += [((4, 4), (128, 128), None), ((6, 1), (64, 64), None), ((8, 2), (192, 128), None), ((8, 2), (128, 128), 20.0)]
 
 
 @pytest.fixture(autouse=True)

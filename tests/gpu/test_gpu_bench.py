@@ -1,4 +1,4 @@
-"""The step suites on CUDA: gaps between kernels by the profiler, kernels timed alone, a small case whole."""
+"""What measures a GPU: gaps between kernels by the profiler, kernels alone, a small case whole, and the probe."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from penstock.app.bench.setup import shape_model
 from penstock.app.bench.suite_worker import _profiled, measure
 from penstock.engine.clock import clock
 from penstock.engine.config import DataConfig, Recipe
+from penstock.engine.machine.peaks import peak_flops
+from penstock.engine.machine.probe import probe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -57,17 +59,8 @@ def test_kernels_alone() -> None:
 
 def test_a_small_case_whole(tmp_path: Path) -> None:
     shape = replace(TINY, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64)
-    case = replace(
-        SUITES["cpu"][1],
-        name="small",
-        shapes=(shape,),
-        row_tokens=2048,
-        chunk_tokens=512,
-        gpu="4GiB",
-        ram="4GiB",
-        needs_cuda=True,
-        kernel_gaps=True,
-    )
+    case = replace(SUITES["cpu"][1], name="small", shapes=(shape,), row_tokens=2048, chunk_tokens=512)
+    case = replace(case, gpu="4GiB", ram="4GiB", needs_cuda=True, kernel_gaps=True)
     row = measure(case, tmp_path, tmp_path / "trace.json")
     assert row["tokens_per_s"] * row["step_s"] == pytest.approx(row["tokens"])
     assert row["attention_executed_over_once"]["backward"] == pytest.approx(1.0)
@@ -77,3 +70,22 @@ def test_a_small_case_whole(tmp_path: Path) -> None:
     assert row["plan"]["kept_chunks"] >= row["plan"]["kept_chunks_uncalibrated"]
     assert row["kernel_idle"] is None or 0 <= row["kernel_idle"] < 1
     assert 0 < row["tiers"]["gpu"]["peak_bytes"] <= row["tiers"]["gpu"]["budget_bytes"]
+
+
+def test_rates_are_a_gpus(tmp_path: Path) -> None:
+    """Below what its data sheet allows, and in time."""
+    start = time.monotonic()
+    machine = probe([tmp_path], seconds=20)
+    assert time.monotonic() - start < 60
+    assert machine.gpu == torch.cuda.get_device_name()
+    peak = peak_flops(machine.gpu)
+    assert machine.matmul_flops > 1e12
+    if peak is not None:
+        assert 0.3 * peak < machine.matmul_flops <= peak
+        for rate in machine.attention:
+            assert 0.05 * peak < rate.forward_flops <= peak
+            assert 0.05 * peak < rate.backward_flops <= peak
+    assert machine.h2d_bytes_per_s > 1e9
+    assert machine.d2h_bytes_per_s > 1e9
+    assert machine.gpu_copy_bytes_per_s > machine.h2d_bytes_per_s
+    assert list(tmp_path.iterdir()) == []

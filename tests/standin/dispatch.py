@@ -2,7 +2,7 @@
 
 Run it on the stand-in with STANDIN_COPIES=0, on a machine that does nothing else:
 
-    STANDIN_COPIES=0 build/standin/run PYTHON tests/standin/dispatch.py [--layers 2] [--vocab 8192] [--json FILE]
+    STANDIN_COPIES=0 build/standin/run PYTHON tests/standin/dispatch.py [--layers 2] [--vocab 8192]
 
 A model of a few layers of width 4,096 (MLP 14,336, 32 heads, 8 K/V heads) with its state in RAM, compiled, is trained
 on chunks of 4,096 tokens; every op of the lanes that hand out work is timed on its lane. "quiet" is with the
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import os
 import statistics
 import struct
@@ -107,17 +106,10 @@ def measure(layers: int, vocab: int, width: int, tokens: int, chunks: int, threa
     heads = {"num_heads": width // 128, "num_kv_heads": width // 512, "head_dim": 128}
     train = {"global_batch_size": 1, "chunk_tokens": tokens, "compute_dtype": "bfloat16", "compile": "on"}
     with tempfile.TemporaryDirectory(dir=".", prefix=".bench-") as folder:
-        session = tiny.session(
-            Path(folder),
-            m=tiny.model(**shape, **heads),
-            d=tiny.data(sequence_length=tokens * chunks),
-            t=tiny.training(**train, steps=100),
-            s=tiny.storage(part_bytes="32MiB"),
-            gpu=tiny.FLOOR,
-            ram="64GiB",
-            device=torch.device("cuda", 0),
-        )
-        with session:
+        sections = {"m": tiny.model(**shape, **heads), "d": tiny.data(sequence_length=tokens * chunks)}
+        sections |= {"t": tiny.training(**train, steps=100), "s": tiny.storage(part_bytes="32MiB")}
+        device = torch.device("cuda", 0)
+        with tiny.session(Path(folder), gpu=tiny.FLOOR, ram="64GiB", device=device, **sections) as session:  # type: ignore[arg-type]
             assert all(buffer.state == "ram" for buffer in session.plan.buffers.values())
             if threads is not None:
                 session.executor.call("optimizer", lambda: torch.set_num_threads(threads))
@@ -171,7 +163,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of a chunk")
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--threads", type=int, help="of AdamW, where it would take the lanes' cores")
-    parser.add_argument("--json", type=Path, help="file for all times")
     options = parser.parse_args()
     if not standin.running() or os.environ.get("STANDIN_COPIES") != "0":
         sys.exit("run it as: STANDIN_COPIES=0 build/standin/run PYTHON tests/standin/dispatch.py")
@@ -184,9 +175,6 @@ def main() -> None:
     )
     if options.threads:
         about += f", AdamW on {options.threads} thread{'s' if options.threads > 1 else ''}"
-    if options.json:
-        found = {f"{phase} {action}": times for (phase, action), times in meter.times_ms.items() if phase != "warm"}
-        options.json.write_text(json.dumps({"about": about, "alone": meter.alone, "times_ms": found}))
     print(table(meter, about))
 
 

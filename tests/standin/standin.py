@@ -10,7 +10,7 @@ import ctypes
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,13 +32,12 @@ def running() -> bool:
 
 @dataclass(slots=True)
 class Counts:
-    """Calls and bytes by (thread, kind); kinds are those of src/counters.cpp."""
+    """Calls by (thread, kind); kinds are those of src/counters.cpp."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    nbytes: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def __sub__(self, other: Counts) -> Counts:
-        return Counts(self.calls - other.calls, self.nbytes - other.nbytes)
+        return Counts(self.calls - other.calls)
 
     def total(self, *kinds: str) -> int:
         """Calls of these kinds by all threads."""
@@ -64,9 +63,8 @@ def counts() -> Counts:
         size = 2 * needed
     found = Counts()
     for line in text.value.decode().splitlines():
-        thread, kind, calls, nbytes = line.split("\t")
+        thread, kind, calls, _ = line.split("\t")
         found.calls[thread, kind] += int(calls)
-        found.nbytes[thread, kind] += int(nbytes)
     return found
 
 
@@ -95,17 +93,14 @@ class Call:
 
 
 @contextmanager
-def watched(*kinds: str, note: Callable[[Call], None] | None = None) -> Iterator[list[Call]]:
+def watched(*kinds: str) -> Iterator[list[Call]]:
     """Inside the block every call of these kinds is noted with the stack of the thread that makes it."""
     found: list[Call] = []
 
     def see(kind: bytes, thread: bytes, nbytes: int) -> None:
         frames = traceback.extract_stack()[:-1]
         stack = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-        call = Call(kind.decode(), thread.decode(), nbytes, stack)
-        found.append(call)
-        if note is not None:
-            note(call)
+        found.append(Call(kind.decode(), thread.decode(), nbytes, stack))
 
     watcher = _WATCHER(see)
     _ever_watched.append(watcher)

@@ -1,4 +1,7 @@
-"""The commands that measure a machine, on a card that takes no time: they end, and say what they are to say."""
+"""Commands on a card that takes no time: those that measure a machine end, and say what they are to say; every recipe
+trains, cut to two layers and to sizes that a few GB hold: its own model type, heads, rotary tables, windows, experts
+and settings of the run, from random weights to a commit.
+"""
 
 import json
 import os
@@ -6,19 +9,23 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.app.bench.cases import Case, Shape, cases_of
 from penstock.app.bench.suites import run_case
+from penstock.app.recipe import load_recipe
 
 REPOSITORY = Path(__file__).parents[2]
+RECIPES = sorted((REPOSITORY / "recipes").glob("*.py"))
+WIDER = {"70b_gh200": "1100MiB", "120b_gh200": "1600MiB", "qwen_1_5b_4gib": "1200MiB"}
+"""Budgets of recipes of which one block's working set is more than 1 GiB, cut as they are."""
 
 
-def run(*arguments: str, cwd: Path, limit_s: float, gpu_gib: int = 141) -> subprocess.CompletedProcess[str]:
-    """`gpu_gib`: size of the card, which is ordinary memory here: on a small one commands choose small models."""
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "XDG_CONFIG_HOME": str(cwd / "config")}
-    env["STANDIN_GPU_GIB"] = str(gpu_gib)
+def run(*arguments: str, cwd: Path, limit_s: float | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+    """`more`: variables. The card is ordinary memory here: on a small one commands choose small models."""
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "XDG_CONFIG_HOME": str(cwd / "config")} | more
     return subprocess.run(
         [sys.executable, "-m", *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=limit_s
     )
@@ -33,7 +40,7 @@ def test_probe(tmp_path: Path) -> None:
 def test_gpu_check_keeps_what_it_finds_and_goes_on_from_it(tmp_path: Path) -> None:
     """Stages device, smoke and drives to their end. The smoke compares losses, which here are all zero, and says so."""
     arguments = ("penstock.app.gpu_check", "--results", "found", "--only", "device,smoke,drives", "--limit-s", "420")
-    done = run(*arguments, cwd=tmp_path, limit_s=600, gpu_gib=8)
+    done = run(*arguments, cwd=tmp_path, limit_s=600, STANDIN_GPU_GIB="8")
     stages = json.loads((tmp_path / "found" / "gpu-check.json").read_text())["stages"]
     assert {(stage, case): found["status"] for stage, cases in stages.items() for case, found in cases.items()} == {
         ("device", "device"): "done",
@@ -44,7 +51,7 @@ def test_gpu_check_keeps_what_it_finds_and_goes_on_from_it(tmp_path: Path) -> No
     assert "loss does not fall (0.0000 to 0.0000)" in stages["smoke"]["smoke"]["reason"]
     assert all(len(stages["smoke"]["smoke"][run]["losses"]) == 6 for run in ("penstock", "plain"))
     device = (tmp_path / "found" / "stages" / "device.json").read_text()  # with the time that it took
-    again = run(*arguments, "--resume", "--only", "device,drives", cwd=tmp_path, limit_s=60, gpu_gib=8)
+    again = run(*arguments, "--resume", "--only", "device,drives", cwd=tmp_path, limit_s=60, STANDIN_GPU_GIB="8")
     assert again.returncode == 1, again.stderr[-4000:]
     assert "failed: smoke/smoke;" in again.stdout  # as it was found before
     assert (tmp_path / "found" / "stages" / "device.json").read_text() == device
@@ -55,28 +62,51 @@ CASES = list({case.name: case for _, case in cases_of("gpu")}.values())
 
 def cut(shape: Shape) -> Shape:
     """A fourth of the width, with heads as wide as they are, and fewer words."""
-    return replace(
-        shape,
-        hidden=shape.hidden // 4,
-        intermediate=shape.intermediate // 4,
-        heads=shape.heads // 4,
-        kv_heads=max(1, shape.kv_heads // 4),
-        vocab=8192,
-    )
+    smaller = replace(shape, hidden=shape.hidden // 4, intermediate=shape.intermediate // 4, vocab=8192)
+    return replace(smaller, heads=shape.heads // 4, kv_heads=max(1, shape.kv_heads // 4))
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_a_suite_case_cut_to_size(case: Case, tmp_path: Path) -> None:
     """Every case of gpu-check's suites through its own worker: fewer tokens, a fourth of the width, a small GPU."""
-    small = replace(
-        case,
-        shapes=(cut(case.shapes[-1]),),
-        row_tokens=min(case.row_tokens, 8192),
-        rows=2,
-        chunk_tokens=min(case.chunk_tokens, 2048),
-        layers=(2,),
-        gpu="2GiB",
-    )
+    small = replace(case, shapes=(cut(case.shapes[-1]),), layers=(2,), rows=2, gpu="2GiB")
+    small = replace(small, row_tokens=min(case.row_tokens, 8192), chunk_tokens=min(case.chunk_tokens, 2048))
     outcome = run_case(small, tmp_path, None, 400.0)
     assert outcome["status"] == "done", outcome.get("reason")
     assert outcome["step_s"] > 0
+
+
+def cut_recipe(path: Path) -> list[str]:
+    """Options for a recipe; wide models have a fourth of the width, and heads as wide as they are."""
+    model = load_recipe(path).model
+    shape: dict[str, Any] = {"num_layers": 2, "vocab_size": 2048}
+    if model.hidden_size >= 2048:
+        shape |= {"hidden_size": model.hidden_size // 4, "intermediate_size": model.intermediate_size // 4}
+        shape |= {"num_heads": model.num_heads // 4, "num_kv_heads": max(1, model.num_kv_heads // 4)}
+        shape["head_dim"] = model.head_dim or model.hidden_size // model.num_heads
+    if "num_local_experts" in model.overrides:
+        shape["overrides.num_local_experts"] = 8
+    sections = {
+        "model": shape,
+        "data": {"source": "random", "sequence_length": 4096, "max_documents": 16, "validation_documents": 2},
+        "train": {"steps": 2, "warmup_steps": 0, "decay_steps": "none", "global_batch_size": 2, "device": "cuda"}
+        | {"validate_every": 2, "validation_sequences": "none"},
+        "budgets": {"gpu": WIDER.get(path.stem, "1GiB"), "ram": "2GiB", "nvme": "12GiB"},
+        "storage": {"checkpoint_every": 1},
+        "after": {"sample_prompt": "none", "export": "false"},
+    }
+    texts = [f"{section}.{name}={value}" for section, values in sections.items() for name, value in values.items()]
+    return [word for text in texts for word in ("--set", text)]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
+def test_a_recipe_runs_when_cut(path: Path, tmp_path: Path) -> None:
+    arguments = ("train", str(path), "--from-scratch", "--run-dir", "run", *cut_recipe(path))
+    done = run("penstock.app.cli", *arguments, cwd=tmp_path, STANDIN_SUMMARY="1")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    counts = done.stderr.rpartition("[standin] ")[2].split()
+    found = dict(zip(counts[::2], map(int, counts[1::2]), strict=False))
+    assert found["refusal"] == 0
+    assert found["launch"] > 100
+    manifest = json.loads((tmp_path / "run" / "state" / "manifest.json").read_text())
+    assert manifest["meta"]["step"] == 2

@@ -1,5 +1,6 @@
 """kvikio's reads in compatibility mode, as they are on a card: its threads, its pinned buffers, real copies."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,9 @@ def test_contents(reader: Reader, tmp_path: Path, nbytes: int, dtype: str) -> No
     checks.check_contents(reader, "cuda", tmp_path / "a", nbytes, dtype)
 
 
-def test_any_address(reader: Reader, tmp_path: Path) -> None:
-    checks.check_any_address(reader, "cuda", tmp_path / "a")
-
-
-def test_threads(reader: Reader, tmp_path: Path) -> None:
-    checks.check_threads(reader, "cuda", tmp_path / "a")
+@pytest.mark.parametrize("check", [checks.check_any_address, checks.check_threads])
+def test_checks(reader: Reader, tmp_path: Path, check: Callable[[Reader, str, Path], None]) -> None:
+    check(reader, "cuda", tmp_path / "a")
 
 
 @pytest.mark.parametrize("name", checks.DAMAGE)
@@ -55,10 +53,8 @@ def test_it_is_confirmed_and_chosen(tmp_path: Path) -> None:
 
 def test_weights_come_straight_into_their_slots(tmp_path: Path) -> None:
     """A run whose weights live on drives: whole reads, no stage in RAM, and no copy of them on lane h2d."""
-    t = small_model.training(compile="off")
-    d = tiny.data(sequence_length=512)
-    settings = {"m": small_model.model(), "d": d, "t": t, "gpu": tiny.FLOOR, "ram": tiny.FLOOR, "device": CUDA}
-    with tiny.session(tmp_path, **settings) as session:  # type: ignore[arg-type]
+    sections = {"m": small_model.model(), "d": tiny.data(sequence_length=512), "t": small_model.training(compile="off")}
+    with tiny.session(tmp_path, gpu=tiny.FLOOR, ram=tiny.FLOOR, device=CUDA, **sections) as session:  # type: ignore[arg-type]
         assert {buffer.weights for buffer in session.plan.buffers.values()} == {"nvme"}
         before = standin.counts()
         for _ in range(2):

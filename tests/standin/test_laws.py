@@ -18,21 +18,16 @@ MIB = 1 << 20
 INVALID_VALUE, ALREADY_REGISTERED = 1, 712
 
 
-class Pinned:
-    """Anonymous memory with two registrations that meet at `border` bytes."""
-
-    def __init__(self, border: int, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, nbytes)
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        start = self.bytes.data_ptr()
-        self._starts = [start, start + border]
-        sizes = [border, nbytes - border]
-        for at, size in zip(self._starts, sizes, strict=True):
-            assert int(torch.cuda.cudart().cudaHostRegister(at, size, 0)) == 0
-
-    def close(self) -> None:
-        for at in self._starts:
-            assert int(torch.cuda.cudart().cudaHostUnregister(at)) == 0
+@pytest.fixture
+def pinned() -> Iterator[torch.Tensor]:
+    """uint8 [2 MiB] of anonymous memory, with two registrations that meet at its middle."""
+    memory = torch.frombuffer(mmap.mmap(-1, 2 * MIB), dtype=torch.uint8)
+    starts = [memory.data_ptr(), memory.data_ptr() + MIB]
+    for at in starts:
+        assert int(torch.cuda.cudart().cudaHostRegister(at, MIB, 0)) == 0
+    yield memory
+    for at in starts:
+        assert int(torch.cuda.cudart().cudaHostUnregister(at)) == 0
 
 
 @pytest.fixture(autouse=True)
@@ -42,25 +37,19 @@ def _no_error_is_left() -> Iterator[None]:
     ctypes.CDLL(None).cudaGetLastError()
 
 
-def test_a_copy_across_registrations_is_refused() -> None:
+def test_a_copy_across_registrations_is_refused(pinned: torch.Tensor) -> None:
     """As CUDA does, with error 1, although both halves are pinned and lie side by side."""
-    pinned, there = Pinned(MIB, 2 * MIB), torch.zeros(MIB, dtype=torch.uint8, device=CUDA)
-    there.copy_(pinned.bytes[:MIB], non_blocking=True)
-    there.copy_(pinned.bytes[MIB:], non_blocking=True)
+    there = torch.zeros(MIB, dtype=torch.uint8, device=CUDA)
+    there.copy_(pinned[:MIB], non_blocking=True)
+    there.copy_(pinned[MIB:], non_blocking=True)
     with pytest.raises(torch.AcceleratorError, match="invalid argument"):
-        there.copy_(pinned.bytes[MIB // 2 : 3 * MIB // 2], non_blocking=True)
+        there.copy_(pinned[MIB // 2 : 3 * MIB // 2], non_blocking=True)
     torch.cuda.synchronize()
-    pinned.close()
 
 
-def test_memory_is_registered_once() -> None:
-    pinned = Pinned(MIB, 2 * MIB)
-    start = pinned.bytes.data_ptr()
+def test_memory_is_registered_once_and_not_half_a_terabyte_in_one_call(pinned: torch.Tensor) -> None:
+    start = pinned.data_ptr()
     assert int(torch.cuda.cudart().cudaHostRegister(start + MIB // 2, MIB, 0)) == ALREADY_REGISTERED
-    pinned.close()
-
-
-def test_half_a_terabyte_is_not_registered_in_one_call() -> None:
     assert int(torch.cuda.cudart().cudaHostRegister(4096, 512 << 30, 0)) == INVALID_VALUE
 
 

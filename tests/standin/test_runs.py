@@ -24,8 +24,14 @@ STREAMED = {
     "train": {"compile": "off", "chunk_tokens": 512},
     "storage": {"reader": "direct"},
 }
-READERS = {"direct": "20MiB", "kvikio": "84MiB"}
-"""budgets.ram with which as much is spilled: kvikio takes 64 MiB of it for itself."""
+HALF_FROZEN = {"freeze": ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]}
+"""Weights that are read from the committed state into slots of their own, beside those that are trained."""
+LATE: dict[str, tuple[str, dict[str, Any]]] = {
+    "direct": ("20MiB", {}),
+    "kvikio": ("84MiB", {}),  # as much is spilled: kvikio takes 64 MiB of RAM for itself
+    "half frozen": ("20MiB", HALF_FROZEN),
+}
+"""Case -> budgets.ram, fields of train."""
 
 
 def command(folder: Path, wanted: dict[str, Any]) -> list[str]:
@@ -53,13 +59,8 @@ def test_a_compiled_run_keeps_to_its_plan(tmp_path: Path) -> None:
     wanted = {
         "model": {"num_layers": 6, "hidden_size": 768, "intermediate_size": 2304, "num_heads": 12, "num_kv_heads": 4},
         "data": {"sequence_length": 2048, "validation_documents": 2},
-        "train": {
-            "steps": 4,
-            "chunk_tokens": 1024,
-            "validate_every": 2,
-            "activation_checkpointing": "auto",
-            "kv_window": "auto",
-        },
+        "train": {"steps": 4, "chunk_tokens": 1024, "validate_every": 2}
+        | {"activation_checkpointing": "auto", "kv_window": "auto"},
         "budgets": {"gpu": "1100MiB", "ram": "3GiB", "nvme": "8GiB"},
     }
     run = trained(tmp_path / "run", wanted)
@@ -69,24 +70,18 @@ def test_a_compiled_run_keeps_to_its_plan(tmp_path: Path) -> None:
     assert run["gpu_memory"]["reserved_bytes"] <= 1100 * MIB
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_delays_change_no_bit_of_the_state(tmp_path: Path, reader: str) -> None:
+@pytest.mark.parametrize("case", LATE)
+def test_delays_change_no_bit_of_the_state(tmp_path: Path, case: str) -> None:
     """Through all three tiers with spilled activations; whichever stream comes late."""
-    wanted = with_train(STREAMED, calibrate=False, activation_checkpointing="selective")
-    wanted |= {"budgets": STREAMED["budgets"] | {"ram": READERS[reader]}, "storage": {"reader": reader}}
-    runs = [trained(tmp_path / us, wanted, STANDIN_DELAY_US=us) for us in ("0", "500")]
-    assert set(runs[0]["lanes"]) >= {"nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"}
-    assert runs[0]["spilled"] > 0
-    assert len({run["digest"] for run in runs}) == 1
-    assert [run["refusals"] for run in runs] == [0, 0]
-
-
-def test_a_run_of_which_half_is_frozen_keeps_its_bits_however_late_a_stream_is(tmp_path: Path) -> None:
-    """Weights that are read from the committed state into slots of their own, beside those that are trained."""
-    freeze = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]
-    wanted = with_train(STREAMED, calibrate=False, activation_checkpointing="selective", freeze=freeze)
+    ram, fields = LATE[case]
+    wanted = with_train(STREAMED, calibrate=False, activation_checkpointing="selective", **fields)
+    reader = "kvikio" if case == "kvikio" else "direct"
+    wanted |= {"budgets": STREAMED["budgets"] | {"ram": ram}, "storage": {"reader": reader}}
     runs = [trained(tmp_path / us, wanted, STANDIN_DELAY_US=us) for us in ("0", "500")]
     assert {run["committed_step"] for run in runs} == {runs[0]["steps"]}
+    if not fields:
+        assert set(runs[0]["lanes"]) >= {"nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"}
+        assert runs[0]["spilled"] > 0
     assert len({run["digest"] for run in runs}) == 1
     assert [run["refusals"] for run in runs] == [0, 0]
 

@@ -22,7 +22,6 @@ from penstock.storage.readers import KvikioReader
 
 CUDA = torch.device("cuda", 0)
 GPU_LANES = {"h2d", "compute", "d2h"}
-AUTOGRAD = "pt_autograd_0"
 ALLOCATIONS = ("device_allocation", "device_mapping", "device_free", "host_allocation", "registration")
 MIB = 1 << 20
 
@@ -55,11 +54,6 @@ PLANNED: dict[str, Callable[[Plan], bool]] = {
 def compilations() -> int:
     """Frames that Dynamo has looked at, and everything that it and Inductor have timed of their work."""
     return counters["frames"]["total"] + sum(len(times) for times in compilation_time_metrics.values())
-
-
-def lane_of(thread: str) -> str:
-    """The lane that a thread works for; autograd's works for compute."""
-    return "compute" if thread == AUTOGRAD else thread
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -103,7 +97,8 @@ def test_no_step_after_the_second_stops_for_anything(tmp_path: Path, case: str) 
             continue
         if call.kind == "stream_sync" and call.thread == "main" and any(at.endswith(" _carry") for at in call.stack):
             continue
-        pytest.fail(f"{call.kind} of {call.nbytes:,} bytes on {lane_of(call.thread)}: " + "\n  ".join(call.stack[-6:]))
+        lane = "compute" if call.thread == "pt_autograd_0" else call.thread
+        pytest.fail(f"{call.kind} of {call.nbytes:,} bytes on {lane}: " + "\n  ".join(call.stack[-6:]))
 
 
 def test_a_lane_that_waits_is_found(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Train a run in this process and print what became of it, as JSON: `python tests/standin/trained.py FOLDER JSON`.
 
-JSON: {"model": {...}, "data": {...}, "train": {...}, "budgets": {...}, "storage": {...}, "stop_after": 3}, all
-optional; fields of small_model's and the recipe's sections. A run that FOLDER holds already is resumed. Printed: the
+JSON: {"model": {...}, "data": {...}, "train": {...}, "budgets": {...}, "storage": {...}}, all optional;
+fields of small_model's and the recipe's sections. A run that FOLDER holds already is resumed. Printed: the
 steps done, a digest of the committed state, the plan and peaks of the tiers, the GPU's memory, the validations, and
 what CUDA refused.
 """
@@ -23,8 +23,8 @@ from penstock.engine.train import train
 from penstock.storage.manifest import Manifest
 
 
-def main(folder: Path, wanted: dict[str, dict[str, Any]], stop_after: int | None) -> dict[str, Any]:
-    observer = tiny.Silent(stop_after=stop_after)
+def main(folder: Path, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    observer = tiny.Silent()
     recipe = tiny.recipe(
         model=small_model.model(**wanted.get("model", {})),
         data=tiny.data(**({"sequence_length": 512} | wanted.get("data", {}))),
@@ -51,6 +51,4 @@ def main(folder: Path, wanted: dict[str, dict[str, Any]], stop_after: int | None
 
 if __name__ == "__main__":
     standin.name_threads()
-    sections = json.loads(sys.argv[2])
-    stop = sections.pop("stop_after", None)
-    print(json.dumps(main(Path(sys.argv[1]), sections, stop)))
+    print(json.dumps(main(Path(sys.argv[1]), json.loads(sys.argv[2]))))

@@ -5,7 +5,6 @@ What a layer computes is left out; which tensors it is given, and what it does w
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -53,6 +52,7 @@ from penstock.storage.arena import HostArena
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 Tensors = Mapping[str, Tensor]
+State = AttentionState | None
 NEW_TOKENS = 8
 """Written behind each prompt."""
 
@@ -136,9 +136,8 @@ class Arithmetic:
         tokens: ChunkTokens,
         loss_scale: float,
         grads: Tensors,
-        logits_bytes: int,
-        *,
-        z_loss: float = 0.0,
+        *_: Any,
+        z_loss: float,
     ) -> tuple[Tensor, Tensor]:
         self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, tokens.weights, write=False)
         self._cuda.use(*grads.values(), write=True)
@@ -146,9 +145,8 @@ class Arithmetic:
 
     def evaluate(self, weights: Tensors, x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> tuple[Tensor, Tensor]:
         self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, tokens.weights, write=False)
-        return self._cuda.scratch(1, dtype=torch.float64)[0], self._cuda.scratch(
-            tokens.labels.numel(), dtype=torch.bool
-        )
+        right = self._cuda.scratch(tokens.labels.numel(), dtype=torch.bool)
+        return self._cuda.scratch(1, dtype=torch.float64)[0], right
 
     def logits(self, weights: Tensors, x: Tensor) -> Tensor:
         self._cuda.use(*weights.values(), x, write=False)
@@ -171,9 +169,7 @@ class Arithmetic:
     def in_blocks(self, index: int, state: AttentionState) -> AttentionState:
         return state
 
-    def forward(
-        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, state: AttentionState | None
-    ) -> Tensor:
+    def forward(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, state: State) -> Tensor:
         self._read(weights, inputs, x)
         self._attend(state)
         return self._result(x.shape[0])
@@ -183,17 +179,12 @@ class Arithmetic:
         return self._result(x.shape[0])
 
     def backward(
-        self,
-        index: int,
-        weights: Tensors,
-        x: Tensor,
-        dy: Tensor,
-        inputs: LayerInputs,
-        state: AttentionState | None,
-        grads: Tensors,
+        self, index: int, weights: Tensors, x: Tensor, dy: Tensor, inputs: LayerInputs, state: State, grads: Tensors
     ) -> Tensor:
         self._read(weights, inputs, x, dy)
-        self._attend_back(state)
+        if state is not None:
+            self._cuda.use(state.k[: state.end], state.v[: state.end], state.out, state.lse, write=False)
+            self._cuda.use(state.dk[: state.end], state.dv[: state.end], write=True)
         self._cuda.use(*grads.values(), write=True)
         return self._result(x.shape[0])
 
@@ -205,7 +196,7 @@ class Arithmetic:
         self._read(weights, inputs, x)
         if handler is not None:
             self._attend(handler.__self__.state)
-        graph = Graph(self, self._cuda, x.shape[0], self._graph_bytes(index, x.shape[0]), None)
+        graph = Graph(self, x.shape[0], self._graph_bytes(index, x.shape[0]), None)
         return graph, graph.y
 
     def graph(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, attend: Any, *, keep: bool) -> Graph:
@@ -213,13 +204,12 @@ class Arithmetic:
         projection = self._projection(index, x.shape[0])
         out = attend(projection)
         self._cuda.use(out, write=False)
-        graph = Graph(self, self._cuda, x.shape[0], self._graph_bytes(index, x.shape[0]) if keep else 0, projection)
+        graph = Graph(self, x.shape[0], self._graph_bytes(index, x.shape[0]) if keep else 0, projection)
         graph.out = self._cuda.scratch(*out.shape, dtype=out.dtype)
         return graph
 
     def _graph_bytes(self, index: int, tokens: int) -> int:
-        kept = self._plan.blocks[index + 1].graph_bytes_per_token
-        return tokens * kept
+        return tokens * self._plan.blocks[index + 1].graph_bytes_per_token
 
     def _projection(self, index: int, tokens: int) -> Projection:
         shape = self.spec.attention[index]
@@ -230,17 +220,12 @@ class Arithmetic:
     def _read(self, weights: Tensors, inputs: LayerInputs, *others: Tensor) -> None:
         self._cuda.use(*weights.values(), *inputs.calls[0].args, *others, write=False)
 
-    def _attend(self, state: AttentionState | None) -> None:
+    def _attend(self, state: State) -> None:
         """Forward: own keys and values written, earlier ones read, output and log-sum-exp written."""
         if state is not None:
             own = slice(state.start, state.end)
             self._cuda.use(state.k[own], state.v[own], state.out, state.lse, write=True)
             self._cuda.use(state.k[: state.end], state.v[: state.end], write=False)
-
-    def _attend_back(self, state: AttentionState | None) -> None:
-        if state is not None:
-            self._cuda.use(state.k[: state.end], state.v[: state.end], state.out, state.lse, write=False)
-            self._cuda.use(state.dk[: state.end], state.dv[: state.end], write=True)
 
     # ------------------------------------------------------------------ engine.attention.chunk
 
@@ -256,8 +241,8 @@ class Arithmetic:
     def attend(self, x: Operands) -> tuple[Tensor, Tensor]:
         self._cuda.use(x.q, x.k, x.v, write=False)
         n, heads, _ = x.q.shape
-        size = (n, heads, x.v.shape[-1])
-        return self._cuda.scratch(*size, dtype=x.q.dtype), self._cuda.scratch(heads, n, dtype=torch.float32)
+        out = self._cuda.scratch(n, heads, x.v.shape[-1], dtype=x.q.dtype)
+        return out, self._cuda.scratch(heads, n, dtype=torch.float32)
 
     def merge(self, total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
         self._cuda.use(total, total_lse, write=True)
@@ -273,11 +258,9 @@ class Arithmetic:
 class Graph:
     """engine.model.layer_graph.LayerGraph without a graph, of the size that the plan expects."""
 
-    def __init__(
-        self, owner: Arithmetic, cuda: Pretended, tokens: int, nbytes: int, projection: Projection | None
-    ) -> None:
-        self._owner, self._cuda = owner, cuda
-        self.y = owner._result(tokens)
+    def __init__(self, owner: Arithmetic, tokens: int, nbytes: int, projection: Projection | None) -> None:
+        cuda = self._cuda = owner._cuda
+        self.y = self.output = owner._result(tokens)
         self.nbytes = nbytes
         self._held = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE) if nbytes else None
         if self._held is not None:
@@ -286,10 +269,6 @@ class Graph:
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
         self._also: list[Tensor] = []
-
-    @property
-    def output(self) -> Tensor:
-        return self.y
 
     def leave(self, slot: Tensor, also: list[Tensor]) -> bool:
         self._cuda.use(*also, write=False)
@@ -324,11 +303,10 @@ class Graph:
 class Updates:
     """Stands in for AdamW: its scalars, no arithmetic."""
 
+    scalars = staticmethod(scalars)
+
     def __init__(self, cuda: Pretended) -> None:
         self._cuda = cuda
-
-    def scalars(self, train: TrainConfig, lr: float, step: int, clip: float, device: torch.device) -> Scalars:
-        return scalars(train, lr, step, clip, device)
 
     def step(self, state: Tensors, gradient: Tensor, weights: Tensor, where: UpdateRange, values: Scalars) -> None:
         self._cuda.use(gradient, write=False)
@@ -346,9 +324,7 @@ class Files:
         self._cuda.watch.read_direct(out.data_ptr(), out.nbytes, 0)
         return self._moved(out, write=True)
 
-    def write(
-        self, buffer: str, kind: str, part: int, data: Tensor, *, check: Callable[[], None] | None = None
-    ) -> Future[None]:
+    def write(self, buffer: str, kind: str, part: int, data: Tensor, **check: Any) -> Future[None]:
         self._cuda.watch.read_direct(data.data_ptr(), 0, 0)
         return self._moved(data, write=False)
 
@@ -387,19 +363,18 @@ class Replay:
         self.ram: RamMemory = carve(cuda, self.plan, train)
         self._carrier = BatchCarrier(self.plan.chunks, DEVICE)
         self.arithmetic = Arithmetic(cuda, shapes)
-        work: tuple[Any, ...] = self.arithmetic, Updates(cuda), Files(cuda)
-        memory = self.gpu, self.ram
-        logits_bytes = LOGITS_BYTES["cuda"]
-        self.runtime = Runtime(self.plan, layouts(self.spec), *work, *memory, train, logits_bytes, lambda step: None)
+        work: tuple[Any, ...] = self.arithmetic, Updates(cuda), Files(cuda), self.gpu, self.ram
+        rest = train, LOGITS_BYTES["cuda"], lambda step: None
+        self.runtime = Runtime(self.plan, layouts(self.spec), *work, *rest)
         self.builder = ScheduleBuilder(self.plan)
         torch.cuda.synchronize(DEVICE)  # as the executor does when it begins
         self._batches = 0
         self._next: StepData | None = None
 
-    def step(self, number: int, *, commit: bool = False, passes: int | None = None) -> None:
-        """As engine.train.train_step; with `passes` only the first so many blocks' passes over the chunks."""
+    def step(self, number: int, *, commit: bool = False) -> None:
+        """As engine.train.train_step."""
         last = 0
-        for ops in itertools.islice(self.streamed(number, commit=commit), passes):
+        for ops in self.streamed(number, commit=commit):
             last = self.perform(ops)
         self._next = self._fetch()
         self.watch.wait(last)
@@ -434,10 +409,8 @@ class Replay:
             data = self._carrier.samples([rows], read)
             self.runtime.begin_samples(-batch, data)
             last: dict[str, int] = {}
-            passes = self.builder.generate(
-                step, -batch, chunks=[data.chunks[0].chunk], wanted=[0], read_tokens=sum(read.values())
-            )
-            for ops in passes:
+            cut: dict[str, Any] = {"chunks": [data.chunks[0].chunk], "wanted": [0], "read_tokens": sum(read.values())}
+            for ops in self.builder.generate(step, -batch, **cut):
                 self.perform(ops)
                 last |= {op.lane: op.id for op in ops}
             for op in last.values():
@@ -508,11 +481,8 @@ def carve(cuda: Pretended, plan: Plan, train: TrainConfig) -> RamMemory:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostArena, "slot", slot)
         patch.setattr("penstock.storage.arena._page_in", lambda address, nbytes: None)
-        ram = allocate_ram(
-            plan,
-            compute_dtype=compute_dtype(train),
-            gradient_dtype=torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32,
-        )
+        gradient_dtype = torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32
+        ram = allocate_ram(plan, compute_dtype=compute_dtype(train), gradient_dtype=gradient_dtype)
         cuda.arena(ram.arena._bytes.data_ptr(), ram.arena.capacity_bytes)
         ram.arena.pin(cuda.watch)
     for address, nbytes in slots:
