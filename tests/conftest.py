@@ -18,15 +18,8 @@ os.environ["TERM"] = "xterm-256color"
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-LONGEST = (
-    "test_story",
-    "test_random_programs",
-    "test_a_small_measurement",
-    "test_the_quickstart_finds",
-    "test_guides.py::test_commands_run",
-    "test_kill_9_at_random_moments",
-    "test_twenty_faults",
-)
+LONGEST = ("test_story", "test_random_programs", "test_a_small_measurement", "test_the_quickstart_finds")
+LONGEST += ("test_guides.py::test_commands_run", "test_kill_9_at_random_moments", "test_twenty_faults")
 """Parts of the names of tests that take more than a minute."""
 
 

@@ -24,9 +24,7 @@ from coverage.regions import code_regions
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "cuda-branches.md"
 PACKAGES = ("app", "engine", "storage")
-ABOUT_CUDA = re.compile(
-    r"cuda|\bstreams?\b|[Ee]vent\b|pinned|pin_memory|kvikio|nvml|on_gpu|is_integrated", re.IGNORECASE
-)
+ABOUT_CUDA = re.compile(r"cuda|\bstreams?\b|event\b|pinned|pin_memory|kvikio|nvml|on_gpu|is_integrated", re.IGNORECASE)
 ONLY_CUDA = frozenset({"engine/attention/torch_cuda.py", "engine/attention/flash_attn.py"})
 """Files of which every line is about CUDA."""
 
@@ -58,15 +56,13 @@ def groups(file: str, source: str, missing: Iterable[int]) -> list[Group]:
     of: dict[str, list[int]] = {}
     for line in sorted(missing):
         of.setdefault(where.get(line, "(module)"), []).append(line)
-    return [
-        Group(file, name, tuple(lines), file in ONLY_CUDA or is_about_cuda(text, lines)) for name, lines in of.items()
-    ]
 
+    def is_about_cuda(lines: Sequence[int]) -> bool:
+        """Whether lines, or the condition right above a run of them, mention CUDA."""
+        above = [line - 1 for line in lines if line - 1 not in lines]
+        return any(ABOUT_CUDA.search(text[line - 1].partition("#")[0]) for line in [*lines, *above] if line > 0)
 
-def is_about_cuda(text: Sequence[str], lines: Sequence[int]) -> bool:
-    """Whether lines, or the condition right above a run of them, mention CUDA."""
-    above = [line - 1 for line in lines if line - 1 not in lines]
-    return any(ABOUT_CUDA.search(text[line - 1].partition("#")[0]) for line in [*lines, *above] if line > 0)
+    return [Group(file, name, tuple(lines), file in ONLY_CUDA or is_about_cuda(lines)) for name, lines in of.items()]
 
 
 def ranges(lines: Sequence[int]) -> str:
@@ -118,23 +114,15 @@ which end by a signal, where coverage loses count.
 def page(found: Sequence[Group], reasons: dict[str, str]) -> str:
     """The page, in Markdown."""
     cuda = [group for group in found if group.key in reasons]
-    rest = [group for group in found if group.key not in reasons]
-    count = sum(len(group.lines) for group in cuda)
     rows = [f"| `{g.file}` | `{g.function}` | {len(g.lines)} | {ranges(g.lines)} | {reasons[g.key]} |" for g in cuda]
     others: dict[str, list[Group]] = {}
-    for group in rest:
-        others.setdefault(group.file, []).append(group)
-    short = [
-        f"| `{file}` | {sum(len(g.lines) for g in each)} | {', '.join(f'`{g.function}`' for g in each)} |"
-        for file, each in sorted(others.items())
-    ]
-    return PAGE_TEXT.format(
-        count=count,
-        functions=len(cuda),
-        rows="\n".join(rows),
-        rest=sum(len(g.lines) for g in rest),
-        short="\n".join(short),
-    )
+    for group in found:
+        if group.key not in reasons:
+            others.setdefault(group.file, []).append(group)
+    counts = {file: sum(len(group.lines) for group in each) for file, each in sorted(others.items())}
+    short = [f"| `{file}` | {n} | {', '.join(f'`{g.function}`' for g in others[file])} |" for file, n in counts.items()]
+    figures = {"count": sum(len(group.lines) for group in cuda), "functions": len(cuda), "rest": sum(counts.values())}
+    return PAGE_TEXT.format(rows="\n".join(rows), short="\n".join(short), **figures)
 
 
 def read_groups(data_files: Sequence[Path]) -> list[Group]:

@@ -5,25 +5,15 @@ _FLASH = "calls a package that exists on CUDA only; tests/gpu/test_gpu_attention
 _SUITE = "measures on a GPU; `penstock bench step --suite gpu` runs it"
 _ABSTRACT = "every kernel brings its own"
 _CHECK = "asks a GPU; `make gpu-check` runs it, and tests/standin/test_commands.py where kernels do nothing"
-_FLASH_KERNELS = ("FlashAttention2", "FlashAttention3", "FlashAttention4")
+_ALWAYS = "CudaKernel._forward CudaKernel._backward FlashKernel._launch FlashKernel._launch_backward"
+_CHECKS = "machine compiles reads links products attends"
 
 REASONS: dict[str, str] = {
-    **{
-        f"engine/attention/torch_cuda.py:{name}": _ABSTRACT
-        for name in (
-            "CudaKernel._forward",
-            "CudaKernel._backward",
-            "FlashKernel._launch",
-            "FlashKernel._launch_backward",
-        )
-    },
+    **{f"engine/attention/torch_cuda.py:{name}": _ABSTRACT for name in _ALWAYS.split()},
     "engine/attention/torch_cuda.py:capability": "asks the driver; tests of refusals give the answer",
     "engine/attention/torch_cuda.py:_rows": _KERNEL,
-    **{
-        f"engine/attention/flash_attn.py:{kernel}.{method}": _FLASH
-        for kernel in _FLASH_KERNELS
-        for method in ("_launch", "_launch_backward")
-    },
+    **{f"engine/attention/flash_attn.py:FlashAttention{version}._launch": _FLASH for version in (2, 3, 4)},
+    **{f"engine/attention/flash_attn.py:FlashAttention{version}._launch_backward": _FLASH for version in (2, 3, 4)},
     "engine/attention/flash_attn.py:_flash_arguments": _FLASH,
     "engine/attention/flash_attn.py:_flash2_arguments": _FLASH,
     "engine/attention/flash_attn.py:FlashAttention4._options": _FLASH,
@@ -54,10 +44,7 @@ REASONS: dict[str, str] = {
     "engine/runtime/executor.py:_settle_stream": "waits for a GPU's stream that has failed",
     "engine/machine/presets.py:this_machine": "asks the driver for the GPU's name",
     "engine/machine/probe_compute.py:link_rates": "copies between pinned and GPU memory; tests/gpu/test_gpu_bench.py",
-    **{
-        f"app/gpu_check/device.py:{name}": _CHECK
-        for name in ("machine", "compiles", "reads", "links", "products", "attends")
-    },
+    **{f"app/gpu_check/device.py:{name}": _CHECK for name in _CHECKS.split()},
     "app/gpu_check/smoke.py:check": _CHECK,
     "app/bench/setup.py:_fit": _SUITE,
     "app/bench/suite_worker.py:run_steps": _SUITE,

@@ -3,7 +3,6 @@
 The wheel is built as pip builds it, and installed into an environment of its own, which sees the libraries of this one.
 """
 
-import asyncio
 import json
 import os
 import subprocess
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from cli_process import PATIENCE_S, REPOSITORY
-from web_client import browser, shown, window
+from web_client import browser, served, shown, window
 
 pytestmark = pytest.mark.long
 
@@ -116,11 +115,9 @@ def environment() -> dict[str, str]:
 
 
 def run(folder: Path, *command: str | Path) -> str:
-    process = subprocess.run(
-        list(map(str, command)), cwd=folder, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    return process.stdout
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_one_package_with_recipes_and_everything_that_is_read(wheel: Path) -> None:
@@ -155,21 +152,13 @@ def test_the_terminal_application_launches_what_is_installed(installed: Path, fo
 
 
 async def test_browsers_are_served_what_is_installed(installed: Path, folder: Path) -> None:
-    log = (folder / "log").open("wb")
-    command = [str(installed / "bin" / "penstock"), "serve", "--port", "0"]
-    process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=log)
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            while "Ctrl+C" not in (said := (folder / "log").read_text()):
-                assert process.poll() is None, said
-                await asyncio.sleep(0.05)
-        url = next(word for word in said.split() if word.startswith("http://"))
-        base = url.partition("/?")[0]
-        async with browser(url) as session, window(session, base) as socket:
-            await shown(socket, b"quickstart")
-    finally:
-        process.terminate()
-        process.wait(PATIENCE_S)
+    penstock = (str(installed / "bin" / "penstock"),)
+    async with (
+        served(folder, folder / "log", penstock=penstock, env=environment()) as server,
+        browser(server.url) as session,
+        window(session, server.base) as socket,
+    ):
+        await shown(socket, b"quickstart")
 
 
 def test_a_tool_of_its_own_needs_no_environment_to_be_entered(installed: Path, folder: Path) -> None:

@@ -63,12 +63,8 @@ def test_copies_that_the_driver_would_not_make_at_once_are_found(cuda: Pretended
     there, pageable = torch.empty(64, 64, device=DEVICE), torch.empty(64, 64)
     pinned, half = (torch.empty(64, 64, dtype=kind, pin_memory=True) for kind in (torch.float32, torch.bfloat16))
     wide = torch.empty(64, 128, pin_memory=True)
-    for source, rules in (
-        (pinned, set()),
-        (pageable, {"pinned"}),
-        (half, {"plain copy"}),
-        (wide[:, :64], {"plain copy"}),
-    ):
+    plain = {"plain copy"}
+    for source, rules in ((pinned, set()), (pageable, {"pinned"}), (half, plain), (wide[:, :64], plain)):
         assert finds(cuda.watch, partial(there.copy_, source, non_blocking=True)) == rules
     copies = cuda.watch.copies
     for number, (action, copy) in enumerate(((LOAD["x"], partial(there.copy_, pinned)), (CLIP, there.cpu))):

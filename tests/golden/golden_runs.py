@@ -17,13 +17,8 @@ HERE = Path(__file__).parent
 RECIPES = sorted((HERE / "recipes").glob("*.json"))
 OLD_RUN = HERE / "old_run.tar.gz"
 EXPECTED = HERE / "digests.json"
-ENVIRONMENT = {
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "MKL_CBWR": "COMPATIBLE",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(HERE.parents[1]),
-}
+ENVIRONMENT = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
 
 
 def state_digest(run: Path, drives: list[Path]) -> str:
@@ -43,41 +38,31 @@ def state_digest(run: Path, drives: list[Path]) -> str:
     return total.hexdigest()
 
 
-def losses(run: Path) -> list[float]:
-    """The losses of all steps, in order."""
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def train(recipe_file: Path, folder: Path) -> dict[str, Any]:
     """Three steps of a recipe, then as a new session the other three."""
     from penstock.app.launch import run_training
     from penstock.app.recipe import apply_overrides, load_recipe, resolve_paths
     from penstock.app.rundir import RunDir
-    from penstock.engine.config import drive_folders
 
     recipe = resolve_paths(load_recipe(recipe_file), folder)
     path = folder / recipe_file.stem
     with RunDir.create(apply_overrides(recipe, ["train.steps=3"]), path) as run:
         run_training(run, resume=False)
-    with RunDir.open(path) as run:
-        run.recipe = recipe
-        run_training(run, resume=True)
-    return {"state": state_digest(path, drive_folders(path, recipe.storage)), "losses": losses(path)}
+    return go_on(path)
 
 
-def go_on(folder: Path) -> dict[str, Any]:
-    """Three more steps of a run directory that was written before the engine had rooms."""
+def go_on(path: Path) -> dict[str, Any]:
+    """Three more steps of a run directory; what its state is then, and the losses of all steps."""
     from penstock.app.launch import run_training
     from penstock.app.recipe import apply_overrides
     from penstock.app.rundir import RunDir
+    from penstock.engine.config import drive_folders
 
-    with tarfile.open(OLD_RUN) as archive:
-        archive.extractall(folder, filter="data")
-    path = folder / "old_run"
     with RunDir.open(path) as run:
-        run.recipe = apply_overrides(run.recipe, ["train.steps=6"])
+        recipe = run.recipe = apply_overrides(run.recipe, ["train.steps=6"])
         run_training(run, resume=True)
-    return {"state": state_digest(path, [path / "state"]), "losses": losses(path)}
+    losses = [json.loads(line)["loss"] for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return {"state": state_digest(path, drive_folders(path, recipe.storage)), "losses": losses}
 
 
 def main() -> None:
@@ -88,8 +73,10 @@ def main() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled_code")
     with contextlib.redirect_stdout(sys.stderr):
         found = {file.stem: train(file, folder) for file in RECIPES if not names or file.stem in names}
-        if not names or "old_run" in names:
-            found["old_run"] = go_on(folder)
+        if not names or "old_run" in names:  # written before the engine had rooms
+            with tarfile.open(OLD_RUN) as archive:
+                archive.extractall(folder, filter="data")
+            found["old_run"] = go_on(folder / "old_run")
     print(json.dumps(found, indent=1))
 
 

@@ -20,15 +20,10 @@ from penstock.storage.nvme import NvmeStore
 
 NAMES = [file.stem for file in RECIPES]
 FEW = ["all_on_nvme"]
+OTHERS = [*(name for name in NAMES if name not in FEW), "old_run"]
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(FEW, id="few"),
-        pytest.param([name for name in NAMES if name not in FEW], id="others", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("names", [FEW, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["few", "others"])
 def test_training_computes_the_recorded_bits(names: list[str], tmp_path: Path) -> None:
     assert len(NAMES) == 8
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What the stand-in holds like CUDA does, and what our own memory makes of it."""
+"""What the stand-in holds like CUDA does."""
 
 import ctypes
 import mmap
@@ -10,8 +10,6 @@ from collections.abc import Iterator
 import pytest
 import standin
 import torch
-
-from penstock.storage.arena import HostArena
 
 CUDA = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -104,32 +102,3 @@ except torch.OutOfMemoryError:
     env = os.environ | {"STANDIN_GPU_GIB": "4"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
     assert done.stdout == "True\n", done.stderr
-
-
-def test_an_unknown_kind_is_no_silence() -> None:
-    with pytest.raises(AssertionError, match="no kind"), standin.watched("nothing"):
-        pass
-
-
-@pytest.mark.parametrize("piece_bytes", [64 << 30, 256 * MIB])
-def test_slots_of_an_arena_above_a_gigabyte_are_copied_whole(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
-    """Slots of odd sizes, one of them larger than a piece: what a lane copies lies in one registration."""
-    monkeypatch.setattr("penstock.storage.arena.PIECE_BYTES", piece_bytes)
-    sizes = [200 * MIB + 4097, 56 * MIB, 4096, 1, 300 * MIB + 12345, 255 * MIB, 256 * MIB, 100 * MIB]
-    arena = HostArena(sum(-(-size // 4096) * 4096 for size in sizes), budget_bytes=2 << 30)
-    slots = [arena.slot(str(i), size) for i, size in enumerate(sizes)]
-    arena.pin()
-    assert len(arena.pieces) == (1 if piece_bytes > 2 << 30 else 6)
-    there = torch.empty(max(sizes), dtype=torch.uint8, device=CUDA)
-    before = standin.counts()
-    for number, slot in enumerate(slots):
-        slot[-1] = number
-        there[: slot.numel()].copy_(slot, non_blocking=True)
-        slot[-MIB:].copy_(there[: slot.numel()][-MIB:], non_blocking=True)
-        torch.cuda.synchronize()
-        assert slot[-1] == number
-    made = standin.counts() - before
-    assert made.total("copy") == 2 * len(slots)
-    assert made.total("pageable_copy", "refusal") == 0
-    arena.close()
-    assert not slots[0].is_pinned()

@@ -44,9 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 PLANNED: dict[str, Callable[[Plan], bool]] = {
     "two groups, graphs in RAM": lambda p: p.num_groups == 2 and bool(p.graphs_aside) and not p.spilled,
     "graphs on drives": lambda p: bool(p.graphs_aside & p.spilled),
-    "weights on the GPU, state not": lambda p: all(
-        (b.weights, b.state == "gpu") == ("gpu", False) for b in p.buffers.values()
-    ),
+    "weights on the GPU, state not": lambda p: all(b.weights == "gpu" != b.state for b in p.buffers.values()),
 }
 """What a case is there for."""
 

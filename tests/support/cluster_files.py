@@ -3,7 +3,7 @@
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ FILES = sorted(FOLDER.iterdir())
 RANKS = 2
 
 
-def contents(name: str) -> dict[str, Any]:
+def contents(name: str) -> Any:
     """A YAML file of the folder."""
-    found: dict[str, Any] = yaml.safe_load((FOLDER / name).read_text())
-    return found
+    return yaml.safe_load((FOLDER / name).read_text())
 
 
 def job_container() -> dict[str, Any]:
@@ -68,15 +67,14 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def settings_text(settings: Mapping[str, Any]) -> str:
-    """SETTINGS of the YAML files."""
-    return "".join(f"{key}={value}\n" for key, value in settings.items())
-
-
-def _changed(given: Mapping[str, str], **changes: str) -> dict[str, str]:
-    """Variables of a file with other values; there is one of each name."""
-    assert changes.keys() <= given.keys()
-    return {**given, **changes}
+def _given(
+    file: Mapping[str, Any], what: str, run_dir: Path, settings: Mapping[str, Any], **more: str
+) -> dict[str, str]:
+    """Variables of a YAML file, set to these; there is one of each name."""
+    text = "".join(f"{key}={value}\n" for key, value in settings.items())
+    changes = {"RECIPE": what, "RUN_DIR": str(run_dir), "SETTINGS": text} | more
+    assert changes.keys() <= file.keys()
+    return {name: str(value) for name, value in (file | changes).items()}
 
 
 def slurm(what: str, run_dir: Path, settings: Mapping[str, Any]) -> Launch:
@@ -95,8 +93,7 @@ def slurm(what: str, run_dir: Path, settings: Mapping[str, Any]) -> Launch:
 
 
 def sky(what: str, run_dir: Path, settings: Mapping[str, Any]) -> Launch:
-    envs = {name: str(value) for name, value in contents("sky.yaml")["envs"].items()}
-    environment = _changed(envs, RECIPE=what, RUN_DIR=str(run_dir), SETTINGS=settings_text(settings)) | {
+    environment = _given(contents("sky.yaml")["envs"], what, run_dir, settings) | {
         "SKYPILOT_NODE_IPS": "127.0.0.1",
         "SKYPILOT_NODE_RANK": "0",
         "SKYPILOT_NUM_NODES": "1",
@@ -108,23 +105,15 @@ def sky(what: str, run_dir: Path, settings: Mapping[str, Any]) -> Launch:
 
 
 def jobset(what: str, run_dir: Path, settings: Mapping[str, Any]) -> Launch:
-    container = job_container()
-    environment = _changed(
-        named(container["env"]),
-        RECIPE=what,
-        RUN_DIR=str(run_dir),
-        SETTINGS=settings_text(settings),
-        NODES="1",
-        GPUS=str(RANKS),
-        HOST="localhost",
-    )
+    container, here = job_container(), {"NODES": "1", "GPUS": str(RANKS), "HOST": "localhost"}
+    environment = _given(named(container["env"]), what, run_dir, settings, **here)
     return Launch(container["command"], environment | {"MASTER_PORT": str(free_port())})
 
 
 def trainjob(what: str, run_dir: Path, settings: Mapping[str, Any]) -> Launch:
     """With the variables that Trainer's plugin for torch sets (pkg/runtime/framework/plugins/torch/torch.go)."""
     found = trainer()
-    environment = _changed(named(found["env"]), RECIPE=what, RUN_DIR=str(run_dir), SETTINGS=settings_text(settings)) | {
+    environment = _given(named(found["env"]), what, run_dir, settings) | {
         "PET_NNODES": "1",
         "PET_NPROC_PER_NODE": str(RANKS),
         "PET_NODE_RANK": "0",
@@ -134,12 +123,7 @@ def trainjob(what: str, run_dir: Path, settings: Mapping[str, Any]) -> Launch:
     return Launch(found["command"], environment)
 
 
-LAUNCHES: dict[str, Callable[[str, Path, Mapping[str, Any]], Launch]] = {
-    "cluster.sbatch": slurm,
-    "sky.yaml": sky,
-    "jobset.yaml": jobset,
-    "trainjob.yaml": trainjob,
-}
+LAUNCHES = {"cluster.sbatch": slurm, "sky.yaml": sky, "jobset.yaml": jobset, "trainjob.yaml": trainjob}
 """File -> what starts it for a recipe or a run, with a run directory and settings."""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
 import mmap
 import weakref
@@ -54,10 +55,6 @@ class Space:
     def holds(self, address: int) -> bool:
         return self.start <= address < self.end
 
-    def skip(self, nbytes: int) -> None:
-        """Leave out addresses: what was allocated before."""
-        self._next += nbytes
-
     def take(self, nbytes: int, pool: Any, on_free: Callable[[int], None]) -> Tensor:
         """uint8 [nbytes], where `pool` last gave as much back, or at new addresses."""
         key = (pool, nbytes)
@@ -84,7 +81,6 @@ class Stream:
         self._cuda = cuda
 
     def synchronize(self) -> None:
-        self._cuda.synchronizations += 1
         self._cuda.watch.settle(self.name)
 
 
@@ -99,7 +95,6 @@ class Event:
 
     def synchronize(self) -> None:
         assert self._stream, "an event that was never recorded is waited for"
-        self._cuda.synchronizations += 1
         self._cuda.watch.settle(self._stream)
 
 
@@ -109,14 +104,12 @@ class Pretended(TorchFunctionMode):
     def __init__(self, watch: Watch, device_bytes: int, pinned_bytes: int) -> None:
         super().__init__()
         self.watch = watch
-        self.synchronizations = 0
         self._device, self._pinned = Space(device_bytes), Space(pinned_bytes)
         self._temporary = Space(device_bytes)
         """Of a running op: its content and its life are of no interest."""
         self._arenas: list[tuple[int, int]] = []
         self.streams = [Stream(self, "default")]
         """The current one is the last."""
-        self._made = 0
         self._live: Counter[tuple[str, bool]] = Counter()
         self._peak: Counter[tuple[str, bool]] = Counter()
         self._live_pinned = self.peak_pinned_bytes = 0
@@ -164,7 +157,7 @@ class Pretended(TorchFunctionMode):
 
     def misalign(self) -> None:
         """Let the next allocation begin where others' sizes have left the allocator: at no whole page."""
-        self._device.skip(ALLOCATOR_BYTES)
+        self._device._next += ALLOCATOR_BYTES
 
     def _pin(self, nbytes: int) -> Tensor:
         size = 1 << max(0, nbytes - 1).bit_length()
@@ -191,22 +184,17 @@ class Pretended(TorchFunctionMode):
         start = tensor.data_ptr()
         return self._device.holds(start) or self._temporary.holds(start)
 
-    def _watched(self, start: int) -> bool:
-        """Host memory of an arena, or pinned."""
-        return self._pinned.holds(start) or any(a <= start < b for a, b in self._arenas)
-
     # ------------------------------------------------------------------ accesses
 
     def use(self, *tensors: Tensor, write: bool) -> None:
-        """The current stream reads or writes all of these."""
-        stream = self.streams[-1].name
+        """The current stream reads or writes all of these; of host memory what is pinned, or an arena's."""
         with torch._C.DisableTorchFunction():
             for tensor in tensors:
                 start, nbytes = _extent(tensor)
-                if self._device.holds(start):
+                there = self._device.holds(start)
+                if there or self._pinned.holds(start) or any(a <= start < b for a, b in self._arenas):
+                    stream = self.streams[-1].name if there else None
                     self.watch.touch(start, start + nbytes, write=write, stream=stream)
-                elif self._watched(start):
-                    self.watch.touch(start, start + nbytes, write=write, stream=None)
 
     def use_at_once(self, *tensors: Tensor, write: bool) -> None:
         """Host code reads or writes all of these; it is over when the op is."""
@@ -236,29 +224,24 @@ class Pretended(TorchFunctionMode):
             Tensor.cpu: self._cpu,
             Tensor.zero_: self._zero,
             Tensor.clone: self._clone,
-            Tensor.double: self._reduce(Tensor.double),
-            Tensor.sum: self._reduce(Tensor.sum),
-            Tensor.square: self._reduce(Tensor.square),
-            torch.linalg.vector_norm: self._reduce(torch.linalg.vector_norm),
             Tensor.__setitem__: self._set,
             Tensor.index_select: self._select,
             Tensor.index_copy_: self._index_copy,
             Tensor.float: self._float,
             Tensor.device.__get__: self._device_of,  # type: ignore[attr-defined]
         }
-        for make in (torch.empty, torch.zeros, torch.empty_like):
-            found[make] = self._maker(make)
-        return found
+        found |= {make: self._maker(make) for make in (torch.empty, torch.zeros, torch.empty_like)}
+        reads = (Tensor.double, Tensor.sum, Tensor.square, torch.linalg.vector_norm)
+        return found | {func: self._reduce(func) for func in reads}
 
     def _device_of(self, tensor: Tensor) -> torch.device:
         return DEVICE if self.on_device(tensor) else torch.device("cpu")
 
-    def _maker(self, make: Any) -> Callable[..., Tensor]:
-        def made(*size: Any, **options: Any) -> Tensor:
+    def _maker(self, make: Any) -> Callable[..., Any]:
+        def made(*size: Any, **options: Any) -> Any:
             device, pinned = options.get("device"), options.pop("pin_memory", False)
             if not pinned and (device is None or torch.device(device).type == "cpu"):
-                result: Tensor = make(*size, **options)
-                return result
+                return make(*size, **options)
             like = make(*size, **(options | {"device": "meta"}))
             raw = self._pin(like.nbytes) if pinned else self.allocate(like.nbytes)
             tensor = raw.view(like.dtype).view(like.shape)
@@ -276,15 +259,9 @@ class Pretended(TorchFunctionMode):
             return target if there else target.copy_(source)
         plain = target.dtype == source.dtype and target.shape == source.shape
         plain = plain and target.is_contiguous() and source.is_contiguous()
-        host, device = (source, target) if there else (target, source)
-        self.watch.copied(
-            _extent(host),
-            _extent(device),
-            to_device=there,
-            stream=self.streams[-1].name,
-            plain=plain,
-            waits=not non_blocking,
-        )
+        host, device = (_extent(source), _extent(target)) if there else (_extent(target), _extent(source))
+        how: dict[str, Any] = {"to_device": there, "stream": self.streams[-1].name, "waits": not non_blocking}
+        self.watch.copied(host, device, plain=plain, **how)
         return target
 
     def _to(self, tensor: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
@@ -317,14 +294,13 @@ class Pretended(TorchFunctionMode):
         made = self.allocate(tensor.numel() * tensor.itemsize).view(tensor.dtype).view(tensor.shape)
         return self._copy(made, tensor)
 
-    def _reduce(self, func: Any) -> Callable[..., Tensor]:
+    def _reduce(self, func: Any) -> Callable[..., Any]:
         """What reads a tensor; on the device its result is a number, or is made of one."""
 
-        def reduced(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def reduced(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             self.use(tensor, write=False)
             if not self.on_device(tensor):
-                result: Tensor = func(tensor, *args, **kwargs)
-                return result
+                return func(tensor, *args, **kwargs)
             return self.scratch(1, dtype=kwargs.get("dtype", tensor.dtype))[0]
 
         return reduced
@@ -375,7 +351,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 @contextlib.contextmanager
 def pretended(watch: Watch, device_bytes: int = 1 << 39, pinned_bytes: int = 1 << 34) -> Iterator[Pretended]:
     """Inside the block "cuda" is the pretended device, for this thread."""
-    cuda = Pretended(watch, device_bytes, pinned_bytes)
+    cuda, numbers = Pretended(watch, device_bytes, pinned_bytes), itertools.count(1)
 
     @contextlib.contextmanager
     def stream(chosen: Stream) -> Iterator[None]:
@@ -385,20 +361,12 @@ def pretended(watch: Watch, device_bytes: int = 1 << 39, pinned_bytes: int = 1 <
         finally:
             cuda.streams.pop()
 
-    def new_stream(device: Any = None) -> Stream:
-        cuda._made += 1
-        return Stream(cuda, f"stream {cuda._made}")
-
-    def synchronize(device: Any = None) -> None:
-        cuda.synchronizations += 1
-        watch.settle()
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "Stream", new_stream)
+        patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(cuda, f"stream {next(numbers)}"))
         patch.setattr(torch.cuda, "Event", lambda blocking: Event(cuda))
         patch.setattr(torch.cuda, "stream", stream)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: cuda.streams[-1])
-        patch.setattr(torch.cuda, "synchronize", synchronize)
+        patch.setattr(torch.cuda, "synchronize", lambda device=None: watch.settle())
         patch.setattr("penstock.storage.arena._map_memory", reserve)
         with cuda:
             yield cuda

@@ -93,8 +93,7 @@ class Watch:
         return "main thread" if self._op is None else self._op.action.name
 
     def report(self, rule: str, what: str) -> None:
-        where = "main thread" if self._op is None else f"{self._op.action.name} {self._op.block} {self._op.index}"
-        self.violations.append(Violation(rule, where, what))
+        self.violations.append(Violation(rule, self._describe(self._op), what))
 
     def rules(self) -> set[str]:
         """The rules that were broken."""
@@ -162,9 +161,7 @@ class Watch:
             return any(access.op == done or self.ordered(access.op, done) for done in self._awaited)
         if access.op == self._op.id:
             return True
-        if self._op.lane in IN_ORDER and self._ops[access.op].lane == self._op.lane:
-            return True
-        return access.op in self._op.deps or self.ordered(access.op, self._op.id)
+        return self._same_queue(access) or access.op in self._op.deps or self.ordered(access.op, self._op.id)
 
     # ------------------------------------------------------------------ memory
 
@@ -190,11 +187,9 @@ class Watch:
         inside = at >= 0 and start < sum(self._registered[at])
         if not inside:
             self.report("pinned", f"an asynchronous copy with {nbytes:,} bytes of pageable memory at {start:#x}")
-        elif start + nbytes > sum(self._registered[at]):
-            border = sum(self._registered[at])
-            self.report(
-                "one registration", f"{nbytes:,} bytes at {start:#x} cross the end of a registration at {border:#x}"
-            )
+        elif start + nbytes > (border := sum(self._registered[at])):
+            what = f"{nbytes:,} bytes at {start:#x} cross the end of a registration at {border:#x}"
+            self.report("one registration", what)
         return inside
 
     def allocate(self, start: int, nbytes: int, stream: str | None = None) -> None:
@@ -213,14 +208,10 @@ class Watch:
             # Waiting in a stream is no help: the host gives the memory out without waiting.
             if (self._op is not None and self._op.lane in STREAMS) or not self._over(access, None):
                 freed = f"{area.end - area.start:,} bytes of stream {area.stream} are freed"
-                who = self._describe(access.op)
-                self.report("temporary", f"{freed} while {who} may use them on stream {access.stream}")
+                self.report("temporary", f"{freed} while {self._who(access)} may use them on stream {access.stream}")
 
-    def _describe(self, op_id: int | None) -> str:
-        if op_id is None:
-            return "the main thread"
-        op = self._ops[op_id]
-        return f"{op.action.name} {op.block} {op.index} (op {op_id})"
+    def _describe(self, op: Op | None) -> str:
+        return "main thread" if op is None else f"{op.action.name} {op.block} {op.index}"
 
     def touch(self, start: int, end: int, *, write: bool, stream: str | None) -> None:
         """The current op, or the main thread, reads or writes bytes, through a stream or at once."""
@@ -237,9 +228,9 @@ class Watch:
                 left.append(access)
             elif write or access.write:
                 if not self._over(access, stream):
-                    who = self._describe(access.op)
                     verbs = "written" if write else "read", "written" if access.write else "read"
-                    self.report("order", f"{end - start:,} bytes are {verbs[0]} that {who} may still have {verbs[1]}")
+                    what = f"{end - start:,} bytes are {verbs[0]} that {self._who(access)} may still have {verbs[1]}"
+                    self.report("order", what)
                 if not write:
                     left.append(access)  # else who comes after this write comes after that access
                 elif self._queued(access):
@@ -257,13 +248,14 @@ class Watch:
         left.append(_Access(start, end, op, stream, write))
         area.accesses = left
 
+    def _who(self, access: _Access) -> str:
+        return self._describe(None if access.op is None else self._ops[access.op])
+
     def _queued(self, access: _Access) -> bool:
         return access.op is not None and self._ops[access.op].lane in IN_ORDER
 
     def _same_queue(self, access: _Access) -> bool:
-        if self._op is None or access.op is None:
-            return False
-        return self._op.lane in IN_ORDER and self._ops[access.op].lane == self._op.lane
+        return self._queued(access) and self._op is not None and self._ops[access.op].lane == self._op.lane
 
     # ------------------------------------------------------------------ copies and reads
 
@@ -286,10 +278,7 @@ class Watch:
 
     def read_direct(self, start: int, nbytes: int, offset: int) -> None:
         """A read of a file straight into device memory (GPUDirect) or into host memory (direct I/O)."""
-        bad = [
-            f"{name} {value:,}"
-            for name, value in (("address", start), ("size", nbytes), ("file offset", offset))
-            if value % PAGE
-        ]
+        values = {"address": start, "size": nbytes, "file offset": offset}
+        bad = [f"{name} {value:,}" for name, value in values.items() if value % PAGE]
         if bad:
             self.report("direct", f"a direct read of {nbytes:,} bytes at {start:#x}: not at 4 KiB: {', '.join(bad)}")

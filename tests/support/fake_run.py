@@ -59,15 +59,12 @@ def train(recipe: Recipe, *, run_dir: Path, observer: Any, resume: bool, checkpo
             Span("h2d", "weights", "layers.0", -1, start, (start + end) / 2, 4096, step, 2 * step - 2),
             Span("compute", "forward", "layers.0", 0, start, end, 0, step, 2 * step - 1, (2 * step - 2,)),
         ]
-        metrics = StepMetrics(
-            step=step, loss=8.0 / step, grad_norm=1.0, lr=1e-3, tokens=100, step_s=step_s, tokens_per_s=100 / step_s
-        )
         observer.on_progress(Progress(spans, end, []))
-        observer.on_step(metrics)
+        rates = {"tokens": 100, "step_s": step_s, "tokens_per_s": 100 / step_s}
+        observer.on_step(StepMetrics(step=step, loss=8.0 / step, grad_norm=1.0, lr=1e-3, **rates))
         if train.validate_every is not None and step % train.validate_every == 0:
-            observer.on_validation(
-                ValidationMetrics(step=step, loss=9.0 / step, tokens=50, seconds=0.01, time=time.time())
-            )
+            measured = ValidationMetrics(step=step, loss=9.0 / step, tokens=50, seconds=0.01, time=time.time())
+            observer.on_validation(measured)
         committed.write_text(str(step))
         for name in observer.checkpoint_requests():
             observer.on_checkpoint(name, step, None)
@@ -94,22 +91,12 @@ def goes_on(observer: Any, step: int) -> bool:
     return bool(want == "run")
 
 
-def export(
-    run_dir: Path,
-    recipe: Recipe,
-    *,
-    out_dir: Path,
-    checkpoint: str | None,
-    dtype: str,
-    max_shard_bytes: int,
-    merged: bool,
-) -> SimpleNamespace:
+def export(run_dir: Path, recipe: Recipe, *, out_dir: Path, **_: Any) -> SimpleNamespace:
     committed = (run_dir / "state" / "committed").read_text()
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "config.json").write_text(committed)
-    return SimpleNamespace(
-        step=int(committed), num_params=1, num_trained=1, model_type="none", adapter=None, remarks=[]
-    )
+    counts = {"step": int(committed), "num_params": 1, "num_trained": 1}
+    return SimpleNamespace(model_type="none", adapter=None, remarks=[], **counts)
 
 
 if __name__ == "__main__":

@@ -23,30 +23,12 @@ from typing import Any
 NUMBER = struct.Struct("q")
 """What is told: as many bytes each, so that one read takes one."""
 
-IMPORTED = (
-    "penstock.app.api",
-    "penstock.app.bench.commands",
-    "penstock.app.cluster_commands",
-    "penstock.app.control",
-    "penstock.app.evaluation.command",
-    "penstock.app.exported",
-    "penstock.app.finetune_commands",
-    "penstock.app.launch",
-    "penstock.app.offsite",
-    "penstock.app.sample_command",
-    "penstock.app.streams",
-    "penstock.engine.cluster.convert",
-    "penstock.engine.export",
-    "penstock.engine.optim.adamw",
-    "penstock.engine.train",
-    "pydantic.type_adapter",
-    "rich.table",
-    "transformers.convert_slow_tokenizer",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3.modeling_qwen3",
-    "typer.main",
-)
+APP = "api bench.commands cluster_commands control evaluation.command exported finetune_commands launch offsite"
+APP += " sample_command streams"
+ENGINE = "cluster.convert export optim.adamw train"
+OTHERS = "pydantic.type_adapter rich.table transformers.convert_slow_tokenizer typer.main"
+OTHERS += " transformers.models.auto.tokenization_auto transformers.models.llama.modeling_llama"
+OTHERS += " transformers.models.qwen3.modeling_qwen3"
 """What commands import, but for the command line's own module, which runs as __main__."""
 
 
@@ -56,7 +38,8 @@ def load() -> None:
 
     stay_offline()
     with loading():
-        for name in IMPORTED:
+        ours = [*(f"app.{name}" for name in APP.split()), *(f"engine.{name}" for name in ENGINE.split())]
+        for name in [*(f"penstock.{name}" for name in ours), *OTHERS.split()]:
             importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == threading.active_count() == 1, f"{threads} threads: a fork would have one of them"

@@ -7,32 +7,21 @@ from msgspec.structs import replace
 
 from penstock.engine.machine.profile import AttentionRate, Drive, Machine
 
+FIGURES: dict[str, Any] = {"name": "round", "source": "made up", "gpu": "X", "gpu_bytes": 10**12, "ram_bytes": 10**12}
+FIGURES |= {"cores": 1, "numa_nodes": 1, "matmul_flops": 1e9, "optimizer_params_per_s": 1e6}
+FIGURES |= {"h2d_bytes_per_s": 1e6, "d2h_bytes_per_s": 2e6, "duplex_share": 0.5}
+FIGURES |= {"gpu_copy_bytes_per_s": 1e8, "ram_copy_bytes_per_s": 1e8, "drives_share": 0.5, "drive_duplex_share": 0.8}
 ROUND = Machine(
-    name="round",
-    source="made up",
-    gpu="X",
-    gpu_bytes=10**12,
-    ram_bytes=10**12,
-    cores=1,
-    numa_nodes=1,
-    matmul_flops=1e9,
+    **FIGURES,
     attention=(
         AttentionRate(head_dim=8, chunk_tokens=64, forward_flops=2e9, backward_flops=1e9),
         AttentionRate(head_dim=8, chunk_tokens=512, forward_flops=8e9, backward_flops=8e9),
         AttentionRate(head_dim=64, chunk_tokens=64, forward_flops=9e9, backward_flops=9e9),
     ),
-    h2d_bytes_per_s=1e6,
-    d2h_bytes_per_s=2e6,
-    duplex_share=0.5,
-    gpu_copy_bytes_per_s=1e8,
-    ram_copy_bytes_per_s=1e8,
     drives=(
         Drive(path=None, size_bytes=10**12, read_bytes_per_s=4e5, write_bytes_per_s=1e5),
         Drive(path=None, size_bytes=10**12, read_bytes_per_s=5e5, write_bytes_per_s=2e5),
     ),
-    drives_share=0.5,
-    drive_duplex_share=0.8,
-    optimizer_params_per_s=1e6,
 )
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +16,8 @@ from penstock.storage.layout import part_ranges
 from penstock.storage.readers import Reader
 
 PART_BYTES = 8192
-SIZES_BYTES = [
-    4,
-    2048,
-    4092,
-    4096,
-    4100,
-    PART_BYTES - 4,
-    PART_BYTES,
-    PART_BYTES + 4,
-    3 * PART_BYTES,
-    3 * PART_BYTES + 4096,
-]
+SIZES_BYTES = [4, 2048, 4092, 4096, 4100, PART_BYTES - 4, PART_BYTES, PART_BYTES + 4, 3 * PART_BYTES]
+SIZES_BYTES.append(3 * PART_BYTES + 4096)
 """Of arrays of float32; bfloat16 arrays have as many elements, so half the bytes."""
 DTYPES = ["float32", "bfloat16"]
 
@@ -71,12 +62,10 @@ class Files:
 
 
 def _out(nbytes: int, device: str) -> torch.Tensor:
-    out = (
-        torch.empty(nbytes, dtype=torch.uint8, device=device) if device != "cpu" else empty_aligned(nbytes, torch.uint8)
-    )
-    out.fill_(0xAA)
-    if device != "cpu":
-        torch.cuda.synchronize()
+    if device == "cpu":
+        return empty_aligned(nbytes, torch.uint8).fill_(0xAA)
+    out = torch.full((nbytes,), 0xAA, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
     return out
 
 
@@ -120,33 +109,28 @@ def check_threads(reader: Reader, device: str, folder: Path) -> None:
         assert torch.equal(out.cpu(), files.payload(part))
 
 
-def _flip(position: int) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        raw = bytearray(path.read_bytes())
-        raw[position] ^= 1
-        path.write_bytes(raw)
-
-    return damage
+def _flip(position: int, path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[position] ^= 1
+    path.write_bytes(raw)
 
 
-def _resize(change: int) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        raw = path.read_bytes()
-        path.write_bytes(raw[:change] if change < 0 else raw + bytes(change))
-
-    return damage
+def _resize(change: int, path: Path) -> None:
+    raw = path.read_bytes()
+    path.write_bytes(raw[:change] if change < 0 else raw + bytes(change))
 
 
-PAYLOAD_DAMAGE = {"first byte": _flip(0), "last payload byte": _flip(PART_BYTES - 1)}
+IN_PAYLOAD = ("first byte", "last payload byte", "padding")
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    **{name: (damage, "checksum") for name, damage in PAYLOAD_DAMAGE.items()},
-    "padding": (_flip(PART_BYTES + 7), "checksum"),
-    "checksum": (_flip(-2), "checksum|damaged"),
+    "first byte": (partial(_flip, 0), "checksum"),
+    "last payload byte": (partial(_flip, PART_BYTES - 1), "checksum"),
+    "padding": (partial(_flip, PART_BYTES + 7), "checksum"),
+    "checksum": (partial(_flip, -2), "checksum|damaged"),
     "missing": (Path.unlink, "missing"),
     "empty": (lambda path: path.write_bytes(b""), "has 0 bytes instead of"),
-    "one block short": (_resize(-4096), "bytes instead of"),
-    "one byte short": (_resize(-1), "bytes instead of"),
-    "one block long": (_resize(4096), "bytes instead of"),
+    "one block short": (partial(_resize, -4096), "bytes instead of"),
+    "one byte short": (partial(_resize, -1), "bytes instead of"),
+    "one block long": (partial(_resize, 4096), "bytes instead of"),
 }
 
 
@@ -157,7 +141,7 @@ def check_damage(reader: Reader, device: str, folder: Path, name: str) -> None:
     damage, message = DAMAGE[name]
     damage(files.path(1))
     out = _out(PART_BYTES, device)
-    if not reader.checks_payload and name in (*PAYLOAD_DAMAGE, "padding"):
+    if not reader.checks_payload and name in IN_PAYLOAD:
         reader.read(files.path(1), out, files.form, expected)
         with pytest.raises(chunk.ChunkError, match="checksum"):  # what a scrub does
             chunk.read_chunk(files.path(1), np.empty(PART_BYTES, np.uint8), files.form, direct=True, expected=expected)

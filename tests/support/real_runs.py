@@ -7,10 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from cli_process import PATIENCE_S, REAL, started
+from cli_process import PATIENCE_S, REAL, REPOSITORY, started
 from recipe_texts import recipe_text
-
-REPOSITORY = Path(__file__).parents[2]
 
 RECIPE = '''"""A tiny model learns three files, state on all tiers.
 

@@ -11,11 +11,9 @@ from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import (
     BlockShape,
     BufferShape,
-    Checkpointing,
     PlanInput,
     PlanOptions,
     SampleSpace,
-    Window,
 )
 from penstock.storage.errors import BudgetError
 from penstock.storage.units import least_text
@@ -26,31 +24,24 @@ TIERS = {"gpu": "gpu_budget", "ram": "ram_budget", "nvme": "nvme_budget"}
 """Tier -> the field of PlanInput that is its budget."""
 
 
+SIZES: dict[str, Any] = {"micro_batches": 2, "rows": 1, "row_tokens": 256, "chunk_tokens": 64, "chunk_per_row": False}
+SIZES |= {"gpu_budget": 10**9, "ram_budget": 10**9, "activation_checkpointing": "selective", "kv_window": "whole"}
+SIZES |= {"hidden_size": HIDDEN, "compute_bytes": 2, "gradient_bytes": 4, "workspace_bytes": 1000}
+"""Fields of PlanInput that `problem` is given others of."""
+
+
 def problem(
     *,
     layers: int = 3,
     tied: bool = False,
     own_head: bool = True,
     edge: int = 8,
-    micro_batches: int = 2,
-    rows: int = 1,
-    row_tokens: int = 256,
-    chunk_tokens: int = 64,
-    chunk_per_row: bool = False,
     without_attention: frozenset[int] = frozenset(),
-    gpu_budget: int = 10**9,
-    ram_budget: int = 10**9,
-    nvme_budget: int | None = None,
-    kept_generations: int = 0,
-    device_reads: bool = True,
-    reader_bytes: int = 0,
-    activation_checkpointing: Checkpointing = "selective",
-    kv_window: Window = "whole",
     sliding: frozenset[int] = frozenset(),
     graph_bytes: int | None = 700,
-    samples: SampleSpace | None = None,
     frozen: frozenset[int] = frozenset(),
     halves: frozenset[int] = frozenset(),
+    **more: Any,
 ) -> PlanInput:
     """A small model with four pages of parameters per layer and `edge` of them in embedding and head.
 
@@ -58,26 +49,26 @@ def problem(
     """
     blocks = [BlockShape(name="embed", role="embed", buffers=("embed",))]
     for i in range(layers):
-        attends = i not in without_attention
-        blocks.append(
-            BlockShape(
-                name=f"layers.{i}",
-                role="layer",
-                buffers=(f"layers.{i}",),
-                out_bytes_per_token=HEADS * HEAD_DIM * 2 * attends,
-                lse_bytes_per_token=HEADS * 4 * attends,
-                kv_bytes_per_token=2 * KV_DIM * 2 * attends,
-                kv_numel_per_token=2 * KV_DIM * attends,
-                q_numel_per_token=HEADS * HEAD_DIM * attends,
-                out_numel_per_token=HEADS * HEAD_DIM * attends,
-                sliding_window=20 if i in sliding else None,
-                graph_bytes_per_token=graph_bytes,
-                elementwise_bytes_per_token=graph_bytes or 0,
-                matmul_flops_per_token=2 * 4 * 2048,
-                unread_flops_per_token=2 * 1024,
-                projection_flops_per_token=2 * 2048 * attends,
-            )
+        attention = {
+            "out_bytes_per_token": HEADS * HEAD_DIM * 2,
+            "lse_bytes_per_token": HEADS * 4,
+            "kv_bytes_per_token": 2 * KV_DIM * 2,
+            "kv_numel_per_token": 2 * KV_DIM,
+            "q_numel_per_token": HEADS * HEAD_DIM,
+            "out_numel_per_token": HEADS * HEAD_DIM,
+            "projection_flops_per_token": 2 * 2048,
+        }
+        layer = BlockShape(
+            name=f"layers.{i}",
+            role="layer",
+            buffers=(f"layers.{i}",),
+            sliding_window=20 if i in sliding else None,
+            graph_bytes_per_token=graph_bytes,
+            elementwise_bytes_per_token=graph_bytes or 0,
+            matmul_flops_per_token=2 * 4 * 2048,
+            unread_flops_per_token=2 * 1024,
         )
+        blocks.append(layer if i in without_attention else replace(layer, **attention))
     head = ("head",) if own_head else ()
     shared = (*head, "embed") if tied or not own_head else head
     flops = 2 * edge * 2048
@@ -86,29 +77,7 @@ def problem(
     if own_head:
         sizes["head"] = 2048 if tied else edge * 2048
     blocks, buffers = _freeze(blocks, sizes, frozen - {layers}, halves)
-    return PlanInput(
-        blocks=tuple(blocks),
-        buffers=tuple(buffers),
-        hidden_size=HIDDEN,
-        compute_bytes=2,
-        gradient_bytes=4,
-        micro_batches=micro_batches,
-        rows=rows,
-        row_tokens=row_tokens,
-        chunk_tokens=chunk_tokens,
-        chunk_per_row=chunk_per_row,
-        workspace_bytes=1000,
-        gpu_budget=gpu_budget,
-        ram_budget=ram_budget,
-        nvme_budget=nvme_budget,
-        kept_generations=kept_generations,
-        device_reads=device_reads,
-        reader_bytes=reader_bytes,
-        activation_checkpointing=activation_checkpointing,
-        kv_window=kv_window,
-        state_kinds=STATE_KINDS,
-        samples=samples,
-    )
+    return PlanInput(blocks=tuple(blocks), buffers=tuple(buffers), state_kinds=STATE_KINDS, **SIZES | more)
 
 
 def _freeze(
@@ -129,19 +98,11 @@ def _freeze(
     ]
     names = [tuple(n for own in block.buffers for n in split[own]) for block in blocks]
     lowest = next(i for i, found in enumerate(names) if any(not n.endswith(".frozen") for n in found))
-    shapes = [
-        replace(
-            block,
-            buffers=found,
-            backward=i >= lowest,
-            frozen_flops_per_token=block.matmul_flops_per_token
-            * sum(n.endswith(".frozen") for n in found)
-            // len(found)
-            if found
-            else 0,
-        )
-        for i, (block, found) in enumerate(zip(blocks, names, strict=True))
-    ]
+    shapes = []
+    for i, (block, found) in enumerate(zip(blocks, names, strict=True)):
+        stay = sum(n.endswith(".frozen") for n in found)
+        flops = block.matmul_flops_per_token * stay // len(found) if found else 0
+        shapes.append(replace(block, buffers=found, backward=i >= lowest, frozen_flops_per_token=flops))
     return shapes, buffers
 
 
@@ -152,14 +113,22 @@ spaces = st.none() | st.builds(
     vocabulary=st.just(50),
 )
 some_blocks = st.just(frozenset[int]()) | st.frozensets(st.integers(0, 6))
+BOTH = {
+    "tied": st.booleans(),
+    "rows": st.integers(1, 2),
+    "activation_checkpointing": st.sampled_from(["auto", "full", "selective"]),
+    "graph_bytes": st.sampled_from([None, 300, 3000]),
+    "samples": spaces,
+    "frozen": some_blocks,
+    "halves": some_blocks,
+}
 general = st.builds(
     problem,
+    **BOTH,
     layers=st.integers(1, 5),
-    tied=st.booleans(),
     own_head=st.booleans(),
     edge=st.sampled_from([1, 4, 9]),
     micro_batches=st.integers(1, 5),
-    rows=st.integers(1, 2),
     row_tokens=st.integers(3, 80),
     chunk_tokens=st.integers(9, 120),
     chunk_per_row=st.booleans(),
@@ -170,33 +139,22 @@ general = st.builds(
     kept_generations=st.integers(0, 2),
     device_reads=st.booleans(),
     reader_bytes=st.sampled_from([0, 70_000]),
-    activation_checkpointing=st.sampled_from(["auto", "full", "selective"]),
     kv_window=st.sampled_from(["auto", "whole", "streamed"]),
     sliding=st.frozensets(st.integers(0, 4), max_size=2),
-    graph_bytes=st.sampled_from([None, 300, 3000]),
-    samples=spaces,
-    frozen=some_blocks,
-    halves=some_blocks,
 )
 streaming = st.builds(
     problem,
+    **BOTH,
     layers=st.integers(1, 3),
-    tied=st.booleans(),
     edge=st.just(1),
     micro_batches=st.integers(1, 2),
-    rows=st.integers(1, 2),
     row_tokens=st.integers(30, 50),
     chunk_tokens=st.integers(7, 13),
     without_attention=st.frozensets(st.integers(0, 2), max_size=1),
     gpu_budget=st.integers(150_000, 600_000),
     ram_budget=st.integers(100_000, 1_000_000),
-    activation_checkpointing=st.sampled_from(["auto", "full", "selective"]),
     kv_window=st.just("streamed"),
     sliding=st.frozensets(st.integers(0, 2), max_size=2),
-    graph_bytes=st.sampled_from([None, 300, 3000]),
-    samples=spaces,
-    frozen=some_blocks,
-    halves=some_blocks,
 )
 problems = st.one_of(general, streaming)
 

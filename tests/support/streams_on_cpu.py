@@ -24,9 +24,10 @@ _local = threading.local()
 class Record:
     """One recording of an event."""
 
+    at_s = 0.0
+
     def __init__(self) -> None:
         self.done = threading.Event()
-        self.at_s = 0.0
 
     def finish(self) -> None:
         self.at_s = time.perf_counter()
@@ -67,15 +68,13 @@ class StreamOnCpu:
         record = event._record
         self.put(lambda: None if record is None else (record.done.wait(300), None)[1])
 
-    def query(self) -> bool:
+    def query(self, patience_s: float = 0.01) -> bool:
         if self.broken:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
-        return self.record().done.wait(0.01)
+        return self.record().done.wait(patience_s)
 
     def synchronize(self) -> None:
-        if self.broken:
-            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
-        self.record().done.wait(300)
+        self.query(300)
 
 
 class EventOnCpu:

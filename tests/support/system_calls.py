@@ -13,20 +13,8 @@ import pytest
 from penstock.storage import drives
 from penstock.storage.errors import UserError
 
-CHANGING = (
-    "open",
-    "pwrite",
-    "pwritev",
-    "write",
-    "fsync",
-    "ftruncate",
-    "link",
-    "replace",
-    "rename",
-    "unlink",
-    "mkdir",
-    "rmdir",
-)
+CHANGING = ("open", "pwrite", "pwritev", "write", "fsync", "ftruncate")
+CHANGING += ("link", "replace", "rename", "unlink", "mkdir", "rmdir")
 WRITING = os.O_CREAT | os.O_TRUNC | os.O_WRONLY
 
 

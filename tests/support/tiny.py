@@ -41,7 +41,7 @@ from penstock.engine.model.anatomy import Initializer, take_apart
 from penstock.engine.model.graph_size import find_graph_bytes
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.plan.plan import Plan
-from penstock.engine.plan.problem import GpuFirst, GraphsAside, PlanOptions
+from penstock.engine.plan.problem import PlanOptions
 from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.lanes import Lanes
 from penstock.engine.runtime.state import fill_store, read_parameters, state_arrays
@@ -60,17 +60,10 @@ FLOOR = "floor"
 """As a budget: the least that the planner accepts."""
 TIERS = [("1GiB", "1GiB"), (FLOOR, "1GiB"), (FLOOR, FLOOR), (1_100_000, 750_000)]
 """Budgets of GPU and RAM: all state on the GPU, in RAM, on NVMe, some of it on each."""
-HYBRID = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}
+HYBRID: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+HYBRID |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+HYBRID |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+HYBRID["shared_expert_intermediate_size"] = 16
 """Fields of a small qwen3_next, whose layers carry state from token to token but for one."""
 
 
@@ -129,15 +122,8 @@ class Silent:
 
 def model(**changes: Any) -> ModelConfig:
     """A Qwen3-shaped model of some 50,000 parameters."""
-    shape: dict[str, Any] = {
-        "num_layers": 3,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 300,
-    }
+    shape: dict[str, Any] = {"num_layers": 3, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 300}
+    shape |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     return ModelConfig(**(shape | changes))
 
 
@@ -148,18 +134,9 @@ def data(**changes: Any) -> DataConfig:
 
 def training(**changes: Any) -> TrainConfig:
     """Eager float32 steps with one way to save activations, so that every difference counts."""
-    settings: dict[str, Any] = {
-        "steps": 4,
-        "global_batch_size": 2,
-        "chunk_tokens": 16,
-        "compute_dtype": "float32",
-        "compile": "off",
-        "activation_checkpointing": "selective",
-        "kv_window": "whole",
-        "calibrate": False,
-        "lr": 1e-2,
-        "device": "cpu",
-    }
+    settings: dict[str, Any] = {"steps": 4, "global_batch_size": 2, "chunk_tokens": 16, "lr": 1e-2, "device": "cpu"}
+    settings |= {"compute_dtype": "float32", "compile": "off", "calibrate": False}
+    settings |= {"activation_checkpointing": "selective", "kv_window": "whole"}
     return TrainConfig(**(settings | changes))
 
 
@@ -170,13 +147,8 @@ def storage(**changes: Any) -> StorageConfig:
 
 def recipe(**changes: Any) -> Recipe:
     """A tiny run of all these, in budgets that hold it, unless `changes` of its sections say otherwise."""
-    sections: dict[str, Any] = {
-        "model": model(),
-        "data": data(),
-        "train": training(),
-        "budgets": BudgetConfig(gpu="1GiB", ram="1GiB"),
-        "storage": storage(),
-    }
+    sections: dict[str, Any] = {"model": model(), "data": data(), "train": training(), "storage": storage()}
+    sections["budgets"] = BudgetConfig(gpu="1GiB", ram="1GiB")
     return Recipe(name="tiny", **(sections | changes))
 
 
@@ -210,35 +182,22 @@ def plan_of(
     recipe: Recipe,
     gpu: str | int,
     ram: str | int,
+    *,
     device_reads: bool = True,
-    gpu_first: GpuFirst = "blocks",
     prompt_tokens: tuple[int, ...] | None = None,
-    group: int = 0,
-    graphs_aside: GraphsAside = "none",
     graph_bytes: Mapping[str, int] | None = None,
+    **chosen: Any,
 ) -> Plan:
-    """The plan within budgets, of which FLOOR takes the least that is accepted."""
-    sizes = {
-        "gpu": 1 if gpu == FLOOR else parse_bytes(gpu, "gpu"),
-        "ram": 1 if ram == FLOOR else parse_bytes(ram, "ram"),
-    }
+    """The plan within budgets, of which FLOOR takes the least that is accepted; `chosen`: of PlanOptions."""
+    sizes = {tier: 1 if size == FLOOR else parse_bytes(size, tier) for tier, size in (("gpu", gpu), ("ram", ram))}
+    asked: dict[str, Any] = {"spec": spec, "recipe": recipe, "device_type": "cpu", "device_reads": device_reads}
+    asked |= {"prompt_tokens": prompt_tokens, "graph_bytes": graph_bytes}
     for _ in range(5):
-        budgets = Budgets(sizes["gpu"], sizes["ram"], None, {})
-        task = PlanRequest(
-            spec=spec,
-            recipe=recipe,
-            budgets=budgets,
-            device_type="cpu",
-            device_reads=device_reads,
-            prompt_tokens=prompt_tokens,
-            graph_bytes=graph_bytes,
-        )
+        task = PlanRequest(budgets=Budgets(sizes["gpu"], sizes["ram"], None, {}), **asked)
         chunk = task.chunks[-1]
         window_chunks = -(-recipe.train.micro_batch_size * recipe.data.sequence_length // chunk)
         values = dimensions(task.problem(chunk), window_chunks)
-        options = PlanOptions(
-            gpu_first=gpu_first, recompute=values["recompute"][0], group=group, graphs_aside=graphs_aside
-        )
+        options = PlanOptions(recompute=values["recompute"][0], **chosen)
         refusals: list[BudgetError] = []
         ways = itertools.product(values["streamed"], ("activations", "weights"), (4, 2))
         for streamed, ram_first, stages in ways:
@@ -266,14 +225,11 @@ def session(
     device: torch.device = CPU,
     device_reads: bool = True,
     drives: list[Path] | None = None,
-    gpu_first: GpuFirst = "blocks",
-    group: int = 0,
-    graphs_aside: GraphsAside = "none",
-    graph_bytes: Mapping[str, int] | None = None,
     samples: SamplesConfig | None = None,
     adapter: AdapterConfig | None = None,
+    **planned: Any,
 ) -> Session:
-    """A session at the last generation in `folder`, or at a new first one."""
+    """A session at the last generation in `folder`, or at a new first one; `planned`: of `plan_of`."""
     sections = {"model": m or model(), "data": d or data(), "train": t or training(), "storage": s or storage()}
     run = recipe(**sections, samples=samples or SamplesConfig(), adapter=adapter or AdapterConfig())
     train = run.train
@@ -285,7 +241,7 @@ def session(
     lengths = None if prompts is None else tuple(map(len, prompts.ids))
     readers = select_readers("auto", device, drives or [folder])
     reads = device_reads and readers.device is not None
-    plan = plan_of(spec, run, gpu, ram, reads, gpu_first, lengths, group, graphs_aside, graph_bytes)
+    plan = plan_of(spec, run, gpu, ram, device_reads=reads, prompt_tokens=lengths, **planned)
     identity = run_identity(run)
     loader = make_loader(corpus, spec, run)
     root = folder / "state"

@@ -13,16 +13,6 @@ _FILES = 65_536
 """As many as a process here ever needs, and a table of their numbers is small."""
 
 
-def no_memory() -> None:
-    """Python asks for more than there are addresses."""
-    bytearray(1 << 62)
-
-
-def no_tensor() -> None:
-    """And torch."""
-    torch.empty(1 << 60, dtype=torch.uint8)
-
-
 def no_thread() -> None:
     """A thread whose stack is larger than the address space cannot be started."""
     before = threading.stack_size(1 << 47)
@@ -56,9 +46,9 @@ def no_file() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-SHORTAGES: dict[str, tuple[Callable[[], None], str]] = {
-    "memory": (no_memory, "out of memory"),
-    "memory of torch": (no_tensor, "out of memory"),
+SHORTAGES: dict[str, tuple[Callable[[], object], str]] = {
+    "memory": (lambda: bytearray(1 << 62), "out of memory"),
+    "memory of torch": (lambda: torch.empty(1 << 60, dtype=torch.uint8), "out of memory"),
     "threads": (no_thread, "no more threads can be started"),
     "open files": (no_file, "the limit on open files is reached"),
 }

@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,9 @@ from pathlib import Path
 import aiohttp
 import psutil
 import real_runs
-from cli_process import PATIENCE_S
+from cli_process import PATIENCE_S, is_running
+
+OURS = (sys.executable, "-m", "penstock.tui.main")
 
 
 @dataclass
@@ -44,16 +46,14 @@ class Served:
 
 
 @asynccontextmanager
-async def served(folder: Path, log_file: Path, *arguments: str) -> AsyncIterator[Served]:
+async def served(
+    folder: Path, log_file: Path, *arguments: str, penstock: Sequence[str] = OURS, env: dict[str, str] | None = None
+) -> AsyncIterator[Served]:
     """`penstock serve` on a free port."""
+    command = [*penstock, "serve", "--port", "0", *arguments]
+    env = env or real_runs.environment()
     with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.tui.main", "serve", "--port", "0", *arguments],
-            cwd=folder,
-            env=real_runs.environment(),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
     try:
         await real_runs.until(lambda: "Ctrl+C" in log_file.read_text() or process.poll() is not None)
         found = re.search(r"http://\S+", log_file.read_text())
@@ -97,7 +97,4 @@ async def shown(socket: aiohttp.ClientWebSocketResponse, text: bytes) -> bytes:
 
 def is_gone(pid: int) -> bool:
     """Whether a process has ended, if only to be waited for."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+    return not is_running(pid)
