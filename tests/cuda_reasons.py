@@ -6,6 +6,9 @@ _SUITE = "measures on a GPU; `penstock bench step --suite gpu` runs it"
 _ABSTRACT = "every kernel brings its own"
 _CHECK = "asks a GPU; `make gpu-check` runs it, and tests/standin/test_commands.py where kernels do nothing"
 _ALWAYS = "CudaKernel._forward CudaKernel._backward FlashKernel._launch FlashKernel._launch_backward"
+_MEASURED = "setup.py:_fit suite_worker.py:run_steps suite_worker.py:_profiled suite_worker.py:_give_back"
+_MEASURED += " storage.py:_readers storage.py:_jobs.store_read plain.py:plain_steps plain.py:compiled_steps"
+_MEASURED += " suite_plain.py:plain_step"
 _CHECKS = "machine compiles reads links products attends"
 
 REASONS: dict[str, str] = {
@@ -46,14 +49,6 @@ REASONS: dict[str, str] = {
     "engine/machine/probe_compute.py:link_rates": "copies between pinned and GPU memory; tests/gpu/test_gpu_bench.py",
     **{f"app/gpu_check/device.py:{name}": _CHECK for name in _CHECKS.split()},
     "app/gpu_check/smoke.py:check": _CHECK,
-    "app/bench/setup.py:_fit": _SUITE,
-    "app/bench/suite_worker.py:run_steps": _SUITE,
-    "app/bench/suite_worker.py:_profiled": _SUITE,
-    "app/bench/suite_worker.py:_give_back": _SUITE,
-    "app/bench/storage.py:_readers": _SUITE,
-    "app/bench/storage.py:_jobs.store_read": _SUITE,
-    "app/bench/plain.py:plain_steps": _SUITE,
-    "app/bench/plain.py:compiled_steps": _SUITE,
-    "app/bench/suite_plain.py:plain_step": _SUITE,
+    **{f"app/bench/{name}": _SUITE for name in _MEASURED.split()},
 }
 """File:function -> why; one line each. A function that tests execute throughout has no place here."""

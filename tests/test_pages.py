@@ -76,19 +76,6 @@ def test_commands_targets_and_links_exist(page: str) -> None:
         assert (ROOT / page).parent.joinpath(link).exists(), link
 
 
-@pytest.fixture
-def users(tmp_path: Path) -> Path:
-    """A folder with a model and a text, named as the pages name them."""
-    folder = tmp_path / "models" / "Qwen3-8B"
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**CONFIG | {"max_position_embeddings": 4096})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    text = read("README.md")
-    train_tokenizer([text], 300, folder)
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in text.split("\n\n")))
-    return tmp_path
-
-
 @pytest.mark.long
 def test_one_line_fine_tunes_a_model_on_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = block("README.md", "penstock finetune")
@@ -101,15 +88,21 @@ def test_one_line_fine_tunes_a_model_on_a_file(tmp_path: Path, monkeypatch: pyte
     assert len(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export").model.layers) == 2
 
 
-def test_the_same_from_python(users: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, text = tmp_path / "models" / "Qwen3-8B", read("README.md")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**CONFIG | {"max_position_embeddings": 4096})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    train_tokenizer([text], 300, folder)
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in text.split("\n\n")))
     code = "\n".join(block("docs/guide.md", "from penstock import")[1:])
     small = 'steps=1, chunk_tokens=32, compile="off", device="cpu"'
-    for text, instead in (("steps=200, ", f"{small}, "), ('"mine.jsonl"', '"mine.jsonl", sequence_length=64')):
-        assert text in code
-        code = code.replace(text, instead)
-    monkeypatch.chdir(users)
+    for old, new in (("steps=200, ", f"{small}, "), ('"mine.jsonl"', '"mine.jsonl", sequence_length=64')):
+        assert old in code
+        code = code.replace(old, new)
+    monkeypatch.chdir(tmp_path)
     exec(code, {})
-    assert len(AutoModelForCausalLM.from_pretrained(users / "models" / "mine").model.layers) == 2
+    assert len(AutoModelForCausalLM.from_pretrained(tmp_path / "models" / "mine").model.layers) == 2
 
 
 def test_pictures_and_printed_figures_are_of_one_run() -> None:

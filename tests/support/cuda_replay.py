@@ -130,14 +130,7 @@ class Arithmetic:
         self._cuda.use(*grads.values(), write=True)
 
     def head(
-        self,
-        weights: Tensors,
-        x: Tensor,
-        tokens: ChunkTokens,
-        loss_scale: float,
-        grads: Tensors,
-        *_: Any,
-        z_loss: float,
+        self, weights: Tensors, x: Tensor, tokens: ChunkTokens, scale: float, grads: Tensors, *_: Any, z_loss: float
     ) -> tuple[Tensor, Tensor]:
         self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, tokens.weights, write=False)
         self._cuda.use(*grads.values(), write=True)

@@ -13,9 +13,7 @@ doc_to_target: answer
 doc_to_choice: colours
 test_split: test
 fewshot_split: test
-metric_list:
-  - metric: acc
-  - metric: acc_norm
+metric_list: [{metric: acc}, {metric: acc_norm}]
 """
 WRITTEN = """
 task: fruit_written
@@ -23,11 +21,8 @@ output_type: generate_until
 doc_to_text: "What colour has the {{fruit}}?\\n"
 doc_to_target: "{{colours[answer]}}"
 test_split: test
-generation_kwargs:
-  until: ["a"]
-  max_gen_toks: 12
-metric_list:
-  - metric: exact_match
+generation_kwargs: {until: ["a"], max_gen_toks: 12}
+metric_list: [{metric: exact_match}]
 """
 ROLLING = """
 task: fruit_text
@@ -35,17 +30,12 @@ output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{text}}"
 test_split: test
-metric_list:
-  - metric: word_perplexity
-  - metric: byte_perplexity
-  - metric: bits_per_byte
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
 """
 GROUP = """
 group: fruits
 task: [fruit_choice, fruit_written]
-aggregate_metric_list:
-  - metric: acc
-  - metric: exact_match
+aggregate_metric_list: [{metric: acc}, {metric: exact_match}]
 metadata: {version: 2.0}
 """
 TASKS = ("fruit_choice", "fruit_written", "fruit_text")
@@ -57,9 +47,8 @@ def make_tasks(folder: Path) -> Path:
     documents = []
     for number, fruit in enumerate(FRUITS):
         text = " ".join(f"The {one} is {COLOURS[(number + place) % 8]}." for place, one in enumerate(FRUITS))
-        documents.append(
-            {"fruit": fruit, "colours": [f" {c}" for c in COLOURS[:4]], "answer": number % 4, "text": text}
-        )
+        colours = [f" {colour}" for colour in COLOURS[:4]]
+        documents.append({"fruit": fruit, "colours": colours, "answer": number % 4, "text": text})
     (folder / "fruits.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
     data = {"data_files": {"test": str(folder / "fruits.jsonl")}, "cache_dir": str(folder / "cache")}
     for text in (CHOICE, WRITTEN, ROLLING):
