@@ -67,6 +67,10 @@ HYBRID["shared_expert_intermediate_size"] = 16
 """Fields of a small qwen3_next, whose layers carry state from token to token but for one."""
 
 
+def _kept(name: str) -> Callable[[Any, Any], None]:
+    return lambda self, item: getattr(self, name).append(item)
+
+
 class Silent:
     """An observer that keeps what it is told; `asks`: step after which it asks for a checkpoint -> the name of that."""
 
@@ -82,26 +86,14 @@ class Silent:
         self.checkpoints: list[tuple[str, int, str | None]] = []
         self._stop_after, self._asks = stop_after, asks or {}
 
-    def on_prepare(self, item: Preparing) -> None:
-        self.prepared.append(item)
+    on_prepare, on_step = _kept("prepared"), _kept("metrics")
+    on_validation, on_sample, on_spike = _kept("validations"), _kept("samples"), _kept("spikes")
 
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         self.plan = plan
 
     def on_progress(self, progress: Progress) -> None:
         self.spans += progress.spans
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        self.metrics.append(metrics)
-
-    def on_validation(self, metrics: ValidationMetrics) -> None:
-        self.validations.append(metrics)
-
-    def on_sample(self, metrics: SampleMetrics) -> None:
-        self.samples.append(metrics)
-
-    def on_spike(self, spike: Spike) -> None:
-        self.spikes.append(spike)
 
     def on_message(self, text: str, *, detail: bool = False) -> None:
         self.messages.append(text)
