@@ -53,7 +53,7 @@ def started(
 def done(process: subprocess.Popen[str], code: int = 0) -> Done:
     """What a process that ends with that exit code has printed."""
     found = Done(*process.communicate(timeout=PATIENCE_S))
-    assert process.returncode == code, found.stderr
+    assert process.returncode == code, found.stderr or found.stdout
     return found
 
 

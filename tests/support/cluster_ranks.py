@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cli_process import PATIENCE_S, TORCHRUN, started
+from cli_process import TORCHRUN, done, started
 
 
 def torchrun(*command: str, folder: Path, ranks: int = 2, launch: Sequence[str] = ()) -> subprocess.Popen[str]:
@@ -21,9 +21,7 @@ def train_on_ranks(folder: Path, recipes: Mapping[str, tuple[dict[str, Any], int
     """Train recipes, as app.recipe.to_dict gives them, each in the run directory of its name below `folder`, on two
     ranks, of which so many share a context; by name what `main` writes."""
     (folder / "cases.json").write_text(json.dumps(recipes))
-    process = torchrun(__file__, str(folder / "cases.json"), folder=folder)
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, output
+    done(torchrun(__file__, str(folder / "cases.json"), folder=folder))
     found: dict[str, dict[str, Any]] = json.loads((folder / "results.json").read_text())
     return found
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from cli_process import PATIENCE_S, REAL, REPOSITORY, started
+from cli_process import PATIENCE_S, REAL, REPOSITORY, done, started
 from recipe_texts import recipe_text
 
 RECIPE = '''"""A tiny model learns three files, state on all tiers.
@@ -24,8 +24,6 @@ RECIPE += recipe_text(
 )
 RECIPE += """
 if __name__ == "__main__":
-    from penstock import run_recipe
-
     run_recipe(__file__)
 """
 
@@ -56,10 +54,7 @@ def start(root: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def command(root: Path, *arguments: str) -> str:
     """A command, done; its output. Fails where the command does."""
-    process = start(root, *arguments)
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, output
-    return output
+    return done(start(root, *arguments)).stdout
 
 
 def train(root: Path, name: str, *overrides: str) -> Path:
