@@ -1,22 +1,43 @@
+"""Run directories: made, locked, listed and found; and their backups by hard links (cp -al, rsync --link-dest), which
+stay as they were and are runs of their own."""
+
+import errno
 import json
+import os
+import shutil
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from cli_process import Cli
-from test_run_log import metrics
+from test_run_log import metrics, samples, span, told, validation
 
 from penstock.app import rundir
+from penstock.app.checkpoints import make_checkpoint, scrub_run
 from penstock.app.run_log import RunLog
 from penstock.app.rundir import RunDir, RunLock, find_run, is_live, list_runs, read_info, read_recipe, state_of
 from penstock.engine.config import Recipe
+from penstock.engine.hf.constants import write_constants
 from penstock.storage.errors import UserError
+from penstock.storage.manifest import ArraySpec
+from penstock.storage.nvme import NvmeStore
+
+SPEC = ArraySpec("embed", "master", 1000, "float32", 2048)
+GROWING = ("log.jsonl", "metrics.jsonl", "samples.jsonl", "spans.jsonl", "validation.jsonl")
+
+
+def create(path: Path, name: str = "x") -> Path:
+    RunDir.create(Recipe(name=name), path).__exit__()
+    return path
 
 
 def test_a_new_run_is_named_by_recipe_and_time(tmp_path: Path) -> None:
-    recipe = Recipe(name="x")
-    runs = tmp_path / "runs"
+    recipe, runs = Recipe(name="x"), tmp_path / "runs"
     with RunDir.create(recipe, root=runs) as first, RunDir.create(recipe, root=runs) as second:
         assert first.path != second.path
         assert first.path.name.startswith("x-20")
@@ -24,18 +45,16 @@ def test_a_new_run_is_named_by_recipe_and_time(tmp_path: Path) -> None:
 
 
 def test_a_directory_with_a_run_or_that_is_not_empty_or_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    RunDir.create(Recipe(name="x"), path).__exit__()
-    RunDir.create(Recipe(name="y"), path).__exit__()
+    path = create(create(tmp_path / "run"), "y")
     assert read_recipe(path).name == "y", "a run without a step is replaced"
     (path / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match=r"already contains a run.*penstock resume"):
-        RunDir.create(Recipe(name="z"), path)
+        create(path)
     assert read_recipe(path).name == "y"
     (tmp_path / "file").write_text("")
     for path, said in (("file", "file"), ("file/run", "file"), (".", "not empty.*file.*--run-dir")):
         with pytest.raises(UserError, match=said):
-            RunDir.create(Recipe(name="x"), tmp_path / path)
+            create(tmp_path / path)
 
 
 def test_a_run_in_use_names_the_process_and_a_killed_one_is_crashed(cli: Cli, tmp_path: Path) -> None:
@@ -43,10 +62,9 @@ def test_a_run_in_use_names_the_process_and_a_killed_one_is_crashed(cli: Cli, tm
     try:
         assert is_live(path)
         (tmp_path / "link").symlink_to(tmp_path)
-        opens = (lambda: RunDir.open(path), lambda: RunDir.open(tmp_path / "link" / "out"))
-        for attempt in (*opens, lambda: RunDir.create(Recipe(name="x"), path)):
+        for attempt, at in ((RunDir.open, path), (RunDir.open, tmp_path / "link" / "out"), (create, path)):
             with pytest.raises(UserError, match=f"in use by process {process.pid};.*kill {process.pid}"):
-                attempt()
+                attempt(at)
     finally:
         process.kill()
         process.communicate()
@@ -57,19 +75,18 @@ def test_a_run_in_use_names_the_process_and_a_killed_one_is_crashed(cli: Cli, tm
 
 
 def test_readers_that_test_the_lock_never_keep_a_run_from_starting(tmp_path: Path) -> None:
-    RunDir.create(Recipe(name="x"), tmp_path / "run").__exit__()
-    done = threading.Event()
+    run, done = create(tmp_path / "run"), threading.Event()
 
     def look() -> None:
         while not done.is_set():
-            is_live(tmp_path / "run")
+            is_live(run)
 
     readers = [threading.Thread(target=look) for _ in range(2)]
     for reader in readers:
         reader.start()
     try:
         for _ in range(20):
-            RunDir.open(tmp_path / "run").__exit__()
+            RunDir.open(run).__exit__()
     finally:
         done.set()
         for reader in readers:
@@ -79,17 +96,15 @@ def test_readers_that_test_the_lock_never_keep_a_run_from_starting(tmp_path: Pat
 def test_runs_are_listed_whatever_their_state(tmp_path: Path) -> None:
     assert list_runs(tmp_path / "none") == []
     for name in ("a", "b", "c"):
-        RunDir.create(Recipe(name="x"), tmp_path / name).__exit__()
+        create(tmp_path / name)
     (tmp_path / "not-a-run").mkdir()
     (tmp_path / "b" / "status.json").write_text("[1]")
     log = RunLog(tmp_path / "c", total_steps=4)
     log.step(metrics(1, loss=3.5))
     log.close("stopped")
     found = list_runs(tmp_path)
-    assert [info.name for info in found] == ["a", "b", "c"]
-    assert [info.state for info in found] == ["unknown", "unknown", "stopped"]
-    assert found[2][3:6] == (1, 4, 3.5)
-    assert found[2].mean_tokens_per_s == 28.0
+    assert [(info.name, info.state) for info in found] == [("a", "unknown"), ("b", "unknown"), ("c", "stopped")]
+    assert (*found[2][3:6], found[2].mean_tokens_per_s) == (1, 4, 3.5, 28.0)
     assert found[2].heartbeat == pytest.approx(time.time(), abs=5)
     assert (found[2].metrics or {})["lr"] == 1e-3
 
@@ -100,8 +115,8 @@ def test_a_foreign_status_breaks_nothing(tmp_path: Path) -> None:
     for status in (wrong, {"state": ["running"], "step": True}, {"state": "running", "host": 7}):
         (tmp_path / "status.json").write_text(json.dumps(status))
         info = read_info(tmp_path)
-        assert (info.step, info.total_steps, info.loss, info.mean_tokens_per_s) == (0, 0, None, None)
-        assert info.heartbeat is None
+        assert (info.step, info.total_steps) == (0, 0)
+        assert info.loss is info.mean_tokens_per_s is info.heartbeat is None
 
 
 NO_STATUS = {
@@ -141,18 +156,122 @@ def test_a_silent_run_is_stale_and_another_hosts_is_judged_by_its_heartbeat(tmp_
 def test_what_a_launcher_left_is_no_run_yet_and_a_replaced_one_leaves_nothing(tmp_path: Path) -> None:
     for name in rundir.LEFT_BY_LAUNCHER:
         (tmp_path / name).write_text("")
-    RunDir.create(Recipe(name="x"), tmp_path).__exit__()
+    create(tmp_path)
     for name in ("spans.jsonl", "log.jsonl", "status.json", "control.json"):
         (tmp_path / name).write_text("")
-    RunDir.create(Recipe(name="x"), tmp_path).__exit__()
+    create(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == rundir.LEFT_BY_LAUNCHER
 
 
 def test_find_run_by_path_or_name(tmp_path: Path) -> None:
-    RunDir.create(Recipe(name="x"), tmp_path / "quickstart-1").__exit__()
-    assert find_run("quickstart-1", tmp_path) == tmp_path / "quickstart-1"
-    assert find_run(str(tmp_path / "quickstart-1"), Path("nowhere")) == tmp_path / "quickstart-1"
+    run = create(tmp_path / "quickstart-1")
+    assert find_run("quickstart-1", tmp_path) == find_run(str(run), Path("nowhere")) == run
     with pytest.raises(UserError, match="did you mean 'quickstart-1'"):
         find_run("quikstart", tmp_path)
     with pytest.raises(UserError, match="no such run"):
         find_run("zzz", tmp_path / "none")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of one generation, without data."""
+    run = create(tmp_path / "run")
+    with closing(NvmeStore.create(run / "state", [SPEC], budget_bytes=None)) as store:
+        store.write(SPEC.buffer, SPEC.kind, 0, torch.arange(1000.0)).result()
+        store.commit({"step": 1, "constants": write_constants(run / "state/constants.safetensors", {})})
+    return run
+
+
+def linked(run: Path) -> tuple[Path, dict[str, bytes]]:
+    """A backup of `run`, and what it holds."""
+    backup = run.with_name("backup")
+    shutil.copytree(run, backup, copy_function=os.link)
+    return backup, files(backup)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def write(log: RunLog, step: int) -> None:
+    log.step(metrics(step))
+    log.validation(validation(step, 1.0))
+    log.samples(samples(step, "text"))
+    log.progress(told(span(step, 1.0, 2.0, step)))
+    log.message(f"step {step}")
+
+
+@pytest.mark.parametrize("end", ["", '{"torn'], ids=["whole lines", "a torn last line"])
+def test_a_resumed_run_leaves_its_backup_as_it_was(run: Path, end: str) -> None:
+    log = RunLog(run, total_steps=3)
+    write(log, 1)
+    log.close("stopped")
+    for name in (*GROWING, "status.json.tmp"):
+        with (run / name).open("a") as file:
+            file.write(end)
+    backup, before = linked(run)
+    with RunDir.open(run):
+        log = RunLog(run, total_steps=3)
+        write(log, 2)
+        log.close("stopped")
+    make_checkpoint(run, "kept")
+    scrub_run(run)
+    assert files(backup) == before
+    for name in GROWING:
+        assert (run / name).read_bytes().startswith(before[name].removesuffix(end.encode())), "nothing is lost"
+        assert (run / name).stat().st_nlink == 1
+
+
+def test_a_backup_taken_of_a_live_run_grows_no_more(run: Path) -> None:
+    with RunDir.open(run):
+        log = RunLog(run, total_steps=3)
+        write(log, 1)
+        while not all((run / name).exists() and (run / name).stat().st_size for name in GROWING):
+            assert log._thread.is_alive()
+        backup, before = linked(run)
+        write(log, 2)
+        log.close("stopped")
+    assert files(backup) == before
+    assert all(b"2" in (run / name).read_bytes() for name in GROWING)
+
+
+def test_a_backup_of_a_live_run_is_not_live_and_both_can_be_worked_on(run: Path) -> None:
+    with RunDir.open(run):
+        backup, before = linked(run)
+        assert is_live(run)
+        assert not is_live(backup)
+        with RunDir.open(backup):
+            for path in (run, backup):
+                assert is_live(path)
+                with pytest.raises(UserError, match=rf"{path}: in use by process {os.getpid()}"):
+                    RunLock(path)
+        assert is_live(run)
+        assert not is_live(backup)
+        assert (run / "run.lock").read_bytes() == before["run.lock"]
+    assert not is_live(run)
+
+
+def read_only() -> Any:
+    """A file system on which nothing can be opened to be written."""
+    real = os.open
+
+    def refused(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, flags, *args, **kwargs)
+
+    return patch.object(os, "open", refused)
+
+
+def test_a_run_that_cannot_be_written_can_be_scrubbed(run: Path) -> None:
+    """A read-only disk, or another user's run; nobody can begin to train it meanwhile, if anybody can at all."""
+    for _ in ("with a lock", "without"):
+        before = files(run)
+        with read_only():
+            assert "no damage" in scrub_run(run)
+            with pytest.raises(UserError, match=r"run\.lock.*Read-only file system.*mounted read-only"):
+                RunDir.open(run)
+        assert files(run) == before
+        (run / "run.lock").unlink(missing_ok=True)
+    with RunDir.open(run), read_only(), pytest.raises(UserError, match="in use by process"):
+        scrub_run(run)

@@ -7,26 +7,16 @@ from penstock.engine.config import Recipe
 
 TINY: dict[str, dict[str, Any]] = {
     "model": {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
+        "num_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
     },
     "data": {"source": "text", "path": "corpus", "tokenizer_vocab_size": 300, "sequence_length": 64},
     "train": {
-        "steps": 1,
-        "chunk_tokens": 24,
-        "activation_checkpointing": "selective",
-        "kv_window": "whole",
-        "compile": "off",
-        "device": "cpu",
-        "calibrate": False,
+        "steps": 1, "chunk_tokens": 24, "activation_checkpointing": "selective", "kv_window": "whole", "compile": "off",
+        "device": "cpu", "calibrate": False,
     },
     "budgets": {"gpu": "512KiB", "ram": "1MiB", "nvme": "64MiB"},
     "storage": {"part_bytes": "64KiB"},
-}
+}  # fmt: skip
 """A step on a folder `corpus` of texts, state on all tiers. What a plan could choose is given: that spares a search."""
 
 

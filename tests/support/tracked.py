@@ -23,29 +23,21 @@ def made_up_run(path: Path, steps: Iterable[int] = range(1, 21), trackers: Itera
 
 def metrics_line(step: int, began: float = BEGAN) -> dict[str, Any]:
     return {
-        "step": step,
-        "loss": 8.0 / step,
-        "grad_norm": None if step == 3 else 1.5,
-        "lr": 1e-3,
-        "tokens": 100,
-        "tokens_per_s": 50.0,
-        "step_s": 2.0,
-        "time": began + step,
-        "tier_bytes": {"gpu": 1000 + step, "ram": 2000},
+        "step": step, "loss": 8.0 / step, "grad_norm": None if step == 3 else 1.5, "lr": 1e-3, "tokens": 100,
+        "tokens_per_s": 50.0, "step_s": 2.0, "time": began + step, "tier_bytes": {"gpu": 1000 + step, "ram": 2000},
         "nvme_read_bytes": {"/a": 5, "/b": 6},
-    }
+    }  # fmt: skip
 
 
 def write_steps(path: Path, steps: Iterable[int], began: float = BEGAN) -> None:
     """Append lines as a run does, the metrics of a step before its validation and samples."""
     for step in steps:
+        at = began + step
         _append(path / "metrics.jsonl", metrics_line(step, began))
         if step % 10 == 0:
-            _append(path / "validation.jsonl", {"step": step, "loss": 2.0, "accuracy": 0.5, "time": began + step + 0.1})
+            _append(path / "validation.jsonl", {"step": step, "loss": 2.0, "accuracy": 0.5, "time": at + 0.1})
             sample = {"prompt": "One *day*", "text": f" after {step} steps\nit rained", "tokens": 5, "ended": False}
-            _append(
-                path / "samples.jsonl", {"step": step, "samples": [sample], "seconds": 1, "time": began + step + 0.2}
-            )
+            _append(path / "samples.jsonl", {"step": step, "samples": [sample], "seconds": 1, "time": at + 0.2})
 
 
 def drop_steps(path: Path, first: int) -> None:

@@ -50,10 +50,8 @@ class StandIn:
         if self.mood == "hangs":
             self._released.wait()
         if self.mood == "refuses":
-            return self.refusal, {
-                "error": "A write_token is required",
-                "errors": [{"message": "user is not logged in"}],
-            }
+            said = {"error": "A write_token is required", "errors": [{"message": "user is not logged in"}]}
+            return self.refusal, said
         if self.mood != "works":
             return 500, {"error": "broken", "error_code": "INTERNAL_ERROR", "message": "broken"}
         return 200, self.answer(method, path, body)
@@ -121,14 +119,9 @@ class WandbServer(StandIn):
             self.rows.setdefault(run, [])
             if variables.get("config"):
                 self.config[run] = json.loads(variables["config"])
-            bucket = {
-                "id": run,
-                "name": run,
-                "displayName": run,
-                "config": "{}",
-                "historyLineCount": len(self.rows[run]),
-            }
-            return {"data": {"upsertBucket": {"bucket": {**bucket, "project": project}, "inserted": True}}}
+            bucket = {"id": run, "name": run, "displayName": run, "config": "{}", "project": project}
+            bucket["historyLineCount"] = len(self.rows[run])
+            return {"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}
         if name == "CreateRunFiles":
             files = [{"name": file, "uploadUrl": f"{self.url}/upload/{file}"} for file in variables["files"]]
             return {"data": {"createRunFiles": {"runID": variables["run"], "uploadHeaders": [], "files": files}}}
