@@ -1,9 +1,13 @@
-"""Files of a run directory as anybody may have left them: damaged lines, endless ones, links, pipes."""
+"""Files of a run directory as anybody may have left them: damaged, torn and endless lines, links, pipes; and the reader
+of JSON lines that grow, are replaced or cut."""
 
+import itertools
 import json
 import os
+import re
 import resource
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -11,9 +15,11 @@ from bad_run_files import OBSTACLES
 from cli_process import done, started
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import sampled
 
 from penstock.app import run_files
 from penstock.app.run_files import JsonLines, json_text, number, parse_line, read_last, read_tail, remove_own, span_of
+from penstock.app.tail import JsonTail
 from penstock.engine.events import Span
 from penstock.storage.errors import UserError
 
@@ -45,10 +51,8 @@ def test_damaged_lines_are_passed_over_and_counted(
     assert [span.step for span in lines.spans()] == [at for at, kind in enumerate(kinds) if kind == "good"]
     bad = [at for at, kind in enumerate(kinds, start=1) if kind != "good"]
     assert lines.damaged == len(bad)
-    assert (lines.warning() is None) == (not bad)
-    if bad:
-        assert str(lines.warning()).startswith(f"{path}: ")
-        assert f"line {bad[0]}" in str(lines.warning())
+    first = f"{path}: .*line {bad[0]}$" if bad else "None"
+    assert re.fullmatch(first, str(lines.warning()))
 
 
 @pytest.mark.parametrize("line", BAD, ids=range(len(BAD)))
@@ -101,27 +105,119 @@ def test_nothing_but_regular_files_is_read_or_removed(tmp_path: Path, kind: str)
         remove_own(path)
     assert os.path.lexists(path)
     assert (tmp_path / "target").exists()
-
-
-def test_a_missing_file_is_empty(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / "none")
-    assert (list(lines), lines.warning(), run_files.examine_object(tmp_path / "none")) == ([], None, (None, None))
-    remove_own(tmp_path / "none")
+    missing = tmp_path / "none"
+    lines = JsonLines(missing)
+    assert (list(lines), lines.warning(), run_files.examine_object(missing)) == ([], None, (None, None)), "it is empty"
+    remove_own(missing)
 
 
 def test_text_that_a_terminal_would_obey_is_cleaned_where_it_is_parsed() -> None:
     line = json.dumps({"a\x1b]0;t\x07": ["\x9b31m", {"b": "\u202ex\x7f"}], "c": "tab\tend\n"})
     for text in (line, json.dumps(json.loads(line), ensure_ascii=False)):
-        assert parse_line(text.encode()) == {
-            "a\ufffd]0;t\ufffd": ["\ufffd31m", {"b": "\ufffdx\ufffd"}],
-            "c": "tab\tend\n",
-        }
+        cleaned = {"a\ufffd]0;t\ufffd": ["\ufffd31m", {"b": "\ufffdx\ufffd"}], "c": "tab\tend\n"}
+        assert parse_line(text.encode()) == cleaned
     assert parse_line(b'{"a": "\x7f"}') == {"a": "\ufffd"}
+    name, shown = os.fsdecode(b"/mnt/\xff/run"), "/mnt/\ufffd/run"  # one that is no text is written readably
+    written = json_text({"drives": {name: name}, "smile": "\U0001f600"})
+    assert parse_line(written.encode()) == {"drives": {shown: shown}, "smile": "\U0001f600"}
 
 
-def test_names_that_are_no_text_are_written_so_that_they_can_be_read() -> None:
-    name = os.fsdecode(b"/mnt/\xff/run")
-    assert parse_line(json_text({"drives": {name: name}, "smile": "\U0001f600"}).encode()) == {
-        "drives": {"/mnt/\ufffd/run": "/mnt/\ufffd/run"},
-        "smile": "\U0001f600",
-    }
+OBJECTS = (b'{"a":1}', b'{"b":[1,{"c":"\xc3\xa9"}]}', b'{"n":NaN}', b"{}")
+LINES = [*OBJECTS, b"", b"[1]", b'{"broken', b"null", b"\xff\xfe"]
+
+
+def append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
+
+
+@sampled(15, 60)
+@given(st.lists(st.sampled_from(LINES), max_size=12), st.lists(st.integers(0, 120), max_size=8), st.integers(24, 200))
+def test_any_split_gives_the_same_objects(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], cuts: list[int], read_bytes: int
+) -> None:
+    data = b"".join(line + b"\n" for line in lines)
+    path = tmp_path_factory.mktemp("tail") / "x.jsonl"
+    tail = JsonTail(path, read_bytes=read_bytes)
+    edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    found: list[str] = []
+    for start, end in itertools.pairwise(edges):
+        append(path, data[start:end])
+        found += map(repr, tail.read())
+        while tail.behind:
+            found += map(repr, tail.read())
+    assert found == [repr(json.loads(line)) for line in lines if line in OBJECTS]  # as text: NaN equals nothing
+    assert (tail.damaged, tail.resets) == (len(lines) - len(found), 0)
+
+
+def test_no_file_is_nothing_yet_and_a_folder_or_foreign_file_nothing(tmp_path: Path) -> None:
+    tail = JsonTail(tmp_path / "gone" / "x.jsonl")
+    assert tail.read() == []
+    (tmp_path / "gone").mkdir()
+    append(tail.path, b'{"a":1}\n')
+    assert tail.read() == [{"a": 1}]
+    tail.path.unlink()
+    assert (tail.read(), tail.resets) == ([], 0)
+    tail.path.mkdir()
+    assert JsonTail(tail.path).read() == []
+    (tmp_path / "y").write_bytes(bytes(range(256)) * 50)
+    assert JsonTail(tmp_path / "y").read() == []
+
+
+def test_torn_line_waits_and_may_be_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, b'{"a":1}\n{"a":2')
+    tail = JsonTail(path)
+    assert tail.read() == [{"a": 1}]
+    os.truncate(path, 8)
+    append(path, b'{"a":3}\n')
+    assert tail.read() == [{"a": 3}]
+    assert (tail.resets, tail.damaged) == (0, 0)
+
+
+@pytest.mark.parametrize("how", ["replaced", "longer in place", "cut"])
+def test_another_file_is_read_again(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, b'{"a":1}\n{"a":2}\nbad\n')
+    tail = JsonTail(path)
+    assert len(tail.read()) == 2
+    match how:
+        case "replaced":
+            (tmp_path / "y").write_bytes(b'{"b":1}\n')
+            os.replace(tmp_path / "y", path)
+        case "longer in place":  # than what was read
+            path.write_bytes(b'{"b":1}\n{"b":2}\n{"b":3}\n{"b":4}\n')
+        case "cut":
+            os.truncate(path, 8)
+    assert tail.read()[0] == ({"a": 1} if how == "cut" else {"b": 1})
+    assert (tail.resets, tail.damaged) == (1, 0)
+
+
+def test_endless_and_deep_lines_are_damage_and_take_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"a":1}\n')
+        file.truncate(100 << 20)
+        file.seek(0, os.SEEK_END)
+        file.write(b'\n{"a":2}\n')
+    tail = JsonTail(path)
+    tracemalloc.start()
+    found = tail.read()
+    while tail.behind:
+        found += tail.read()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (found, tail.damaged) == ([{"a": 1}, {"a": 2}], 1)
+    assert peak < 8 << 20
+    for line, most in ((b'{"a":"' + b"x" * 100 + b'"}', {"max_line_bytes": 50}), (b"[" * 100_000, {})):
+        path.write_bytes(line + b'\n{"a":2}\n')
+        tail = JsonTail(path, **most)
+        assert (tail.read(), tail.damaged) == ([{"a": 2}], 1)
+
+
+def test_start_near_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, b"".join(b'{"a":%d}\n' % i for i in range(1000, 2000)))
+    tail = JsonTail(path, start_bytes=105)
+    assert [line["a"] for line in tail.read()] == list(range(1991, 2000))
+    assert (tail.damaged, tail.left_out_bytes) == (0, 11 * 1000 - 105)
