@@ -12,56 +12,47 @@ from samples import sampled
 from penstock.app.field_synonyms import SYNONYMS
 from penstock.app.recipe import apply_overrides, change_run, from_json, load_recipe, resolve_paths, save_recipe, to_json
 from penstock.app.recipe_fields import fields, top_level
+from penstock.app.recipe_text import python_text
 from penstock.engine.config import RENAMED, AfterConfig, DataConfig, ModelConfig, Recipe, TrainConfig, config_digest
 from penstock.storage.errors import UserError
 
 
+def changed(*overrides: str) -> Recipe:
+    return apply_overrides(Recipe(name="x"), overrides)
+
+
 def test_the_machine_is_a_field_that_old_runs_lack() -> None:
-    recipe = apply_overrides(Recipe(name="x"), ["machine=gh200-480"])
+    recipe = changed("machine=gh200-480")
     assert recipe.machine == "gh200-480"
     assert from_json(to_json(recipe)) == recipe
-    old = {name: value for name, value in json.loads(to_json(recipe)).items() if name != "machine"}
+    old = json.loads(to_json(recipe))
+    del old["machine"]
     assert from_json(json.dumps(old)) == Recipe(name="x")
 
 
 numbers = st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False)
-json_values = st.recursive(
-    st.none() | st.booleans() | numbers | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=5,
-)
+leaves = st.none() | st.booleans() | numbers | st.text()
+json_values = st.recursive(leaves, lambda i: st.lists(i) | st.dictionaries(st.text(), i), max_leaves=5)
 
 
 @sampled(10, 100)
-@given(
-    lr=st.floats(1e-12, 1e3),
-    steps=st.integers(1, 10**12),
-    prompt=st.none() | st.text(),
-    overrides=st.dictionaries(st.text(), json_values),
-)
+@given(st.floats(1e-12, 1e3), st.integers(1, 10**12), st.none() | st.text(), st.dictionaries(st.text(), json_values))
 def test_json_is_exact(lr: float, steps: int, prompt: str | None, overrides: dict[str, object]) -> None:
-    recipe = Recipe(
-        name="x",
-        model=ModelConfig(overrides=overrides),
-        train=TrainConfig(lr=lr, steps=steps),
-        after=AfterConfig(export=True, sample_prompt=prompt),
-    )
+    model, after = ModelConfig(overrides=overrides), AfterConfig(export=True, sample_prompt=prompt)
+    recipe = Recipe(name="x", model=model, train=TrainConfig(lr=lr, steps=steps), after=after)
     again = from_json(to_json(recipe))
     assert again == recipe
     assert config_digest(again) == config_digest(recipe)
 
 
 def test_digest_depends_on_values_not_on_spelling() -> None:
-    def digest(override: str) -> str:
-        return config_digest(apply_overrides(Recipe(name="x"), [override]))
-
-    assert digest("train.lr=1") == digest("train.lr=1.0")
-    assert digest("train.seed=1") != digest("train.seed=2")
+    assert config_digest(changed("train.lr=1")) == config_digest(changed("train.lr=1.0"))
+    assert config_digest(changed("train.seed=1")) != config_digest(changed("train.seed=2"))
 
 
 def test_old_names_of_fields_are_read_and_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["train.activation_checkpointing=full", "train.global_batch_size=6", "train.micro_batch_size=3"]
-    today = apply_overrides(Recipe(name="x"), [*settings, "storage.part_bytes=16KiB"])
+    today = changed(*settings, "storage.part_bytes=16KiB")
     assert capsys.readouterr().err == ""
     path, old = tmp_path / "old.json", {"save": "input", "sequences_per_step": 6, "sequences_per_micro_batch": 3}
     path.write_text(json.dumps({"name": "x", "train": old, "storage": {"chunk_bytes": "16KiB"}}))
@@ -73,7 +64,7 @@ def test_old_names_of_fields_are_read_and_told_in_one_line(tmp_path: Path, capsy
     assert load_recipe(path) == today
     assert capsys.readouterr().err == f"recipe {path}: {told}"
     texts = [f"train.{name}={value}" for name, value in old.items()]
-    assert apply_overrides(Recipe(name="x"), [*texts, "storage.chunk_bytes=16KiB"]) == today
+    assert changed(*texts, "storage.chunk_bytes=16KiB") == today
     assert capsys.readouterr().err == f"--set: {told}"
     with pytest.raises(UserError, match=r"train\.save and train\.activation_checkpointing are the same field"):
         from_json('{"name": "x", "train": {"save": "input", "activation_checkpointing": "full"}}')
@@ -86,12 +77,12 @@ def test_relative_paths_become_absolute_one_drive_or_several_and_a_bad_list_is_n
     assert (found.model.path, found.storage.nvme) == (str(Path.home() / "m"), None)
     places = {"none": None, "/mnt/a": "/mnt/a", '["/mnt/a", "b"]': ["/mnt/a", "/here/b"], "b": "/here/b"}
     for text, expected in places.items():
-        recipe = resolve_paths(apply_overrides(Recipe(name="x"), [f"storage.nvme={text}"]), Path("/here"))
+        recipe = resolve_paths(changed(f"storage.nvme={text}"), Path("/here"))
         assert recipe.storage.nvme == expected
         assert from_json(to_json(recipe)) == recipe
     for text in ("[1, 2]", "[", '["/a", null]', "[]"):
         with pytest.raises(UserError, match=r"storage\.nvme"):
-            apply_overrides(Recipe(name="x"), [f"storage.nvme={text}"])
+            changed(f"storage.nvme={text}")
 
 
 TAKEN: dict[str, Any] = {
@@ -126,39 +117,32 @@ def test_overrides_reach_every_field() -> None:
     assert checked == len(top_level()) + sum(len(value) for value in tree.values() if isinstance(value, dict))
 
 
-@pytest.mark.parametrize(
-    ("override", "parts"),
-    [
-        ("model.num_layer=4", ["model.num_layer", "did you mean 'model.num_layers'"]),
-        ("num_layers=4", ["did you mean 'model.num_layers'"]),
-        ("train=4", ["no field 'train'", "train."]),
-        ("train.steps.more=4", ["no field 'train.steps.more'"]),
-        ("zzzzzzzzz=4", ["valid names", "train.steps"]),
-        ("train.Learning-Rate=1e-5", ["no field 'train.Learning-Rate'; did you mean 'train.lr'?"]),
-        ("epochs=3", ["did you mean 'train.steps'?", "not epochs"]),
-        ("lr_scheduler_type=warmup_stable_decay", ["'train.lr_schedule'?", "wsd (warmup_stable_decay)"]),
-        ("neftune_noise_alpha=5", ["no field 'neftune_noise_alpha'; NEFTune is not supported"]),
-        ("data.packing=true", ["data.packing: 'true' must be one of wrap, best_fit, none"]),
-        ("group_by_length=true", ["padding costs nothing"]),
-        ("train.lr_groups=0.1", ["train.lr_groups", "a JSON object"]),
-        ('train.lr_groups={"*norm*": "low"}', ["train.lr_groups", "a JSON object"]),
-        ('train.lr_groups={"*norm*": -1}', ["train.lr_groups: the factor of '*norm*' is -1.0; give 0 or more"]),
-        ("train.steps=4.5", ["train.steps", "'4.5' must be a whole number"]),
-        ("train.lr=fast", ["train.lr", "'fast' must be a number"]),
-        ("train.lr=inf", ["train.lr", "finite"]),
-        ("model.tie_embeddings=maybe", ["true or false"]),
-        ("train.lr_schedule=cosin", ["one of cosine, linear, constant", "did you mean 'cosine'"]),
-        ("model.overrides={a}", ["model.overrides", "JSON"]),
-        ("train.steps", ["write key=value"]),
-        ("train.steps=0", ["train.steps", "at least 1"]),
-        ("data.sequence_length=1", ["data.sequence_length: 1 must be at least 2"]),
-        ("budgets.ram=lots", ["budgets.ram", "not a size"]),
-        ("name=a/b", ["name", "folder"]),
-    ],
-)
+BAD_OVERRIDES = {
+    "model.num_layer=4": ["model.num_layer", "did you mean 'model.num_layers'"],
+    "num_layers=4": ["did you mean 'model.num_layers'"], "train=4": ["no field 'train'", "train."],
+    "train.steps.more=4": ["no field 'train.steps.more'"], "zzzzzzzzz=4": ["valid names", "train.steps"],
+    "train.Learning-Rate=1e-5": ["no field 'train.Learning-Rate'; did you mean 'train.lr'?"],
+    "epochs=3": ["did you mean 'train.steps'?", "not epochs"],
+    "lr_scheduler_type=warmup_stable_decay": ["'train.lr_schedule'?", "wsd (warmup_stable_decay)"],
+    "neftune_noise_alpha=5": ["no field 'neftune_noise_alpha'; NEFTune is not supported"],
+    "data.packing=true": ["data.packing: 'true' must be one of wrap, best_fit, none"],
+    "group_by_length=true": ["padding costs nothing"], "train.lr_groups=0.1": ["train.lr_groups", "a JSON object"],
+    'train.lr_groups={"*norm*": "low"}': ["train.lr_groups", "a JSON object"],
+    'train.lr_groups={"*norm*": -1}': ["train.lr_groups: the factor of '*norm*' is -1.0; give 0 or more"],
+    "train.steps=4.5": ["train.steps", "'4.5' must be a whole number"],
+    "train.lr=fast": ["train.lr", "'fast' must be a number"], "train.lr=inf": ["train.lr", "finite"],
+    "train.lr_schedule=cosin": ["one of cosine, linear, constant", "did you mean 'cosine'"],
+    "model.tie_embeddings=maybe": ["true or false"], "model.overrides={a}": ["model.overrides", "JSON"],
+    "train.steps": ["write key=value"], "train.steps=0": ["train.steps", "at least 1"],
+    "data.sequence_length=1": ["data.sequence_length: 1 must be at least 2"],
+    "budgets.ram=lots": ["budgets.ram", "not a size"], "name=a/b": ["name", "folder"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "parts"), BAD_OVERRIDES.items())
 def test_bad_override_says_what_and_how(override: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        apply_overrides(Recipe(name="x"), [override])
+        changed(override)
     for part in parts:
         assert part in str(caught.value)
 
@@ -182,34 +166,32 @@ def test_old_names_and_synonyms_name_fields_that_there_are_and_none_is_a_field_i
 def test_a_text_in_quotes_is_a_json_string() -> None:
     texts = {r'"a\n"': "a\n", r'"say \"a\""': 'say "a"', r"a\n": r"a\n", '"a': '"a', '"a" and "b"': '"a" and "b"'}
     for text, value in (texts | {'""': "", "none": None, '"none"': "none"}).items():
-        recipe = apply_overrides(Recipe(name="x"), ["after.export=true", f"after.sample_prompt={text}"])
-        assert recipe.after.sample_prompt == value
-    assert apply_overrides(Recipe(name="x"), ['name="y"']).name == "y"
+        assert changed("after.export=true", f"after.sample_prompt={text}").after.sample_prompt == value
+    assert changed('name="y"').name == "y"
 
 
 def test_overrides_are_validated_together() -> None:
     recipe = Recipe(name="x", model=ModelConfig(num_heads=8, num_kv_heads=4))
-    changed = apply_overrides(recipe, ["model.num_heads=9", "model.num_kv_heads=3"])
-    assert (changed.model.num_heads, changed.model.num_kv_heads) == (9, 3)
+    both = apply_overrides(recipe, ["model.num_heads=9", "model.num_kv_heads=3"])
+    assert (both.model.num_heads, both.model.num_kv_heads) == (9, 3)
     with pytest.raises(UserError, match="not a multiple"):
         apply_overrides(recipe, ["model.num_heads=9"])
 
 
-@pytest.mark.parametrize(
-    ("code", "parts"),
-    [
-        ("x = 1", ["must set a global named 'recipe'"]),
-        ("recipe = (", ["line 3"]),
-        ("\n\nraise OSError('no disk')", ["line 5", "no disk"]),
-        ("recipe = Recipe(name='x', trian=3)", ["line 3", "'trian'", "'train'"]),
-        ("TrainConfig(num_train_epochs=3)", ["line 3", "did you mean 'train.steps'?", "not epochs"]),
-        ("TrainConfig(steps=0)", ["line 3", "train.steps", "at least 1"]),
-        ("TrainConfig(save='input')", ["line 3", "no field 'save' any more; it is now train.activation_checkpointing"]),
-        ("recipe = Recipe(name='x', train=TrainConfig(lr='1e-3'))", ["line 3", "TypeError"]),
-        ("recipe = Recipe(name='x', data=DataConfig(tokenizer=3))", ["data.tokenizer", "3"]),
-        ("recipe = Recipe(name='x', model=ModelConfig(overrides={'a': (1, 2)}))", ["model.overrides", "tuples"]),
-    ],
-)
+BAD_CODE = {
+    "x = 1": ["must set a global named 'recipe'"], "recipe = (": ["line 3"],
+    "\n\nraise OSError('no disk')": ["line 5", "no disk"],
+    "recipe = Recipe(name='x', trian=3)": ["line 3", "'trian'", "'train'"],
+    "TrainConfig(num_train_epochs=3)": ["line 3", "did you mean 'train.steps'?", "not epochs"],
+    "TrainConfig(steps=0)": ["line 3", "train.steps", "at least 1"],
+    "TrainConfig(save='input')": ["line 3", "no field 'save' any more; it is now train.activation_checkpointing"],
+    "recipe = Recipe(name='x', train=TrainConfig(lr='1e-3'))": ["line 3", "TypeError"],
+    "recipe = Recipe(name='x', data=DataConfig(tokenizer=3))": ["data.tokenizer", "3"],
+    "recipe = Recipe(name='x', model=ModelConfig(overrides={'a': (1, 2)}))": ["model.overrides", "tuples"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "parts"), BAD_CODE.items())
 def test_bad_recipe_names_file_and_line(tmp_path: Path, code: str, parts: list[str]) -> None:
     path = tmp_path / "bad.py"
     path.write_text(f"from penstock.app.recipe import Recipe\nfrom penstock.engine.config import *\n{code}")
@@ -249,22 +231,19 @@ def test_bad_recipe_json(text: str, part: str) -> None:
 
 def test_a_resumed_run_may_change_its_budgets_and_drives_and_keeps_its_model_and_data(tmp_path: Path) -> None:
     recipe = Recipe(name="x")
-    changed = change_run(recipe, ["budgets.ram=3GiB", "storage.nvme=fast", "train.lr=1e-5"], tmp_path)
-    assert (changed.budgets.ram, changed.storage.nvme, changed.train.lr) == ("3GiB", str(tmp_path / "fast"), 1e-5)
+    resumed = change_run(recipe, ["budgets.ram=3GiB", "storage.nvme=fast", "train.lr=1e-5"], tmp_path)
+    assert (resumed.budgets.ram, resumed.storage.nvme, resumed.train.lr) == ("3GiB", str(tmp_path / "fast"), 1e-5)
     for override in ("name=y", "model.num_layers=3", "data.sequence_length=8"):
         with pytest.raises(UserError, match="start a new run"):
             change_run(recipe, [override], tmp_path)
 
 
-def test_a_saved_recipe_says_what_differs_and_is_loaded_again(tmp_path: Path) -> None:
-    recipe = apply_overrides(Recipe(name="mine"), ["train.steps=20", "model.overrides.rope_theta=1e6", "machine=m"])
+def test_a_saved_recipe_says_what_differs_is_loaded_again_and_replaces_nothing_unasked(tmp_path: Path) -> None:
+    recipe = changed("name=mine", "train.steps=20", "model.overrides.rope_theta=1e6", "machine=m")
     save_recipe(tmp_path / "mine.json", recipe)
     changes = {"model": {"overrides": {"rope_theta": 1e6}}, "train": {"steps": 20}}
     assert json.loads((tmp_path / "mine.json").read_text()) == {"name": "mine", "machine": "m"} | changes
     assert load_recipe(tmp_path / "mine.json") == recipe
-
-
-def test_saving_replaces_nothing_unasked_and_names_a_place_that_takes_none(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "mine.json"
     save_recipe(path, Recipe(name="first"))
     with pytest.raises(UserError, match="exists"):
@@ -277,3 +256,31 @@ def test_saving_replaces_nothing_unasked_and_names_a_place_that_takes_none(tmp_p
     for name, message in (("mine.py", r"let its name end in \.json"), ("file/mine.json", "cannot be written")):
         with pytest.raises(UserError, match=message):
             save_recipe(tmp_path / name, Recipe(name="x"))
+
+
+ODD = [
+    "plain", 'a "quoted" \\ word', "two\nlines\tand \x00\x1b[2J", "Käse 学 \u2028 \u202e", "'''", '"""', "{x!r} %s",
+    "a \n😀 'quoted'",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_a_file_gives_back_the_recipe(tmp_path: Path, text: str) -> None:
+    """A Python file, whatever its texts hold."""
+    overrides = {"rope": {text: [1, None, True, 1e-6]}, "many": list(range(60))}
+    model, train = ModelConfig(path="models/mine", overrides=overrides), TrainConfig(lr=1e-5, warmup_steps=3)
+    data = DataConfig(source="messages", path="talks.jsonl", columns={"messages": text})
+    after = AfterConfig(export=True, sample_prompt=text)
+    recipe, file = Recipe(name="mine", model=model, data=data, train=train, after=after), tmp_path / "mine.py"
+    file.write_text(python_text(recipe, [text, "", f"more {text}"], {"train.lr": text, "data.columns": "why " * 40}))
+    assert load_recipe(file) == recipe
+    source = file.read_text()
+    assert all(line.isprintable() for line in source.splitlines())
+    assert "if __name__" in source
+
+
+def test_comments_stand_beside_their_fields_and_defaults_are_left_out() -> None:
+    text = python_text(Recipe(name="x", train=TrainConfig(lr=1e-5)), ["About."], {"train.lr": "a reason"})
+    assert "        lr=1e-05,  # a reason\n" in text
+    assert "steps=" not in text
+    assert text.startswith('"""About.\n"""\n\nfrom penstock import Recipe, TrainConfig, run_recipe\n')
