@@ -90,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.requests.append(f"{self.command} {path}")
         parts = path.strip("/").split("/")
         if parts[0] == "cdn":
-            return self._send_file("/".join(parts[4:]), self._repo("/".join(parts[1:4])).at("main") or {}, None)
+            return self._send_file("/".join(parts[4:]), self.hub.repos["/".join(parts[1:4])].files, {})
         if parts[0] == "api" and parts[1] in ("models", "datasets"):
             return self._api("/".join(parts[1:4]), parts[4:])
         kind = "datasets" if parts[0] == "datasets" else "models"
@@ -98,9 +98,6 @@ class _Handler(BaseHTTPRequestHandler):
         if len(parts) > 3 and parts[2] == "resolve":
             return self._resolve(f"{kind}/{parts[0]}/{parts[1]}", parts[3], "/".join(parts[4:]))
         self._error(404, "NotFound")
-
-    def _repo(self, name: str) -> Repo:
-        return self.hub.repos[name]
 
     def _authorised(self) -> bool:
         return self.headers.get("authorization") == f"Bearer {self.hub.token}"
@@ -123,46 +120,39 @@ class _Handler(BaseHTTPRequestHandler):
             return
         entries = [(n, self.hub.claimed.get(n, len(c)), git_oid(c), c) for n, c in sorted(files.items())]
         if verb == "tree":
-            self._json(
-                [{"type": "file", "path": n, "size": s, "oid": o, **_lfs(n, s, c, "oid")} for n, s, o, c in entries]
-            )
-        else:
-            siblings = [{"rfilename": n, "size": s, "blobId": o, **_lfs(n, s, c, "sha256")} for n, s, o, c in entries]
-            identity = name.partition("/")[2]
-            self._json({"id": identity, "sha": commit_of(files), "siblings": siblings, "private": False, "tags": []})
+            tree = [{"type": "file", "path": n, "size": s, "oid": o, **_lfs(n, s, c, "oid")} for n, s, o, c in entries]
+            return self._json(tree)
+        siblings = [{"rfilename": n, "size": s, "blobId": o, **_lfs(n, s, c, "sha256")} for n, s, o, c in entries]
+        identity = name.partition("/")[2]
+        self._json({"id": identity, "sha": commit_of(files), "siblings": siblings, "private": False, "tags": []})
 
     def _resolve(self, name: str, revision: str, file: str) -> None:
         files = self._allowed(name, revision)
         if files is None:
             return
-        if self._repo(name).gated and not self._authorised():
+        if self.hub.repos[name].gated and not self._authorised():
             return self._error(401, "GatedRepo")
         if file not in files:
             return self._error(404, "EntryNotFound")
         content, headers = files[file], {"X-Repo-Commit": commit_of(files)}
         if is_large(file, content):
             digest = hashlib.sha256(content).hexdigest()
-            size = str(self.hub.claimed.get(file, len(content)))
-            headers |= {
-                "X-Linked-Size": size,
-                "X-Linked-ETag": f'"{digest}"',
-                "Location": f"{self.hub.cdn}/cdn/{name}/{file}",
-            }
+            headers["X-Linked-Size"] = str(self.hub.claimed.get(file, len(content)))
+            headers |= {"X-Linked-ETag": f'"{digest}"', "Location": f"{self.hub.cdn}/cdn/{name}/{file}"}
             return self._answer(302, b"", headers)
         self._send_file(file, files, headers | {"ETag": f'"{git_oid(content)}"'})
 
-    def _send_file(self, file: str, files: dict[str, bytes], headers: dict[str, str] | None) -> None:
+    def _send_file(self, file: str, files: dict[str, bytes], headers: dict[str, str]) -> None:
         content = files[file]
         if file in self.hub.wrong:
             content = bytes(byte ^ 1 for byte in content)
-        status, start, more = 200, 0, dict(headers or {})
+        status, start = 200, 0
         if (asked := self.headers.get("Range")) is not None:
             self.hub.ranges.append(asked)
             start = int(asked.removeprefix("bytes=").rstrip("-"))
-            status, more["Content-Range"] = 206, f"bytes {start}-{len(content) - 1}/{len(content)}"
-        self._answer(
-            status, content[start:], more, cut=None if self.command == "HEAD" else self.hub.cut.pop(file, None)
-        )
+            status, headers["Content-Range"] = 206, f"bytes {start}-{len(content) - 1}/{len(content)}"
+        cut = None if self.command == "HEAD" else self.hub.cut.pop(file, None)
+        self._answer(status, content[start:], headers, cut)
 
     def do_POST(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -181,20 +171,18 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json({"url": f"{self.hub.url}/{name.removeprefix('models/')}", "id": name})
         parts = path.strip("/").split("/")
         if parts[-1] == "batch":
-            objects = [
-                item | {"actions": {"upload": {"href": f"{self.hub.url}/lfs/{item['oid']}"}}}
-                for item in json.loads(body)["objects"]
-            ]
+            objects = json.loads(body)["objects"]
+            for item in objects:
+                item["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{item['oid']}"}}
             return self._json({"transfer": "basic", "objects": objects})
         repo = self.hub.repos.get("/".join(parts[1:4]))
         if repo is None:
             return self._error(404, "RepoNotFound")
         if parts[4] == "preupload":
-            files = [
-                {"path": f["path"], "shouldIgnore": False}
-                | {"uploadMode": "lfs" if f["path"].endswith(".safetensors") or f["size"] >= LARGE else "regular"}
-                for f in json.loads(body)["files"]
-            ]
+            files = json.loads(body)["files"]
+            for file in files:
+                large = file["path"].endswith(".safetensors") or file["size"] >= LARGE
+                file |= {"shouldIgnore": False, "uploadMode": "lfs" if large else "regular"}
             return self._json({"files": files})
         if parts[4] == "commit":
             for line in map(json.loads, body.splitlines()):
@@ -206,9 +194,8 @@ class _Handler(BaseHTTPRequestHandler):
                 elif line["key"] == "lfsFile":
                     repo.files[value["path"]] = self.hub.uploaded[value["oid"]]
             oid = commit_of(repo.files)
-            return self._json(
-                {"success": True, "commitOid": oid, "commitUrl": f"{self.hub.url}/{parts[2]}/{parts[3]}/commit/{oid}"}
-            )
+            url = f"{self.hub.url}/{parts[2]}/{parts[3]}/commit/{oid}"
+            return self._json({"success": True, "commitOid": oid, "commitUrl": url})
         self._error(404, None)
 
     def do_PUT(self) -> None:
