@@ -1,11 +1,14 @@
-"""Each tracker's own client sends what a run directory holds, once, whatever became of the sender before."""
+"""What is handed to trackers and kept of it; and that each tracker's own client sends what a run directory holds, once,
+whatever became of the sender before."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +16,67 @@ import pytest
 from cli_process import PATIENCE_S, REPOSITORY, refusal
 from samples import cases
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tracked import end, made_up_run, write_steps
-from tracker_servers import SERVERS, Asked, MlflowServer, StandIn, TrackioServer, WandbServer, environment
+from tracker_servers import SERVERS, MlflowServer, StandIn, TrackioServer, WandbServer, environment
 
 from penstock.app.cli import main
+from penstock.app.rundir import RunDir
 from penstock.app.trackers import attach
 from penstock.app.trackers.attach import Trackers, end_sender, start_sender, words
+from penstock.app.trackers.base import Line
+from penstock.app.trackers.feed import Feed, Mark
+from penstock.app.trackers.record import Record
+from penstock.app.trackers.require import require_trackers
+from penstock.app.trackers.sender import Sender
+from penstock.engine.config import Recipe
+from penstock.storage.errors import UserError
 
 STEPS = list(range(1, 26))
 """Of every wait, and of every sender: one that hangs is killed and so fails its test. Senders give way to all else: on
 a busy machine one takes half a minute to begin."""
+BEGAN = 1.8e9
+"""Unix seconds of step 0."""
+
+
+def made_up_run(path: Path, steps: Iterable[int] = range(1, 21)) -> Path:
+    """A finished run of these steps, with a validation and samples every tenth, with all that is sent to trackers."""
+    RunDir.create(Recipe(name="tiny"), path).__exit__()
+    write_steps(path, steps)
+    end(path, "finished")
+    return path
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    with open(path, "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def write_steps(path: Path, steps: Iterable[int], began: float = BEGAN) -> None:
+    """Append lines as a run does, the metrics of a step before its validation and samples."""
+    for step in steps:
+        at = began + step
+        append(path / "metrics.jsonl", {
+            "step": step, "loss": 8.0 / step, "grad_norm": None if step == 3 else 1.5, "lr": 1e-3, "tokens": 100,
+            "tokens_per_s": 50.0, "step_s": 2.0, "time": at, "tier_bytes": {"gpu": 1000 + step, "ram": 2000},
+            "nvme_read_bytes": {"/a": 5, "/b": 6},
+        })  # fmt: skip
+        if step % 10 == 0:
+            append(path / "validation.jsonl", {"step": step, "loss": 2.0, "accuracy": 0.5, "time": at + 0.1})
+            sample = {"prompt": "One *day*", "text": f" after {step} steps\nit rained", "tokens": 5, "ended": False}
+            append(path / "samples.jsonl", {"step": step, "samples": [sample], "seconds": 1, "time": at + 0.2})
+
+
+def drop_steps(path: Path, first: int) -> None:
+    """Drop the lines of a resumed run's steps that are done again."""
+    for name in ("metrics", "validation", "samples"):
+        file = path / f"{name}.jsonl"
+        kept = [line for line in file.read_text().splitlines(keepends=True) if json.loads(line)["step"] < first]
+        file.unlink()
+        file.write_text("".join(kept))
+
+
+def end(path: Path, state: str) -> None:
+    (path / "status.json").write_text(json.dumps({"state": state, "step": 20, "heartbeat": time.time()}))
+    (path / "summary.json").write_text(json.dumps({"steps": 20, "last_loss": 0.4, "tiers": {"gpu": {"peak_bytes": 7}}}))
 
 
 @pytest.fixture
@@ -33,6 +87,132 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     return made_up_run(tmp_path / "run")
+
+
+def tensorboard(run: Path) -> EventAccumulator:
+    """What a run's tensorboard holds."""
+    found = EventAccumulator(str(run / "tensorboard"))
+    found.Reload()
+    return found
+
+
+def all_of(feed: Feed) -> list[Line]:
+    lines = feed.read()
+    while feed.behind:
+        lines += feed.read()
+    return lines
+
+
+def places(lines: list[Line]) -> list[tuple[int, str]]:
+    return [(line.step, line.stream) for line in lines]
+
+
+def test_lines_come_once_in_the_order_of_steps(tmp_path: Path) -> None:
+    run = made_up_run(tmp_path / "run", range(1, 12))
+    feed = Feed(run, {})
+    lines = all_of(feed)
+    assert places(lines)[8:] == [(9, "metrics"), (10, "metrics"), (10, "validation"), (10, "samples"), (11, "metrics")]
+    first = {"train/loss": 8.0, "drives/read_bytes": 11, "memory/gpu_bytes": 1001}
+    assert first.items() <= lines[0].values.items()
+    assert "train/grad_norm" not in lines[2].values, "null in metrics.jsonl: not finite"
+    assert lines[10].values["validation/perplexity"] == pytest.approx(7.389056)
+    write_steps(run, [12])
+    assert places(feed.read()) == [(12, "metrics")]
+    assert places(Feed(run, feed.marks).read()) == []
+    assert feed.redone is None
+
+
+def test_steps_that_were_done_again_are_known_by_their_time(run: Path) -> None:
+    feed = Feed(run, {})
+    all_of(feed)
+    drop_steps(run, 15)
+    assert (feed.read(), feed.redone) == ([], None)
+    write_steps(run, range(15, 23), began=1.9e9)
+    for reader in (feed, Feed(run, feed.marks)):
+        lines = reader.read()
+        assert (places(lines)[0], reader.redone) == ((21, "metrics"), 15)
+        reader.rewind(15)
+        assert [step for step, stream in places(all_of(reader)) if stream == "metrics"] == list(range(15, 23))
+        assert reader.redone is None
+
+
+def test_a_copy_of_a_run_or_another_place_is_another_run_and_a_damaged_record_is_none(
+    run: Path, tmp_path: Path
+) -> None:
+    (run / "trackers").mkdir()
+    Record(run, "wandb", "here").save(known={"id": "x"}, marks={"metrics": Mark(5, 1.0)})
+
+    def kept(path: Path, place: str) -> tuple[object, object]:
+        return Record(path, "wandb", place).known, Record(path, "wandb", place).marks
+
+    shutil.copytree(run, tmp_path / "copy")
+    assert kept(run, "here") == ({"id": "x"}, {"metrics": Mark(5, 1.0)})
+    assert kept(run, "there") == kept(tmp_path / "copy", "here") == ({}, {})
+    assert Record(tmp_path / "copy", "wandb", "here", local=True).known == {"id": "x"}
+    os.rename(run, tmp_path / "moved")
+    assert Record(tmp_path / "moved", "wandb", "here").known == {"id": "x"}
+    for content in ("", "[]", '{"places": 3}', '{"places": {"tensorboard": {"sent": 4, "known": []}}}'):
+        (tmp_path / "moved" / "trackers" / "tensorboard.json").write_text(content)
+        damaged = Record(tmp_path / "moved", "tensorboard", "tensorboard", local=True)
+        assert (damaged.known, damaged.marks, damaged.ended) == ({}, {}, None)
+
+
+def test_a_tensorboard_has_every_step_once_and_as_it_was_done_last(run: Path) -> None:
+    """A sender is killed before it keeps what it has sent, and steps are done again, twice."""
+    (run / "trackers").mkdir()
+
+    def send() -> None:
+        sender = Sender(run, "tensorboard", lambda word: None, {"python": "3"})
+        while sender.send():
+            pass
+
+    send()
+    kept = (run / "trackers" / "tensorboard.json").read_bytes()
+    write_steps(run, range(21, 26))
+    send()
+    (run / "trackers" / "tensorboard.json").write_bytes(kept)
+    send()
+    drop_steps(run, 18)
+    write_steps(run, range(18, 24), began=1.9e9)
+    send()
+    found = tensorboard(run)
+    losses = [(event.step, event.wall_time, event.value) for event in found.Scalars("train/loss")]
+    began = {step: BEGAN if step < 18 else 1.9e9 for step in range(1, 24)}
+    assert losses == [(step, began[step] + step, pytest.approx(8.0 / step)) for step in range(1, 24)]
+    assert [event.step for event in found.Scalars("validation/perplexity")] == [10, 20]
+    text = found.Tensors("samples/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert text == "**One \\*day\\***\n\n after 20 steps\nit rained ...\n"
+
+
+def test_what_cannot_be_sent_to_is_refused_before_the_first_step(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:1")
+    with pytest.raises(UserError) as error:
+        require_trackers(["tensorboard", "wandb", "trackio"])
+    assert str(error.value) == (
+        "trackers: wandb: you are not logged in; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline; "
+        "trackio: TRACKIO_SERVER_URL needs a write token; set TRACKIO_WRITE_TOKEN, or leave it out of trackers"
+    )
+    (tmp_path / ".netrc").write_text(f"machine api.wandb.ai login user password {'0' * 40}\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    require_trackers(["wandb"])
+    (tmp_path / ".netrc").unlink()
+    (tmp_path / ".config" / "wandb").mkdir(parents=True)
+    (tmp_path / ".config" / "wandb" / "settings").write_text("[default]\nmode = offline\n")
+    require_trackers(["wandb"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"mlflow is not installed; `pip install mlflow-skinny`, or leave it out"):
+        require_trackers(["mlflow"])
+    for tracker, reason in (
+        ("tensorboard", "tensorboard is not installed; `pip install tensorboard`"),
+        ("comet", "comet: is not a tracker; choose from trackio, wandb"),
+    ):
+        assert reason in refusal(capsys, "track", str(run), "--to", tracker)
+    assert "its recipe names no trackers; choose one with --to" in refusal(capsys, "track", str(run))
+    assert not (run / "trackers").exists()
 
 
 @pytest.fixture(autouse=True)
@@ -83,11 +263,6 @@ def losses(found: list[tuple[int, float]]) -> None:
     assert found == [(step, pytest.approx(8.0 / step)) for step in STEPS]
 
 
-def begun(server: StandIn) -> list[Asked]:
-    """What W&B was told of a run as a whole."""
-    return [asked for asked in server.asked if asked.path == "/graphql" and "UpsertBucket" in str(asked.body)]
-
-
 @pytest.mark.parametrize("server", [("wandb", "works")], indirect=True)
 def test_wandb_has_all_of_it(run: Path, server: WandbServer) -> None:
     track(run, "wandb")
@@ -100,7 +275,8 @@ def test_wandb_has_all_of_it(run: Path, server: WandbServer) -> None:
     assert any("<b>One *day*</b> after 20 steps\nit rained ..." in page for page in pages)
     assert (server.exit_codes, server.summary[name]["summary/tiers.gpu.peak_bytes"]) == ({name: 0}, 7)
     assert server.config[name]["train"]["value"]["steps"] == 100
-    assert {one.body["variables"].get("host") for one in begun(server)} == {None}
+    begun = [asked for asked in server.asked if asked.path == "/graphql" and "UpsertBucket" in str(asked.body)]
+    assert {asked.body["variables"].get("host") for asked in begun} == {None}
     assert str(REPOSITORY) not in "".join(map(str, server.asked))
 
 
@@ -113,8 +289,7 @@ def test_wandb_offline_is_what_wandb_sync_sends(run: Path, monkeypatch: pytest.M
     with WandbServer() as server:
         command = [sys.executable, "-m", "wandb", "sync", *folders]
         environ = os.environ | environment("wandb", server.url) | {"WANDB_MODE": "online"}
-        silent: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True}
-        subprocess.run(command, env=environ, timeout=PATIENCE_S, check=True, **silent)
+        subprocess.run(command, env=environ, timeout=PATIENCE_S, check=True, stdin=subprocess.DEVNULL)
     (rows,) = server.rows.values()
     losses([(row["train/global_step"], row["train/loss"]) for row in rows if "train/loss" in row])
 
@@ -175,22 +350,19 @@ def test_one_sender_at_a_time_and_what_a_tracker_has_all_of_is_not_sent_again(
     record = json.loads((run / "trackers" / "tensorboard.json").read_text())
     assert record["places"]["tensorboard"]["ended"] == "crashed"
     assert main(["track", str(run), "--to", "tensorboard"]) == 0
-    files = {file: file.stat().st_mtime_ns for file in (run / "tensorboard").iterdir()}
+    before = [(file, file.stat().st_mtime_ns) for file in (run / "tensorboard").iterdir()]
     assert main(["track", str(run), "--to", "tensorboard"]) == 0
-    assert {file: file.stat().st_mtime_ns for file in (run / "tensorboard").iterdir()} == files
+    assert [(file, file.stat().st_mtime_ns) for file in (run / "tensorboard").iterdir()] == before
     assert capsys.readouterr().out.endswith("tensorboard: has all of run\n")
 
 
+HANGS = "it did not accept everything within 2 s"
 TROUBLE = {
-    ("wandb", "refuses"): "it refuses this login; log in with `wandb login`",
-    ("wandb", "hangs"): "it did not accept everything within 2 s",
-    ("mlflow", "refuses"): "RestException",
-    ("mlflow", "fails"): "too many 500 error responses",
-    ("mlflow", "hangs"): "it did not accept everything within 2 s",
+    ("wandb", "refuses"): "it refuses this login; log in with `wandb login`", ("wandb", "hangs"): HANGS,
+    ("mlflow", "refuses"): "RestException", ("mlflow", "fails"): "too many 500 error responses",
+    ("mlflow", "hangs"): HANGS, ("trackio", "fails"): "its server answers 500", ("trackio", "hangs"): HANGS,
     ("trackio", "refuses"): "it refuses the write token; set TRACKIO_WRITE_TOKEN",
-    ("trackio", "fails"): "its server answers 500",
-    ("trackio", "hangs"): "it did not accept everything within 2 s",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("server", cases(TROUBLE, ("wandb", "refuses")), indirect=True, ids="-".join)
@@ -198,8 +370,7 @@ def test_trouble_is_told_in_a_line_and_what_is_missing_is_sent_later(
     run: Path, server: StandIn, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, mood = request.node.callspec.params["server"]
-    if mood == "hangs":
-        monkeypatch.setattr(attach, "FINISH_S", 2.0)
+    monkeypatch.setattr(attach, "FINISH_S", 2.0 if mood == "hangs" else PATIENCE_S)
     told: list[tuple[str, str]] = []
     trackers = Trackers(run, [name], lambda text, level: told.append((level, text)))
     trackers.begin()
@@ -249,6 +420,4 @@ def test_a_killed_sender_is_started_again_and_told_of_once(run: Path, monkeypatc
     ]
     record = json.loads((run / "trackers" / "tensorboard.json").read_text())["places"]["tensorboard"]
     assert (record["sent"]["metrics"][0], record["ended"]) == (25, "finished")
-    found = EventAccumulator(str(run / "tensorboard"))
-    found.Reload()
-    assert [event.step for event in found.Scalars("train/loss")] == STEPS
+    assert [event.step for event in tensorboard(run).Scalars("train/loss")] == STEPS
