@@ -13,9 +13,8 @@ import pytest
 from cli_process import FAKE, PATIENCE_S, done, json_lines, refusal, started, steps, wait_until
 from recipe_texts import recipe_text, tiny_recipe
 from samples import cases
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import digest_of
-from tracker_servers import SERVERS, StandIn, WandbServer, environment
+from tracker_servers import SERVERS, StandIn, WandbServer, environment, tensorboard, without_settings
 
 import penstock
 from penstock.app.cli import main
@@ -28,17 +27,8 @@ SMALL = {"model": {"vocab_size": 300}, "data": DATA, "budgets": {"gpu": "64MiB",
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [*os.environ]:
-        if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_")):
-            monkeypatch.delenv(name)
+    without_settings(monkeypatch)
     monkeypatch.chdir(tmp_path)
-
-
-def tensorboard(run: Path) -> EventAccumulator:
-    """What a run's tensorboard holds."""
-    found = EventAccumulator(str(run / "tensorboard"))
-    found.Reload()
-    return found
 
 
 def warnings(run: Path, tracker: str) -> list[str]:
@@ -51,10 +41,6 @@ def of_place(record: Path) -> dict[str, Any]:
     """What a run keeps of a tracker with one place."""
     (place,) = json.loads(record.read_text())["places"].values()
     return dict(place)
-
-
-def has_steps(record: Path) -> bool:
-    return record.exists() and "metrics" in of_place(record)["sent"]
 
 
 def test_no_trouble_of_a_tracker_reaches_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,10 +58,10 @@ def test_no_trouble_of_a_tracker_reaches_the_run(monkeypatch: pytest.MonkeyPatch
     with ExitStack() as stack:
         for name, mood in (("wandb", "hangs"), ("mlflow", "fails")):
             servers[name] = stack.enter_context(SERVERS[name](mood))
-            for key, value in environment(name, servers[name].url).items():
+        urls = {name: server.url for name, server in servers.items()} | {"trackio": "http://127.0.0.1:1"}
+        for name, url in urls.items():
+            for key, value in environment(name, url).items():
                 monkeypatch.setenv(key, value)
-        for key, value in environment("trackio", "http://127.0.0.1:1").items():
-            monkeypatch.setenv(key, value)
         followed = dataclasses.replace(recipe, trackers=["wandb", "mlflow", "trackio", "tensorboard"])
         run = penstock.train(followed, run_dir="run", on_step=on_step)
     assert CLIENTS & sys.modules.keys() == imported
@@ -97,9 +83,9 @@ def test_samples_of_a_run_are_what_a_tracker_gets() -> None:
     Path("corpus").mkdir()
     for name in "abcd":
         Path(f"corpus/{name}.txt").write_text("one day it rained and rained " * 100)
-    samples = {"prompts": ["one day"], "every": 2, "tokens": 4}
-    data, train = {"validation_documents": 1}, {"steps": 2, "validate_every": 2}
-    recipe = tiny_recipe(train=train, data=data, samples=samples, budgets=SMALL["budgets"])
+    parts: dict[str, dict[str, Any]] = {"samples": {"prompts": ["one day"], "every": 2, "tokens": 4}}
+    parts |= {"data": {"validation_documents": 1}, "train": {"steps": 2, "validate_every": 2}}
+    recipe = tiny_recipe(**parts, budgets=SMALL["budgets"])
     run = penstock.train(dataclasses.replace(recipe, trackers=["tensorboard"]), run_dir="run")
     (line,) = json_lines(run / "samples.jsonl")
     found = tensorboard(run)
@@ -124,7 +110,7 @@ def test_a_run_that_was_ended_and_resumed_is_one_run_of_its_trackers(
         settings = environment("wandb", server.url)
         process = started(tmp_path, *FAKE, "train", "recipe.py", "--run-dir", "run", FAKE_STEP_S="0.1", **settings)
         wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 4)
-        wait_until(lambda: all(map(has_steps, records)))
+        wait_until(lambda: all(record.exists() and "metrics" in of_place(record)["sent"] for record in records))
         process.send_signal(number)
         done(process, -number if number == signal.SIGKILL else 0)
         done(started(tmp_path, *FAKE, "resume", "run", **settings))

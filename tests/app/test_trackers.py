@@ -15,8 +15,16 @@ from typing import Any
 import pytest
 from cli_process import PATIENCE_S, REPOSITORY, refusal
 from samples import cases
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tracker_servers import SERVERS, MlflowServer, StandIn, TrackioServer, WandbServer, environment
+from tracker_servers import (
+    SERVERS,
+    MlflowServer,
+    StandIn,
+    TrackioServer,
+    WandbServer,
+    environment,
+    tensorboard,
+    without_settings,
+)
 
 from penstock.app.cli import main
 from penstock.app.rundir import RunDir
@@ -82,18 +90,9 @@ def end(path: Path, state: str) -> None:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of 20 steps; five more come later."""
-    for name in [*os.environ]:
-        if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_")):
-            monkeypatch.delenv(name)
+    without_settings(monkeypatch)
     monkeypatch.chdir(tmp_path)
     return made_up_run(tmp_path / "run")
-
-
-def tensorboard(run: Path) -> EventAccumulator:
-    """What a run's tensorboard holds."""
-    found = EventAccumulator(str(run / "tensorboard"))
-    found.Reload()
-    return found
 
 
 def all_of(feed: Feed) -> list[Line]:

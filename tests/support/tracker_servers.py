@@ -5,10 +5,15 @@ A mood is `works`, `refuses` (whoever logs in), `fails` (500) or `hangs` (never 
 
 import gzip
 import json
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 from urllib.parse import parse_qsl, urlsplit
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
 class Asked(NamedTuple):
@@ -32,7 +37,6 @@ class StandIn:
     def __enter__(self) -> Self:
         handler = type("Handler", (_Handler,), {"owner": self})
         self._server = _Server(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
         self._thread.start()
@@ -61,6 +65,8 @@ class StandIn:
 
 
 class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
     def handle_error(self, request: object, client_address: object) -> None:
         """Whoever asked was killed."""
 
@@ -101,8 +107,7 @@ class WandbServer(StandIn):
     def __init__(self, mood: str = "works") -> None:
         super().__init__(mood)
         self.rows: dict[str, list[dict[str, Any]]] = {}
-        self.summary: dict[str, dict[str, Any]] = {}
-        self.config: dict[str, dict[str, Any]] = {}
+        self.summary, self.config = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
         self.exit_codes: dict[str, int] = {}
 
     def answer(self, method: str, path: str, body: Any) -> Any:
@@ -212,12 +217,25 @@ class TrackioServer(StandIn):
             self.logs += body["kwargs"]["logs"]
             return {"data": None}
         if name == "get_runs_for_project":
-            names = sorted({log["run"] for log in self.logs})
-            return {"data": [{"name": one, "id": one} for one in names]}
+            return {"data": [{"name": one, "id": one} for one in sorted({log["run"] for log in self.logs})]}
         return {"data": None, "api_version": 1}
 
 
 SERVERS: dict[str, type[StandIn]] = {"wandb": WandbServer, "mlflow": MlflowServer, "trackio": TrackioServer}
+
+
+def without_settings(patch: pytest.MonkeyPatch) -> None:
+    """None of this machine's user, for any tracker."""
+    for name in [*os.environ]:
+        if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_")):
+            patch.delenv(name)
+
+
+def tensorboard(run: Path) -> EventAccumulator:
+    """What a run's tensorboard holds."""
+    found = EventAccumulator(str(run / "tensorboard"))
+    found.Reload()
+    return found
 
 
 def environment(name: str, url: str) -> dict[str, str]:
