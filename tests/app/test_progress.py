@@ -1,21 +1,30 @@
-"""A run on a console: a few lines for a newcomer, a bar on a terminal, every figure right or n/a."""
+"""What consoles show: of a run a few lines for a newcomer, a bar on a terminal, every figure right or n/a; of a command
+on standard error nothing for five seconds, then what it does, and how far."""
 
 import io
+import json
 import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cli_process import wait_until
 from rich.console import Console
+from samples import cases
+from test_export_command import run as run  # the fixture: a run of two steps
 
 import penstock.app.progress
+import penstock.app.working
+from penstock.app.cli import main
 from penstock.app.progress import Display, Eta, StepLanes, plan_line, summary_lines
 from penstock.app.speed import WARMUP_STEPS
+from penstock.app.working import EVERY_S, Working, working
+from penstock.engine import preparing
 from penstock.engine.events import Preparing, Span, StepMetrics, ValidationMetrics
-
-
-def span(lane: str, start_s: float, end_s: float) -> Span:
-    return Span(lane, "op", "layers.0", 0, start_s, end_s, 0, 1)
+from penstock.storage.errors import UserError
 
 
 def metrics(step: int, step_s: float) -> StepMetrics:
@@ -27,17 +36,13 @@ def screen(terminal: bool = False) -> tuple[Console, io.StringIO]:
     return Console(file=out, width=100, force_terminal=terminal, color_system=None), out
 
 
-def test_busy_time_counts_overlaps_once() -> None:
+def test_busy_time_counts_overlaps_once_and_the_eta_leaves_the_warm_up_out() -> None:
     lanes = StepLanes()
     assert lanes.busiest() is None
-    lanes.add(span("a", 0, 0))
-    assert lanes.busiest() is None
-    for lane, start_s, end_s in (("a", 0, 2), ("a", 1, 3), ("a", 1.5, 2), ("a", 5, 6), ("b", 0, 1)):
-        lanes.add(span(lane, start_s, end_s))
-    assert lanes.busiest() == ("a", 4 / 6)
-
-
-def test_eta_leaves_the_warm_up_out() -> None:
+    of_a = ((0, 0, None), (0, 2, ("a", 1.0)), (1, 3, ("a", 1.0)), (1.5, 2, ("a", 1.0)), (5, 6, ("a", 4 / 6)))
+    for lane, (start_s, end_s, busiest) in [*(("a", one) for one in of_a), ("b", (0, 1, ("a", 4 / 6)))]:
+        lanes.add(Span(lane, "op", "layers.0", 0, start_s, end_s, 0, 1))
+        assert lanes.busiest() == busiest
     eta = Eta(total_steps=100)
     for step in range(1, WARMUP_STEPS + 1):
         assert eta.update(metrics(step, 60.0)) is None
@@ -46,18 +51,12 @@ def test_eta_leaves_the_warm_up_out() -> None:
     assert eta.update(metrics(100, 2.0)) == 0.0
 
 
+BLOCKS = (("embed", "ram", "ram", "ram"), ("layers.0", "gpu", "gpu", "gpu"), ("head", "ram", "nvme", "ram"))
 PLAN: dict[str, Any] = {
-    "blocks": [
-        {"name": "embed", "weights": "ram", "state": "ram", "gradient": "ram", "bytes": 2**20},
-        {"name": "layers.0", "weights": "gpu", "state": "gpu", "gradient": "gpu", "bytes": 2**20},
-        {"name": "head", "weights": "ram", "state": "nvme", "gradient": "ram", "bytes": 2**20},
-    ],
-    "bytes_per_step": {"nvme_read": 3 * 2**30, "nvme_write": 2**30},
-    "spilled_activations": {"chunks": 0, "bytes": 0},
-    "saved_graphs": {"chunks": 2, "bytes": 2**20},
-    "layer_chunks": 6,
-}
-
+    "blocks": [dict(zip(("name", "weights", "state", "gradient"), block, strict=True)) for block in BLOCKS],
+    "bytes_per_step": {"nvme_read": 3 * 2**30, "nvme_write": 2**30}, "layer_chunks": 6,
+    "spilled_activations": {"chunks": 0, "bytes": 0}, "saved_graphs": {"chunks": 2, "bytes": 2**20},
+}  # fmt: skip
 
 ITEMS = [
     Preparing("tokenizing the data", "begun", 0.0),
@@ -99,6 +98,15 @@ def test_a_line_now_and_then_without_a_terminal(monkeypatch: pytest.MonkeyPatch)
         "step 30 of 90  loss 2.5000  1,200 tok/s mean, 1,234 last step  ETA 1m00s",
         "step 60 of 90  loss 2.5000  validation 2.2500  1,200 tok/s mean, 1,234 last step  ETA 30s",
     ]
+    console, out = screen()
+    display = Display(console, total_steps=5)
+    display.prepare(Preparing("pinning 350 GB", "begun", 0.0))
+    for seconds in range(1, 150):
+        display.prepare(Preparing("pinning 350 GB", "progress", float(seconds), "in half", seconds / 200))
+    display.detail("nothing of it")
+    assert out.getvalue().splitlines() == [
+        f"  pinning 350 GB                 {at:5.1f} s  {at // 2}%  in half  ..." for at in range(10, 150, 10)
+    ]
 
 
 def test_the_bar_says_what_is_prepared_and_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,27 +137,12 @@ def test_a_terminal_keeps_the_checklist_above_the_bar() -> None:
     display.step(metrics(3, 1.0), ("compute", 1.0), None)
     display.message("a message")
     display.close()
-    assert "step 3/5" in out.getvalue()
-    assert "busiest compute 100%" in out.getvalue()
+    assert re.search(r"step 3/5.*busiest compute 100%", out.getvalue(), re.DOTALL)
     lines = [line.rstrip() for line in re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", out.getvalue()).splitlines()]
     assert [line for line in lines if not re.search("step [23]/5", line) and line] == [
-        "  tokenizing the data              2.0 s",
-        "  pinning 350 GB                 130.5 s",
-        "the first step ended 133 s after the start",
-        "a message",
-    ]
-
-
-def test_without_a_terminal_what_takes_minutes_shows_where_it_is() -> None:
-    console, out = screen()
-    display = Display(console, total_steps=5)
-    display.prepare(Preparing("pinning 350 GB", "begun", 0.0))
-    for seconds in range(1, 150):
-        display.prepare(Preparing("pinning 350 GB", "progress", float(seconds), "in half", seconds / 200))
-    display.detail("nothing of it")
-    assert out.getvalue().splitlines() == [
-        f"  pinning 350 GB                 {at:5.1f} s  {at // 2}%  in half  ..." for at in range(10, 150, 10)
-    ]
+        "  tokenizing the data              2.0 s", "  pinning 350 GB                 130.5 s",
+        "the first step ended 133 s after the start", "a message",
+    ]  # fmt: skip
 
 
 def test_summary_shows_every_figure() -> None:
@@ -181,3 +174,119 @@ def test_summary_shows_every_figure() -> None:
         "mean n/a tokens/s, n/a a step; n/a TFLOP/s of the model; "
         "peak memory: gpu 512 MiB of 1.0 GiB, nvme 0 of 0 B; 9.0 GiB written to /mnt/a/run",
     ]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time of the module, in `now`. Nothing is shown by itself, and the first line after 5 seconds."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(penstock.app.working, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(penstock.engine.preparing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(penstock.app.working, "FIRST_S", 5.0)
+    monkeypatch.setattr(penstock.app.working, "_TICK_S", 1e6)
+    return clock
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal each step has its line, however short it is."""
+    monkeypatch.setattr(penstock.app.working, "FIRST_S", 0.0)
+    monkeypatch.setattr(penstock.app.working, "EVERY_S", 0.0)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().err.splitlines()
+
+
+def test_a_line_at_most_every_ten_seconds(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    with Working() as shown:
+        for step in range(8):
+            with shown.step(f"step {step}"):
+                clock.now += 4.0
+    # Begun at 8 s, the first after 5, then at 20, the first 10 s later.
+    assert lines(capsys) == ["step 2", "step 5"]
+    with working("looking"):
+        clock.now += 4.9
+        preparing.tell(0.5, "half of it")
+    assert lines(capsys) == [], "one that is quick says nothing"
+
+
+def test_how_far_it_is_comes_by_itself(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(penstock.app.working, "_TICK_S", 0.001)
+    said: list[str] = []
+
+    def shown() -> bool:
+        said.extend(lines(capsys))
+        return bool(said)
+
+    with working("exporting"):
+        clock.now += 2.0
+        preparing.tell(0.25, "layers.3")
+        clock.now += 4.0  # nothing is told any more: one long block
+        wait_until(shown)
+    assert said == ["exporting: 25%, layers.3, 6s"]
+
+
+def test_what_works_within_is_a_step_of_it(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    with working("planning") as outer:
+        clock.now += 6.0
+        with working("fetching") as inner:
+            assert inner is outer
+        clock.now += EVERY_S
+        with working("checking"), pytest.raises(UserError), working("reading"):
+            raise UserError("no such file")
+    assert lines(capsys) == ["fetching", "checking"]
+    with working("later") as other:
+        assert other is not outer
+
+
+def test_the_line_on_a_terminal_is_gone_at_the_end(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with working("checking"):
+        pass
+    drawn, blank, rest = terminal.getvalue().strip("\r").split("\r")[0], *terminal.getvalue().split("\r")[2:]
+    assert drawn.strip() == "checking"
+    assert (blank.strip(), len(blank), rest) == ("", len(drawn), "")
+    monkeypatch.setattr(penstock.app.working, "FIRST_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("TERM", "dumb")
+    with working("checking"):
+        pass
+    assert terminal.getvalue() == "checking\n", "a dumb one has lines"
+
+
+MACHINE = ("--machine", "rtx4090-64")
+COMMANDS: dict[str, Callable[[str, Path], list[str]]] = {
+    "scrub": lambda run, out: ["scrub", run],
+    "checkpoint": lambda run, out: ["checkpoint", run, out.name],
+    "export": lambda run, out: ["export", run, str(out / "hf")],
+    "export to dcp": lambda run, out: ["export", run, str(out / "dcp"), "--format", "dcp"],
+    "trace": lambda run, out: ["trace", run, "-o", str(out / "trace.json")],
+    "sample": lambda run, out: ["sample", run, "--prompt", "some", "--tokens", "2", "--json"],
+    "plan": lambda run, out: ["plan", "quickstart", *MACHINE, "--json"],
+    "fit": lambda run, out: ["fit", *MACHINE, "--models", "Llama-3.2-1B", "--contexts", "8k", "--json"],
+}
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("name", cases(COMMANDS, *(COMMANDS.keys() - {"fit", "export to dcp"})))
+def test_commands_say_what_they_do_on_standard_error_alone(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    command = COMMANDS[name](str(run), tmp_path)
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    begun = next(iter(printed.err.splitlines()))
+    assert begun.split()[0] in {"reading", "keeping", "exporting", "writing", "opening", "planning", "planning:"}
+    assert begun not in printed.out
+    if "--json" in command:
+        assert all(json.loads(line) for line in printed.out.splitlines()) if name == "fit" else json.loads(printed.out)
