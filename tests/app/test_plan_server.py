@@ -25,8 +25,7 @@ class Server:
     """A server process, its answers read by a thread."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "penstock.app.plan_server"]
-        pipe = subprocess.PIPE
+        command, pipe = [sys.executable, "-m", "penstock.app.plan_server"], subprocess.PIPE
         self.process = subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, text=True)
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -60,19 +59,11 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[list[Server]]:
-    running: list[Server] = []
-    yield running
-    for server in running:
-        if server.process.poll() is None:
-            server.close()
-
-
-@pytest.fixture
-def server(servers: list[Server]) -> Server:
-    if not servers or servers[-1].process.poll() is not None:
-        servers.append(Server())
-    return servers[-1]
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    if server.process.poll() is None:
+        server.close()
 
 
 def asked(identity: int, machine: str | None = None, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -109,8 +100,7 @@ def test_a_plan_or_a_refusal_comes_first_and_its_advice_after(server: Server) ->
     assert {name: last["forecast"][name] for name in first["forecast"]} == first["forecast"]
     server.send(asked(2, "rtx4090-64", budgets={"gpu": "16KiB"}))
     first, last = server.next(), server.next()
-    assert not first["forecast"]["fits"]
-    assert first["forecast"]["refusal"]["changes"] == []
+    assert (first["forecast"]["fits"], first["forecast"]["refusal"]["changes"]) == (False, [])
     assert last["forecast"]["refusal"]["changes"]
     assert len(os.listdir(f"/proc/{server.process.pid}/task")) <= 2, "nothing is computed in the server itself"
 
@@ -119,33 +109,27 @@ def test_the_newest_request_ends_the_one_under_way(server: Server) -> None:
     busy = stopped_planner(server, 3)
     server.send(asked(4))
     answer = server.last()
-    assert answer["id"] == 4
-    assert answer["forecast"]["recipe"] == "tiny"
+    assert (answer["id"], answer["forecast"]["recipe"]) == (4, "tiny")
     assert not Path(f"/proc/{busy}").exists()
     server.send(*(asked(number) for number in range(10, 15)))  # of several that wait the last counts
     assert server.last()["id"] == 14
 
 
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        ({"train": {"steps": 0}}, "train.steps: 0 must be at least 1"),
-        ({"train": {"stpes": 3}}, "train.stpes"),
-        ({"model": {"path": "/nowhere/at/all", "num_layers": None}}, "/nowhere/at/all"),
-        ({"model": {"model_type": "no_such"}}, "no_such"),
-        ({"data": {"source": "text", "path": "/nowhere/at/all"}}, "/nowhere/at/all"),
-        ({"budgets": {"ram": "300TiB"}, "machine": "rtx4090-64"}, "machine rtx4090-64 has"),
-        ({"machine": "gh200-48"}, "did you mean gh200-480"),
-    ],
-)
-def test_what_the_user_has_to_mend_is_an_error(server: Server, change: dict[str, Any], part: str) -> None:
-    server.send(asked(20, **change))
-    answer = server.next()
-    assert answer["id"] == 20
-    assert part in answer["error"]
+TO_MEND: list[tuple[dict[str, Any], str]] = [
+    ({"train": {"steps": 0}}, "train.steps: 0 must be at least 1"), ({"train": {"stpes": 3}}, "train.stpes"),
+    ({"model": {"path": "/nowhere/at/all", "num_layers": None}}, "/nowhere/at/all"),
+    ({"model": {"model_type": "no_such"}}, "no_such"), ({"machine": "gh200-48"}, "did you mean gh200-480"),
+    ({"data": {"source": "text", "path": "/nowhere/at/all"}}, "/nowhere/at/all"),
+    ({"budgets": {"ram": "300TiB"}, "machine": "rtx4090-64"}, "machine rtx4090-64 has"),
+]  # fmt: skip
 
 
-def test_what_is_no_request_or_goes_wrong_is_answered_in_one_line(server: Server) -> None:
+def test_what_the_user_has_to_mend_is_no_request_or_goes_wrong_is_answered_in_one_line(server: Server) -> None:
+    for change, part in TO_MEND:
+        server.send(asked(20, **change))
+        answer = server.next()
+        assert answer["id"] == 20
+        assert part in answer["error"]
     for line in ("{", "[1]", "null", '{"recipe": {}}'):
         server.send(line)
         assert "not a request" in server.next()["error"]
@@ -160,19 +144,17 @@ def test_a_planner_that_dies_is_told(server: Server) -> None:
     answer = server.last()
     assert answer["id"] == 23
     assert "signal 9" in answer["error"]
-    server.send(asked(24))
-    assert server.last()["forecast"]["fits"]
-
-
-def test_random_weights_in_place_of_a_folder_that_is_not_there(server: Server) -> None:
     server.send(asked(25, model={"path": "/nowhere/at/all"}) | {"from_scratch": True})
     answer = server.last()
-    assert from_dict(answer["recipe"]).model.path is None
+    assert answer["forecast"]["fits"]
+    assert from_dict(answer["recipe"]).model.path is None, "random weights in place of a folder that is not there"
     assert "note" not in answer["forecast"]
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("closed", marks=pytest.mark.long)])
 def test_no_process_stays_behind(server: Server, how: str) -> None:
+    """The last ones of this server."""
+    server = server if server.process.poll() is None else Server()
     busy = stopped_planner(server, 1)
     if how == "closed":
         assert server.close() == 0

@@ -26,12 +26,15 @@ def rows(forecast: dict[str, Any], width: int = 76, glyphs: Glyphs = UNICODE, **
     return plain(found)
 
 
-def assert_one_screen(text: str, width: int) -> None:
+def screen(forecast: dict[str, Any], width: int) -> str:
+    """What is shown, which fits on one screen."""
+    text = shown(forecast, width)
     lines = text.splitlines()
     assert len(lines) <= SCREEN_LINES
     assert max(map(len, lines)) <= width
     assert "…" not in text
     assert all(line == line.rstrip() for line in lines)
+    return text
 
 
 def flat(text: str) -> str:
@@ -55,8 +58,7 @@ BOTH = (
 
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_every_number_is_there(width: int) -> None:
-    text = shown(fitting(), width)
-    assert_one_screen(text, width)
+    text = screen(fitting(), width)
     for part in (*BOTH, "--set train.global_batch_size=16 --set train.gradient_dtype=bfloat16"):
         assert part in flat(text), part
     # Layers 0 to 87 appear once each, whatever the grouping.
@@ -68,7 +70,7 @@ def test_every_number_is_there(width: int) -> None:
         assert part in text, part
 
 
-def test_a_bar_is_as_long_as_its_share() -> None:
+def test_a_bar_is_as_long_as_its_share_and_blocks_are_drawn_in_their_order() -> None:
     assert fitting()["tiers"]["gpu"]["peak_bytes"] / GIB == 30 + 12 + 11 + 19
     line = next(line for line in rows(fitting()).splitlines() if line.startswith("gpu"))
     bar = line[line.index("█") :]
@@ -77,9 +79,6 @@ def test_a_bar_is_as_long_as_its_share() -> None:
     lane = next(line for line in rows(fitting()).splitlines() if line.startswith("compute "))
     assert lane.count("█") == round(0.78 * 41)
     assert "h2d        ▌" in rows(fitting())
-
-
-def test_blocks_are_drawn_in_their_order() -> None:
     drawn = [line for line in rows(fitting(), 110).splitlines() if line.startswith(("weights ", "state ", "gradient "))]
     assert drawn[0].split()[1] == "█" + "▒" * 40 + "░" * 48 + "█"
     assert drawn[1].split()[1] == "▒" + "░" * 88 + "▒"
@@ -107,38 +106,33 @@ def test_blocks_that_alternate_are_still_few_rows(width: int) -> None:
     for index, block in enumerate(forecast["blocks"][1:-1]):
         block["weights"] = ("gpu", "ram", "nvme")[index % 3]
         block["activation_checkpointing"] = {"selective": 32 - index % 5, "full": index % 5}
-    text = shown(forecast, width)
-    assert_one_screen(text, width)
+    text = screen(forecast, width)
     if width == 100:
         assert re.search(r"30 of layers\.0-87 +gpu ", text)
         assert re.search(r"29 of layers\.2-86 +nvme ", text)
     for index, block in enumerate(forecast["blocks"][1:-1]):
         block["state"] = ("ram", "nvme")[index % 2]
         block["gradient"] = ("gpu", "ram", "nvme")[index % 7 % 3]
-    text = shown(forecast, width)
-    assert_one_screen(text, width)
-    assert re.search(r"88 of layers\.0-87 +gpu/ram/nvme", text)
+    assert re.search(r"88 of layers\.0-87 +gpu/ram/nvme", screen(forecast, width))
 
 
 def half_frozen() -> dict[str, Any]:
     """`fitting` with the embedding frozen, and of each layer all but a thousandth."""
-    forecast = fitting()
-    blocks = []
+    forecast, blocks = fitting(), list[dict[str, Any]]()
     for block in forecast["blocks"]:
-        weights = {"name": f"{block['name']}.frozen", "block": block["name"], "frozen": True, "state": None}
-        weights |= {"gradient": None, "weights": "nvme", "bytes": GIB, "activation_checkpointing": {}}
-        if block["name"] != "embed":
-            blocks.append(block | {"block": block["name"], "frozen": False, "bytes": GIB // 1000})
-        if block["name"] != "head":
-            blocks.append(weights)
+        name = block["name"]
+        if name != "embed":
+            blocks.append(block | {"block": name, "frozen": False, "bytes": GIB // 1000})
+        if name != "head":
+            places = {"state": None, "gradient": None, "weights": "nvme", "bytes": GIB, "activation_checkpointing": {}}
+            blocks.append({"name": f"{name}.frozen", "block": name, "frozen": True} | places)
     frozen = {"params": 122_000_000_000, "param_bytes": 2, "trained_param_bytes": 18}
     return forecast | {"blocks": blocks, "frozen": frozen}
 
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_what_is_frozen_is_said_in_a_row_and_told_apart(width: int) -> None:
-    text = shown(half_frozen(), width)
-    assert_one_screen(text, width)
+    text = screen(half_frozen(), width)
     said = "frozen: 122 B of 123 B parameters, weights only, 2 bytes each instead of 18"
     assert said in flat(text)
     table = [flat(line) for line in text.splitlines()]
@@ -154,35 +148,26 @@ def test_what_is_frozen_is_said_in_a_row_and_told_apart(width: int) -> None:
 def test_reasons_fill_the_screen_and_the_rest_is_counted(width: int) -> None:
     forecast = fitting()
     forecast["blocks"] = forecast["blocks"][:2]
-    short = shown(forecast, width)
-    assert_one_screen(short, width)
-    assert "chunk tokens: 8,192" in short
+    assert "chunk tokens: 8,192" in screen(forecast, width)
     forecast["reasons"] = {f"choice_{i}": "because " * 12 for i in range(40)}
-    many = shown(forecast, width)
-    assert_one_screen(many, width)
+    many = screen(forecast, width)
     told = many.count("choice ")
     assert 0 < told < 40
     assert f"{40 - told} more with --json" in many
 
 
-def test_what_is_not_known_reads_na() -> None:
+def test_what_is_not_known_reads_na_drives_alike_share_a_line_and_a_note_is_said() -> None:
     forecast = fitting() | {"mfu": None, "hfu": None, "compute_bound_tokens": None, "best_change": None, "run": {}}
     forecast["machine"] = {"name": "generic", "source": "measured 2026-11-21", "gpu": None}
     forecast["tiers"]["nvme"] |= {"budget_bytes": None, "peak_bytes": None}
     forecast["lanes"]["h2d"] = {}
     for text in map(flat, (shown(forecast, 100), rows(forecast))):
         for part in (
-            "fits on this machine",
+            "fits on this machine", "no single change was found that helps", "compute-bound from n/a tokens",
             "no GPU: the gpu tier is ordinary memory; the machine's figures: measured 2026-11-21",
-            "n/a n/a n/a a step tokens/s 2,000 steps MFU HFU",
-            "nvme n/a n/a of n/a",
-            "compute-bound from n/a tokens",
-            "no single change was found that helps",
-        ):
+            "n/a n/a n/a a step tokens/s 2,000 steps MFU HFU", "nvme n/a n/a of n/a",
+        ):  # fmt: skip
             assert part in text, part
-
-
-def test_drives_alike_share_a_line_and_active_parameters_and_a_note_are_said() -> None:
     forecast = fitting() | {"note": "shape from the recipe: /m is not there"}
     forecast["run"]["drives"] = [forecast["run"]["drives"][0]] * 2
     forecast["model"]["active_params"] = 5_100_000_000
@@ -194,8 +179,7 @@ def test_drives_alike_share_a_line_and_active_parameters_and_a_note_are_said() -
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_a_refusal_says_what_would_fit(width: int) -> None:
-    text = shown(refused(), width)
-    assert_one_screen(text, width)
+    text = screen(refused(), width)
     both = (
         "✗ does not fit on rtx3090-64: 120b-gh200", "the gpu tier is too small by 11.0 GiB", "its budget is 22.00 GiB",
         "gpu 150% 33.0 of 22.0 GiB", "█ weight slots 20.0 GiB ▓ workspace 13.0 GiB", "n/a of 56.0 GiB",
@@ -250,18 +234,16 @@ def on_a_cluster(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_a_cluster_has_its_rows(width: int) -> None:
-    text = shown(fitting() | {"cluster": on_a_cluster()}, width)
-    assert_one_screen(text, width)
+    text = screen(fitting() | {"cluster": on_a_cluster()}, width)
     for part in (
-        "FSDP2 on 2 nodes of 8 H100 80GB HBM3",
-        "planned from data sheets, not measured",
+        "FSDP2 on 2 nodes of 8 H100 80GB HBM3", "planned from data sheets, not measured",
         "to finish: 15d13h here, 1d09h there (11.2 times as fast)",
         "2,000 steps of 60.0 s, 4,369 tokens/s, MFU 31.0%; a GPU's micro-batches in a step: 2",
         "✓ memory of a GPU 48.0 of 78.0 GiB: logits 20.0 GiB, saved activations 10.0 GiB, moments 8.0 GiB, gradients "
         "4.0 GiB, others 6.0 GiB",
         "bound by compute: compute takes 59.0 s a step (eager layers), all-gather and reduce-scatter meanwhile, "
         "3.10 s over NVLink, 3.50 s over the network, for each GPU 400 Gbit/s, assumed",
-    ):
+    ):  # fmt: skip
         assert part in flat(text), part
 
 
