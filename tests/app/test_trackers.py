@@ -13,18 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tracker_servers
 from cli_process import PATIENCE_S, REPOSITORY, refusal
 from samples import cases
-from tracker_servers import (
-    SERVERS,
-    MlflowServer,
-    StandIn,
-    TrackioServer,
-    WandbServer,
-    environment,
-    tensorboard,
-    without_settings,
-)
+from tracker_servers import SERVERS, MlflowServer, StandIn, TrackioServer, WandbServer, environment, tensorboard
 
 from penstock.app.cli import main
 from penstock.app.rundir import RunDir
@@ -90,7 +82,7 @@ def end(path: Path, state: str) -> None:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of 20 steps; five more come later."""
-    without_settings(monkeypatch)
+    tracker_servers.without_settings(monkeypatch)
     monkeypatch.chdir(tmp_path)
     return made_up_run(tmp_path / "run")
 
