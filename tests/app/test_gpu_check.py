@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,7 +81,8 @@ def test_what_fits_runs_in_order_and_the_rest_is_left_out_by_name(tmp_path: Path
     assert (tmp_path / "stages" / "two.md").read_text() == "## two: the two\n\ne, d\n"
 
 
-def test_a_case_that_overruns_is_ended_and_costs_the_later_ones_and_a_stage_keeps_to_its_cap(tmp_path: Path) -> None:
+def test_a_case_that_overruns_is_ended_one_that_fails_ends_no_other_and_a_stage_has_a_cap(tmp_path: Path) -> None:
+    """What a failed one has found counts for the estimates of those after it."""
     bench, ended = Bench(tmp_path), {"status": "ended", "reason": "not done after 30 s"}
     overrun = stage("one", bench.case("slow", 500, 5, ended), bench.case("b", 75), bench.case("c", 5))
     capped = stage("two", bench.case("d", 20), bench.case("e", 20), cap_s=30)
@@ -90,10 +92,6 @@ def test_a_case_that_overruns_is_ended_and_costs_the_later_ones_and_a_stage_keep
     assert set(results.not_measured()) == {"one/slow", "one/b", "two/e"}
     assert results.not_measured()["two/e"] == "not measured: takes about 20 s, and 10 s were left"
     assert results.failed() == []
-
-
-def test_one_cases_failure_keeps_no_other_from_running_and_estimates_know_what_was_found(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
 
     def breaks(job: Job) -> Mapping[str, Any]:
         job.found({"rate": 4.0})
@@ -230,29 +228,25 @@ def known(folder: Path, device: dict[str, Any] | None = None, gpu: str = "Some G
     return results
 
 
-def test_ten_minutes_of_an_h200_hold_what_matters_most(tmp_path: Path) -> None:
-    results = known(tmp_path, H200)
-    found = stages.all_stages(tmp_path)
-    assert list(stages.SHOWN) == [stage.name for stage in found]
-    assert [case.name for case in found[2].cases if not case.optional] == ["long-7b", "short", "long-8b"]
-    needed = sum(case.estimate(results) for case in found[0].cases + found[1].cases)
-    needed += sum(case.estimate(results) for case in found[2].cases if not case.optional)
-    assert 350 < needed < 560 - 50
-    slow = H200 | {"attention": {"forward": {"tflops": {"fa2": 380.0}}, "backward": {"tflops": {"fa2": 300.0}}}}
-    case = found[2].cases[0]
-    assert case.name == "long-7b"
-    assert case.estimate(known(tmp_path, slow)) > case.estimate(results) + 10
-    with pytest.raises(UserError, match="--suite nope: no such suite"):
-        stages.all_stages(tmp_path, "nope")
-
-
-def test_rates_are_measured_ones_else_of_the_data_sheet_else_unknown(tmp_path: Path) -> None:
+def test_ten_minutes_of_an_h200_hold_what_matters_most_by_measured_rates_or_the_data_sheets(tmp_path: Path) -> None:
     measured = Rates(matmul=670e12, attention_forward=620e12, attention_backward=510e12)
     assert stages.rates(known(tmp_path, H200)) == measured
     products_only = {"status": "ended", "matmul_flops": 100e12, "attention": {"error": "RuntimeError"}}
     assert stages.rates(known(tmp_path, products_only)) == Rates.of_matmul(100e12)
     assert stages.rates(known(tmp_path, gpu="NVIDIA H200")) == Rates.of_matmul(0.67 * 989.5e12)
     assert stages.rates(known(tmp_path)) is None
+    results = known(tmp_path, H200)
+    found = stages.all_stages(tmp_path)
+    assert list(stages.SHOWN) == [stage.name for stage in found]
+    assert [case.name for case in found[2].cases if not case.optional] == ["long-7b", "short", "long-8b"]
+    must = [case for stage in found[:3] for case in stage.cases if stage is not found[2] or not case.optional]
+    assert 350 < sum(case.estimate(results) for case in must) < 560 - 50
+    slow = H200 | {"attention": {"forward": {"tflops": {"fa2": 380.0}}, "backward": {"tflops": {"fa2": 300.0}}}}
+    case = found[2].cases[0]
+    assert case.name == "long-7b"
+    assert case.estimate(known(tmp_path, slow)) > case.estimate(results) + 10
+    with pytest.raises(UserError, match="--suite nope: no such suite"):
+        stages.all_stages(tmp_path, "nope")
 
 
 def test_tables_show_what_was_found_and_what_was_not() -> None:
@@ -270,8 +264,7 @@ def test_tables_show_what_was_found_and_what_was_not() -> None:
     text = "\n".join(tables.tests({"tests": {"status": "ended", "reason": "late", "tests": tests, "took_s": 90.0}}))
     assert "1 passed, 1 failed, 1 skipped, 1 not run" in text
     assert "| test_a.py::bad | failed | assert 1 == 2 |" in text
-    assert "good" not in text
-    assert "lacking" not in text
+    assert not re.search("good|lacking", text)
     late = {"status": "not measured", "reason": "takes about 100 s, and 3 s were left", "estimate_s": 100.0}
     for table in (tables.suites({"a": late}), tables.plans({"a": late}), tables.drives({"probe": late})):
         assert "not measured: takes about 100 s" in table[2]

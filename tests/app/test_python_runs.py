@@ -40,11 +40,9 @@ def state(run: Path) -> tuple[str, int | None]:
 
 
 def test_callbacks_are_told_what_the_run_writes(capsys: pytest.CaptureFixture[str]) -> None:
-    told: list[Any] = []
-    lines: list[str] = []
-    run = penstock.train(
-        recipe(), run_dir="run", on_step=told.append, on_validation=told.append, on_message=lines.append
-    )
+    told, lines = list[Any](), list[str]()
+    hear: dict[str, Any] = {"on_step": told.append, "on_validation": told.append, "on_message": lines.append}
+    run = penstock.train(recipe(), run_dir="run", **hear)
     kinds = [(type(one).__name__, one.step) for one in told]
     every = ("StepMetrics", "StepMetrics", "ValidationMetrics")
     assert kinds == [*zip(every, (1, 2, 2), strict=True), *zip(every, (3, 4, 4), strict=True)]
@@ -59,6 +57,16 @@ def test_callbacks_are_told_what_the_run_writes(capsys: pytest.CaptureFixture[st
     assert any(line.startswith("trained to step 4") for line in lines)
     assert "\x1b" not in "".join(lines)
     assert capsys.readouterr().out == ""
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    with (run / "metrics.jsonl").open("a") as file:
+        for change in ({"step": 5, "loss": None}, {"step": 6, "loss": "high"}, {"step": 7, "lr": 1.5}):
+            file.write(json.dumps(last | change) + "\n")
+        file.write("{}\n[torn")
+    more = list(found.metrics())[4:]
+    assert [m.step for m in more] == [5, 7], "lines that are none are left out"
+    assert math.isnan(more[0].loss)
+    with pytest.raises(penstock.UserError, match="no such run"):
+        penstock.Run("nowhere")
 
 
 def test_a_callback_stops_the_run_with_its_step_committed_or_before_its_first() -> None:
@@ -66,9 +74,8 @@ def test_a_callback_stops_the_run_with_its_step_committed_or_before_its_first() 
         if metrics.step == 2:
             raise penstock.StopTraining
 
-    run = penstock.train(recipe(), run_dir="run", on_step=on_step)
+    run, steps = penstock.train(recipe(), run_dir="run", on_step=on_step), list[int]()
     assert state(run) == ("stopped", 2)
-    steps: list[int] = []
     penstock.resume(run, on_step=lambda metrics: steps.append(metrics.step))
     assert steps == [3, 4]
     assert state(run) == ("finished", 4)
@@ -89,8 +96,7 @@ def test_what_a_callback_raises_comes_out_with_its_own_traceback(capsys: pytest.
     assert raised.traceback[-1].name == "on_step"
     assert "the generation of step 2 is intact" in raised.value.__notes__[0]
     assert state(Path("run")) == ("failed", 2)
-    last = [json.loads(line) for line in Path("run/log.jsonl").read_text().splitlines()][-1]
-    assert "in on_step" in last["text"]
+    assert "in on_step" in json.loads(Path("run/log.jsonl").read_text().splitlines()[-1])["text"]
     penstock.resume("run")
     assert [m.step for m in penstock.Run("run").metrics()] == [1, 2, 3, 4]
 
@@ -124,13 +130,12 @@ def test_a_second_control_c_does_not_wait_and_leaves_the_process(monkeypatch: py
 
 @pytest.mark.long
 def test_outside_the_main_thread_no_handler_is_installed() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    seen: list[Any] = []
+    before, seen = signal.getsignal(signal.SIGINT), list[Any]()
 
-    def on_step(metrics: penstock.StepMetrics) -> None:
-        seen.append(signal.getsignal(signal.SIGINT))
+    def train() -> None:
+        penstock.train(recipe(), run_dir="run", on_step=lambda metrics: seen.append(signal.getsignal(signal.SIGINT)))
 
-    thread = threading.Thread(target=lambda: penstock.train(recipe(), run_dir="run", on_step=on_step))
+    thread = threading.Thread(target=train)
     thread.start()
     thread.join()
     assert seen == [before] * 4
@@ -138,10 +143,9 @@ def test_outside_the_main_thread_no_handler_is_installed() -> None:
 
 
 def test_a_run_is_an_iterator_over_its_steps_and_whoever_leaves_the_loop_stops_it_at_that_step() -> None:
-    measured: list[Any] = []
-    found = [m.step for m in penstock.steps(recipe(), run_dir="run", on_validation=measured.append)]
-    assert found == [1, 2, 3, 4]
-    assert [m.step for m in measured] == [2, 4]
+    measured: list[int] = []
+    steps = penstock.steps(recipe(), run_dir="run", on_validation=lambda metrics: measured.append(metrics.step))
+    assert ([m.step for m in steps], measured) == ([1, 2, 3, 4], [2, 4])
     assert state(Path("run")) == ("finished", 4)
     for metrics in penstock.steps(recipe(), run_dir="left"):
         if metrics.step == 2:
@@ -152,20 +156,6 @@ def test_a_run_is_an_iterator_over_its_steps_and_whoever_leaves_the_loop_stops_i
     assert state(Path("failed")) == ("stopped", 1)
     with pytest.raises(penstock.UserError, match=r"train\.lr"):
         next(penstock.steps(recipe(), overrides=["train.lr=-1"]))
-
-
-def test_lines_that_are_none_are_left_out_and_null_is_nan() -> None:
-    run = penstock.train(recipe(train={"steps": 1}), run_dir="run", on_message=lambda line: None)
-    with (run / "metrics.jsonl").open("a") as file:
-        line = json.loads((run / "metrics.jsonl").read_text())
-        for change in ({"step": 2, "loss": None}, {"step": 3, "loss": "high"}, {"step": 4, "lr": 1.5}):
-            file.write(json.dumps(line | change) + "\n")
-        file.write("{}\n[torn")
-    found = list(penstock.Run(run).metrics())
-    assert [m.step for m in found] == [1, 2, 4]
-    assert math.isnan(found[1].loss)
-    with pytest.raises(penstock.UserError, match="no such run"):
-        penstock.Run("nowhere")
 
 
 @pytest.mark.long
@@ -179,9 +169,8 @@ def test_a_run_that_ended_early_says_so_and_has_nothing_to_resume(
     said = capsys.readouterr().out
     assert "ended early after step 3: no gain in 2 validations; best 2 at step 1" in said
     assert state(run) == ("finished", 3)
-    summary = penstock.Run(run).summary()
-    assert summary["ended_early"] == {"validations": 2, "best": 2.0, "best_step": 1}
-    assert summary["validation_loss"] == {"last": 3.0, "best": 2.0, "best_step": 1}
+    summary, best = penstock.Run(run).summary(), {"best": 2.0, "best_step": 1}
+    assert (summary["ended_early"], summary["validation_loss"]) == ({"validations": 2} | best, {"last": 3.0} | best)
     assert (run / "export" / "config.json").exists()
     with pytest.raises(penstock.UserError, match=r"to continue it, raise train\.early_stopping"):
         penstock.resume(run)
