@@ -42,6 +42,8 @@ EXPLORED = int(os.environ.get("PENSTOCK_PROGRAMS", "0"))
 STEPS = 20
 CHECKPOINTS = st.sampled_from(["one", "two"])
 DRIVES = st.lists(st.sampled_from(["x", "y", "z"]), min_size=1, max_size=2, unique=True)
+NAMES = "abcdef"
+another = precondition(lambda self: len(self.runs) < len(NAMES))
 MOMENTS = st.none() | st.none() | st.integers(0, 90)
 CHANGING = ("open", "write", "pwrite", "pwritev", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "link")
 
@@ -142,6 +144,9 @@ class Programs(RuleBasedStateMachine):
     def path(self, name: str) -> Path:
         return self.world / "runs" / name
 
+    def root(self, run: Run) -> Path:
+        return state_folder(self.path(run.name))
+
     def drives(self, run: Run) -> list[Path]:
         return drive_folders(self.path(run.name), read_recipe(self.path(run.name)).storage)
 
@@ -152,8 +157,7 @@ class Programs(RuleBasedStateMachine):
 
     def places(self, run: Run) -> set[Path]:
         """Folders that the manifests of a run name."""
-        root = state_folder(self.path(run.name))
-        found = set()
+        root, found = self.root(run), set[Path]()
         for folder in (root, *(root / "checkpoints" / name for name in checkpoint_names(root))):
             found |= {Path(os.path.normpath(folder / drive.path)) for drive in Manifest.read(folder).drives}
         return found
@@ -163,16 +167,14 @@ class Programs(RuleBasedStateMachine):
 
     def taken(self, run: Run | None, folders: list[Path]) -> bool:
         """Whether another run's state is in one of the drives' folders, or may be."""
-        return any(
-            (folder / "drive.json").exists() and (run is None or folder not in self.places(run)) for folder in folders
-        )
+        used = [folder for folder in folders if (folder / "drive.json").exists()]
+        return any(run is None or folder not in self.places(run) for folder in used)
 
     def pick(self, data: Any) -> Run:
         return self.runs[data.draw(st.sampled_from(sorted(self.runs)))]
 
-    def free_name(self, data: Any) -> str | None:
-        free = [name for name in "abcdef" if name not in self.runs]
-        return data.draw(st.sampled_from(free)) if free else None
+    def free_name(self, data: Any) -> str:
+        return data.draw(st.sampled_from([name for name in NAMES if name not in self.runs]))
 
     def tree(self) -> dict[str, tuple[int, int, int]]:
         """Everything but locks, with inode, size and time of change."""
@@ -186,7 +188,7 @@ class Programs(RuleBasedStateMachine):
         return found
 
     def committed(self, run: Run) -> int:
-        return int(Manifest.read(state_folder(self.path(run.name))).meta["step"])
+        return int(Manifest.read(self.root(run)).meta["step"])
 
     def remember(self, run: Run) -> None:
         """What is committed is what the drives know."""
@@ -222,10 +224,10 @@ class Programs(RuleBasedStateMachine):
         self.create("a", drives)
         self.create("b", [])
 
+    @another
     @rule(data=st.data(), drives=DRIVES | st.just([]))
     def begin_another(self, data: Any, drives: list[str]) -> None:
-        if (name := self.free_name(data)) is not None:
-            self.create(name, drives)
+        self.create(self.free_name(data), drives)
 
     def create(self, name: str, drives: list[str]) -> None:
         path, number = self.path(name), next(self.numbers)
@@ -276,7 +278,7 @@ class Programs(RuleBasedStateMachine):
 
     def is_there(self, run: Run, name: str, number: int) -> bool:
         try:
-            look_at(checkpoint_folder(state_folder(self.path(run.name)), name), number)
+            look_at(checkpoint_folder(self.root(run), name), number)
         except (OSError, UserError, AssertionError):
             return False
         return True
@@ -284,13 +286,12 @@ class Programs(RuleBasedStateMachine):
     @rule(data=st.data(), name=CHECKPOINTS, moment=MOMENTS)
     def keep(self, data: Any, name: str, moment: int | None) -> None:
         run = self.pick(data)
-        path = self.path(run.name)
-        had = name in checkpoint_names(state_folder(path))
-        error = in_child(lambda: make_checkpoint(path, name), moment)
+        had = name in checkpoint_names(self.root(run))
+        error = in_child(lambda: make_checkpoint(self.path(run.name), name), moment)
         if error is not None:
             listed = "that this run does not list" in str(error)
             assert had or listed or not run.owns or run.stale or self.taken(run, self.drives(run)), error
-        if not had and name in checkpoint_names(state_folder(path)):
+        if not had and name in checkpoint_names(self.root(run)):
             assert run.owns or error is None
             run.checkpoints[name] = run.state
             if run.owns:
@@ -299,11 +300,10 @@ class Programs(RuleBasedStateMachine):
     @rule(data=st.data(), name=CHECKPOINTS, moment=MOMENTS)
     def delete(self, data: Any, name: str, moment: int | None) -> None:
         run = self.pick(data)
-        path = self.path(run.name)
-        had = name in checkpoint_names(state_folder(path))
-        error = in_child(lambda: delete_checkpoint_of(path, name), moment)
+        had = name in checkpoint_names(self.root(run))
+        error = in_child(lambda: delete_checkpoint_of(self.path(run.name), name), moment)
         assert (error is not None) == (not had) or moment is not None, error
-        if had and name not in checkpoint_names(state_folder(path)):
+        if had and name not in checkpoint_names(self.root(run)):
             del run.checkpoints[name]
             if run.owns and not run.stale:
                 self.remember(run)
@@ -321,12 +321,11 @@ class Programs(RuleBasedStateMachine):
             error = in_child(lambda: self.open(run, self.drives(run), lambda store: store.restore(name)), moment)
             assert moment is not None or error is not None, "there is no such checkpoint"
 
+    @another
     @rule(data=st.data())
     def copy(self, data: Any) -> None:
-        run, name = self.pick(data), self.free_name(data)
-        if name is None:
-            return
-        other = self.adopt(name, run, self.path(run.name))
+        run = self.pick(data)
+        other = self.adopt(self.free_name(data), run, self.path(run.name))
         other.owns = self.is_inside(other) and (not run.stale or self.is_inside(run))
         self.remember(other)
 
@@ -338,21 +337,19 @@ class Programs(RuleBasedStateMachine):
         shutil.rmtree(self.path(run.name))
         del self.runs[run.name], self.known[run.name]
 
+    @another
     @precondition(lambda self: bool(self.backups))
     @rule(data=st.data())
     def restore_elsewhere(self, data: Any) -> None:
         old, folder = data.draw(st.sampled_from(self.backups))
-        if (name := self.free_name(data)) is None:
-            return
-        run = self.adopt(name, old, folder)
+        run = self.adopt(self.free_name(data), old, folder)
         run.owns = self.is_inside(run)
         self.remember(run)
 
+    @another
     @rule(data=st.data())
     def move(self, data: Any) -> None:
         run, name = self.pick(data), self.free_name(data)
-        if name is None:
-            return
         self.path(run.name).rename(self.path(name))
         del self.runs[run.name]
         self.known[name] = self.known.pop(run.name)
@@ -389,7 +386,7 @@ class Programs(RuleBasedStateMachine):
     @rule(data=st.data())
     def do_what_the_message_says(self, data: Any) -> None:
         run = self.runs[data.draw(st.sampled_from(sorted(name for name, run in self.runs.items() if run.stale)))]
-        root, folders = state_folder(self.path(run.name)), self.drives(run)
+        root, folders = self.root(run), self.drives(run)
         if self.taken(run, folders):
             return
 
@@ -438,8 +435,8 @@ class Programs(RuleBasedStateMachine):
         if error is None and moment is None:
             # What it could be copied from may have gone, with its owner: then all of it was its own.
             run.owns = True
-            assert read_state(state_folder(path), self.drives(run)) == run.state
-            listed = checkpoint_names(state_folder(path))
+            assert read_state(self.root(run), self.drives(run)) == run.state
+            listed = checkpoint_names(self.root(run))
             run.checkpoints = {name: number for name, number in run.checkpoints.items() if name in listed}
             self.remember(run)
 
@@ -456,19 +453,16 @@ class Programs(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         for run in self.runs.values():
-            root = state_folder(self.path(run.name))
             if run.owns and not run.stale:
-                look_at(root, run.state)
+                look_at(self.root(run), run.state)
             for name, number in run.checkpoints.items() if run.owns else ():
-                look_at(checkpoint_folder(root, name), number)
+                look_at(checkpoint_folder(self.root(run), name), number)
 
     def all_can_be_read(self) -> None:
         for run in self.runs.values():
-            root = state_folder(self.path(run.name))
-            if run.owns and not run.stale:
-                assert read_state(root, self.drives(run)) == run.state
-            elif not run.owns:
-                with contextlib.suppress(UserError):  # never the wrong bytes
+            root = self.root(run)
+            if not run.owns or not run.stale:
+                with contextlib.nullcontext() if run.owns else contextlib.suppress(UserError):  # never the wrong bytes
                     assert read_state(root, self.drives(run)) == run.state
             for name, number in run.checkpoints.items() if run.owns else ():
                 assert read_state(checkpoint_folder(root, name), self.drives(run)) == number
@@ -477,13 +471,8 @@ class Programs(RuleBasedStateMachine):
 @pytest.mark.sampled
 def test_random_programs() -> None:
     checks = settings(
-        max_examples=EXPLORED or samples(6, PROGRAMS),
-        derandomize=not EXPLORED,
-        stateful_step_count=STEPS,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        database=None,
+        max_examples=EXPLORED or samples(6, PROGRAMS), derandomize=not EXPLORED, stateful_step_count=STEPS,
+        deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=False,
         phases=[Phase.generate],  # a program that fails is printed as it is: making it smaller takes many minutes
-        print_blob=False,
-    )
+    )  # fmt: skip
     stateful.run_state_machine_as_test(Programs, settings=checks)
