@@ -110,11 +110,9 @@ def test_a_case_that_overruns_is_ended_one_that_fails_ends_no_other_and_a_stage_
 def test_a_resumed_check_runs_what_is_not_done(tmp_path: Path) -> None:
     bench, second = Bench(tmp_path), Bench(tmp_path)
     outcomes = {
-        "good": {"status": "done", "figure": 1},
-        "lacking": {"status": "skipped", "reason": "no room"},
-        "broken": {"status": "failed", "reason": "a bug"},
-        "late": {"status": "ended", "reason": "too long", "part": 7},
-    }
+        "good": {"status": "done", "figure": 1}, "lacking": {"status": "skipped", "reason": "no room"},
+        "broken": {"status": "failed", "reason": "a bug"}, "late": {"status": "ended", "reason": "too long", "part": 7},
+    }  # fmt: skip
     cases = [bench.case(name, 5, outcome=outcome) for name, outcome in outcomes.items()]
     bench.run([stage("one", *cases, bench.case("unreached", 90))], 100)
     cases = [second.case(name, 5) for name in ("good", "lacking", "broken", "unreached")]

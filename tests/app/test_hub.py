@@ -170,13 +170,12 @@ def test_too_small_a_disk_is_said_before_anything_is_fetched_and_a_full_one_then
 
 REFUSED = {
     "no such model": ("hf://small/none", r"no such model is on the hub, or it is private"),
-    "no such revision": (f"{NAME}@v9", r"has no revision 'v9'"),
+    "no revision": (f"{NAME}@v9", r"has no revision 'v9'"), "no model": ("hf://small/nothing", r"has no config\.json"),
     "private": ("hf://small/private", r"or it is private; .* `hf auth login`"),
     "gated": ("hf://small/gated", r"is gated; accept its terms at http.*/small/gated, then log in"),
     "only pickles": ("hf://small/pickles", r"has only \*\.bin weights"),
     "an adapter": ("hf://small/adapter", r"has no weights of a model"),
-    "no model": ("hf://small/nothing", r"has no config\.json"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

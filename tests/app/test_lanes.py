@@ -146,9 +146,7 @@ def test_single_steps(tmp_path: Path) -> None:
         assert [event["name"] for event in slices] == [f"step {step}" for step in range(steps[0], steps[-1] + 1)]
         return [event["ts"] / 1e6 for event in events if event["ph"] == "X"]
 
-    assert starts(1) == [0.0, 1.0, 1.5]
-    assert starts(2) == [2.0, 3.0, 1.5]
-    assert starts(3) == [6.0, 7.0]
+    assert [starts(step) for step in (1, 2, 3)] == [[0.0, 1.0, 1.5], [2.0, 3.0, 1.5], [6.0, 7.0]]
     assert starts(3, 4) == [6.0, 7.0, 8.0, 9.0]
     sizes = [len(line) for line in lines]
     assert starts(2, extent=(sum(sizes[:1]), sum(sizes[:7]))) == [2.0, 3.0, 1.5]
@@ -172,11 +170,9 @@ def test_a_real_runs_trace_is_whole(tmp_path: Path) -> None:
         on = {event["tid"]: [one for one in slices if one["tid"] == event["tid"]] for event in (start, end)}
         assert any(one["ts"] <= start["ts"] <= round(one["ts"] + one["dur"], 1) for one in on[start["tid"]])
         assert any(one["ts"] == end["ts"] for one in on[end["tid"]])
-    counters: dict[str, list[dict[str, Any]]] = {}
-    for event in events:
-        if event["ph"] == "C":
-            counters.setdefault(event["name"], []).append(event)
-    for name, found in counters.items():
+    counters = {event["name"] for event in events if event["ph"] == "C"}
+    for name in counters:
+        found = [event for event in events if event["name"] == name]
         assert all(a["ts"] <= b["ts"] for a, b in itertools.pairwise(found)), name
         assert all(value >= 0 for event in found for value in event["args"].values()), name
     tiers = {name.partition(",")[0] for name in counters if name.endswith("held at most")}
@@ -224,20 +220,14 @@ def copy(start_s: float, end_s: float, size: float) -> Span:
     return Span("h2d", "load_x", "layers.0", 0, start_s, end_s, int(size), 1)
 
 
-def test_rates_are_bytes_by_the_time_that_they_took() -> None:
-    assert rates([]) == []
-    assert rates([copy(1.0, 1.5, 1e9)]) == [(1.0, 2.0), (1.5, 0.0)]
-    assert rates([copy(1.0, 1.5, 1e9), copy(3.0, 4.0, 3e9)]) == [(1.0, 2.0), (1.5, 0.0), (3.0, 3.0), (4.0, 0.0)]
-    assert rates([copy(0.0, 1.0, 1e9), copy(0.0, 1.0, 1e9)]) == [(0.0, 2.0), (1.0, 0.0)]  # at once
-    assert rates([copy(1.0, 1.0, 1e9)]) == []  # no time, no rate
-
-
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 900), st.integers(1, 10**9)), max_size=60))
 def test_rates_go_forward_and_give_all_bytes_back(pieces: list[tuple[int, int, int]]) -> None:
     spans = [copy(start / 100, (start + 1 + long) / 100, size) for start, long, size in pieces]
     spans.sort(key=lambda span: span.end_s)
     found = rates(spans)
     assert all(a[0] <= b[0] for a, b in itertools.pairwise(found))
+    assert rates([copy(1.0, 1.5, 1e9), copy(3.0, 4.0, 3e9)]) == [(1.0, 2.0), (1.5, 0.0), (3.0, 3.0), (4.0, 0.0)]
+    assert rates([copy(1.0, 1.0, 1e9)]) == [], "no time, no rate"
     moved = sum(rate * 1e9 * (after - at) for (at, rate), (after, _) in itertools.pairwise(found))
     assert moved == pytest.approx(sum(span.bytes for span in spans), rel=1e-3)
 

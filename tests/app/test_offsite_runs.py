@@ -202,22 +202,15 @@ def test_of_a_running_run(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_bad_places_are_refused_before_anything_is_made(
-    s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("HOME", str(tmp_path))
     for place, message in (
         ("s3://no-such-bucket-here/run", "the bucket does not exist; create it, or correct its name"),
         ("/nowhere/at/all", "/nowhere/at does not exist: is the disk mounted? Mount it, or choose another folder"),
-        (new_place(), "no credentials were found; set AWS_ACCESS_KEY_ID"),
     ):
-        if "credentials" in message:
-            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "")
-            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "")
         (tmp_path / "tiny.py").write_text(recipe_text(budgets=ROOMY, storage={"offsite": place}))
         assert message in refusal(capsys, "train", "tiny.py", "--run-dir", "run")
         assert not (tmp_path / "run").exists()
-        assert s3.keys(below(place) + "/") == []
 
 
 def test_a_failed_start_gives_the_place_back(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:

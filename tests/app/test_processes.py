@@ -91,11 +91,9 @@ def test_a_run_outlives_its_starter_and_the_terminal(tmp_path: Path) -> None:
     """The starter's whole session is hung up and killed, as when a terminal closes and its processes are ended."""
     (tmp_path / "recipe.json").write_text(to_json(LONG))
     code = (
-        "import sys, time\nfrom pathlib import Path\n"
-        "from penstock.app import launcher\nfrom penstock.app.recipe import load_recipe\n"
-        f"launcher.CLI = {FAKE!r}\n"
-        "print(launcher.start(load_recipe(Path(sys.argv[1]) / 'recipe.json'), Path(sys.argv[1])), flush=True)\n"
-        "time.sleep(60)\n"
+        "import sys, time\nfrom pathlib import Path\nfrom penstock.app import launcher\n"
+        f"from penstock.app.recipe import load_recipe\nlauncher.CLI = {FAKE!r}\nfolder = Path(sys.argv[1])\n"
+        "print(launcher.start(load_recipe(folder / 'recipe.json'), folder), flush=True)\ntime.sleep(60)\n"
     )
     starter = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True,
