@@ -5,7 +5,6 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,12 +58,10 @@ PLAN: dict[str, Any] = {
 }  # fmt: skip
 
 ITEMS = [
-    Preparing("tokenizing the data", "begun", 0.0),
-    Preparing("tokenizing the data", "done", 2.0),
-    Preparing("pinning 350 GB", "begun", 0.0),
-    Preparing("pinning 350 GB", "progress", 40.0, "88 of 350 GB", 0.25),
+    Preparing("tokenizing the data", "begun", 0.0), Preparing("tokenizing the data", "done", 2.0),
+    Preparing("pinning 350 GB", "begun", 0.0), Preparing("pinning 350 GB", "progress", 40.0, "88 of 350 GB", 0.25),
     Preparing("pinning 350 GB", "done", 130.5),
-]
+]  # fmt: skip
 
 
 def test_the_plan_in_a_line() -> None:
@@ -187,13 +184,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a terminal each step has its line, however short it is."""
-    monkeypatch.setattr(penstock.app.working, "FIRST_S", 0.0)
-    monkeypatch.setattr(penstock.app.working, "EVERY_S", 0.0)
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -203,7 +193,9 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
-def test_a_line_at_most_every_ten_seconds(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_at_most_every_ten_seconds_also_of_what_works_within(
+    clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Working() as shown:
         for step in range(8):
             with shown.step(f"step {step}"):
@@ -214,6 +206,16 @@ def test_a_line_at_most_every_ten_seconds(clock: SimpleNamespace, capsys: pytest
         clock.now += 4.9
         preparing.tell(0.5, "half of it")
     assert lines(capsys) == [], "one that is quick says nothing"
+    with working("planning") as outer:
+        clock.now += 6.0
+        with working("fetching") as inner:
+            assert inner is outer
+        clock.now += EVERY_S
+        with working("checking"), pytest.raises(UserError), working("reading"):
+            raise UserError("no such file")
+    assert lines(capsys) == ["fetching", "checking"]
+    with working("later") as other:
+        assert other is not outer
 
 
 def test_how_far_it_is_comes_by_itself(
@@ -234,19 +236,6 @@ def test_how_far_it_is_comes_by_itself(
     assert said == ["exporting: 25%, layers.3, 6s"]
 
 
-def test_what_works_within_is_a_step_of_it(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    with working("planning") as outer:
-        clock.now += 6.0
-        with working("fetching") as inner:
-            assert inner is outer
-        clock.now += EVERY_S
-        with working("checking"), pytest.raises(UserError), working("reading"):
-            raise UserError("no such file")
-    assert lines(capsys) == ["fetching", "checking"]
-    with working("later") as other:
-        assert other is not outer
-
-
 def test_the_line_on_a_terminal_is_gone_at_the_end(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -264,25 +253,21 @@ def test_the_line_on_a_terminal_is_gone_at_the_end(clock: SimpleNamespace, monke
     assert terminal.getvalue() == "checking\n", "a dumb one has lines"
 
 
-MACHINE = ("--machine", "rtx4090-64")
-COMMANDS: dict[str, Callable[[str, Path], list[str]]] = {
-    "scrub": lambda run, out: ["scrub", run],
-    "checkpoint": lambda run, out: ["checkpoint", run, out.name],
-    "export": lambda run, out: ["export", run, str(out / "hf")],
-    "export to dcp": lambda run, out: ["export", run, str(out / "dcp"), "--format", "dcp"],
-    "trace": lambda run, out: ["trace", run, "-o", str(out / "trace.json")],
-    "sample": lambda run, out: ["sample", run, "--prompt", "some", "--tokens", "2", "--json"],
-    "plan": lambda run, out: ["plan", "quickstart", *MACHINE, "--json"],
-    "fit": lambda run, out: ["fit", *MACHINE, "--models", "Llama-3.2-1B", "--contexts", "8k", "--json"],
-}
+COMMANDS = {
+    "scrub": "scrub RUN", "checkpoint": "checkpoint RUN kept", "export": "export RUN OUT/hf",
+    "export to dcp": "export RUN OUT/dcp --format dcp", "trace": "trace RUN -o OUT/trace.json",
+    "sample": "sample RUN --prompt some --tokens 2 --json", "plan": "plan quickstart --machine rtx4090-64 --json",
+    "fit": "fit --machine rtx4090-64 --models Llama-3.2-1B --contexts 8k --json",
+}  # fmt: skip
 
 
-@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("name", cases(COMMANDS, *(COMMANDS.keys() - {"fit", "export to dcp"})))
 def test_commands_say_what_they_do_on_standard_error_alone(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    command = COMMANDS[name](str(run), tmp_path)
+    for constant in ("FIRST_S", "EVERY_S"):  # without a terminal each step has its line, however short it is
+        monkeypatch.setattr(penstock.app.working, constant, 0.0)
+    command = COMMANDS[name].replace("RUN", str(run)).replace("OUT", str(tmp_path)).split()
     assert main(command) == 0
     printed = capsys.readouterr()
     begun = next(iter(printed.err.splitlines()))
