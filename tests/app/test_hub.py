@@ -60,7 +60,9 @@ def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_names() -> None:
+def test_names_and_that_a_bare_one_is_the_hubs_where_no_such_path_is_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for text, revision in (("hf://a/b", None), ("hf:/a/b@v1.0", "v1.0"), ("hf://datasets/a/b@refs/c/d", "refs/c/d")):
         assert parse_hub(text) == HubName("a/b", revision)
         assert normal(text).startswith("hf://")
@@ -69,15 +71,11 @@ def test_names() -> None:
             parse_hub(text)
     with pytest.raises(UserError, match="write hf://OWNER/NAME"):
         resolve_paths(Recipe(name="x", model=ModelConfig(path="hf://a")), Path("/"))
-
-
-def test_a_bare_name_is_the_hubs_where_no_such_path_is_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert on_hub("owner/name") == HubName("owner/name", None)
     assert on_hub("recipes/mine.py") is None
     (tmp_path / "owner").mkdir()
-    assert on_hub("owner/name") is None
-    assert on_hub("./owner/name") is None
+    assert on_hub("owner/name") is on_hub("./owner/name") is None
     assert model_folder("owner/name") == Path("owner/name")
     recipe = Recipe(name="x", model=ModelConfig(path="hf:/a/b"), data=DataConfig(source="jsonl", path="hf://c/d@e"))
     resolved = resolve_paths(recipe, tmp_path)  # which keeps its names until it is run
@@ -111,7 +109,7 @@ def test_of_a_data_set_its_data_files_are_fetched(hub: FakeHub) -> None:
         dataset_folder("hf://some/images")
 
 
-def test_a_plan_fetches_the_config_alone(hub: FakeHub) -> None:
+def test_a_plan_fetches_the_config_alone_and_a_run_folders_for_everything_from_scratch_no_weights(hub: FakeHub) -> None:
     data = DataConfig(source="jsonl", path="hf://some/chats", tokenizer=NAME)
     recipe = Recipe(name="x", model=ModelConfig(path=NAME), data=data)
     with pytest.raises(UserError, match=r"not in the cache yet; `penstock plan hf://small/llama`"):
@@ -121,16 +119,12 @@ def test_a_plan_fetches_the_config_alone(hub: FakeHub) -> None:
     assert (planned.data.path, planned.data.tokenizer) == (None, None)
     assert for_plan(recipe, fetch=False) == planned
     assert not any("chats" in request for request in hub.requests)
-
-
-def test_a_run_gets_folders_for_everything_and_from_scratch_no_weights(hub: FakeHub) -> None:
-    model = ModelConfig(path=NAME)
-    ready = fetched(Recipe(name="x", model=model), weights=False)
+    ready = fetched(Recipe(name="x", model=recipe.model), weights=False)
     assert names(Path(str(ready.model.path))) >= {"config.json", "tokenizer.json"}
     assert not any("model.safetensors" in request for request in hub.requests)
     mixture = [{"path": "hf://some/chats", "weight": 2}, {"path": "/x"}]
     data = DataConfig(source="messages", tokenizer=NAME, mixture=mixture)
-    ready = fetched(Recipe(name="x", model=model, data=data))
+    ready = fetched(Recipe(name="x", model=recipe.model, data=data))
     assert (Path(str(ready.model.path)) / "model.safetensors").is_file()
     assert ready.data.tokenizer == ready.model.path
     assert [Path(entry["path"]).exists() for entry in ready.data.mixture] == [True, False]

@@ -80,7 +80,7 @@ def test_an_endless_line_takes_no_memory(tmp_path: Path) -> None:
         file.seek(0, os.SEEK_END)
         file.write(b"\n" + good(2) + b"\n")
     code = (
-        "import resource, sys; from pathlib import Path; from penstock.app.run_files import JsonLines, read_last;"
+        "import resource, sys; from pathlib import Path; from penstock.app.run_files import JsonLines;"
         "resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20));"
         "lines = JsonLines(Path(sys.argv[1])); print([span.step for span in lines.spans()], lines.damaged)"
     )

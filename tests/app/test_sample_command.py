@@ -129,16 +129,12 @@ def test_what_it_refuses(
     model: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line each."""
-    bare, mute, empty, unborn = (tmp_path / name for name in ("bare", "mute", "empty", "unborn"))
-    make_chat_model(mute, template=None)
-    shutil.copytree(model, bare)
-    for file in bare.glob("*token*"):
-        file.unlink()
-    (bare / "chat_template.jinja").unlink(missing_ok=True)
-    empty.mkdir()
-    unborn.mkdir()
-    shutil.copy(run / "recipe.json", unborn)
     monkeypatch.chdir(tmp_path)
+    make_chat_model(Path("mute"), template=None)
+    shutil.copytree(model, "bare", ignore=shutil.ignore_patterns("*token*", "chat_template.jinja"))
+    for name in ("empty", "unborn"):
+        Path(name).mkdir()
+    shutil.copy(run / "recipe.json", "unborn")
 
     def refused(*arguments: str) -> str:
         return refusal(capsys, "sample", *arguments)
@@ -146,8 +142,8 @@ def test_what_it_refuses(
     asks = ["--prompt", "x"]
     assert "prompt 1: " in (said := refused(str(model), "--prompt", "apple " * 300))
     assert "and the model's context is 256; shorten it" in said
-    assert "it has no tokenizer" in refused(str(bare), *asks)
-    assert "has no chat template" in refused(str(mute), "--chat")
+    assert "it has no tokenizer" in refused("bare", *asks)
+    assert "has no chat template" in refused("mute", "--chat")
     assert "not a model: neither a run, which has a recipe.json, nor a Hugging Face folder" in refused("empty", *asks)
     assert "nothing: no such run" in refused("nothing", *asks)
     assert "unborn" in refused("unborn", *asks)
