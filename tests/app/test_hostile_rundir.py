@@ -107,7 +107,9 @@ def test_a_run_with_another_thing_for_a_file_is_refused(run: Path, target: Path,
         RunDir.open(run)
 
 
-def test_a_run_directory_may_be_reached_through_links(run: Path, tmp_path: Path) -> None:
+def test_a_run_directory_may_be_reached_through_links_and_a_lock_does_not_speak_to_the_shell(
+    run: Path, tmp_path: Path
+) -> None:
     (tmp_path / "state").mkdir()
     (tmp_path / "by-link").symlink_to(run)
     with RunDir.open(tmp_path / "by-link") as opened:
@@ -115,6 +117,9 @@ def test_a_run_directory_may_be_reached_through_links(run: Path, tmp_path: Path)
         log = RunLog(opened.path, total_steps=3)
         log.step(metrics(1))
         log.close("stopped")
+        (run / "run.lock").write_text("1; rm -r ~\x1b]0;title\x07")
+        with pytest.raises(UserError, match="in use by another process; wait"):
+            RunLock(run)
     assert read_info(tmp_path / "by-link").state == "stopped"
 
 
@@ -127,13 +132,6 @@ def test_replacing_a_run_deletes_its_files_only(run: Path, target: Path, name: s
         assert not is_live(run)
         assert os.path.lexists(run / name)
         (run / name).rmdir() if obstacle == "folder" else (run / name).unlink()
-
-
-def test_a_lock_does_not_speak_to_the_shell(run: Path) -> None:
-    with RunDir.open(run):
-        (run / "run.lock").write_text("1; rm -r ~\x1b]0;title\x07")
-        with pytest.raises(UserError, match="in use by another process; wait"):
-            RunLock(run)
 
 
 def test_nothing_is_deleted_but_requests_and_answers(run: Path, target: Path) -> None:

@@ -36,12 +36,17 @@ def create(path: Path, name: str = "x") -> Path:
     return path
 
 
-def test_a_new_run_is_named_by_recipe_and_time(tmp_path: Path) -> None:
+def test_a_new_run_is_named_by_recipe_and_time_and_found_by_path_or_name(tmp_path: Path) -> None:
     recipe, runs = Recipe(name="x"), tmp_path / "runs"
     with RunDir.create(recipe, root=runs) as first, RunDir.create(recipe, root=runs) as second:
         assert first.path != second.path
         assert first.path.name.startswith("x-20")
         assert read_recipe(first.path) == recipe
+    run = create(tmp_path / "quickstart-1")
+    assert find_run("quickstart-1", tmp_path) == find_run(str(run), Path("nowhere")) == run
+    for name, said in (("quikstart", "did you mean 'quickstart-1'"), ("zzz", "no such run")):
+        with pytest.raises(UserError, match=said):
+            find_run(name, tmp_path if name == "quikstart" else tmp_path / "none")
 
 
 def test_a_directory_with_a_run_or_that_is_not_empty_or_cannot_be_made_is_refused(tmp_path: Path) -> None:
@@ -55,6 +60,15 @@ def test_a_directory_with_a_run_or_that_is_not_empty_or_cannot_be_made_is_refuse
     for path, said in (("file", "file"), ("file/run", "file"), (".", "not empty.*file.*--run-dir")):
         with pytest.raises(UserError, match=said):
             create(tmp_path / path)
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    for name in rundir.LEFT_BY_LAUNCHER:
+        (begun / name).write_text("")
+    create(begun)
+    for name in ("spans.jsonl", "log.jsonl", "status.json", "control.json"):
+        (begun / name).write_text("")
+    create(begun)
+    assert {path.name for path in begun.iterdir()} == rundir.LEFT_BY_LAUNCHER, "one that is replaced leaves nothing"
 
 
 def test_a_run_in_use_names_the_process_and_a_killed_one_is_crashed(cli: Cli, tmp_path: Path) -> None:
@@ -151,25 +165,6 @@ def test_a_silent_run_is_stale_and_another_hosts_is_judged_by_its_heartbeat(tmp_
         if held is not None:
             held.release()
     assert state_of(tmp_path, {"state": "finished"}, now) == "finished"
-
-
-def test_what_a_launcher_left_is_no_run_yet_and_a_replaced_one_leaves_nothing(tmp_path: Path) -> None:
-    for name in rundir.LEFT_BY_LAUNCHER:
-        (tmp_path / name).write_text("")
-    create(tmp_path)
-    for name in ("spans.jsonl", "log.jsonl", "status.json", "control.json"):
-        (tmp_path / name).write_text("")
-    create(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == rundir.LEFT_BY_LAUNCHER
-
-
-def test_find_run_by_path_or_name(tmp_path: Path) -> None:
-    run = create(tmp_path / "quickstart-1")
-    assert find_run("quickstart-1", tmp_path) == find_run(str(run), Path("nowhere")) == run
-    with pytest.raises(UserError, match="did you mean 'quickstart-1'"):
-        find_run("quikstart", tmp_path)
-    with pytest.raises(UserError, match="no such run"):
-        find_run("zzz", tmp_path / "none")
 
 
 @pytest.fixture
