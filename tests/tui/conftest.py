@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import quick_pilot
@@ -18,7 +19,13 @@ from textual.pilot import Pilot
 from penstock.app import fits
 from penstock.tui.app import PenstockApp
 from penstock.tui.data import plan_client
+from penstock.tui.widgets import form
 
+SECOND = {"lr": 3e-3, "steps": 8}
+FEW_FIELDS = (
+    "name machine model.path adapter.method data.source data.path train.steps train.global_batch_size train.lr "
+    "train.lr_schedule train.chunk_tokens train.gradient_dtype budgets.gpu storage.nvme samples.every after.export"
+)
 FAKE_PLANNER = Path(__file__).parents[1] / "support" / "fake_planner.py"
 
 
@@ -44,9 +51,16 @@ def planner_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return log
 
 
+@pytest.fixture
+def few_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configure has rows for a few fields of each kind: to lay out all is most of what opening it costs."""
+    few = {key: form.field_table()[key] for key in FEW_FIELDS.split()}
+    monkeypatch.setattr(form, "field_table", lambda: few)
+
+
 @pytest.fixture(scope="session")
 def made_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root with two finished runs, `first` and `second` (other learning rate); read only: tests take `root`."""
+    """A root with two finished runs, a real one and one like it that says SECOND; read only: tests take `root`."""
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
     root, made = shared / "made", shared / "made.txt"
@@ -55,10 +69,23 @@ def made_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not made.exists():
             root.mkdir()
             real_runs.make_root(root)
-            real_runs.train(root, "first")
-            real_runs.train(root, "second", "train.lr=3e-3", "train.steps=8")
+            first, second = real_runs.train(root, "first"), root / "runs" / "second"
+            shutil.copytree(first, second, copy_function=_linked)
+            _change(second / "status.json", step=8, total_steps=8)
+            _change(second / "recipe.json", train=json.loads((second / "recipe.json").read_text())["train"] | SECOND)
+            _keep_lines(second / "metrics.jsonl", 8)
             made.touch()
     return root
+
+
+def _change(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def _keep_lines(path: Path, count: int, then: int = 0) -> None:
+    """The first lines of a file, and so many characters of the next."""
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:count]) + lines[count][:then])
 
 
 @pytest.fixture
@@ -84,11 +111,9 @@ def root(made_runs: Path, tmp_path: Path) -> Path:
     shutil.copytree(made_runs, root, copy_function=_linked)
     crashed = root / "runs" / "crashed"
     shutil.copytree(root / "runs" / "first", crashed, copy_function=_linked)
-    status = json.loads((crashed / "status.json").read_text()) | {"state": "running", "step": 9}
-    (crashed / "status.json").write_text(json.dumps(status))
+    _change(crashed / "status.json", state="running", step=9)
     (crashed / "summary.json").unlink()
-    lines = (crashed / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (crashed / "metrics.jsonl").write_text("".join(lines[:9]) + lines[9][:20])
+    _keep_lines(crashed / "metrics.jsonl", 9, 20)
     return root
 
 

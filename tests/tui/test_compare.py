@@ -73,7 +73,9 @@ def test_a_table_fills_its_width_whatever_that_is() -> None:
     assert "none" in wide
 
 
-async def test_axes_scales_and_all_fields(app: PenstockApp, pilot: Pilot[None], root: Path) -> None:
+async def test_axes_scales_and_all_fields_and_a_live_runs_new_steps_and_a_vanished_run(
+    app: PenstockApp, pilot: Pilot[None], root: Path
+) -> None:
     app.open_compare([root / "runs/first", root / "runs/second"])
     await until(pilot, lambda: any(table.body for table in app.screen.query("#config").results(TableView)))
     loss, config = app.screen.query_one("#loss", CompareChart), app.screen.query_one("#config", TableView)
@@ -89,13 +91,6 @@ async def test_axes_scales_and_all_fields(app: PenstockApp, pilot: Pilot[None], 
     assert [row[0] for row in config.body] == ["train.steps", "train.lr"]
     await pilot.press("d")
     assert len(config.body) > 20
-
-
-async def test_a_live_runs_new_steps_arrive_and_a_vanished_run_is_said(
-    app: PenstockApp, pilot: Pilot[None], root: Path
-) -> None:
-    app.open_compare([root / "runs/first", root / "runs/second"])
-    await until(pilot, lambda: bool(app.screen.query("#figures")))
     append(root / "runs/first/metrics.jsonl", NEW)
     shutil.rmtree(root / "runs/second")
     figures = app.screen.query_one("#figures", TableView)

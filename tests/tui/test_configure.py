@@ -94,7 +94,11 @@ class Opened:
 
 @pytest.fixture
 async def ui(
-    place: Path, planner_log: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    place: Path,
+    planner_log: Path,
+    few_fields: None,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> AsyncIterator[Opened]:
     """On a recipe, text_small if none is named; with a quick planner, or another `how` (fake_planner.py)."""
     recipe, how = getattr(request, "param", ("text_small", "sample"))
@@ -105,7 +109,7 @@ async def ui(
         yield ui
 
 
-async def test_the_plan_follows_what_is_typed_and_what_is_wrong_blocks_save_and_launch(ui: Opened) -> None:
+async def test_the_plan_follows_the_form_and_what_is_wrong_blocks_save_launch_and_fixes(ui: Opened) -> None:
     assert (await ui.planned())["steps"] == 84
     assert "84 steps" in ui.page()
     await ui.type("train.steps", "20")
@@ -117,26 +121,13 @@ async def test_the_plan_follows_what_is_typed_and_what_is_wrong_blocks_save_and_
     assert not ui.configure.is_unsaved
     await ui.type("train.steps", "13")
     await ui.until(lambda: ui.state.error is not None)
+    assert (ui.state.phase, ui.state.stale) == ("done", True)
     assert ui.form.rows["train.steps"].error == "13 is unlucky"
     assert "no plan" in ui.page()
     await ui.press("backspace")
     await ui.planned()
-    assert ui.form.rows["train.steps"].error == ""
-    await ui.type("train.lr", "fast")
-    assert "must be a number" in ui.form.rows["train.lr"].error
-    assert (ui.state.phase, ui.state.stale) == ("idle", True)
-    assert "no plan" in ui.page()
-    assert "train.lr: 'fast' must be a number" in ui.page()
-    ui.form.go("name")
-    for key in ("l", "ctrl+s"):
-        await ui.press(key)
-        assert (ui.app.screen, ui.form.current.key) == (ui.configure, "train.lr")
-    assert "train.lr: 'fast' must be a number" in ui.notes
-    await ui.press("1", "b")
-    assert [item.key for item in ui.form.draft.differences] == ["train.lr"]
-
-
-async def test_number_keys_apply_fixes_and_b_what_helps_most(ui: Opened) -> None:
+    assert (ui.state.error, ui.form.rows["train.steps"].error) == (None, "")
+    # Number keys apply fixes, b what helps most.
     await ui.type("train.chunk_tokens", "8192")
     assert not (await ui.planned())["fits"]
     assert "1 shorter chunks" in ui.page()
@@ -149,6 +140,20 @@ async def test_number_keys_apply_fixes_and_b_what_helps_most(ui: Opened) -> None
     await ui.press("tab", "b")
     assert ui.recipe.train.gradient_dtype == "bfloat16"
     await ui.planned()
+    await ui.press("tab")
+    ui.form.draft.reset_all()
+    await ui.type("train.lr", "fast")
+    assert "must be a number" in ui.form.rows["train.lr"].error
+    assert (ui.state.phase, ui.state.stale) == ("idle", True)
+    assert "no plan" in ui.page()
+    assert "train.lr: 'fast' must be a number" in ui.page()
+    ui.form.go("name")
+    for key in ("l", "ctrl+s"):
+        await ui.press(key)
+        assert (ui.app.screen, ui.form.current.key) == (ui.configure, "train.lr")
+    assert "train.lr: 'fast' must be a number" in ui.notes
+    await ui.press("1", "b")
+    assert [item.key for item in ui.form.draft.differences] == ["train.lr"]
 
 
 @pytest.mark.parametrize("ui", [("8b_8k", "sample")], indirect=True)
@@ -211,7 +216,7 @@ async def test_every_key_of_the_table_at_any_size(
     await ui.answer()
 
 
-async def test_sections_filter_and_reset(ui: Opened) -> None:
+async def test_sections_filter_and_reset(ui: Opened, place: Path) -> None:
     form = ui.form
     await ui.press(*["right_square_bracket"] * 3)
     assert form.current.key == "data.source"
@@ -230,6 +235,9 @@ async def test_sections_filter_and_reset(ui: Opened) -> None:
     await ui.answer("y")
     assert form.draft.differences == []
     assert "84" in form.rows["train.steps"].value
+    save_recipe(place / "recipe.json", ui.recipe)
+    await ui.open(place / "recipe.json")
+    assert (await ui.planned())["recipe"] == "text_small", "a run's recipe opens, too"
 
 
 async def test_nothing_is_overwritten_or_left_unsaved_unasked(ui: Opened, place: Path) -> None:
@@ -386,19 +394,18 @@ def test_what_a_folder_is(tmp_path: Path) -> None:
     assert first_folder('["/a"]', tmp_path) == tmp_path
 
 
-async def test_a_run_s_recipe_opens_and_what_cannot_be_read_says_so(ui: Opened, place: Path) -> None:
-    save_recipe(place / "recipe.json", ui.recipe)
-    await ui.open(place / "recipe.json")
-    assert (await ui.planned())["recipe"] == "text_small"
+async def test_what_cannot_be_read_says_so(place: Path) -> None:
     broken = {"broken.py": "recipe = (", "exits.py": "import sys\nsys.exit(3)", "deep.json": "[" * 100_000}
-    for name in (*broken, "missing.py"):
-        if name in broken:
-            (place / name).write_text(broken[name])
-        await ui.open(place / name)
-        assert name in ui.configure._broken
-        await ui.press("l", "ctrl+s", "m", "enter", "1", "tab", "slash", "d")
-        await ui.press("escape")
-        await ui.until(lambda: ui.configure not in ui.app.screen_stack)
+    for name, text in broken.items():
+        (place / name).write_text(text)
+    async with running(place) as (_, pilot):
+        ui = Opened(pilot)
+        for name in (*broken, "missing.py"):
+            await ui.open(place / name)
+            assert name in ui.configure._broken
+            await ui.press("l", "ctrl+s", "m", "enter", "1", "tab", "slash", "d")
+            await ui.press("escape")
+            await ui.until(lambda: ui.configure not in ui.app.screen_stack)
 
 
 @pytest.mark.parametrize("ui", [("text_small", "dies")], indirect=True)

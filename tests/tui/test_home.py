@@ -1,9 +1,12 @@
-"""Home against real run directories and what is none, its lists at any width, and what is known of recipes."""
+"""Home against real run directories and what is none, its lists at any width, and which recipes it says fit."""
 
+import asyncio
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,20 +17,23 @@ from seen import append, opened, press, running, until
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
 
+from penstock.app import fits, shipped
+from penstock.app.fits import Fit, fit_of, here_digest, keep_fit, read_fit
 from penstock.app.recipe import save_recipe
 from penstock.app.rows import ASCII, UNICODE, Glyphs, plain
 from penstock.engine.config import Recipe
 from penstock.storage.units import tokens_text
 from penstock.tui.app import PenstockApp
+from penstock.tui.data import plan_client
 from penstock.tui.data.catalog import RunCatalog, RunEntry, plan_lines, read_run_entry
+from penstock.tui.data.home_plans import HomePlans
 from penstock.tui.data.recipes import describe, find_recipes, matches, read_recipe_entry
 from penstock.tui.render.home_table import PADDING, runs_table
 from penstock.tui.render.names import distinct
+from penstock.tui.screens import home
 from penstock.tui.screens.compare import CompareScreen
 from penstock.tui.screens.configure import ConfigureScreen
 from penstock.tui.screens.home import HomeScreen
-from penstock.tui.screens.run import RunScreen
-from penstock.tui.screens.timeline import TimelineScreen
 
 
 def names(app: PenstockApp, table: str) -> list[str]:
@@ -74,7 +80,7 @@ async def test_it_lists_runs_with_figures_and_recipes_own_ones_first(
     assert "64 tokens" in about()
 
 
-async def test_search_filters_both_lists_and_escape_ends_it(app: PenstockApp, pilot: Pilot[None]) -> None:
+async def test_search_filters_both_lists_and_marked_runs_are_compared(app: PenstockApp, pilot: Pilot[None]) -> None:
     await press(pilot, "slash", *"crashed")
     assert (names(app, "runs"), names(app, "recipes")) == (["crashed"], [])
     await pilot.press("enter")
@@ -86,9 +92,6 @@ async def test_search_filters_both_lists_and_escape_ends_it(app: PenstockApp, pi
     await press(pilot, "escape")
     assert len(names(app, "runs")) == 3
     assert isinstance(app.screen, HomeScreen)
-
-
-async def test_marking_and_comparing(app: PenstockApp, pilot: Pilot[None]) -> None:
     await select(pilot, "first")
     await press(pilot, "m")
     assert isinstance(app.screen, HomeScreen)  # one run is nothing to compare
@@ -98,25 +101,26 @@ async def test_marking_and_comparing(app: PenstockApp, pilot: Pilot[None]) -> No
     await opened(pilot, HomeScreen, "escape")
 
 
-async def test_enter_opens_what_the_cursor_is_on(app: PenstockApp, pilot: Pilot[None]) -> None:
-    for key, table, name, screen in (
-        ("enter", "runs", "first", RunScreen),
-        ("t", "runs", "first", TimelineScreen),
-        ("c", "runs", "first", ConfigureScreen),
-        ("enter", "recipes", "tiny.py", ConfigureScreen),
+async def test_keys_open_what_the_cursor_is_on_and_it_stays_on_its_run_as_others_come_and_go(
+    app: PenstockApp, pilot: Pilot[None], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, recipe = root / "runs" / "first", root / "recipes" / "tiny.py"
+    for key, table, opens, path in (
+        ("enter", "recipes", "open_configure", recipe),
+        ("enter", "runs", "open_run", run),
+        ("t", "runs", "open_timeline", run),
+        ("c", "runs", "open_configure", run / "recipe.json"),
     ):
-        await select(pilot, name, table)
-        await opened(pilot, screen, key)
-        await opened(pilot, HomeScreen, "escape")
-
-
-async def test_new_runs_appear_and_vanished_ones_go(app: PenstockApp, pilot: Pilot[None], root: Path) -> None:
-    await select(pilot, "first")
+        open_it = Mock()
+        monkeypatch.setattr(app, opens, open_it)
+        await select(pilot, recipe.name if table == "recipes" else run.name, table)
+        await press(pilot, key)
+        open_it.assert_called_once_with(path)
     shutil.copytree(root / "runs/first", root / "runs/third")
     shutil.rmtree(root / "runs/second")
     await until(pilot, lambda: set(names(app, "runs")) == {"first", "third", "crashed"})
     table = app.screen.query_one("#runs", DataTable)
-    assert names(app, "runs")[table.cursor_row] == "first"  # the cursor stays on its run
+    assert names(app, "runs")[table.cursor_row] == "first"
 
 
 def test_foreign_and_damaged_directories_are_listed_with_what_is_wrong(
@@ -157,8 +161,7 @@ def test_the_catalog_reads_only_what_has_changed(root: Path, monkeypatch: pytest
     before = catalog.read()
     read = Mock(side_effect=read_run_entry)
     monkeypatch.setattr("penstock.tui.data.catalog.read_run_entry", read)
-    assert catalog.read() == before
-    assert not read.called
+    assert (catalog.read(), read.called) == (before, False)
     append(root / "runs/second/metrics.jsonl", {"step": 9, "loss": 1.5})
     entry = next(entry for entry in catalog.read() if entry.name == "second")
     assert (entry.loss, [call.args[0].name for call in read.mock_calls]) == (1.5, ["second"])
@@ -180,10 +183,8 @@ def test_recipes_that_are_broken_say_where(tmp_path: Path) -> None:
     assert (found["quickstart"].problem, found["quickstart"].own) == (None, False)
     assert found["7b_512k"].needs["GPU"].startswith("80 GB")
     assert "524,288" in found["7b_512k"].title
-
-
-def test_words_match_in_any_order_and_case() -> None:
-    assert [matches(words, "xA", "yb") for words in ("b A", "a c", "")] == [True, False, True]
+    matching = [matches(words, "xA", "yb") for words in ("b A", "a c", "")]
+    assert matching == [True, False, True], "words match in any order and case"
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -264,3 +265,131 @@ def test_a_recipes_text_tells_what_it_says_plainly_and_no_more(tmp_path: Path) -
     for more in ("recipe.data.sequence_length = 8\n", "recipe = recipe\n", "def DataConfig(**_): ...\n"):
         assert known(tmp_path, changed + more)[1] is None
     assert known(tmp_path, changed, "from mine import *\n") == ("", None)
+
+
+SHIPPED = {path.name for path in shipped.FOLDER.glob("*.py")}
+
+
+@pytest.fixture
+def planner(planner_log: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The log of a quick planner, which is asked as soon as Home is there."""
+    monkeypatch.setattr(home, "_IDLE_S", 0.0)
+    monkeypatch.setattr(fits, "here_digest", lambda root: "here")  # whatever else takes this machine's memory
+    return planner_log
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> Path:
+    """A folder with a program of the user's that tells when it is run, and two recipes in JSON, one of which fits."""
+    root = tmp_path / "user"
+    (root / "recipes").mkdir(parents=True)
+    (root / "recipes" / "program.py").write_text(
+        f"from penstock import Recipe\nopen({str(root / 'executed')!r}, 'w').close()\nrecipe = Recipe(name='mine')\n"
+    )
+    for name, chunk in (("small", 1024), ("large", 8192)):
+        (root / "recipes" / f"{name}.json").write_text(json.dumps({"name": name, "train": {"chunk_tokens": chunk}}))
+    return root
+
+
+def answers(app: Any) -> dict[str, str]:
+    """Recipe's file -> what stands below `fits here?`."""
+    table = app.screen.query_one("#recipes", DataTable)
+    at = [str(column.label) for column in table.ordered_columns].index("fits here?")
+    return {Path(str(row.key.value)).name: str(table.get_row(row.key)[at]) for row in table.ordered_rows}
+
+
+def asked(planner: Path) -> int:
+    """How many plans were asked for."""
+    requests = planner.with_suffix(".requests")
+    return len(requests.read_text().splitlines()) if requests.exists() else 0
+
+
+async def test_recipes_are_planned_once_and_programs_of_the_user_are_not_run(user: Path, planner: Path) -> None:
+    async with running(user, plans_recipes=True) as (app, pilot):
+        await until(pilot, lambda: "…" not in answers(app).values() and answers(app)["small.json"] != "?")
+        found = answers(app)
+    own = {"program.py": "?", "large.json": "no: GPU memory", "small.json": "✓ fits"}
+    assert {name: found[name] for name in own} == own
+    assert set(found) == SHIPPED | set(own)
+    assert {found[name] for name in SHIPPED} <= {"✓ fits", "no: GPU memory"}
+    assert not (user / "executed").exists()
+    assert asked(planner) == len(SHIPPED) + 2
+    async with running(user, plans_recipes=True) as (again, pilot):
+        await until(pilot, lambda: answers(again)["small.json"] == "✓ fits")
+        assert answers(again) == found
+    assert asked(planner) == len(SHIPPED) + 2
+
+
+async def test_a_program_is_known_once_it_was_opened(user: Path, planner: Path, few_fields: None) -> None:
+    program = user / "recipes" / "program.py"
+    async with running(user) as (app, pilot):
+        await until(pilot, lambda: answers(app).get("program.py") == "?")
+        app.open_configure(program)
+        configure = await opened(pilot, ConfigureScreen)
+        await until(pilot, lambda: configure.client.state.phase == "done")
+        await pilot.press("escape")
+        await until(pilot, lambda: app.screen is not configure and answers(app)["program.py"] == "✓ fits")
+        program.write_text("from penstock import Recipe\nrecipe = Recipe(name='other')\n")
+        await until(pilot, lambda: answers(app)["program.py"] == "?")
+
+
+async def test_nothing_is_planned_beside_another_screen_or_read_only(
+    user: Path, planner: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: list[dict[str, bool]] = [{"plans_recipes": True, "read_only": True}, {}]
+    for more in options:
+        async with running(user, **more) as (app, pilot):
+            await until(pilot, lambda app=app: "small.json" in answers(app))
+            app.screen._plan_when_idle()
+            assert (app.screen._plans, answers(app)["small.json"]) == (None, "?")
+    monkeypatch.setattr(plan_client, "SERVER", (sys.executable, "-c", "import sys; sys.stdin.read()"))  # never answers
+    async with running(user, plans_recipes=True) as (app, pilot):
+        screen = app.screen
+        await until(pilot, lambda: screen._plans is not None)
+        assert answers(app)["small.json"] == "…"
+        await pilot.press("question_mark")
+        await until(pilot, lambda: screen._planner_is_done())
+        screen._plan_when_idle()
+        assert screen._planner_is_done()
+    assert not planner.exists()
+
+
+async def test_without_a_planner_nothing_is_claimed(user: Path, planner: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_client, "SERVER", ("/nowhere/python",))
+    async with running(user, plans_recipes=True) as (app, pilot):
+        await until(pilot, lambda: answers(app).get("small.json") == "?")
+        assert list(answers(app).values()) == ["?"] * (len(SHIPPED) + 3)
+
+
+def test_what_is_short_has_a_persons_name() -> None:
+    known = {"model": {"params": 7, "layers": 1}, "context": 64, "fits": False}
+    persons = {(None, "gpu"): "RAM", ("H200", "gpu"): "GPU memory", ("H200", "ram"): "RAM", (None, "nvme"): "disk"}
+    for (gpu, tier), short in persons.items():
+        refusal = {"tier": tier, "short_bytes": 1, "message": "why"}
+        found = fit_of({**known, "machine": {"gpu": gpu}, "refusal": refusal})
+        assert found == Fit(fits=False, short=short, message="why", params=7, context=64)
+    here = here_digest(Path.cwd())
+    keep_fit("recipe", here, found)
+    assert read_fit("recipe", here) == found
+    assert read_fit("recipe", "elsewhere") is read_fit("another", here) is None
+
+
+async def test_nothing_is_planned_while_kept_answers_are_being_read(
+    user: Path, planner: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = find_recipes(user)
+    for entry in entries:
+        keep_fit(entry.digest, "here", Fit(fits=True))
+    plans = HomePlans(user, may_plan=True)
+    begun = []
+
+    def slow(digest: str, here: str) -> Fit | None:
+        if not begun:
+            begun.append(digest)
+            asyncio.run(plans.plan(entries, lambda: True))  # as the application may, beside the thread that reads
+        return read_fit(digest, here)
+
+    monkeypatch.setattr(fits, "read_fit", slow)
+    known = await asyncio.to_thread(plans.look, entries)
+    assert all(known[entry.path] is not None for entry in entries)
+    assert (len(begun), asked(planner)) == (1, 0)

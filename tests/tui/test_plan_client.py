@@ -80,14 +80,6 @@ async def test_the_newest_request_wins_and_the_older_plan_is_stale_meanwhile(cli
     assert [request[0] for request in client.requests] == [5, 8]
 
 
-async def test_an_error_keeps_the_older_plan_as_stale(client: Watched) -> None:
-    await client.done(5)
-    client.request(recipe(13), None)
-    state = await client.until(lambda state: state.error is not None)
-    assert (state.phase, state.stale, state.error) == ("done", True, "train.steps: 13 is unlucky")
-    assert (await client.done(5)).error is None
-
-
 @pytest.mark.parametrize("client", [("dies once",)], indirect=True)
 async def test_a_server_that_dies_is_started_again_once(client: Watched) -> None:
     state = await client.done(5)

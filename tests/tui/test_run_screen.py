@@ -78,7 +78,7 @@ def shown(screen: RunScreen) -> list[str]:
 
 async def test_a_finished_run(first: Path) -> None:
     loss = json_lines(first / "metrics.jsonl")[-1]["loss"]
-    async with opened(first, (140, 36)) as (_, screen):
+    async with opened(first, (140, 36)) as (pilot, screen):
         for part in ("finished", "step 12/12", f"loss {loss:.4f}", "MFU n/a"):
             assert part in kpi(screen)
         assert "ETA" not in kpi(screen)
@@ -87,6 +87,22 @@ async def test_a_finished_run(first: Path) -> None:
         assert (alerts(screen), screen.query_one(AlertBar).display) == ("", False)
         offered = [name for name in ("save_checkpoint", "pause", "resume", "stop", "export") if screen.offers(name)]
         assert offered == ["save_checkpoint", "export"]
+
+        async def said(*keys: str) -> str:
+            pilot.app.clear_notifications()
+            await press(pilot, *keys)
+            return " | ".join(note.message for note in pilot.app._notifications)
+
+        for keys, what in (("P", "paused"), ("R", "resumed"), ("SS", "stopped")):  # once, where a key is held down
+            assert await said(*keys) == f"the run has finished, so it cannot be {what}"
+        assert await said("full_stop") == ""
+        assert await said("full_stop") == "this is the last one"
+        assert await said("d") == "this is the latest"
+        assert await said("2", "f") == "everything is in view already"
+        assert await said("w") == ""
+        (screen.data.path / "predicted.jsonl").unlink()
+        assert "no planned step" in await said("p")
+        assert not screen.lanes.show_predicted
 
 
 @pytest.mark.long
@@ -100,7 +116,7 @@ async def test_every_key_of_the_table_does_something_that_does_no_harm(first: Pa
     assert {path: path.read_bytes() for path in first.glob("*.json*")} == before
 
 
-async def test_narrow_terminals_drop_panes_in_order(first: Path) -> None:
+async def test_narrow_terminals_drop_panes_in_order_and_numbers_focus_or_enlarge_one(first: Path) -> None:
     sizes = {
         (20, 5): ["loss"],
         (80, 20): ["loss", "lanes"],
@@ -118,14 +134,11 @@ async def test_narrow_terminals_drop_panes_in_order(first: Path) -> None:
             assert "finished" in kpi(screen)
             assert screen.query_one("#pipeline").display == (size[1] >= 16)
 
-
-async def test_a_number_focuses_its_pane_and_again_gives_it_the_screen(first: Path) -> None:
-    async with opened(first) as (pilot, screen):
-
         async def shows(panes: list[str], *keys: str) -> None:
             await press(pilot, *keys)
             await until(pilot, lambda: shown(screen) == panes)
 
+        await pilot.resize_terminal(120, 36)
         await shows(USUAL, "5")
         assert screen.log_pane.has_focus
         await shows(["log"], "5")
@@ -209,37 +222,6 @@ async def test_freezing_holds_the_display_only(screen: RunScreen, pilot: Pilot[N
     await until(pilot, lambda: "last step 12" in drawn(screen.lanes))
 
 
-async def test_a_run_that_is_over_shows_its_last_step(first: Path, root: Path) -> None:
-    async with opened(root / "runs" / "crashed") as (_, screen):
-        lanes, pipeline = drawn(screen.lanes), drawn(screen.query_one(PipelineBar))
-        assert all(any(lane in row and "%" in row for row in lanes.splitlines()) for lane in LANES)
-        assert "last step 12, " in lanes
-        assert [part in pipeline for part in ("last step 12, ", "weights", "gradients")] == [True] * 3
-    shutil.rmtree(first / "state")
-    (first / "spans.jsonl").write_text("")
-    async with opened(first) as (_, screen):
-        assert "the run has finished, and no ops were recorded" in drawn(screen.lanes)
-        assert "no step was recorded" in drawn(screen.query_one(PipelineBar))
-
-
-async def test_a_key_that_does_nothing_says_why(screen: RunScreen, pilot: Pilot[None]) -> None:
-    async def said(*keys: str) -> str:
-        pilot.app.clear_notifications()
-        await press(pilot, *keys)
-        return " | ".join(note.message for note in pilot.app._notifications)
-
-    for keys, what in (("P", "paused"), ("R", "resumed"), ("SS", "stopped")):  # once, where a key is held down
-        assert await said(*keys) == f"the run has finished, so it cannot be {what}"
-    assert await said("full_stop") == ""
-    assert await said("full_stop") == "this is the last one"
-    assert await said("d") == "this is the latest"
-    assert await said("2", "f") == "everything is in view already"
-    assert await said("w") == ""
-    (screen.data.path / "predicted.jsonl").unlink()
-    assert "no planned step" in await said("p")
-    assert not screen.lanes.show_predicted
-
-
 async def test_a_screen_that_closes_shows_nothing_and_fails_no_thread(screen: RunScreen, pilot: Pilot[None]) -> None:
     """A pane that is missing is a fault of a screen that is open, and nobody's of one that closes."""
 
@@ -261,8 +243,16 @@ async def test_a_screen_that_closes_shows_nothing_and_fails_no_thread(screen: Ru
 
 
 async def test_nothing_is_polled_behind_the_timeline_and_a_thread_may_report_to_a_screen_that_is_closed(
-    screen: RunScreen, pilot: Pilot[None]
+    screen: RunScreen, pilot: Pilot[None], first: Path
 ) -> None:
+    aside = first.rename(first.with_name("aside"))
+    await until(pilot, lambda: "is gone" in alerts(screen))
+    assert "gone" in kpi(screen)
+    assert "step 12" in kpi(screen)
+    assert not any(screen.offers(name) for name in ("export", "resume", "stop", "save_checkpoint"))
+    aside.rename(first)
+    await until(pilot, lambda: alerts(screen) == "" and "finished" in kpi(screen))
+    assert (screen.data.metrics.rows, screen.data.problems) == (12, [])
     await pilot.press("comma", "t")
     await until(pilot, lambda: isinstance(pilot.app.screen, TimelineScreen))
     poll = Mock(return_value=set())
@@ -296,20 +286,13 @@ async def test_directories_that_are_none(tmp_path: Path) -> None:
         assert (app.screen.data.state, app.screen.data.blocks()) == ("unknown", [])
 
 
-async def test_a_run_that_vanishes_is_said_to_be_gone(screen: RunScreen, pilot: Pilot[None], first: Path) -> None:
-    aside = first.rename(first.with_name("aside"))
-    await until(pilot, lambda: "is gone" in alerts(screen))
-    assert "gone" in kpi(screen)
-    assert "step 12" in kpi(screen)
-    assert not any(screen.offers(name) for name in ("export", "resume", "stop", "save_checkpoint"))
-    aside.rename(first)
-    await until(pilot, lambda: alerts(screen) == "" and "finished" in kpi(screen))
-    assert (screen.data.metrics.rows, screen.data.problems) == (12, [])
-
-
-async def test_a_crashed_run_may_be_resumed_and_questions_declined(root: Path) -> None:
+async def test_a_crashed_run_shows_its_last_step_and_may_be_resumed_and_questions_declined(root: Path) -> None:
     run = root / "runs" / "crashed"
     async with opened(run) as (pilot, screen):
+        lanes, pipeline = drawn(screen.lanes), drawn(screen.query_one(PipelineBar))
+        assert all(any(lane in row and "%" in row for row in lanes.splitlines()) for lane in LANES)
+        assert "last step 12, " in lanes
+        assert [part in pipeline for part in ("last step 12, ", "weights", "gradients")] == [True] * 3
         assert (screen.data.state, screen.data.step, screen.data.metrics.rows) == ("crashed", 9, 9)
         assert (screen.offers("resume"), screen.offers("stop")) == (True, False)
         assert "process is gone" in alerts(screen)
@@ -329,7 +312,9 @@ async def test_a_crashed_run_may_be_resumed_and_questions_declined(root: Path) -
         await until(pilot, lambda: any(note.severity == "error" for note in pilot.app._notifications))
 
 
-async def test_what_is_found_in_haystacks_stands_beside_the_loss(first: Path) -> None:
+async def test_what_is_found_in_haystacks_stands_beside_the_loss_and_runs_without_ops_say_so(first: Path) -> None:
+    shutil.rmtree(first / "state")
+    (first / "spans.jsonl").write_text("")
     (first / "validation.jsonl").unlink(missing_ok=True)
     for n, right in enumerate((1, 8)):
         recall = {"lengths": [512, 8192], "right": [[right] * 5] * 2, "asked": [[8] * 5] * 2}
@@ -343,6 +328,8 @@ async def test_what_is_found_in_haystacks_stands_beside_the_loss(first: Path) ->
             assert ("12% right before training" in text) == (screen.loss.size.height > 4)
             assert re.search(r" 8,192 ( .100){5}", text)
             assert max(len(line) for line in text.splitlines()) == screen.loss.size.width
+        assert "the run has finished, and no ops were recorded" in drawn(screen.lanes)
+        assert "no step was recorded" in drawn(screen.query_one(PipelineBar))
 
 
 async def test_samples_are_shown_step_by_step_and_prompt_by_prompt(first: Path) -> None:
@@ -381,7 +368,7 @@ async def test_samples_are_shown_step_by_step_and_prompt_by_prompt(first: Path) 
         await press(pilot, "7", "7")
         assert shown(screen) == ["samples"]
         assert max(len(line) for line in drawn(pane).splitlines()) == pane.size.width
-    (first / "samples.jsonl").write_text('{"step": 4}\n[]\n{"step": 5, "samples": [{"text": 7}]}\n')
-    async with opened(first, (120, 48)) as (pilot, screen):
+        (first / "new").write_text('{"step": 4}\n[]\n{"step": 5, "samples": [{"text": 7}]}\n')
+        (first / "new").replace(first / "samples.jsonl")
         await until(pilot, lambda: len(screen.data.samples) == 1)
         assert "samples.jsonl: 2 lines are damaged" in " ".join(screen.data.problems)

@@ -1,7 +1,8 @@
-"""Fine-tune: the form, what it says of a model and data, and how it goes on."""
+"""The Fit and Fine-tune screens: what they show as answers come, and how they go on; with commands that are quick."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chat_model import make_chat_model, write_talks
@@ -10,13 +11,113 @@ from sample_proposal import proposal
 from seen import opened, running, stand_in, until, widths
 from textual.widgets import Input
 
-from penstock.app.recipe import load_recipe
+from penstock.app import fit
+from penstock.app.catalogue import known_model
+from penstock.app.recipe import changes, load_recipe
 from penstock.app.rows import ASCII, UNICODE, plain
-from penstock.tui.data import finetune_client
+from penstock.tui.data import finetune_client, fit_client
 from penstock.tui.data.finetune_client import Asked, FinetuneState
+from penstock.tui.data.fit_client import FitState
 from penstock.tui.render.finetune import finetune_rows
+from penstock.tui.render.fit import detail_rows, matrix_rows
 from penstock.tui.screens.configure import ConfigureScreen
 from penstock.tui.screens.finetune import FinetuneScreen, Paths
+from penstock.tui.screens.fit import FitScreen
+from penstock.tui.screens.pickers import MachinePicker
+
+pytestmark = pytest.mark.usefixtures("few_fields")
+
+ASKED = fit.ask(machine="rtx4090-64", models="Qwen2.5-7B,Llama-3.3-70B", contexts="8k,1M")
+COST = {"tokens_per_s": 1691.0, "hours": 1.64, "bound_by": "compute", "kwh_at_most": 0.74, "step_s": 155.0, "mfu": 0.5}
+COST |= {"written_bytes": 4 * 10**12, "endurance_share": 0.002}
+FITTING = {"fits": True, "peak_bytes": {"gpu": 2**34, "ram": 2**36, "nvme": 2**38}} | COST
+REFUSED = {"fits": False, "tier": "gpu", "short_bytes": 7 * 2**29, "message": "budgets.gpu: too small"}
+REFUSED["changes"] = [
+    {"set": ["data.sequence_length=524288"], "text": "a shorter context"},
+    {"set": [], "text": "a machine with 26.35 GiB of GPU memory"},
+]
+
+
+def cell(model: str, context: int) -> dict[str, Any]:
+    """The 70B does not fit with the long context."""
+    known = known_model(model)
+    recipe = fit.cell_recipe(ASKED, known, context)
+    found = {"model": model, "context": context, "tokens_per_step": 262_144, "recipe": changes(recipe)}
+    found |= {"gradient_dtype": recipe.train.gradient_dtype, "stretched": known.is_stretched(context)}
+    return found | (REFUSED if (model, context) == ("Llama-3.3-70B", 1 << 20) else FITTING)
+
+
+CELLS = [cell(model, context) for model in ASKED.models for context in ASKED.contexts]
+
+
+def state(cells: list[dict[str, Any]], *, done: bool = True) -> FitState:
+    return FitState(ASKED.to_json(), {(c["model"], c["context"]): c for c in cells}, done=done)
+
+
+def test_what_fits_is_told_without_colours() -> None:
+    planning, chosen = state(CELLS[1:], done=False), ("Llama-3.3-70B", 8192)
+    for width, glyphs in ((80, UNICODE), (40, ASCII), (20, ASCII)):
+        assert widths(matrix_rows(planning, chosen, width, 14, glyphs)) == {width}
+    assert [line.split() for line in plain(matrix_rows(planning, chosen, 80, 14, UNICODE)).splitlines()[:3]] == [
+        ["8k", "1M"],
+        ["Qwen2.5-7B", "…", "✓", "1,691", "1.6", "h"],
+        ["Llama-3.3-70B", "→", "✓", "1,691", "1.6", "h", "✗", "gpu"],
+    ]
+    rows = matrix_rows(state(CELLS), chosen, 60, 2, UNICODE)  # scrolled to what is chosen
+    assert len(rows) == 2
+    assert "Llama-3.3-70B" in plain(rows[1:])
+
+
+def test_details_say_what_a_cell_costs_or_what_would_fit() -> None:
+    text = plain(detail_rows(state(CELLS), ("Qwen2.5-7B", 1 << 20), 60, UNICODE))
+    for part in ("1,691 tokens/s", "10M tokens take 1.6 h", "bound by compute", "writes 4.0 TB 0.2%", "kWh 0.74"):
+        assert part in text
+    assert "at its power limit of 450 W" in " ".join(text.split())
+    text = " ".join(plain(detail_rows(state(CELLS), ("Llama-3.3-70B", 1 << 20), 100, UNICODE)).split())
+    assert "does not fit: gpu tier too small by 3.5 GiB" in text
+    assert "a shorter context (data.sequence_length=524288); or a machine with 26.35 GiB of GPU memory" in text
+    assert "planning" in plain(detail_rows(state([], done=False), ("Qwen2.5-7B", 8192), 60, UNICODE))
+
+
+@pytest.fixture
+def fit_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the command is given, a line a call."""
+    lines = "\n".join(map(json.dumps, [ASKED.to_json(), *CELLS]))
+    command = stand_in(tmp_path, lines, "dgx-spark", "no such machine here")
+    monkeypatch.setattr(fit_client, "COMMAND", command)
+    return tmp_path / "calls"
+
+
+async def test_from_home_to_a_cells_recipe(place: Path, fit_log: Path) -> None:
+    async with running(place, (80, 24)) as (_, pilot):
+        screen = await opened(pilot, FitScreen, "f")
+        await until(pilot, lambda: screen.client.state.done)
+        assert screen.chosen == ("Qwen2.5-7B", 8192)
+        await pilot.press("down", "down", "right", "right")
+        assert screen.chosen == ("Llama-3.3-70B", 1 << 20)
+        await opened(pilot, MachinePicker, "m")
+        await pilot.press(*"rtx4090-64", "enter")
+        await until(pilot, lambda: fit_log.read_text() == "\n--machine rtx4090-64\n" and screen.client.state.done)
+        assert (await opened(pilot, ConfigureScreen, "left", "enter")).machine_name == "rtx4090-64"
+        saved = place / "recipes" / "llama_3_3_70b_8k_rtx4090_64.json"
+        assert load_recipe(saved) == fit.cell_recipe(ASKED, known_model("Llama-3.3-70B"), 8192)
+        mine = saved.read_text().replace('"steps": ', '"steps": 1')
+        saved.write_text(mine)
+        await opened(pilot, FitScreen, "escape")
+        await opened(pilot, ConfigureScreen, "enter")
+        assert saved.read_text() == mine, "what is there stays"
+
+
+async def test_why_nothing_is_planned_is_said(place: Path, fit_log: Path) -> None:
+    async with running(place, (100, 30)) as (app, pilot):
+        screen = FitScreen()
+        screen.machine = "dgx-spark"
+        await app.push_screen(screen)
+        await until(pilot, lambda: screen.client.state.done)
+        assert "no such machine here" in plain(screen._detail(98, 10))
+        await pilot.press("enter")
+        assert app.screen is screen
+
 
 FOUND = proposal(plan=fitting())
 
