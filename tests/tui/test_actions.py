@@ -61,9 +61,10 @@ def test_keys_are_distinct_the_footer_is_short_and_help_tells_all_in_as_many_col
     assert heights[-1] < heights[0] / 3
 
 
-async def test_help_and_palette_of_a_screen_offer_what_it_can_do(app: PenstockApp, pilot: Pilot[None]) -> None:
-    await pilot.pause()
-    offered = app.offered(app.screen)
+async def test_help_and_palette_of_a_screen_offer_what_it_can_do_and_do_what_the_key_does(
+    app: PenstockApp, pilot: Pilot[None]
+) -> None:
+    before, offered = app.theme, app.offered(app.screen)
     assert {"open", "search", "mark", "quit"} <= {action.id for action in offered}
     commands = {command.title for command in app.get_system_commands(app.screen)}
     assert {f"{action.label} ({action.shown_key})" for action in offered if action.id != "command_palette"} <= commands
@@ -73,10 +74,6 @@ async def test_help_and_palette_of_a_screen_offer_what_it_can_do(app: PenstockAp
     assert not isinstance(app.screen, HelpScreen)
     await press(pilot, "tab")  # recipes cannot be marked
     assert "mark" not in {action.id for action in app.offered(app.screen)}
-
-
-async def test_a_palette_command_does_what_its_key_does(app: PenstockApp, pilot: Pilot[None]) -> None:
-    before = app.theme
     await pilot.press("ctrl+p", *"theme (f2)")
     await until(pilot, lambda: app.screen.query_one(OptionList).option_count == 1)
     await pilot.press("enter")

@@ -101,7 +101,7 @@ def test_ops_under_way_are_in_flight_and_what_ended_just_now_still_counts() -> N
     assert BlockPlaces({"blocks": [{"name": "x"}]}).snapshot()[0].place["weights"] == ""
 
 
-def test_the_map_as_text_and_the_busiest_of_a_shared_cell_speaks() -> None:
+def test_the_map_as_text_with_a_row_a_block_where_there_is_room() -> None:
     found = BlockPlaces(plan(3))
     found.add([ended("load_weights", "layers.0"), ended("layer_backward", "layers.1"), ended("read_state", "head")])
     now = {
@@ -123,20 +123,6 @@ def test_the_map_as_text_and_the_busiest_of_a_shared_cell_speaks() -> None:
     assert sum(line[8:].count("r") for line in rows if line.startswith("weights")) == 130
     now = {"nvme_read": [{"op": "read_state", "block": "layers.77"}]}
     assert plain(block_map(deep.snapshot(now), 40, 5, UNICODE)).count("▲") == 1
-
-
-@pytest.mark.parametrize("layers", [0, 2, 28, 62, 128])
-def test_any_number_of_blocks_at_any_size(layers: int) -> None:
-    blocks = BlockPlaces(plan(layers)).snapshot()
-    for width, height in itertools.product((1, 5, 20, 24, 40, 77, 190), (1, 2, 3, 4, 5, 6, 11, 30)):
-        for glyphs in (UNICODE, ASCII):
-            rows = block_map(blocks, width, height, glyphs)
-            assert len(rows) <= height
-            assert widths(rows) == {width}
-            assert glyphs is UNICODE or plain(rows).isascii()
-
-
-def test_a_row_a_block_where_there_is_room() -> None:
     blocks = [*plan(1)["blocks"][:2], {"name": "head", "weights": "gpu", "bytes": 2048}]
     found = BlockPlaces(plan(1) | {"blocks": blocks}).snapshot({"h2d": [{"op": "load_weights", "block": "embed"}]})
     assert [line.rstrip() for line in plain(block_map(found, 60, 14, UNICODE)).splitlines()[7:]] == [
@@ -151,6 +137,17 @@ def test_a_row_a_block_where_there_is_room() -> None:
     assert [line.split()[0] for line in lines[-2:]] == ["layers.7", "head"]
     assert lines[-1].rstrip().endswith("backward")
     assert plain(block_map([], 20, 5, UNICODE)).strip() == "no plan yet"
+
+
+@pytest.mark.parametrize("layers", [0, 2, 28, 62, 128])
+def test_any_number_of_blocks_at_any_size(layers: int) -> None:
+    blocks = BlockPlaces(plan(layers)).snapshot()
+    for width, height in itertools.product((1, 5, 20, 24, 40, 77, 190), (1, 2, 3, 4, 5, 6, 11, 30)):
+        for glyphs in (UNICODE, ASCII):
+            rows = block_map(blocks, width, height, glyphs)
+            assert len(rows) <= height
+            assert widths(rows) == {width}
+            assert glyphs is UNICODE or plain(rows).isascii()
 
 
 GB = 10**9

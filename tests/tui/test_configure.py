@@ -19,13 +19,14 @@ from penstock.storage.errors import UserError
 from penstock.tui.actions import ACTIONS
 from penstock.tui.app import PenstockApp
 from penstock.tui.data import plan_client
-from penstock.tui.data.plan_client import PlanState
 from penstock.tui.screens.configure import ConfigureScreen
 from penstock.tui.screens.confirm import ConfirmDialog, TextDialog
 from penstock.tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker, first_folder, model_mark
 from penstock.tui.screens.run import RunScreen
-from penstock.tui.widgets.form import FieldList, Form
+from penstock.tui.widgets.form import FieldList
 from penstock.tui.widgets.plan_panel import PlanPanel, PlanSummary
+
+pytestmark = pytest.mark.usefixtures("few_fields")
 
 
 class Opened:
@@ -64,23 +65,11 @@ class Opened:
         await self.until(lambda: self.app.screen is self.configure)
         await self.pilot.pause()
 
-    @property
-    def state(self) -> PlanState:
-        return self.configure.client.state
-
-    @property
-    def form(self) -> Form:
-        return self.configure.form
-
-    @property
-    def recipe(self) -> Recipe:
-        """What the form says now, where it is right."""
-        assert self.form.draft.recipe is not None
-        return self.form.draft.recipe
-
-    @property
-    def notes(self) -> str:
-        return notices(self.pilot)
+    state = property(lambda self: self.configure.client.state)
+    form = property(lambda self: self.configure.form)
+    notes = property(lambda self: notices(self.pilot))
+    recipe = property(lambda self: self.form.draft.recipe)
+    """What the form says now, where it is right."""
 
     def page(self) -> str:
         panel = self.configure.query_one(PlanPanel)
@@ -94,11 +83,7 @@ class Opened:
 
 @pytest.fixture
 async def ui(
-    place: Path,
-    planner_log: Path,
-    few_fields: None,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    place: Path, planner_log: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> AsyncIterator[Opened]:
     """On a recipe, text_small if none is named; with a quick planner, or another `how` (fake_planner.py)."""
     recipe, how = getattr(request, "param", ("text_small", "sample"))
@@ -325,21 +310,19 @@ async def test_the_selected_field_stays_in_view_and_narrow_terminals_show_one_pa
         rows = ui.form.query_one(FieldList)
         return bool(rows.size.height) and rows.region.contains_region(ui.form.current.region)
 
-    async def errors(errors: dict[str, str]) -> None:
-        ui.form.planner_errors = errors
-        ui.form.update_rows()
-        await ui.until(lambda: all(ui.form.rows[name].size.height > 1 for name in errors))
-        await ui.until(is_seen)
-
     await ui.planned()
-    for key in ("train.lr", list(ui.form.rows)[-1]):
+    keys = list(ui.form.rows)
+    for key in ("train.lr", keys[-1]):
         ui.form.go(key)
         for size in ((120, 60), (120, 14), (80, 24)):
             await ui.pilot.resize_terminal(*size)
             await ui.pilot.pause()
             await ui.until(is_seen)
-        await errors(dict.fromkeys(list(ui.form.rows)[:6], "a reason of so many words that it takes a row of its own"))
-        await errors({})
+        for wrong in (keys[:6], []):
+            ui.form.planner_errors = dict.fromkeys(wrong, "a reason of so many words that it takes a row of its own")
+            ui.form.update_rows()
+            await ui.until(lambda wrong=wrong: all(ui.form.rows[name].size.height > 1 for name in wrong))  # type: ignore[misc]
+            await ui.until(is_seen)
     panel, summary = ui.configure.query_one(PlanPanel), ui.configure.query_one(PlanSummary)
     assert (panel.display, summary.display, ui.form.display) == (False, True, True)
     assert "fits" in summary.render_line(0).text

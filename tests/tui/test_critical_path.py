@@ -64,10 +64,8 @@ def simulated(draw: st.DrawFn) -> tuple[list[dict[str, Any]], StepWindow, bool]:
     return spans, StepWindow(2, 8 * SECOND, ends[num_ops] * SECOND), prompt
 
 
-@given(simulated())
-def test_the_path_fills_the_step_and_idle_times_are_all_that_is_not_busy(
-    case: tuple[list[dict[str, Any]], StepWindow, bool],
-) -> None:
+@given(case=simulated())
+def test_the_path_fills_the_step_and_idle_times_are_all_that_is_not_busy(case: tuple[Any, StepWindow, bool]) -> None:
     spans, window, prompt = case
     view = view_of(*spans)
     found = analyse(view, window)
@@ -120,15 +118,19 @@ def test_a_step_by_hand() -> None:
     assert [id_of(part.row) for part in found.path] == [1, None, 2, 3, 4, 6, None, 7]
     assert found.gap_s == pytest.approx(0.75)
     assert found.path_by_lane(view) == {"compute": 4.0, "nvme_read": 1.0, "d2h": 1.0, "h2d": 0.75, "optimizer": 0.5}
-    compute = found.idle_totals(view, "compute")
-    assert [(total.kind, total.op, total.blocks, total.seconds) for total in compute] == [
-        ("waiting", "h2d_op", ("layers.2",), 2.0),
-        ("no more work", "", ("",), 2.0),
-    ]
+    totals = [(total.kind, total.op, total.blocks, total.seconds) for total in found.idle_totals(view, "compute")]
+    assert totals == [("waiting", "h2d_op", ("layers.2",), 2.0), ("no more work", "", ("",), 2.0)]
     causes = [(part.kind, id_of(part.cause_row)) for part in found.idle["d2h"]]
     assert causes == [("waiting", 3), ("waiting", 4), ("no more work", None)]
     optimizer = [(part.kind, part.end_s - part.start_s) for part in found.idle["optimizer"]]
     assert optimizer == [("waiting", 7.0), ("starting", 0.5)]
+    # Two reads at once on a lane in order: the second could begin only when the first had what it waited for.
+    reads = [op(2, "nvme_read", 4.0, 6.0, [1]), op(3, "nvme_read", 4.0, 7.0)]
+    view = view_of(before(), op(1, "compute", 1.0, 4.0), *reads, clip(4, 7.0, 8.0, [3]))
+    assert Blockers(view).blocker(view.row_of_id(3)) == view.row_of_id(1)  # type: ignore[arg-type]
+    found = analyse(view, StepWindow(2, 1.0, 8.0))
+    assert [view.span(row).id for row in found.path_rows] == [1, 3, 4]
+    assert found.gap_s == 0
 
 
 def test_waits_are_told_as_one_would_say_them() -> None:
@@ -167,25 +169,13 @@ def test_waits_are_told_as_one_would_say_them() -> None:
         assert widths(rows) == {width}
 
 
-def test_an_op_behind_one_that_waits_is_explained_by_that_one() -> None:
-    """Two reads at once on a lane in order: the second could begin only when the first had what it waited for."""
-    reads = [op(2, "nvme_read", 4.0, 6.0, [1]), op(3, "nvme_read", 4.0, 7.0)]
-    view = view_of(before(), op(1, "compute", 1.0, 4.0), *reads, clip(4, 7.0, 8.0, [3]))
-    assert Blockers(view).blocker(view.row_of_id(3)) == view.row_of_id(1)  # type: ignore[arg-type]
-    found = analyse(view, StepWindow(2, 1.0, 8.0))
-    assert [view.span(row).id for row in found.path_rows] == [1, 3, 4]
-    assert found.gap_s == 0
-
-
-def test_without_recorded_dependencies_nothing_is_claimed() -> None:
+def test_without_recorded_dependencies_nothing_is_claimed_and_none_that_contradict_time_hang() -> None:
     old = [span("h2d", i, i + 1.0, step=2) for i in (1, 2)]
     found = analyse(view_of(*old), StepWindow(2, 0.0, 3.0))
     assert (found.recorded, found.path, found.idle) == (False, [], {})
     for spans in ([op(1, "h2d", 0.0, 1.0), op(2, "h2d", 1.0, 2.0) | {"waited": None}], []):
         assert not analyse(view_of(*spans), StepWindow(2, 0.0, 3.0)).recorded
-
-
-def test_ids_that_contradict_time_do_not_hang() -> None:
+    # Ids that contradict time do not hang.
     view = view_of(op(1, "h2d", 0.0, 2.0, [2, 1, 77]), op(2, "compute", 0.0, 2.0, [1]), clip(3, 1.0, 2.0, [2, 1]))
     found = analyse(view, StepWindow(2, 0.0, 2.0))
     assert sum(part.end_s - part.start_s for part in found.path) == pytest.approx(2.0)

@@ -8,7 +8,7 @@ import pytest
 from chat_model import make_chat_model, write_talks
 from sample_forecast import fitting
 from sample_proposal import proposal
-from seen import opened, running, stand_in, until, widths
+from seen import opened, press, running, stand_in, until, widths
 from textual.widgets import Input
 
 from penstock.app import fit
@@ -88,7 +88,7 @@ def fit_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "calls"
 
 
-async def test_from_home_to_a_cells_recipe(place: Path, fit_log: Path) -> None:
+async def test_from_home_to_a_cells_recipe_and_why_nothing_is_planned(place: Path, fit_log: Path) -> None:
     async with running(place, (80, 24)) as (_, pilot):
         screen = await opened(pilot, FitScreen, "f")
         await until(pilot, lambda: screen.client.state.done)
@@ -106,17 +106,12 @@ async def test_from_home_to_a_cells_recipe(place: Path, fit_log: Path) -> None:
         await opened(pilot, FitScreen, "escape")
         await opened(pilot, ConfigureScreen, "enter")
         assert saved.read_text() == mine, "what is there stays"
-
-
-async def test_why_nothing_is_planned_is_said(place: Path, fit_log: Path) -> None:
-    async with running(place, (100, 30)) as (app, pilot):
-        screen = FitScreen()
-        screen.machine = "dgx-spark"
-        await app.push_screen(screen)
-        await until(pilot, lambda: screen.client.state.done)
-        assert "no such machine here" in plain(screen._detail(98, 10))
-        await pilot.press("enter")
-        assert app.screen is screen
+        screen = await opened(pilot, FitScreen, "escape")
+        await opened(pilot, MachinePicker, "m")
+        await pilot.press(*"dgx-spark", "enter")
+        await until(pilot, lambda: "no such machine here" in plain(screen._detail(98, 10)))
+        await press(pilot, "enter")
+        assert pilot.app.screen is screen, "there is nothing to open"
 
 
 FOUND = proposal(plan=fitting())
@@ -162,18 +157,32 @@ async def test_names_are_completed_where_the_application_works(tmp_path: Path) -
     assert {text: await files.get_suggestion(text) for text in named} == named
 
 
-async def test_from_a_model_and_data_to_a_recipe(place: Path, log: Path) -> None:
+async def test_what_is_wrong_is_said_and_a_model_and_data_become_a_recipe(place: Path, log: Path) -> None:
     saved, second = place / "recipes" / "llama_talks.json", place / "recipes" / "llama_talks_2.json"
-    async with running(place, (100, 40)) as (app, pilot):
+    async with running(place, (80, 24)) as (app, pilot):
         screen = await opened(pilot, FinetuneScreen, "n")
+
+        def offers() -> bool:
+            return "configure" in {action.id for action in app.offered(screen)}
+
         await pilot.press("enter")
         assert screen.focused.id == "model", "a model is missing"
-        await pilot.press(*"m7b", "enter")
+        await pilot.press(*"missing", "enter")
         assert screen.focused.id == "data", "data is missing"
-        await pilot.press(*"d.jsonl", "tab", *"x2", "enter")
+        await pilot.press(*"another", "tab", *"x2", "enter")
+        await until(pilot, lambda: screen.client.state.trouble is not None)
+        assert screen.client.state.trouble == "model.path: missing does not exist"
+        assert not offers()
+        screen.query_one("#model", Input).value = "m7b"
+        await pilot.press("enter")
         await until(pilot, lambda: screen.client.state.report is not None)
-        assert log.read_text() == "--epochs 2 -- m7b d.jsonl\n"
-        assert "configure" in {action.id for action in app.offered(screen)}
+        assert offers()
+        screen.query_one("#data", Input).value = "d.jsonl"
+        await pilot.pause()
+        assert not offers(), "what is shown is of other data"
+        await pilot.press("f5")
+        await until(pilot, lambda: log.read_text().endswith("--epochs 2 -- m7b d.jsonl\n"))
+        await until(pilot, offers)
         await opened(pilot, ConfigureScreen, "enter")
         assert load_recipe(saved).train.lr == 2e-5
         await opened(pilot, FinetuneScreen, "escape")
@@ -184,29 +193,6 @@ async def test_from_a_model_and_data_to_a_recipe(place: Path, log: Path) -> None
         await opened(pilot, ConfigureScreen, "enter")
         assert saved.read_text() == '{"name": "mine"}', "what is there stays"
         assert second.exists()
-
-
-async def test_what_is_wrong_is_said_and_mended(place: Path, log: Path) -> None:
-    async with running(place, (80, 24)) as (app, pilot):
-        screen = await opened(pilot, FinetuneScreen, "n")
-        model, data = screen.query_one("#model", Input), screen.query_one("#data", Input)
-
-        def offers() -> bool:
-            return "configure" in {action.id for action in app.offered(screen)}
-
-        model.value, data.value = "missing", "d"
-        await pilot.press("enter")
-        await until(pilot, lambda: screen.client.state.trouble is not None)
-        assert screen.client.state.trouble == "model.path: missing does not exist"
-        assert not offers()
-        model.value = "found"
-        await pilot.press("enter")
-        await until(pilot, lambda: screen.client.state.report is not None)
-        data.value = "another"
-        await pilot.pause()
-        assert not offers(), "what is shown is of other data"
-        await pilot.press("f5")
-        await until(pilot, lambda: log.read_text().endswith("-- found another\n"))
 
 
 @pytest.mark.long

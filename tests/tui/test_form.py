@@ -58,21 +58,19 @@ def app(pilot: Pilot[None]) -> FormApp:
     return pilot.app
 
 
-def line(row: FieldRow) -> str:
-    return row.render().plain
-
-
 def on_screen(row: FieldRow) -> bool:
     return bool(row.region.intersection(row.parent.region)) if row.parent is not None else False  # type: ignore[union-attr]
 
 
-async def test_every_field_has_a_row_a_hint_and_a_section(app: FormApp, pilot: Pilot[None]) -> None:
+async def test_every_field_has_a_row_a_hint_and_a_section_and_the_row_stays_in_sight(
+    app: FormApp, pilot: Pilot[None]
+) -> None:
     assert [row.key for row in app.query(FieldRow)] == [item.key for item in fields()]
     shown = {"train.steps": "84", "model.path": "none", "after.export": "on"}
     shown["after.sample_prompt"] = "def read(self, path):\\n    "
     for key, text in shown.items():
-        assert text in line(app.row(key))
-    assert "steps" in line(app.row("train.steps"))
+        assert text in app.row(key).render().plain
+    assert "steps" in app.row("train.steps").render().plain
     titles = [str(title.render()).partition("  ") for title in app.query(".section").results(Static)]
     sections = dict.fromkeys(item.key.partition(".")[0] if "." in item.key else "recipe" for item in fields())
     assert [title for title, _, _ in titles] == list(sections)
@@ -82,9 +80,6 @@ async def test_every_field_has_a_row_a_hint_and_a_section(app: FormApp, pilot: P
         assert item.key in hint
         assert item.help in hint
         await pilot.press("down")
-
-
-async def test_moving_keeps_the_row_in_sight(app: FormApp, pilot: Pilot[None]) -> None:
     for key in ("end", "pageup", "up", "k", "j", "pagedown", "home", "down"):
         await press(pilot, key)
         assert on_screen(app.form.current), key
@@ -98,16 +93,18 @@ async def test_moving_keeps_the_row_in_sight(app: FormApp, pilot: Pilot[None]) -
     assert on_screen(app.form.current)
 
 
-async def test_typing_checks_at_once_escape_takes_back_and_arrows_take_over(app: FormApp, pilot: Pilot[None]) -> None:
+async def test_typing_checks_at_once_loses_nothing_escape_takes_back_and_arrows_take_over(
+    app: FormApp, pilot: Pilot[None]
+) -> None:
     row = app.edit("train.steps")
     await pilot.pause()
     assert isinstance(app.focused, Input)
     await press(pilot, "0")  # the old text is selected
     assert (row.error, row.size.height) == ("0 must be at least 1", 2)
-    assert "must be at least 1" in line(row)
+    assert "must be at least 1" in row.render().plain
     await press(pilot, "backspace", "2", "0")
     assert (row.error, row.size.height, app.draft.recipe.train.steps) == ("", 1, 20)
-    assert "was 84" in line(row)
+    assert "was 84" in row.render().plain
     await press(pilot, "enter")
     assert (row.is_editing, app.form.current, app.edited) == (False, row, {"train.steps"})
     assert isinstance(app.focused, FieldList)
@@ -116,37 +113,66 @@ async def test_typing_checks_at_once_escape_takes_back_and_arrows_take_over(app:
         await press(pilot, "9", key)
         assert (app.draft.text("train.steps"), row.is_editing, app.form.current.key) == (text, False, at)
     assert isinstance(app.focused, FieldList)
+    app.draft.reset_all()
+    app.form.update_rows()
+    row = app.edit("train.steps")
+    await pilot.pause()
+    entry = row.query_one(Input)
+
+    async def typed(*texts: str) -> str:
+        for text in texts:
+            entry.value = text  # all before the first message is handled
+        await pilot.pause()
+        await pilot.pause()
+        return app.draft.text("train.steps")
+
+    assert (await typed("", "6", "60", "600"), entry.value) == ("600", "600")
+    assert await typed("6001", "600") == "600"  # back to what is still shown
+    entry.value = "7"
+    row.end_edit(undo=True)  # before the change is told
+    assert await typed() == "84"
 
 
 async def test_choices_and_changes_are_marked_and_counted_and_a_long_value_is_cut(
-    app: FormApp, pilot: Pilot[None]
+    app: FormApp, pilot: Pilot[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    drawn: list[str] = []
+    render = FieldRow.render
+    with monkeypatch.context() as patch:
+        patch.setattr(FieldRow, "render", lambda row: drawn.append(row.key) or render(row))  # type: ignore[func-returns-value]
+        await press(pilot, "down")
+        assert set(drawn) == {"name", "machine"}, "a key redraws two rows"
+        drawn.clear()
+        app.form.set_text("train.lr", "2e-3")
+        await pilot.pause()
+        assert set(drawn) <= {"train.lr"}
+    app.form.set_text("train.lr", app.draft.base_text("train.lr"))
     for key, before, after in (
         ("train.lr_schedule", "● cosine  ○ linear  ○ constant", "● linear"),
         ("after.export", "● on", "○ off"),
         ("train.steps", "84", "84"),
     ):
         app.form.go(key)
-        assert before in line(app.form.current)
+        assert before in app.form.current.render().plain
         app.form.cycle(1)
-        assert after in line(app.form.current)
-    assert "linear  was cosine" in line(app.row("train.lr_schedule"))
+        assert after in app.form.current.render().plain
+    assert "linear  was cosine" in app.row("train.lr_schedule").render().plain
     app.form.set_text("train.lr", "2e-3")
-    assert line(app.row("train.lr")).startswith("◆ lr")
+    assert app.row("train.lr").render().plain.startswith("◆ lr")
     assert "2 changed" in str(app.query_one("#section-train", Static).render())
     app.form.go("train.lr")
     app.form.reset()
-    assert line(app.row("train.lr")).startswith("  lr")
+    assert app.row("train.lr").render().plain.startswith("  lr")
     long = "/a/very/long/path" * 9
     app.form.set_text("data.path", long)
-    assert line(app.row("data.path")).count("…") == 1
+    assert app.row("data.path").render().plain.count("…") == 1
     app.edit("data.path")
     await pilot.pause()
     assert isinstance(app.focused, Input)
     assert app.focused.value == long
 
 
-async def test_the_filter(app: FormApp, pilot: Pilot[None]) -> None:
+async def test_the_filter_clicks_and_another_theme_for_titles_and_hint(app: FormApp, pilot: Pilot[None]) -> None:
     async def filtered(*keys: str) -> None:
         app.form.begin_filter()
         await press(pilot, *keys)
@@ -168,21 +194,7 @@ async def test_the_filter(app: FormApp, pilot: Pilot[None]) -> None:
     app.form.move(1)
     app.form.move_section(1)
     app.form.end_filter()
-
-
-async def test_a_key_redraws_two_rows(app: FormApp, pilot: Pilot[None], monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[str] = []
-    render = FieldRow.render
-    monkeypatch.setattr(FieldRow, "render", lambda row: drawn.append(row.key) or render(row))  # type: ignore[func-returns-value]
-    await press(pilot, "down")
-    assert set(drawn) == {"name", "machine"}
-    drawn.clear()
-    app.form.set_text("train.lr", "2e-3")
-    await pilot.pause()
-    assert set(drawn) <= {"train.lr"}
-
-
-async def test_clicks_and_another_theme_for_titles_and_hint(app: FormApp, pilot: Pilot[None]) -> None:
+    app.form.go("name")
     await pilot.pause()
     row = app.row("model.num_layers")
     await pilot.click(row)
@@ -195,22 +207,3 @@ async def test_clicks_and_another_theme_for_titles_and_hint(app: FormApp, pilot:
     for place in ("#hint", "#section-recipe"):
         found = [span.style for span in app.query_one(place, Static).content.spans]  # type: ignore[union-attr]
         assert {style.color.triplet.hex for style in found} <= {"#1f2933", "#101820", "#66717e", "#0b6fa4"}
-
-
-async def test_typing_faster_than_it_is_drawn_loses_nothing(app: FormApp, pilot: Pilot[None]) -> None:
-    row = app.edit("train.steps")
-    await pilot.pause()
-    entry = row.query_one(Input)
-
-    async def typed(*texts: str) -> str:
-        for text in texts:
-            entry.value = text  # all before the first message is handled
-        await pilot.pause()
-        await pilot.pause()
-        return app.draft.text("train.steps")
-
-    assert (await typed("", "6", "60", "600"), entry.value) == ("600", "600")
-    assert await typed("6001", "600") == "600"  # back to what is still shown
-    entry.value = "7"
-    row.end_edit(undo=True)  # before the change is told
-    assert await typed() == "84"

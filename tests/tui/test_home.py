@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -37,16 +36,20 @@ from penstock.tui.screens.home import HomeScreen
 
 
 def names(app: PenstockApp, table: str) -> list[str]:
-    found = app.screen.query_one(f"#{table}", DataTable)
-    return [Path(str(row.key.value)).name for row in found.ordered_rows]
+    return list(rows_of(app, table))
 
 
-def row_of(app: PenstockApp, path: Path, table: str, *titles: str) -> list[str]:
-    """What columns show of a run or a recipe."""
+def rows_of(app: PenstockApp, table: str, *titles: str) -> dict[str, list[str]]:
+    """What columns show of each run or recipe."""
     found = app.screen.query_one(f"#{table}", DataTable)
-    labels = [str(column.label) for column in found.ordered_columns]
-    cells = dict(zip(labels, map(str, found.get_row(str(path))), strict=True))
-    return [cells[title] for title in titles]
+    at = [[str(column.label) for column in found.ordered_columns].index(title) for title in titles]
+    rows = {Path(str(row.key.value)).name: found.get_row(row.key) for row in found.ordered_rows}
+    return {name: [str(cells[i]) for i in at] for name, cells in rows.items()}
+
+
+def answers(app: PenstockApp) -> dict[str, str]:
+    """Recipe's file -> what stands below `fits here?`."""
+    return {name: fits for name, (fits,) in rows_of(app, "recipes", "fits here?").items()}
 
 
 async def select(pilot: Pilot[None], name: str, table: str = "runs") -> None:
@@ -68,10 +71,8 @@ async def test_it_lists_runs_with_figures_and_recipes_own_ones_first(
     assert recipes[:2] == ["tiny.py", "quickstart.py"]
     assert recipes.index("7b_512k.py") < recipes.index("14b_workstation.py") < recipes.index("120b_moe.py")
     await select(pilot, "first")
-    crashed = row_of(app, root / "runs" / "crashed", "runs", "run", "state", "done", "step")
-    assert crashed == ["crashed", "crashed", "75%", "9/12"]
-    tiny = row_of(app, root / "recipes" / "tiny.py", "recipes", "recipe", "size", "context", "fits here?")
-    assert tiny == ["tiny", "?", "64", "?"]
+    assert rows_of(app, "runs", "run", "state", "done", "step")["crashed"] == ["crashed", "crashed", "75%", "9/12"]
+    assert rows_of(app, "recipes", "recipe", "size", "context", "fits here?")["tiny.py"] == ["tiny", "?", "64", "?"]
     summary = json.loads((root / "runs/first/summary.json").read_text())
     assert f"mean {summary['mean_step_s']:.3g} s a step, {summary['mean_tokens_per_s']:,.0f} tok/s" in about()
     assert "planned" in about()
@@ -167,7 +168,7 @@ def test_the_catalog_reads_only_what_has_changed(root: Path, monkeypatch: pytest
     assert (entry.loss, [call.args[0].name for call in read.mock_calls]) == (1.5, ["second"])
 
 
-def test_recipes_that_are_broken_say_where(tmp_path: Path) -> None:
+def test_recipes_that_are_broken_say_where_and_others_tell_what_they_say_plainly(tmp_path: Path) -> None:
     folder = tmp_path / "recipes"
     folder.mkdir()
     (folder / "broken.py").write_text("x = (\n")
@@ -185,6 +186,22 @@ def test_recipes_that_are_broken_say_where(tmp_path: Path) -> None:
     assert "524,288" in found["7b_512k"].title
     matching = [matches(words, "xA", "yb") for words in ("b A", "a c", "")]
     assert matching == [True, False, True], "words match in any order and case"
+    model, data = "model=qwen25('7B', yarn_to=524288)", "data=DataConfig(sequence_length=524288)"
+    path = "model=ModelConfig(path='models/Qwen3-0.6B')"
+    for text, told in {
+        f"recipe = Recipe(name='a', {model}, {data})\n": ("7B", 524_288),
+        "recipe = Recipe(name='a')\n": ("", 4096),
+        f"recipe = Recipe(name='a', {path}, data=make())\n": ("0.6B", None),
+        "n = 8\nrecipe = Recipe(name='a', data=DataConfig(sequence_length=n))\n": ("", None),
+        "import sys\nsys.exit(3)\n": ("", None),
+    }.items():
+        assert known(tmp_path, text) == told, text
+    changed = f"recipe = Recipe(name='a', {data})\n"
+    for more in ("recipe.data.sequence_length = 8\n", "recipe = recipe\n", "def DataConfig(**_): ...\n"):
+        assert known(tmp_path, changed + more)[1] is None
+    assert known(tmp_path, changed, "from mine import *\n") == ("", None)
+    said = {512: "512", 1024: "1k", 8192: "8k", 524_288: "512k", 1_048_576: "1M", 1000: "1,000", 5000: "5,000"}
+    assert {tokens: tokens_text(tokens) for tokens in said} == said
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -237,34 +254,12 @@ def test_columns_go_one_by_one_and_the_names_stay(width: int, marked: bool, glyp
         assert {"progress", "last steps", "updated"} <= set(titles)
 
 
-def test_contexts_as_people_say_them() -> None:
-    said = {512: "512", 1024: "1k", 8192: "8k", 524_288: "512k", 1_048_576: "1M", 1000: "1,000", 5000: "5,000"}
-    assert {tokens: tokens_text(tokens) for tokens in said} == said
-
-
 def known(folder: Path, text: str, head: str = "from penstock import *\n") -> tuple[str, int | None]:
     """Size and context that a recipe's text tells."""
     (folder / "a.py").write_text(head + text)
     entry = read_recipe_entry(folder / "a.py", own=True)
     assert entry.problem is None
     return entry.size_text, entry.context
-
-
-def test_a_recipes_text_tells_what_it_says_plainly_and_no_more(tmp_path: Path) -> None:
-    model, data = "model=qwen25('7B', yarn_to=524288)", "data=DataConfig(sequence_length=524288)"
-    path = "model=ModelConfig(path='models/Qwen3-0.6B')"
-    for text, told in {
-        f"recipe = Recipe(name='a', {model}, {data})\n": ("7B", 524_288),
-        "recipe = Recipe(name='a')\n": ("", 4096),
-        f"recipe = Recipe(name='a', {path}, data=make())\n": ("0.6B", None),
-        "n = 8\nrecipe = Recipe(name='a', data=DataConfig(sequence_length=n))\n": ("", None),
-        "import sys\nsys.exit(3)\n": ("", None),
-    }.items():
-        assert known(tmp_path, text) == told, text
-    changed = f"recipe = Recipe(name='a', {data})\n"
-    for more in ("recipe.data.sequence_length = 8\n", "recipe = recipe\n", "def DataConfig(**_): ...\n"):
-        assert known(tmp_path, changed + more)[1] is None
-    assert known(tmp_path, changed, "from mine import *\n") == ("", None)
 
 
 SHIPPED = {path.name for path in shipped.FOLDER.glob("*.py")}
@@ -289,13 +284,6 @@ def user(tmp_path: Path) -> Path:
     for name, chunk in (("small", 1024), ("large", 8192)):
         (root / "recipes" / f"{name}.json").write_text(json.dumps({"name": name, "train": {"chunk_tokens": chunk}}))
     return root
-
-
-def answers(app: Any) -> dict[str, str]:
-    """Recipe's file -> what stands below `fits here?`."""
-    table = app.screen.query_one("#recipes", DataTable)
-    at = [str(column.label) for column in table.ordered_columns].index("fits here?")
-    return {Path(str(row.key.value)).name: str(table.get_row(row.key)[at]) for row in table.ordered_rows}
 
 
 def asked(planner: Path) -> int:
@@ -324,6 +312,8 @@ async def test_a_program_is_known_once_it_was_opened(user: Path, planner: Path, 
     program = user / "recipes" / "program.py"
     async with running(user) as (app, pilot):
         await until(pilot, lambda: answers(app).get("program.py") == "?")
+        app.screen._plan_when_idle()
+        assert (app.screen._plans, answers(app)["small.json"]) == (None, "?")
         app.open_configure(program)
         configure = await opened(pilot, ConfigureScreen)
         await until(pilot, lambda: configure.client.state.phase == "done")
@@ -336,12 +326,10 @@ async def test_a_program_is_known_once_it_was_opened(user: Path, planner: Path, 
 async def test_nothing_is_planned_beside_another_screen_or_read_only(
     user: Path, planner: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: list[dict[str, bool]] = [{"plans_recipes": True, "read_only": True}, {}]
-    for more in options:
-        async with running(user, **more) as (app, pilot):
-            await until(pilot, lambda app=app: "small.json" in answers(app))
-            app.screen._plan_when_idle()
-            assert (app.screen._plans, answers(app)["small.json"]) == (None, "?")
+    async with running(user, plans_recipes=True, read_only=True) as (app, pilot):
+        await until(pilot, lambda: "small.json" in answers(app))
+        app.screen._plan_when_idle()
+        assert (app.screen._plans, answers(app)["small.json"]) == (None, "?")
     monkeypatch.setattr(plan_client, "SERVER", (sys.executable, "-c", "import sys; sys.stdin.read()"))  # never answers
     async with running(user, plans_recipes=True) as (app, pilot):
         screen = app.screen

@@ -15,7 +15,7 @@ from penstock.tui.data.spans import Busy, StepWindow
 from penstock.tui.render.lanes import LaneScene, UnderWay, lanes_rows, layout
 
 
-def test_a_cell_shows_how_much_of_it_was_busy() -> None:
+def test_a_cell_shows_how_much_of_it_was_busy_as_far_as_is_known() -> None:
     """The cells are 1 s wide: a lane that is busy for an eighth of each must not look busy throughout."""
     quarter = [span("h2d", cell, cell + 0.25) for cell in range(20)]
     half = [span("nvme_read", cell + 0.25, cell + 0.75) for cell in range(20)]
@@ -31,6 +31,16 @@ def test_a_cell_shows_how_much_of_it_was_busy() -> None:
     lines = plain(lanes_rows(32, 8, scene, ASCII)).splitlines()
     assert lines[1] == "=" * 20 + " " * 7 + "  37%"
     assert all(line.isascii() for line in lines)
+    # Live: behind `until_s` nothing has arrived; an op under way is busy up to there.
+    under_way = [UnderWay("compute", "head", "head", 3, 1.0), UnderWay("d2h", "x", "y", -1, None)]
+    view = view_of(span("compute", 0, 1), span("h2d", 0, 1))
+    scene = LaneScene(view=view, start_s=0, end_s=10, until_s=2.0, under_way=under_way)
+    lines = {line[:11].strip(): line[11:] for line in plain(lanes_rows(66, 9, scene, UNICODE)).splitlines()}
+    assert [lines[lane][-4:] for lane in ("compute", "h2d", "d2h")] == ["100%", " 50%", "  0%"]
+    assert lines["compute"][12:50].strip() == ""
+    wide = plain(lanes_rows(150, 9, replace(scene, now=scene.under_way), UNICODE))
+    assert "→ head head[3]" in wide
+    assert "→ x y" in wide
 
 
 def test_ops_carry_their_names_where_there_is_room() -> None:
@@ -83,7 +93,7 @@ def test_parts_of_a_step_stand_above_the_lanes_and_in_them() -> None:
     assert lines["s"].endswith("per step")
 
 
-def test_tall_lanes_rise_over_their_rows() -> None:
+def test_tall_lanes_rise_over_their_rows_and_the_forecast_stands_beneath_each_step() -> None:
     scene = LaneScene(view=view_of(*[span("h2d", cell, cell + 0.5) for cell in range(60)]), start_s=0, end_s=60)
     place = layout(70, 21, scene)
     assert set(place.bar_rows) == {3}
@@ -92,9 +102,6 @@ def test_tall_lanes_rise_over_their_rows() -> None:
     assert set(middle[12:60]) <= set("▄▃▅")
     assert set(bottom[12:60]) == {"█"}
     assert [y for y in range(21) if place.lane_at(y) == "h2d"] == [4, 5, 6]
-
-
-def test_the_forecast_stands_beneath_each_step() -> None:
     view = view_of(
         span("compute", 0, 2), span("optimizer", 2, 3, op="clip"), span("compute", 3, 5, step=2),
         span("optimizer", 5, 6, op="clip", step=2),
@@ -110,20 +117,7 @@ def test_the_forecast_stands_beneath_each_step() -> None:
     assert beside[3].endswith(" 67%  50%p")
 
 
-def test_only_what_is_known_counts() -> None:
-    """Live: behind `until_s` nothing has arrived; an op under way is busy up to there."""
-    under_way = [UnderWay("compute", "head", "head", 3, 1.0), UnderWay("d2h", "x", "y", -1, None)]
-    view = view_of(span("compute", 0, 1), span("h2d", 0, 1))
-    scene = LaneScene(view=view, start_s=0, end_s=10, until_s=2.0, under_way=under_way)
-    lines = {line[:11].strip(): line[11:] for line in plain(lanes_rows(66, 9, scene, UNICODE)).splitlines()}
-    assert [lines[lane][-4:] for lane in ("compute", "h2d", "d2h")] == ["100%", " 50%", "  0%"]
-    assert lines["compute"][12:50].strip() == ""
-    wide = plain(lanes_rows(150, 9, replace(scene, now=scene.under_way), UNICODE))
-    assert "→ head head[3]" in wide
-    assert "→ x y" in wide
-
-
-def test_step_borders_cursor_and_critical_path() -> None:
+def test_borders_and_cursor_are_marked_and_the_critical_path_is_outlined_and_no_bar_taller() -> None:
     view = view_of(span("compute", 0, 4), span("optimizer", 4, 5, op="clip"), span("h2d", 5, 8, step=2))
     critical = {lane: Busy(np.zeros(0), np.zeros(0), np.zeros(0)) for lane in LANES}
     critical["compute"] = critical["compute"].merge(np.array([0.0]), np.array([4.0]))
@@ -138,9 +132,6 @@ def test_step_borders_cursor_and_critical_path() -> None:
     assert ("h2d        ", "lane.h2d reverse") in rows[2]
     assert any(token == "selected" for _, token in rows[3])
     assert "line" not in str(rows)  # what is selected shows that alone
-
-
-def test_the_critical_path_is_outlined_and_no_bar_is_taller_for_it() -> None:
     view = view_of(*[span("compute", cell, cell + 1) for cell in range(24)], *[span("h2d", c, c + 0.5) for c in (1, 2)])
     whole = dict(zip(view.lanes, view.busy, strict=True))
     for height, lines in ((9, "▁"), (22, "▔▁")):

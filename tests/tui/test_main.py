@@ -26,7 +26,7 @@ def run(folder: Path, *arguments: str, program: tuple[str, ...] = PENSTOCK) -> s
     return subprocess.run([*program, *arguments], cwd=folder, env=real_runs.environment(), **options)
 
 
-def test_without_a_terminal(root: Path) -> None:
+def test_without_a_terminal_and_nothing_heavy_is_imported_for_the_first_frame(root: Path) -> None:
     for arguments, code, parts in (
         ([], 2, ["needs a terminal"]),
         (["--help"], 0, ["train", "plan", "watch", "serve"]),
@@ -36,15 +36,9 @@ def test_without_a_terminal(root: Path) -> None:
         assert done.returncode == code
         assert all(part in done.stdout + done.stderr for part in parts)
         assert "Traceback" not in done.stderr
-
-
-def test_nothing_heavy_is_imported_for_the_first_frame(tmp_path: Path) -> None:
-    code = (
-        "import sys, penstock.tui.app, penstock.tui.screens.home; "
-        "heavy = {'torch', 'transformers', 'tensorstore', 'penstock.engine.train', 'numpy', 'typer'}; "
-        "print(*(heavy & set(sys.modules)))"
-    )
-    done = run(tmp_path, program=(sys.executable, "-c", code))
+    heavy = {"torch", "transformers", "tensorstore", "penstock.engine.train", "numpy", "typer"}
+    code = f"import sys, penstock.tui.app, penstock.tui.screens.home; print(*({heavy} & set(sys.modules)))"
+    done = run(root, program=(sys.executable, "-c", code))
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
@@ -76,19 +70,19 @@ class Terminal:
 
     def end(self) -> int:
         """Wait for the process; its exit code."""
-        ended = (0, 0)
+        ended: list[int] = []
 
         def is_over() -> bool:
-            nonlocal ended
-            ended = os.waitpid(self.pid, os.WNOHANG)
-            return bool(ended[0])
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            ended.extend([status] * bool(pid))
+            return bool(ended)
 
         try:
             self.until(is_over)
         finally:
-            if not ended[0]:
+            if not ended:
                 os.kill(self.pid, signal.SIGKILL)
-        return os.waitstatus_to_exitcode(ended[1])
+        return os.waitstatus_to_exitcode(ended[0])
 
 
 @pytest.mark.parametrize(

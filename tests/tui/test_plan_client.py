@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import real_runs
@@ -41,13 +40,8 @@ class Watched(PlanClient):
         """What is said once no server is started again."""
         return (await self.until(lambda state: "stopped again" in (state.trouble or ""))).trouble or ""
 
-    @property
-    def num_starts(self) -> int:
-        return len(self.log.read_text().splitlines())
-
-    @property
-    def requests(self) -> list[dict[str, Any]]:
-        return json_lines(self.log.with_suffix(".requests"))
+    num_starts = property(lambda self: len(self.log.read_text().splitlines()))
+    requests = property(lambda self: json_lines(self.log.with_suffix(".requests")))
 
 
 @pytest.fixture
@@ -61,12 +55,17 @@ def recipe(steps: int) -> Recipe:
     return Recipe(name="x", train=TrainConfig(steps=steps))
 
 
-async def test_phases_of_a_plan(client: Watched) -> None:
+async def test_phases_of_a_plan_and_a_request_that_kills_the_server_is_tried_once_more(client: Watched) -> None:
     client.request(recipe(5), "gh200-480", from_scratch=True)
     state = await client.until(lambda state: state.phase == "done")
     assert [seen.phase for seen in client.seen] == ["starting", "planning", "advising", "done"]
     assert state.forecast == {"fits": True, "recipe": "x", "steps": 5, "best_change": None}
     assert client.requests == [[5, "gh200-480", True]]
+    client.request(recipe(666), None)
+    assert "exit code 3" in await client.given_up()
+    assert [request[0] for request in client.requests[1:]] == [666, 666]
+    state = await client.done(5)
+    assert (state.trouble, state.error) == (None, None)
 
 
 @pytest.mark.parametrize("client", [("well", 0.05)], indirect=True)
@@ -109,23 +108,14 @@ async def test_a_server_that_dies_twice_is_given_up_until_asked(
     assert client.num_starts == 4
 
 
-async def test_a_request_that_kills_the_server_is_tried_once_more(client: Watched) -> None:
-    client.request(recipe(666), None)
-    assert "exit code 3" in await client.given_up()
-    assert [request[0] for request in client.requests] == [666, 666]
-    state = await client.done(5)
-    assert (state.trouble, state.error) == (None, None)
-
-
-async def test_no_python_no_plan(tmp_path: Path) -> None:
-    client = PlanClient(tmp_path, lambda: None, command=["/nowhere/python"])
-    state = await asyncio.wait_for(client.plan(recipe(5), None), WAIT_S)
+async def test_closing_ends_the_process_a_request_starts_another_and_without_python_there_is_no_plan(
+    client: Watched, tmp_path: Path
+) -> None:
+    without = PlanClient(tmp_path, lambda: None, command=["/nowhere/python"])
+    state = await asyncio.wait_for(without.plan(recipe(5), None), WAIT_S)
     assert state is not None
     assert "nowhere" in (state.trouble or "")
-    await client.close()
-
-
-async def test_closing_ends_the_process_and_a_request_starts_another(client: Watched) -> None:
+    await without.close()
     state = await asyncio.wait_for(client.plan(recipe(5), None), WAIT_S)
     assert state.forecast is not None
     waiting = asyncio.create_task(client.plan(recipe(6), None))

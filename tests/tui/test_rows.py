@@ -54,7 +54,7 @@ def test_every_row_is_as_wide_as_asked(glyphs: Glyphs) -> None:
     assert chart(0, 5, [], UNICODE) == []
 
 
-def test_a_falling_line() -> None:
+def test_a_falling_line_and_outliers_that_touch_the_edge_or_set_the_axis() -> None:
     rows = chart(26, 8, [curve([4, 3, 2, 1], "ema")], ASCII)
     assert [text.rstrip() for text in plain(rows).splitlines()] == [
         "4 +'-.",
@@ -68,9 +68,6 @@ def test_a_falling_line() -> None:
     ]
     gap = chart(30, 3, [curve([1.0] * 10 + [NAN] * 10 + [1.0] * 10, "ema")], UNICODE)
     assert plain(gap[1:2]) == "1 ┤⠒⠒⠒⠒⠒⠒⠒⠒⠂         ⠐⠒⠒⠒⠒⠒⠒⠒⠒"
-
-
-def test_outliers_survive_and_touch_the_edge_or_set_the_axis() -> None:
     values = [2.0 + (i % 5) * 0.1 for i in range(400)]
     values[200] = 1000.0
     clipped, whole = (plain(chart(80, 12, [curve(values)], UNICODE, clip=clip)) for clip in (True, False))
@@ -135,16 +132,7 @@ def line(width: int) -> str:
     return plain([kpi_row(width, "qwen3-32b-20261122", "running", FIGURES, UNICODE)]).rstrip()
 
 
-def test_a_wide_line_has_everything_and_what_goes_first() -> None:
-    name, head = "qwen3-32b-20261122  ● running", "  step 1,240/8,000  loss 1.8342"
-    assert line(120) == f"{name}{head} (ema 1.851)  2,143 tok/s  ETA 6h12m  MFU 31.2%"
-    assert line(100) == f"{name}{head}  2,143 tok/s  ETA 6h12m  MFU 31.2%"
-    assert line(80) == f"qwen3-32b-202…  ● running{head}  2,143 tok/s  ETA 6h12m"
-    assert line(50) == f"{name}  step 1,240/8,000"
-    assert [line(width) for width in (30, 20, 9, 5)] == [name, "qwen3-32…  ● running", "● running", "● run"]
-
-
-def test_a_tier_says_held_of_budget_and_its_bar_is_marked_at_the_plan() -> None:
+def test_the_key_figures_at_any_width_and_tiers_with_bars_marked_at_the_plan() -> None:
     assert plain([bar(10, 0.4, 0.8, UNICODE, "x")]) == "████░░░┃░░"
     assert plain([bar(10, 0.9, 0.5, ASCII, "x")]) == "####|####."
     assert plain([bar(4, None, None, UNICODE, "x")]) == "░░░░"
@@ -156,6 +144,12 @@ def test_a_tier_says_held_of_budget_and_its_bar_is_marked_at_the_plan() -> None:
     for held, share in ((97.0, ("  97%", "warn")), (101.0, (" 101%", "bad"))):
         assert tier_rows([Tier("ram", 100.0, 50.0, held)], 40, 2, UNICODE)[0][-1] == share
     assert "planned 50 of 100 B" in plain(tier_rows([Tier("ram", 100.0, 50.0, None)], 40, 2, UNICODE))
+    name, head = "qwen3-32b-20261122  ● running", "  step 1,240/8,000  loss 1.8342"
+    assert line(120) == f"{name}{head} (ema 1.851)  2,143 tok/s  ETA 6h12m  MFU 31.2%"
+    assert line(100) == f"{name}{head}  2,143 tok/s  ETA 6h12m  MFU 31.2%"
+    assert line(80) == f"qwen3-32b-202…  ● running{head}  2,143 tok/s  ETA 6h12m"
+    assert line(50) == f"{name}  step 1,240/8,000"
+    assert [line(width) for width in (30, 20, 9, 5)] == [name, "qwen3-32…  ● running", "● running", "● run"]
 
 
 NAN = float("nan")

@@ -45,7 +45,7 @@ def running(first: Path, monkeypatch: pytest.MonkeyPatch) -> Says:
     return lambda **more: (first / "status.json").write_text(json.dumps(status | more))
 
 
-def test_a_finished_run(first: Path) -> None:
+def test_a_finished_run_and_the_end_of_the_output_where_a_process_died_silently(first: Path) -> None:
     data = read(first)
     assert (data.state, data.step, data.total_steps, data.problems) == ("finished", 12, 12, [])
     assert (data.metrics.rows, data.metrics.last("loss")) == (12, json_lines(first / "metrics.jsonl")[-1]["loss"])
@@ -60,6 +60,9 @@ def test_a_finished_run(first: Path) -> None:
     ended = {"validations": 3, "best": 2.31, "best_step": 6}
     (first / "summary.json").write_text(json.dumps(summary | {"ended_early": ended}))
     assert told(read(first)) == ["ended early after step 12: no gain in 3 validations; best 2.31 at step 6"]
+    crashed = first.with_name("crashed")
+    (crashed / "output.log").write_text("".join(f"line {i}\n" for i in range(100)) + "Killed\n")
+    assert read(crashed).log_lines()[-1].text == "Killed"
 
 
 def test_what_changes_is_told(first: Path) -> None:
@@ -105,11 +108,7 @@ def test_what_is_damaged_is_counted_and_what_a_terminal_would_obey_not_shown(fir
     assert told(data)[0] == "no\ufffd[2Jroom"
 
 
-def test_a_live_run_that_falls_silent_and_the_end_of_the_output_of_one_that_died(
-    root: Path, first: Path, running: Says
-) -> None:
-    (root / "runs/crashed/output.log").write_text("".join(f"line {i}\n" for i in range(100)) + "Killed\n")
-    assert read(root / "runs/crashed").log_lines()[-1].text == "Killed"
+def test_a_live_run_that_falls_silent(first: Path, running: Says) -> None:
     running(heartbeat=1000.0)
     now = [1001.0]
     data = read(first, lambda: now[0])
@@ -193,7 +192,7 @@ def filled(steps: int, **more: object) -> MetricsLog:
     return log
 
 
-def test_columns_and_totals() -> None:
+def test_columns_and_totals_and_what_is_absent_or_foreign_is_nan() -> None:
     log = filled(1000)
     assert (log.rows, log.last_step) == (1000, 1000)
     assert (log.column("total_tokens")[-1], log.column("total_s")[9]) == (100_000, 20.0)
@@ -206,9 +205,6 @@ def test_columns_and_totals() -> None:
     log = filled(3, nvme_read_bytes={"/a": 10, "/b": 1}, nvme_written_bytes={"/a": 5}, tier_bytes={"gpu": 7})
     assert (log.read_bytes, log.written_bytes) == ({"/a": 30.0, "/b": 3.0}, {"/a": 15.0})
     assert (log.column("read_bytes").tolist(), log.tier_bytes) == ([11.0, 11.0, 11.0], {"gpu": 7.0})
-
-
-def test_what_is_absent_or_foreign_is_nan() -> None:
     log = MetricsLog()
     odd = [{"step": 1}, {"step": 2, "loss": None, "tokens": "many"}, {"loss": 1}, {"step": True}, {"step": -1}]
     assert log.add([*odd, {"step": 3, "loss": 10**400, "tier_bytes": 3, "nvme_read_bytes": {"/a": "x"}}]) == 3
@@ -224,7 +220,7 @@ def test_what_is_absent_or_foreign_is_nan() -> None:
     assert math.isnan(log.column("loss")[2])
 
 
-def test_eta_is_that_of_the_command_line_and_counts_down() -> None:
+def test_eta_average_z_score_and_validations() -> None:
     log, eta = MetricsLog(), Eta(100)
     for step in range(1, 41):
         step_s = 10.0 if step <= 2 else 1.0 + step / 10
@@ -240,9 +236,6 @@ def test_eta_is_that_of_the_command_line_and_counts_down() -> None:
     log.add([line(33, step_s=4.0, time=5054.0)])
     assert [log.eta_s(40, started=4000.0, now=now) for now in (None, 5055.0, 9999.0)] == [28.0, 27.0, 24.0]
     assert log.eta_s(33) == 0.0
-
-
-def test_average_z_score_and_validations() -> None:
     for losses, averages in (((4.0, None, 4.0), [4.0] * 3), ((2.0, 4.0), [2.0, pytest.approx(3.0)])):
         log = MetricsLog()  # the average starts as a mean, and goes on over a gap
         log.add(line(step, loss=loss) for step, loss in enumerate(losses, 1))

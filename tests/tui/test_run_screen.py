@@ -30,9 +30,9 @@ from penstock.tui.widgets.pipeline import PipelineBar
 
 
 @asynccontextmanager
-async def opened(run: Path, size: tuple[int, int] = (120, 36), **more: Any) -> AsyncIterator[tuple[Any, RunScreen]]:
+async def opened(run: Path, size: tuple[int, int] = (120, 36)) -> AsyncIterator[tuple[Any, RunScreen]]:
     """The screen on a run, with all that is there read and shown."""
-    app, whole = PenstockApp(run.parent.parent, run=run, **more), []
+    app, whole = PenstockApp(run.parent.parent, run=run), []
     poll = RunScreen._poll
 
     def noted(screen: RunScreen) -> Any:
@@ -182,10 +182,17 @@ async def test_the_loss_and_otherwise_the_lanes_zoom_and_have_a_cursor(screen: R
     assert lanes.show_predicted
 
 
-async def test_the_log_is_filtered(first: Path) -> None:
+async def test_the_log_is_filtered_and_samples_are_shown_step_by_step_and_prompt_by_prompt(first: Path) -> None:
+    """Samples: the newest as they come, until one looks at older ones; what a model writes commands no terminal."""
     levels = ["info" if i % 10 else "warning" for i in range(60)]
     lines = [{"time": 0, "level": level, "text": f"message {i}", "step": i} for i, level in enumerate(levels)]
     append(first / "log.jsonl", *lines)
+
+    def write(step: int) -> None:
+        texts = (f"first at {step}", f"second at {step} \x1b[31mred\nbelow")
+        samples = [{"prompt": f"prompt {n}", "text": t, "tokens": 9, "ended": n == 1} for n, t in enumerate(texts)]
+        append(first / "samples.jsonl", {"step": step, "samples": samples, "seconds": 1.0, "time": 0.0})
+
     async with opened(first, (120, 50)) as (pilot, screen):
         log = screen.log_pane
         assert "message 59" in drawn(log)
@@ -200,6 +207,37 @@ async def test_the_log_is_filtered(first: Path) -> None:
         assert "message 59" not in drawn(log)
         await pilot.press("end")
         assert log.follows
+        assert "samples" not in shown(screen)
+        await press(pilot, "1", "n")
+        assert "generates no samples" in notices(pilot)
+        write(4)
+        write(8)
+        await until(pilot, lambda: len(screen.data.samples) == 2 and "samples" in shown(screen))
+        pane = screen.pane("samples")
+        assert re.match(r"step 8  prompt 1 of 2  9 tokens, cut off +1 older: \[", drawn(pane))
+        await pilot.press("n")
+        text = drawn(pane)
+        assert "ended by the model" in text
+        assert text.index("prompt 1\n" if "prompt 1\n" in text else "prompt 1 ") < text.index("second at 8")
+        assert "\x1b" not in text
+        assert any(line.startswith("below") for line in text.splitlines())
+        await pilot.press("left_square_bracket")
+        assert "second at 4" in drawn(pane)
+        write(12)
+        await until(pilot, lambda: len(screen.data.samples) == 3 and not screen._unshown)
+        assert "second at 4" in drawn(pane)
+        assert "2 newer: ]" in drawn(pane)
+        await pilot.press("right_square_bracket", "right_square_bracket", "N")
+        assert "first at 12" in drawn(pane)
+        write(16)
+        await until(pilot, lambda: "first at 16" in drawn(pane))
+        await press(pilot, "7", "7")
+        assert shown(screen) == ["samples"]
+        assert max(len(line) for line in drawn(pane).splitlines()) == pane.size.width
+        (first / "new").write_text('{"step": 4}\n[]\n{"step": 5, "samples": [{"text": 7}]}\n')
+        (first / "new").replace(first / "samples.jsonl")
+        await until(pilot, lambda: len(screen.data.samples) == 1)
+        assert "samples.jsonl: 2 lines are damaged" in " ".join(screen.data.problems)
 
 
 async def test_freezing_holds_the_display_only(screen: RunScreen, pilot: Pilot[None], first: Path) -> None:
@@ -330,45 +368,3 @@ async def test_what_is_found_in_haystacks_stands_beside_the_loss_and_runs_withou
             assert max(len(line) for line in text.splitlines()) == screen.loss.size.width
         assert "the run has finished, and no ops were recorded" in drawn(screen.lanes)
         assert "no step was recorded" in drawn(screen.query_one(PipelineBar))
-
-
-async def test_samples_are_shown_step_by_step_and_prompt_by_prompt(first: Path) -> None:
-    """The newest ones as they come, until one looks at older ones; what a model writes commands no terminal."""
-
-    def write(step: int) -> None:
-        texts = (f"first at {step}", f"second at {step} \x1b[31mred\nbelow")
-        samples = [{"prompt": f"prompt {n}", "text": t, "tokens": 9, "ended": n == 1} for n, t in enumerate(texts)]
-        append(first / "samples.jsonl", {"step": step, "samples": samples, "seconds": 1.0, "time": 0.0})
-
-    async with opened(first, (120, 48)) as (pilot, screen):
-        assert "samples" not in shown(screen)
-        await pilot.press("n")
-        assert "generates no samples" in notices(pilot)
-        write(4)
-        write(8)
-        await until(pilot, lambda: len(screen.data.samples) == 2 and "samples" in shown(screen))
-        pane = screen.pane("samples")
-        assert re.match(r"step 8  prompt 1 of 2  9 tokens, cut off +1 older: \[", drawn(pane))
-        await pilot.press("n")
-        text = drawn(pane)
-        assert "ended by the model" in text
-        assert text.index("prompt 1\n" if "prompt 1\n" in text else "prompt 1 ") < text.index("second at 8")
-        assert "\x1b" not in text
-        assert any(line.startswith("below") for line in text.splitlines())
-        await pilot.press("left_square_bracket")
-        assert "second at 4" in drawn(pane)
-        write(12)
-        await until(pilot, lambda: len(screen.data.samples) == 3 and not screen._unshown)
-        assert "second at 4" in drawn(pane)
-        assert "2 newer: ]" in drawn(pane)
-        await pilot.press("right_square_bracket", "right_square_bracket", "N")
-        assert "first at 12" in drawn(pane)
-        write(16)
-        await until(pilot, lambda: "first at 16" in drawn(pane))
-        await press(pilot, "7", "7")
-        assert shown(screen) == ["samples"]
-        assert max(len(line) for line in drawn(pane).splitlines()) == pane.size.width
-        (first / "new").write_text('{"step": 4}\n[]\n{"step": 5, "samples": [{"text": 7}]}\n')
-        (first / "new").replace(first / "samples.jsonl")
-        await until(pilot, lambda: len(screen.data.samples) == 1)
-        assert "samples.jsonl: 2 lines are damaged" in " ".join(screen.data.problems)

@@ -151,8 +151,7 @@ def test_a_validation_and_samples_at_a_steps_beginning() -> None:
 
 
 def line(lane: str, op: str, start: float, end: float, step: int, op_id: int) -> str:
-    fields = span(lane, start, end, op=op, step=step, id=op_id, waited=[])
-    return json.dumps(fields, separators=(",", ":")) + "\n"
+    return json.dumps(span(lane, start, end, op=op, step=step, id=op_id, waited=[]), separators=(",", ":")) + "\n"
 
 
 class Writer:
@@ -223,7 +222,7 @@ def test_every_step_is_found_where_it_was_done_last(tmp_path: Path, data: st.Dat
     assert index.find(max(writer.ends) + 1) is index.find(0) is None
 
 
-def test_all_that_ran_in_the_step_is_there(tmp_path: Path) -> None:
+def test_all_that_ran_in_the_step_is_there_and_only_a_part_of_a_large_file_is_read(tmp_path: Path) -> None:
     writer = Writer(39, 30)
     # A long write that began in step 20 and was reported steps later, and one of step 19 that reaches into it.
     start, end = writer.starts[20], writer.ends[20]
@@ -235,9 +234,6 @@ def test_all_that_ran_in_the_step_is_there(tmp_path: Path) -> None:
     want = {s["id"] for s in map(json.loads, writer.lines) if s["end_s"] > start and s["start_s"] < end}
     assert {99_999} < want <= set(found.view.id.tolist())
     assert index.bounds() == (1, 39)
-
-
-def test_only_a_part_of_a_large_file_is_read(tmp_path: Path) -> None:
     path = Writer(400, 60).write(tmp_path / "spans.jsonl")
     assert path.stat().st_size > 5 * steps_module._AROUND_BYTES
     found = StepIndex(path).find(200)
@@ -266,9 +262,6 @@ def test_files_without_steps_with_more_spans_than_are_kept_and_that_grow_and_beg
     monkeypatch.setattr(steps_module, "MAX_SPANS", 20)
     found = StepIndex(Writer(2, 30).write(tmp_path / "spans.jsonl")).find(2)
     assert (found.whole, found.view.num_spans) == (False, 20)
-
-
-def test_a_file_that_grows_and_begins_anew(tmp_path: Path) -> None:
     writer = Writer(1, 5)
     path = writer.write(tmp_path / "spans.jsonl")
     index = StepIndex(path)

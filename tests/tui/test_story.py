@@ -37,7 +37,7 @@ STEPS = 60
 
 async def until(pilot: Pilot[Any], condition: Callable[[], bool], what: str) -> None:
     try:
-        await real_runs.until(condition, pilot.pause)
+        await real_runs.until(condition, lambda _: pilot.pause(0.3))  # each time the screen is drawn
     except AssertionError:
         shown = "\n".join(str(strip.text) for strip in pilot.app.screen._compositor.render_strips())
         pytest.fail(f"waited in vain for {what}:\n{shown}")

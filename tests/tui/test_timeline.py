@@ -205,6 +205,7 @@ async def test_missing_torn_and_vanishing_runs(first: Path) -> None:
         await until(pilot, lambda: "no ops yet" in text_of(screen, "idle"))
 
 
+DRAWN_AT_ONCE = True
 NAN = float("nan")
 
 
@@ -270,7 +271,7 @@ def store_of(num_steps: int) -> SpanStore:
     return store
 
 
-async def test_live_follows_the_clock_by_whole_cells() -> None:
+async def test_live_follows_the_clock_by_whole_cells_freezes_and_ends() -> None:
     store = store_of(3)
     async with shown(LaneView(store)) as (lane_view, _):
         now = {"compute": [{"op": "layer_forward", "block": "layers.0", "chunk": 0, "step": 4, "start_s": 6.2}]}
@@ -292,37 +293,33 @@ async def test_live_follows_the_clock_by_whole_cells() -> None:
         lane_view.update_live(5.0, now, True)  # a clock that falls back a little does not move the display back
         rows_of(lane_view)
         assert lane_view.window[1] == ends[-1]
+    # An op is not drawn twice once its span is there; freezing holds the spans too; the last step stays.
+    store = store_of(1)
+    async with shown(LaneView(store)) as (lane_view, _):
+        ended = {"d2h": [{"op": "store_gradient", "block": "layers.0", "chunk": -1, "start_s": 1.8}]}
+        lane_view.update_live(4.0, ended, True)
+        assert lane_line(lane_view, "d2h").endswith("  5%")
+        store.add(step_spans(2, 2.0))
+        lane_view.update_live(4.0, {}, True)
+        lane_view.freeze(True)
+        before = rows_of(lane_view)
+        store.add(step_spans(3, 4.0))
+        lane_view.update_live(6.0, {}, True)
+        assert rows_of(lane_view)[1:-1] == before[1:-1]
+        assert "frozen" in rows_of(lane_view)[0]
+        lane_view.freeze(False)
+        lane_view.update_live(6.0, {}, True)
+        assert rows_of(lane_view)[1:-1] != before[1:-1]
+        lane_view.update_live(6.0, {}, False)
+        assert lane_line(lane_view, "compute").endswith("80%")
+        assert lane_view.window == (4.0, 6.0)
+        garbage: list[Any] = [None, 3, {"d2h": 3}, {"d2h": [1, {}, {"op": [], "start_s": "x", "chunk": {}}]}, {1: [{}]}]
+        for clock, now, live in (*((6.1, now, True) for now in garbage), (NAN, None, True), (None, None, False)):
+            lane_view.update_live(clock, now, live)
+            assert rows_of(lane_view)
 
 
-async def test_zoom_pan_and_fit_by_keys() -> None:
-    async with shown(LaneView(store_of(5))) as (lane_view, pilot):
-        lane_view.update_live(10.0, {}, True)
-        rows_of(lane_view)
-        await pilot.press("w")
-        assert (lane_view.mode, drawn_width(lane_view)) == ("live", pytest.approx(1.0))
-        await pilot.press("minus", "s")
-        assert drawn_width(lane_view) == pytest.approx(4.0)
-        end = lane_view.window[1]
-        await pilot.press("a")
-        assert (lane_view.mode, lane_view.window[1]) == ("free", pytest.approx(end - 1.0))
-        lane_view.update_live(12.0, {}, True)
-        assert lane_view.window[1] == pytest.approx(end - 1.0)  # held
-        await pilot.press(*["left"] * 8)
-        assert lane_view.window[0] == pytest.approx(0.0)  # not before the first span
-        await pilot.press(*["right"] * 12)
-        assert lane_view.mode == "live"  # at the edge it follows again
-        await pilot.press("f")
-        rows_of(lane_view)
-        assert (lane_view.mode, lane_view.window) == ("step", (8.0, 10.0))
-        await pilot.press("f")
-        assert lane_view.mode == "live"
-        await pilot.press(*["w"] * 60)
-        assert drawn_width(lane_view) >= 1e-5
-        await pilot.press(*["s"] * 60)
-        assert drawn_width(lane_view) <= 20
-
-
-async def test_selecting_by_keys() -> None:
+async def test_selecting_zoom_pan_and_fit_by_keys() -> None:
     async with shown(LaneView(store_of(3), live=False), (100, 12)) as (lane_view, pilot):
 
         def selected() -> tuple[Any, ...]:
@@ -349,6 +346,31 @@ async def test_selecting_by_keys() -> None:
         assert lane_view.selected is pilot.app.screen.chosen[-1] is None  # type: ignore[attr-defined]
         lane_view.clear_selection()
         assert "f fit" in rows_of(lane_view)[-1]
+    async with shown(LaneView(store_of(5))) as (lane_view, pilot):
+        lane_view.update_live(10.0, {}, True)
+        rows_of(lane_view)
+        await pilot.press("w")
+        assert (lane_view.mode, drawn_width(lane_view)) == ("live", pytest.approx(1.0))
+        await pilot.press("minus", "s")
+        assert drawn_width(lane_view) == pytest.approx(4.0)
+        end = lane_view.window[1]
+        await pilot.press("a")
+        assert (lane_view.mode, lane_view.window[1]) == ("free", pytest.approx(end - 1.0))
+        lane_view.update_live(12.0, {}, True)
+        assert lane_view.window[1] == pytest.approx(end - 1.0)  # held
+        await pilot.press(*["left"] * 8)
+        assert lane_view.window[0] == pytest.approx(0.0)  # not before the first span
+        await pilot.press(*["right"] * 12)
+        assert lane_view.mode == "live"  # at the edge it follows again
+        await pilot.press("f")
+        rows_of(lane_view)
+        assert (lane_view.mode, lane_view.window) == ("step", (8.0, 10.0))
+        await pilot.press("f")
+        assert lane_view.mode == "live"
+        await pilot.press(*["w"] * 60)
+        assert drawn_width(lane_view) >= 1e-5
+        await pilot.press(*["s"] * 60)
+        assert drawn_width(lane_view) <= 20
 
 
 async def test_an_empty_store_and_one_that_drops_what_is_selected() -> None:
@@ -390,30 +412,3 @@ async def test_mouse_selects_zooms_and_drags() -> None:
         await pilot.mouse_up(lane_view, offset=(50, y))
         assert lane_view.window[0] < start
         assert drawn_width(lane_view) == pytest.approx(end - start)
-
-
-async def test_an_op_under_way_freezing_and_the_end() -> None:
-    """An op is not drawn twice once its span is there; freezing holds the spans too; the last step stays."""
-    store = store_of(1)
-    async with shown(LaneView(store)) as (lane_view, _):
-        ended = {"d2h": [{"op": "store_gradient", "block": "layers.0", "chunk": -1, "start_s": 1.8}]}
-        lane_view.update_live(4.0, ended, True)
-        assert lane_line(lane_view, "d2h").endswith("  5%")
-        store.add(step_spans(2, 2.0))
-        lane_view.update_live(4.0, {}, True)
-        lane_view.freeze(True)
-        before = rows_of(lane_view)
-        store.add(step_spans(3, 4.0))
-        lane_view.update_live(6.0, {}, True)
-        assert rows_of(lane_view)[1:-1] == before[1:-1]
-        assert "frozen" in rows_of(lane_view)[0]
-        lane_view.freeze(False)
-        lane_view.update_live(6.0, {}, True)
-        assert rows_of(lane_view)[1:-1] != before[1:-1]
-        lane_view.update_live(6.0, {}, False)
-        assert lane_line(lane_view, "compute").endswith("80%")
-        assert lane_view.window == (4.0, 6.0)
-        garbage: list[Any] = [None, 3, {"d2h": 3}, {"d2h": [1, {}, {"op": [], "start_s": "x", "chunk": {}}]}, {1: [{}]}]
-        for clock, now, live in (*((6.1, now, True) for now in garbage), (NAN, None, True), (None, None, False)):
-            lane_view.update_live(clock, now, live)
-            assert rows_of(lane_view)

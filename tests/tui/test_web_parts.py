@@ -75,16 +75,6 @@ def sent(*envelope: Any) -> list[tuple[str, bytes]]:
 INF = float("inf")
 
 
-def test_a_terminals_size_is_brought_into_bounds() -> None:
-    bounds = {(100, 30): (100, 30), (100.7, 30.2): (100, 30), (1e8, 1e8): (1000, 500), (0, -5): (20, 5)}
-    for asked, (width, height) in (bounds | {(10**400, 1e300): (1000, 500), (INF, -INF): (1000, 5)}).items():
-        ((kind, payload),) = sent("resize", {"width": asked[0], "height": asked[1]})
-        assert (kind, json.loads(payload)) == ("M", {"type": "resize", "width": width, "height": height}), asked
-    in_address = {("100", "30"): (100, 30), ("1e8", "99999999999"): (1000, 500), ("inf", "-1"): (1000, 5)}
-    in_address |= {("nan", "30"): (80, 24), ("", ""): (80, 24), ("x", "30"): (80, 24), ("9" * 5000, "1"): (1000, 5)}
-    assert {texts: asked_size(*texts) for texts in in_address} == in_address
-
-
 NO_MESSAGES = ["", "[]", "null", "[1]", '["stdin"]', '["stdin", 1]', '["stdin", "a", "b"]', '["stdin", "\\ud800"]']
 NO_MESSAGES += ['["nosuch", 1]', '["ping", {}]', '["resize", []]', '["resize", {}]']
 NO_MESSAGES += [f'["resize", {{"width": {width}, "height": 30}}]' for width in ('"100"', "true", "NaN")]
@@ -100,7 +90,7 @@ def test_what_is_no_message_says_why_in_a_line(text: str) -> None:
     assert str(caught.value).isprintable(), "control characters reach the log"
 
 
-def test_what_is_typed_goes_on_in_pieces_a_ping_is_answered_and_what_costs_much_takes_its_time() -> None:
+def test_sizes_are_bounded_what_is_typed_goes_on_in_pieces_and_what_costs_much_takes_its_time() -> None:
     text = "ü" * PIECE_BYTES + "q"
     packets = sent("stdin", text)
     assert {kind for kind, _ in packets} == {"D"}
@@ -112,6 +102,13 @@ def test_what_is_typed_goes_on_in_pieces_a_ping_is_answered_and_what_costs_much_
     assert key.pause_s < 0.01  # nobody types faster
     for costly in ('["resize", {"width": 9, "height": 9}]', '["ping", ""]', json.dumps(["stdin", "a" * MOST_TYPED])):
         assert read_message(costly).pause_s >= 0.05
+    bounds = {(100, 30): (100, 30), (100.7, 30.2): (100, 30), (1e8, 1e8): (1000, 500), (0, -5): (20, 5)}
+    for asked, (width, height) in (bounds | {(10**400, 1e300): (1000, 500), (INF, -INF): (1000, 5)}).items():
+        ((kind, payload),) = sent("resize", {"width": asked[0], "height": asked[1]})
+        assert (kind, json.loads(payload)) == ("M", {"type": "resize", "width": width, "height": height}), asked
+    in_address = {("100", "30"): (100, 30), ("1e8", "99999999999"): (1000, 500), ("inf", "-1"): (1000, 5)}
+    in_address |= {("nan", "30"): (80, 24), ("", ""): (80, 24), ("x", "30"): (80, 24), ("9" * 5000, "1"): (1000, 5)}
+    assert {texts: asked_size(*texts) for texts in in_address} == in_address
 
 
 PAGE = """
