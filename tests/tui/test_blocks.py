@@ -34,7 +34,7 @@ def places(found: BlockPlaces, kind: str, **more: Any) -> dict[str, str]:
     return {block.name: block.place[kind] for block in found.snapshot(**more)}
 
 
-def test_weights_lose_their_slot_to_later_ones_and_gradients_and_state_go_where_ops_bring_them() -> None:
+def test_weights_gradients_and_state_go_where_ops_bring_them_and_are_in_flight_meanwhile() -> None:
     found = BlockPlaces(plan(3))
     found.add([ended("load_weights", name) for name in ("layers.0", "layers.1", "layers.2")])
     assert list(places(found, "weights").items()) == [
@@ -56,6 +56,20 @@ def test_weights_lose_their_slot_to_later_ones_and_gradients_and_state_go_where_
     ):
         found.add([ended(op, "layers.0")])
         assert places(found, kind)["layers.0"] == place, op
+    found = BlockPlaces(plan(2))
+    now = {"h2d": [{"op": "load_weights", "block": "layers.1"}], "compute": [{"op": "layer_forward", "block": "embed"}]}
+    by_name = {block.name: block for block in found.snapshot(now)}
+    assert (by_name["layers.1"].moving, by_name["embed"].doing) == ({"weights": "in"}, "forward")
+    assert all(not block.moving and not block.doing for block in found.snapshot(now, live=False))
+    found.add([ended("write_state", "layers.0", 10.0), ended("read_state", "layers.1", 10.9)])
+    by_name = {block.name: block for block in found.snapshot(None, 11.0)}
+    assert (by_name["layers.1"].moving, by_name["layers.0"].moving) == ({"state": "in"}, {})
+    # Foreign plans and spans are ignored.
+    for odd in ({}, {"blocks": 3}, {"blocks": [1, {"name": 4}, {"name": "x"}], "weight_slots": []}):
+        found = BlockPlaces(odd)
+        found.add([{"op": 3}, {"op": "update", "block": ["x"]}, {"op": "update", "block": "nobody", "end_s": "late"}])
+        found.snapshot({"compute": "no list", "h2d": [3, {"op": None}]}, 3.0)
+    assert BlockPlaces({"blocks": [{"name": "x"}]}).snapshot()[0].place["weights"] == ""
 
 
 def test_a_frozen_block_has_weights_and_shares_no_slot_with_what_is_trained() -> None:
@@ -82,23 +96,6 @@ def test_a_frozen_block_has_weights_and_shares_no_slot_with_what_is_trained() ->
     assert places(found, "gradient")["embed"] == ""
     now = {"h2d": [{"op": "load_weights", "block": "layers.1.frozen"}]}
     assert {block.name: block.moving for block in found.snapshot(now)}["layers.1"] == {"weights": "in"}
-
-
-def test_ops_under_way_are_in_flight_and_what_ended_just_now_still_counts() -> None:
-    found = BlockPlaces(plan(2))
-    now = {"h2d": [{"op": "load_weights", "block": "layers.1"}], "compute": [{"op": "layer_forward", "block": "embed"}]}
-    by_name = {block.name: block for block in found.snapshot(now)}
-    assert (by_name["layers.1"].moving, by_name["embed"].doing) == ({"weights": "in"}, "forward")
-    assert all(not block.moving and not block.doing for block in found.snapshot(now, live=False))
-    found.add([ended("write_state", "layers.0", 10.0), ended("read_state", "layers.1", 10.9)])
-    by_name = {block.name: block for block in found.snapshot(None, 11.0)}
-    assert (by_name["layers.1"].moving, by_name["layers.0"].moving) == ({"state": "in"}, {})
-    # Foreign plans and spans are ignored.
-    for odd in ({}, {"blocks": 3}, {"blocks": [1, {"name": 4}, {"name": "x"}], "weight_slots": []}):
-        found = BlockPlaces(odd)
-        found.add([{"op": 3}, {"op": "update", "block": ["x"]}, {"op": "update", "block": "nobody", "end_s": "late"}])
-        found.snapshot({"compute": "no list", "h2d": [3, {"op": None}]}, 3.0)
-    assert BlockPlaces({"blocks": [{"name": "x"}]}).snapshot()[0].place["weights"] == ""
 
 
 def test_the_map_as_text_with_a_row_a_block_where_there_is_room() -> None:

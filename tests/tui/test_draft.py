@@ -67,7 +67,7 @@ def test_a_change_or_a_fix_makes_another_recipe(draft: Draft) -> None:
     assert (draft.text("train.steps"), set(draft.errors)) == ("9", {"train.lr"})
 
 
-def test_what_is_wrong_and_what_does_not_go_together_stands_at_its_fields(draft: Draft) -> None:
+def test_what_is_wrong_stands_at_its_fields_and_choices_go_round(draft: Draft) -> None:
     for key, text, part in (
         ("train.steps", "many", "'many' must be a whole number"),
         ("train.steps", "", "must be a whole number"),
@@ -94,9 +94,7 @@ def test_what_is_wrong_and_what_does_not_go_together_stands_at_its_fields(draft:
     assert draft.errors == {}
     draft.set("after.export", "false")
     assert "set after.export=true" in draft.errors["after.sample_prompt"]
-
-
-def test_choices_go_round_and_the_field_of_a_message_and_the_text_of_a_number(draft: Draft) -> None:
+    draft.reset_all()
     assert choices_of("train.lr_schedule") == ("cosine", "linear", "constant", "wsd")
     for by, expected in ((1, "linear"), (1, "constant"), (1, "wsd"), (1, "cosine"), (-1, "wsd")):
         draft.cycle("train.lr_schedule", by)

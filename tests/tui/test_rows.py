@@ -97,7 +97,7 @@ def test_what_curves_points_marks_cursor_and_axis_are_drawn_as() -> None:
     assert plain(chart(60, 10, curves, UNICODE, x_kind="tokens")).endswith("tokens")
 
 
-def test_sparkline_and_ticks() -> None:
+def test_sparkline_ticks_and_places_too_close_to_be_told_apart() -> None:
     assert sparkline(np.arange(8.0), 8, UNICODE) == "▁▂▃▄▅▆▇█"
     assert sparkline(np.array([1.0, np.nan, 3.0]), 5, UNICODE) == "▁ █  "
     assert sparkline(np.array([]), 4, UNICODE) == "    "
@@ -110,9 +110,6 @@ def test_sparkline_and_ticks() -> None:
     assert time_ticks(0, 130, 4) == [0, 60, 120]
     assert tick_texts([1.0, 1.5, 2.0]) == ["1.0", "1.5", "2.0"]
     assert tick_texts([1e-5, 2e-5]) == ["1e-5", "2e-5"]
-
-
-def test_places_too_close_to_be_told_apart_are_drawn() -> None:
     for low, high in ((1e29, 1e29), (1e29, 1.0000000000000002e29), (-1e29, -1e29), (0.0, 0.0)):
         places = Curve(np.array([low, high]), np.array([1.0, 2.0]), "raw")
         rows = chart(40, 10, [places], UNICODE, x_range=(low, high), marks=[low, high], cursor=low)

@@ -97,7 +97,7 @@ def test_what_is_no_span_is_counted_and_left_out_and_what_is_one_has_its_depende
     assert [view.row_of_id(number) for number in (6, 7, -1)] == [1, None, None]
 
 
-def test_windows_of_steps() -> None:
+def test_windows_of_steps_and_what_a_step_did_between_them() -> None:
     store = SpanStore()
     assert store.view.steps() == []
     store.add([span("compute", 0.5, 1.0), clip(1.0, 2.0), span("compute", 2.0, 4.0, step=2)])
@@ -111,6 +111,15 @@ def test_windows_of_steps() -> None:
         store.add([span("h2d", step, step + 0.5, step=step), clip(step, step + 1, step)])
     assert store.view.num_spans == 3
     assert store.view.steps() == [StepWindow(5, 5.0, 6.0)], "a step whose beginning was dropped is not whole"
+    store = SpanStore()
+    store.add([span("compute", 0, 1), clip(1, 2)])
+    assert store.view.between_s(StepWindow(1, 0.0, 2.0)) == (0, "")
+    store.add([span("compute", 2, 3, op="head_score"), span("optimizer", 3, 3.5, op="score"), clip(5, 6, 2)])
+    store.add([span("optimizer", 6.1, 6.2, op="take_logits"), span("optimizer", 6.3, 6.5, op="take_logits")])
+    store.add([span("compute", 6.6, 7, op="layer_forward"), clip(7, 8, 3)])
+    between = [store.view.between_s(window) for window in store.view.steps()]
+    assert between == [(0, ""), (1.5, "validating"), (0.5, "writing samples")]
+    assert store.view.between_s(StepWindow(3, 2.0, 8.0)) == (4.5, "validating and writing samples")
 
 
 def test_a_reader_never_sees_half_an_update() -> None:
@@ -136,18 +145,6 @@ def test_a_reader_never_sees_half_an_update() -> None:
         for row in (0, view.num_spans - 1) if view.num_spans else ():
             assert view.span(row).end_s == view.span(row).id + 0.25
     assert store.view.num_spans == 400
-
-
-def test_a_validation_and_samples_at_a_steps_beginning() -> None:
-    store = SpanStore()
-    store.add([span("compute", 0, 1), clip(1, 2)])
-    assert store.view.between_s(StepWindow(1, 0.0, 2.0)) == (0, "")
-    store.add([span("compute", 2, 3, op="head_score"), span("optimizer", 3, 3.5, op="score"), clip(5, 6, 2)])
-    store.add([span("optimizer", 6.1, 6.2, op="take_logits"), span("optimizer", 6.3, 6.5, op="take_logits")])
-    store.add([span("compute", 6.6, 7, op="layer_forward"), clip(7, 8, 3)])
-    between = [store.view.between_s(window) for window in store.view.steps()]
-    assert between == [(0, ""), (1.5, "validating"), (0.5, "writing samples")]
-    assert store.view.between_s(StepWindow(3, 2.0, 8.0)) == (4.5, "validating and writing samples")
 
 
 def line(lane: str, op: str, start: float, end: float, step: int, op_id: int) -> str:
