@@ -201,7 +201,7 @@ async def test_every_key_of_the_table_at_any_size(
     await ui.answer()
 
 
-async def test_sections_filter_and_reset(ui: Opened, place: Path) -> None:
+async def test_sections_filter_reset_and_picking_a_model_folder_and_a_data_file(ui: Opened, place: Path) -> None:
     form = ui.form
     await ui.press(*["right_square_bracket"] * 3)
     assert form.current.key == "data.source"
@@ -223,6 +223,38 @@ async def test_sections_filter_and_reset(ui: Opened, place: Path) -> None:
     save_recipe(place / "recipe.json", ui.recipe)
     await ui.open(place / "recipe.json")
     assert (await ui.planned())["recipe"] == "text_small", "a run's recipe opens, too"
+
+    async def picker(field: str, num_shown: int) -> Any:
+        """The picker's tree, once it shows so much."""
+        ui.form.go(field)
+        tree = (await ui.dialog(PathPicker, "o")).query_one("_Tree")
+        await ui.until(lambda: len(tree.root.children) == num_shown)
+        return tree
+
+    model = place / "models" / "tiny"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text('{"model_type": "qwen3"}')
+    (model / "model.safetensors").write_bytes(b"\0" * 2048)
+    (place / "texts.txt").write_text("hello")
+    tree = await picker("model.path", 2)
+    await ui.press("down", "enter")
+    await ui.until(lambda: any(node.children for node in tree.root.children))
+    assert [str(node.label) for node in tree.root.children] == ["models", "recipes"]
+    await ui.press("down")
+    assert "qwen3, 2.0 KiB" in tree.render_label(tree.cursor_node, Style(), Style()).plain
+    await ui.answer("space")
+    assert ui.form.draft.text("model.path") == "models/tiny"
+    await picker("data.path", 4)
+    await ui.answer("end", "enter")
+    assert ui.form.draft.text("data.path") == "texts.txt"
+    dialog = await ui.dialog(PathPicker, "o")
+    await ui.press("u", "tab")
+    dialog.query_one(Input).value = "/elsewhere/file"
+    await ui.answer("enter")
+    assert ui.form.draft.text("data.path") == "/elsewhere/file"
+    ui.form.go("train.steps")
+    await ui.press("o")
+    assert "is not a path" in ui.notes
 
 
 async def test_nothing_is_overwritten_or_left_unsaved_unasked(ui: Opened, place: Path) -> None:
@@ -332,40 +364,6 @@ async def test_the_selected_field_stays_in_view_and_narrow_terminals_show_one_pa
     assert ui.form.display
     await ui.pilot.resize_terminal(120, 36)
     await ui.until(lambda: (panel.display, summary.display) == (True, False))
-
-
-async def test_picking_a_model_folder_and_a_data_file(ui: Opened, place: Path) -> None:
-    async def picker(field: str, num_shown: int) -> Any:
-        """The picker's tree, once it shows so much."""
-        ui.form.go(field)
-        tree = (await ui.dialog(PathPicker, "o")).query_one("_Tree")
-        await ui.until(lambda: len(tree.root.children) == num_shown)
-        return tree
-
-    model = place / "models" / "tiny"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text('{"model_type": "qwen3"}')
-    (model / "model.safetensors").write_bytes(b"\0" * 2048)
-    (place / "texts.txt").write_text("hello")
-    tree = await picker("model.path", 2)
-    await ui.press("down", "enter")
-    await ui.until(lambda: any(node.children for node in tree.root.children))
-    assert [str(node.label) for node in tree.root.children] == ["models", "recipes"]
-    await ui.press("down")
-    assert "qwen3, 2.0 KiB" in tree.render_label(tree.cursor_node, Style(), Style()).plain
-    await ui.answer("space")
-    assert ui.form.draft.text("model.path") == "models/tiny"
-    await picker("data.path", 3)
-    await ui.answer("end", "enter")
-    assert ui.form.draft.text("data.path") == "texts.txt"
-    dialog = await ui.dialog(PathPicker, "o")
-    await ui.press("u", "tab")
-    dialog.query_one(Input).value = "/elsewhere/file"
-    await ui.answer("enter")
-    assert ui.form.draft.text("data.path") == "/elsewhere/file"
-    ui.form.go("train.steps")
-    await ui.press("o")
-    assert "is not a path" in ui.notes
 
 
 def test_what_a_folder_is(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
-"""The run screen on real runs, finished, crashed and live: every key, every action, any size."""
+"""The run screen on real runs, finished, crashed and live: every key, every action, any size; and what it holds."""
 
 import asyncio
+import gc
 import os
 import re
 import shutil
 import time
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -19,12 +22,15 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from penstock.app.lanes import LANES
-from penstock.app.rundir import is_live
+from penstock.app.rows import plain
+from penstock.app.rundir import RunLock, is_live
 from penstock.tui.actions import ACTIONS
 from penstock.tui.app import PenstockApp
+from penstock.tui.data import run_data
 from penstock.tui.data.spans import SpanStore
 from penstock.tui.screens.run import PANES, RunScreen
 from penstock.tui.screens.timeline import TimelineScreen
+from penstock.tui.synthetic import Writer
 from penstock.tui.widgets.kpi_bar import AlertBar, KpiBar
 from penstock.tui.widgets.pipeline import PipelineBar
 
@@ -368,3 +374,54 @@ async def test_what_is_found_in_haystacks_stands_beside_the_loss_and_runs_withou
             assert max(len(line) for line in text.splitlines()) == screen.loss.size.width
         assert "the run has finished, and no ops were recorded" in drawn(screen.lanes)
         assert "no step was recorded" in drawn(screen.query_one(PipelineBar))
+
+
+CAPACITY = 20_000
+"""Of the store: small, so that it is full many times over."""
+SPANS_PER_S = 300.0
+MINUTES = 6
+LOOK_S = 5
+"""Between two looks at the files."""
+
+
+@pytest.mark.long
+async def test_minutes_at_rate_hold_no_more_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans at a run's rate. Nothing sleeps: the writer's clock and the application's are one that is moved on."""
+    monkeypatch.setattr(run_data, "SpanStore", partial(SpanStore, CAPACITY))
+    monkeypatch.setattr(RunScreen, "start_feed", lambda *_, **__: None)
+    path, now = tmp_path / "runs" / "synthetic", 1_000_000.0
+    writer = Writer(path, spans_per_s=SPANS_PER_S, num_spans=CAPACITY, num_steps=3000)
+    writer.begin(now)
+    lock = RunLock(path)
+    held: list[tuple[int, int]] = []
+    num_spans = 0
+    try:
+        async with running(tmp_path, run=path, clock=lambda: now) as (app, pilot):
+            await until(pilot, lambda: isinstance(app.screen, RunScreen))
+            screen = app.screen
+            tracemalloc.start()
+            for _ in range(MINUTES + 1):
+                for _ in range(60 // LOOK_S):
+                    now += LOOK_S
+                    num_spans += writer.advance(LOOK_S, now)
+                    while (update := screen._poll()) and (update.changed - {"tick"} or screen.data.behind):
+                        screen._show(update)
+                        if not screen.data.behind:
+                            break
+                    if now % 10 == 0:
+                        await pilot.pause()  # what was changed is drawn
+                gc.collect()
+                held.append((tracemalloc.get_traced_memory()[0], len(gc.get_objects())))
+            assert num_spans > MINUTES * 60 * SPANS_PER_S * 0.8
+            assert (screen.data.state, screen.data.step) == ("running", writer.step)
+            assert screen.data.spans.view.num_spans <= CAPACITY
+            assert screen.data.spans.view.last_end_s > writer.clock_s - 1.0
+            assert "compute" in plain(screen.lanes.rows(80, 12))
+    finally:
+        tracemalloc.stop()
+        lock.release()
+    print(f"bytes and objects held at the end of each minute: {held}")
+    half = 1 + MINUTES // 2  # the first minute fills caches
+    # The store's room is refilled about every minute: halves are compared, not single moments.
+    assert max(size for size, _ in held[half:]) < max(size for size, _ in held[1:half]) + (2 << 20)
+    assert max(count for _, count in held[half:]) < max(count for _, count in held[1:half]) * 1.05
