@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import textual.app
 import textual.pilot
-import textual.strip
 from textual._compositor import Compositor
 from textual._context import active_app
 from textual.css.stylesheet import Stylesheet
@@ -94,4 +93,3 @@ def make_quick(patch: pytest.MonkeyPatch, *, drawn_at_once: bool) -> None:
         patch.setattr(Compositor, "render_update", _drawn_when_looked_at)
     patch.setattr(Stylesheet, "_parse_rules", _parse_once)
     patch.setattr(Footer, "recompose", _recompose_changed)
-    patch.setattr(textual.strip, "FIFOCache", lambda size: {})  # seven for each row of each widget that is drawn

@@ -124,9 +124,17 @@ async def test_keys_open_what_the_cursor_is_on_and_it_stays_on_its_run_as_others
     assert names(app, "runs")[table.cursor_row] == "first"
 
 
-def test_foreign_and_damaged_directories_are_listed_with_what_is_wrong(
+def test_the_catalog_reads_what_has_changed_and_lists_damaged_directories_with_what_is_wrong(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    catalog = RunCatalog(root)
+    before = catalog.read()
+    read = Mock(side_effect=read_run_entry)
+    monkeypatch.setattr("penstock.tui.data.catalog.read_run_entry", read)
+    assert (catalog.read(), read.called) == (before, False)
+    append(root / "runs/second/metrics.jsonl", {"step": 9, "loss": 1.5})
+    entry = next(entry for entry in catalog.read() if entry.name == "second")
+    assert (entry.loss, [call.args[0].name for call in read.mock_calls]) == (1.5, ["second"])
     runs = root / "runs"
     (runs / "notes").mkdir()  # nothing of ours
     (runs / "notes" / "todo.txt").write_text("x")
@@ -155,17 +163,6 @@ def test_foreign_and_damaged_directories_are_listed_with_what_is_wrong(
     entry = read_run_entry(runs / "first")
     assert entry.state == "damaged"
     assert "Permission denied" in str(entry.error)
-
-
-def test_the_catalog_reads_only_what_has_changed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    catalog = RunCatalog(root)
-    before = catalog.read()
-    read = Mock(side_effect=read_run_entry)
-    monkeypatch.setattr("penstock.tui.data.catalog.read_run_entry", read)
-    assert (catalog.read(), read.called) == (before, False)
-    append(root / "runs/second/metrics.jsonl", {"step": 9, "loss": 1.5})
-    entry = next(entry for entry in catalog.read() if entry.name == "second")
-    assert (entry.loss, [call.args[0].name for call in read.mock_calls]) == (1.5, ["second"])
 
 
 def test_recipes_that_are_broken_say_where_and_others_tell_what_they_say_plainly(tmp_path: Path) -> None:
