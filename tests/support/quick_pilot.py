@@ -17,7 +17,6 @@ import textual.pilot
 from textual._compositor import Compositor
 from textual._context import active_app
 from textual.css.stylesheet import Stylesheet
-from textual.widgets import Footer
 
 _TURNS = 8
 """Of the event loop without anything to do, one after the other, until it is over."""
@@ -75,21 +74,9 @@ def _parse_once(sheet: Stylesheet, css: str, read_from: Any, *more: Any, **optio
 _parse_rules = Stylesheet._parse_rules
 
 
-async def _recompose_changed(footer: Any) -> None:
-    """Textual makes and styles all keys of a footer anew whenever the focus moves; mostly they are the same."""
-    keys = [item[1:] for item in footer.screen.active_bindings.values() if item.binding.show]
-    if keys != getattr(footer, "keys_shown", None):
-        footer.keys_shown = keys
-        await _recompose(footer)
-
-
-_recompose = Footer.recompose
-
-
 def make_quick(patch: pytest.MonkeyPatch, *, drawn_at_once: bool) -> None:
     patch.setattr(textual.app, "wait_for_idle", _settled)
     patch.setattr(textual.pilot, "wait_for_idle", _settled if drawn_at_once else _settled_and_drawn)
     if not drawn_at_once:
         patch.setattr(Compositor, "render_update", _drawn_when_looked_at)
     patch.setattr(Stylesheet, "_parse_rules", _parse_once)
-    patch.setattr(Footer, "recompose", _recompose_changed)

@@ -136,6 +136,8 @@ async def test_narrow_terminals_drop_panes_in_order_and_numbers_focus_or_enlarge
         for size, panes in sizes.items():
             await pilot.resize_terminal(*size)
             await until(pilot, lambda panes=panes: shown(screen) == panes)
+            if "blocks" in panes:  # though the plan was read while there was no room for them
+                await until(pilot, lambda: "no plan yet" not in drawn(screen.pane("blocks")))
             assert kpi(screen).startswith("first  ")
             assert "finished" in kpi(screen)
             assert screen.query_one("#pipeline").display == (size[1] >= 16)

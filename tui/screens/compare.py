@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 
 from penstock.app.rows import Row
 from penstock.storage.untrusted import printable
@@ -19,6 +19,7 @@ from penstock.tui.render.chart import Curve, XKind, chart, next_kind
 from penstock.tui.render.table import table_rows
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.theme import styled
+from penstock.tui.widgets.footer import Footer
 from penstock.tui.widgets.lines import LineWidget
 
 

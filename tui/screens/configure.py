@@ -14,7 +14,7 @@ from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal
-from textual.widgets import Footer, Input, Static
+from textual.widgets import Input, Static
 
 from penstock.app import shipped
 from penstock.app.plan_view import fixes
@@ -27,6 +27,7 @@ from penstock.tui.data.plan_client import PlanClient, PlanState
 from penstock.tui.data.recipes import content_digest
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker
+from penstock.tui.widgets.footer import Footer
 from penstock.tui.widgets.form import Form
 from penstock.tui.widgets.plan_panel import PlanPanel, PlanSummary
 

@@ -9,7 +9,7 @@ from textual import work
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.suggester import Suggester
-from textual.widgets import Footer, Input, Label
+from textual.widgets import Input, Label
 
 from penstock.app.recipe import changes, from_dict, load_recipe, save_recipe
 from penstock.app.rows import Row
@@ -18,6 +18,7 @@ from penstock.tui.data.finetune_client import Asked, FinetuneClient
 from penstock.tui.render.finetune import finetune_rows
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.screens.pickers import PathPicker
+from penstock.tui.widgets.footer import Footer
 from penstock.tui.widgets.scrolled import ScrolledLines
 
 _FIELDS = (

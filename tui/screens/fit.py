@@ -8,7 +8,6 @@ from pathlib import Path
 
 from textual import work
 from textual.app import ComposeResult
-from textual.widgets import Footer
 
 from penstock.app.recipe import from_dict, save_recipe
 from penstock.app.rows import Row
@@ -17,6 +16,7 @@ from penstock.tui.data.fit_client import Cell, FitClient
 from penstock.tui.render.fit import detail_rows, matrix_rows, title_row
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.screens.pickers import MachinePicker
+from penstock.tui.widgets.footer import Footer
 from penstock.tui.widgets.lines import LineWidget
 
 THIS_MACHINE = "this machine"

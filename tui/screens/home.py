@@ -11,7 +11,7 @@ from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container, Vertical, VerticalScroll
-from textual.widgets import DataTable, Footer, Input, Static
+from textual.widgets import DataTable, Input, Static
 from textual.worker import Worker
 
 from penstock.app.speed import speed_figure
@@ -26,6 +26,7 @@ from penstock.tui.render.sparkline import sparkline
 from penstock.tui.render.welcome import welcome_rows
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.theme import style, styled
+from penstock.tui.widgets.footer import Footer
 
 if TYPE_CHECKING:
     from penstock.app.fits import Fit

@@ -13,7 +13,7 @@ from textual import events, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container, Vertical
-from textual.widgets import Footer, Input
+from textual.widgets import Input
 
 from penstock.app.checkpoints import STEP_MARK, export_folder
 from penstock.storage.errors import UserError
@@ -24,6 +24,7 @@ from penstock.tui.render.chart import next_kind
 from penstock.tui.render.pipeline import height_for
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.widgets.block_map import BlockMap
+from penstock.tui.widgets.footer import Footer
 from penstock.tui.widgets.kpi_bar import AlertBar, KpiBar
 from penstock.tui.widgets.lane_keys import LaneKeys
 from penstock.tui.widgets.lane_view import LaneView
@@ -221,6 +222,8 @@ class RunScreen(LaneKeys, PenstockScreen):
             widget = self.pane(name)
             widget.display = shown[name]
             widget.styles.height = "1fr" if name == self.maximised else pane.height(room if name in added else rest)
+        if shown["blocks"] and not self._draws_blocks:
+            self._unshown.add("plan")  # what was known while there was no room
         self._draws_blocks = shown["blocks"]
         pipeline = self.query_one("#pipeline", PipelineBar)
         rows = height_for(*room)

@@ -12,7 +12,6 @@ from rich.text import Text
 from textual import work
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
-from textual.widgets import Footer
 
 from penstock.app.ops import STEP_END
 from penstock.app.rows import Row
@@ -28,6 +27,7 @@ from penstock.tui.data.spans import Ints, SpanStore
 from penstock.tui.data.steps import StepIndex, StepSpans
 from penstock.tui.render.step_detail import idle_rows, inspector_rows, matching_rows, op_rows
 from penstock.tui.screens.base import PenstockScreen
+from penstock.tui.widgets.footer import Footer
 from penstock.tui.widgets.lane_keys import LaneKeys
 from penstock.tui.widgets.lane_view import LaneView
 from penstock.tui.widgets.lines import LineWidget
