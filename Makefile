@@ -1,5 +1,5 @@
 # make quickstart     install into .venv if needed and train the quickstart recipe; ARGS="--set FIELD=VALUE" changes a field
-# make test           lint, types and tests: eleven minutes on 2 cores
+# make test           lint, types and tests: nine minutes on 2 cores
 # make test-long      ten minutes of the long tests: a slice, which rotates with the commit count
 # make test-all       all tests, with longer soaks, more seeds and more kills: two to three hours
 # make cuda-branches  write docs/cuda-branches.md, the lines that only a GPU executes, by running all tests under coverage
