@@ -7,9 +7,12 @@ not have.
 
 from __future__ import annotations
 
+import fcntl
+import getpass
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -89,7 +92,54 @@ def find_compilation(train: TrainConfig, device: torch.device, tell: Callable[[s
         tell(f"layers run eagerly, which is slower: {layers.reason}")
     if not optimizer.ok:
         tell(f"AdamW uses torch's fused kernel: {optimizer.reason}")
+    if removed := remove_cut_off():
+        tell(f"{removed} compiled files, which a process that was killed had left cut off, are compiled again")
     return Compilation(layers.ok, optimizer.ok)
+
+
+def remove_cut_off() -> int:
+    """Remove what is cut off in Inductor's cache, and say how many files that were; not those being written now.
+
+    The compiler writes a library under its last name. Where it is killed, or the machine loses power, Inductor would
+    load what is there, which ends every process that tries with SIGBUS.
+    """
+    folder, removed = _cache_folder(), 0
+    for file in [*folder.glob("*/*.so"), *folder.glob("*/*.o")]:
+        # Inductor holds this lock while it writes the file.
+        lock = folder / "locks" / f"{file.name.partition('.')[0]}.lock"
+        with suppress(OSError):
+            if _is_whole(file):
+                continue
+            lock.parent.mkdir(exist_ok=True)
+            with open(lock, "a") as held:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not _is_whole(file):
+                    file.unlink()
+                    removed += 1
+    return removed
+
+
+def _cache_folder() -> Path:
+    """Where Inductor keeps what it compiles; it would take seconds to ask it."""
+    if named := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return Path(named)
+    try:
+        user = getpass.getuser()
+    except (KeyError, ImportError, OSError):  # a user without a name
+        user = str(os.getuid())
+    return Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a 64-bit ELF file reaches to the end of its table of sections, which linkers write last."""
+    with open(file, "rb") as stream:
+        head = stream.read(64)
+        size = os.fstat(stream.fileno()).st_size
+    if len(head) < 64 or not head.startswith(b"\x7fELF"):
+        return False
+    table = int.from_bytes(head[40:48], sys.byteorder)
+    entry_bytes, entries = (int.from_bytes(head[at : at + 2], sys.byteorder) for at in (58, 60))
+    return 0 < table <= size - entry_bytes * entries
 
 
 @cache

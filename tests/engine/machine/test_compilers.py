@@ -1,11 +1,13 @@
 """Machines that lack a part of what torch.compile needs, made of folders of small scripts."""
 
+import fcntl
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,6 +142,35 @@ def test_inductors_own_choice_is_honoured(tmp_path: Path, monkeypatch: pytest.Mo
     loaded = SimpleNamespace(cpp=SimpleNamespace(cxx=choice))
     monkeypatch.setitem(sys.modules, "torch._inductor.config", loaded)
     assert optimizer_compiles() == Verdict(False, "theirs cannot compile a few lines: error: mine")
+
+
+@needs_gcc
+def test_compiled_files_that_are_cut_off_are_removed_unless_they_are_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    folder = Path(cache_dir()) / "ab"
+    folder.mkdir()
+    subprocess.run(["g++", "-shared", "-x", "c++", "-", "-o", tmp_path / "whole"], input=b"int x;", check=True)
+    whole = (tmp_path / "whole").read_bytes()
+    lengths = [0, 1, 63, 64, 4096, len(whole) // 2, len(whole) - 1, len(whole)]
+    for length in lengths:
+        (folder / f"c{length}.main.so").write_bytes(whole[:length])
+    (folder / "czeros.main.o").write_bytes(bytes(len(whole)))
+    (folder / "cwriting.main.so").write_bytes(whole[:64])
+    (folder / "ctext.main.cpp").write_text("int x;")
+    locks = folder.parent / "locks"
+    locks.mkdir()
+    with open(locks / "cwriting.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert compilers.remove_cut_off() == len(lengths)
+    left = {file.name for file in folder.iterdir()}
+    assert left == {f"c{len(whole)}.main.so", "cwriting.main.so", "ctext.main.cpp"}
+    assert compilers.remove_cut_off() == 1
 
 
 _AHEAD = """
