@@ -8,14 +8,14 @@ from pathlib import Path
 import forked
 import long_slice
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Three workers and their children on two cores: threads of their own would wait for one another, and a process with
 # several cannot be forked (fork_server.py).
 os.environ["OMP_NUM_THREADS"] = "1"
 # The terminal application draws ASCII where TERM is dumb; tests of that set it themselves.
 os.environ["TERM"] = "xterm-256color"
-settings.register_profile("untimed", deadline=None)
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 LONGEST = ("test_story", "test_random_programs", "test_a_small_measurement", "test_the_quickstart_finds")

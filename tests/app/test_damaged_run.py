@@ -18,7 +18,7 @@ import pytest
 from bad_model_files import CONFIG, safetensors, tensor
 from bad_run_files import SPAN, manifest, signed
 from cli_process import json_lines, refusal
-from hypothesis import HealthCheck, given
+from hypothesis import given
 from hypothesis import strategies as st
 from recipe_texts import recipe_text, tiny_recipe
 from samples import sampled
@@ -263,7 +263,7 @@ KINDS: dict[str, tuple[Any, Callable[[Path, bytes], object]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@sampled(30, 120, suppress_health_check=[HealthCheck.too_slow])
+@sampled(30, 120)
 @given(seed=st.integers(0, 2**32))
 def test_a_mutated_file_is_read_or_refused(kind: str, seed: int) -> None:
     good, read = KINDS[kind]

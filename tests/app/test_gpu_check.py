@@ -148,16 +148,19 @@ if "fail" in sys.argv:
 if "hang" in sys.argv:
     time.sleep(600)
 """
-FAILS = ("fail", 60, "failed", "exit 1: no such card")
-HANGS = ("hang", 3, "ended", "not finished after 3 s, so it was stopped")
+FAILS = ("fail", 600, "failed", "exit 1: no such card")
+HANGS = ("hang", 3, "ended", "not finished after {} s, so it was stopped")
 
 
-@pytest.mark.parametrize(("how", "limit_s", "status", "reason"), [("well", 60, "done", ""), FAILS, HANGS])
+@pytest.mark.parametrize(("how", "limit_s", "status", "reason"), [("well", 600, "done", ""), FAILS, HANGS])
 def test_a_process_hands_over_what_it_finds(tmp_path: Path, how: str, limit_s: float, status: str, reason: str) -> None:
     found: dict[str, Any] = {}
     outcome = run_telling([sys.executable, "-c", CHILD, how], limit_s, tmp_path / "child.log", found.update)
+    while how == "hang" and "second" not in found and limit_s < 600:  # a loaded machine takes longer to begin
+        limit_s *= 5
+        outcome = run_telling([sys.executable, "-c", CHILD, how], limit_s, tmp_path / "child.log", found.update)
     assert found == {"first": 1, "second": [2]}
-    assert (outcome["status"], outcome.get("reason", "")) == (status, reason)
+    assert (outcome["status"], outcome.get("reason", "")) == (status, reason.format(limit_s))
     assert "working" in (tmp_path / "child.log").read_text()
     assert [file.name for file in tmp_path.iterdir()] == ["child.log"]
 

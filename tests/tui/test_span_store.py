@@ -190,7 +190,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps_module, "_AROUND_BYTES", 1024)
 
 
-@sampled(15, 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@sampled(15, 60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 @pytest.mark.usefixtures("small_blocks")
 def test_every_step_is_found_where_it_was_done_last(tmp_path: Path, data: st.DataObject) -> None:
