@@ -196,6 +196,7 @@ async def test_every_key_of_the_table_at_any_size(
         ui.form.go(field)
         await ui.press(key)
         while ui.app.screen is not ui.configure or isinstance(ui.app.focused, Input):
+            assert ui.configure in ui.app.screen_stack, key
             await ui.press("escape")
     await ui.pilot.resize_terminal(80, 24)
     await ui.answer()
