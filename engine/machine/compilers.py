@@ -92,9 +92,10 @@ def find_compilation(train: TrainConfig, device: torch.device, tell: Callable[[s
         tell(f"layers run eagerly, which is slower: {layers.reason}")
     if not optimizer.ok:
         tell(f"AdamW uses torch's fused kernel: {optimizer.reason}")
-    if removed := remove_cut_off():
+    compilation = Compilation(layers.ok, optimizer.ok)
+    if any(compilation) and (removed := remove_cut_off()):
         tell(f"{removed} compiled files, which a process that was killed had left cut off, are compiled again")
-    return Compilation(layers.ok, optimizer.ok)
+    return compilation
 
 
 def remove_cut_off() -> int:

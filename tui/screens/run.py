@@ -222,9 +222,9 @@ class RunScreen(LaneKeys, PenstockScreen):
             widget = self.pane(name)
             widget.display = shown[name]
             widget.styles.height = "1fr" if name == self.maximised else pane.height(room if name in added else rest)
-        if shown["blocks"] and not self._draws_blocks:
+        had_room, self._draws_blocks = self._draws_blocks, shown["blocks"]
+        if shown["blocks"] and not had_room:
             self._unshown.add("plan")  # what was known while there was no room
-        self._draws_blocks = shown["blocks"]
         pipeline = self.query_one("#pipeline", PipelineBar)
         rows = height_for(*room)
         pipeline.display = rows > 0 and self.maximised is None
