@@ -96,4 +96,4 @@ async def test_axes_scales_and_all_fields_and_a_live_runs_new_steps_and_a_vanish
     await until(pilot, found)
     app.open_compare([root / "runs/first"] * (MOST_RUNS + 2))  # more than there are letters
     await until(pilot, lambda: "2 marked ones are left out" in notices(pilot))
-    assert len(app.screen.query_one("#figures", TableView).head) == MOST_RUNS + 1
+    await until(pilot, lambda: len(app.screen.query_one("#figures", TableView).head) == MOST_RUNS + 1)
