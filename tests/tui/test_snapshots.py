@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sample_forecast import fitting
 from sample_proposal import proposal
-from seen import running
+from seen import running, until
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -87,6 +87,7 @@ async def test_a_screen_looks_as_it_did(kept_root: Path, screen: str, size: tupl
             fill_form(app)
         await pilot.pause()
         if screen == "help":
+            await until(pilot, lambda: bool(app.screen.check_action("export", ())))  # once the run is read
             await pilot.press("question_mark")
         found = await picture(app, pilot, expected)
     if UPDATE:
