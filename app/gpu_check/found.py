@@ -11,6 +11,7 @@ from typing import Any
 from penstock.app.bench.process import run_limited
 
 _VARIABLE = "GPU_CHECK_FOUND"
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 def tell(values: Mapping[str, Any]) -> None:
@@ -25,8 +26,8 @@ def run_telling(
 ) -> dict[str, Any]:
     """Run a process that tells what it finds; all it prints goes to `log`.
 
-    `found` is given what is new, some times a second. Returns `status` done, failed (with the last line as `reason`) or
-    ended.
+    `found` is given what is new, some times a second. Returns `status` done, failed (with its last words as `reason`)
+    or ended.
     """
     handed = log.with_suffix(".found")
     handed.write_text("")
@@ -55,6 +56,13 @@ def run_telling(
     last = log.read_text(errors="replace").strip()[-4000:]
     if code is None:
         return {"status": "ended", "reason": f"not finished after {limit_s:.0f} s, so it was stopped", "output": last}
-    words = [line for line in last.splitlines() if not line.startswith("[")]  # a library's note at exit: [name] ...
-    reason = words[-1] if words else "no output"
-    return {"status": "failed", "reason": f"exit {code}: {reason}", "output": last}
+    return {"status": "failed", "reason": f"exit {code}: {_last_words(last)}", "output": last}
+
+
+def _last_words(output: str) -> str:
+    """The last line, or the exception that a traceback ends with, without the notes below it."""
+    words = [line for line in output.splitlines() if not line.startswith("[")]  # a library's note at exit: [name] ...
+    if _TRACEBACK in words:
+        last = len(words) - words[::-1].index(_TRACEBACK)
+        words = [line for line in words[last:] if line.strip() and not line[0].isspace()][:1]
+    return words[-1] if words else "no output"

@@ -19,8 +19,8 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -62,6 +62,7 @@ def compile_headers() -> None:
 
     def work() -> None:
         with suppress(Exception):
+            _remove_cut_off_headers()
             # The kernel itself is never compiled.
             CppPythonBindingsCodeCache.load_pybinding_async([], _KERNEL, submit_fn=lambda _: None)
 
@@ -101,33 +102,56 @@ def find_compilation(train: TrainConfig, device: torch.device, tell: Callable[[s
 def remove_cut_off() -> int:
     """Remove what is cut off in Inductor's cache, and say how many files that were; not those being written now.
 
-    The compiler writes a library under its last name. Where it is killed, or the machine loses power, Inductor would
-    load what is there, which ends every process that tries with SIGBUS.
+    The compiler writes a file under its last name. Where it is killed, or the machine loses power, Inductor would load
+    the library that is there, which ends every process that tries with SIGBUS, or have the compiler read the header,
+    which fails.
     """
-    folder, removed = _cache_folder(), 0
+    folder, removed = _cache_folder(), _remove_cut_off_headers()
     for file in [*folder.glob("*/*.so"), *folder.glob("*/*.o")]:
-        # Inductor holds this lock while it writes the file.
-        lock = folder / "locks" / f"{file.name.partition('.')[0]}.lock"
         with suppress(OSError):
             if _is_whole(file):
                 continue
-            lock.parent.mkdir(exist_ok=True)
-            with open(lock, "a") as held:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with _not_written(folder / "locks" / f"{file.name.partition('.')[0]}.lock"):
                 if not _is_whole(file):
                     file.unlink()
                     removed += 1
     return removed
 
 
+def _remove_cut_off_headers() -> int:
+    """As `remove_cut_off`, for compiled headers: while the compiler writes one, it works in a folder beside it."""
+    folder, removed = _default_folder() / "precompiled_headers", 0
+    for beside in folder.glob("*.h_CxxBuild"):
+        key = beside.name.partition(".")[0]
+        with suppress(OSError), _not_written(folder / "locks" / f"{key}.lock"):
+            if beside.exists():
+                (folder / f"{key}.h.gch").unlink(missing_ok=True)
+                shutil.rmtree(beside)
+                removed += 1
+    return removed
+
+
+@contextmanager
+def _not_written(lock: Path) -> Iterator[None]:
+    """Holds a lock that Inductor holds while it writes a file; OSError where it does."""
+    lock.parent.mkdir(exist_ok=True)
+    with open(lock, "a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
 def _cache_folder() -> Path:
     """Where Inductor keeps what it compiles; it would take seconds to ask it."""
-    if named := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        return Path(named)
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return Path(named) if named else _default_folder()
+
+
+def _default_folder() -> Path:
+    """Where it keeps compiled headers in any case."""
     try:
         user = getpass.getuser()
-    except (KeyError, ImportError, OSError):  # a user without a name
-        user = str(os.getuid())
+    except (KeyError, ImportError, OSError):
+        user = f"uid_{os.getuid()}"
     return Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
 

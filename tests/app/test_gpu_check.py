@@ -145,14 +145,19 @@ print("working")
 tell({"second": [2]})
 if "fail" in sys.argv:
     sys.exit("no such card")
+if "raise" in sys.argv:
+    error = OSError("no space left")
+    error.add_note("in op update layers.3[0], step 1, lane optimizer")
+    raise error
 if "hang" in sys.argv:
     time.sleep(600)
 """
 FAILS = ("fail", 600, "failed", "exit 1: no such card")
+RAISES = ("raise", 600, "failed", "exit 1: OSError: no space left")
 HANGS = ("hang", 3, "ended", "not finished after {} s, so it was stopped")
 
 
-@pytest.mark.parametrize(("how", "limit_s", "status", "reason"), [("well", 600, "done", ""), FAILS, HANGS])
+@pytest.mark.parametrize(("how", "limit_s", "status", "reason"), [("well", 600, "done", ""), FAILS, RAISES, HANGS])
 def test_a_process_hands_over_what_it_finds(tmp_path: Path, how: str, limit_s: float, status: str, reason: str) -> None:
     found: dict[str, Any] = {}
     outcome = run_telling([sys.executable, "-c", CHILD, how], limit_s, tmp_path / "child.log", found.update)

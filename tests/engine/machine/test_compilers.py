@@ -163,14 +163,23 @@ def test_compiled_files_that_are_cut_off_are_removed_unless_they_are_being_writt
     (folder / "czeros.main.o").write_bytes(bytes(len(whole)))
     (folder / "cwriting.main.so").write_bytes(whole[:64])
     (folder / "ctext.main.cpp").write_text("int x;")
-    locks = folder.parent / "locks"
-    locks.mkdir()
-    with open(locks / "cwriting.lock", "w") as lock:
+    headers = folder.parent / "precompiled_headers"
+    for name in ("whole", "cut", "writing"):  # Inductor works in a folder beside a header until that is written
+        (headers / f"{name}.h_CxxBuild").mkdir(parents=True)
+        (headers / f"{name}.h.gch").write_bytes(b"gpch")
+    (headers / "whole.h_CxxBuild").rmdir()
+    locks = folder.parent / "locks", headers / "locks"
+    for each in locks:
+        each.mkdir()
+    with open(locks[0] / "cwriting.lock", "w") as lock, open(locks[1] / "writing.lock", "w") as other:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert compilers.remove_cut_off() == len(lengths)
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert compilers.remove_cut_off() == len(lengths) + 1
     left = {file.name for file in folder.iterdir()}
     assert left == {f"c{len(whole)}.main.so", "cwriting.main.so", "ctext.main.cpp"}
-    assert compilers.remove_cut_off() == 1
+    left = {file.name for file in headers.iterdir()}
+    assert left == {"whole.h.gch", "writing.h.gch", "writing.h_CxxBuild", "locks"}
+    assert compilers.remove_cut_off() == 2
 
 
 _AHEAD = """
@@ -189,11 +198,20 @@ print(len(ahead), ahead == compiled())
 
 @needs_gcc
 @pytest.mark.long
-def test_headers_compiled_ahead_are_those_that_kernels_take(tmp_path: Path) -> None:
+def test_headers_compiled_ahead_are_those_that_kernels_take_and_one_that_is_cut_off_is_compiled_again(
+    tmp_path: Path,
+) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(compilers.__file__).parents[1])}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
-    done = subprocess.run([sys.executable, "-c", _AHEAD], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1", "True"]
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", _AHEAD], env=environment, capture_output=True, text=True)
+        assert done.stdout.split() == ["1", "True"], done.stderr[-4000:]
+        (header,) = tmp_path.glob("*/precompiled_headers/*.gch")
+        assert header.stat().st_size > 1 << 20
+        os.truncate(header, 1 << 20)
+        header.with_name(header.stem + "_CxxBuild").mkdir()  # as where Python was killed while the compiler worked
+        for library in tmp_path.glob("*/*/*.so"):
+            library.unlink()
 
 
 @needs_gcc
