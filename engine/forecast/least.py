@@ -153,5 +153,9 @@ def helps(problem_at: ProblemAt, chunks: Sequence[int], refusal: NoPlanError) ->
     """Whether a changed problem needs less of the tier that was too small."""
     assert refusal.tier is not None
     chunk = max((n for n in chunks if n <= refusal.chunk_tokens), default=chunks[0])
-    found = need(problem_at(chunk), refusal.choice, refusal.tier)
-    return found is not None and found < refusal.need_bytes
+    problem = problem_at(chunk)
+    choices = list(frugal_choices(problem))
+    if refusal.choice in choices:  # else the change leaves another choice, say keys and values that must stream
+        choices = [refusal.choice]
+    needs = (need(problem, choice, refusal.tier) for choice in choices)
+    return any(size is not None and size < refusal.need_bytes for size in needs)

@@ -102,6 +102,16 @@ def test_what_a_refusal_asks_for_is_exact_and_what_to_lower_helps(task: PlanRequ
         assert any(tried), (name, message)
 
 
+def test_a_chunk_length_with_which_keys_and_values_must_stream_is_not_advised() -> None:
+    """As many chunks as the window has slots are held whole; twice as many stream, which takes more."""
+    train = tiny.training(global_batch_size=2, micro_batch_size=2, chunk_tokens=16, kv_window="streamed")
+    model = tiny.model(vocab_size=60, tie_embeddings=True)
+    recipe = tiny.recipe(model=model, data=tiny.data(sequence_length=32), train=train)
+    with pytest.raises(BudgetError, match="give at least") as refused:
+        request(recipe, replace(ROOMY, gpu=1), "cpu", ()).search(GENERIC)
+    assert "train.chunk_tokens" not in str(refused.value)
+
+
 @sampled(3, 150)
 @given(requests(), st.sampled_from([("gpu",), ("ram",), ("gpu", "ram")]))
 def test_the_least_is_enough_and_a_kib_less_is_not(task: PlanRequest, tiers: tuple[str, ...]) -> None:
