@@ -60,8 +60,20 @@ def call(
     if "refusal" in answer:
         raise UserError(f"{said}{answer['refusal']}")
     if code != 0 or not handed:
-        raise CallFailed(f"{said}exit {code}: {lines[-1] if lines else 'it said nothing'}", text)
+        raise CallFailed(f"{said}exit {code}: {last_words(text) or 'it said nothing'}", text)
     return answer["result"]
+
+
+def last_words(output: str) -> str:
+    """The last line, or the exception that a traceback ends with, without the notes below it; empty where none is."""
+    words = [line for line in output.splitlines() if not line.startswith("[")]  # a library's note at exit: [name] ...
+    if _TRACEBACK in words:
+        last = len(words) - words[::-1].index(_TRACEBACK)
+        words = [line for line in words[last:] if line.strip() and not line[0].isspace()][:1]
+    return words[-1] if words else ""
+
+
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 def command_of(work: str, *arguments: Any) -> list[str]:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.app.bench.process import run_limited
+from penstock.app.bench.process import last_words, run_limited
 
 _VARIABLE = "GPU_CHECK_FOUND"
-_TRACEBACK = "Traceback (most recent call last):"
 
 
 def tell(values: Mapping[str, Any]) -> None:
@@ -56,13 +55,4 @@ def run_telling(
     last = log.read_text(errors="replace").strip()[-4000:]
     if code is None:
         return {"status": "ended", "reason": f"not finished after {limit_s:.0f} s, so it was stopped", "output": last}
-    return {"status": "failed", "reason": f"exit {code}: {_last_words(last)}", "output": last}
-
-
-def _last_words(output: str) -> str:
-    """The last line, or the exception that a traceback ends with, without the notes below it."""
-    words = [line for line in output.splitlines() if not line.startswith("[")]  # a library's note at exit: [name] ...
-    if _TRACEBACK in words:
-        last = len(words) - words[::-1].index(_TRACEBACK)
-        words = [line for line in words[last:] if line.strip() and not line[0].isspace()][:1]
-    return words[-1] if words else "no output"
+    return {"status": "failed", "reason": f"exit {code}: {last_words(last) or 'no output'}", "output": last}
