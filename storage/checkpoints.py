@@ -254,7 +254,8 @@ def _require_same_content(name: str, kept: Manifest, array: Array, stored: Store
 def delete_checkpoint(root: Path, name: str) -> None:
     """Delete checkpoint `name` of the store in `root`, which nobody or this process has open.
 
-    UserError when there is no such checkpoint, or another process uses it or the store.
+    What another run directory owns on drives stays, and so does a checkpoint of this name that was made after `root`
+    was set aside as a backup. UserError when there is no such checkpoint, or another process uses it or the store.
     """
     root = Path(root).expanduser().absolute()
     folder = checkpoint_folder(root, name)
@@ -268,8 +269,10 @@ def delete_checkpoint(root: Path, name: str) -> None:
         require_plain([root / CHECKPOINTS])
         locks.take(folder)
         bases = _bases(root, name)
+        others = {base for base in bases - {folder} if _is_another(base, folder)}
         if not bases.issuperset(_recorded(folder)):
             write_file(_tombstone(root, name), b"")
+        bases -= others
         for base in bases:
             _mark(base)
         path.unlink(missing_ok=True)
@@ -280,6 +283,14 @@ def delete_checkpoint(root: Path, name: str) -> None:
         raise disk_error(error, folder, "deleting the checkpoint") from error
     finally:
         locks.release()
+
+
+def identify(root: Path) -> None:
+    """Have the checkpoints on drives name `root` as the folder of their owner, which has moved. UserError."""
+    for name in checkpoint_names(root):
+        for base in _bases(root, name) - {root / CHECKPOINTS / name}:
+            if (identity := read_identity(base)) is not None:
+                write_identity(base, Identity.of(identity.store, identity.drive, root, name))
 
 
 def sweep_incomplete(root: Path, folders: Iterable[Path]) -> None:
@@ -372,7 +383,19 @@ def _bases(root: Path, name: str) -> set[Path]:
     with contextlib.suppress(UserError):
         found |= {root / drive.path / CHECKPOINTS / name for drive in Manifest.read(root).drives}
     named = {base: identity for base in found - {folder} if (identity := read_identity(base)) is not None}
-    return {folder} | owned({base: identity for base, identity in named.items() if identity.checkpoint == name}, root)
+    mine = owned({base: identity for base, identity in named.items() if identity.checkpoint == name}, root)
+    # Of a run directory that has moved since only the drive itself knows.
+    drives = {base.parent.parent: identity for base in mine if (identity := read_identity(base.parent.parent))}
+    others = drives.keys() - owned(drives, root)
+    return {folder} | {base for base in mine if base.parent.parent not in others}
+
+
+def _is_another(base: Path, folder: Path) -> bool:
+    """Whether `base` on a drive holds another generation than the checkpoint that `folder` lists."""
+    there = manifest.read_backup(base)
+    with contextlib.suppress(UserError):
+        return there is not None and there.generation != Manifest.read(folder).generation
+    return False
 
 
 def _recorded(folder: Path) -> set[Path]:

@@ -20,7 +20,7 @@ from typing import ClassVar
 from penstock.storage import chunk
 from penstock.storage.disk import atomic_write, fsync_ancestors, lock_folder, reporting, require_free
 from penstock.storage.errors import UserError
-from penstock.storage.filesystem import check_folder
+from penstock.storage.filesystem import check_folder, filesystem_id
 from penstock.storage.manifest import DriveRecord, Manifest
 from penstock.storage.untrusted import parse_object, read_regular, typed
 
@@ -53,7 +53,10 @@ class Identity:
     checkpoint: str | None = None
     """Name of the checkpoint where the folder is one on the drive, and not the drive's own."""
     inode: int = 0
-    """Of folder `root`, which a renamed folder keeps and a copy of it does not have; 0 where it is not known."""
+    """Of folder `root`, which a renamed folder keeps and a copy of it does not have, unless it is one of the whole file
+    system; 0 where it is not known."""
+    filesystem: str = ""
+    """Of folder `root` (filesystem.filesystem_id); "" where it is not known."""
     version: int = 2
     """1 where the drive may hold a generation without a copy of its manifest."""
 
@@ -61,7 +64,7 @@ class Identity:
     def of(store: str, drive: str, root: Path, checkpoint: str | None = None) -> Identity:
         """The identity of a drive, or of a checkpoint on one, whose manifest is in `root`."""
         root = root.resolve()
-        return Identity(store, drive, str(root), checkpoint, root.stat().st_ino)
+        return Identity(store, drive, str(root), checkpoint, root.stat().st_ino, filesystem_id(root))
 
 
 @dataclass(frozen=True, slots=True)

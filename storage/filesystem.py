@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from fcntl import ioctl
 from pathlib import Path
 
 from penstock.storage.chunk import supports_direct
@@ -12,6 +13,9 @@ from penstock.storage.chunk import supports_direct
 _MOUNTINFO = Path("/proc/self/mountinfo")
 _SYS_BLOCK = Path("/sys/dev/block")
 _DEV = Path("/dev")
+
+_GET_UUID = 0x80111500
+"""ioctl FS_IOC_GETFSUUID: a byte with a length, and up to 16 bytes."""
 
 _MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 _NETWORK = {
@@ -69,6 +73,24 @@ class Device:
 def mount_of(folder: Path) -> Mount:
     """The mount that `folder` (or its nearest existing parent) lies on."""
     return _find_mount(existing(folder), _MOUNTINFO.read_text(errors="surrogateescape"))
+
+
+def filesystem_id(folder: Path) -> str:
+    """What the file system of `folder` calls itself; "" where it has no name. A clone of it has the same one.
+
+    Its UUID, else `f_fsid` of statvfs. Neither changes with the mount point; `f_fsid` may with the device.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        told = ioctl(fd, _GET_UUID, bytes(17))
+        if any(uuid := told[1 : 1 + told[0]]):
+            return uuid.hex()
+    except OSError:  # older kernels, and file systems that have none
+        pass
+    finally:
+        os.close(fd)
+    number = os.statvfs(folder).f_fsid
+    return f"{number:x}" if number else ""
 
 
 def check_folder(folder: Path) -> list[str]:

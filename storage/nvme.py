@@ -183,6 +183,9 @@ class NvmeStore:
                 ownership.require_plain({root, *found.values()})
             for folder in found.values():
                 locks.take(folder)
+            if not read_only:
+                ownership.take_over(found.values(), root)  # again: another run directory may have had them meanwhile
+                ownership.require_newest(current, root, found.values())
             store = NvmeStore(
                 root, locks, current, found, active, budget_bytes, readers, on_thread_start, read_only=read_only
             )
@@ -191,6 +194,8 @@ class NvmeStore:
                 if any(array.layout != array.target for array in store._arrays.values()):
                     store._room.require_to_write(store._arrays.values(), "the state that moves there", shared=False)
                 current.back_up({drive.folder for drive in store._drives} - {root})
+                if said:
+                    checkpoints.identify(root)
                 store._settle()
                 store._move_fixed()
                 store.warnings += said + ownership.unlisted(root, [drive.folder for drive in store._drives])

@@ -1,9 +1,12 @@
 """Whose state lies on a drive: the run directory that owns it may change it, and a copy of that directory may not.
 
-A drive names the folder of the manifest that owns it, by path and inode (drive.json), and that names the drive back.
-A copied manifest names a drive that names another folder: while that folder names the drive back it is the owner, also
-when it has been renamed. Where it is gone the run directory has moved, or came back as a copy; where it names another
-folder as this drive, the drive's folder is a copy.
+A drive names the folder of the manifest that owns it (drive.json), and that names the drive back. A copied manifest
+names a drive that names another folder: while that folder names the drive back it is the owner. A folder is known by
+path, file system and inode. None of them is enough: a moved one has another path, one that came back from a backup
+another inode, and a clone of a whole file system repeats its inodes and its UUID; but a folder was renamed only where
+old and new path are on one mounted file system. Where the named folder is gone the run directory has moved, or came
+back as a copy; where it names another folder as this drive, the drive's folder is a copy. Where it is not clear which
+of two it is, neither may have the drive.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from penstock.storage.drives import (
     write_identity,
 )
 from penstock.storage.errors import UserError
+from penstock.storage.filesystem import existing, filesystem_id
 from penstock.storage.manifest import Manifest
 from penstock.storage.untrusted import shell
 
@@ -47,7 +51,7 @@ def claim(folder: Path, store: str | None, root: Path) -> str | None:
         raise UserError(f"{folder}: is checkpoint '{identity.checkpoint}' of a run; choose another folder")
     if identity.store == store:
         return identity.drive or None
-    if store is None and _is_aborted_start(folder, identity, root):
+    if store is None and is_aborted_start(folder, identity, root):
         return None
     raise UserError(
         f"{folder}: holds the state of another run (its manifest was in {identity.root}); choose another folder, or "
@@ -55,7 +59,7 @@ def claim(folder: Path, store: str | None, root: Path) -> str | None:
     )
 
 
-def _is_aborted_start(folder: Path, identity: Identity, root: Path) -> bool:
+def is_aborted_start(folder: Path, identity: Identity, root: Path) -> bool:
     """Whether a start in `root`, which holds no manifest, has left `folder` behind before its first generation.
 
     The manifest of a run that was moved away is not there either, but its copy on the drive is.
@@ -95,6 +99,10 @@ def take_over(folders: Iterable[Path], root: Path) -> list[str]:
             if is_same(Path(identity.root), root) and _inode(other) != identity.inode:
                 what = f"is one of two run directories that list the state on {folder}; the other is {other}. It is "
                 what += "not clear which of them owns it. Remove the one that you do not need"
+            elif not other.exists():
+                what = f"lies on a copy of the file system on which the owner of the state on {folder} was, {other}, "
+                what += "and that file system is mounted as well. If the run was renamed there, resume it there; if "
+                what += "this one replaces it, unmount that file system"
             else:
                 what = f"is a copy of {other}, which still exists and owns the state on {folder}. Resume that run"
             raise UserError(
@@ -148,11 +156,36 @@ def owner(folder: Path, identity: Identity, root: Path) -> Path | None:
     named = Path(identity.root)
     if not identity.inode:
         return named if not is_same(named, root) and _names(named, folder, identity) else None
-    if _inode(root) == identity.inode:
-        return None
-    others = [named, *_beside(named)]
+    own = _inode(root) == identity.inode
+    if is_same(named, root):
+        if own:
+            return None
+    elif _names(named, folder, identity):
+        # Whoever has the inode was renamed, and what is in its place now is a copy.
+        return None if own and _is_renamed(named, root, identity) else named
+    others = [other for other in (named, *_beside(named)) if not is_same(other, root)]
     others.sort(key=lambda other: _inode(other) != identity.inode)
-    return next((other for other in others if not is_same(other, root) and _names(other, folder, identity)), None)
+    other = next((other for other in others if _names(other, folder, identity)), None)
+    if other is not None and (not own or _inode(other) == identity.inode):
+        return other
+    return named if _is_cloned(named, root, identity) else None
+
+
+def _is_renamed(named: Path, root: Path, identity: Identity) -> bool:
+    """Whether `root`, which has the inode of folder `named` of `identity`, is that folder: `named` is another one now.
+
+    A clone of the file system has the inode too, on another mounted file system.
+    """
+    known = identity.filesystem in ("", filesystem_id(root))
+    return known and _device(named) == _device(root) and _inode(named) != identity.inode
+
+
+def _is_cloned(named: Path, root: Path, identity: Identity) -> bool:
+    """Whether `root` is on a clone of the file system from which `named` has gone, or the other way round: both are
+    mounted, and the owner may have another name there."""
+    there = existing(named)
+    same = identity.filesystem and {filesystem_id(root), filesystem_id(there)} == {identity.filesystem}
+    return bool(same) and _device(there) != _device(root)
 
 
 def _beside(root: Path) -> Iterator[Path]:
@@ -169,14 +202,21 @@ def _inode(folder: Path) -> int | None:
         return None
 
 
+def _device(folder: Path) -> int | None:
+    try:
+        return folder.stat().st_dev
+    except OSError:
+        return None
+
+
 def _names(other: Path, folder: Path, identity: Identity) -> bool:
     """Whether the manifest in `other` names `folder` as its own. One that cannot be read owns what names it."""
     place = other if identity.checkpoint is None else other / CHECKPOINTS / identity.checkpoint
-    if not (place / manifest.FILE_NAME).exists() and not manifest.has_backup(place):
-        return False
     try:
+        if not (place / manifest.FILE_NAME).exists() and not manifest.has_backup(place):
+            return False
         content = Manifest.read(place)
-    except UserError:
+    except (UserError, PermissionError):
         return True
     if content.store != identity.store:
         return False

@@ -30,11 +30,17 @@ def sweep(root: Path, drive_set: DriveSet, arrays: Collection[Array]) -> None:
 def remove_store(root: Path, folders: Iterable[Path]) -> None:
     """Remove a closed store, whose manifest is in `root`, from its drives' `folders`, and those that are empty then.
 
-    A folder that is another store's, or nobody's, stays as it is. UserError where one does not say whose it is.
+    A folder that is another store's, or nobody's, stays as it is: also where `root` is the place from which that
+    other one has moved. UserError where one does not say whose it is.
     """
+    own = drives.read_identity(root)
     for folder in folders:
         identity = drives.read_identity(folder)
         if identity is None or not ownership.is_same(Path(identity.root), root):
+            continue
+        if own is None and not ownership.is_aborted_start(folder, identity, root):
+            continue
+        if own is not None and (own.store != identity.store or ownership.owner(folder, identity, root) is not None):
             continue
         remove_arrays(folder)
         for name in (SCRATCH, CHECKPOINTS):

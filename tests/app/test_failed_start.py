@@ -3,6 +3,7 @@ model comes from: a folder, a shape, both, or neither."""
 
 import json
 import os
+import shutil
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +14,7 @@ import bad_model_files
 import fake_run
 import pytest
 from cli_process import FAKE, done, refusal, started, wait_until
-from nvme_state import make
+from nvme_state import assert_whole, make
 from recipe_texts import TINY
 from transformers import PretrainedConfig
 
@@ -86,6 +87,26 @@ def test_a_discarded_run_leaves_its_drives_as_well(tmp_path: Path) -> None:
             assert other.verify() > 0
     assert not (tmp_path / "out").exists()
     assert [path.name for drive in drives for path in drive.iterdir()] == ["other"]
+
+
+@pytest.mark.parametrize("how", ["renamed", "copied away"])
+def test_a_discarded_run_leaves_the_state_of_one_that_was_there_before(tmp_path: Path, how: str) -> None:
+    """The drives name the place of the new run as that of their owner, as its new path is known only once it is opened
+    there."""
+    drive = tmp_path / "nvme"
+    recipe = Recipe(name="x", storage=StorageConfig(nvme=[str(drive)]))
+    with RunDir.create(recipe, tmp_path / "out") as run:
+        make(run.path / "state", 1, 2, drives=[drive / "out"]).close()
+    if how == "renamed":
+        run.path.rename(tmp_path / "away")
+    else:
+        shutil.copytree(run.path, tmp_path / "away")
+        shutil.rmtree(run.path)
+    with RunDir.create(recipe, tmp_path / "out") as again:
+        with pytest.raises(UserError, match="holds the state of another run"):
+            make(again.path / "state", drives=[drive / "out"])
+        again.discard()
+    assert_whole(tmp_path / "away/state", 2)
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """Copies, moves and old backups of a run directory whose state lies on drives outside of it."""
 
 import errno
+import json
 import os
 import re
 import shlex
@@ -135,6 +136,22 @@ def test_a_copy_is_not_taken_for_a_renamed_original(tmp_path: Path, drives: list
         NvmeStore.open(copy)
     assert tree(copy, renamed, *drives) == before
     assert_whole(renamed, 2)
+
+
+def test_an_inode_alone_is_no_proof(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, run: Path, drives: list[Path]
+) -> None:
+    """What a clone of the disk sees (test_clones mounts some): the owner's inode is its own, on another file system."""
+    copy = shutil.copytree(run, tmp_path_factory.mktemp("other") / "copy")
+    if copy.stat().st_dev == run.stat().st_dev:
+        pytest.skip("there is one file system here")
+    for drive in drives:
+        content = json.loads((drive / "drive.json").read_text())
+        assert content["inode"] == run.stat().st_ino
+        (drive / "drive.json").write_text(json.dumps(content | {"inode": copy.stat().st_ino, "filesystem": ""}))
+    with pytest.raises(UserError, match=rf"{copy}: is a copy of {run}.*--copy-state"):
+        NvmeStore.open(copy)
+    assert_whole(run, 2)
 
 
 NEWER = r"newer generation: (cp .*)\. Nothing"
