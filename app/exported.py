@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from penstock.app.model_card import adapter_config
+from penstock.storage.model_folder import ADAPTER_CONFIG_NAME
+
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def base_folder(folder: Path) -> Path | None:
@@ -27,18 +32,38 @@ def base_folder(folder: Path) -> Path | None:
 
 def load_exported(folder: Path, base: str | None) -> tuple[Any, Any]:
     """Tokenizer and model of an exported folder, by plain transformers; `base`: what an adapter belongs to."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer, GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    tokenizer = AutoTokenizer.from_pretrained(folder, **local)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, **_LOCAL)
     if adapter_config(folder) is None:
-        return tokenizer, AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **local)
+        return tokenizer, _whole_model(folder)
     from peft import PeftModel
 
     assert base is not None, "an adapter's folder, and no base"
-    model = AutoModelForCausalLM.from_pretrained(Path(base).expanduser(), use_safetensors=True, **local)
+    model = _whole_model(Path(base).expanduser())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of what one of the two libraries asks the other
-        return tokenizer, PeftModel.from_pretrained(model, str(folder)).eval()
+        adapted: Any = PeftModel.from_pretrained(model, str(folder)).eval()
+    if (folder / "generation_config.json").is_file():
+        adapted.generation_config = GenerationConfig.from_pretrained(folder)
+    return tokenizer, adapted
+
+
+def _whole_model(folder: Path) -> Any:
+    """Run as suits this machine, whatever its config asks for, and without an adapter that was left beside it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from penstock.engine.hf.config import set_aside_ways
+
+    config = AutoConfig.from_pretrained(folder, **_LOCAL)
+    set_aside_ways(config)
+    with ExitStack() as stack:
+        if (folder / ADAPTER_CONFIG_NAME).is_file():
+            alone = Path(stack.enter_context(TemporaryDirectory()))
+            for file in folder.resolve().iterdir():
+                if not file.name.startswith("adapter_"):
+                    (alone / file.name).symlink_to(file)
+            folder = alone
+        return AutoModelForCausalLM.from_pretrained(folder, config=config, use_safetensors=True, **_LOCAL)

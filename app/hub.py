@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -21,13 +22,14 @@ from penstock.app.working import working
 from penstock.engine import preparing
 from penstock.engine.config import Recipe
 from penstock.storage.errors import UserError
-from penstock.storage.model_folder import INDEX_NAME, SINGLE_NAME
+from penstock.storage.model_folder import INDEX_NAME, MORE_TEMPLATES, SINGLE_NAME
 from penstock.storage.units import bytes_text
 from penstock.storage.untrusted import one_line, parse_object, shell
 from penstock.storage.user_cache import cache_folder, read_kept, write_kept
 
-_MODEL_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken"}
-"""Of the files beside a model's weights: config, tokenizer, chat template."""
+_MODEL_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
+"""Of the files beside a model's weights: config, tokenizer, chat template; code, which is never run here, for exports
+whose config names it."""
 _DATA_SUFFIXES = {".parquet", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".arrow", ".txt", ".md"}
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip"}
 _NO_DATA = {"readme.md", "license.md", "license.txt", "dataset_infos.json", "dataset_info.json", "dataset_dict.json"}
@@ -150,11 +152,13 @@ def _cached(hub: HubName, kind: Kind, *, weights: bool = True, config_only: bool
 
 
 def _has_weights(folder: Path) -> bool:
+    if (folder / SINGLE_NAME).is_file():
+        return True
     try:
         index = parse_object((folder / INDEX_NAME).read_bytes())
         shards = {str(shard) for shard in index["weight_map"].values()}
     except (OSError, ValueError, KeyError, AttributeError):
-        shards = {SINGLE_NAME}
+        return False
     return all((folder / shard).is_file() for shard in shards)
 
 
@@ -192,6 +196,8 @@ def _choose(
     if config_only:
         return commit, [file for file in top if file.name == "config.json"]
     chosen = [file for file in top if PurePosixPath(file.name).suffix in _MODEL_SUFFIXES]
+    more = re.compile(re.escape(MORE_TEMPLATES) + r"/[^/]+\.jinja")
+    chosen += [file for file in files if more.fullmatch(file.name)]
     if weights:
         tensors = [file for file in top if file.name.endswith(".safetensors")]
         if not (ours := [file for file in tensors if file.name.startswith("model")]):

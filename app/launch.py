@@ -45,12 +45,15 @@ from penstock.engine.events import (
 from penstock.engine.preparing import Checklist
 from penstock.storage.disk import atomic_write
 from penstock.storage.errors import UserError, used_up
+from penstock.storage.model_folder import tensor_names
 from penstock.storage.untrusted import shell
 
 if TYPE_CHECKING:
     from penstock.engine.train import TrainResult
 
 _LAST_STEPS = 5
+_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight", "output_layer.weight")
+"""Ends of the names under which a checkpoint has a head of its own."""
 
 
 class RunObserver:
@@ -237,7 +240,7 @@ def require_weights(recipe: Recipe) -> None:
         return
     folder = Path(recipe.model.path).expanduser()
     if any(folder.glob("*.safetensors")):
-        return
+        return _require_tied(recipe, folder)
     reason = (
         "is not a folder" if folder.is_file() else "contains no *.safetensors" if folder.exists() else "does not exist"
     )
@@ -245,6 +248,21 @@ def require_weights(recipe: Recipe) -> None:
         f"model.path: {folder} {reason}; put the model's Hugging Face folder there, name another with "
         "--set model.path=..., or add --from-scratch to start with random weights"
     )
+
+
+def _require_tied(recipe: Recipe, folder: Path) -> None:
+    """UserError for a head that is stored, differs from the embedding, and is tied to it by the config."""
+    try:
+        names = tensor_names(folder)
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # whoever reads the weights says what is wrong with them
+    if not any(name.endswith(_HEADS) for name in names):
+        return
+    with loading():
+        from penstock.engine.hf.config import read_config
+        from penstock.engine.hf.weights import require_tied
+
+    require_tied(folder, read_config(folder, recipe.model.overrides))
 
 
 def require_data(recipe: Recipe) -> None:

@@ -15,12 +15,14 @@ from penstock.app.run_files import JsonLines, number
 from penstock.engine.config import Recipe
 from penstock.storage.disk import atomic_write
 from penstock.storage.errors import UserError
+from penstock.storage.model_folder import ADAPTER_CONFIG_NAME, is_adapter_folder, read_model_file
 from penstock.storage.untrusted import parse_object, printable, shell
 
 if TYPE_CHECKING:
     from penstock.engine.export import Exported
 
 NAME = "README.md"
+_CONFIG_BYTES = 1 << 24
 _SNAPSHOT = re.compile(r"/(models|datasets)--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?=/|$)")
 _PACKAGES = ("penstock", "torch", "transformers", "peft", "datasets")
 
@@ -58,9 +60,9 @@ def card_text(folder: Path, run_path: Path, recipe: Recipe, exported: Exported) 
         "## Use",
         "",
         "```python",
-        *_imports(exported),
+        *_imports(folder, exported),
         "",
-        *_loading(folder.name, named, exported),
+        *_loading(folder, named, exported),
         f'tokenizer = AutoTokenizer.from_pretrained("{folder.name}")',
         "```",
         "",
@@ -96,38 +98,50 @@ def _what(recipe: Recipe, exported: Exported) -> str:
     return f"{size}, {how} trained with Penstock"
 
 
-def _imports(exported: Exported) -> list[str]:
-    peft = [] if exported.adapter is None else ["from peft import PeftModel"]
-    return [*peft, "from transformers import AutoModelForCausalLM, AutoTokenizer"]
-
-
-def _loading(folder: str, recipe: Recipe, exported: Exported) -> list[str]:
+def _imports(folder: Path, exported: Exported) -> list[str]:
     if exported.adapter is None:
-        return [f'model = AutoModelForCausalLM.from_pretrained("{folder}")']
+        return ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    names = ["AutoModelForCausalLM", "AutoTokenizer"] + ["GenerationConfig"] * _has_ends(folder)
+    return ["from peft import PeftModel", f"from transformers import {', '.join(names)}"]
+
+
+def _has_ends(folder: Path) -> bool:
+    """Whether an adapter's texts end otherwise than its base's, which nothing that loads it knows by itself."""
+    return (folder / "generation_config.json").is_file()
+
+
+def _loading(folder: Path, recipe: Recipe, exported: Exported) -> list[str]:
+    if exported.adapter is None:
+        return [f'model = AutoModelForCausalLM.from_pretrained("{folder.name}")']
     hub = _hub_name(recipe.model.path)
     base = recipe.model.path if hub is None else hub.name
     return [
         f"base = AutoModelForCausalLM.from_pretrained({json.dumps(str(base))})",
-        f'model = PeftModel.from_pretrained(base, "{folder}")',
+        f'model = PeftModel.from_pretrained(base, "{folder.name}")',
+        *[f'model.generation_config = GenerationConfig.from_pretrained("{folder.name}")'] * _has_ends(folder),
     ]
 
 
 def adapter_config(folder: Path) -> dict[str, Any] | None:
-    """What an exported adapter's folder says of it; None for the folder of a whole model."""
-    file = folder / "adapter_config.json"
-    return parse_object(file.read_bytes()) if file.is_file() else None
+    """What an adapter's folder says of it; None for the folder of a whole model. UserError where it cannot be read."""
+    if not is_adapter_folder(folder):
+        return None
+    try:
+        return parse_object(read_model_file(folder, ADAPTER_CONFIG_NAME, _CONFIG_BYTES))
+    except ValueError as error:
+        raise UserError(f"{folder / ADAPTER_CONFIG_NAME}: not readable ({error}); copy or download it again") from None
 
 
 def other_programs(folder: Path | str, adapter: dict[str, Any] | None = None) -> list[str]:
     """How an exported folder comes to other programs, a line each; `adapter`: what `adapter_config` says of it."""
     if adapter is not None:
-        if adapter["use_dora"]:
+        if adapter.get("use_dora"):
             return ["for vLLM, llama.cpp and Ollama, which do not support DoRA: export it with --merged"]
-        base = str(adapter["base_model_name_or_path"])
+        base = str(adapter.get("base_model_name_or_path"))
         option = "--base" if Path(base).is_dir() else "--base-model-id"
         lora = shell("vllm", "serve", base, "--enable-lora", "--lora-modules", f"{Path(folder).name}={folder}")
         return [
-            f"for vLLM: {lora} --max-lora-rank {adapter['r']}",
+            f"for vLLM: {lora} --max-lora-rank {adapter.get('r')}",
             f"for llama.cpp: {shell('python', 'convert_lora_to_gguf.py', folder, option, base)}",
         ]
     gguf = shell("python", "convert_hf_to_gguf.py", folder, "--outtype", "bf16")

@@ -74,8 +74,11 @@ def sample(
     with Working() as shown, ExitStack() as stack:
         with shown.step(f"opening {model}"):
             found = stack.enter_context(sampling.opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram))
+        shown.clear()
+        for remark in found.remarks:
+            _remark(remark)
         decoding = sampling.decoding_of(
-            found, (1024 if chat else 64) if tokens is None else tokens, temperature, top_p, seed
+            found, (1024 if chat else 64) if tokens is None else tokens, temperature, top_p, seed, chat=chat
         )
         if not given:
             shown.end()

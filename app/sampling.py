@@ -186,8 +186,10 @@ def chat(
     return messages
 
 
-def decoding_of(model: StreamedModel, tokens: int, temperature: float, top_p: float, seed: int) -> Decoding:
-    """Raises UserError for values that nothing can be drawn with."""
+def decoding_of(
+    model: StreamedModel, tokens: int, temperature: float, top_p: float, seed: int, *, chat: bool = False
+) -> Decoding:
+    """`chat`: the texts are answers. Raises UserError for values that nothing can be drawn with."""
     from penstock.engine.generate.decode import Decoding
 
     if tokens < 1:
@@ -196,7 +198,8 @@ def decoding_of(model: StreamedModel, tokens: int, temperature: float, top_p: fl
         raise UserError(f"--temperature: {temperature:g} must be from 0 (the most likely token) to 100")
     if not 0 < top_p <= 1:
         raise UserError(f"--top-p: {top_p:g} must be above 0, at most 1")
-    return Decoding(new_tokens=tokens, temperature=temperature, top_p=top_p, seed=seed, stop_ids=model.stop_ids)
+    stops = model.chat_stop_ids if chat else model.stop_ids
+    return Decoding(new_tokens=tokens, temperature=temperature, top_p=top_p, seed=seed, stop_ids=stops)
 
 
 def sample(
@@ -224,7 +227,7 @@ def sample(
     if not given:
         return []
     with opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram) as found:
-        decoding = decoding_of(found, tokens, temperature, top_p, seed)
+        decoding = decoding_of(found, tokens, temperature, top_p, seed, chat=chat)
         return [one.text for one in continued(found, given, decoding, chat=chat, on_text=on_text)]
 
 

@@ -13,12 +13,16 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from penstock.engine.config import AdapterConfig, Recipe, drive_folders, state_folder
+from penstock.engine.data.chat import ChatTemplate
 from penstock.engine.data.corpus import kept_tokenizer
-from penstock.engine.data.tokenizer import TextTokenizer
+from penstock.engine.data.kept_template import kept_template, trained_ends
+from penstock.engine.data.tokenizer import TextTokenizer, tokenizer_contents
 from penstock.engine.hf import weights
 from penstock.engine.hf.adapter_folder import write_adapter
 from penstock.engine.hf.config import model_config, with_vocabulary
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file
+from penstock.engine.hf.generation import stop_ids, write_generation_config
+from penstock.engine.hf.named_code import named_code
 from penstock.engine.model.adapter_values import AdapterLayers
 from penstock.engine.model.adapters import plain_name
 from penstock.engine.model.anatomy import take_apart
@@ -68,7 +72,7 @@ def export(
     """
     with reading_run(run_dir, recipe, checkpoint) as run:
         named, recipe, is_kept = recipe.model.path, run.recipe, run.is_kept
-        spec, origin, tokenizer, stored = run.spec, run.origin, run.tokenizer, run.stored
+        spec, origin, stored = run.spec, run.origin, run.stored
         adapter, constants = spec.adapter, run.constants
         flat: dict[str, FlatLayout] = layouts(spec)
 
@@ -84,7 +88,9 @@ def export(
                 parameters,
                 base=named,
                 dtype="float32" if dtype == "auto" else dtype,
-                tokenizer=origin if tokenizer is None else tokenizer.folder,
+                tokenizer=run.tokenizer_files(),
+                stops=run.stops(),
+                origin=origin,
             )
             remarks: list[str] = []
         else:
@@ -105,13 +111,16 @@ def export(
                 read,
                 constants=constants,
                 origin=like,
-                tokenizer=tokenizer,
+                eos_id=None if run.tokenizer is None else run.tokenizer.eos_id,
+                tokenizer=run.tokenizer_files(),
+                stops=run.stops(),
                 dtype=usual if dtype == "auto" else dtype,
                 stored=rows,
                 convert=dtype != "auto",
                 max_shard_bytes=max_shard_bytes,
             )
             if is_kept:
+                write_generation_config(out_dir, origin, spec.config, run.stops())
                 remarks.append(
                     f"model.path: {named} is missing here, so tensors have transformers' own names and only the text "
                     "layers are exported; restore the folder for an export like the original"
@@ -148,6 +157,28 @@ class RunState:
     origin: Path | None
     """That folder."""
     tokenizer: TextTokenizer | None
+    template: ChatTemplate | None
+    """That of its conversations, or the tokenizer's own."""
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """What makes up the tokenizer, with the chat template that was trained, by path."""
+        folder, other = self.origin, None
+        if self.tokenizer is not None:
+            folder, own = self.tokenizer.folder, self.tokenizer.chat_template
+            known = {"default": own} if isinstance(own, str) else own
+            if self.template is not None and self.template.texts != known:
+                other = self.template.texts
+        if folder is None or not folder.is_dir():
+            return {}
+        found = tokenizer_contents(folder, other)
+        return found | named_code(folder, found)[0]
+
+    def stops(self) -> frozenset[int]:
+        """Tokens that end a text or a turn of what the run writes."""
+        if self.tokenizer is None:
+            return frozenset()
+        ends = trained_ends(self.recipe.data, self.tokenizer, self.template)
+        return ends | stop_ids(self.origin, self.stored, self.tokenizer)
 
 
 @contextmanager
@@ -171,7 +202,9 @@ def reading_run(run_dir: Path, recipe: Recipe, checkpoint: str | None = None) ->
         config = with_vocabulary(stored, recipe, vocabulary)
         spec = take_apart(config, recipe.train.freeze, recipe.adapter if recipe.adapter.is_used else None)
         constants = read_constants_file(root / CONSTANTS_FILE, store.meta.get("constants"), spec.constants)
-        yield RunState(store, recipe, recipe.model.path != named, spec, constants, stored, origin, tokenizer)
+        template = None if tokenizer is None else kept_template(recipe.data, tokenizer, run_dir / "data")
+        is_kept = recipe.model.path != named
+        yield RunState(store, recipe, is_kept, spec, constants, stored, origin, tokenizer, template)
     finally:
         store.close()
 

@@ -65,6 +65,7 @@ from penstock.engine.runtime.tuning import Tuning
 from penstock.engine.session import Session, require_record, run_identity, run_meta
 from penstock.engine.uploads import Uploads
 from penstock.storage.errors import UserError
+from penstock.storage.model_folder import remarks_on_weights
 from penstock.storage.nvme import NvmeStore
 from penstock.storage.readers import Readers, find_readers
 from penstock.storage.safetensors_io import CheckpointReader
@@ -92,6 +93,9 @@ def open_session(
     given, recipe = recipe, with_kept_inputs(recipe, run_dir)
     prepared, spec, new_rows = describe_run(recipe, run_dir, checklist)
     start = None if resume else adapter_start(recipe, spec, observer)
+    if not resume and recipe.model.path is not None:
+        for remark in remarks_on_weights(Path(recipe.model.path).expanduser()):
+            observer.on_message(f"model.path: {remark}")
     loader = make_loader(prepared.corpus, spec, recipe)
     validation = make_validation(prepared.corpus, spec, recipe)
     _describe(observer, spec, prepared, loader, device)

@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.engine.config import Recipe
+from penstock.storage.model_folder import MORE_TEMPLATES
 from penstock.storage.offsite_place import may_be_named
 
 INPUTS = "inputs"
 """Folder of a run directory: what the recipe names elsewhere, kept for a machine that does not have it."""
-_MODEL, _TOKENIZER, _TEMPLATE = "model", "tokenizer", "chat_template.jinja"
+_MODEL, _TOKENIZER = "model", "tokenizer"
 RECIPE = "recipe.json"
 STEP_FILES = ("metrics.jsonl", "validation.jsonl", "samples.jsonl", "spikes.jsonl")
 """What a run has told of its steps; lines of steps that a resumed run does again go when it does them."""
@@ -35,14 +36,14 @@ def run_files(run_dir: Path, recipe: Recipe) -> dict[str, Path]:
         for named, kept in (
             (recipe.model.path, _MODEL),
             (recipe.data.tokenizer, _TOKENIZER),
-            (recipe.data.chat_template, _TEMPLATE),
+            (recipe.data.chat_template, _template_name(recipe)),
         )
     )
     for source, kept in ((model, _MODEL), (tokenizer, _TOKENIZER)):
         if source is not None:
             found |= {f"{INPUTS}/{kept}/{name}": path for name, path in _small(source)}
     if template is not None and template.is_file():
-        found[f"{INPUTS}/{_TEMPLATE}"] = template
+        found[f"{INPUTS}/{_template_name(recipe)}"] = template
     return {name: path for name, path in found.items() if path.is_file()}
 
 
@@ -57,9 +58,14 @@ def with_kept_inputs(recipe: Recipe, run_dir: Path) -> Recipe:
         model = replace(model, path=str(kept / _MODEL))
     if _is_missing(data.tokenizer) and (kept / _TOKENIZER).is_dir():
         data = replace(data, tokenizer=str(kept / _TOKENIZER))
-    if _is_missing(data.chat_template) and (kept / _TEMPLATE).is_file():
-        data = replace(data, chat_template=str(kept / _TEMPLATE))
+    if _is_missing(data.chat_template) and (kept / _template_name(recipe)).is_file():
+        data = replace(data, chat_template=str(kept / _template_name(recipe)))
     return recipe if (model, data) == (recipe.model, recipe.data) else replace(recipe, model=model, data=data)
+
+
+def _template_name(recipe: Recipe) -> str:
+    """What a chat template is called among the inputs: JSON and Jinja are told apart by the name's end."""
+    return f"chat_template.{'json' if str(recipe.data.chat_template).endswith('.json') else 'jinja'}"
 
 
 def _is_missing(path: str | None) -> bool:
@@ -85,6 +91,8 @@ def _below(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def _small(source: Path) -> Iterator[tuple[str, Path]]:
     """The small files of a model's or tokenizer's folder, by the names that these go by, links or not."""
-    for path in [source] if source.is_file() else sorted(source.iterdir()):
-        if _SMALL.fullmatch(path.name) and path.is_file() and path.stat().st_size <= _SMALL_BYTES:
-            yield path.name, path
+    more = sorted((source / MORE_TEMPLATES).glob("*.jinja"))
+    for path in [source] if source.is_file() else [*sorted(source.iterdir()), *more]:
+        fits = path in more or _SMALL.fullmatch(path.name)
+        if fits and path.is_file() and path.stat().st_size <= _SMALL_BYTES:
+            yield f"{MORE_TEMPLATES}/{path.name}" if path in more else path.name, path

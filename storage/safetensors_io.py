@@ -31,11 +31,13 @@ from penstock.storage.disk import (
 from penstock.storage.errors import UserError
 from penstock.storage.model_folder import (
     INDEX_NAME,
+    MOST_HEADER_BYTES,
     SINGLE_NAME,
     has_model_file,
     is_plain_name,
     open_model_file,
     read_model_file,
+    weights_file,
 )
 from penstock.storage.untrusted import is_whole, one_line, parse_object
 
@@ -59,7 +61,6 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in _DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MOST_DIMENSIONS = 64
 
 
@@ -75,17 +76,22 @@ class _Entry:
 
 
 class CheckpointReader:
-    """The tensors of a folder that holds model.safetensors, or shards and their index; or one file called `single`.
+    """The tensors of a folder that holds model.safetensors, or shards and their index, whichever transformers would
+    read (model_folder.py: weights_file); or of one file called `single`.
 
     Every shard's presence, header and size are checked here, before the first tensor is read: UserError names the file,
     and for a truncated one the expected and the real size. The folder may come from anybody: shards are regular files
     in it, and their tensors fill them without overlaps and gaps.
     """
 
-    def __init__(self, folder: Path, *, single: str = SINGLE_NAME):
+    def __init__(self, folder: Path, *, single: str | None = None):
         self.folder = Path(folder)
-        weight_map = self._weight_map() if single == SINGLE_NAME else {}
-        shards = sorted(set(weight_map.values())) if weight_map else [single]
+        file = weights_file(self.folder) if single is None else single
+        if file is None:
+            raise UserError(f"{self.folder}: has neither {SINGLE_NAME} nor {INDEX_NAME}; give a model folder")
+        self._index = self.folder / file if file.endswith(".json") else None
+        weight_map = self._weight_map()
+        shards = sorted(set(weight_map.values())) if weight_map else [file]
         missing = [name for name in shards if not has_model_file(self.folder, name)]
         if missing:
             raise UserError(
@@ -99,7 +105,7 @@ class CheckpointReader:
                     self._entries[name] = entry
         for name, shard in weight_map.items():
             if name not in self._entries or self._entries[name].path.name != shard:
-                raise UserError(f"{self.folder / shard}: tensor '{name}' is in {INDEX_NAME} but not in this shard")
+                raise UserError(f"{self.folder / shard}: tensor '{name}' is in the index but not in this shard")
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {
             name: (str(entry.dtype).removeprefix("torch."), entry.shape) for name, entry in self._entries.items()
         }
@@ -127,13 +133,11 @@ class CheckpointReader:
                 raise UserError(f"{entry.path}: became shorter while tensor '{name}' was read")
 
     def _weight_map(self) -> dict[str, str]:
-        """Tensor name -> shard name from the index; empty for a folder with one unsharded file."""
-        path = self.folder / INDEX_NAME
-        if not has_model_file(self.folder, INDEX_NAME):
-            if not has_model_file(self.folder, SINGLE_NAME):
-                raise UserError(f"{self.folder}: has neither {SINGLE_NAME} nor {INDEX_NAME}; give a model folder")
+        """Tensor name -> shard name from the index; empty for one unsharded file."""
+        path = self._index
+        if path is None:
             return {}
-        content = read_model_file(self.folder, INDEX_NAME, _MAX_HEADER_BYTES)
+        content = read_model_file(self.folder, path.name, MOST_HEADER_BYTES)
         try:
             weight_map = parse_object(content, unique=True).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
@@ -292,12 +296,12 @@ def _read_header(folder: Path, shard: str) -> dict[str, _Entry]:
             size = os.fstat(file.fileno()).st_size
             header_bytes = int.from_bytes(file.read(8), "little")
             data_start = 8 + header_bytes
-            if size < 8 or (data_start > size and header_bytes <= _MAX_HEADER_BYTES):
+            if size < 8 or (data_start > size and header_bytes <= MOST_HEADER_BYTES):
                 raise UserError(
                     f"{path}: truncated: expected {max(data_start, 8):,} bytes for the header alone, found {size:,}; "
                     "copy or download it again"
                 )
-            if header_bytes > _MAX_HEADER_BYTES:
+            if header_bytes > MOST_HEADER_BYTES:
                 raise ValueError(f"the header claims to have {header_bytes:,} bytes")
             header = parse_object(file.read(header_bytes), unique=True)
         if not isinstance(header.pop("__metadata__", {}), dict):

@@ -5,21 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.engine.data.tokenizer import (
-    TOKENIZER_FILES,
     TextTokenizer,
     load_tokenizer,
     read_trained_on,
     require_intact,
     seal_trained,
+    tokenizer_contents,
+    write_tokenizer_files,
 )
 from penstock.storage.disk import build_folder
 from penstock.storage.errors import UserError, refused
-from penstock.storage.model_folder import has_model_file, read_model_file
 from penstock.storage.untrusted import one_line
 
 FOLDER = "tokenizer-added"
 """Beside the folder of a tokenizer that was trained on the data."""
-_FILE_BYTES = 1 << 28
 
 
 def add_tokens(base: TextTokenizer, added: list[str], folder: Path) -> TextTokenizer:
@@ -37,9 +36,7 @@ def add_tokens(base: TextTokenizer, added: list[str], folder: Path) -> TextToken
     if record is not None and {key: record.get(key) for key in stamp} == stamp:
         return kept_tokens(folder)
     with build_folder(folder) as temporary:
-        for name in TOKENIZER_FILES:
-            if has_model_file(base.folder, name):
-                (temporary / name).write_bytes(read_model_file(base.folder, name, _FILE_BYTES))
+        write_tokenizer_files(temporary, tokenizer_contents(base.folder))
         with refused(f"model.added_tokens: {base.folder}: they cannot be added"):
             _add(base, added, temporary)
         seal_trained(temporary, stamp)

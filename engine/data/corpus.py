@@ -21,6 +21,7 @@ from penstock.engine.data.corpus_cache import keep_corpus, take_corpus
 from penstock.engine.data.corpus_files import META, CorpusInfo, CorpusWriter, Origin, TokenCorpus, read_info
 from penstock.engine.data.encode import Encoder
 from penstock.engine.data.encode_pool import encode_all
+from penstock.engine.data.kept_template import keep_template
 from penstock.engine.data.position import Progress
 from penstock.engine.data.reading import is_empty, read_samples, source_files, texts_of
 from penstock.engine.data.rows import BadRows
@@ -66,7 +67,9 @@ def _prepare_text(
     tokenizer = prepare_tokenizer(config, model_folder, folder / "tokenizer", has_corpus=has_corpus)
     if added_tokens:
         tokenizer = add_tokens(tokenizer, list(added_tokens), folder / ADDED_FOLDER)
-    return tokenizer, prepare_corpus(config, tokenizer, folder / "corpus")
+    corpus = prepare_corpus(config, tokenizer, folder / "corpus")
+    keep_template(config, tokenizer, folder)
+    return tokenizer, corpus
 
 
 def prepare_text_ahead(config: DataConfig, folder: Path) -> None:

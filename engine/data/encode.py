@@ -21,7 +21,7 @@ from penstock.storage.errors import UserError
 
 _ALWAYS = ("messages", "sharegpt")
 """Sources whose every row is a conversation."""
-_CONVERSATIONS = ("messages", "sharegpt", "alpaca", "prompt_completion")
+CONVERSATIONS = ("messages", "sharegpt", "alpaca", "prompt_completion")
 _VERSION = 1  # of what the same sample is encoded to
 
 
@@ -81,7 +81,7 @@ class Encoder:
         Empty where texts are encoded as they were before there was anything to choose.
         """
         chosen: dict[str, object] = {"bos": True} if self.adds_bos and self._config.source != "tokens" else {}
-        if self._config.source in _CONVERSATIONS:
+        if self._config.source in CONVERSATIONS:
             template = None if self.template is None else self.template.texts
             chosen |= {"template": template, "trained_tokens": self._config.trained_tokens, "version": _VERSION}
         text = json.dumps(chosen, sort_keys=True)
@@ -216,7 +216,7 @@ def describe_specials(tokenizer: TextTokenizer, config: DataConfig) -> str:
     eos = tokenizer.decode([tokenizer.eos_id])
     why = "data.bos says so" if config.bos != "auto" else "as the tokenizer does" if adds else "the tokenizer adds none"
     begins = f"{bos} begins each document ({why})" if adds else f"no begin-of-text token ({why})"
-    if config.source in _CONVERSATIONS and encoder.template is not None:
+    if config.source in CONVERSATIONS and encoder.template is not None:
         own = (
             f"conversations follow the chat template, with {eos} after those that it does not end with a special token"
         )

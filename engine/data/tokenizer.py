@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from penstock.storage.disk import atomic_write, fsync_file
 from penstock.storage.errors import UserError
-from penstock.storage.model_folder import has_model_file, read_model_file
+from penstock.storage.model_folder import MORE_TEMPLATES, has_model_file, is_plain_name, read_model_file
 from penstock.storage.sealed import hex_crc, seal, unseal
 from penstock.storage.untrusted import is_whole, one_line, parse_json, parse_object, read_regular
 
@@ -43,10 +45,55 @@ TRAINED_ON = "trained_on.json"
 """What a tokenizer was trained on, and the CRC-32C of each of its files."""
 
 _MOST_BYTES = 1 << 30
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\n")
 
 
 _FILE_BYTES = 1 << 28
 """Of one file; the largest tokenizers have some tens of MB."""
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """What of a folder makes up its tokenizer: paths within it, for `read_tokenizer_file`."""
+    more = sorted(file.name for file in (folder / MORE_TEMPLATES).glob("*.jinja"))
+    return [n for n in TOKENIZER_FILES if has_model_file(folder, n)] + [f"{MORE_TEMPLATES}/{name}" for name in more]
+
+
+def read_tokenizer_file(folder: Path, name: str) -> bytes:
+    """The content of one of `tokenizer_files`. UserError where it cannot be read."""
+    if "/" in name and (folder / MORE_TEMPLATES).is_symlink():
+        raise UserError(f"{folder / MORE_TEMPLATES}: is a link, which is not followed; copy the folder itself there")
+    file = folder / name
+    return read_model_file(file.parent, file.name, _FILE_BYTES)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any(has_model_file(folder, name) for name in TOKENIZER_FILES)
+
+
+def tokenizer_contents(folder: Path, templates: Mapping[str, str] | None = None) -> dict[str, bytes]:
+    """What makes up the tokenizer of a folder, by path; `templates`: chat templates by name, `default` among them, in
+    the place of its own."""
+    found = {name: read_tokenizer_file(folder, name) for name in tokenizer_files(folder)}
+    if templates is None:
+        return found
+    found = {name: content for name, content in found.items() if "chat_template" not in name}
+    if "tokenizer_config.json" in found:
+        config = parse_object(found["tokenizer_config.json"])
+        if config.pop("chat_template", None) is not None:
+            found["tokenizer_config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    for name, text in templates.items():
+        if not is_plain_name(f"{name}.jinja"):
+            raise UserError(f"chat template '{one_line(name, 40)}': its name cannot be a file's; give it another")
+        file = "chat_template.jinja" if name == "default" else f"{MORE_TEMPLATES}/{name}.jinja"
+        found[file] = text.encode()
+    return found
+
+
+def write_tokenizer_files(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write `tokenizer_contents` of another folder, each file durably."""
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        atomic_write(folder / name, content)
 
 
 class TextTokenizer:
@@ -69,9 +116,8 @@ class TextTokenizer:
         self.eos_id = int(tokenizer.eos_token_id)
         self.vocab_size = 1 + max(len(tokenizer) - 1, self.eos_id, *tokenizer.get_vocab().values())
         digest = hashlib.sha256()
-        for name in TOKENIZER_FILES:
-            if has_model_file(folder, name):
-                digest.update(name.encode() + hashlib.sha256(read_model_file(folder, name, _FILE_BYTES)).digest())
+        for name in tokenizer_files(folder):
+            digest.update(name.encode() + hashlib.sha256(read_tokenizer_file(folder, name)).digest())
         self.fingerprint = digest.hexdigest()
 
     @property
@@ -176,9 +222,10 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     folder = path.parent if path.name == "tokenizer.json" else path
     if not folder.is_dir() or (folder != path and not path.is_file()):
         raise UserError(f"tokenizer: {path} does not exist; name a Hugging Face folder or a tokenizer.json")
-    if not any(has_model_file(folder, name) for name in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         raise UserError(f"tokenizer: {folder} has no tokenizer files (tokenizer.json, tokenizer.model, vocab.json)")
     _require_readable(folder)
+    _require_package(folder)
     with _refusing(f"tokenizer: {folder} cannot be read"):
         from transformers import AutoTokenizer  # takes seconds, and a tokenizer trained here does without
 
@@ -195,16 +242,38 @@ def load_tokenizer(path: Path) -> TextTokenizer:
 
 def _require_readable(folder: Path) -> None:
     """UserError for a file that transformers would read and that is none of the folder's, too large or no JSON."""
-    for name in (*TOKENIZER_FILES, "config.json"):
-        if has_model_file(folder, name):
-            content = read_model_file(folder, name, _FILE_BYTES)
-            if name.endswith(".json"):
-                try:
-                    parse_json(content)
-                except ValueError as error:
-                    raise UserError(
-                        f"tokenizer: {folder / name} cannot be read: not JSON ({error}); copy or download it again"
-                    ) from None
+    config = ["config.json"] if has_model_file(folder, "config.json") else []
+    for name in (*tokenizer_files(folder), *config):
+        content = read_tokenizer_file(folder, name)
+        if name.endswith(".json"):
+            try:
+                parse_json(content)
+            except ValueError as error:
+                raise UserError(
+                    f"tokenizer: {folder / name} cannot be read: not JSON ({error}); copy or download it again"
+                ) from None
+
+
+def _require_package(folder: Path) -> None:
+    """UserError naming the missing package that a folder with no vocabulary but tokenizer.model needs.
+
+    transformers tries one after the other and names the last.
+    """
+    if "tokenizer.model" not in (names := tokenizer_files(folder)) or {"tokenizer.json", "tekken.json"} & {*names}:
+        return
+    # A line of tiktoken's is a token in base64 and its rank; sentencepiece's file is a protocol buffer.
+    is_tiktoken = _TIKTOKEN.match(read_tokenizer_file(folder, "tokenizer.model")) is not None
+    package = "tiktoken" if is_tiktoken else "sentencepiece"
+    if importlib.util.find_spec(package) is None:
+        raise UserError(
+            f"tokenizer: {folder} has no tokenizer.json, and reading its tokenizer.model takes the package {package}, "
+            f"which is not installed; install it with `pip install {package}`, or add a tokenizer.json"
+        )
+    if "tokenizer_config.json" not in names and not (folder / "config.json").is_file():
+        raise UserError(
+            f"tokenizer: {folder} has a tokenizer.model and neither a tokenizer_config.json nor a config.json, which "
+            "say what kind of tokenizer it is; add one of them, or a tokenizer.json"
+        )
 
 
 def _bare_tokenizer(file: Path) -> Any:
@@ -253,7 +322,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> TextTokenizer:
 
 def seal_trained(folder: Path, trained_on: dict[str, Any]) -> None:
     """Write what the tokenizer in `folder` was trained on beside it, with the checksums of its files. Durable."""
-    for name in files_of(folder):
+    for name in tokenizer_files(folder):
         fsync_file(folder / name)
     record = trained_on | {"files": _checksums(folder)}
     atomic_write(folder / TRAINED_ON, json.dumps(seal(record), indent=2) + "\n")
@@ -298,13 +367,9 @@ def require_intact(folder: Path) -> int:
     return sum((folder / name).stat().st_size for name in found)
 
 
-def files_of(folder: Path) -> list[str]:
-    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-
-
 def _checksums(folder: Path) -> dict[str, str]:
     sums = {}
-    for name in files_of(folder):
+    for name in tokenizer_files(folder):
         try:
             sums[name] = hex_crc(read_regular(folder / name, most_bytes=_MOST_BYTES))
         except (OSError, ValueError) as error:

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from penstock.engine.data.tokenizer import TOKENIZER_FILES, load_tokenizer
+from penstock.engine.data.tokenizer import has_tokenizer, load_tokenizer
 from penstock.engine.generate.sources import FolderSource
 from penstock.engine.hf.adapter_folder import StoredAdapter, open_start
 from penstock.engine.model.adapters import is_adapter
 from penstock.storage.errors import UserError
-from penstock.storage.model_folder import has_model_file
 
 
 class AdapterSource(FolderSource):
@@ -25,7 +24,7 @@ class AdapterSource(FolderSource):
         if base is None and (stored.base is None or not folder_of_base.is_dir()):
             raise UserError(f"{folder}: the adapter's base model {stored.base} is missing; copy or download it there")
         super().__init__(folder_of_base, stored.section)
-        if any(has_model_file(folder, name) for name in TOKENIZER_FILES):
+        if has_tokenizer(folder):
             self.tokenizer = load_tokenizer(folder)
         self._values = open_start(folder, self.spec, None).values()
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.engine.config import DataConfig, Recipe, SamplesConfig
-from penstock.engine.data.chat import find_template
+from penstock.engine.config import Recipe, SamplesConfig
+from penstock.engine.data.chat import ChatTemplate, find_template
 from penstock.engine.data.encode import Encoder
-from penstock.engine.data.tokenizer import TOKENIZER_FILES, TextTokenizer, load_tokenizer
-from penstock.engine.generate.sources import stop_ids
+from penstock.engine.data.kept_template import trained_ends
+from penstock.engine.data.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
+from penstock.engine.data.turn_ends import turn_ends
 from penstock.engine.generate.text import text_behind
+from penstock.engine.hf.generation import stop_ids
 from penstock.engine.model.anatomy import context_of
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.errors import UserError
-from penstock.storage.model_folder import has_model_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,17 @@ def prepare_prompts(recipe: Recipe, tokenizer: TextTokenizer | None, spec: Model
             f"samples.prompts: data.source={data.source} has no tokenizer to read them; set data.tokenizer, or leave "
             "samples.every out"
         )
-    texts = [_asked(text, data, tokenizer) for text in config.prompts] if config.chat else config.prompts
+    template = find_template(data, tokenizer)
+    texts = [_asked(text, template) for text in config.prompts] if config.chat else config.prompts
     begin = [tokenizer.bos_id] if not config.chat and Encoder(data, tokenizer).adds_bos else []
     found = [[*(i for i in begin if i is not None), *ids] for ids in tokenizer.encode_batch(texts)]
     for number, ids in enumerate(found, start=1):
         _check(number, ids, recipe, spec)
     folder = _model_folder(recipe)
     ends = frozenset([tokenizer.eos_id]) if folder is None else stop_ids(folder, spec.config, tokenizer)
+    ends |= trained_ends(data, tokenizer, template)
+    if config.chat and template is not None:
+        ends |= turn_ends(template.texts, tokenizer)
     return Prompts(config, found, tokenizer, ends)
 
 
@@ -71,7 +76,7 @@ def _model_tokenizer(recipe: Recipe) -> TextTokenizer | None:
     if recipe.data.tokenizer is not None:
         return load_tokenizer(Path(recipe.data.tokenizer).expanduser())
     folder = _model_folder(recipe)
-    if folder is None or not any(has_model_file(folder, name) for name in TOKENIZER_FILES):
+    if folder is None or not has_tokenizer(folder):
         return None
     return load_tokenizer(folder)
 
@@ -81,9 +86,8 @@ def _model_folder(recipe: Recipe) -> Path | None:
     return folder if folder is not None and folder.is_dir() else None
 
 
-def _asked(text: str, data: DataConfig, tokenizer: TextTokenizer) -> str:
+def _asked(text: str, template: ChatTemplate | None) -> str:
     """What the chat template makes of a user who says this."""
-    template = find_template(data, tokenizer)
     if template is None:
         raise UserError(
             "samples.chat: the tokenizer has no chat template; set data.chat_template to a file with one, or set "

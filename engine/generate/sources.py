@@ -6,18 +6,18 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.engine.config import AdapterConfig, Recipe, drive_folders, state_folder
 from penstock.engine.data.corpus import kept_tokenizer
-from penstock.engine.data.tokenizer import TOKENIZER_FILES, TextTokenizer, load_tokenizer
+from penstock.engine.data.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
 from penstock.engine.hf.config import model_config, read_config, with_vocabulary
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file
 from penstock.engine.hf.conversion import Conversion
-from penstock.engine.hf.weights import FLOAT_DTYPES, CheckpointLayout, read_constants
+from penstock.engine.hf.weights import FLOAT_DTYPES, CheckpointLayout, read_constants, require_same_twice
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.spec import ModelSpec, block_of, layouts
 from penstock.engine.optim.base import MASTER
@@ -26,10 +26,8 @@ from penstock.storage.checkpoints import checkpoint_folder, read_checkpoint
 from penstock.storage.errors import UserError
 from penstock.storage.layout import FlatLayout
 from penstock.storage.manifest import ArraySpec
-from penstock.storage.model_folder import has_model_file, read_model_file
 from penstock.storage.nvme import NvmeStore
 from penstock.storage.safetensors_io import CheckpointReader
-from penstock.storage.untrusted import is_whole, parse_object
 
 _THREADS = 4
 """Tensors read from a folder at once: one thread does not keep a fast drive busy."""
@@ -83,9 +81,10 @@ class FolderSource:
         sizes = dict.fromkeys(stored.values(), 0)
         for name, dtype in stored.items():
             sizes[dtype] += self._bytes(name)
+        require_same_twice(self._reader, self._layout.plan, self._layout.canonical)
         self.usual_dtype = FLOAT_DTYPES[max(sizes, key=sizes.__getitem__)]
         self.constants = read_constants(self._reader, self.spec)
-        found = any(has_model_file(folder, name) for name in TOKENIZER_FILES)
+        found = has_tokenizer(folder)
         self.tokenizer = load_tokenizer(folder) if found else None
         self._threads = ThreadPoolExecutor(_THREADS, "tensors")
 
@@ -183,17 +182,3 @@ class RunSource:
 
     def close(self) -> None:
         self._store.close()
-
-
-def stop_ids(where: Path | None, config: Any, tokenizer: TextTokenizer | None) -> frozenset[int]:
-    """Tokens that end a text: those of a model folder's generation_config.json or the config, and the tokenizer's."""
-    found: list[Any] = [config.eos_token_id, config.get_text_config(decoder=True).eos_token_id]
-    if where is not None and has_model_file(where, "generation_config.json"):
-        try:
-            found.append(parse_object(read_model_file(where, "generation_config.json", 1 << 20)).get("eos_token_id"))
-        except ValueError as error:
-            raise UserError(f"{where / 'generation_config.json'}: not JSON ({error}); correct or remove it") from None
-    if tokenizer is not None:
-        found.append(tokenizer.eos_id)
-    ids = [id for some in found for id in (some if isinstance(some, list) else [some])]
-    return frozenset(id for id in ids if is_whole(id))

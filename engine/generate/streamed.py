@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -17,7 +18,9 @@ from torch.utils import _pytree as pytree
 
 from penstock.engine.config import DataConfig, Recipe, TrainConfig
 from penstock.engine.data.chat import ChatTemplate, find_template
+from penstock.engine.data.kept_template import kept_template, trained_ends
 from penstock.engine.data.tokenizer import TextTokenizer
+from penstock.engine.data.turn_ends import turn_ends
 from penstock.engine.generate.adapter_source import AdapterSource
 from penstock.engine.generate.attend import Place
 from penstock.engine.generate.decode import Continuation, Decoding, OnToken, Row, decode
@@ -25,9 +28,9 @@ from penstock.engine.generate.forecast import Estimate, forecast
 from penstock.engine.generate.kept import Kept
 from penstock.engine.generate.passes import run_pass
 from penstock.engine.generate.placement import Placement, Sizes, describe, place
-from penstock.engine.generate.sources import FolderSource, RunSource, Source, stop_ids
+from penstock.engine.generate.sources import FolderSource, RunSource, Source
 from penstock.engine.generate.weights import Weights
-from penstock.engine.hf.adapter_folder import is_adapter_folder
+from penstock.engine.hf.generation import stop_ids
 from penstock.engine.hf.weights import FLOAT_DTYPES
 from penstock.engine.machine.budgets import free_budgets
 from penstock.engine.machine.device import configure, resolve_device
@@ -37,6 +40,7 @@ from penstock.engine.machine.precision import cpu_has_bfloat16
 from penstock.engine.model.anatomy import context_of
 from penstock.engine.model.runner import ModelRunner
 from penstock.storage.errors import UserError
+from penstock.storage.model_folder import is_adapter_folder, remarks_on_weights
 from penstock.storage.units import bytes_text, params_text
 
 _LEAST_ROOM = 1024
@@ -50,7 +54,8 @@ class StreamedModel:
 
     Attributes: `spec`, `device`, `tokenizer` (None: there is none), `template` (for chats; None likewise), `stop_ids`
     (tokens that end a text), `context` (tokens that a sequence may have; None where the config does not say),
-    `passes` (how often the weights have passed so far), `passes_s` (seconds of each of the last call).
+    `remarks` (what is to be said of its weights), `passes` (how often the weights have passed so far), `passes_s`
+    (seconds of each of the last call).
     """
 
     def __init__(
@@ -69,9 +74,19 @@ class StreamedModel:
         self._cleanup.callback(source.close)
         self.spec, self.device, self.dtype = source.spec, device, dtype
         self.tokenizer: TextTokenizer | None = source.tokenizer
-        self.template: ChatTemplate | None = None if self.tokenizer is None else find_template(data, self.tokenizer)
+        self.template: ChatTemplate | None = None
         self.stop_ids = stop_ids(source.origin, self.spec.config, self.tokenizer)
+        if isinstance(source, AdapterSource):
+            self.stop_ids |= stop_ids(where, self.spec.config, self.tokenizer)
+        if self.tokenizer is not None and isinstance(source, RunSource):
+            self.template = kept_template(data, self.tokenizer, where / "data")
+            self.stop_ids |= trained_ends(data, self.tokenizer, self.template)
+        elif self.tokenizer is not None:
+            self.template = find_template(data, self.tokenizer)
         self.context = context_of(self.spec)
+        self.remarks = list[str]()
+        if source.origin is not None and not isinstance(source, RunSource):
+            self.remarks = remarks_on_weights(source.origin)
         self.passes, self.passes_s = 0, list[float]()
         self._where, self._source, self._data = where, source, data
         self._apart = memory_is_apart(device)
@@ -151,6 +166,13 @@ class StreamedModel:
                 f"{tokenizer.folder}: the tokenizer has no chat template; use --prompt, or a model that can chat"
             )
         return tokenizer.encode_batch([self.template.prompt(messages)])[0]
+
+    @cached_property
+    def chat_stop_ids(self) -> frozenset[int]:
+        """Tokens that end an answer: `stop_ids`, and what ends a turn under the chat template."""
+        if self.template is None or self.tokenizer is None:
+            return self.stop_ids
+        return self.stop_ids | turn_ends(self.template.texts, self.tokenizer)
 
     def _tokenizer(self) -> TextTokenizer:
         if self.tokenizer is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,26 +13,23 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import AdapterConfig
-from penstock.engine.data.tokenizer import TOKENIZER_FILES
+from penstock.engine.data.tokenizer import write_tokenizer_files
+from penstock.engine.hf import generation
 from penstock.engine.model import adapters, skeleton
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.disk import atomic_write, require_writable
 from penstock.storage.errors import UserError
+from penstock.storage.model_folder import ADAPTER_CONFIG_NAME as CONFIG_NAME
 from penstock.storage.model_folder import has_model_file, read_model_file
 from penstock.storage.safetensors_io import CheckpointReader, CheckpointWriter
 from penstock.storage.untrusted import one_line, parse_object
 
-CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _CONFIG_BYTES = 1 << 24
 _FLOATS = ("float32", "bfloat16", "float16")
 _SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]{40}(?=/|$)")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-
-
-def is_adapter_folder(folder: Path) -> bool:
-    return has_model_file(folder, CONFIG_NAME)
 
 
 def peft_key(name: str) -> str:
@@ -51,12 +48,15 @@ def write_adapter(
     *,
     base: str | None,
     dtype: str,
-    tokenizer: Path | None,
+    tokenizer: Mapping[str, bytes],
+    stops: Collection[int] = (),
+    origin: Path | None = None,
 ) -> None:
     """Write an adapter folder that peft loads, a buffer at a time.
 
     `read_buffer` gives the float32 parameters of one of the spec's buffers; `base`: folder or hub name of the model
-    that the adapter belongs to; `dtype`: of its tensors; `tokenizer`: a folder whose tokenizer files come along.
+    that the adapter belongs to; `dtype`: of its tensors; `tokenizer`: files that come along, by path. `stops`:
+    what ends a text, which a generation_config.json says where that in `origin`, the base's folder, does not.
     Raises UserError when `out_dir` cannot be written or holds something.
     """
     assert spec.adapter is not None
@@ -69,10 +69,10 @@ def write_adapter(
         for buffer in own:
             for name, values in read_buffer(buffer).items():
                 writer.write(peft_key(name), values.to(getattr(torch, dtype)))
-    for name in TOKENIZER_FILES if tokenizer is not None else ():
-        assert tokenizer is not None
-        if has_model_file(tokenizer, name):
-            atomic_write(out_dir / name, read_model_file(tokenizer, name, 1 << 28))
+    write_tokenizer_files(out_dir, tokenizer)
+    ends = generation.with_stops(origin, spec.config, stops)
+    if ends is not None and ends != generation.with_stops(origin, spec.config, ()):
+        atomic_write(out_dir / generation.NAME, ends)
     model = skeleton.build(spec.config)
     config = adapters.exported_config(model, skeleton.find_layers(model)[0], spec.adapter, base_name(base))
     atomic_write(out_dir / CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True) + "\n")

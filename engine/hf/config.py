@@ -30,6 +30,9 @@ _SHAPE_FIELDS = {
 """Recipe field -> transformers config field."""
 
 
+_WAYS = {"_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation"}
+_WAYS |= {"transformers_weights"}
+
 _SIZES = (
     r"(?P<depth>(num_|n_)(hidden_|decoder_)?layers?|n_layer)|vocab_size|hidden_size|n_embd|d_model|head_dim|n_inner|"
     r"(\w+_)?intermediate_size|((num|n)_\w*|\w+_)?(heads|head|experts|groups)|(\w+_)?max_position_embeddings|"
@@ -104,7 +107,29 @@ def make_config(values: dict[str, Any], where: str) -> PretrainedConfig:
         config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))  # it completes nested values in place
     except Exception as error:  # transformers validates with errors of many types
         raise UserError(f"{where}: transformers refuses this config: {one_line(error)}") from error
+    set_aside_ways(config)
     return config
+
+
+def set_aside_ways(config: PretrainedConfig) -> None:
+    """Forget how a config wants its model run, which is not what the model is: by kernels that may not be installed
+    here, and with tuples for results, in which transformers' own models do not find what they look for."""
+    for one in (config, config.get_text_config(decoder=True)):
+        one.return_dict = True
+        one._attn_implementation = None
+        one._experts_implementation = None
+
+
+def without_ways(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The values of a config.json without what `set_aside_ways` forgets, and without the name of a file of weights,
+    which an export does not have; the names of what was left out."""
+    left = [name for name, value in values.items() if name in _WAYS or (name == "return_dict" and value is False)]
+    kept = {name: value for name, value in values.items() if name not in left}
+    for name, value in kept.items():
+        if name.endswith("_config") and isinstance(value, dict):
+            kept[name], more = without_ways(value)
+            left += [f"{name}.{inner}" for inner in more]
+    return kept, left
 
 
 def _require_sane(values: Any, where: str, name: str = "") -> None:

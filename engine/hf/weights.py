@@ -13,17 +13,20 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from penstock.engine import preparing
-from penstock.engine.data.tokenizer import TOKENIZER_FILES, TextTokenizer
+from penstock.engine.data.tokenizer import TOKENIZER_FILES, write_tokenizer_files
+from penstock.engine.hf import generation
+from penstock.engine.hf.config import without_ways
 from penstock.engine.hf.conversion import Conversion, ConversionPlan, Stored, transformers_layout
+from penstock.engine.hf.named_code import named_code
 from penstock.engine.model import skeleton
 from penstock.engine.model.adapters import is_adapter, plain_name
 from penstock.engine.model.anatomy import initial_constants
 from penstock.engine.model.spec import ModelSpec, block_of, buffers_of_blocks
 from penstock.storage.disk import atomic_write, require_writable
 from penstock.storage.errors import UserError
-from penstock.storage.model_folder import has_model_file, read_model_file
+from penstock.storage.model_folder import read_model_file
 from penstock.storage.safetensors_io import CheckpointReader, CheckpointWriter
-from penstock.storage.untrusted import parse_object
+from penstock.storage.untrusted import one_line, parse_object
 
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes of trained tensors: those that fp32 holds exactly."""
@@ -132,10 +135,35 @@ def _read_block(reader: CheckpointReader, layout: CheckpointLayout, block: str) 
                 done[name] = tensor.float()
                 yield name, done[name]
             elif not _same_bits(done[name], tensor.float()):
-                raise UserError(
-                    f"{reader.folder}: {', '.join(conversion.sources)} and '{name}' are one tensor in this model but "
-                    "differ in the checkpoint; set tie_word_embeddings to false in its config.json"
-                )
+                first = next(c for c in layout.of_block[block] if name in (layout.canonical[t] for t in c.targets))
+                raise _not_tied(reader, first.sources[0], conversion.sources[0])
+
+
+def require_tied(folder: Path, config: PretrainedConfig) -> None:
+    """UserError where a checkpoint holds two tensors that are one in the model of `config`, and they differ."""
+    reader = CheckpointReader(folder)
+    model = skeleton.build(config)
+    stored = {name: Stored(*found, str(reader.file(name))) for name, found in reader.tensors.items()}
+    require_same_twice(reader, ConversionPlan(model, stored), _canonical_names(model))
+
+
+def require_same_twice(reader: CheckpointReader, plan: ConversionPlan, canonical: Mapping[str, str]) -> None:
+    """The same, of a checkpoint that is planned already; `canonical`: as `_canonical_names`."""
+    first: dict[str, str] = {}
+    for conversion in plan.conversions:
+        if conversion.transform is None:
+            name = conversion.sources[0]
+            one = first.setdefault(canonical[conversion.targets[0]], name)
+            if one != name and not _same_bits(reader.read(one).float(), reader.read(name).float()):
+                raise _not_tied(reader, one, name)
+
+
+def _not_tied(reader: CheckpointReader, one: str, other: str) -> UserError:
+    return UserError(
+        f"{reader.folder}: '{one}' and '{other}' differ, but config.json makes them one tensor (tie_word_embeddings is "
+        "true); to use both, set model.overrides.tie_word_embeddings=false or correct config.json; to use the first "
+        "alone, remove the other from the checkpoint"
+    )
 
 
 def _convert(reader: CheckpointReader, layout: CheckpointLayout, conversion: Conversion) -> dict[str, Tensor]:
@@ -236,8 +264,10 @@ def export_folder(
     *,
     constants: Mapping[str, Tensor],
     origin: Path | None,
-    tokenizer: TextTokenizer | None,
+    tokenizer: Mapping[str, bytes],
     dtype: str,
+    eos_id: int | None = None,
+    stops: Collection[int] = (),
     stored: PretrainedConfig | None = None,
     convert: bool = False,
     max_shard_bytes: int = 5 * 10**9,
@@ -245,10 +275,11 @@ def export_folder(
     """Write a Hugging Face folder; one block is in memory at a time. What is to be said of it.
 
     With an `origin`, the folder that the model was imported from, every tensor has its name, layout and dtype there,
-    what was not trained is copied, and config, generation config and tokenizer files are the origin's, byte for byte
-    (where the config of `spec` says otherwise than the origin's, these fields are changed).
+    what was not trained is copied, and config and generation config are the origin's, byte for byte (where the config
+    of `spec` says otherwise than the origin's, these fields are changed).
     Without, tensors are in `dtype` (a torch dtype's name) and laid out as transformers saves them, persistent buffers
-    with their values in `constants`, else their initial ones. `tokenizer` replaces the origin's tokenizer files.
+    with their values in `constants`, else their initial ones; the config's end of text is `eos_id`.
+    `tokenizer`: its files, by path. `stops`: tokens that end a text, which the generation config is to name.
     `stored`: the origin's config where its tables have fewer rows. `convert`: trained tensors are in `dtype` with an
     origin too, and its config says so. A file of weights has at most `max_shard_bytes`.
 
@@ -259,26 +290,22 @@ def export_folder(
     require_writable(out_dir)
     if any(out_dir.iterdir()):
         raise UserError(f"{out_dir}: the folder is not empty; name another, so that no file is replaced by mistake")
-    rounding = _Rounding()
+    rounding, remarks = _Rounding(), list[str]()
     try:
         if origin is not None:
-            skip = TOKENIZER_FILES if tokenizer is not None else ()
             layout = CheckpointLayout(spec, CheckpointReader(origin), stored)
             like = _Like(origin, layout, dtype if convert else None, max_shard_bytes, rounding)
-            like.export(out_dir, spec, read_buffer, skip)
+            remarks = like.export(out_dir, spec, read_buffer, stops)
         else:
             values = constants if set(constants) == set(spec.constants) else initial_constants(spec) | dict(constants)
             kind = FLOAT_DTYPES[dtype]
-            _export_fresh(out_dir, spec, read_buffer, dict(values), kind, tokenizer, max_shard_bytes, rounding)
+            _export_fresh(out_dir, spec, read_buffer, dict(values), kind, eos_id, stops, max_shard_bytes, rounding)
     except UserError:
         if not was_there and not any(out_dir.iterdir()):
             out_dir.rmdir()
         raise
-    if tokenizer is not None:
-        for name in TOKENIZER_FILES:
-            if has_model_file(tokenizer.folder, name):
-                atomic_write(out_dir / name, read_model_file(tokenizer.folder, name, _COPIED_BYTES))
-    return rounding.remarks()
+    write_tokenizer_files(out_dir, tokenizer)
+    return remarks + rounding.remarks()
 
 
 class _Rounding:
@@ -317,10 +344,13 @@ class _Like(NamedTuple):
     max_shard_bytes: int
     rounding: _Rounding
 
-    def export(self, out_dir: Path, spec: ModelSpec, read_buffer: ReadBuffer, skip: Collection[str]) -> None:
+    def export(self, out_dir: Path, spec: ModelSpec, read_buffer: ReadBuffer, stops: Collection[int]) -> list[str]:
+        """What is to be said of it."""
         layout, reader = self.layout, CheckpointReader(self.origin)
-        config = _config_like(spec.config, self.origin / "config.json", self.dtype)
-        copied = {name: read_model_file(self.origin, name, _COPIED_BYTES) for name in _copied_names(self.origin, skip)}
+        config, left_out = _config_like(spec.config, self.origin / "config.json", self.dtype)
+        copied = {name: read_model_file(self.origin, name, _COPIED_BYTES) for name in _copied_names(self.origin)}
+        code, missing = named_code(self.origin, copied | {"config.json": config})
+        copied |= code
         tensors = [(name, *reader.tensors[name]) for name in layout.kept]
         for conversions in layout.of_block.values():
             for conversion in conversions:
@@ -339,32 +369,42 @@ class _Like(NamedTuple):
                         writer.write(name, self.rounding(name, tensor, dtypes[name]))
         for name, content in copied.items():
             atomic_write(out_dir / name, content)
+        generation.write_generation_config(out_dir, self.origin, spec.config, stops)
         atomic_write(out_dir / "config.json", config)
+        said = []
+        if left_out:
+            said.append(f"config.json: left out, as it is how transformers is to run the model: {', '.join(left_out)}")
+        if missing:
+            said.append(f"auto_map names code that {self.origin} does not have: {', '.join(map(one_line, missing))}")
+        return said
 
 
-def _copied_names(origin: Path, skip: Collection[str]) -> list[str]:
-    """Files beside the weights that an export takes along."""
+def _copied_names(origin: Path) -> list[str]:
+    """Files beside the weights that an export takes along as they are; the tokenizer's are written by themselves."""
+    others = (*TOKENIZER_FILES, "config.json", generation.NAME, "adapter_config.json")
     return sorted(
         file.name
         for file in origin.iterdir()
         if file.suffix in _COPIED_SUFFIXES
-        and file.name not in (*skip, "config.json")
+        and file.name not in others
         and not file.name.endswith(".index.json")
         and not file.is_dir()
     )
 
 
-def _config_like(config: PretrainedConfig, file: Path, dtype: str | None) -> bytes:
-    """`file`'s bytes; where `config` or `dtype` says otherwise than the file, the file with these fields changed."""
+def _config_like(config: PretrainedConfig, file: Path, dtype: str | None) -> tuple[bytes, list[str]]:
+    """`file`'s bytes; where `config` or `dtype` says otherwise than the file, the file with these fields changed. The
+    names of fields that would keep the export from being loaded, and are left out."""
     original = read_model_file(file.parent, file.name, _COPIED_BYTES)
-    values = parse_object(original)
+    values, left_out = without_ways(parse_object(original))
     before = type(config).from_dict(copy.deepcopy(values)).to_dict()
-    incidental = ("_name_or_path", "transformers_version")
+    incidental = ("_name_or_path", "transformers_version", *left_out)
     changed = {k: v for k, v in config.to_dict().items() if k not in incidental and before.get(k) != v}
     if dtype is not None:
         names = [name for name in ("dtype", "torch_dtype") if name in values] or ["dtype"]
         changed |= {name: dtype for name in names if values.get(name) != dtype}
-    return original if not changed else (json.dumps(values | changed, indent=2) + "\n").encode()
+    same = not changed and not left_out
+    return original if same else (json.dumps(values | changed, indent=2) + "\n").encode(), left_out
 
 
 def _export_fresh(
@@ -373,7 +413,8 @@ def _export_fresh(
     read_buffer: ReadBuffer,
     constants: dict[str, Tensor],
     dtype: torch.dtype,
-    tokenizer: TextTokenizer | None,
+    eos_id: int | None,
+    stops: Collection[int],
     max_shard_bytes: int,
     rounding: _Rounding,
 ) -> None:
@@ -396,11 +437,13 @@ def _export_fresh(
     config = copy.deepcopy(spec.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype
-    if tokenizer is not None:
-        config.eos_token_id = tokenizer.eos_id
+    if hasattr(config, "auto_map"):
+        del config.auto_map  # the code that it names is not here
+    if eos_id is not None:
+        config.eos_token_id = eos_id
     config.save_pretrained(out_dir)
-    generation = GenerationConfig.from_model_config(config)
-    generation.save_pretrained(out_dir)
+    GenerationConfig.from_model_config(config).save_pretrained(out_dir)
+    generation.write_generation_config(out_dir, None, config, stops)
 
 
 def _canonical_names(model: PreTrainedModel) -> dict[str, str]:

@@ -257,7 +257,7 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
             read_model_file(tmp_path, name, 10)
     with pytest.raises(UserError, match="larger than the limit of 7 bytes"):
         read_model_file(tmp_path, "moved", 7)
-    assert _copied_names(tmp_path, ()) == ["notes.json"], "an export refuses it, and takes no folder along"
+    assert _copied_names(tmp_path) == ["notes.json"], "an export refuses it, and takes no folder along"
     with pytest.raises(UserError, match="a symbolic link, which is not followed"):
         read_model_file(tmp_path, "notes.json", 100)
     assert is_plain_name("model-00001-of-00002.safetensors")

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
-from penstock.engine.data.tokenizer import load_tokenizer, train_tokenizer
+from penstock.engine.data.tokenizer import tokenizer_contents, train_tokenizer
 from penstock.engine.hf.weights import export_folder, import_blocks, read_constants
 from penstock.engine.model import anatomy
 from penstock.engine.model.spec import ModelSpec
@@ -79,7 +79,7 @@ def round_trip(folder: Path, scratch: Path, spec: ModelSpec | None = None) -> Pa
         assert set(buffers[buffer]) == {param.name for param in params}
         assert all(buffers[buffer][param.name].dtype == torch.float32 for param in params)
     assert set(read_constants(reader, spec)) == set(spec.constants)
-    options = {"constants": {}, "origin": folder, "tokenizer": None, "dtype": "bfloat16"}
+    options = {"constants": {}, "origin": folder, "tokenizer": {}, "dtype": "bfloat16"}
     export_folder(scratch / "export", spec, buffers.__getitem__, **options)
     return scratch / "export"
 
@@ -229,12 +229,13 @@ def test_model_from_scratch_exports_as_transformers_saves_it(tmp_path, model_typ
     spec = anatomy.take_apart(model.config)
     tokenizer = train_tokenizer(["some text to train on"], 260, tmp_path / "tokenizer")
     state = model.state_dict()
+    of_tokenizer = {"tokenizer": tokenizer_contents(tokenizer.folder), "eos_id": tokenizer.eos_id}
     out = tmp_path / "export"
 
     def read_buffer(buffer: str) -> dict[str, torch.Tensor]:
         return {param.name: state[param.name] for param in spec.buffers[buffer]}
 
-    export_folder(out, spec, read_buffer, constants={}, origin=None, tokenizer=tokenizer, dtype=str(dtype)[6:])
+    export_folder(out, spec, read_buffer, constants={}, origin=None, **of_tokenizer, dtype=str(dtype)[6:])
     model.to(dtype).save_pretrained(tmp_path / "reference")
     written, reference = CheckpointReader(out), CheckpointReader(tmp_path / "reference")
     shapes = [{name: shape for name, (_, shape) in of.tensors.items()} for of in (written, reference)]
@@ -282,7 +283,12 @@ def exported(folder: Path, out: Path, change: Any = None, **options: Any) -> tup
     values = {name: tensor for buffer in buffers.values() for name, tensor in buffer.items()}
     if change is not None:
         change(values)
-    options = {"constants": {}, "origin": folder, "tokenizer": load_tokenizer(folder), "dtype": "bfloat16"} | options
+    options = {
+        "constants": {},
+        "origin": folder,
+        "tokenizer": tokenizer_contents(folder),
+        "dtype": "bfloat16",
+    } | options
     return out, export_folder(out, spec, buffers.__getitem__, **options), values
 
 

@@ -1,0 +1,165 @@
+"""Which tokens end an assistant's turn, of templates that end turns as published ones do; the template that a run keeps
+of its training, and a tokenizer's further templates."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from chat_templates import CHATML, LLAMA, PLAIN, THINKING, make_tokenizer
+from transformers import AddedToken, AutoTokenizer
+
+from penstock.engine.config import DataConfig
+from penstock.engine.data.corpus import prepare_text
+from penstock.engine.data.kept_template import FILE, kept_template, trained_ends, verify_template
+from penstock.engine.data.tokenizer import load_tokenizer, tokenizer_contents
+from penstock.engine.data.turn_ends import turn_ends
+from penstock.storage.errors import UserError
+
+MORE = ["<|user|>", "<|assistant|>", "<|channel|>", "<|message|>", "<|start|>", "<|return|>", "<|call|>", "<|eom_id|>"]
+MORE += ["[INST]", "[/INST]", "</s>", "</answer>", "<tool_call>", "</tool_call>", "\n\n"]
+EACH = "{%- for m in messages -%}"
+DONE = "{%- endfor -%}"
+CALLED = "{%- if m.tool_calls -%}"
+ARGUMENTS = "(m.tool_calls[0].function.arguments | tojson)"
+HARMONY = (
+    EACH
+    + "{%- if m.role == 'assistant' -%}{%- if m.thinking and loop.last -%}"
+    + "{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' -}}{%- endif -%}"
+    + CALLED
+    + "{{- '<|start|>assistant to=look<|message|>' + "
+    + ARGUMENTS
+    + " + '<|call|>' -}}{%- else -%}{{- '<|start|>assistant<|channel|>final<|message|>' + m.content -}}"
+    + "{{- '<|return|>' if loop.last else '<|end|>' -}}{%- endif -%}"
+    + "{%- else -%}{{- '<|start|>user<|message|>' + m.content + '<|end|>' -}}{%- endif -%}"
+    + DONE
+)
+"""As gpt-oss': a token ends thoughts as well as earlier turns."""
+QWEN_CALLS = (
+    EACH
+    + "{{- '<|im_start|>' + m.role + '\\n' + m.content -}}"
+    + "{%- for call in m.tool_calls or [] -%}{{- '<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' -}}"
+    + DONE
+    + "{{- '<|im_end|>\\n' -}}"
+    + DONE
+)
+ENDS = {
+    "chatml": (CHATML, ["<|im_end|>"]),
+    "llama": (LLAMA, ["<|eot_id|>"]),
+    "thinking": (THINKING, ["<|im_end|>"]),
+    "calls": (QWEN_CALLS, ["<|im_end|>"]),
+    "text alone": (PLAIN, []),
+    "olmo3": (
+        EACH
+        + "{{- '<|im_start|>' + m.role + '\\n' + m.content -}}{%- if m.role == 'assistant' and loop.last -%}"
+        + "{{- eos_token -}}{%- else -%}{{- '<|im_end|>\\n' -}}{%- endif -%}"
+        + DONE,
+        ["<|im_end|>", "<|end|>"],
+    ),
+    "phi3": (
+        EACH
+        + "{{- '<|' + m.role + '|>\\n' + m.content + '<|eot_id|>\\n' -}}"
+        + DONE
+        + "{%- if not add_generation_prompt -%}{{- eos_token -}}{%- endif -%}",
+        ["<|eot_id|>", "<|end|>"],
+    ),
+    "harmony": (HARMONY, ["<|call|>", "<|return|>"]),
+    "llama with calls": (
+        EACH
+        + "{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' -}}"
+        + CALLED
+        + "{{- '{\"parameters\": ' + "
+        + ARGUMENTS
+        + " + '}<|eom_id|>' -}}{%- else -%}{{- m.content + '<|eot_id|>' -}}{%- endif -%}"
+        + DONE,
+        ["<|eom_id|>", "<|eot_id|>"],
+    ),
+    "two tokens": (
+        EACH
+        + "{{- '<|start|>' + m.role + m.content + ('</answer>' if m.role == 'assistant' else '') + '<|im_end|>' -}}"
+        + DONE,
+        ["<|im_end|>"],
+    ),
+    "mistral": (
+        EACH + "{{- '[INST]' + m.content + '[/INST]' if m.role == 'user' else m.content + '</s>' -}}" + DONE,
+        ["</s>"],
+    ),
+    "the next question ends it": (EACH + "{{- '<|' + m.role + '|>\\n' + m.content -}}" + DONE, ["<|user|>"]),
+    "white space is no end": (EACH + "{{- m.role + ': ' + m.content + '\\n\\n' -}}" + DONE, []),
+    "a system message is wanted": (
+        "{%- if messages[0].role != 'system' -%}{{- raise_exception('none') -}}{%- endif -%}" + CHATML,
+        ["<|im_end|>"],
+    ),
+    "refuses all": ("{{- raise_exception('no') -}}", []),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that knows the tokens of many families, and no template."""
+    made = make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    tokenizer.add_tokens([AddedToken(token, special=token.startswith("<|"), normalized=False) for token in MORE])
+    tokenizer.save_pretrained(made)
+    return made
+
+
+@pytest.mark.parametrize("family", ENDS)
+def test_the_tokens_that_end_a_turn(folder: Path, family: str) -> None:
+    template, expected = ENDS[family]
+    tokenizer = load_tokenizer(folder)
+    found = turn_ends({"default": template}, tokenizer)
+    assert sorted(tokenizer.decode([token]) for token in found) == sorted(expected)
+
+
+def test_a_template_of_tools_counts_as_well_and_what_is_no_end_in_one_is_none(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    tools = LLAMA.replace("<|eot_id|>", "<|eom_id|>")
+    found = turn_ends({"default": LLAMA, "tool_use": tools}, tokenizer)
+    assert sorted(tokenizer.decode([token]) for token in found) == ["<|eom_id|>", "<|eot_id|>"]
+
+
+def test_a_run_keeps_its_template_when_the_file_changes(folder: Path, tmp_path: Path) -> None:
+    file, rows = tmp_path / "mine.jinja", tmp_path / "rows.jsonl"
+    file.write_text(LLAMA)
+    talk = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]}
+    rows.write_text(json.dumps(talk) + "\n")
+    data = DataConfig(source="messages", path=str(rows), chat_template=str(file), tokenizer=str(folder))
+    tokenizer, _ = prepare_text(data, None, tmp_path / "data")
+    for now in ("changed", None):
+        file.unlink() if now is None else file.write_text(now)
+        template = kept_template(data, tokenizer, tmp_path / "data")
+        assert template is not None
+        assert template.texts == {"default": LLAMA}
+        assert [tokenizer.decode([end]) for end in trained_ends(data, tokenizer, template)] == ["<|eot_id|>"]
+    kept = tmp_path / "data" / FILE
+    assert verify_template(kept) == kept.stat().st_size
+    kept.write_text(kept.read_text().replace("eot_id", "eom_id", 1))
+    with pytest.raises(UserError, match=r"chat_template\.json: damaged: its content has CRC-32C"):
+        kept_template(data, tokenizer, tmp_path / "data")
+    text = DataConfig(source="text", path=str(rows), tokenizer=str(folder))
+    prepare_text(text, None, tmp_path / "of text")
+    assert not (tmp_path / "of text" / FILE).exists()
+    assert trained_ends(text, tokenizer, template) == frozenset()
+
+
+def test_further_templates_are_part_of_a_tokenizer(folder: Path, tmp_path: Path) -> None:
+    several = Path(shutil.copytree(folder, tmp_path / "several"))
+    plain = load_tokenizer(several).fingerprint
+    (several / "chat_template.jinja").write_text(CHATML)
+    (several / "additional_chat_templates").mkdir()
+    (several / "additional_chat_templates" / "tool_use.jinja").write_text(LLAMA)
+    found = load_tokenizer(several)
+    assert found.chat_template == {"default": CHATML, "tool_use": LLAMA}
+    assert tokenizer_contents(several)["additional_chat_templates/tool_use.jinja"] == LLAMA.encode()
+    (several / "additional_chat_templates" / "tool_use.jinja").write_text(PLAIN)
+    assert len({plain, found.fingerprint, load_tokenizer(several).fingerprint}) == 3
+    replaced = tokenizer_contents(several, {"default": THINKING, "rag": PLAIN})
+    of_templates = {name: text.decode() for name, text in replaced.items() if name.endswith(".jinja")}
+    assert of_templates == {"chat_template.jinja": THINKING, "additional_chat_templates/rag.jinja": PLAIN}
+    with pytest.raises(UserError, match="its name cannot be a file's"):
+        tokenizer_contents(several, {"default": THINKING, "../../rag": PLAIN})
+    (several / "additional_chat_templates").rename(tmp_path / "elsewhere")
+    (several / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="additional_chat_templates: is a link, which is not followed"):
+        load_tokenizer(several)
