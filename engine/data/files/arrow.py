@@ -2,52 +2,167 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from penstock.engine.data.files import base
-from penstock.engine.data.rows import BadRows, Row
+from penstock.engine.data.files.arrow_messages import uncompressed_bytes
+from penstock.engine.data.files.arrow_sizes import ROW_BYTES, object_bytes, viewed_bytes
+from penstock.engine.data.rows import BadRows, Row, RowError
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import one_line, printable
 
 COMPRESSED = False
 _MAGIC = b"ARROW1"
 _BATCH_ROWS = 256  # made into Python's objects at once
+_MOST_TIMES = 250
+_FEW_BYTES = 32 << 20
+_FEW_UNCOMPRESSED_BYTES = 256 << 20
+"""A file that becomes more than so many times its size, and more than so much, only repeats itself."""
 
 
 def read(file: Path, bad: BadRows) -> Iterator[Row]:
-    from pyarrow import ipc
+    from pyarrow import PythonFile, ipc
 
     with base.open_bytes(file) as stream, whole(file):
         start = stream.read(len(_MAGIC))
+        size = file.stat().st_size
+        require_modest(file, uncompressed_bytes(stream, size, in_blocks=start == _MAGIC))
         stream.seek(0)
+        source = PythonFile(Bounded(stream), mode="r")
         if start != _MAGIC:
-            yield from rows_of(file, ipc.open_stream(stream))
+            yield from rows_of(file, ipc.open_stream(source), bad)
             return
-        reader = ipc.open_file(stream)
-        yield from rows_of(file, (reader.get_batch(index) for index in range(reader.num_record_batches)))
+        reader = ipc.open_file(source)
+        yield from rows_of(file, (reader.get_batch(index) for index in range(reader.num_record_batches)), bad)
 
 
-def rows_of(file: Path, batches: Iterable[Any]) -> Iterator[Row]:
-    """The rows of pyarrow's record batches."""
-    number = 0
+def require_modest(file: Path, claimed: Iterable[int]) -> None:
+    """UserError where what is to be uncompressed would take far more memory than the file has bytes."""
+    size, total = file.stat().st_size, 0
+    for count in claimed:
+        total += max(0, count)
+        if total > _FEW_UNCOMPRESSED_BYTES + _MOST_TIMES * size:
+            raise UserError(
+                f"{printable(file)}: becomes more than {_MOST_TIMES} times as large as the file when uncompressed; "
+                "if that is right, write it as JSON lines"
+            )
+
+
+def rows_of(file: Path, batches: Iterable[Any], bad: BadRows) -> Iterator[Row]:
+    """The rows of pyarrow's record batches, of which no value is read before all of its batch is known to be sound."""
+    number, left = 0, _FEW_BYTES + _MOST_TIMES * file.stat().st_size
     for batch in batches:
+        batch.validate()
+        if sum(map(viewed_bytes, batch.columns)) > left:
+            raise _repeats(file, number)
+        batch.validate(full=True)
+        names = batch.schema.names
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise UserError(f"{printable(file)}: the column '{one_line(twice)}' appears twice; name each column once")
         for start in range(0, batch.num_rows, _BATCH_ROWS):
-            for fields in batch.slice(start, _BATCH_ROWS).to_pylist():
-                number += 1
-                yield Row(f"{printable(file)}:row {number}", {key: base.without_nulls(v) for key, v in fields.items()})
+            for piece in _pieces(batch.slice(start, _BATCH_ROWS), file):
+                left -= piece.size
+                if left < 0:
+                    raise _repeats(file, number)
+                yield from _rows(piece, file, number, bad)
+                number += piece.batch.num_rows
+
+
+def _repeats(file: Path, number: int) -> UserError:
+    return UserError(
+        f"{printable(file)}: from row {number + 1} on it becomes more than {_MOST_TIMES} times as large as the file; "
+        "if that is right, write it as JSON lines"
+    )
+
+
+class _Piece(NamedTuple):
+    batch: Any
+    size: int
+    """`object_bytes` of its columns."""
+
+
+def _pieces(batch: Any, file: Path) -> Iterator[_Piece]:
+    """A batch, by halves where it is large."""
+    size = sum(_sizes(batch, file))
+    if size <= base.LINE_BYTES or batch.num_rows == 1:
+        yield _Piece(batch, size)
+        return
+    half = batch.num_rows // 2
+    yield from _pieces(batch.slice(0, half), file)
+    yield from _pieces(batch.slice(half), file)
+
+
+def _sizes(batch: Any, file: Path) -> Iterator[int]:
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            yield object_bytes(column)
+        except UserError as error:
+            raise UserError(f"{printable(file)}: column '{one_line(name)}': {error}") from error
+    yield batch.num_rows * ROW_BYTES
+
+
+def _rows(piece: _Piece, file: Path, number: int, bad: BadRows) -> Iterator[Row]:
+    """The rows of a piece that has `number` rows before it."""
+    batch, name = piece.batch, printable(file)
+    if piece.size > base.LINE_BYTES:
+        bad.add(RowError(f"{name}:row {number + 1}: a row of more than {base.LINE_BYTES >> 20} MiB; split it"))
+        return
+    try:
+        listed = batch.to_pylist()
+    except Exception as error:  # of a date that Python does not know, say
+        if batch.num_rows > 1:
+            for at in range(batch.num_rows):
+                yield from _rows(_Piece(batch.slice(at, 1), 0), file, number + at, bad)
+            return
+        wrong = f"{name}:row {number + 1}: {_unreadable(batch, error)}"
+        bad.add(RowError(f"{wrong}; correct the value, or leave the column out"))
+        return
+    for at, fields in enumerate(listed, number + 1):
+        yield Row(f"{name}:row {at}", {key: base.without_nulls(value) for key, value in fields.items()})
+
+
+def _unreadable(row: Any, error: Exception) -> str:
+    """Which column of a row has a value that Python does not take."""
+    for name, column in zip(row.schema.names, row.columns, strict=True):
+        try:
+            column.to_pylist()
+        except Exception as found:
+            kind = one_line(column.type, 100)
+            return f"column '{one_line(name)}' ({kind}) has a value that cannot be read: {one_line(found, 200)}"
+    return f"it cannot be read: {one_line(error, 200)}"
+
+
+class Bounded:
+    """A file of which nobody asks for more bytes than it has: so many would be allocated first."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._size = stream, os.fstat(stream.fileno()).st_size
+        self.seek, self.tell, self.close = stream.seek, stream.tell, stream.close
+        self.readable, self.seekable, self.writable = stream.readable, stream.seekable, stream.writable
+
+    @property
+    def closed(self) -> bool:
+        return self._stream.closed
+
+    def read(self, count: int = -1) -> bytes:
+        return self._stream.read(min(count, max(0, self._size - self._stream.tell())))
 
 
 @contextmanager
 def whole(file: Path) -> Iterator[None]:
-    """What pyarrow raises is a UserError: the file is damaged, or none of its kind."""
-    import pyarrow
-
+    """What pyarrow raises, and what Python raises of what it was given, is a UserError: the file is damaged, or none
+    of its kind."""
     try:
         yield
-    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+    except UserError:
+        raise
+    except Exception as error:
         raise UserError(
-            f"{printable(file)}: not a whole {file.suffix} file ({one_line(error, 200)}); copy or download it again"
+            f"{printable(file)}: not a whole {file.suffix} file ({one_line(error, 200) or type(error).__name__}); copy "
+            "or download it again"
         ) from error
