@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -179,18 +179,18 @@ class Executor:
     def call(self, lane: str, work: Callable[[], T]) -> T:
         """Run `work` on a lane's thread (on CUDA: inside its stream) behind what is queued there; its result.
 
-        What it raises is raised here, and the lane goes on.
+        What it raises is raised here, a TimeoutError of its own as well, and the lane goes on.
         """
         done: Future[T] = Future()
         with self._lock:
             self._raise_failure()
+            assert not self._closing, "the executor is closed"
             self._queues[lane].append(_Call(work, done))
             self._wake[lane].notify()
-        while True:
-            with contextlib.suppress(TimeoutError):
-                return done.result(timeout=1.0)
+        while not wait([done], timeout=1.0).done:
             with self._lock:
                 self._raise_failure()  # it may never be reached
+        return done.result()
 
     def submit(self, ops: Iterable[Op]) -> None:
         """Queue ops; ids must increase from call to call. Raises the failure of a lane, if there was one.

@@ -283,6 +283,10 @@ def test_every_lane_sees_the_settings_of_the_run() -> None:
     assert sys.getswitchinterval() == pytest.approx(interval_s)
 
 
+def times_out() -> None:
+    raise TimeoutError("of the work")
+
+
 def test_a_call_runs_on_its_lane_behind_its_ops() -> None:
     """And behind a failing op it gets that one's failure."""
     done: list[str] = []
@@ -300,6 +304,8 @@ def test_a_call_runs_on_its_lane_behind_its_ops() -> None:
     assert executor.call("d2h", lambda: (list(done), threading.current_thread().name)) == (["d2h"], "d2h")
     with pytest.raises(KeyError, match="mine"):
         executor.call("d2h", lambda: {}["mine"])
+    with pytest.raises(TimeoutError, match="of the work"):  # not that of the wait for it
+        executor.call("d2h", times_out)
     assert executor.call("d2h", lambda: 7) == 7, "a lane goes on after a call that failed"
     gate.clear()
     executor.submit([an_op(1, "h2d")])
