@@ -97,8 +97,6 @@ class Session:
         self.steps_told = 0
         """Steps that have ended in this process, and the observer knows of."""
         self.resumed = self.step > 0
-        self._finishing = False
-        """Whether the step that is committed is the one that has ended, and no later one has begun."""
         self._next: StepData | None = None
         self._records: dict[int, dict[str, Any]] = {}
         """What the generations of the steps since the last commit would record."""
@@ -269,7 +267,7 @@ class Session:
             self.checkpoints.append((name, step, self._retention.checkpoint(step_name(name, step))))
         self._retention.after_commit(step)
         if self.uploads is not None:
-            self.uploads.committed(step, last=self._finishing and self.is_over)
+            self.uploads.committed(step)
 
     def observe(self, step: int, loss: float) -> None:
         """Take the loss of a step that has ended: it says whether the generation before it is good."""
@@ -396,13 +394,14 @@ class Session:
     def finish(self) -> None:
         """Apply the gradient that still waits, commit the generation, and wait for all of it.
 
-        At the end of any step; training may go on afterwards.
+        At the end of any step; training may go on afterwards. Where the run is over, its last generation is uploaded,
+        due or not.
         """
-        self._finishing = True
         if self.builder.uncommitted:
             self.executor.submit(self.builder.finish(commit=True))
         self.executor.drain()
-        self._finishing = False
+        if self.uploads is not None and self.is_over:
+            self.uploads.ended(self.step)
 
     # ------------------------------------------------------------------ drives
 

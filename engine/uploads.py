@@ -62,6 +62,8 @@ class Uploads:
         self._moved = self._total = 0
         self._newest: int | None = None
         """Step of the newest generation at the place, where it is known."""
+        self._taken: int | None = None
+        """Step of the newest generation that was to be uploaded."""
         self._claimed_new = self._sent_any = False
         self._thread: threading.Thread | None = None
 
@@ -96,6 +98,7 @@ class Uploads:
             self._delete(name)
         step = int(store.meta["step"])
         if step != self._newest and (left or self.due(step)):
+            self._taken = step
             self._keep_next()
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
         self._thread.start()
@@ -104,10 +107,18 @@ class Uploads:
         """Whether the generation of `step` is to be committed and uploaded."""
         return step > 0 and (step % self._every == 0 or step == self._last)
 
-    def committed(self, step: int, *, last: bool) -> None:
-        """The generation of `step` has been committed; `last`: the run ends with it. On the lane that commits."""
-        if not (self.due(step) or last):
-            return
+    def committed(self, step: int) -> None:
+        """The generation of `step` has been committed. On the lane that commits."""
+        if self.due(step):
+            self._take(step)
+
+    def ended(self, step: int) -> None:
+        """The run is over: the generation of `step`, which is committed, is uploaded unless it was taken already."""
+        if step not in (self._taken, self._newest):
+            self._take(step)
+
+    def _take(self, step: int) -> None:
+        self._taken = step
         with self._news:
             if self._sending is not None or self._next is not None:
                 self._waits = True

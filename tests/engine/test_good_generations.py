@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from samples import cases
 
 from penstock.engine import validation
-from penstock.engine.events import StepMetrics, ValidationMetrics
+from penstock.engine.events import StepMetrics, ValidationMetrics, Want
 from penstock.engine.export import export
 from penstock.engine.forecast.problem import kept_generations
 from penstock.engine.gains import EarlyEnd, Gains
@@ -219,12 +219,19 @@ def test_the_loss_watch(losses: list[float], multiple: float) -> None:
     assert fine
 
 
-def run_validated(folder: Path, stop_after: int | None = None, *, resume: bool = False, **options: Any) -> Any:
+def run_validated(
+    folder: Path,
+    stop_after: int | None = None,
+    *,
+    resume: bool = False,
+    observer: tiny.Silent | None = None,
+    **options: Any,
+) -> Any:
     """Six steps, a validation after each, no generation but what the best and the end call for."""
     train = {"validate_every": 1, "validation_sequences": 2} | options.pop("train", {})
     storage = tiny.storage(**{"keep_best": True, "keep_good": None} | options.pop("storage", {}))
     sections = {"data": HELD_OUT, "train": training(**train), "storage": storage}
-    observer = tiny.Silent(stop_after)
+    observer = observer or tiny.Silent(stop_after)
     return observer, tiny.train_run(folder, observer, resume=resume, **sections, **options)
 
 
@@ -424,6 +431,57 @@ def test_one_at_a_time_and_the_newest_next(tmp_path: Path, monkeypatch: pytest.M
     assert entries(place)[-1] == 6
     assert len(entries(place)) == 2
     assert not any(name.startswith("offsite-") for name in checkpoint_names(tmp_path / "run" / "state"))
+
+
+def test_a_late_commit_of_the_step_before_is_not_uploaded_as_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lane commits it while the run's end is already wanted."""
+    ends, commit, finish = threading.Event(), NvmeStore.commit, Session.finish
+
+    def late(self: NvmeStore, meta: dict[str, Any]) -> int:
+        assert meta["step"] != 5 or ends.wait(300)
+        return commit(self, meta)
+
+    def end(self: Session) -> None:
+        threading.Timer(0.2, ends.set).start()
+        finish(self)
+
+    monkeypatch.setattr(NvmeStore, "commit", late)
+    monkeypatch.setattr(Session, "finish", end)
+    offsite = {"offsite": str(tmp_path / "place"), "offsite_every": 100, "offsite_keep": 9}
+    uploading(tmp_path / "run", tiny.Silent(), checkpoint_every=1, **offsite)
+    assert entries(tmp_path / "place") == [6]
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_the_generation_with_which_a_run_ends_early_is_uploaded(tmp_path: Path, losses: Losses, paused: bool) -> None:
+    """Also where a pause has committed it before it was known to be the last."""
+    told(losses, [3.0, 2.0, 2.5, 2.0])
+    offsite = {"offsite": str(tmp_path / "place"), "offsite_every": 100, "offsite_keep": 9}
+    observer = Pausing(4 if paused else None)
+    train = {"early_stopping_patience": 2}
+    run = tmp_path / "run"
+    for resume in (False, True):
+        _, result = run_validated(run, train=train, storage=offsite, observer=observer, resume=resume)
+        assert result.steps == 4
+        assert entries(tmp_path / "place") == [4], "once"
+    assert observer.paused == ([True, False] if paused else [])
+
+
+class Pausing(tiny.Silent):
+    """Pauses once after a step."""
+
+    def __init__(self, step: int | None) -> None:
+        super().__init__()
+        self._step = step
+        self.paused: list[bool] = []
+
+    def wanted(self) -> Want:
+        return "pause" if len(self.metrics) == self._step and not self.paused else super().wanted()
+
+    def on_pause(self, paused: bool) -> None:
+        self.paused.append(paused)
 
 
 def test_the_plan_counts_what_an_upload_takes(tmp_path: Path) -> None:
