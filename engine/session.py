@@ -47,7 +47,7 @@ from penstock.engine.schedule.ops import Op
 from penstock.engine.uploads import Uploads
 from penstock.storage.checkpoints import read_checkpoint, resolve_checkpoint
 from penstock.storage.drives import Traffic
-from penstock.storage.errors import UserError
+from penstock.storage.errors import UserError, ensure
 from penstock.storage.nvme import NvmeStore
 from penstock.storage.retention import Retention
 from penstock.storage.units import bytes_text
@@ -388,7 +388,7 @@ class Session:
 
     def checkpoint_now(self, name: str) -> None:
         """Make a checkpoint of the committed generation of this step; only between `finish` and the next step."""
-        assert not self.builder.uncommitted, "the step is not committed"
+        ensure(not self.builder.uncommitted, "the step is not committed")
         self.checkpoints.append((name, self.step, self._retention.checkpoint(step_name(name, self.step))))
 
     def finish(self) -> None:

@@ -84,7 +84,8 @@ class Array:
 
     def committed(self, part: int) -> tuple[Drive, Path]:
         """The drive and the chunk file of a committed part."""
-        assert self.slot is not None, f"{self.name} part {part} is read before it was ever written"
+        if self.slot is None:
+            raise AssertionError(f"{self.name} part {part} is read before it was ever written")
         return self.chunk(self.layout, self.slot, part)
 
     def next(self, part: int) -> tuple[Drive, Path]:
@@ -109,7 +110,8 @@ class Array:
         if self.written:
             crcs = tuple(self.written[part] for part in range(len(self.parts)))
             return Stored(self.next_slot(), tuple(drive.id for drive in self.target), crcs)
-        assert self.slot is not None, self.name
+        if self.slot is None:
+            raise AssertionError(f"{self.name} was never written")
         return Stored(self.slot, tuple(drive.id for drive in self.layout), self.crcs)
 
     @property

@@ -27,6 +27,12 @@ class BudgetError(UserError):
         self.tier, self.need_bytes, self.budget_bytes = tier, need_bytes, budget_bytes
 
 
+def ensure(ok: object, what: str) -> None:
+    """An `assert` on which the state on disk rests: AssertionError, also where Python runs with -O."""
+    if not ok:
+        raise AssertionError(what)
+
+
 @contextmanager
 def refused(what: str, *, with_type: bool = True) -> Iterator[None]:
     """What fails inside the block (of a library, say) is a UserError: `what`, its type and why. UserError passes."""

@@ -38,7 +38,7 @@ from penstock.storage.drives import (
     distinct,
     read_identity,
 )
-from penstock.storage.errors import UserError
+from penstock.storage.errors import UserError, ensure
 from penstock.storage.manifest import ArraySpec, Manifest
 from penstock.storage.readers import DirectReader, Readers
 from penstock.storage.room import Room
@@ -133,7 +133,7 @@ class NvmeStore:
             empty = Manifest(store_id, 0, {}, (), {})
             store = NvmeStore(root, locks, empty, ids, list(ids), budget_bytes, readers, on_thread_start)
             added = [store._add(spec, scratch=False) for spec in arrays]
-            assert len(store._arrays) == len(arrays), "an array is listed twice"
+            ensure(len(store._arrays) == len(arrays), "an array is listed twice")
             store._room.require_new(added, [], "two generations of the state")
             for folder in folders:
                 if read_identity(folder) is not None:  # an aborted start
@@ -209,7 +209,7 @@ class NvmeStore:
         added = [self._array(spec, scratch=True) for spec in arrays]
         self._room.require_new(added, self._arrays.values(), "scratch space")
         for spec in arrays:
-            assert (spec.buffer, spec.kind) not in self._arrays, f"array {spec.buffer}/{spec.kind} exists"
+            ensure((spec.buffer, spec.kind) not in self._arrays, f"array {spec.buffer}/{spec.kind} exists")
             make_folders([self._add(spec, scratch=True)], self._drives.active)
 
     def reserve_spill(self, num_bytes: int) -> None:
@@ -286,7 +286,7 @@ class NvmeStore:
         with self._lock:
             fresh = part in array.written
             file = array.latest(part)
-            assert file.path not in self._writing, f"{file.path} is read while it is written"
+            ensure(file.path not in self._writing, f"{file.path} is read while it is written")
             self._reading[file.path] += 1
         origin = "uncommitted state" if fresh else f"generation {self.generation}"
 
@@ -312,15 +312,15 @@ class NvmeStore:
         the disk is full or fails; the committed generation stays readable.
         """
         array = self._arrays[buffer, kind]
-        assert src.device.type == "cpu", array.name
+        ensure(src.device.type == "cpu", array.name)
         data = _payload(array, part, src).numpy()
         with self._lock:
             self._require_sound()
-            assert array.scratch or not self._committing, f"{array.name} is written during a commit"
-            assert not array.lasts, f"{array.name} is written once"
+            ensure(array.scratch or not self._committing, f"{array.name} is written during a commit")
+            ensure(not array.lasts, f"{array.name} is written once")
             drive, path = array.next(part)
-            assert path not in self._writing, f"{path} is written twice at once"
-            assert path not in self._reading, f"{path} is written while it is read"
+            ensure(path not in self._writing, f"{path} is written twice at once")
+            ensure(path not in self._reading, f"{path} is written while it is read")
             self._writing[path] = array
 
         def work() -> None:
@@ -348,13 +348,13 @@ class NvmeStore:
         generation. UserError when the disk fails; the old generation then stays the committed one.
         """
         with self._lock:
-            assert not self._committing, "two commits at once"
+            ensure(not self._committing, "two commits at once")
             for array in self._committable():
                 missing = set(range(len(array.parts))) - array.written.keys()
                 needed = array.written or array.slot is None
-                assert not (needed and missing), f"commit: {array.name} lacks parts {sorted(missing)[:8]}"
+                ensure(not (needed and missing), f"commit: {array.name} lacks parts {sorted(missing)[:8]}")
             pending = [path for path, array in self._writing.items() if not array.scratch]
-            assert not pending, f"commit while {pending[0]} is written"
+            ensure(not pending, f"commit while {pending[:1]} is written")
             self._committing = True
         try:
             with self._exclusive:
@@ -385,7 +385,7 @@ class NvmeStore:
         """
         with self._exclusive:
             self._require_sound()
-            assert self.generation > 0, "nothing is committed yet"
+            ensure(self.generation > 0, "nothing is committed yet")
             folder = checkpoints.checkpoint_folder(self.root, name)
             if (folder / manifest.FILE_NAME).exists():
                 raise UserError(f"{folder}: there is a checkpoint '{name}' already; choose another name, or delete it")
@@ -402,7 +402,7 @@ class NvmeStore:
         """
         with self._exclusive:
             self._require_sound()
-            assert not self._writing, "restore while something is written"
+            ensure(not self._writing, "restore while something is written")
             kept = checkpoints.read_checkpoint(self.root, name)
             arrays = {array.spec: array for array in self._committable()}
             checkpoints.require_same_arrays(name, kept, arrays)
@@ -453,7 +453,7 @@ class NvmeStore:
         return [array for array in self._arrays.values() if not array.scratch]
 
     def _require_sound(self) -> None:
-        assert not self._read_only, "opened for reading"
+        ensure(not self._read_only, "opened for reading")
         if self._broken:
             raise UserError(f"{self.root}: {self._broken}, so the state in memory cannot be trusted; resume the run")
 
@@ -516,7 +516,7 @@ class NvmeStore:
 def _payload(array: Array, part: int, tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of `tensor`, uint8, checked to be what the array holds as part number `part`."""
     start, stop = array.parts[part]
-    assert str(tensor.dtype) == f"torch.{array.spec.dtype}", (array.name, tensor.dtype, array.spec.dtype)
-    assert tensor.shape == (stop - start,), (array.name, part, tuple(tensor.shape), stop - start)
-    assert tensor.is_contiguous(), array.name
+    ensure(str(tensor.dtype) == f"torch.{array.spec.dtype}", f"{(array.name, tensor.dtype, array.spec.dtype)}")
+    ensure(tensor.shape == (stop - start,), f"{(array.name, part, tuple(tensor.shape), stop - start)}")
+    ensure(tensor.is_contiguous(), array.name)
     return tensor.detach().view(torch.uint8)

@@ -28,7 +28,7 @@ from penstock.storage.disk import (
     require_writable,
     write_all,
 )
-from penstock.storage.errors import UserError
+from penstock.storage.errors import UserError, ensure
 from penstock.storage.model_folder import (
     INDEX_NAME,
     MOST_HEADER_BYTES,
@@ -125,8 +125,8 @@ class CheckpointReader:
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Read into `out`, a contiguous CPU tensor of the stored dtype and number of elements."""
         entry = self._entries[name]
-        assert out.dtype == entry.dtype, (name, out.dtype, entry.dtype)
-        assert out.numel() == math.prod(entry.shape), (name, tuple(out.shape), entry.shape)
+        ensure(out.dtype == entry.dtype, f"{(name, out.dtype, entry.dtype)}")
+        ensure(out.numel() == math.prod(entry.shape), f"{(name, tuple(out.shape), entry.shape)}")
         doing = f"reading tensor '{name}'"
         with reporting(entry.path, doing), held(open_model_file(self.folder, entry.path.name)) as fd:
             if not read_all(fd, [_bytes_of(out)], entry.start):
@@ -179,7 +179,7 @@ class CheckpointWriter:
         require_free(self.folder, self.total_bytes + 2**20, "the exported model")
         self._entries: dict[str, _Entry] = {}
         self._missing = {name for name, _, _ in tensors}
-        assert len(self._missing) == len(tensors), "a tensor is listed twice"
+        ensure(len(self._missing) == len(tensors), "a tensor is listed twice")
         shards = _split(tensors, max_shard_bytes) if single == SINGLE_NAME else [[*tensors]]
         self._names = (
             [single]
@@ -196,8 +196,8 @@ class CheckpointWriter:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor with the dtype and shape that were announced. UserError when the disk is full or fails."""
         entry = self._entries[name]
-        assert tensor.dtype == entry.dtype, (name, tensor.dtype, entry.dtype)
-        assert tuple(tensor.shape) == entry.shape, (name, tuple(tensor.shape), entry.shape)
+        ensure(tensor.dtype == entry.dtype, f"{(name, tensor.dtype, entry.dtype)}")
+        ensure(tuple(tensor.shape) == entry.shape, f"{(name, tuple(tensor.shape), entry.shape)}")
         data = _bytes_of(tensor.detach().cpu().contiguous())
         doing = f"writing {entry.nbytes:,} bytes of tensor '{name}'"
         with reporting(entry.path, doing), held(os.open(entry.path, os.O_WRONLY | os.O_CLOEXEC)) as fd:
@@ -206,7 +206,7 @@ class CheckpointWriter:
 
     def close(self) -> None:
         """Sync everything and give the files their names; every announced tensor must have been written."""
-        assert not self._missing, f"{len(self._missing)} tensors were not written, e.g. {min(self._missing)}"
+        ensure(not self._missing, f"{len(self._missing)} tensors were not written, e.g. {sorted(self._missing)[:1]}")
         with reporting(self.folder, "completing the checkpoint"):
             for name in self._names:
                 fsync_file(self._temporary(name))
@@ -240,7 +240,7 @@ class CheckpointWriter:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    assert tensor.is_contiguous(), "needs a contiguous tensor"
+    ensure(tensor.is_contiguous(), "needs a contiguous tensor")
     data: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
     return data
 

@@ -20,7 +20,7 @@ from penstock.storage.chunk import BLOCK_BYTES, own_page
 from penstock.storage.crc import checksum
 from penstock.storage.disk import held, make_folder, read_all, reporting, write_all
 from penstock.storage.drives import SCRATCH, Drive, DriveSet
-from penstock.storage.errors import UserError
+from penstock.storage.errors import UserError, ensure
 
 _FOLDER = "spill"
 
@@ -51,13 +51,13 @@ class Spill:
 
     def write(self, key: str, src: torch.Tensor) -> Future[None]:
         """See NvmeStore.spill."""
-        assert key not in ("", ".", ".."), key
-        assert not set(key) & {"/", "\0"}, key
+        ensure(key not in ("", ".", ".."), key)
+        ensure(not set(key) & {"/", "\0"}, key)
         _require_bytes(src)
         drive = self._drives.active[next(self._count) % len(self._drives.active)]
         entry = _Entry(drive, drive.folder / SCRATCH / _FOLDER / key, src.numel())
         with self._lock:
-            assert key not in self._entries, f"{key} is spilled twice"
+            ensure(key not in self._entries, f"{key} is spilled twice")
             self._entries[key] = entry
             self._live_bytes += _padded(entry.num_bytes)
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
@@ -76,8 +76,8 @@ class Spill:
         with self._lock:
             entry = self._entries[key] if keep else self._entries.pop(key)
             self._live_bytes -= 0 if keep else _padded(entry.num_bytes)
-        assert entry.crc is not None, f"{key} is read before it is written"
-        assert entry.num_bytes == out.numel(), (key, entry.num_bytes, out.numel())
+        ensure(entry.crc is not None, f"{key} is read before it is written")
+        ensure(entry.num_bytes == out.numel(), f"{(key, entry.num_bytes, out.numel())}")
 
         def work() -> None:
             doing = f"reading {entry.num_bytes:,} bytes of activations"
@@ -107,10 +107,10 @@ class Spill:
 
 
 def _require_bytes(tensor: torch.Tensor) -> None:
-    assert tensor.dtype == torch.uint8, tensor.dtype
-    assert tensor.dim() == 1, tensor.shape
-    assert tensor.is_contiguous(), "needs a contiguous tensor"
-    assert tensor.device.type == "cpu", tensor.device
+    ensure(tensor.dtype == torch.uint8, f"{tensor.dtype}")
+    ensure(tensor.dim() == 1, f"{tensor.shape}")
+    ensure(tensor.is_contiguous(), "needs a contiguous tensor")
+    ensure(tensor.device.type == "cpu", f"{tensor.device}")
 
 
 def _padded(num_bytes: int) -> int:

@@ -25,7 +25,7 @@ from penstock.engine.data.origins import Origins, OriginsWriter
 from penstock.engine.data.span_files import BLOCK_BYTES as BLOCK_BYTES
 from penstock.engine.data.span_files import COPY_BYTES, BlockSums, SpanFile, SpanWriter, damage, read_sums
 from penstock.storage.disk import atomic_write
-from penstock.storage.errors import UserError
+from penstock.storage.errors import UserError, ensure
 from penstock.storage.sealed import hex_crc, seal, unseal
 from penstock.storage.untrusted import Size, open_regular, parse_object, printable, read_regular, typed
 
@@ -324,7 +324,7 @@ class CorpusWriter:
         """
         if len(ids) and int(ids.max()) > self._max[0]:
             self._max = (int(ids.max()), document)
-        assert not len(ids) or int(ids.max()) <= np.iinfo(self._dtype).max
+        ensure(not len(ids) or int(ids.max()) <= np.iinfo(self._dtype).max, f"an id is beyond {self._dtype}")
         self._tokens.add(ids.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes())
         self._append_weights(len(ids), weights)
         first = int(self._total == self._starts[-1])  # a document's first token is no target
@@ -338,8 +338,8 @@ class CorpusWriter:
         if weights is None and self._weights is None:
             return
         found = np.ones(count, dtype="<f4") if weights is None else weights.astype("<f4")
-        assert len(found) == count
-        assert (np.isfinite(found) & (found >= 0)).all()
+        ensure(len(found) == count, f"{len(found)} weights of {count} tokens")
+        ensure((np.isfinite(found) & (found >= 0)).all(), "a weight is not finite, or negative")
         if self._weights is None:
             if (found == 1).all():
                 return

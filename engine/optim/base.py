@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from penstock.engine.config import TrainConfig
-from penstock.storage.errors import UserError
+from penstock.storage.errors import UserError, ensure
 from penstock.storage.layout import FlatLayout
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class UpdateRange:
 
     def parameters(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of `flat` [end - start] by parameter; for optimizers that see each whole, whose ranges cut none."""
-        assert flat.shape == (self.end - self.start,), (tuple(flat.shape), self.start, self.end)
+        ensure(flat.shape == (self.end - self.start,), f"{(tuple(flat.shape), self.start, self.end)}")
         offsets = {param: self.layout.offset(param.name) - self.start for param in self.layout.params}
         return {
             param.name: flat[offset : offset + param.numel].view(param.shape)

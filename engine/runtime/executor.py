@@ -371,7 +371,8 @@ class Executor:
                 if ticket is None:
                     # Done and forgotten, unless nobody ever heard of it.
                     known = dep < op.id and dep not in self._missing
-                    assert known, f"op {op.id} depends on op {dep}, which was never submitted"
+                    if not known:
+                        raise AssertionError(f"op {op.id} depends on op {dep}, which was never submitted")
                     continue
                 self._await_issue(dep, ticket, self._wake[op.lane], self._over)
                 if self._over():

@@ -4,6 +4,8 @@ size comes back bit for bit, once, and leaves nothing."""
 import itertools
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import nvme_state
 import pytest
 import tensorstore as ts
 import torch
@@ -235,6 +238,44 @@ def test_wrong_tensors_are_our_bug(store: NvmeStore) -> None:
         store.unspill("nothing", noise(1))
     with pytest.raises(AssertionError):
         store.spill("../k", noise(1))
+
+
+UNCHECKED = """
+import sys
+from pathlib import Path
+from nvme_state import SPECS, advance, content, make
+from penstock.storage.nvme import NvmeStore
+
+def refused(act, *given):
+    try:
+        act(*given)
+    except AssertionError as error:
+        return print(error)
+    print("nothing was said")
+
+assert False, "Python runs without -O"
+root = Path(sys.argv[1])
+fresh = make(root / "fresh")
+fresh.write("embed", "master", 0, content(SPECS[2], 1)).result()
+refused(fresh.commit, {})
+store = make(root / "s", 1)
+store.write("layers.0", "master", 1, content(SPECS[0], 2)[4096:8192]).result()
+refused(store.commit, {"step": 2})
+refused(store.write, "embed", "master", 0, content(SPECS[2], 2)[:-1])
+refused(store.write, "embed", "master", 0, content(SPECS[2], 2).half())
+print(store.generation)
+"""
+
+
+def test_what_a_generation_rests_on_is_checked_without_asserts(tmp_path: Path) -> None:
+    """Python's -O leaves them out."""
+    command = [sys.executable, "-O", "-c", UNCHECKED, str(tmp_path)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(nvme_state.__file__).parent)
+    lines = found.stdout.splitlines()
+    assert [" lacks parts [0, 1, 2]" in lines[0], " lacks parts [0, 2]" in lines[1]] == [True, True]
+    assert lines[2:] == ["('embed/master', 0, (999,), 1000)", "('embed/master', torch.float16, 'float32')", "1"]
+    assert not (tmp_path / "fresh/manifest.json").exists()
+    assert_whole(tmp_path / "s", 1, generation=1)
 
 
 UGLY = [0, 1, 511, 4095, 4096, 4097, 8191, 12288, 100_001, (4 << 20) + 3]
