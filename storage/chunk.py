@@ -126,12 +126,8 @@ def read_chunk(path: Path, out: Bytes, form: ChunkFormat, *, direct: bool, expec
         else:
             _pread(fd, [out.data], 0)
             _pread(fd, [block], form.file_bytes - BLOCK_BYTES)
-    stored = int.from_bytes(block[-_CRC_BYTES:], "little")
-    if bytes(block[max(out.size - form.file_bytes, -BLOCK_BYTES) : -_CRC_BYTES]).strip(b"\0"):
-        raise ChunkError("checksum mismatch: the padding after the payload is not zero")
-    found = checksum(out.data, form.stored_bytes - out.size)
-    if found != stored:
-        raise ChunkError(f"checksum mismatch: the bytes have CRC-32C {found:08x}, the file records {stored:08x}")
+    stored = _stored(block, out.size, form)
+    require_sum(checksum(out.data, form.stored_bytes - out.size), stored)
     require_expected(stored, expected)
 
 
@@ -144,21 +140,33 @@ def check_chunk(path: Path, memory: Bytes, form: ChunkFormat, expected: int) -> 
     with held(_open_chunk(path, form, direct=_is_aligned(memory))) as fd:
         _pread(fd, [memory.data], 0)
     stored = int.from_bytes(memory[form.stored_bytes :].tobytes(), "little")
-    found = checksum(memory[: form.stored_bytes].data, 0)
-    if found != stored:
-        raise ChunkError(f"checksum mismatch: the bytes have CRC-32C {found:08x}, the file records {stored:08x}")
+    require_sum(checksum(memory[: form.stored_bytes].data, 0), stored)
     require_expected(stored, expected)
 
 
-def stored_checksum(path: Path, form: ChunkFormat, *, direct: bool) -> int:
+def stored_checksum(path: Path, form: ChunkFormat, *, direct: bool, payload_bytes: int | None = None) -> int:
     """The CRC-32C at the end of chunk file `path`, for readers that move the payload by other means.
 
-    ChunkError on a missing or truncated file, OSError on a failing disk.
+    ChunkError on a missing or truncated file, and on padding in its last block that is not zero where `payload_bytes`
+    says where that begins; OSError on a failing disk.
     """
     with held(_open_chunk(path, form, direct=direct)) as fd:
         block = own_page()
         _pread(fd, [block], form.file_bytes - BLOCK_BYTES)
+    return _stored(block, form.stored_bytes if payload_bytes is None else payload_bytes, form)
+
+
+def _stored(block: memoryview, payload_bytes: int, form: ChunkFormat) -> int:
+    """The checksum in a chunk file's last `block`. ChunkError where its padding is not zero."""
+    if bytes(block[max(payload_bytes - form.file_bytes, -BLOCK_BYTES) : -_CRC_BYTES]).strip(b"\0"):
+        raise ChunkError("checksum mismatch: the padding after the payload is not zero")
     return int.from_bytes(block[-_CRC_BYTES:], "little")
+
+
+def require_sum(found: int, stored: int) -> None:
+    """Raise ChunkError unless the bytes' checksum `found` is the one that the file records."""
+    if found != stored:
+        raise ChunkError(f"checksum mismatch: the bytes have CRC-32C {found:08x}, the file records {stored:08x}")
 
 
 def require_expected(stored: int, expected: int | None) -> None:

@@ -28,7 +28,17 @@ def checksum(data: memoryview, num_zeros: int) -> int:
     A chunk file ends in padding; its zeros are accounted for by algebra and never gathered with the data.
     """
     crc: int = crc32c.crc32c(data) if HAVE_CRC32C else through_tensorstore(data)
+    return followed(crc, num_zeros)
+
+
+def followed(crc: int, num_zeros: int) -> int:
+    """CRC-32C of what has CRC-32C `crc`, followed by `num_zeros` zero bytes."""
     return crc if num_zeros == 0 else _apply(_zeros_operator(num_zeros), crc ^ _MASK) ^ _MASK
+
+
+def joined(first: int, second: int, second_bytes: int) -> int:
+    """CRC-32C of two pieces of data in a row, of the CRC-32C of each; the second has `second_bytes` bytes."""
+    return _apply(_zeros_operator(second_bytes), first) ^ second
 
 
 def through_tensorstore(data: memoryview) -> int:

@@ -23,6 +23,8 @@ import tensorstore as ts
 import torch
 
 from penstock.storage import chunk
+from penstock.storage.crc import checksum, followed, joined
+from penstock.storage.drives import READ_THREADS
 from penstock.storage.errors import UserError
 from penstock.storage.filesystem import existing
 
@@ -35,7 +37,7 @@ class Reader(Protocol):
     name: str
     """direct, tensorstore or kvikio."""
     checks_payload: bool
-    """Whether a flipped bit in the payload is found by the read itself; if not, `penstock scrub` finds it."""
+    """Whether a flipped bit in the payload is found by the read itself, as it is by all of ours."""
 
     def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
         """Read the payload of chunk file `path` into `out` uint8 [payload bytes], contiguous; returns when it is there.
@@ -161,23 +163,26 @@ class KvikioReader:
 
     Elsewhere kvikio's compatibility mode reads into small pinned buffers of its own and copies from there. A read
     returns when the data has arrived, on whatever stream; the caller sees to it that `out` is free.
-    The payload's checksum is not computed, since the data never passes through the CPU; the checksum that the file
-    ends in is compared with the manifest's, so that a stale file is found. A flipped bit is found by a scrub.
+    What has arrived is copied back through a small pinned piece of host memory, where its checksum is computed: damage
+    on the drive, in the file or on the way is found by the read itself, as it is for memory of the host.
     """
 
     name = "kvikio"
-    checks_payload = False
+    checks_payload = True
 
     num_threads = 16
     """Tasks in flight (for each drive): the queue depth that an NVMe drive wants with tasks of this size."""
     task_bytes = 4 << 20
     """Most bytes of one task, and size of the pinned buffer that it passes through in compatibility mode."""
+    checked_bytes = 1 << 20
+    """What is copied back at once for its checksum, by each of the threads that read."""
 
     def __init__(self) -> None:
         """Raises whatever importing kvikio raises where it is missing or finds no CUDA."""
         # Only from the environment, and read once, when the library is loaded.
         os.environ.setdefault("KVIKIO_THREAD_POOL_PER_BLOCK_DEVICE", "1")
         self._kvikio: ModuleType = _import_kvikio()
+        self._own = threading.local()
         self._kvikio.defaults.set(
             {
                 "num_threads": self.num_threads,
@@ -193,16 +198,13 @@ class KvikioReader:
         return not self._kvikio.defaults.is_compat_mode_preferred()
 
     def pinned_bytes(self, num_drives: int) -> int:
-        """Pinned host memory that kvikio may take for itself, beside any arena; 0 with GPUDirect."""
-        return 0 if self.gpudirect else num_drives * self.num_threads * self.task_bytes
+        """Pinned host memory beside any arena: for checksums, and without GPUDirect what kvikio takes for itself."""
+        bounced = 0 if self.gpudirect else self.num_threads * self.task_bytes
+        return num_drives * (READ_THREADS * self.checked_bytes + bounced)
 
     def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
         """See Reader; `out` may also be host memory, which needs CUDA all the same."""
-        stored = chunk.stored_checksum(path, form, direct=True)
-        if expected is not None and stored != expected:
-            raise chunk.ChunkError(
-                f"stale or damaged: it ends in CRC-32C {stored:08x}, but the manifest records {expected:08x}"
-            )
+        stored = chunk.stored_checksum(path, form, direct=True, payload_bytes=out.numel())
         buffer: Any = out if out.is_cuda else out.numpy()
         try:
             with self._kvikio.CuFile(str(path), "r") as file:
@@ -212,6 +214,17 @@ class KvikioReader:
             raise OSError(errno.EIO, f"kvikio: {text}", str(path)) from error
         if count != out.numel():
             raise chunk.ChunkError(f"the read ended after {count:,} of {out.numel():,} bytes")
+        if not hasattr(self._own, "piece"):  # this thread's
+            self._own.piece = torch.empty(self.checked_bytes, dtype=torch.uint8, pin_memory=True)
+            self._own.stream = torch.cuda.Stream(priority=-1)  # of another pool than the lanes' streams
+        found = 0
+        with torch.cuda.stream(self._own.stream):
+            for part in out.split(self.checked_bytes):
+                piece = self._own.piece[: part.numel()].copy_(part, non_blocking=True)
+                self._own.stream.synchronize()
+                found = joined(found, checksum(piece.numpy().data, 0), part.numel())
+        chunk.require_sum(followed(found, form.stored_bytes - out.numel()), stored)
+        chunk.require_expected(stored, expected)
 
 
 def find_readers(choice: str, device: torch.device) -> Readers:
@@ -220,7 +233,7 @@ def find_readers(choice: str, device: torch.device) -> Readers:
     `choice` is one of CHOICES. `auto` and `kvikio` read into CUDA memory with kvikio where it can be imported; where
     not, reads pass through host memory and `warning` says why. Whether it can do what it promises, `Readers.confirm`
     finds out; nothing is allocated before. Host memory (which is also what a CPU computes on) is read with
-    `tensorstore` where that is chosen, else with `direct`: kvikio checks no payload. UserError on an unknown choice.
+    `tensorstore` where that is chosen, else with `direct`. UserError on an unknown choice.
     """
     if choice not in CHOICES:
         raise UserError(f"storage.reader: {choice!r} is not one of {', '.join(CHOICES)}")

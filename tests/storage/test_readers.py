@@ -23,7 +23,7 @@ from system_calls import refuse_direct
 
 from penstock.storage import chunk, crc, readers
 from penstock.storage.arena import MOST_BYTES, PIECE_BYTES, HostArena, cut_pieces, empty_aligned
-from penstock.storage.crc import checksum
+from penstock.storage.crc import checksum, followed, joined
 from penstock.storage.errors import BudgetError, UserError
 from penstock.storage.layout import ALIGN_NUMEL, FlatLayout, ParamSpec, part_ranges
 from penstock.storage.readers import DirectReader, Reader, Readers, TensorstoreReader, find_readers, select_readers
@@ -186,6 +186,15 @@ def test_a_reader_is_confirmed_in_the_runs_memory_at_its_size(tmp_path: Path, si
 def test_zeros_need_not_exist(data: bytes, num_zeros: int) -> None:
     assert checksum(memoryview(b"123456789"), 0) == 0xE3069283  # the check value of CRC-32C in the catalogues
     assert checksum(memoryview(data), num_zeros) == crc32c(data + bytes(num_zeros))
+
+
+@given(st.lists(st.binary(max_size=2000), max_size=5), st.integers(0, 9000))
+def test_a_checksum_of_pieces(pieces: list[bytes], num_zeros: int) -> None:
+    found = 0
+    for piece in pieces:
+        found = joined(found, checksum(memoryview(piece), 0), len(piece))
+    assert found == crc32c(b"".join(pieces))
+    assert followed(found, num_zeros) == crc32c(b"".join(pieces) + bytes(num_zeros))
 
 
 def test_sizes_without_the_crc32c_package(monkeypatch: pytest.MonkeyPatch) -> None:
