@@ -37,8 +37,6 @@ _LOOKED_AT = 20
 """Documents held out of which the first fit for a prompt is taken."""
 _BATCH = 16
 """Samples that are encoded at once."""
-_COUNTED_TOKENS = 1 << 23
-"""Of which weights are read at once."""
 
 
 def look_at(data: DataConfig, given: Mapping[str, Any]) -> DataConfig:
@@ -203,9 +201,11 @@ class Source:
         """Documents of which a row's length has no token to train."""
         if data.long_documents != "cut" or self.corpus.weights is None:
             return 0
-        row, weights, starts = data.sequence_length, self.corpus.weights, self.corpus.starts
-        longer = np.flatnonzero(self.lengths > row)
-        return sum(not (weights[int(starts[n]) + 1 : int(starts[n]) + row] > 0).any() for n in longer)
+        from penstock.engine.data.packing import count_trained
+
+        starts = self.corpus.starts[:-1][self.lengths > data.sequence_length]
+        left = count_trained(self.corpus.weights, starts + 1, starts + data.sequence_length)
+        return int((left == 0).sum())
 
 
 def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool = True) -> Source:
@@ -270,17 +270,9 @@ def _look_at_model(recipe: Recipe) -> ModelFacts:
 
 def _trained(corpus: TokenCorpus) -> NDArray[np.int64]:
     """[documents] tokens of each that count as targets: not the first, before which there is none."""
-    lengths = np.diff(corpus.starts)
+    from penstock.engine.data.packing import count_trained
+
+    starts, stops = corpus.starts[:-1], corpus.starts[1:]
     if corpus.weights is None:
-        return np.maximum(0, lengths - 1)
-    found = np.zeros(len(lengths), dtype=np.int64)
-    first = 0
-    while first < len(lengths):
-        begin = int(corpus.starts[first])
-        stop = max(first + 1, int(np.searchsorted(corpus.starts, begin + _COUNTED_TOKENS, side="right")) - 1)
-        counts = (corpus.weights[begin : int(corpus.starts[stop])] > 0).astype(np.int64)
-        counts[corpus.starts[first:stop][lengths[first:stop] > 0] - begin] = 0
-        sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
-        found[first:stop] = np.diff(sums[corpus.starts[first : stop + 1] - begin])
-        first = stop
-    return found
+        return np.maximum(0, stops - starts - 1)
+    return count_trained(corpus.weights, starts + 1, stops)

@@ -3,30 +3,31 @@
 What is trained of an assistant's turn is what the model has to write: the text behind the generation prompt up to where
 the next message begins, so the token that ends the turn is trained, and the line's end behind it where the template
 writes one. Templates with `{% generation %}` say it themselves, and those that are published say the same.
+
+The text is what `apply_chat_template` makes of the messages as they are, but for two things that templates take in one
+of two forms: content in parts is joined for one that takes texts only, and the JSON text of a call's arguments becomes
+an object for one that makes JSON of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from penstock.engine.config import DataConfig
-from penstock.engine.data.rows import RowError, TurnsError
+from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Conversation
 from penstock.engine.data.tokenizer import TextTokenizer
+from penstock.engine.data.turns import MARKED, FormError, Messages, View
 from penstock.storage.errors import UserError
 from penstock.storage.model_folder import has_model_file, read_model_file
 from penstock.storage.untrusted import one_line, parse_object, printable, read_regular, real_path
 
-_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_TAKES_TEXT = re.compile(r"arguments\s+is\s+(not\s+)?string")
 _MOST_BYTES = 1 << 24
-_SHOWN_CHARS = 40  # of where two renderings differ
 Trained = Literal["assistant", "last", "all"]
 
 
@@ -51,7 +52,6 @@ class Rendered:
 
 def find_template(config: DataConfig, tokenizer: TextTokenizer) -> ChatTemplate | None:
     """The template of `data.chat_template`, else the tokenizer's own; None where there is none."""
-    special = tokenizer.special_tokens
     own: str | dict[str, str] | None
     if config.chat_template is not None:
         file = real_path(Path(config.chat_template))
@@ -60,14 +60,14 @@ def find_template(config: DataConfig, tokenizer: TextTokenizer) -> ChatTemplate 
             own = _in_json(text) if file.suffix == ".json" else text
         except (OSError, ValueError) as error:
             raise UserError(f"data.chat_template: {printable(file)} cannot be read: {one_line(error)}") from error
-        return ChatTemplate(own, f"data.chat_template: {printable(file)}", special)
+        return ChatTemplate(own, f"data.chat_template: {printable(file)}", tokenizer)
     own = tokenizer.chat_template
     if own is None and has_model_file(tokenizer.folder, "chat_template.json"):
         try:
             own = _in_json(read_model_file(tokenizer.folder, "chat_template.json", _MOST_BYTES).decode("utf-8"))
         except ValueError as error:
             raise UserError(f"{tokenizer.folder}/chat_template.json: cannot be read: {one_line(error)}") from error
-    return None if own is None else ChatTemplate(own, f"{printable(tokenizer.folder)}: its chat template", special)
+    return None if own is None else ChatTemplate(own, f"{printable(tokenizer.folder)}: its chat template", tokenizer)
 
 
 def _in_json(text: str) -> str | dict[str, str]:
@@ -86,10 +86,11 @@ class ChatTemplate:
     Attributes: `texts`, the templates by name (`default`, and `tool_use` for conversations with tools).
     """
 
-    def __init__(self, template: str | dict[str, str], where: str, special: dict[str, str]) -> None:
-        """`special`: what templates know tokens by, `bos_token` and so on. UserError for what is no template."""
+    def __init__(self, template: str | dict[str, str], where: str, tokenizer: TextTokenizer) -> None:
+        """UserError for what is no template."""
         self.texts = {"default": template} if isinstance(template, str) else template
-        self._where, self._special = where, special
+        self._special, self._ends = tokenizer.special_tokens, tokenizer.special_texts
+        self._seen: dict[str, set[tuple[Any, ...]]] = {name: set() for name in self.texts}
         if "default" not in self.texts:
             names = ", ".join(map(printable, self.texts))
             raise UserError(f"{where} has no template 'default' among {names}; give one with data.chat_template")
@@ -107,7 +108,7 @@ class ChatTemplate:
     @property
     def has_markers(self) -> bool:
         """Whether generation markers tell what the assistant writes; else renderings of prefixes do."""
-        return all(_MARKED.search(text) for text in self.texts.values())
+        return all(MARKED.search(text) for text in self.texts.values())
 
     def render(self, sample: Conversation, trained: Trained) -> Rendered:
         """The conversation as text, and what of it is trained. RowError where neither can be told.
@@ -126,28 +127,91 @@ class ChatTemplate:
             raise RowError(
                 f"{sample.where}: no token to train: {why}; set data.trained_tokens=all, or remove the conversation"
             )
-        found = view.marked(turns, counted) if view.generated is not None else view.nested(counted, trained)
-        spans = [Span(start, stop, weights[turn]) for turn, start, stop in found]
+        spans = [Span(start, stop, weights[turn]) for turn, start, stop in view.spans(turns, counted, trained)]
         return Rendered(view.text, spans, weights[counted[-1]] if ends and counted[-1] == turns[-1] else 0.0)
 
     def prompt(self, messages: Sequence[dict[str, Any]], *, goes_on: bool = False) -> str:
         """The conversation so far, up to where the assistant is to write; `goes_on`: its turn has begun, by the last
         message. Raises UserError where it is refused."""
         try:
-            view = _View(self.texts["default"], list(messages), Conversation("chat", list(messages)), self._special)
+            view = self._see("default", list(messages), "chat", None)
+            if view.unshown() and (parted := self._try("default", list(map(_in_parts, messages)), "chat", None)):
+                view = view if parted.unshown() else parted
             return view.prompt(goes_on)
         except RowError as error:
             raise UserError(str(error)) from error
 
-    def _view(self, sample: Conversation) -> _View:
-        text = self.texts["tool_use" if sample.tools and "tool_use" in self.texts else "default"]
+    def _view(self, sample: Conversation) -> View:
+        """The conversation in the first form that the template can use. RowError where there is none."""
+        name = "tool_use" if sample.tools is not None and "tool_use" in self.texts else "default"
         messages = [{key: value for key, value in m.items() if key != "weight"} for m in sample.messages]
-        if not any("tool_calls" in message for message in messages) or _TAKES_TEXT.search(text):
-            return _View(text, messages, sample, self._special)
-        try:
-            return _View(text, [_with_objects(message) for message in messages], sample, self._special)
-        except RowError:
-            return _View(text, messages, sample, self._special)  # some put the arguments' text into a text
+        best: View | None = None
+        first: RowError | None = None
+        for form in _forms(messages):
+            try:
+                view = self._see(name, form, sample.where, sample.tools)
+            except RowError as error:
+                first = first or error
+                continue
+            if (fault := view.fault()) is not None:
+                first = first or fault
+            elif not (unshown := view.unshown()):
+                return view
+            elif best is None or len(unshown) < len(best.unshown()):
+                best = view
+        if isinstance(first, FormError) and best is None:
+            raise first
+        unshown = list(range(len(messages))) if best is None else best.unshown()
+        parts = self._try(name, list(map(_in_parts, messages)), sample.where, sample.tools)
+        if parts is not None and (lost := sorted(set(unshown) - set(parts.unshown()))):
+            raise FormError(
+                f"{sample.where}: messages[{lost[0]}]: the chat template reads `content` as a list of parts, and shows "
+                'nothing of a text; give it as [{"type": "text", "text": "..."}], or another template with '
+                "data.chat_template"
+            )
+        if best is None:
+            assert first is not None
+            raise first
+        return best
+
+    def _see(self, name: str, messages: Messages, where: str, tools: list[dict[str, Any]] | None) -> View:
+        return View(
+            self.texts[name],
+            messages,
+            where,
+            tools=tools,
+            special=self._special,
+            ends=self._ends,
+            seen=self._seen[name],
+        )
+
+    def _try(self, name: str, messages: Messages, where: str, tools: list[dict[str, Any]] | None) -> View | None:
+        with contextlib.suppress(RowError):
+            return self._see(name, messages, where, tools)
+        return None
+
+
+def _forms(messages: Messages) -> Iterator[Messages]:
+    """The messages as they are, and in the other forms in which a template may want them, the most alike first."""
+    parted = any(isinstance(message.get("content"), list) for message in messages)
+    for contents in (messages, list(map(_joined, messages))) if parted else (messages,):
+        yield contents
+        if (calls := list(map(_with_objects, contents))) != contents:
+            yield calls
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is a text."""
+    if not isinstance(content := message.get("content"), list):
+        return message
+    return message | {"content": "".join(part if isinstance(part, str) else part["text"] for part in content)}
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is a list of parts."""
+    if not isinstance(content := message.get("content"), str):
+        return message
+    return message | {"content": [{"type": "text", "text": content}]}
 
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
@@ -162,91 +226,3 @@ def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
                 function["arguments"] = json.loads(arguments)
         calls.append(call | {"function": function} if "function" in call else function)
     return message | {"tool_calls": calls}
-
-
-class _View:
-    """A conversation under one template: its text, and the spans that generation markers tell (None: no markers)."""
-
-    def __init__(
-        self, template: str, messages: list[dict[str, Any]], sample: Conversation, special: dict[str, str]
-    ) -> None:
-        self._template, self._messages, self._special = template, messages, special
-        self._where, self._tools = sample.where, sample.tools
-        self._has_markers = _MARKED.search(template) is not None
-        self.text, spans = self._render(len(messages))
-        self.generated = spans if self._has_markers else None
-
-    def _render(self, count: int, prompt: bool = False, goes_on: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        """The first `count` messages, with the generation `prompt` behind them or without; `goes_on`: up to the end of
-        the last one's text."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            render: Any = render_jinja_template
-            texts, spans = render(
-                conversations=[self._messages[:count]],
-                tools=self._tools,
-                chat_template=self._template,
-                return_assistant_tokens_mask=self._has_markers,
-                add_generation_prompt=prompt,
-                continue_final_message=goes_on,
-                **self._special,
-            )
-        except Exception as error:  # a template raises what it likes
-            of = "" if count == len(self._messages) else f" with its first {count} messages"
-            raise RowError(
-                f"{self._where}: the chat template refuses the conversation{of}: {one_line(error, 200)}"
-            ) from error
-        return texts[0], spans[0] if self._has_markers else []
-
-    def prompt(self, goes_on: bool) -> str:
-        """All messages, with the generation prompt behind them, or without an end of the last one's turn."""
-        return self._render(len(self._messages), prompt=not goes_on, goes_on=goes_on)[0]
-
-    def marked(self, turns: list[int], counted: list[int]) -> list[tuple[int, int, int]]:
-        """(turn, start, stop) of what generation markers tell of the turns `counted`.
-
-        Where a turn has several pieces, or none, how many are rendered up to its end tells which are its own.
-        """
-        spans = self.generated or []
-        if len(spans) == len(turns):
-            return [(turn, *span) for turn, span in zip(turns, spans, strict=True) if turn in counted]
-        ends = [len(self._render(turn + 1)[1]) for turn in turns[:-1]] + [len(spans)]
-        begins = [0, *ends[:-1]]
-        if any(begin > end for begin, end in zip(begins, ends, strict=True)):
-            raise RowError(
-                f"{self._where}: the chat template's generation markers do not show which turn they belong to; set "
-                "data.trained_tokens=all, or choose another template with data.chat_template"
-            )
-        owned = zip(turns, begins, ends, strict=True)
-        return [(turn, *span) for turn, begin, end in owned if turn in counted for span in spans[begin:end]]
-
-    def nested(self, counted: list[int], trained: Trained) -> list[tuple[int, int, int]]:
-        """(turn, start, stop) of the turns `counted`, by rendering what comes before each and what comes up to its end.
-
-        Each rendering must begin the next: then a turn is what the one has more than the other.
-        """
-        found, eos = [], self._special.get("eos_token") or ""
-        for turn in counted:
-            before, _ = self._render(turn, prompt=True)
-            upto = self.text if turn + 1 == len(self._messages) else self._render(turn + 1)[0]
-            if eos and not self.text.startswith(upto):
-                upto = upto.removesuffix(eos)  # some end every rendering, not every turn, with it
-            for rendered in (before, upto):
-                if not self.text.startswith(rendered):
-                    raise self._not_nested(turn, rendered, trained)
-            if len(before) > len(upto):
-                raise self._not_nested(turn, before, trained)
-            found.append((turn, len(before), len(upto)))
-        return found
-
-    def _not_nested(self, turn: int, rendered: str, trained: Trained) -> TurnsError:
-        pairs = zip(rendered, self.text, strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(rendered), len(self.text)))
-        one, other = (repr(text[at : at + _SHOWN_CHARS]) for text in (rendered, self.text))
-        ways = "all" if trained == "last" else "last or all"
-        return TurnsError(
-            f"{self._where}: messages[{turn}]: the chat template renders it as {printable(one)} by itself and as "
-            f"{printable(other)} in the whole conversation, so Penstock cannot tell which tokens to train; set "
-            f"data.trained_tokens={ways}, or data.chat_template to a template with generation markers"
-        )

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from penstock.engine.config import DataConfig
 from penstock.engine.data.chat import ChatTemplate, Rendered, Span, find_template
 from penstock.engine.data.rows import BadRows, RowError
-from penstock.engine.data.samples import Completion, Conversation, Encoded, Ids, Sample, Text
+from penstock.engine.data.samples import Completion, Conversation, Encoded, Ids, Sample, Text, content_texts
 from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.storage.errors import UserError
 
 _ALWAYS = ("messages", "sharegpt")
 """Sources whose every row is a conversation."""
 CONVERSATIONS = ("messages", "sharegpt", "alpaca", "prompt_completion")
-_VERSION = 1  # of what the same sample is encoded to
+_VERSION = 2  # of what the same sample is encoded to
 
 
 class _Ready(NamedTuple):
@@ -49,10 +49,10 @@ class Answer(NamedTuple):
 class Encoder:
     """Samples to tokens, by the data section of a recipe and a tokenizer. It can be pickled.
 
-    A Text begins with the begin-of-text token where `adds_bos`, and ends with the end-of-text token; so does a
-    Completion, of which the prompt counts nothing. A Conversation is what the chat template makes of it: nothing is put
-    before it, and the end-of-text token behind it only where the template ends an assistant's last turn with no special
-    token at all. Ids are taken as they are.
+    A Text begins with the begin-of-text token where `adds_bos`, and ends with the end-of-text token, which are added
+    unless it has them; so does a Completion, of which the prompt counts nothing. A Conversation is what the chat
+    template makes of it: nothing is put before it, and the end-of-text token behind it only where the template ends an
+    assistant's last turn with no special token at all. Ids are taken as they are.
 
     Attributes: `bad`, the samples that were left out, counted (or refused); `adds_bos`.
     """
@@ -136,9 +136,18 @@ class Encoder:
         return _Ready(sample.where, Rendered(sample.prompt + sample.completion, spans, 1.0), self.adds_bos, True)
 
     def _text(self, sample: Text, ids: list[int]) -> Encoded:
-        begin = [self._tokenizer.bos_id] if self.adds_bos and sample.first else []
-        end = [self._tokenizer.eos_id] if sample.last else []
+        begin = self._begin(ids) if self.adds_bos and sample.first else []
+        end = self._end(ids) if sample.last else []
         return Encoded(sample.where, np.asarray([*begin, *ids, *end], dtype=np.int64), None, sample.last)
+
+    def _begin(self, ids: list[int]) -> list[int]:
+        """The begin-of-text token, unless the ids have it."""
+        bos = self._tokenizer.bos_id
+        return [] if bos is None or ids[:1] == [bos] else [bos]
+
+    def _end(self, ids: list[int]) -> list[int]:
+        """The end-of-text token, unless the ids have it."""
+        return [] if ids[-1:] == [self._tokenizer.eos_id] else [self._tokenizer.eos_id]
 
     def _ids(self, sample: Ids) -> Encoded:
         ids = np.asarray(sample.ids, dtype=np.int64)
@@ -151,26 +160,36 @@ class Encoder:
         return Encoded(sample.where, ids, weights, True)
 
     def _finish(self, one: _Ready, ids: list[int], offsets: NDArray[np.int64] | None) -> Encoded:
-        rendered, tokenizer = one.rendered, self._tokenizer
+        rendered = one.rendered
         weights = None
         if rendered.spans is not None:
             offsets = self._offsets(one, ids) if offsets is None else offsets
+            self._narrow(rendered.text, ids, offsets)
             weights = np.zeros(len(ids), dtype=np.float32)
             for span in rendered.spans:
                 weights[(offsets[:, 0] < span.stop) & (offsets[:, 1] > span.start)] = span.weight
-        begin = [tokenizer.bos_id] if one.bos else []
+        begin = self._begin(ids) if one.bos else []
         eos = one.eos if one.eos is not None else rendered.end_weight > 0 and not self._is_ended(ids)
-        end = [tokenizer.eos_id] if eos else []
+        end = self._end(ids) if eos else []
         if weights is not None:
             weights = np.concatenate(
                 [np.zeros(len(begin), np.float32), weights, np.full(len(end), rendered.end_weight, np.float32)]
             )
         return Encoded(one.where, np.asarray([*begin, *ids, *end], dtype=np.int64), weights, True)
 
+    def _narrow(self, text: str, ids: list[int], offsets: NDArray[np.int64]) -> None:
+        """Take the white space that added tokens swallow out of their offsets [tokens, 2]: whether such a token is
+        trained is a matter of where its own text is."""
+        for index in [i for i, token in enumerate(ids) if token in self._tokenizer.stripping_ids]:
+            start, stop = offsets[index].tolist()
+            if own := text[start:stop].strip():
+                start = text.index(own, start)
+                offsets[index] = start, start + len(own)
+
     def _is_ended(self, ids: list[int]) -> bool:
-        """Whether the last token that is no white space is a special one, or another that was added."""
+        """Whether the last token that is no white space is a special one."""
         for token in reversed(ids):
-            if token in self._tokenizer.added_ids:
+            if token in self._tokenizer.special_ids:
                 return True
             if self._tokenizer.decode([token]).strip():
                 return False
@@ -254,4 +273,4 @@ def size_of(sample: Sample) -> int:
         return len(sample.prompt) + len(sample.completion)
     if isinstance(sample, Ids):
         return 4 * len(sample.ids)
-    return sum(len(message.get("content") or "") + 100 for message in sample.messages)
+    return sum(100 + sum(map(len, content_texts(message.get("content")))) for message in sample.messages)

@@ -39,7 +39,7 @@ def kept_template(config: DataConfig, tokenizer: TextTokenizer, folder: Path) ->
     path = folder / FILE
     if not os.path.lexists(path):
         return find_template(config, tokenizer)
-    return ChatTemplate(_read(path)[0], printable(path), tokenizer.special_tokens)
+    return ChatTemplate(_read(path)[0], printable(path), tokenizer)
 
 
 def verify_template(path: Path) -> int:

@@ -115,11 +115,15 @@ class DataLoader:
         if documents is not None:
             self._held_out = len(starts) - len(documents)
             starts, stops = starts[documents], stops[documents]
-        self._pieces = cut_pieces(starts, stops, sequence_length, long_documents)
+        self._pieces = cut_pieces(starts, stops, sequence_length, long_documents, corpus.weights)
         if not len(self._pieces.starts):
+            ways, then = "split or cut", ""
+            if long_documents != "drop":
+                ways, then = "split", " and their trained tokens come later"
             raise UserError(
-                f"data.long_documents: drop leaves nothing, because all {len(starts):,} documents are longer than "
-                f"data.sequence_length={sequence_length}; raise it, or set data.long_documents to split or cut"
+                f"data.long_documents: {long_documents} leaves nothing, because all {len(starts):,} documents are "
+                f"longer than data.sequence_length={sequence_length}{then}; raise it, or set data.long_documents to "
+                f"{ways}"
             )
         self._start_epoch(0)
         self.report = self._pieces.report._replace(filled=self._share_filled())
@@ -225,8 +229,16 @@ class DataLoader:
             filled = self._fill_stream(stream)
         else:
             for row in range(self._rows):
-                self._fill_row(stream, row * self._sequence_length)
+                self._fill_trained_row(stream, row * self._sequence_length)
         return stream.micro_batch(filled)
+
+    def _fill_trained_row(self, stream: _Stream, row_start: int) -> None:
+        """Fill the row of the stream that begins at `row_start`, leaving out rows without a target."""
+        documents = len(stream.documents)
+        self._fill_row(stream, row_start)
+        while stream.weights is not None and not self.exhausted and not stream.is_trained(row_start):
+            stream.clear(row_start, documents)
+            self._fill_row(stream, row_start)
 
     def _fill_stream(self, stream: _Stream) -> int | None:
         """Lay packed rows end to end; the number of tokens put in, None where they fill the stream.
@@ -305,7 +317,8 @@ _USUAL = {"packing": "wrap", "long_documents": "split", "order": "shuffled"}
 
 @dataclass
 class _Stream:
-    """A micro-batch that is being filled: arrays of its fields, end-of-text padding where nothing is put in."""
+    """A micro-batch that is being filled: arrays of its fields, end-of-text padding where nothing is put in (the
+    largest token of the corpus where that is less: any token that every model of the corpus has)."""
 
     corpus: TokenCorpus
     ids: NDArray[np.int64]
@@ -321,7 +334,7 @@ class _Stream:
     def empty(cls, tokens: int, corpus: TokenCorpus) -> _Stream:
         return cls(
             corpus,
-            np.full(tokens, corpus.info.eos_id, dtype=np.int64),
+            np.full(tokens, min(corpus.info.eos_id, corpus.info.max_token_id), dtype=np.int64),
             np.full(tokens, IGNORE_LABEL, dtype=np.int64),
             np.zeros(tokens, dtype=np.int64),
             None if corpus.weights is None else np.ones(tokens, dtype=np.float32),
@@ -345,6 +358,19 @@ class _Stream:
         self.documents.append(at)
         self.lengths.append(count)
         self.sources.append(start)
+
+    def is_trained(self, start: int) -> bool:
+        """Whether a token from `start` on has a target."""
+        return bool((self.labels[start:] != IGNORE_LABEL).any())
+
+    def clear(self, start: int, documents: int) -> None:
+        """Take out what was put in from `start` on, behind the first `documents` documents."""
+        padding = self.empty(len(self.ids) - start, self.corpus)
+        self.ids[start:], self.labels[start:] = padding.ids, padding.labels
+        if self.weights is not None:
+            self.weights[start:] = 1
+        for found in (self.documents, self.lengths, self.sources):
+            del found[documents:]
 
     def micro_batch(self, filled: int | None) -> MicroBatch:
         weighted = self.weights is not None and bool((self.weights != 1).any())

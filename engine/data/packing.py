@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.engine.config import DataConfig
 from penstock.engine.data.corpus_files import TokenCorpus
+from penstock.engine.data.span_files import SpanFile
 from penstock.storage.errors import UserError
 
 Packing = Literal["wrap", "best_fit", "none"]
@@ -34,6 +35,8 @@ _OPEN_ROWS = 16
 _LOOKED_AT = 64
 """Windows of a large epoch that `count_rows` packs."""
 _ROW_BITS = 32
+_COUNTED_TOKENS = 1 << 23
+"""Of which weights are read at once."""
 
 
 class PackingReport(NamedTuple):
@@ -42,6 +45,8 @@ class PackingReport(NamedTuple):
     split: int = 0
     cut: int = 0
     dropped: int = 0
+    untrained: int = 0
+    """Parts of such documents that are left out, as none of their tokens is trained."""
     filled: float = 1.0
     """Share of the first epoch's rows that is tokens of documents."""
 
@@ -49,6 +54,8 @@ class PackingReport(NamedTuple):
         """Of a sentence about the data; empty where there is nothing to say."""
         counts = (("split", self.split), ("cut to it", self.cut), ("left out", self.dropped))
         said = [f", {count:,} longer than the context and {what}" for what, count in counts if count]
+        if self.untrained:
+            said.append(f", {self.untrained:,} parts of those without a trained token left out")
         return "".join(said) + (f", rows {self.filled:.1%} filled" if self.filled < 1 else "")
 
 
@@ -76,8 +83,28 @@ def shuffled(seed: np.random.SeedSequence, count: int) -> Indices:
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")
 
 
-def cut_pieces(starts: Indices, stops: Indices, capacity: int, how: LongDocuments) -> Pieces:
-    """The pieces of documents from `starts` to `stops` [documents], none longer than `capacity` tokens."""
+def count_trained(weights: SpanFile, starts: Indices, stops: Indices) -> Indices:
+    """[ranges] tokens that count as targets in the ranges from the ascending `starts` to `stops`."""
+    found = np.zeros(len(starts), dtype=np.int64)
+    first = 0
+    while first < len(starts):
+        begin = int(starts[first])
+        last = max(first + 1, int(np.searchsorted(starts, begin + _COUNTED_TOKENS)))
+        counted = weights[begin : max(begin, int(stops[first:last].max()))] > 0
+        sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counted)])
+        found[first:last] = sums[np.maximum(stops, starts)[first:last] - begin] - sums[starts[first:last] - begin]
+        first = last
+    return found
+
+
+def cut_pieces(
+    starts: Indices, stops: Indices, capacity: int, how: LongDocuments, weights: SpanFile | None = None
+) -> Pieces:
+    """The pieces of documents from `starts` to `stops` [documents], none longer than `capacity` tokens.
+
+    Of a document that is longer, pieces without a target that counts by the tokens' `weights` are left out: they would
+    change no gradient, and a step of such rows alone would have no loss.
+    """
     lengths = stops - starts
     long = lengths > capacity
     counts, report = -(-lengths // capacity), PackingReport(split=int(long.sum()))
@@ -91,7 +118,16 @@ def cut_pieces(starts: Indices, stops: Indices, capacity: int, how: LongDocument
         counts, report = np.where(long, 0, counts), PackingReport(dropped=report.split)
     first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
     number = np.arange(first[-1]) - np.repeat(first[:-1], counts)
-    return Pieces(np.repeat(starts, counts) + number * capacity, np.repeat(stops, counts), first, report)
+    begins, ends = np.repeat(starts, counts) + number * capacity, np.repeat(stops, counts)
+    if weights is not None and long.any():
+        kept = np.ones(len(begins), dtype=bool)
+        of_long = np.repeat(long, counts)
+        targets = begins[of_long] + 1
+        kept[of_long] = count_trained(weights, targets, np.minimum(ends[of_long], targets + capacity)) > 0
+        before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(kept)])
+        begins, ends, first = begins[kept], ends[kept], before[first]
+        report = report._replace(untrained=int((~kept).sum()))
+    return Pieces(begins, ends, first, report)
 
 
 class Part(NamedTuple):
@@ -250,12 +286,13 @@ def split_documents(num_documents: int, held_out: int, seed: int, order: Order =
 def rows_per_epoch(
     corpus: TokenCorpus, config: DataConfig, sequence_length: int, *, one_document_per_row: bool = False
 ) -> int:
-    """Rows of `sequence_length` that the first epoch of training fills; of a large packed corpus about so many."""
+    """Rows of `sequence_length` that the first epoch of training fills; of a large packed corpus about so many, and of
+    one whose documents wrap at most so many."""
     starts, stops = corpus.starts[:-1], corpus.starts[1:]
     documents = np.arange(len(starts))
     if config.validation_documents is not None:
         documents = split_documents(len(starts), config.validation_documents, config.seed, config.order)[0]
-    pieces = cut_pieces(starts[documents], stops[documents], sequence_length, config.long_documents)
+    pieces = cut_pieces(starts[documents], stops[documents], sequence_length, config.long_documents, corpus.weights)
     parts = mixture_parts(documents, corpus.info.part_documents, config.part_weights)
     order = epoch_order(pieces, parts, config.seed, 0, config.order)
     packing: Packing = "none" if one_document_per_row else config.packing

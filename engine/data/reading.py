@@ -13,7 +13,7 @@ from penstock.engine.data.files.splits import split_files
 from penstock.engine.data.formats.base import FileFormat, RowFormat, find_format
 from penstock.engine.data.position import Progress
 from penstock.engine.data.rows import BadRows, RowError
-from penstock.engine.data.samples import Completion, Conversation, Ids, Sample, Text
+from penstock.engine.data.samples import Completion, Conversation, Ids, Sample, Text, content_texts
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import printable
 
@@ -125,7 +125,8 @@ def texts_of(sample: Sample) -> Iterator[str]:
     elif isinstance(sample, Completion):
         yield from (sample.prompt, sample.completion)
     elif isinstance(sample, Conversation):
-        yield from (message["content"] for message in sample.messages if message.get("content"))
+        for message in sample.messages:
+            yield from filter(None, content_texts(message.get("content")))
 
 
 def is_empty(sample: Sample) -> bool:

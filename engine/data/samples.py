@@ -28,8 +28,9 @@ class Conversation:
 
     where: str
     messages: list[dict[str, Any]]
-    """Each with `role` and `content`, and what else the template reads (`tool_calls`, `name`, ...). `weight`, a number
-    from 0 on, is how much its tokens count where they are trained; 1 where it is not given."""
+    """Each with `role` and `content`, a text or a list of parts with texts, and what else the template reads
+    (`tool_calls`, `name`, ...). `weight`, a number from 0 on, is how much its tokens count where they are trained; 1
+    where it is not given."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the functions that the assistant may call."""
     plain: Completion | None = None
@@ -67,3 +68,10 @@ class Encoded(NamedTuple):
     """One per token: how much it counts as a target, 0 not at all; None: 1 for all."""
     last: bool
     """The document ends here."""
+
+
+def content_texts(content: Any) -> list[str]:
+    """The texts of a message's content, which may be in parts; none where there is none."""
+    if isinstance(content, str):
+        return [content]
+    return [part if isinstance(part, str) else part["text"] for part in content or []]

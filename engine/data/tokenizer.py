@@ -100,7 +100,8 @@ class TextTokenizer:
     """Turns texts into token ids, and knows which id ends a document.
 
     Attributes: `folder` (where its files are), `eos_id`, `vocab_size` (ids are below it, added tokens included),
-    `fingerprint` (hex, equal for two tokenizers exactly when their files are).
+    `fingerprint` (hex, equal for two tokenizers exactly when their files are), `puts_bos` (whether the tokenizer itself
+    begins a text with `bos_id`, as Llama 3's and Gemma's do).
     """
 
     def __init__(self, folder: Path, tokenizer: Any) -> None:
@@ -119,6 +120,10 @@ class TextTokenizer:
         for name in tokenizer_files(folder):
             digest.update(name.encode() + hashlib.sha256(read_tokenizer_file(folder, name)).digest())
         self.fingerprint = digest.hexdigest()
+        self.puts_bos = self._finds_bos()
+        if self.is_fast:
+            # Of no more use: it adds special tokens, and in some tokenizers takes blanks out of tokens' offsets.
+            tokenizer.backend_tokenizer.post_processor = None
 
     @property
     def is_fast(self) -> bool:
@@ -159,9 +164,7 @@ class TextTokenizer:
         found = self._tokenizer.bos_token_id
         return int(found) if is_whole(found) and found >= 0 else None
 
-    @cached_property
-    def puts_bos(self) -> bool:
-        """Whether the tokenizer itself begins a text with `bos_id`, as Llama 3's and Gemma's do."""
+    def _finds_bos(self) -> bool:
         if self.bos_id is None:
             return False
         with _refusing(f"tokenizer: {self.folder} fails on a text"):
@@ -176,9 +179,20 @@ class TextTokenizer:
         return frozenset(self._tokenizer.added_tokens_decoder)
 
     @cached_property
+    def stripping_ids(self) -> frozenset[int]:
+        """Those of `added_ids` that take the white space before or behind them with them."""
+        tokens = self._tokenizer.added_tokens_decoder.items()
+        return frozenset(number for number, token in tokens if token.lstrip or token.rstrip)
+
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of the tokens that are no text: those that `decode` of transformers leaves out where it is told to."""
         return frozenset(number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special)
+
+    @cached_property
+    def special_texts(self) -> frozenset[str]:
+        """The texts of `special_ids`."""
+        return frozenset(str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special)
 
     @property
     def special_tokens(self) -> dict[str, str]:

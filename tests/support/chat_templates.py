@@ -1,11 +1,12 @@
 """Chat templates in the styles that models have them, and small tokenizers that know their tokens."""
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 CHATML = """\
 {%- for message in messages -%}
@@ -71,10 +72,14 @@ def _backend() -> str:
     return str(tokenizer.to_str())
 
 
-def make_tokenizer(folder: Path, template: str | None = None, *, puts_bos: bool = False) -> Path:
-    """A Hugging Face folder of a byte-level BPE; `puts_bos`: its post-processor begins texts with BOS, as Llama 3's."""
+def make_tokenizer(
+    folder: Path, template: str | None = None, *, puts_bos: bool = False, special: Sequence[str | AddedToken] = ()
+) -> Path:
+    """A Hugging Face folder of a byte-level BPE; `puts_bos`: its post-processor begins texts with BOS, as Llama 3's;
+    `special`: tokens beside those of SPECIAL."""
     folder.mkdir(parents=True, exist_ok=True)
     backend = Tokenizer.from_str(_backend())
+    backend.add_special_tokens(list(special))
     if puts_bos:
         backend.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, backend.token_to_id(BOS))]

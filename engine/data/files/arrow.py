@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 from penstock.engine.data.files import base
 from penstock.engine.data.files.arrow_messages import uncompressed_bytes
 from penstock.engine.data.files.arrow_sizes import ROW_BYTES, object_bytes, viewed_bytes
+from penstock.engine.data.files.columns import Make, maker
 from penstock.engine.data.rows import BadRows, Row, RowError
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import one_line, printable
@@ -122,8 +123,23 @@ def _rows(piece: _Piece, file: Path, number: int, bad: BadRows) -> Iterator[Row]
         wrong = f"{name}:row {number + 1}: {_unreadable(batch, error)}"
         bad.add(RowError(f"{wrong}; correct the value, or leave the column out"))
         return
+    makers = {field.name: maker(field.type) for field in batch.schema}
     for at, fields in enumerate(listed, number + 1):
-        yield Row(f"{name}:row {at}", {key: base.without_nulls(value) for key, value in fields.items()})
+        where = f"{name}:row {at}"
+        try:
+            row = Row(where, {column: _value(column, item, makers[column]) for column, item in fields.items()})
+        except ValueError as error:
+            bad.add(RowError(f"{where}: {error}"))
+        else:
+            yield row
+
+
+def _value(column: str, value: Any, make: Make | None) -> Any:
+    """ValueError naming the column where the value is none of its type."""
+    try:
+        return value if make is None else make(value)
+    except ValueError as error:
+        raise ValueError(f"column '{one_line(column, 40)}': {one_line(error, 200)}; correct the value") from error
 
 
 def _unreadable(row: Any, error: Exception) -> str:

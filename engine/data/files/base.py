@@ -230,11 +230,3 @@ def decode_line(line: bytes, where: str) -> str:
             f"{where}: not UTF-8 text (byte 0x{line[error.start]:02x} at {error.start + 1:,} of the line); convert "
             "the file, for example from Latin-1: iconv -f LATIN1 -t UTF-8 OLD > NEW"
         ) from error
-
-
-def without_nulls(value: Any) -> Any:
-    """A value of a column without the fields that are null in it: columnar files give every struct all the fields
-    that any row has."""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value

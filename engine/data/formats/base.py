@@ -81,12 +81,27 @@ def required(fields: dict[str, Any], name: str, where: str) -> Any:
     """The value of a field. RowError naming those that there are where it is missing, or null."""
     value = fields.get(name)
     if value is None:
+        if is_preference(fields):
+            raise RowError(f"{where}: {PREFERENCE}")
         there = ", ".join(sorted(key for key, value in fields.items() if value is not None)) or "none"
         raise RowError(
             f"{where}: no `{name}` field; the row has {one_line(there, 200)}; name the one that holds it with "
             f'data.columns={{"{name}": "..."}}'
         )
     return value
+
+
+PREFERENCE = (
+    "this is a preference pair (`chosen` and `rejected`), and preference training is not supported; to train on the "
+    "chosen answers alone name the column: data.source=prompt_completion data.columns="
+    '{"completion": "chosen"}, or where it holds whole conversations data.source=messages data.columns='
+    '{"messages": "chosen"}'
+)
+
+
+def is_preference(fields: dict[str, Any]) -> bool:
+    """Whether a row is a pair of a better and a worse answer."""
+    return fields.get("chosen") is not None and fields.get("rejected") is not None
 
 
 def text_field(fields: dict[str, Any], name: str, where: str) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.engine.data.files.base import container_of, open_utf8, read_rows
 from penstock.engine.data.files.splits import find_splits, split_files
-from penstock.engine.data.formats.base import FORMATS, RowFormat, find_format
+from penstock.engine.data.formats.base import FORMATS, PREFERENCE, RowFormat, find_format, is_preference
 from penstock.engine.data.formats.messages import has_messages
 from penstock.engine.data.formats.sharegpt import has_turns
 from penstock.engine.data.rows import BadRows
@@ -69,21 +70,43 @@ def detect(path: Path, split: str | None = None) -> Detected:
 
 def _format_of(rows: list[dict[str, Any]], file: Path) -> tuple[str, dict[str, str]]:
     """Format and what it renames, of rows that all match. UserError telling the columns where none does."""
+    if any(map(_is_unpaired, rows)):
+        raise UserError(
+            f"{printable(file)}: `label` says which completions are wanted, and preference training is not supported; "
+            "remove the rows whose label is false, and set data.source=prompt_completion"
+        )
     for source in FORMATS:
         reader = find_format(source)
         if isinstance(reader, RowFormat) and any(map(reader.matches, rows)):
             return source, {}
-    for name, value in rows[0].items():
-        if has_turns(value):
-            return "sharegpt", {"conversations": name}
-        if has_messages(value):
-            return "messages", {"messages": name}
+    if any(map(is_preference, rows)):
+        raise UserError(f"{printable(file)}: {PREFERENCE}")
+    found = [
+        (source, {field: name})
+        for source, field, fits in (("sharegpt", "conversations", has_turns), ("messages", "messages", has_messages))
+        for name, value in rows[0].items()
+        if fits(value)
+    ]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = one_line(", ".join(name for _, rename in found for name in rename.values()), 300)
+        source, rename = found[0]
+        raise UserError(
+            f"{printable(file)}: the columns {names} all hold conversations; name the one to train on, such as "
+            f"data.source={source} data.columns={json.dumps(rename)}"
+        )
     columns = one_line(", ".join(dict.fromkeys(name for fields in rows for name in fields)), 300)
     raise UserError(
         f"{printable(file)}: the columns {columns} match no known format; say what they are, such as "
         'data.source=prompt_completion data.columns={"prompt": "...", "completion": "..."} or data.source=jsonl '
         'data.columns={"text": "..."}'
     )
+
+
+def _is_unpaired(fields: dict[str, Any]) -> bool:
+    """Whether a row is an answer that is wanted or not, as TRL's unpaired preferences are."""
+    return isinstance(fields.get("label"), bool) and {"prompt", "completion"} <= fields.keys()
 
 
 def _plain_text(root: Path) -> Detected:

@@ -1,6 +1,6 @@
 """Conversations as OpenAI writes them: `messages`, each with `role` and `content`; `tools` beside them.
 
-Content that comes in parts is joined, where all of them are text. A `function_call` and a `function` role, as they were
+Content may come in parts, where all of them are text. A `function_call` and a `function` role, as they were
 called before there were tools, become those of today. `weight` of a message, a number from 0 on, is how much its tokens
 count where they are trained.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.engine.data.formats.base import kind, list_field, unpacked
 from penstock.engine.data.rows import RowError
-from penstock.engine.data.samples import Conversation
+from penstock.engine.data.samples import Conversation, content_texts
 from penstock.storage.untrusted import one_line
 
 FIELDS = ("messages", "tools")
@@ -37,15 +37,15 @@ def has_messages(value: Any) -> bool:
 def read_messages(values: list[Any], where: str, field: str) -> list[dict[str, Any]]:
     """Messages as templates want them. RowError naming the message that is none, or that nobody says anything."""
     messages = [_message(value, f"{where}: {field}[{index}]") for index, value in enumerate(values)]
-    if not any(message.get("content") or message.get("tool_calls") for message in messages):
+    if not any(any(content_texts(message.get("content"))) or message.get("tool_calls") for message in messages):
         raise RowError(f"{where}: the conversation is empty: no message has any `content`")
     return messages
 
 
 def read_tools(fields: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
-    """The `tools` of a row, or the JSON of them; None where there are none."""
+    """The `tools` of a row, or the JSON of them; None where it has no such field."""
     tools = unpacked(fields.get("tools"))
-    if tools in (None, "", []):
+    if tools in (None, ""):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowError(f"{where}: `tools` is {kind(tools)}; expected a list of JSON schemas of functions")
@@ -69,7 +69,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         if not message["tool_calls"]:
             del message["tool_calls"]
     if "content" in message:
-        message["content"] = _text(message["content"], where)
+        _require_text(message["content"], where)
     elif "tool_calls" not in message:
         raise RowError(f"{where} has no `content`; give it a text")
     if "weight" in message:
@@ -84,20 +84,17 @@ def require_weight(weight: Any, where: str) -> None:
         raise RowError(f"{where}: `weight` is {one_line(weight, 40)}; expected a number of at least 0")
 
 
-def _text(content: Any, where: str) -> str:
-    """Content as one text. RowError for a picture or a sound among its parts."""
+def _require_text(content: Any, where: str) -> None:
+    """RowError where content is neither a text nor parts of text: for a picture or a sound among them."""
     if isinstance(content, str):
-        return content
+        return
     if not isinstance(content, list):
         raise RowError(f"{where}: `content` is {kind(content)}; expected a text, or a list of parts with text")
-    texts = []
     for part in content:
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str):
             what = one_line(part.get("type", "no text"), 40) if isinstance(part, dict) else kind(part)
             raise RowError(f"{where}: `content` has a part that is {what}; only text can be trained on, remove it")
-        texts.append(text)
-    return "".join(texts)
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:

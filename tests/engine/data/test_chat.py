@@ -1,5 +1,6 @@
 """Chat templates: the text, and which tokens of it are trained, against transformers' own mask."""
 
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -11,6 +12,7 @@ import pytest
 from chat_templates import BOS, CHATML, EOS, LLAMA, PLAIN, THINKING, make_tokenizer, unmarked
 from hypothesis import given
 from hypothesis import strategies as st
+from random_templates import ROLE_TOKENS, SHAPES, Shape, conversations
 from samples import sampled
 from transformers import AutoTokenizer
 
@@ -98,7 +100,8 @@ def test_prefixes_tell_what_markers_tell(folder: Path, turns: list[tuple[str, st
 def test_prefixes_that_do_not_nest_are_refused_with_the_ways_out(folder: Path, tmp_path: Path) -> None:
     message = (
         r"rows\.jsonl:7: messages\[2\]: the chat template renders it as '<think>.* by itself and as .* in the whole "
-        r"conversation, .*set data\.trained_tokens=last or all, or data\.chat_template to a template with generation"
+        r"conversation, .*set data\.trained_tokens=last or all, `weight` of messages\[2\] to 0, or data\.chat_template "
+        r"to a template with generation"
     )
     refused(encoder_of(folder, THINKING, tmp_path), CHAT, message)
     one = encoder_of(folder, THINKING, tmp_path)
@@ -161,8 +164,11 @@ def test_what_a_template_refuses_is_one_line(folder: Path, tmp_path: Path) -> No
     refused(encoder_of(folder, loose, tmp_path), CHAT, "has no attribute")
     escape = "{{- ''.__class__.__mro__ -}}" + unmarked(CHATML)
     refused(encoder_of(folder, escape, tmp_path), CHAT, "unsafe|undefined|no attribute|refuses")
-    begins = unmarked(CHATML) + "{{- messages[0].role[:0] -}}"
-    refused(encoder_of(folder, begins, tmp_path), CHAT[2:], "with its first 0 messages")
+    alone = "{{- raise_exception('no user') if messages[-1].role == 'system' -}}" + unmarked(LLAMA).replace(
+        "assistant<|end_header_id|>\\n\\n' -}}{%- endif", "assistant<|end_header_id|>\\n\\n<think>' -}}{%- endif"
+    )
+    told = r"messages\[1\]: the chat template refuses the messages before it: .*no user.*set data\.trained_tokens=all"
+    refused(encoder_of(folder, alone, tmp_path), [CHAT[0], BOT], told)
     with pytest.raises(UserError, match=r"template\.jinja is not a valid Jinja template: line 1"):
         encoded(encoder_of(folder, "{% if %}", tmp_path), CHAT)
 
@@ -202,3 +208,131 @@ def test_a_turn_that_no_token_ends_is_ended_by_the_end_of_text(folder: Path, tmp
     assert text.startswith(f"{BOS}<|start_header_id|>system")
     assert text.endswith("No.<|eot_id|>")
     assert text.count(BOS) == 1
+
+
+@pytest.fixture(scope="module")
+def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("random") / "tokenizer", special=ROLE_TOKENS)
+
+
+@sampled(120, 3000, deadline=None)
+@given(shape=SHAPES, messages=conversations())
+def test_random_templates_are_trained_as_by_hand_or_refused(
+    random_folder: Path, shape: Shape, messages: list[dict[str, Any]]
+) -> None:
+    encoder = encoder_of(random_folder, shape.jinja(), random_folder.parent)
+    refusals = contextlib.suppress(UserError) if shape.may_refuse(messages) else contextlib.nullcontext()
+    found = None
+    with refusals:
+        found = encoded(encoder, messages)
+    if found is None:
+        return
+    text, marks = shape.right(messages)
+    plain = AutoTokenizer.from_pretrained(random_folder, local_files_only=True)
+    whole = plain(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, spans = whole["input_ids"], [marks[start:stop] for start, stop in whole["offset_mapping"]]
+    weights = [None if None in span else float(any(span)) for span in spans]
+    if messages[-1]["role"] == "assistant" and not text.rstrip().endswith(
+        tuple(map(str, plain.added_tokens_decoder.values()))
+    ):
+        ids, weights = [*ids, plain.eos_token_id], [*weights, 1.0]
+    assert found.ids.tolist() == ids
+    pairs = zip(found.weights.tolist(), weights, strict=True)
+    assert [had for had, wanted in pairs if wanted is not None] == [one for one in weights if one is not None]
+
+
+ENDED = unmarked(CHATML).replace("message.content + '<|im_end|>\\n'", "message.content + ending")
+OLMO = "{%- set every = messages -%}" + ENDED.replace(
+    "{%- for message in messages -%}",
+    "{%- if messages[0].role != 'system' -%}{{- '<|im_start|>system\\nBe good.<|im_end|>\\n' -}}{%- endif -%}"
+    "{%- for message in messages -%}{%- set ending = '<|im_end|>\\n' -%}"
+    "{%- if loop.last and message.role == 'assistant' -%}{%- set ending = eos_token -%}{%- endif -%}",
+)
+"""As Olmo 3's: the last answer alone ends with the end-of-text token, and a system message is put in."""
+GLM = (
+    "{%- for m in messages -%}{{- '<|' + m.role + '|>\\n' + m.content -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+ALWAYS = "{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content + '<|im_end|>' -}}{%- endfor -%}<|assistant|>"
+
+
+def test_what_ends_a_turn_is_trained(folder: Path, random_folder: Path, tmp_path: Path) -> None:
+    assert OLMO.count("ending") == 4
+    for messages in (CHAT, CHAT[1:]):
+        encoder = encoder_of(folder, OLMO, tmp_path)
+        assert trained(encoder, encoded(encoder, messages)) == ["  It is 5 ☃, naïve!  <|im_end|>\n", f"No.{EOS}"]
+    encoder = encoder_of(random_folder, GLM, tmp_path)
+    assert trained(encoder, encoded(encoder, CHAT)) == ["\n  It is 5 ☃, naïve!  <|user|>", f"\nNo.{EOS}"]
+    encoder = encoder_of(random_folder, ALWAYS, tmp_path)
+    assert trained(encoder, encoded(encoder, CHAT)) == ["  It is 5 ☃, naïve!  <|im_end|>", "No.<|im_end|>"]
+
+
+def test_a_conversation_may_begin_with_the_assistant(folder: Path, tmp_path: Path) -> None:
+    for template in (CHATML, unmarked(CHATML), unmarked(LLAMA)):
+        strict = "{{- raise_exception('no message') if not messages -}}" + template
+        encoder = encoder_of(folder, strict, tmp_path)
+        first, second = trained(encoder, encoded(encoder, CHAT[2:]))
+        assert (first.strip()[:7], second[:3]) == ("It is 5", "No.")
+        assert first.rstrip().endswith("|>")
+
+
+PARTS = "{%- for part in message.content if part.type == 'text' -%}{{- part.text -}}{%- endfor -%}"
+BOTH = "{%- if message.content is string -%}{{- message.content -}}{%- else -%}" + PARTS + "{%- endif -%}"
+
+
+def test_content_in_parts(folder: Path, tmp_path: Path) -> None:
+    """As the template takes them; joined for one that takes texts alone, and never printed as Python prints a list."""
+    parts = [USER, BOT | {"content": [{"type": "text", "text": "So"}, {"type": "text", "text": " it is"}]}]
+    texts = [USER | {"content": "Why?"}, BOT | {"content": "So it is"}]
+    for template in (unmarked(CHATML), unmarked(CHATML).replace("message.content", "(message.content ~ '')")):
+        encoder = encoder_of(folder, template, tmp_path)
+        assert trained(encoder, encoded(encoder, parts)) == ["So it is<|im_end|>\n"]
+    reading = unmarked(CHATML).replace("{{- message.content + '<|im_end|>\\n' -}}", "{}{{- '<|im_end|>\\n' -}}")
+    for how in (PARTS, BOTH):
+        encoder = encoder_of(folder, reading.replace("{}", how), tmp_path)
+        every = [USER | {"content": [{"type": "text", "text": USER["content"]}]}, parts[1]]
+        assert trained(encoder, encoded(encoder, every)) == ["So it is<|im_end|>\n"]
+    assert trained(encoder, encoded(encoder, texts)) == ["So it is<|im_end|>\n"]
+    told = r"messages\[0\]: the chat template reads `content` as a list of parts, and shows nothing of a text; give it"
+    refused(encoder_of(folder, reading.replace("{}", PARTS), tmp_path), texts, told)
+    prompt = encoder_of(folder, reading.replace("{}", PARTS), tmp_path).template.prompt(
+        [{"role": "user", "content": "?"}]
+    )
+    assert prompt == "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_arguments_are_never_printed_as_python_prints_them(folder: Path, tmp_path: Path) -> None:
+    def calling(arguments: Any) -> list[dict[str, Any]]:
+        return [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}]
+
+    text = '{"city": "Rome", "ok": true}'
+    for how in ("{{- call.function.arguments -}}", "{{- '' ~ call.function.arguments -}}"):
+        printing = THINKING.replace(
+            "{{- '<tool_call>' + call.function.name + (call.function.arguments | tojson) -}}",
+            "{{- call.function.name -}}" + how,
+        )
+        assert how in printing
+        encoder = encoder_of(folder, printing, tmp_path)
+        assert trained(encoder, encoded(encoder, calling(text)))[0].endswith(f"weather{text}<|im_end|>\n")
+        refused(
+            encoder,
+            calling({"city": "Rome"}),
+            r"messages\[1\]: arguments of a call are an object, which the chat .*JSON",
+        )
+    encoder = encoder_of(folder, THINKING, tmp_path)
+    for arguments in (text, json.loads(text)):
+        assert trained(encoder, encoded(encoder, calling(arguments)))[0].endswith(f"weather{text}<|im_end|>\n")
+
+
+def test_a_turn_whose_text_is_left_out_is_refused(folder: Path, tmp_path: Path) -> None:
+    content = "'x' if message.role == 'assistant' else message.content"
+    silent = unmarked(CHATML).replace(
+        "{{- '<|im_start|>'",
+        "{%- set message = {'role': message.role, 'content': " + content + "} -%}{{- '<|im_start|>'",
+        1,
+    )
+    refused(encoder_of(folder, silent, tmp_path), CHAT, r"leaves out what messages\[2\] says")
+    call = [USER, BOT | {"tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}]
+    refused(
+        encoder_of(folder, CHATML, tmp_path), call, r"leaves out what messages\[1\] says.*set the message's weight to 0"
+    )

@@ -369,3 +369,16 @@ def test_a_label_has_the_weight_of_the_token_that_it_names(tmp_path_factory, wei
         trained |= dict(kept)
     assert trained == {token: weight for token, weight in given.items() if weight > 0 and token not in firsts}
     assert corpus.info.num_trained == len(trained)
+
+
+def test_the_token_that_ends_texts_may_be_higher_than_any_that_there_is(tmp_path):
+    """Ids that somebody else made, and chats that end by another token, have none as high. Nor need the model."""
+    writer = CorpusWriter(tmp_path, "uint16")
+    writer.append("document 0", np.asarray([3, 7, 5]), True)
+    writer.finish("test", eos_id=50_256)
+    corpus = TokenCorpus.open(tmp_path)
+    assert (corpus.info.max_token_id, corpus.info.eos_id) == (7, 50_256)
+    batch = loader_of(corpus, 8, endless=False, vocab_size=8).next_micro_batch()
+    assert batch.ids[:3].tolist() == [3, 7, 5]
+    assert int(batch.ids.max()) < 8, "padding is a token of the model"
+    assert batch.num_targets == 2

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from chat_templates import BOS, CHATML, EOS, make_tokenizer, unmarked
-from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from penstock.engine.config import DataConfig
@@ -98,6 +98,46 @@ def test_alpaca_without_a_chat_template_is_a_completion(
         assert found.ids.tolist()[bos == "on" :] == plain.encode_batch(["naïve ☃ 1 + 1 = 2 ☃"])[0] + [plain.eos_id]
     (found,) = Encoder(DataConfig(trained_tokens="all"), plain).encode([completion])
     assert found.weights is None
+
+
+def test_texts_that_have_their_own_begin_and_end_get_no_second(with_bos: TextTokenizer) -> None:
+    for sample in (Text("a", f"{BOS}2 + 3{EOS}"), Completion("a", f"{BOS}2 +", f" 3{EOS}")):
+        assert text_of(with_bos, sample) == f"{BOS}2 + 3{EOS}"
+    (found,) = Encoder(DataConfig(), with_bos).encode([Completion("a", f"{BOS}2 +", f" 3{EOS}")])
+    assert marked(with_bos, found) == f" 3{EOS}"
+    pieces = [Text("a", f"{BOS}2", last=False), Text("a", f"{EOS}3{EOS}", first=False)]
+    found_pieces = Encoder(DataConfig(), with_bos).encode(pieces)
+    assert [with_bos.decode(one.ids.tolist()) for one in found_pieces] == [f"{BOS}2", f"{EOS}3{EOS}"]
+    assert text_of(with_bos, Text("a", f"{EOS}2{BOS}")) == f"{BOS}{EOS}2{BOS}{EOS}"
+
+
+def test_white_space_that_a_token_swallows_does_not_make_it_trained(tmp_path: Path) -> None:
+    """Phi-3's tokens take what is behind them; others what is before. Where a turn begins or ends at such white space,
+    the token belongs to it only by its own text."""
+    strips = [AddedToken("<|user|>", lstrip=True), AddedToken("<|assistant|>", rstrip=True), AddedToken("<|stop|>")]
+    template = "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content ~ '<|stop|>\\n' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    tokenizer = load_tokenizer(make_tokenizer(tmp_path / "strips", template, special=strips))
+    chat = [CHAT[0], {"role": "assistant", "content": "  yes"}, CHAT[0], {"role": "assistant", "content": "no"}]
+    (found,) = Encoder(DataConfig(source="messages"), tokenizer).encode([Conversation("c", chat)])
+    plain = AutoTokenizer.from_pretrained(tmp_path / "strips", local_files_only=True)
+    assert found.ids.tolist() == plain.apply_chat_template(chat)["input_ids"]
+    assert marked(tokenizer, found) == "yes<|stop|>no<|stop|>\n"
+
+
+def test_offsets_that_a_tokenizer_trims_are_whole(tmp_path: Path) -> None:
+    """GPT-2's post-processor may take blanks out of offsets: a token that is a blank alone would be nowhere."""
+    folder = make_tokenizer(
+        tmp_path / "trims", "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
+    for text in ("yes ", " ☃ ", "  no  \n "):
+        chat = [CHAT[0], {"role": "assistant", "content": text}]
+        (found,) = Encoder(DataConfig(source="messages"), tokenizer).encode([Conversation("c", chat)])
+        assert marked(tokenizer, found).endswith(f"{text}{EOS}")
 
 
 def test_ids_are_taken_as_they_are(with_bos: TextTokenizer) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import zstandard
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, Features, Json, List
 from pyarrow import ipc, parquet
 
 from penstock.engine.config import DataConfig
@@ -258,6 +258,46 @@ def test_the_split_that_is_missing_says_which_there_are(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             act()
+
+
+JSON_ROWS: list[dict[str, Any]] = [
+    {"text": 'one\n"two"', "mixed": {"a": None}, "messages": [{"role": "user", "content": [{"text": "☃"}]}]},
+    {"text": "three", "mixed": 7, "messages": [{"role": "user", "content": None}]},
+    {"text": None, "mixed": None, "messages": []},
+]
+
+
+def test_columns_of_json_are_what_the_json_holds(tmp_path: Path) -> None:
+    """`datasets` has them for mixed types; null in it is a value, where in a struct it is a field that others have."""
+    features = Features({"text": Json(), "mixed": Json(), "messages": List(Json())})
+    data = Dataset.from_list(JSON_ROWS, features=features)
+    data.save_to_disk(tmp_path / "saved")
+    data.to_parquet(tmp_path / "rows.parquet")
+    parquet.write_table(parquet.read_table(tmp_path / "rows.parquet"), tmp_path / "bare.parquet", store_schema=False)
+    for file in ("rows.parquet", "bare.parquet", "saved/data-00000-of-00001.arrow"):
+        assert rows_of(tmp_path / file) == JSON_ROWS
+    broken = pa.ExtensionArray.from_storage(pa.json_(pa.string()), pa.array(['"fine"', "{half"]))
+    parquet.write_table(pa.table({"text": broken}), tmp_path / "broken.parquet")
+    with pytest.raises(UserError, match=r"broken\.parquet:row 2: column 'text': .*data\.bad_rows=skip"):
+        rows_of(tmp_path / "broken.parquet")
+    bad = BadRows("skip")
+    assert [row.fields for row in read_rows(tmp_path / "broken.parquet", bad)] == [{"text": "fine"}]
+    assert bad.count == 1
+
+
+def test_maps_are_objects(tmp_path: Path) -> None:
+    kind = pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.map_(pa.string(), pa.string()))]))
+    calls = [
+        [{"name": "weather", "arguments": [("city", "Rome"), ("unit", None)]}],
+        [{"name": None, "arguments": None}],
+    ]
+    parquet.write_table(pa.table({"calls": pa.array(calls, type=kind)}), tmp_path / "maps.parquet")
+    wanted = [{"calls": [{"name": "weather", "arguments": {"city": "Rome", "unit": None}}]}, {"calls": [{}]}]
+    assert rows_of(tmp_path / "maps.parquet") == wanted
+    twice = pa.array([[("a", "1"), ("a", "2")]], type=pa.map_(pa.string(), pa.string()))
+    parquet.write_table(pa.table({"m": twice}), tmp_path / "twice.parquet")
+    with pytest.raises(UserError, match=r"twice\.parquet:row 1: column 'm': the key 'a' appears twice"):
+        rows_of(tmp_path / "twice.parquet")
 
 
 def test_data_sets_that_were_saved_to_disk(tmp_path: Path) -> None:

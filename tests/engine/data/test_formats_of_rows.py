@@ -35,15 +35,16 @@ def conversation(folder: Path, source: str, row: Any, **more: Any) -> Conversati
     return sample
 
 
-def turns(sample: Conversation) -> list[tuple[str, str]]:
+def turns(sample: Conversation) -> list[tuple[str, Any]]:
     return [(message["role"], message.get("content", "")) for message in sample.messages]
 
 
 def test_messages_with_tools_parts_and_old_functions(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "How is it "}, {"type": "text", "text": "there?"}]
     row = {
         "messages": [
             {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": "How is it "}, {"type": "text", "text": "there?"}]},
+            {"role": "user", "content": parts},
             {"role": "assistant", "content": None, "tool_calls": [CALL], "weight": 0},
             {"role": "tool", "content": "sunny", "tool_call_id": "1", "name": "weather"},
             {"role": "assistant", "content": "Sunny.", "tool_calls": None},
@@ -52,7 +53,7 @@ def test_messages_with_tools_parts_and_old_functions(tmp_path: Path) -> None:
         "id": 7,
     }
     sample = conversation(tmp_path, "messages", row)
-    assert turns(sample)[1:3] == [("user", "How is it there?"), ("assistant", "")]
+    assert turns(sample)[1:3] == [("user", parts), ("assistant", "")]
     assert "content" not in sample.messages[2]
     assert sample.messages[2]["tool_calls"] == [CALL]
     assert sample.messages[2]["weight"] == 0
@@ -280,3 +281,32 @@ def test_any_row_is_a_sample_or_a_bad_row(fields: dict[str, Any], source: str) -
         assert all(0 <= message.get("weight", 1) < float("inf") for message in sample.messages)
     if isinstance(sample, Ids):
         assert sample.weights is None or len(sample.weights) == len(sample.ids)
+
+
+def test_preference_pairs_are_named(tmp_path: Path) -> None:
+    """However they are written; what is wanted of them can be said with data.columns."""
+    question, good, bad = (
+        [{"role": role, "content": text}] for role, text in (("user", "?"), ("assistant", "yes"), ("assistant", "no"))
+    )
+    pairs: list[dict[str, Any]] = [
+        {"prompt": question, "chosen": good, "rejected": bad},
+        {"chosen": question + good, "rejected": question + bad},
+        {"prompt": "?", "chosen": "yes", "rejected": "no"},
+        {"question": "?", "chosen": "yes", "rejected": "no", "score": 3},
+    ]
+    file = tmp_path / "rows.jsonl"
+    for pair in pairs:
+        file.write_text(json.dumps(pair))
+        with pytest.raises(UserError, match=r"this is a preference pair \(`chosen` and `rejected`\)"):
+            detect(file)
+        with pytest.raises(UserError, match=r"rows\.jsonl:1: this is a preference pair"):
+            samples_of(tmp_path, "messages", pair)
+    for pair, columns in ((pairs[0], {"completion": "chosen"}), (pairs[2], {"completion": "chosen"})):
+        assert len(samples_of(tmp_path, "prompt_completion", pair, columns=columns)) == 1
+    assert len(samples_of(tmp_path, "messages", pairs[1], columns={"messages": "chosen"})) == 1
+    file.write_text(json.dumps({"prompt": "?", "completion": "no", "label": False}))
+    with pytest.raises(UserError, match=r"`label` says which completions are wanted"):
+        detect(file)
+    file.write_text(json.dumps({"model_a": question + good, "model_b": question + bad}))
+    with pytest.raises(UserError, match=r"the columns model_a, model_b all hold conversations; name the one"):
+        detect(file)

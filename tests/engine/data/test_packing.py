@@ -88,7 +88,7 @@ def test_an_epoch_gives_every_document_once(tmp_path_factory, lengths, length, r
         assert seen == wanted
     count = sum(n > length for n in lengths)
     names = {"split": "split", "cut": "cut", "drop": "dropped"}
-    reported = {"split": 0, "cut": 0, "dropped": 0, "filled": 0} | {names[long_documents]: count}
+    reported = {"split": 0, "cut": 0, "dropped": 0, "untrained": 0, "filled": 0} | {names[long_documents]: count}
     assert loader.report._asdict() | {"filled": 0} == reported
 
 
@@ -229,3 +229,40 @@ def test_what_became_of_long_documents_is_said(tmp_path):
         loader_of(corpus, 4, long_documents="drop")
     assert length_quantiles(corpus, [0, 0.5, 0.99, 1]) == [5, 20, 40, 40]
     assert length_histogram(corpus, [5, 16, 17]) == [0, 1, 1, 2]
+
+
+@sampled(30, 300)
+@given(st.data(), st.integers(2, 20), st.integers(1, 3), st.sampled_from(["wrap", "best_fit", "none"]), LONG, ORDERS)
+def test_no_row_is_without_a_target(tmp_path_factory, data, length, rows, how, long_documents, order):
+    """No token of a prompt is trained: where it is longer than a row, pieces of it alone are left out. Targets stay."""
+    lengths = data.draw(st.lists(st.integers(2, 60), min_size=1, max_size=8))
+    documents, weights = unique_documents(lengths), []
+    for count in lengths:
+        trained = data.draw(st.sets(st.integers(1, count - 1), min_size=1, max_size=3))
+        weights.append([float(index in trained) for index in range(count)])
+    corpus = make_corpus(tmp_path_factory.mktemp("corpus"), documents, weights)
+    wanted = Counter()
+    for ids, counted in zip(documents, weights, strict=True):
+        if long_documents == "split" or len(ids) <= length or long_documents == "cut":
+            stop = length if long_documents == "cut" else len(ids)
+            wanted.update(token for token, weight in zip(ids[:stop], counted, strict=False) if weight)
+    given_ways = {"packing": how, "long_documents": long_documents, "order": order, "endless": False}
+    if not wanted:
+        with pytest.raises(UserError, match="leaves nothing"):
+            loader_of(corpus, length, rows, **given_ways)
+        return
+    loader = loader_of(corpus, length, rows, **given_ways)
+    seen = Counter()
+    while not loader.exhausted:
+        batch = loader.next_micro_batch()
+        seen.update(batch.labels[batch.labels != IGNORE_LABEL].tolist())
+        stops = [*batch.documents[1:], len(batch.ids)]
+        if how == "wrap":
+            filled = [batch.labels[row * length : (row + 1) * length] for row in range(rows)]
+            assert all((row != IGNORE_LABEL).any() for row in filled) or loader.exhausted
+        else:
+            pieces = [batch.labels[a:b] for a, b in zip(batch.documents, stops, strict=True)][: len(batch.lengths)]
+            shortened = [piece for piece, count in zip(pieces, batch.lengths, strict=True) if count == length]
+            assert all((piece != IGNORE_LABEL).any() for piece in shortened)
+        assert batch.num_targets or loader.exhausted
+    assert seen == wanted
