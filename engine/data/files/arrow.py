@@ -19,10 +19,8 @@ from penstock.storage.untrusted import one_line, printable
 COMPRESSED = False
 _MAGIC = b"ARROW1"
 _BATCH_ROWS = 256  # made into Python's objects at once
-_MOST_TIMES = 250
 _FEW_BYTES = 32 << 20
-_FEW_UNCOMPRESSED_BYTES = 256 << 20
-"""A file that becomes more than so many times its size, and more than so much, only repeats itself."""
+"""Of Python's objects, which all files may become; `base.FEW_BYTES` the same of what is decompressed."""
 
 
 def read(file: Path, bad: BadRows) -> Iterator[Row]:
@@ -46,16 +44,16 @@ def require_modest(file: Path, claimed: Iterable[int]) -> None:
     size, total = file.stat().st_size, 0
     for count in claimed:
         total += max(0, count)
-        if total > _FEW_UNCOMPRESSED_BYTES + _MOST_TIMES * size:
+        if total > base.FEW_BYTES + base.MOST_TIMES * size:
             raise UserError(
-                f"{printable(file)}: becomes more than {_MOST_TIMES} times as large as the file when uncompressed; "
+                f"{printable(file)}: becomes more than {base.MOST_TIMES} times as large as the file when uncompressed; "
                 "if that is right, write it as JSON lines"
             )
 
 
 def rows_of(file: Path, batches: Iterable[Any], bad: BadRows) -> Iterator[Row]:
     """The rows of pyarrow's record batches, of which no value is read before all of its batch is known to be sound."""
-    number, left = 0, _FEW_BYTES + _MOST_TIMES * file.stat().st_size
+    number, left = 0, _FEW_BYTES + base.MOST_TIMES * file.stat().st_size
     for batch in batches:
         batch.validate()
         if sum(map(viewed_bytes, batch.columns)) > left:
@@ -76,8 +74,8 @@ def rows_of(file: Path, batches: Iterable[Any], bad: BadRows) -> Iterator[Row]:
 
 def _repeats(file: Path, number: int) -> UserError:
     return UserError(
-        f"{printable(file)}: from row {number + 1} on it becomes more than {_MOST_TIMES} times as large as the file; "
-        "if that is right, write it as JSON lines"
+        f"{printable(file)}: from row {number + 1} on it becomes more than {base.MOST_TIMES} times as large as the "
+        "file; if that is right, write it as JSON lines"
     )
 
 

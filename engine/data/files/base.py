@@ -49,6 +49,11 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 LINE_BYTES = 64 << 20
 """Most bytes of a line, or of a row, which is held whole."""
 
+MOST_TIMES = 250
+FEW_BYTES = 256 << 20
+"""A file that becomes more than so many times its size when it is decompressed, and more than so much, only repeats
+itself: some kilobytes can be gigabytes."""
+
 _FRAME_BYTES = 1 << 12  # decompressed at once, which may become some thousand times as much
 _BROKEN = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 
@@ -100,6 +105,7 @@ class _Decompressed(io.RawIOBase):
     def __init__(self, raw: BinaryIO, file: Path, ending: str) -> None:
         self._raw, self._file, self._ending = raw, file, ending
         self._errors: tuple[type[BaseException], ...] = _BROKEN
+        self._given = 0
         self._stream: Any
         if ending == ".gz":
             self._stream = gzip.GzipFile(fileobj=raw)
@@ -124,6 +130,12 @@ class _Decompressed(io.RawIOBase):
                 f"{printable(self._file)}: not a whole {self._ending} file ({one_line(error)}); copy or download it "
                 "again"
             ) from error
+        self._given += len(data)
+        if self._given > FEW_BYTES + MOST_TIMES * self._raw.tell():
+            raise UserError(
+                f"{printable(self._file)}: becomes more than {MOST_TIMES} times as large when it is decompressed; "
+                "if that is right, decompress it yourself"
+            )
         buffer[: len(data)] = data
         return len(data)
 

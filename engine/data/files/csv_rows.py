@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -17,6 +18,7 @@ from penstock.storage.errors import UserError
 from penstock.storage.untrusted import one_line, printable
 
 COMPRESSED = True
+_MOST_COLUMNS = 10_000
 
 
 def read(file: Path, bad: BadRows) -> Iterator[Row]:
@@ -30,7 +32,9 @@ def read(file: Path, bad: BadRows) -> Iterator[Row]:
         columns = _next(lines, name)
         if columns is None:
             return
-        twice = next((column for column in columns if column and columns.count(column) > 1), None)
+        if len(columns) > _MOST_COLUMNS:
+            raise UserError(f"{name}:1: {len(columns):,} columns; the most is {_MOST_COLUMNS:,}")
+        twice = next((column for column, count in Counter(columns).items() if column and count > 1), None)
         if twice is not None:
             raise UserError(f"{name}:1: the column '{one_line(twice)}' appears twice; name each column once")
         while True:

@@ -172,6 +172,8 @@ class _Text:
                     raise self.wrong(f"{error.msg}, column {error.colno}") from error
             except RecursionError as error:
                 raise self.wrong("nested too deep") from error
+            except ValueError as error:  # a whole number of thousands of digits
+                raise self.wrong(str(error)) from error
 
     def _more(self) -> bool:
         """Read on, at least as much as is not taken yet; False at the end."""

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.data.files.base import COMPRESSIONS, CONTAINERS, bare_name, container_of
+from penstock.engine.data.files.front_matter import read_configs
 from penstock.storage.errors import UserError
+from penstock.storage.model_folder import is_plain_name
 from penstock.storage.untrusted import parse_object, printable, read_regular, real_path
 
 TRAIN = "train"
@@ -20,7 +22,7 @@ _WORDS = {
 _WORD_OF = {word: split for split, words in _WORDS.items() for word in words}
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
 """As the hub names the files of a split: `train_sft-00000-of-00003.parquet`."""
-_HEAD = re.compile(r"\ufeff?---\s*\n(.*?)\n---\s*(\n|$)", re.DOTALL)
+_MOST_PATTERNS = 500  # each of which looks at all files
 _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 """What `datasets` writes beside its rows."""
 
@@ -36,7 +38,7 @@ def find_splits(root: Path) -> dict[str, list[Path]]:
         return {TRAIN: [root]}
     if (root / "dataset_dict.json").is_file():
         names = _saved(root / "dataset_dict.json").get("splits")
-        if not isinstance(names, list) or not all(isinstance(name, str) and (root / name).is_dir() for name in names):
+        if not isinstance(names, list) or not all(is_plain_name(name) and (root / name).is_dir() for name in names):
             raise UserError(
                 f"{printable(root)}: dataset_dict.json lists splits that do not exist; save the data set again"
             )
@@ -79,14 +81,24 @@ def _named_in_readme(root: Path) -> dict[str, list[Path]] | None:
             "one of them"
         )
     found: dict[str, list[Path]] = {}
+    looks = 0
     entries = sets[0].get("data_files")
     for entry in entries if isinstance(entries, list) else [entries]:
         split, paths = (entry.get("split"), entry.get("path")) if isinstance(entry, dict) else (TRAIN, entry)
         patterns = [text for text in (paths if isinstance(paths, list) else [paths]) if isinstance(text, str)]
+        looks += sum(map(_is_pattern, patterns))
+        if looks > _MOST_PATTERNS or any(text.count("**") > 2 for text in patterns):
+            raise UserError(
+                f"data.path: {printable(root)}/README.md: more patterns of names than any data set needs; give a file"
+            )
         rows = sorted({file for pattern in patterns for file in _matching(root, pattern)})
         if isinstance(split, str) and rows:
             found.setdefault(split, []).extend(rows)
     return found or None
+
+
+def _is_pattern(text: str) -> bool:
+    return not {"*", "?", "["}.isdisjoint(text)
 
 
 def _matching(root: Path, pattern: str) -> list[Path]:
@@ -100,21 +112,21 @@ def _matching(root: Path, pattern: str) -> list[Path]:
 
 
 def _data_sets(root: Path) -> list[dict[str, Any]]:
-    """The `configs` of README.md that have files, each an object; none where nothing there can be read as such."""
+    """The `configs` of README.md that have files, each an object; none where nothing there can be read as such.
+
+    UserError where they are more than a list of data sets and their files.
+    """
     try:
         text = read_regular(real_path(root / "README.md"), most_bytes=1 << 24).decode("utf-8")
     except (OSError, ValueError):
         return []
-    head = _HEAD.match(text)
-    if head is None or "configs" not in head[1]:
-        return []
-    import yaml  # comes with huggingface_hub
-
     try:
-        values = yaml.safe_load(head[1])
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return []
-    listed = values.get("configs") if isinstance(values, dict) else None
+        listed = read_configs(text)
+    except ValueError as error:
+        raise UserError(
+            f"data.path: {printable(root)}/README.md: {error}, so it does not tell the splits of the files; give a "
+            "file, or a folder without that README.md"
+        ) from error
     return (
         [one for one in listed if isinstance(one, dict) and one.get("data_files")] if isinstance(listed, list) else []
     )

@@ -137,6 +137,14 @@ def list_field(fields: dict[str, Any], name: str, where: str) -> list[Any]:
     return value
 
 
+WEIGHTS = "expected 0, or a number from 1e-6 to 1e6"
+
+
+def is_weight(value: Any) -> bool:
+    """Whether a value can be how much a token counts, of which fp32 sums millions."""
+    return isinstance(value, int | float) and (value == 0 or 1e-6 <= value <= 1e6)
+
+
 def kind(value: object) -> str:
     """What a value is, for a message."""
     if value is None or isinstance(value, bool):

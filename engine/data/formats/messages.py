@@ -7,10 +7,9 @@ count where they are trained.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from penstock.engine.data.formats.base import kind, list_field, unpacked
+from penstock.engine.data.formats.base import WEIGHTS, is_weight, kind, list_field, unpacked
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Conversation, content_texts
 from penstock.storage.untrusted import one_line
@@ -78,10 +77,9 @@ def _message(value: Any, where: str) -> dict[str, Any]:
 
 
 def require_weight(weight: Any, where: str) -> None:
-    """RowError where a message's weight is no number from 0 on."""
-    number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not number or not 0 <= weight < math.inf:
-        raise RowError(f"{where}: `weight` is {one_line(weight, 40)}; expected a number of at least 0")
+    """RowError where a message's weight is no number that tokens can count."""
+    if isinstance(weight, bool) or not is_weight(weight):
+        raise RowError(f"{where}: `weight` is {one_line(weight, 40)}; {WEIGHTS}")
 
 
 def _require_text(content: Any, where: str) -> None:

@@ -6,10 +6,9 @@ That is said by `labels` (-100 where a token is not trained, else its id), or by
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from penstock.engine.data.formats.base import list_field, required, unpacked
+from penstock.engine.data.formats.base import WEIGHTS, is_weight, list_field, required, unpacked
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Ids
 from penstock.storage.untrusted import is_whole, one_line
@@ -56,8 +55,8 @@ def _weights(fields: dict[str, Any], ids: list[int], where: str) -> list[float] 
         return None
     values = _aligned(fields, name, ids, where)
     for index, value in enumerate(values):
-        if not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise RowError(f"{where}: {name}[{index}] is {one_line(value, 40)}; expected a number of at least 0")
+        if not is_weight(value):
+            raise RowError(f"{where}: {name}[{index}] is {one_line(value, 40)}; {WEIGHTS}")
     return [float(value) for value in values]
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import ipc
 
-from penstock.engine.data.files import arrow
+from penstock.engine.data.files import base
 from penstock.engine.data.files.arrow_messages import uncompressed_bytes
 from penstock.engine.data.files.arrow_sizes import object_bytes
 from penstock.engine.data.files.base import read_rows
@@ -135,7 +135,7 @@ def test_the_same_long_text_in_each_row_of_a_parquet_file(tmp_path: Path) -> Non
 def test_what_uncompresses_to_far_more_is_refused_before_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
-    monkeypatch.setattr(arrow, "_FEW_UNCOMPRESSED_BYTES", 0)
+    monkeypatch.setattr(base, "FEW_BYTES", 0)
     columns, file = {"text": ["a" * 2**24]}, tmp_path / f"bomb{ending}"
     if ending == ".arrow":
         write(file, columns, compression="zstd")
