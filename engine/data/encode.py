@@ -146,8 +146,16 @@ class Encoder:
         return [] if bos is None or ids[:1] == [bos] else [bos]
 
     def _end(self, ids: list[int]) -> list[int]:
-        """The end-of-text token, unless the ids have it."""
-        return [] if ids[-1:] == [self._tokenizer.eos_id] else [self._tokenizer.eos_id]
+        """The end-of-text token, unless the ids end with it, or with it and white space."""
+        return [] if self._last(ids) == self._tokenizer.eos_id else [self._tokenizer.eos_id]
+
+    def _last(self, ids: list[int]) -> int | None:
+        """The last token that is no white space."""
+        kept = (token for token in reversed(ids) if token in self._tokenizer.special_ids or self._is_text(token))
+        return next(kept, None)
+
+    def _is_text(self, token: int) -> bool:
+        return bool(self._tokenizer.decode([token]).strip())
 
     def _ids(self, sample: Ids) -> Encoded:
         ids = np.asarray(sample.ids, dtype=np.int64)
@@ -169,7 +177,11 @@ class Encoder:
             for span in rendered.spans:
                 weights[(offsets[:, 0] < span.stop) & (offsets[:, 1] > span.start)] = span.weight
         begin = self._begin(ids) if one.bos else []
-        eos = one.eos if one.eos is not None else rendered.end_weight > 0 and not self._is_ended(ids)
+        eos = (
+            one.eos
+            if one.eos is not None
+            else rendered.end_weight > 0 and self._last(ids) not in self._tokenizer.special_ids
+        )
         end = self._end(ids) if eos else []
         if weights is not None:
             weights = np.concatenate(
@@ -185,15 +197,6 @@ class Encoder:
             if own := text[start:stop].strip():
                 start = text.index(own, start)
                 offsets[index] = start, start + len(own)
-
-    def _is_ended(self, ids: list[int]) -> bool:
-        """Whether the last token that is no white space is a special one."""
-        for token in reversed(ids):
-            if token in self._tokenizer.special_ids:
-                return True
-            if self._tokenizer.decode([token]).strip():
-                return False
-        return False
 
     def _offsets(self, one: _Ready, ids: list[int]) -> NDArray[np.int64]:
         """Offsets [tokens, 2] that are right at the ends of the spans, from a tokenizer that tells none.

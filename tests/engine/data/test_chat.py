@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.util
 import itertools
 import json
 from pathlib import Path
@@ -12,8 +11,9 @@ import pytest
 from chat_templates import BOS, CHATML, EOS, LLAMA, PLAIN, THINKING, make_tokenizer, unmarked
 from hypothesis import given
 from hypothesis import strategies as st
+from published_templates import KINDS, NAMES, PAGE, PUBLISHED, compare
 from random_templates import ROLE_TOKENS, SHAPES, Shape, conversations
-from samples import sampled
+from samples import cases, sampled
 from transformers import AutoTokenizer
 
 from penstock.engine.config import DataConfig
@@ -22,8 +22,6 @@ from penstock.engine.data.samples import Conversation, Encoded
 from penstock.engine.data.tokenizer import load_tokenizer
 from penstock.storage.errors import UserError
 
-TRL: Any = importlib.util.find_spec("trl")
-PUBLISHED = Path(TRL.origin).parent / "chat_templates"
 USER, BOT = {"role": "user", "content": "And 2 + 3?"}, {"role": "assistant", "content": "  It is 5 ☃, naïve!  "}
 CHAT = [{"role": "system", "content": "Be brief."}, USER, BOT, USER | {"content": "Thanks."}, BOT | {"content": "No."}]
 
@@ -78,6 +76,15 @@ def test_prefixes_of_published_templates_tell_what_training_ones_mark(folder: Pa
     one, other = (encoded(encoder_of(folder, text, tmp_path), CHAT[1:]) for text in (own, marked))
     assert one.ids.tolist() == other.ids.tolist()
     assert one.weights.tolist() == other.weights.tolist()
+
+
+@pytest.mark.parametrize("name", cases(NAMES, "gptoss", "lfm2_v2", "qwen2_5", "smolvlm"))
+def test_the_page_says_what_becomes_of_conversations_under_published_templates(name: str) -> None:
+    cells = list(compare(name).values())
+    assert "DIFFERENT" not in cells
+    assert f"| {name} | {' | '.join(cells)} |" in PAGE.read_text().splitlines()
+    assert len(NAMES) >= 30
+    assert len(KINDS) == len(cells)
 
 
 WORDS = st.text(st.sampled_from("ab é☃\n .<|>"), max_size=12).map(lambda text: "x" + text)

@@ -108,6 +108,7 @@ def test_texts_that_have_their_own_begin_and_end_get_no_second(with_bos: TextTok
     pieces = [Text("a", f"{BOS}2", last=False), Text("a", f"{EOS}3{EOS}", first=False)]
     found_pieces = Encoder(DataConfig(), with_bos).encode(pieces)
     assert [with_bos.decode(one.ids.tolist()) for one in found_pieces] == [f"{BOS}2", f"{EOS}3{EOS}"]
+    assert text_of(with_bos, Text("a", f"2{EOS}\n\n")) == f"{BOS}2{EOS}\n\n"
     assert text_of(with_bos, Text("a", f"{EOS}2{BOS}")) == f"{BOS}{EOS}2{BOS}{EOS}"
 
 
