@@ -118,8 +118,8 @@ def page(cells: dict[str, dict[str, str]]) -> str:
     return f"""# What published chat templates make of conversations
 
 {len(cells)} templates of published models, of which TRL keeps copies, and seven kinds of conversation: the tokens that
-`penstock data` shows and training reads, beside `apply_chat_template` of the row as it is and the mask that TRL trains by
-with `assistant_only_loss` (its training template where it has one).
+`penstock data` shows and training reads, beside `apply_chat_template` of the row as it is and the mask that TRL trains
+by with `assistant_only_loss` (its training template where it has one).
 
 | cell | meaning |
 |---|---|
@@ -129,7 +129,7 @@ with `assistant_only_loss` (its training template where it has one).
 | equal, TRL otherwise | TRL does not train the token that begins the next message and so ends a turn |
 | other form | equal for parts joined, and arguments that are JSON text given as objects: of the row as it is \
 `apply_chat_template` shows no text, prints what Python prints, or makes JSON of JSON |
-| refused | with every way out: what a turn shows differs once more follows or behind the generation prompt, or is left out |
+| refused | with every way out: what a turn shows differs once more follows or behind the prompt, or is left out |
 | both refuse | the template refuses the row |
 
 {table}
