@@ -21,6 +21,7 @@ from typing import Any, Literal
 from penstock.engine.config import DataConfig
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Conversation
+from penstock.engine.data.sandbox import bounded
 from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.engine.data.turns import MARKED, FormError, Messages, View
 from penstock.storage.errors import UserError
@@ -99,11 +100,14 @@ class ChatTemplate:
 
         for text in self.texts.values():
             try:
-                _compile_jinja_template(text)
+                with bounded(where):
+                    _compile_jinja_template(text)
             except TemplateSyntaxError as error:
                 raise UserError(
                     f"{where} is not a valid Jinja template: line {error.lineno}: {one_line(error.message)}"
                 ) from error
+            except (RecursionError, SyntaxError, TypeError) as error:  # too deep for Python, say
+                raise UserError(f"{where} is not a valid Jinja template: {one_line(error)}") from error
 
     @property
     def has_markers(self) -> bool:
@@ -115,6 +119,10 @@ class ChatTemplate:
 
         `all` is every token, whatever the messages' weights.
         """
+        with bounded(sample.where):
+            return self._rendered(sample, trained)
+
+    def _rendered(self, sample: Conversation, trained: Trained) -> Rendered:
         view = self._view(sample)
         turns = [i for i, message in enumerate(sample.messages) if message["role"] == "assistant"]
         ends = bool(turns) and turns[-1] == len(sample.messages) - 1
@@ -134,10 +142,11 @@ class ChatTemplate:
         """The conversation so far, up to where the assistant is to write; `goes_on`: its turn has begun, by the last
         message. Raises UserError where it is refused."""
         try:
-            view = self._see("default", list(messages), "chat", None)
-            if view.unshown() and (parted := self._try("default", list(map(_in_parts, messages)), "chat", None)):
-                view = view if parted.unshown() else parted
-            return view.prompt(goes_on)
+            with bounded("chat"):
+                view = self._see("default", list(messages), "chat", None)
+                if view.unshown() and (parted := self._try("default", list(map(_in_parts, messages)), "chat", None)):
+                    view = view if parted.unshown() else parted
+                return view.prompt(goes_on)
         except RowError as error:
             raise UserError(str(error)) from error
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from penstock.engine.data.rows import RowError, TurnsError
 from penstock.engine.data.samples import content_texts
+from penstock.engine.data.sandbox import require_modest
 from penstock.storage.untrusted import one_line, printable
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -78,11 +79,14 @@ class View:
                 continue_final_message=goes_on,
                 **self._special,
             )
+        except MemoryError:
+            raise
         except Exception as error:  # a template raises what it likes
             of = "" if len(messages) == len(self.messages) else f" with its first {len(messages)} messages"
             raise RowError(
                 f"{self._where}: the chat template refuses the conversation{of}: {one_line(error, 200)}"
             ) from error
+        require_modest(texts[0], messages, self._where)
         return texts[0], spans[0] if self._has_markers else []
 
     def prompt(self, goes_on: bool) -> str:

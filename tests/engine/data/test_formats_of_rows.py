@@ -162,7 +162,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("messages", {"messages": [{"role": "user", "content": ""}]}, "the conversation is empty"),
     ("messages", {"messages": [{"role": "user", "content": 3}]}, "`content` is a number"),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part that is image_url"),
-    ("messages", {"messages": [{"role": "assistant", "content": "a", "weight": -1}]}, "`weight` is -1; expected a"),
+    ("messages", {"messages": [{"role": "assistant", "content": "a", "weight": -1}]}, "`weight` is -1; expected 0"),
     ("messages", {"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, "names no function"),
     ("messages", {"messages": [{"role": "user", "content": "a"}], "tools": "x"}, "`tools` is a text"),
     ("sharegpt", {"conversations": [{"from": "alien", "value": "a"}]}, r"conversations\[0\] has `from` 'alien'; known"),

@@ -1,0 +1,89 @@
+"""How long a chat template may compute, and in how much memory: it is a program of whoever published the model."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import FrameType
+
+from penstock.storage.errors import UserError
+
+CPU_S = 3.0
+"""For all renderings of one conversation, each of which takes less than a millisecond."""
+MORE_BYTES = 512 << 20
+"""On top of what the process has."""
+_MOST_CHARS = 4 << 20
+_MOST_TIMES = 16
+"""A rendering that has more characters than so many, and more than so many times the conversation's, is refused."""
+_AGAIN_S = 0.25
+_MEASURED_S = 0.05
+
+
+class TemplateLimitError(UserError):
+    """A template that goes beyond what it may take; no conversation is rendered with it."""
+
+
+class _TooLong(BaseException):
+    """Raised within a template, where nothing must catch it."""
+
+
+@contextmanager
+def bounded(where: str) -> Iterator[None]:
+    """Compile or render a template. TemplateLimitError, with `where` before it, when it takes too long or too much.
+
+    Time is bounded in the main thread only. Other threads may fail to allocate more than `MORE_BYTES` meanwhile.
+    """
+    begun = time.thread_time()
+
+    def look(_: int, __: FrameType | None) -> None:
+        if time.thread_time() - begun > CPU_S:
+            raise _TooLong
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGALRM, look) if main else None
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        if main:
+            signal.setitimer(signal.ITIMER_REAL, CPU_S)
+        resource.setrlimit(resource.RLIMIT_DATA, (_allowed(*limits), limits[1]))
+        yield
+    except _TooLong:
+        raise _refused(where, f"more than {CPU_S:g} s of computing") from None
+    except MemoryError:
+        raise _refused(where, f"more than {MORE_BYTES >> 20} MiB of memory") from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+        if main:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def require_modest(text: str, messages: object, where: str) -> None:
+    """TemplateLimitError where a template made far more text than it was given."""
+    if len(text) > _MOST_CHARS and len(text) > _MOST_TIMES * len(str(messages)):
+        raise _refused(where, f"{len(text):,} characters")
+
+
+def _refused(where: str, what: str) -> TemplateLimitError:
+    return TemplateLimitError(
+        f"{where}: the chat template takes {what} for one conversation; name another with data.chat_template"
+    )
+
+
+def _allowed(soft: int, hard: int) -> int:
+    """What the process has, and `MORE_BYTES`; never more than it may have now."""
+    wanted = _data_bytes(int(time.monotonic() / _MEASURED_S)) + MORE_BYTES
+    return min(limit for limit in (wanted, soft, hard) if limit != resource.RLIM_INFINITY)
+
+
+@lru_cache(maxsize=1)
+def _data_bytes(_: int) -> int:
+    """What counts for RLIMIT_DATA; measured anew at another moment only, as it takes as long as a rendering."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[5]) * resource.getpagesize()

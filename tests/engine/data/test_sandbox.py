@@ -1,0 +1,89 @@
+"""Chat templates that compute without end, or ask for gigabytes."""
+
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+from chat_templates import make_tokenizer
+
+from penstock.engine.config import DataConfig
+from penstock.engine.data import sandbox
+from penstock.engine.data.chat import ChatTemplate, find_template
+from penstock.engine.data.samples import Conversation
+from penstock.engine.data.sandbox import bounded
+from penstock.engine.data.tokenizer import TextTokenizer, load_tokenizer
+from penstock.engine.data.turn_ends import turn_ends
+from penstock.storage.errors import UserError
+
+TALK = Conversation("rows.jsonl:7", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None)
+TIME, MEMORY = r"takes more than 0\.2 s of computing", "takes more than 512 MiB of memory"
+SPINS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLES = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+HOSTILE = {
+    "loops": (SPINS, TIME),
+    "powers": ("{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}", TIME),
+    "a text that doubles": (DOUBLES, MEMORY),
+    "a long text": ("{{ messages[0].content * 10**10 }}", MEMORY),
+    "a long text that the compiler makes": ("{{ 'a' * 10**10 }}", MEMORY),
+    "a wide number": ("{{ '%10000000000d' % 1 }}", MEMORY),
+    "a long list": ("{{ [messages] * 10**9 }}", MEMORY),
+    "in a marked turn": ("{% generation %}{{ 'a' * 10**10 }}{% endgeneration %}", MEMORY),
+    "much text": ("{% for i in range(9999) %}{{ 'a' * 4000 }}{% endfor %}", "takes 39,996,000 characters"),
+    "recursion": ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "refuses the conversation: maximum recursion"),
+    "a long range": ("{% for i in range(10**9) %}{% endfor %}", "refuses the conversation: Range too big"),
+}
+NO_TEMPLATES = {
+    "nested": "{% for a in messages %}" * 40 + "{% endfor %}" * 40,
+    "brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    return load_tokenizer(make_tokenizer(tmp_path_factory.mktemp("chat") / "tokenizer"))
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "CPU_S", 0.2)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_template_takes_neither_all_time_nor_all_memory(
+    name: str, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, said = HOSTILE[name]
+    monkeypatch.setattr(sandbox, "CPU_S", 0.2 if said == TIME else 60.0)
+    for trained in ("all", "assistant"):
+        with pytest.raises(UserError, match=rf"rows\.jsonl:7: the chat template {said}"):
+            ChatTemplate(text, "x", tokenizer).render(TALK, trained)
+    with pytest.raises(UserError, match=f"chat template {said}"):
+        ChatTemplate(text, "x", tokenizer).prompt(TALK.messages)
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    assert limits == (resource.RLIM_INFINITY, resource.RLIM_INFINITY), "they are given back"
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", NO_TEMPLATES)
+def test_what_python_cannot_compile_is_no_template(name: str, tokenizer: TextTokenizer) -> None:
+    with pytest.raises(UserError, match=r"mine: .*is not a valid Jinja template"):
+        ChatTemplate(NO_TEMPLATES[name], "mine: its chat template", tokenizer)
+
+
+def test_a_template_too_long_to_compile(tokenizer: TextTokenizer, tmp_path: Path, short: None) -> None:
+    (tmp_path / "long.jinja").write_text("{% if a %}{% endif %}" * 200_000)
+    with pytest.raises(UserError, match=rf"long\.jinja: the chat template {TIME}"):
+        find_template(DataConfig(source="messages", chat_template=str(tmp_path / "long.jinja")), tokenizer)
+
+
+def test_the_ends_of_turns_are_looked_for_within_the_same_bounds(tokenizer: TextTokenizer, short: None) -> None:
+    with pytest.raises(UserError, match=f"'default': the chat template {TIME}"):
+        turn_ends({"default": SPINS}, tokenizer)
+
+
+def test_time_is_that_of_computing(monkeypatch: pytest.MonkeyPatch, short: None) -> None:
+    """A process that was stopped, or has waited for others, is not refused for it."""
+    monkeypatch.setattr(sandbox, "_AGAIN_S", 0.01)
+    with bounded("x"):
+        signal.sigtimedwait([signal.SIGUSR1], 0.5)
