@@ -16,6 +16,7 @@ from penstock.engine.config import AdapterConfig, Recipe, drive_folders, state_f
 from penstock.engine.data.chat import ChatTemplate
 from penstock.engine.data.corpus import kept_tokenizer
 from penstock.engine.data.kept_template import kept_template, trained_ends
+from penstock.engine.data.read_by_type import read_otherwise
 from penstock.engine.data.tokenizer import TextTokenizer, tokenizer_contents
 from penstock.engine.hf import weights
 from penstock.engine.hf.adapter_folder import write_adapter
@@ -130,6 +131,9 @@ def export(
                     "merged: the adapter was trained on random weights that exist only in this run, so the whole "
                     "model is exported"
                 )
+        if run.tokenizer is not None and run.tokenizer.folder != origin:
+            said = read_otherwise(run.tokenizer, spec.model_type)
+            remarks += [] if said is None else [said]
         step = run.store.meta.get("step")
         return Exported(
             step=step if isinstance(step, int) else None,

@@ -27,6 +27,8 @@ from penstock.engine.config import (
 )
 from penstock.engine.data.loader import DataLoader, MicroBatch
 from penstock.engine.data.prepare import Data, make_loader, make_validation, prepare_data
+from penstock.engine.data.read_by_type import read_otherwise
+from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.engine.events import Observer
 from penstock.engine.forecast.costs import Calibration
 from penstock.engine.forecast.report import forecast, predict
@@ -93,9 +95,9 @@ def open_session(
     given, recipe = recipe, with_kept_inputs(recipe, run_dir)
     prepared, spec, new_rows = describe_run(recipe, run_dir, checklist)
     start = None if resume else adapter_start(recipe, spec, observer)
-    if not resume and recipe.model.path is not None:
-        for remark in remarks_on_weights(Path(recipe.model.path).expanduser()):
-            observer.on_message(f"model.path: {remark}")
+    if not resume:
+        for remark in _remarks(recipe, prepared.tokenizer, spec):
+            observer.on_message(remark)
     loader = make_loader(prepared.corpus, spec, recipe)
     validation = make_validation(prepared.corpus, spec, recipe)
     _describe(observer, spec, prepared, loader, device)
@@ -246,6 +248,16 @@ def open_session(
     if session.settings.message is not None:
         observer.on_message(session.settings.message)
     return session
+
+
+def _remarks(recipe: Recipe, tokenizer: TextTokenizer | None, spec: ModelSpec) -> list[str]:
+    """What is to be said of a new run's model folder, and of a tokenizer that is not the model's own."""
+    folder = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
+    said = [] if folder is None else [f"model.path: {remark}" for remark in remarks_on_weights(folder)]
+    if tokenizer is not None and tokenizer.folder != folder:
+        other = read_otherwise(tokenizer, spec.model_type)
+        said += [] if other is None else [other]
+    return said
 
 
 class RunModel(NamedTuple):

@@ -126,6 +126,11 @@ class TextTokenizer:
             tokenizer.backend_tokenizer.post_processor = None
 
     @property
+    def kind(self) -> str:
+        """What transformers calls it."""
+        return type(self._tokenizer).__name__
+
+    @property
     def is_fast(self) -> bool:
         """Whether it has threads of its own."""
         return getattr(self._tokenizer, "backend_tokenizer", None) is not None

@@ -12,7 +12,8 @@ from transformers import AddedToken, AutoTokenizer
 from penstock.engine.config import DataConfig
 from penstock.engine.data.corpus import prepare_text
 from penstock.engine.data.kept_template import FILE, kept_template, trained_ends, verify_template
-from penstock.engine.data.tokenizer import load_tokenizer, tokenizer_contents
+from penstock.engine.data.read_by_type import read_otherwise
+from penstock.engine.data.tokenizer import load_tokenizer, tokenizer_contents, train_tokenizer
 from penstock.engine.data.turn_ends import turn_ends
 from penstock.storage.errors import UserError
 
@@ -163,3 +164,17 @@ def test_further_templates_are_part_of_a_tokenizer(folder: Path, tmp_path: Path)
     (several / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="additional_chat_templates: is a link, which is not followed"):
         load_tokenizer(several)
+
+
+def test_a_model_s_type_may_change_its_tokenizer(tmp_path: Path) -> None:
+    """transformers has Qwen's own way of cutting text for any tokenizer beside a qwen2."""
+    text = "Hello  world, it's   text\n\nwith\tspace 1234 " * 3
+    tokenizer = train_tokenizer([text], 300, tmp_path / "own")
+    assert read_otherwise(tokenizer, "llama") is None
+    said = read_otherwise(tokenizer, "qwen2")
+    assert said is not None
+    assert "AutoTokenizer reads this tokenizer as a Qwen2Tokenizer, which cuts text otherwise than the run does" in said
+    shutil.copytree(tmp_path / "own", tmp_path / "beside")
+    (tmp_path / "beside" / "config.json").write_text('{"model_type": "qwen2"}')
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "beside")(text)["input_ids"]
+    assert theirs != tokenizer.encode_batch([text])[0]
