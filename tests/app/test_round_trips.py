@@ -26,7 +26,7 @@ from penstock.engine.model.trace import random_model
 from penstock.storage.nvme import NvmeStore
 
 NAMES = (
-    "llama mistral ministral qwen2 qwen3 phi phi3 olmo2 olmo3 gemma gemma2 gemma3_text cohere cohere2 granite "
+    "llama mistral helium qwen2 qwen3 phi phi3 olmo2 olmo3 gemma gemma2 gemma3_text cohere cohere2 granite "
     "starcoder2 stablelm glm glm4 smollm3 mixtral qwen2_moe qwen3_moe gpt_oss deepseek_v3 granitemoe ernie4_5 exaone4"
 )
 TYPES: dict[str, dict[str, Any]] = {name: {} for name in NAMES.split()}
