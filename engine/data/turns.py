@@ -294,19 +294,29 @@ class View:
         if any(name not in rendered for name in _names(message)):
             return False
         content = message.get("content")
-        texts = [text.rpartition("</think>")[2].strip() for text in content_texts(content)]
+        texts = content_texts(content)
         sort = (message["role"], type(content), "tool_calls" in message, number + 1 == len(self.messages))
-        if not any(texts) or (sort in self._seen and all(text in rendered for text in texts)):
-            return True
-        other = [{"type": "text", "text": _OTHER}] if isinstance(content, list) else _OTHER
-        changed = [*self.messages[:number], message | {"content": other}, *self.messages[number + 1 :]]
-        try:
-            text = self._render(changed)[0]
-        except RowError:
-            return True
-        if _OTHER in text:
-            self._seen.add(sort)
-        return text != self.text
+        for index, text in enumerate(texts):
+            said = text.rpartition("</think>")[2].strip()
+            if not said or (sort in self._seen and said in rendered):
+                continue
+            other = _OTHER if isinstance(content, str) else _with_text(content, index)
+            changed = [*self.messages[:number], message | {"content": other}, *self.messages[number + 1 :]]
+            try:
+                found = self._render(changed)[0]
+            except RowError:
+                continue
+            if found == self.text:
+                return False
+            if _OTHER in found and len(texts) == 1:
+                self._seen.add(sort)
+        return True
+
+
+def _with_text(parts: list[Any], index: int) -> list[Any]:
+    """A list of parts of which one has another text."""
+    part = _OTHER if isinstance(parts[index], str) else parts[index] | {"text": _OTHER}
+    return [*parts[:index], part, *parts[index + 1 :]]
 
 
 def common_prefix(one: str, other: str) -> str:

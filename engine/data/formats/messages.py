@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine.data.formats.base import WEIGHTS, is_weight, kind, list_field, unpacked
+from penstock.engine.data.formats.base import PREFERENCE, WEIGHTS, is_preference, is_weight, kind, list_field, unpacked
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Conversation, content_texts
 from penstock.storage.untrusted import one_line
@@ -24,6 +24,7 @@ def matches(fields: dict[str, Any]) -> bool:
 
 def convert(fields: dict[str, Any], where: str) -> Conversation:
     messages = read_messages(list_field(fields, "messages", where), where, "messages")
+    require_answer(messages, fields, where)
     return Conversation(where, messages, read_tools(fields, where))
 
 
@@ -39,6 +40,12 @@ def read_messages(values: list[Any], where: str, field: str) -> list[dict[str, A
     if not any(any(content_texts(message.get("content"))) or message.get("tool_calls") for message in messages):
         raise RowError(f"{where}: the conversation is empty: no message has any `content`")
     return messages
+
+
+def require_answer(messages: list[dict[str, Any]], fields: dict[str, Any], where: str) -> None:
+    """RowError where the answers to a conversation are the two of a preference pair."""
+    if is_preference(fields) and not any(message["role"] == "assistant" for message in messages):
+        raise RowError(f"{where}: {PREFERENCE}")
 
 
 def read_tools(fields: dict[str, Any], where: str) -> list[dict[str, Any]] | None:

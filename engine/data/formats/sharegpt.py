@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.engine.data.formats.base import kind, list_field, optional_text, unpacked
-from penstock.engine.data.formats.messages import read_messages, read_tools
+from penstock.engine.data.formats.messages import read_messages, read_tools, require_answer
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Conversation
 from penstock.storage.untrusted import one_line
@@ -49,7 +49,9 @@ def convert(fields: dict[str, Any], where: str) -> Conversation:
     system = optional_text(fields, "system", where)
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    return Conversation(where, read_messages(messages, where, "conversations"), read_tools(fields, where))
+    read = read_messages(messages, where, "conversations")
+    require_answer(read, fields, where)
+    return Conversation(where, read, read_tools(fields, where))
 
 
 def _message(turn: Any, where: str) -> dict[str, Any]:

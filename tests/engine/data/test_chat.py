@@ -300,6 +300,8 @@ def test_content_in_parts(folder: Path, tmp_path: Path) -> None:
         every = [USER | {"content": [{"type": "text", "text": USER["content"]}]}, parts[1]]
         assert trained(encoder, encoded(encoder, every)) == ["So it is<|im_end|>\n"]
     assert trained(encoder, encoded(encoder, texts)) == ["So it is<|im_end|>\n"]
+    first = encoder_of(folder, reading.replace("{}", "{{- message.content[0].text -}}"), tmp_path)
+    refused(first, [every[0], parts[1]], r"leaves out what messages\[1\] says")
     told = r"messages\[0\]: the chat template reads `content` as a list of parts, and shows nothing of a text; give it"
     refused(encoder_of(folder, reading.replace("{}", PARTS), tmp_path), texts, told)
     prompt = encoder_of(folder, reading.replace("{}", PARTS), tmp_path).template.prompt(

@@ -301,6 +301,13 @@ def test_preference_pairs_are_named(tmp_path: Path) -> None:
             detect(file)
         with pytest.raises(UserError, match=r"rows\.jsonl:1: this is a preference pair"):
             samples_of(tmp_path, "messages", pair)
+    asked = {
+        "conversations": [{"from": "human", "value": "?"}],
+        "chosen": {"value": "yes"},
+        "rejected": {"value": "no"},
+    }
+    with pytest.raises(UserError, match="this is a preference pair"):
+        samples_of(tmp_path, "sharegpt", asked)
     for pair, columns in ((pairs[0], {"completion": "chosen"}), (pairs[2], {"completion": "chosen"})):
         assert len(samples_of(tmp_path, "prompt_completion", pair, columns=columns)) == 1
     assert len(samples_of(tmp_path, "messages", pairs[1], columns={"messages": "chosen"})) == 1
