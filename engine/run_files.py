@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.engine.config import Recipe
-from penstock.storage.model_folder import MORE_TEMPLATES
+from penstock.storage.model_folder import MORE_TEMPLATES, is_followed
 from penstock.storage.offsite_place import may_be_named
 
 INPUTS = "inputs"
@@ -90,9 +90,11 @@ def _below(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _small(source: Path) -> Iterator[tuple[str, Path]]:
-    """The small files of a model's or tokenizer's folder, by the names that these go by, links or not."""
+    """The small files of a model's or tokenizer's folder, by the names that these go by; of links those that a run
+    follows."""
     more = sorted((source / MORE_TEMPLATES).glob("*.jinja"))
     for path in [source] if source.is_file() else [*sorted(source.iterdir()), *more]:
         fits = path in more or _SMALL.fullmatch(path.name)
-        if fits and path.is_file() and path.stat().st_size <= _SMALL_BYTES:
+        followed = path == source or is_followed(path.parent, path.name)
+        if fits and followed and path.is_file() and path.stat().st_size <= _SMALL_BYTES:
             yield f"{MORE_TEMPLATES}/{path.name}" if path in more else path.name, path

@@ -1,29 +1,29 @@
-"""Files of a model folder, which may come from anybody: plain names in it, regular files, no link but the hub cache's.
+"""Files of a model folder, which may come from anybody: plain names, regular files, and links by storage/links.py.
 
 The cache of the Hugging Face hub keeps models--OWNER--NAME/snapshots/REVISION/FILE as links to ../../blobs/DIGEST of
-the same models-- folder. These are followed; nothing else is.
+the same models-- folder.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
+from penstock.storage import links
 from penstock.storage.disk import reporting
 from penstock.storage.errors import UserError
-from penstock.storage.untrusted import RefusedFileError, one_line, open_regular, parse_object, real_path
+from penstock.storage.links import MORE_TEMPLATES as MORE_TEMPLATES
+from penstock.storage.untrusted import RefusedFileError, one_line, open_regular, parse_object, printable, real_path
 
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MORE_TEMPLATES = "additional_chat_templates"
-"""Folder in a model folder: chat templates other than the default one, as NAME.jinja."""
 _CONFIG_BYTES = 1 << 24
 MOST_HEADER_BYTES = 100_000_000
 """Of a safetensors file, and of an index: the format's own limit."""
-_BLOB = re.compile(r"\.\./\.\./blobs/[0-9a-f]{40,64}")
+_SUFFIXES = {".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
+"""Of files that are read, or that an export takes along."""
 _ADVICE = "copy the file itself into the folder, or download the model into a new folder"
 
 
@@ -35,17 +35,47 @@ def is_plain_name(name: object) -> bool:
 def open_model_file(folder: Path, name: str) -> int:
     """A descriptor of regular file `name` of a model folder, for reading. OSError; UserError where it is refused.
 
-    Never waits, and never leads out of the folder.
+    Never waits, and never leads where a stranger would want it to.
     """
     assert is_plain_name(name), name
     folder = folder.resolve()
     try:
-        blob = _blob_of(folder, name)
-        if blob is not None:
-            return open_regular(blob, below=folder.parent.parent)
-        return open_regular(folder / name, below=folder)
+        place = links.of_model(folder, name)
+    except RefusedFileError as error:
+        raise UserError(f"{printable(error.filename)}: {printable(error.strerror)}") from None
+    try:
+        return open_regular(place)
     except RefusedFileError as error:
         raise UserError(f"{folder / name}: {error.strerror}; {_ADVICE}") from None
+
+
+def is_followed(folder: Path, name: str) -> bool:
+    """Whether `name` of a model folder is no link, or one that is followed."""
+    try:
+        links.of_model(folder.resolve(), name)
+    except RefusedFileError:
+        return False
+    return True
+
+
+def linked_files(folder: Path) -> dict[str, Path]:
+    """The files of a model folder that are links out of it, and where they lead.
+
+    UserError for one that would be refused once it is read. Empty for what is no folder.
+    """
+    found: dict[str, Path] = {}
+    if not folder.is_dir():
+        return found
+    real = folder.resolve()
+    for path in [*sorted(real.iterdir()), *sorted((real / MORE_TEMPLATES).glob("*.jinja"))]:
+        if path.suffix in _SUFFIXES and path.is_symlink():
+            try:
+                place = links.leads_out(path.parent, path.name)
+            except RefusedFileError as error:
+                raise UserError(f"{printable(error.filename)}: {printable(error.strerror)}") from None
+            if place is not None:
+                found[path.name] = place
+    return found
 
 
 def has_model_file(folder: Path, name: str) -> bool:
@@ -124,14 +154,3 @@ def tensor_names(folder: Path) -> set[str]:
     with open(open_model_file(folder, name), "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return set(parse_object(file.read(min(length, MOST_HEADER_BYTES))))
-
-
-def _blob_of(folder: Path, name: str) -> Path | None:
-    """The file that a link of the hub's cache leads to; None for all else."""
-    if folder.parent.name != "snapshots" or not folder.parent.parent.name.startswith("models--"):
-        return None
-    try:
-        target = os.readlink(folder / name)
-    except OSError:
-        return None
-    return folder.parent.parent / "blobs" / Path(target).name if _BLOB.fullmatch(target) else None

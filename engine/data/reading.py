@@ -15,6 +15,7 @@ from penstock.engine.data.position import Progress
 from penstock.engine.data.rows import BadRows, RowError
 from penstock.engine.data.samples import Completion, Conversation, Ids, Sample, Text, content_texts
 from penstock.storage.errors import UserError
+from penstock.storage.links import below_data, require_of_data
 from penstock.storage.untrusted import printable
 
 
@@ -34,10 +35,14 @@ def source_files(config: DataConfig) -> list[Path]:
                 f"data.path: {root} does not exist; name a file or a folder that data.source={config.source} reads"
             )
         if isinstance(reader, RowFormat):
-            return _row_files(config, root)
-        if config.split is not None:
+            files = _row_files(config, root)
+        elif config.split is not None:
             raise UserError(f"data.split: data.source={config.source} has no splits; leave it out")
-        return [root] if root.is_file() else sorted(reader.files(root))
+        else:
+            files = [root] if root.is_file() else sorted(reader.files(root))
+        for file in files if root.is_dir() else ():
+            require_of_data(file, root)
+        return files
     except OSError as error:
         raise UserError(f"data.path: {error.filename or root} cannot be read: {error.strerror}") from error
 
@@ -45,7 +50,7 @@ def source_files(config: DataConfig) -> list[Path]:
 def _row_files(config: DataConfig, root: Path) -> list[Path]:
     """A folder of `.jsonl` files with texts is read whole, as it was before there were splits; else a split's files."""
     if config.source == "jsonl" and config.split is None and root.is_dir():
-        files = sorted(file for file in root.rglob("*.jsonl") if file.is_file())
+        files = sorted(file for file in below_data(root) if file.suffix == ".jsonl" and file.is_file())
         if files:
             return files
     return split_files(root, config.split)

@@ -27,9 +27,14 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps from a model of the hub's cache on a text, validated."""
+    """A run of two steps from a model of the hub's cache, whose files are links to blobs, on a text, validated."""
     folder = tmp_path_factory.mktemp("run")
     model = as_users_have_it(folder / "hub/models--small--llama/snapshots" / ("ab" * 20), "llama", True)
+    blobs = model.parents[1] / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(model.iterdir())):
+        file.rename(blobs / f"b{number}")
+        file.symlink_to(f"../../blobs/b{number}")
     (folder / "text").mkdir()
     for number in range(8):
         (folder / "text" / f"{number}.txt").write_text("some text to train on\n" * 5)
@@ -68,7 +73,7 @@ def test_options_and_what_is_said(run: Path, tmp_path: Path, capsys: Captured) -
         assert message in refusal(capsys, "export", str(run), str(tmp_path / "out"), *options)
         assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=r"after\.push: .* set after\.export=true"):
-        AfterConfig(push="me/tuned")
+        penstock.plan(Recipe(name="x", after=AfterConfig(push="me/tuned")))
     out = tmp_path / "my model"
     assert main(["export", str(run), str(out), "--dtype", "fp32", "--max-shard-size", "30kB"]) == 0
     said = capsys.readouterr().out
@@ -78,6 +83,7 @@ def test_options_and_what_is_said(run: Path, tmp_path: Path, capsys: Captured) -
     assert len(shards) > 1
     assert {t.dtype for shard in shards for t in load_file(shard).values()} == {torch.float32}
     assert not list(out.glob(".*"))
+    assert not any(file.is_symlink() for file in out.iterdir())
 
 
 def test_the_card_says_what_the_model_was_made_of(run: Path, tmp_path: Path, hub: FakeHub) -> None:

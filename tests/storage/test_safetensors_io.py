@@ -213,7 +213,7 @@ def test_the_hub_s_cache_is_read_through_its_links(tmp_path: Path, snapshot: Pat
         assert read_model_file(folder, "model.safetensors", 1 << 20) == WEIGHTS
     for parent, name in ((snapshot.parent, "b"), (snapshot.parents[1], "name")):  # elsewhere the same are not followed
         moved = parent.rename(parent.with_name(name)) / snapshot.relative_to(parent)
-        with pytest.raises(UserError, match="a symbolic link, which is not followed"):
+        with pytest.raises(UserError, match=r"a symbolic link to .*, which is outside of the folder"):
             CheckpointReader(moved)
         (parent.with_name(name)).rename(parent)
 
@@ -227,17 +227,15 @@ def test_the_hub_s_cache_is_read_through_its_links(tmp_path: Path, snapshot: Pat
         "../../blobs/../../../outside",
         "../../blobs/name",
         "../../refs/main",
-        "other.safetensors",
         "../../blobs/" + DIGEST[::-1],
     ],
 )
 def test_no_other_link_of_the_cache_is_followed(tmp_path: Path, snapshot: Path, target: str) -> None:
     (tmp_path / "outside").write_bytes(WEIGHTS)
     (snapshot.parents[1] / "blobs" / DIGEST[::-1]).symlink_to(tmp_path / "outside")  # a blob that is a link
-    (snapshot / "other.safetensors").write_bytes(WEIGHTS)
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to(target)
-    with pytest.raises(UserError, match=r"model\.safetensors: it is a symbolic link, .*copy the file itself"):
+    with pytest.raises(UserError, match=r"model\.safetensors: it is a symbolic link to .*, which (is out|does not)"):
         CheckpointReader(snapshot)
 
 
@@ -245,10 +243,10 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
     (tmp_path / "model.safetensors").write_bytes(WEIGHTS)
     reader = CheckpointReader(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "moved")
-    (tmp_path / "model.safetensors").symlink_to("moved")  # while it is read
-    with pytest.raises(UserError, match="a symbolic link, which is not followed"):
+    (tmp_path / "model.safetensors").symlink_to("/etc/hostname")  # while it is read
+    with pytest.raises(UserError, match="a symbolic link to /etc/hostname, which is outside of the folder"):
         reader.read("a")
-    (tmp_path / "notes.json").symlink_to("moved")
+    (tmp_path / "notes.json").symlink_to("/etc/hostname")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder.json").mkdir()
     for name in ("pipe", "folder.json"):
@@ -258,7 +256,7 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
     with pytest.raises(UserError, match="larger than the limit of 7 bytes"):
         read_model_file(tmp_path, "moved", 7)
     assert _copied_names(tmp_path) == ["notes.json"], "an export refuses it, and takes no folder along"
-    with pytest.raises(UserError, match="a symbolic link, which is not followed"):
+    with pytest.raises(UserError, match="a symbolic link to /etc/hostname, which is outside of the folder"):
         read_model_file(tmp_path, "notes.json", 100)
     assert is_plain_name("model-00001-of-00002.safetensors")
     for name in ("", ".", "..", "a/b", "/a", "../a", "a\0", "a" * 256, 5, None, ["a"]):

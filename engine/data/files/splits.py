@@ -10,6 +10,7 @@ from typing import Any
 from penstock.engine.data.files.base import COMPRESSIONS, CONTAINERS, bare_name, container_of
 from penstock.engine.data.files.front_matter import read_configs
 from penstock.storage.errors import UserError
+from penstock.storage.links import below_data, require_of_data
 from penstock.storage.model_folder import is_plain_name
 from penstock.storage.untrusted import parse_object, printable, read_regular, real_path
 
@@ -48,7 +49,7 @@ def find_splits(root: Path) -> dict[str, list[Path]]:
     named = _named_in_readme(root)
     if named is not None:
         return named
-    files = sorted(file for file in root.rglob("*") if _is_rows(file, root))
+    files = sorted(file for file in below_data(root) if _is_rows(file, root))
     kinds = sorted({str(container_of(file)) for file in files})
     if len(kinds) > 1:
         raise UserError(
@@ -189,6 +190,7 @@ def _saved_files(folder: Path) -> list[Path]:
 
 def _saved(file: Path) -> dict[str, Any]:
     try:
-        return parse_object(read_regular(file, most_bytes=1 << 26))
+        require_of_data(file, file.parent)
+        return parse_object(read_regular(real_path(file), most_bytes=1 << 26))
     except (OSError, ValueError) as error:
         raise UserError(f"{printable(file)}: cannot be read ({error}); save the data set again") from error

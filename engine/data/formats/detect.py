@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from penstock.engine.data.files.splits import find_splits, split_files
 from penstock.engine.data.formats.base import FORMATS, PREFERENCE, RowFormat, find_format, is_preference
 from penstock.engine.data.formats.messages import has_messages
 from penstock.engine.data.formats.sharegpt import has_turns
+from penstock.engine.data.reading import renamed
 from penstock.engine.data.rows import BadRows
 from penstock.storage.errors import UserError
+from penstock.storage.links import below_data, require_of_data
 from penstock.storage.untrusted import one_line, printable
 
 _ROWS = 20  # that are looked at
@@ -40,8 +43,8 @@ class Detected:
     """For data.columns: where the format has another name for a field."""
 
 
-def detect(path: Path, split: str | None = None) -> Detected:
-    """What is at `path`, by the first rows of the split (train where none is named).
+def detect(path: Path, split: str | None = None, columns: Mapping[str, str] | None = None) -> Detected:
+    """What is at `path`, by the first rows of the split (train where none is named); `columns` as data.columns has it.
 
     Raises UserError where nothing is there or no format fits, telling the columns that there are.
     """
@@ -57,15 +60,18 @@ def detect(path: Path, split: str | None = None) -> Detected:
             return _plain_text(root)
         files = split_files(root, split)
         chosen = next(name for name, listed in splits.items() if listed == files)
+        if root.is_dir():
+            require_of_data(files[0], root)
         bad = BadRows("skip")
         first = [row.fields for row in itertools.islice(read_rows(files[0], bad), _ROWS)]
     except OSError as error:
         raise UserError(f"data.path: {error.filename or root} cannot be read: {error.strerror}") from error
     if not first:
         raise UserError(bad.first or f"{printable(files[0])}: it has no rows; give a file that has some")
-    source, rename = _format_of(first, files[0])
-    columns = list(dict.fromkeys(name for fields in first for name in fields))
-    return Detected(source, chosen if len(splits) > 1 else None, list(splits), len(files), columns, rename)
+    names = list(dict.fromkeys(name for fields in first for name in fields))
+    given = dict(columns or {})
+    source, rename = _format_of([renamed(fields, given) for fields in first], files[0])
+    return Detected(source, chosen if len(splits) > 1 else None, list(splits), len(files), names, rename)
 
 
 def _format_of(rows: list[dict[str, Any]], file: Path) -> tuple[str, dict[str, str]]:
@@ -111,10 +117,12 @@ def _is_unpaired(fields: dict[str, Any]) -> bool:
 
 def _plain_text(root: Path) -> Detected:
     """A folder or a file of texts. UserError for one that is none."""
-    files = [root] if root.is_file() else sorted(file for file in root.rglob("*") if file.is_file())
+    files = [root] if root.is_file() else sorted(file for file in below_data(root) if file.is_file())
     if not files:
         raise UserError(f"data.path: {printable(root)} is an empty folder; name one with files")
     for file in files[:_TEXT_FILES]:
+        if root.is_dir():
+            require_of_data(file, root)
         with open_utf8(file) as stream:
             start = stream.read(_TEXT_BYTES)
         try:

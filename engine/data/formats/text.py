@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.engine.data.files.base import decode_line, open_utf8
 from penstock.engine.data.samples import Text
 from penstock.storage.errors import UserError
+from penstock.storage.links import below_data
 from penstock.storage.untrusted import printable
 
 NEEDS_PATH = True
@@ -17,7 +18,7 @@ _PIECE_CHARS = 8 * 2**20  # a longer file is tokenised in pieces of this size, c
 
 def files(path: Path) -> list[Path]:
     """All files below."""
-    return [file for file in path.rglob("*") if file.is_file()]
+    return [file for file in below_data(path) if file.is_file()]
 
 
 def read(file: Path) -> Iterator[Text]:

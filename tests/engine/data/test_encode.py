@@ -296,11 +296,11 @@ def test_a_tokenizer_of_the_hub_s_cache_is_read(tmp_path: Path, brought: Path) -
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json"])
-def test_links_of_a_tokenizer_s_folder_are_not_followed(tmp_path: Path, brought: Path, name: str) -> None:
+def test_a_link_out_of_a_tokenizer_s_folder_is_not_followed(tmp_path: Path, brought: Path, name: str) -> None:
     (tmp_path / "outside").write_text("{}")
     (brought / name).unlink(missing_ok=True)
     (brought / name).symlink_to(tmp_path / "outside")
-    with pytest.raises(UserError, match=f"{name}: it is a symbolic link"):
+    with pytest.raises(UserError, match=f"{name}: it is a symbolic link to .*, which is outside of the folder"):
         load_tokenizer(brought)
 
 
