@@ -1,4 +1,4 @@
-"""Standard output and error that nobody may be reading: a closed descriptor, a pipe whose reader is gone, a full disk.
+"""Standard streams that nobody may be at: a closed descriptor, a pipe whose reader is gone, a full disk.
 
 What cannot be printed is dropped, and a run trains on. The first error other than a reader's leave is kept, for the
 command to report once it is done.
@@ -46,7 +46,8 @@ _kept: list[_Surviving] = []
 
 
 def open_standard_streams() -> None:
-    """Make standard output and error survive whatever reads them; closed descriptors lead to /dev/null from now on.
+    """Make standard output and error survive whatever reads them; closed descriptors lead to /dev/null from now on, so
+    that of a closed standard input an end is read, and it is no terminal.
 
     A file that took the number of a closed one would get what is printed. Streams that somebody else has put in the
     place of Python's stay.
@@ -60,6 +61,8 @@ def open_standard_streams() -> None:
                 os.dup2(opened, fd)
                 os.close(opened)
             os.set_inheritable(fd, True)
+    if sys.stdin is None or getattr(sys.stdin, "closed", False):
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
     for name, fd in (("stdout", 1), ("stderr", 2)):
         stream, own = getattr(sys, name), getattr(sys, f"__{name}__")
         if stream is None or (stream is own and isinstance(stream, io.TextIOWrapper)):

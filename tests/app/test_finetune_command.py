@@ -4,6 +4,7 @@ finds and chooses (cases worked by hand), and both as people read them."""
 import json
 import math
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -168,9 +169,13 @@ def test_rows_are_printed_as_training_reads_them(here: Path, capsys: Captured) -
 
 
 def test_no_keeps_the_recipe_and_too_large_writes_none(here: Path, monkeypatch: Patch, capsys: Captured) -> None:
-    error = refusal(capsys, "finetune", *OURS)
-    assert "there is no terminal to ask on; add --yes" in error
-    assert not (here / "tiny_chat_talks.py").exists()
+    given = sys.stdin
+    for closed in (given, None):  # `<&-` makes it None
+        monkeypatch.setattr("sys.stdin", closed)
+        error = refusal(capsys, "finetune", *OURS)
+        assert "there is no terminal to ask on; add --yes" in error
+        assert not (here / "tiny_chat_talks.py").exists()
+    monkeypatch.setattr("sys.stdin", given)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("typer.confirm", lambda *args, **options: False)
     assert main(["finetune", *OURS]) == 0
