@@ -13,9 +13,10 @@ from penstock.app.callbacks import Callbacks, OnMessage, OnSample, OnStep, OnVal
 from penstock.app.checkpoints import checkpoint_named, copy_state_of, make_for_export
 from penstock.app.hub_names import on_hub
 from penstock.app.loading import loading
+from penstock.app.opened import Opened, opened
 from penstock.app.recipe import apply_overrides, change_run, load_recipe, resolve_paths
 from penstock.app.rundir import RunDir, find_run, is_live, read_recipe
-from penstock.engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, parse_bytes
+from penstock.engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, idle_notes, parse_bytes
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import one_line, printable, shell
 
@@ -55,11 +56,12 @@ def begin(
     overrides: Sequence[str] = (),
     from_scratch: bool = False,
     guest: Callbacks | None = None,
+    is_told: bool = False,
 ) -> Path:
-    """`train`, in a process of the run's own where there is no `guest`."""
+    """`train`, in a process of the run's own where there is no `guest`; `is_told`: the plan's notes have been shown."""
     from penstock.app.launch import require_inputs, run_training
 
-    resolved = resolved_recipe(
+    resolved, said = resolved_recipe(
         recipe, overrides, from_scratch=from_scratch, get=lambda given: hub.fetched(given, weights=not from_scratch)
     )
     require_inputs(resolved)
@@ -69,7 +71,7 @@ def begin(
         require_push(resolved.after.push)
     with RunDir.create(resolved, None if run_dir is None else Path(run_dir)) as run:
         try:
-            run_training(run, resume=False, guest=guest)
+            run_training(run, resume=False, guest=guest, said=[] if is_told else said)
         except Exception:
             if not run.has_begun:
                 run.discard()
@@ -171,10 +173,11 @@ def go_on(
     from penstock.app.launch import run_training
 
     with RunDir.open(path) as directory:
-        directory.recipe = change_run(directory.recipe, overrides, Path.cwd())
+        before, directory.recipe = directory.recipe, change_run(directory.recipe, overrides, Path.cwd())
         if copy_state:
             print(copy_state_of(directory))
-        run_training(directory, resume=True, checkpoint=checkpoint, guest=guest)
+        said = idle_notes(directory.recipe, before=before)
+        run_training(directory, resume=True, checkpoint=checkpoint, guest=guest, said=said)
     return path
 
 
@@ -199,8 +202,8 @@ def plan(
 
     if not isinstance(recipe, Recipe):
         recipe = _model_recipe(recipe) or recipe
-    resolved = resolved_recipe(recipe, overrides, from_scratch=from_scratch, get=hub.for_plan)
-    return plan_recipe(resolved, machine, trace=trace, cluster=cluster)
+    resolved, said = resolved_recipe(recipe, overrides, from_scratch=from_scratch, get=hub.for_plan)
+    return plan_recipe(resolved, machine, trace=trace, cluster=cluster, said=said)
 
 
 def _model_recipe(given: str | Path) -> Recipe | None:
@@ -314,12 +317,13 @@ def resolved_recipe(
     *,
     from_scratch: bool = False,
     get: Callable[[Recipe], Recipe] = lambda recipe: recipe,
-) -> Recipe:
-    """The recipe with its overrides, its paths absolute; `get` puts folders in place of names on the hub. UserError."""
+) -> Opened:
+    """The recipe with its overrides, its paths absolute and its data found; `get` puts folders in place of names on the
+    hub. UserError."""
     found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     resolved = get(resolve_paths(apply_overrides(found, overrides), Path.cwd()))
     if from_scratch:
         from penstock.app import launch
 
         resolved = launch.from_scratch(resolved)
-    return resolved
+    return opened(resolved)

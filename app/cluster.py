@@ -18,7 +18,7 @@ from penstock.app.run_files import JsonLines, json_text
 from penstock.app.run_log import RunLog
 from penstock.app.rundir import RunDir, find_run, read_recipe
 from penstock.app.signals import StopRequested, StopSignals
-from penstock.engine.config import Recipe, dcp_folder, dcp_folders
+from penstock.engine.config import Recipe, dcp_folder, dcp_folders, idle_notes
 from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, Spike, StepMetrics, ValidationMetrics, Want
 from penstock.engine.preparing import Checklist
 from penstock.engine.run_files import STEP_FILES
@@ -86,10 +86,10 @@ def run_cluster(
         from penstock.engine.cluster.ranks import SaidElsewhereError, joined
     try:
         with joined() as ranks:
-            recipe, path = ranks.first_then_all(lambda: _resolve(given, run_dir, overrides, from_scratch))
+            recipe, path, said = ranks.first_then_all(lambda: _resolve(given, run_dir, overrides, from_scratch))
             if ranks.first:
                 with _enter(recipe, path, Path(given), ranks) as run:
-                    _train_first(run, ranks, context_parallel)
+                    _train_first(run, ranks, context_parallel, said)
             else:
                 _run_other(recipe, path, ranks, context_parallel)
     except SaidElsewhereError:
@@ -97,25 +97,30 @@ def run_cluster(
     return True
 
 
-def _resolve(given: str, run_dir: Path | None, overrides: Sequence[str], from_scratch: bool) -> tuple[Recipe, Path]:
-    """The recipe, and the run directory."""
+def _resolve(
+    given: str, run_dir: Path | None, overrides: Sequence[str], from_scratch: bool
+) -> tuple[Recipe, Path, list[str]]:
+    """The recipe, the run directory, and what to tell of the recipe."""
     if run_dir is None:
         path = _run_named(given)
         if from_scratch:
             raise UserError(f"--from-scratch: {path} is a run, which already has weights; leave --from-scratch out")
-        return change_run(read_recipe(path), overrides, Path.cwd()), path
+        before = read_recipe(path)
+        recipe = change_run(before, overrides, Path.cwd())
+        return recipe, path, idle_notes(recipe, before)
     if (Path(given) / "recipe.json").is_file():
         raise UserError(f"--run-dir: {given} is a run, which continues in its own directory; leave --run-dir out")
     from penstock.engine.cluster.layout import RECORD_NAME, read_record
 
     if (Path(given) / RECORD_NAME).is_file():
-        recipe = change_run(from_dict(read_record(Path(given)).recipe, given), overrides, Path.cwd())
-        return recipe, run_dir.absolute()
-    recipe = resolved_recipe(
+        before = from_dict(read_record(Path(given)).recipe, given, is_run=True)
+        recipe = change_run(before, overrides, Path.cwd())
+        return recipe, run_dir.absolute(), idle_notes(recipe, before)
+    recipe, said = resolved_recipe(
         given, overrides, from_scratch=from_scratch, get=lambda found: hub.fetched(found, weights=not from_scratch)
     )
     require_inputs(recipe)
-    return recipe, run_dir.absolute()
+    return recipe, run_dir.absolute(), said
 
 
 def _run_named(given: str) -> Path:
@@ -146,7 +151,7 @@ def _enter(recipe: Recipe, path: Path, given: Path, ranks: Ranks) -> RunDir:
     return ranks.together(enter)
 
 
-def _train_first(run: RunDir, ranks: Ranks, context_parallel: int) -> None:
+def _train_first(run: RunDir, ranks: Ranks, context_parallel: int, said_before: list[str]) -> None:
     """Rank 0: it writes to the run directory, and says what there is to say."""
     from penstock.engine.cluster.train import train_cluster
 
@@ -154,7 +159,8 @@ def _train_first(run: RunDir, ranks: Ranks, context_parallel: int) -> None:
     recipe, step = run.recipe, max(dcp_folders(run.path), default=0)
     log, display = RunLog(run.path, recipe.train.steps, step), Display(Console(), recipe.train.steps, step)
     observer = RunObserver(run, log, display, None)
-    observer.tell(f"run directory {short_path(run.path)}")
+    for line in (f"run directory {short_path(run.path)}", *said_before):
+        observer.tell(line)
     with observer.signals:
         try:
             result = train_cluster(
@@ -233,7 +239,7 @@ def import_dcp(given: Path, *, run_dir: Path | None, overrides: Sequence[str] = 
     given = given.expanduser()
     folder = _newest(given)
     record = read_record(folder)
-    recipe = from_dict(record.recipe, str(folder))
+    recipe = from_dict(record.recipe, str(folder), is_run=True)
     recipe = change_run(recipe, overrides, Path.cwd())
     with RunDir.create(recipe, run_dir) as run:
         try:

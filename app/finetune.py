@@ -207,7 +207,7 @@ def data_report(source: Source, recipe: Recipe, samples: int = SAMPLES) -> dict[
     figures = length_figures(source.lengths, source.trained, row)
     return {
         "model": None if source.model is None else source.model._asdict(),
-        "data": {"source": recipe.data.source, "path": recipe.data.path, "lines": source.lines()},
+        "data": {"source": source.recipe.data.source, "path": recipe.data.path, "lines": source.lines()},
         "lengths": figures | {"long_documents": recipe.data.long_documents},
         "row": row,
         "samples": [

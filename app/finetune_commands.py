@@ -88,7 +88,7 @@ def finetune(
     write_recipe(found, file, command(model, data, overrides or [], epochs, machine), overwrite=replaces)
     typer.echo(printable(f"recipe written to {file}; to train it again: ") + shell("penstock", "train", file))
     if trains:
-        api.begin(file, run_dir=run_dir)
+        api.begin(file, run_dir=run_dir, is_told=True)
 
 
 def data(
@@ -124,7 +124,9 @@ def data(
     if data is None and Path(recipe).expanduser().is_dir():
         raise UserError(f"{recipe}: is a folder; give a recipe, or a model and its data: penstock data MODEL DATA")
     if data is None:
-        found = api.resolved_recipe(Path(recipe), overrides or [])
+        found, said = api.resolved_recipe(Path(recipe), overrides or [])
+        for line in said:
+            print(printable(line), file=sys.stderr)
     else:
         found = first_recipe(recipe, data, overrides or [])
     with Working() as shown:

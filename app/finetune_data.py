@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.app.finetune_report import Document
 from penstock.app.loading import loading
+from penstock.app.opened import with_found_data
 from penstock.app.progress import short_path
 from penstock.engine.config import DataConfig, Recipe
 from penstock.engine.preparing import Checklist
@@ -41,12 +42,12 @@ _BATCH = 16
 
 def look_at(data: DataConfig, given: Mapping[str, Any]) -> DataConfig:
     """The data with its format, its split and its columns' names, which are looked up unless they are given."""
-    if "data.source" in given:
+    if given.get("data.source", "auto") != "auto":
         return data
     from penstock.app.hub import dataset_folder
     from penstock.engine.data.formats.detect import detect
 
-    found = detect(dataset_folder(str(data.path)), given.get("data.split"))
+    found = detect(dataset_folder(str(data.path)), given.get("data.split"), given.get("data.columns"))
     source: Any = found.source
     return replace(data, source=source, split=found.split, columns=found.rename)
 
@@ -218,7 +219,7 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
 
     if recipe.data.source == "random":
         raise UserError("data.source: random has no text to show; give a recipe with data")
-    recipe = fetched(recipe, weights=with_model)
+    recipe, _ = with_found_data(fetched(recipe, weights=with_model))
     (require_inputs if with_model else require_data)(recipe)
     checklist = Checklist(listener)
     model = None

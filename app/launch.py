@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +21,7 @@ from penstock.app.early_end import nothing_left
 from penstock.app.hub_names import is_hub
 from penstock.app.loading import loading
 from penstock.app.model_card import write_card
+from penstock.app.opened import with_found_data
 from penstock.app.progress import Display, StepLanes, item_line, plan_line, short_path, summary_lines
 from penstock.app.recall_view import RecallMap, recall_of
 from penstock.app.run_files import JsonLines, json_text, number, whole
@@ -45,7 +47,7 @@ from penstock.engine.events import (
 from penstock.engine.preparing import Checklist
 from penstock.storage.disk import atomic_write
 from penstock.storage.errors import UserError, used_up
-from penstock.storage.model_folder import tensor_names
+from penstock.storage.model_folder import linked_files, tensor_names
 from penstock.storage.untrusted import shell
 
 if TYPE_CHECKING:
@@ -229,7 +231,8 @@ def from_scratch(recipe: Recipe) -> Recipe:
             vocab_size=config.get_text_config(decoder=True).vocab_size,
             overrides=values,
         )
-    if data.tokenizer is None and (folder / "tokenizer_config.json").is_file():
+    has_text = data.source != "random" or recipe.samples.every is not None
+    if data.tokenizer is None and has_text and (folder / "tokenizer_config.json").is_file():
         data = replace(data, tokenizer=str(folder))
     return replace(recipe, model=replace(model, path=None), data=data)
 
@@ -240,6 +243,7 @@ def require_weights(recipe: Recipe) -> None:
         return
     folder = Path(recipe.model.path).expanduser()
     if any(folder.glob("*.safetensors")):
+        linked_files(folder)  # that none is refused at the end, by the export
         return _require_tied(recipe, folder)
     reason = (
         "is not a folder" if folder.is_file() else "contains no *.safetensors" if folder.exists() else "does not exist"
@@ -278,14 +282,15 @@ def require_data(recipe: Recipe) -> None:
     if is_hub(data.path) or any(is_hub(part.get("path")) for part in data.mixture):
         return
     if data.lacks_path:
-        reason = f"the recipe names no data for data.source={data.source}"
-    elif data.source in ("text", "jsonl") and not Path(str(data.path)).expanduser().exists():
+        reason = "the recipe names no data" + ("" if data.source == "auto" else f" for data.source={data.source}")
+    elif data.path is not None and not Path(data.path).expanduser().exists():
         reason = f"{data.path} does not exist"
     else:
-        return require_readable(data)
+        return require_readable(with_found_data(recipe)[0].data)
+    pathless = "" if data.path is None else " --set data.path=none"
     raise UserError(
         f"data.path: {reason}; name your data with --set data.path=..., or train on random tokens, for a speed test, "
-        "with --set data.source=random"
+        f"with --set data.source=random{pathless} (python_stdlib is Python's own library, needles are generated tasks)"
     )
 
 
@@ -301,13 +306,21 @@ def require_inputs(recipe: Recipe) -> None:
         raise UserError("; ".join(missing))
 
 
-def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None, guest: Callbacks | None = None) -> None:
+def run_training(
+    run: RunDir,
+    *,
+    resume: bool,
+    checkpoint: str | None = None,
+    guest: Callbacks | None = None,
+    said: Sequence[str] = (),
+) -> None:
     """Train the run's recipe to its end, or until a signal stops it; then export and sample as the recipe says.
 
     A resumed run goes on from its last generation, or from that of `checkpoint`. Everything that a reader of the run
     directory may want is written on the way. Errors leave state `failed` behind and are raised again.
 
     `guest`: the run is one in somebody else's program, which is told of it; without it, the process is the run's own.
+    `said`: what is to be told of the recipe.
     """
     recipe = run.recipe
     info = read_info(run.path)
@@ -332,7 +345,8 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None, gu
     display = Display(Console() if guest is None else guest.console(), recipe.train.steps, step)
 
     observer = RunObserver(run, log, display, guest)
-    observer.tell(f"run directory {short_path(run.path)}")
+    for line in (f"run directory {short_path(run.path)}", *said):
+        observer.tell(line)
     with observer.signals:
         try:
             result = _train(recipe, run.path, observer, resume, checkpoint)

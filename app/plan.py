@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.app.loading import loading, uncollected
-from penstock.engine.config import Recipe
+from penstock.engine.config import Recipe, recurrent_notes
 from penstock.storage.errors import BudgetError
 
 if TYPE_CHECKING:
@@ -25,24 +25,30 @@ def plan_recipe(
     advice: bool = True,
     trace: Path | None = None,
     cluster: str | None = None,
+    said: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The forecast of a recipe: no weights are read, and nothing is written but `trace`.
 
     `machine`: preset or profile file; None takes the recipe's, or this machine. `advice` False leaves out what is found
     by planning again: what one change would help most, and the tokens that make it compute-bound. `trace`: file for the
     simulated step as a Chrome trace, where the plan fits. `cluster`: nodes x GPUs, as `2x8`, for which it is planned as
-    well.
+    well. `said`: lines of the recipe, which stand in `notes` before those of its model.
     """
     result: dict[str, Any] = {}
     with uncollected():
-        for result in plan_stages(recipe, machine, trace=trace, cluster=cluster):
+        for result in plan_stages(recipe, machine, trace=trace, cluster=cluster, said=said):
             if result["fits"] and not advice:
                 break
     return result
 
 
 def plan_stages(
-    recipe: Recipe, machine: str | None = None, *, trace: Path | None = None, cluster: str | None = None
+    recipe: Recipe,
+    machine: str | None = None,
+    *,
+    trace: Path | None = None,
+    cluster: str | None = None,
+    said: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """The forecast twice: without what is found by planning again, then with it (advice, or changes that would fit)."""
     from penstock.app.trace import write_spans
@@ -59,7 +65,8 @@ def plan_stages(
     if not recipe.data.lacks_path:
         require_text(recipe.data)
     on, task = recipe_task(recipe, machine)
-    result: dict[str, Any] = {"recipe": recipe.name}
+    notes = [*said, *(recurrent_notes(recipe) if task.spec.recurrent else ())]
+    result: dict[str, Any] = {"recipe": recipe.name, "notes": notes}
     if several is not None:
         result["cluster"] = cluster_forecast(task.spec, recipe, several, compiled=recipe.train.compile == "on")
     folder = recipe.model.path

@@ -178,6 +178,7 @@ def plan_request(request: dict[str, Any], send: _Send) -> None:
     """Answer one request; relative paths are taken from the current folder. Raises UserError."""
     from penstock.app.hub import for_plan
     from penstock.app.launch import from_scratch
+    from penstock.app.opened import opened
     from penstock.app.plan import plan_stages
     from penstock.app.recipe import from_dict, resolve_paths, to_dict
 
@@ -188,7 +189,8 @@ def plan_request(request: dict[str, Any], send: _Send) -> None:
         recipe = from_scratch(recipe)
         data = replace(given.data, tokenizer=given.data.tokenizer or recipe.data.tokenizer)
         extra = {"recipe": to_dict(replace(recipe, data=data))}
-    stages = plan_stages(recipe, request.get("machine") or None)
+    recipe, said = opened(recipe)
+    stages = plan_stages(recipe, request.get("machine") or None, said=said)
     if not request.get("advice", True):
         send({"forecast": next(stages), "done": True} | extra)
         return

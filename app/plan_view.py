@@ -176,8 +176,8 @@ def _head(page: Page, forecast: dict[str, Any], status: str) -> None:
             f"weights only, {frozen['param_bytes']} bytes each instead of {frozen['trained_param_bytes']}",
             "text",
         )
-    if forecast.get("note"):
-        page.wrapped(f"{page.glyphs.diamond} {forecast['note']}", "warn")
+    for note in (*filter(None, [forecast.get("note")]), *forecast.get("notes", ())):
+        page.wrapped(f"{page.glyphs.diamond} {note}", "warn")
 
 
 def _figures(page: Page, forecast: dict[str, Any]) -> None:

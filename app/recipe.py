@@ -22,7 +22,7 @@ from penstock.app.recipe_fields import PATHS, checked, hints, nearest, nearest_k
 from penstock.engine.config import RENAMED as RENAMED
 from penstock.engine.config import AfterConfig as AfterConfig
 from penstock.engine.config import Recipe as Recipe
-from penstock.engine.config import Renamed
+from penstock.engine.config import Renamed, require_effect
 from penstock.storage import sealed
 from penstock.storage.disk import prepare_file, publish
 from penstock.storage.errors import UserError
@@ -37,13 +37,17 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     return dataclasses.asdict(recipe)
 
 
-def from_dict(tree: Mapping[str, Any], where: str | None = None) -> Recipe:
+def from_dict(tree: Mapping[str, Any], where: str | None = None, *, is_run: bool = False) -> Recipe:
     """The recipe of nested dicts, every name, type and value checked.
 
+    `is_run`: of a run that goes on, in which fields without effect stay as they are.
     Raises UserError naming `where` and the field, and the nearest valid name for an unknown one.
     """
     try:
-        return _from_dict(_with_todays_names(tree, where or "recipe"))
+        recipe = _from_dict(_with_todays_names(tree, where or "recipe"))
+        if not is_run:
+            require_effect(recipe)
+        return recipe
     except UserError as error:
         raise UserError(f"{where}: {error}" if where else str(error)) from None
 
@@ -157,7 +161,7 @@ def from_run_json(text: str, where: str) -> Recipe:
     Raises UserError naming `where` for broken JSON, a wrong field, or what was changed since it was written.
     """
     try:
-        return from_dict(sealed.unseal(_tree(text, where)).content, where)
+        return from_dict(sealed.unseal(_tree(text, where)).content, where, is_run=True)
     except sealed.ChangedError as error:
         raise UserError(
             f"{where}: the file was changed or damaged since Penstock wrote it ({error}); restore it, and change "
@@ -175,11 +179,11 @@ def _tree(text: str, where: str) -> dict[str, Any]:
     return tree
 
 
-def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+def apply_overrides(recipe: Recipe, overrides: Sequence[str], *, is_run: bool = False) -> Recipe:
     """A new recipe with `key=value` texts applied, for example `model.num_layers=4`; `recipe` stays as it is.
 
     A dict field takes a JSON object, or one entry as `model.overrides.rope_theta=1e6`. All overrides are applied before
-    the whole recipe is validated again, so their order does not matter.
+    the whole recipe is validated again, so their order does not matter. `is_run`: as for `from_dict`.
     Raises UserError for an unknown key (with the nearest valid one) or a value of the wrong type.
     """
     tree = to_dict(recipe)
@@ -207,7 +211,7 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         else:
             tree[section][name] = parse(text, wanted, f"--set {key}")
     _tell_old_names(read, "--set")
-    return from_dict(tree)
+    return from_dict(tree, is_run=is_run)
 
 
 def _json_or_text(text: str, key: str) -> Any:
@@ -222,19 +226,21 @@ def _json_or_text(text: str, key: str) -> Any:
 def change_run(recipe: Recipe, overrides: Sequence[str], folder: Path) -> Recipe:
     """The recipe with which a run goes on: `overrides` applied, their relative paths taken from `folder`.
 
-    Raises UserError for a change of name, model or data: the run's state and its place in the data belong to these.
+    Raises UserError for a change of name, model or data: the run's state and its place in the data belong to these; and
+    for one after which a field has no effect.
     """
-    changed = resolve_paths(apply_overrides(recipe, overrides), folder)
+    changed = resolve_paths(apply_overrides(recipe, overrides, is_run=True), folder, is_run=True)
     for section in ("name", "model", "data"):
         if getattr(changed, section) != getattr(recipe, section):
             raise UserError(f"--set {section}: cannot be changed in an existing run; start a new run instead")
+    require_effect(changed, before=recipe)
     return changed
 
 
-def resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
+def resolve_paths(recipe: Recipe, folder: Path, *, is_run: bool = False) -> Recipe:
     """A new recipe whose relative paths are absolute, taken from `folder`, so that a resume works from anywhere.
 
-    A name on the hub stays one.
+    A name on the hub stays one. `is_run`: as for `from_dict`.
     """
     tree = to_dict(recipe)
     for section, name in PATHS:
@@ -246,7 +252,7 @@ def resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
     for part in tree["data"]["mixture"]:
         if "path" in part:
             part["path"] = _absolute(folder, part["path"])
-    return from_dict(tree)
+    return from_dict(tree, is_run=is_run)
 
 
 def _absolute(folder: Path, path: str) -> str:

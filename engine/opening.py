@@ -23,6 +23,7 @@ from penstock.engine.config import (
     changed_fields,
     drive_folders,
     parse_bytes,
+    recurrent_notes,
     state_folder,
 )
 from penstock.engine.data.loader import DataLoader, MicroBatch
@@ -100,7 +101,7 @@ def open_session(
             observer.on_message(remark)
     loader = make_loader(prepared.corpus, spec, recipe)
     validation = make_validation(prepared.corpus, spec, recipe)
-    _describe(observer, spec, prepared, loader, device)
+    _describe(observer, recipe, spec, prepared, loader, device)
     prompts = prepare_prompts(recipe, prepared.tokenizer, spec)
     if prompts is not None:
         observer.on_message(prompts.describe(), detail=True)
@@ -411,7 +412,9 @@ def choose_kernels(spec: ModelSpec, plan: Plan, device: torch.device, dtype: tor
     torch.cuda.empty_cache()
 
 
-def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoader, device: torch.device) -> None:
+def _describe(
+    observer: Observer, recipe: Recipe, spec: ModelSpec, data: Data, loader: DataLoader, device: torch.device
+) -> None:
     corpus = data.corpus.info
     if device.type == "cpu":
         for_gpus = torch.version.cuda is not None or torch.version.hip is not None
@@ -425,7 +428,7 @@ def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoade
     for remark in remarks(device):
         observer.on_message(remark)
     observer.on_message(f"data: {corpus.words()}{loader.report.words()}")
-    for note in data.corpus.notes:
+    for note in (*data.corpus.notes, *(recurrent_notes(recipe) if spec.recurrent else ())):
         observer.on_message(note)
 
 

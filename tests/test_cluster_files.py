@@ -51,7 +51,7 @@ NODES = 2
 """Of every file as it stands."""
 TINY = recipe_text(
     model={"vocab_size": 200},
-    data={"source": "random"},
+    data={"source": "random", "path": None},
     train={"steps": 2, "global_batch_size": RANKS, "compute_dtype": "float32"},
     storage={"checkpoint_every": 1},
 )

@@ -7,6 +7,9 @@ and needs no device.
 from penstock.engine.config.adapter import AdapterConfig as AdapterConfig
 from penstock.engine.config.data import DataConfig as DataConfig
 from penstock.engine.config.data import Source as Source
+from penstock.engine.config.effects import idle_notes as idle_notes
+from penstock.engine.config.effects import recurrent_notes as recurrent_notes
+from penstock.engine.config.effects import require_effect as require_effect
 from penstock.engine.config.model import ModelConfig as ModelConfig
 from penstock.engine.config.places import PART_STEP as PART_STEP
 from penstock.engine.config.places import BudgetConfig as BudgetConfig

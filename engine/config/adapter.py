@@ -30,10 +30,6 @@ class AdapterConfig:
         require_most("adapter", self, ("rank",), MOST_SIZE)
         require(self.alpha > 0, f"adapter.alpha: {self.alpha} must be above 0")
         require(bool(self.targets), "adapter.targets: the list is empty; name modules, or write all-linear")
-        require(
-            self.start is None or self.method != "none",
-            "adapter.start: names an adapter to continue from, but adapter.method is none; set lora, dora or rslora",
-        )
 
     @property
     def is_used(self) -> bool:

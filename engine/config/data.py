@@ -12,6 +12,7 @@ from penstock.storage.errors import UserError
 from penstock.storage.untrusted import one_line
 
 Source = Literal[
+    "auto",
     "python_stdlib",
     "text",
     "jsonl",
@@ -23,19 +24,19 @@ Source = Literal[
     "needles",
     "random",
 ]
-"""Formats of engine/data/formats/base.py, and `random`, which reads nothing."""
+"""Formats of engine/data/formats/base.py; `random`, which reads nothing; `auto`, which is found from the data."""
 
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     """Data, tokenizer and packing."""
 
-    source: Source = "python_stdlib"
-    """Format of the data. text: each file in path is a document. jsonl: each row has a `text` field. Conversations, one
-    per row: messages (OpenAI's role and content, with tools), sharegpt, alpaca, prompt_completion. tokens: rows of
-    token ids. Rows are read from JSON, JSONL, Parquet, CSV, Arrow or data sets on the hub. Without a path:
-    python_stdlib (Python's own library), needles (generated retrieval tasks), random (random token ids, for
-    benchmarks)."""
+    source: Source = "auto"
+    """Format of the data. auto finds format, split and columns in the first rows of path. text: each file in path is a
+    document. jsonl: each row has a `text` field. Conversations, one per row: messages (OpenAI's role and content, with
+    tools), sharegpt, alpaca, prompt_completion. tokens: rows of token ids. Rows are read from JSON, JSONL, Parquet,
+    CSV, Arrow or data sets on the hub. Without a path: python_stdlib (Python's own library), needles (generated
+    retrieval tasks), random (random token ids, for benchmarks)."""
     path: str | None = None
     """File or folder with the data, or hf://OWNER/NAME[@REVISION] on the hub. Not needed for a plan, but for a run."""
     split: str | None = None
@@ -109,7 +110,7 @@ class DataConfig:
     @property
     def lacks_path(self) -> bool:
         """Whether the source reads a path and none is named."""
-        return not self.mixture and self.path is None and self.source not in _PATHLESS
+        return not self.mixture and self.path is None and self.source not in PATHLESS
 
     @property
     def parts(self) -> list[DataConfig]:
@@ -132,7 +133,8 @@ class DataConfig:
         return [float(part.get("weight", 1)) for part in self.mixture]
 
 
-_PATHLESS = ("python_stdlib", "needles", "random")
+PATHLESS = ("python_stdlib", "needles", "random")
+"""Sources that read no path."""
 _PART: dict[str, tuple[tuple[type, ...], str]] = {
     "path": ((str,), "text"),
     "source": ((str,), "text"),
@@ -159,7 +161,7 @@ def _check_part(part: object, where: str, usual: str) -> None:
         source in sources,
         f"{where}.source: '{one_line(source, 40)}' cannot be used in a mixture; {_nearest(source, sources)}",
     )
-    if (source in _PATHLESS) == ("path" in part):
+    if (source in PATHLESS) == ("path" in part):
         problem = (
             "its source reads no path" if "path" in part else "has no path; give a file, a folder or hf://OWNER/NAME"
         )

@@ -54,18 +54,6 @@ class AfterConfig:
             1 <= self.sample_tokens <= MOST_SAMPLE_TOKENS,
             f"after.sample_tokens: {self.sample_tokens} must be from 1 to {MOST_SAMPLE_TOKENS:,}",
         )
-        require(
-            not self.export_merged or self.export,
-            "after.export_merged: true, but nothing is exported; set after.export=true, or leave this out",
-        )
-        require(
-            self.push is None or self.export,
-            "after.push: needs an export; set after.export=true, or leave after.push out",
-        )
-        require(
-            self.sample_prompt is None or self.export,
-            "after.sample_prompt: needs an export; set after.export=true, or leave after.sample_prompt out",
-        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -103,35 +91,6 @@ class Recipe:
                 f"trackers: '{one_line(tracker, 40)}' is not a tracker; choose from {', '.join(TRACKERS)}",
             )
         require(len({*self.trackers}) == len(self.trackers), "trackers: one is listed twice; list each once")
-        if isinstance(self.data, DataConfig) and isinstance(self.train, TrainConfig):  # else said by who loads it
-            require(
-                self.train.validate_every is None or self.data.validation_documents is not None,
-                f"train.validate_every: {self.train.validate_every}, but no documents are held out to validate on; set "
-                "data.validation_documents, or leave train.validate_every out",
-            )
-        if isinstance(self.adapter, AdapterConfig) and isinstance(self.train, TrainConfig):
-            require(
-                not self.adapter.is_used or not self.train.freeze,
-                "train.freeze: cannot be used with an adapter, beside which the whole model is frozen; leave "
-                "train.freeze out, and choose with adapter.targets which modules get an adapter",
-            )
-        if isinstance(self.adapter, AdapterConfig) and isinstance(self.model, ModelConfig):
-            require(
-                not self.adapter.is_used or not self.model.added_tokens,
-                "model.added_tokens: cannot be used with an adapter, because the base is frozen and the embeddings of "
-                "new tokens would never be trained; leave the tokens out, or set adapter.method=none",
-            )
-        if isinstance(self.adapter, AdapterConfig) and isinstance(self.after, AfterConfig):
-            require(
-                not self.after.export_merged or self.adapter.is_used,
-                "after.export_merged: true, but there is no adapter to merge; set adapter.method, or leave this out",
-            )
-        if isinstance(self.storage, StorageConfig) and isinstance(self.train, TrainConfig):
-            require(
-                not self.storage.keep_best or self.train.validate_every is not None,
-                "storage.keep_best: true, but no validation loss is measured; set train.validate_every, or leave "
-                "storage.keep_best out",
-            )
 
 
 class Renamed(NamedTuple):
@@ -206,6 +165,7 @@ def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         for section in _TRAINED
         for name, value in dataclasses.asdict(getattr(Recipe(name="x"), section)).items()
     }
+    usual["data.source"] = "python_stdlib"  # a run's is found, and never auto; once it was the default
     changed = []
     for key in sorted({*before, *now}):
         was, now_is = (json.dumps(values.get(key, usual.get(key))) for values in (before, now))

@@ -112,23 +112,8 @@ class TrainConfig:
                 value is None or value % self.micro_batch_size == 0,
                 f"train.{name}: {value} is not a multiple of train.micro_batch_size {self.micro_batch_size}",
             )
-        require(
-            self.validation_sequences is None or self.validate_every is not None,
-            f"train.validation_sequences: {self.validation_sequences} is not used, as no validation loss is measured; "
-            "set train.validate_every, or leave this out",
-        )
-        patience = self.early_stopping_patience
-        require(
-            patience is None or self.validate_every is not None,
-            f"train.early_stopping_patience: {patience}, but no validation loss is measured; set train.validate_every, "
-            "or leave this out",
-        )
         require("" not in self.freeze, 'train.freeze: a pattern is empty; write for example "*embed_tokens*"')
         require(-(2**63) <= self.seed < 2**63, f"train.seed: {self.seed} has more than 64 bits")
-        require(
-            not self.validate_first or self.validate_every is not None,
-            "train.validate_first: true, but train.validate_every is none; set it, or leave this out",
-        )
         require(self.lr > 0, f"train.lr: {self.lr} must be above 0")
         require(self.eps > 0, f"train.eps: {self.eps} must be above 0")
         require(0 <= self.min_lr_ratio <= 1, f"train.min_lr_ratio: {self.min_lr_ratio} must lie in 0..1")
@@ -147,11 +132,6 @@ class TrainConfig:
     def _check_schedule(self) -> None:
         """The learning rate over steps and parameters; patterns are checked later, when the model is known."""
         given, left = self.decay_steps, self.steps - self.warmup_steps
-        require(
-            given is None or self.lr_schedule == "wsd",
-            f"train.decay_steps: {given} is only used with train.lr_schedule=wsd, but that is {self.lr_schedule}; set "
-            "wsd, or leave train.decay_steps out",
-        )
         require(given is None or given >= 1, f"train.decay_steps: {given} must be at least 1")
         require(
             given is None or given <= left,

@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock.engine.config import Recipe
 from penstock.engine.data.corpus import prepare_text, random_corpus
 from penstock.engine.data.corpus_files import TokenCorpus
+from penstock.engine.data.found import found_source
 from penstock.engine.data.loader import DataLoader, ValidationSet
 from penstock.engine.data.packing import split_documents
 from penstock.engine.data.tokenizer import TextTokenizer
@@ -28,7 +29,7 @@ def prepare_data(recipe: Recipe, folder: Path, vocab_size: int | None = None) ->
 
     `vocab_size`: the model's, which random tokens need; None takes the recipe's.
     """
-    model, data = recipe.model, recipe.data
+    model, data = recipe.model, found_source(recipe.data)[0]
     if data.source == "random":
         vocabulary = vocab_size or model.vocab_size
         if vocabulary is None:

@@ -215,9 +215,11 @@ def _require_agreement(model: ModelConfig, config: PretrainedConfig, folder: Pat
         found["head_dim"] = text.hidden_size // text.num_attention_heads
     if found.get("num_kv_heads", 0) is None:
         found["num_kv_heads"] = text.num_attention_heads
-    if model.has_shape:
-        given |= {"model_type": model.model_type, "tie_embeddings": model.tie_embeddings}
-        found |= {"model_type": config.model_type, "tie_embeddings": getattr(config, "tie_word_embeddings", None)}
+    theirs = {"model_type": config.model_type, "tie_embeddings": getattr(config, "tie_word_embeddings", None)}
+    for name in theirs:
+        value = getattr(model, name)
+        if model.has_shape or value != getattr(ModelConfig(), name):
+            given[name], found[name] = value, theirs[name]
     for name, value in given.items():
         if found[name] != value:
             raise UserError(

@@ -75,7 +75,11 @@ def test_data_without_a_token_files_of_rows_path_or_documents(refused: Train, tm
         require_text(DataConfig(source="jsonl"))
     assert "data.max_documents: 0 must be at least 1" in refused("data.max_documents=0")
     (tmp_path / "empty2" / "c.txt").write_text(" a")
-    for data in (DataConfig(source="text", path="empty2"), DataConfig(source="random"), DataConfig()):
+    for data in (
+        DataConfig(source="text", path="empty2"),
+        DataConfig(source="random"),
+        DataConfig(source="python_stdlib"),
+    ):
         require_text(data)
 
 
@@ -140,10 +144,16 @@ def test_an_adapter_that_does_not_fit(refused: Train, tmp_path: Path) -> None:
         (["adapter.rank=0"], "adapter.rank: 0 must be at least 1"),
         (["adapter.targets=[]"], "adapter.targets: the list is empty"),
         (["adapter.start=nowhere"], "nowhere: has no adapter_config.json"),
-        (['train.freeze=["*lora_A*"]'], "train.freeze: cannot be used with an adapter"),
-        (['model.added_tokens=["<new>"]'], "model.added_tokens: cannot be used with an adapter"),
-        (["after.export_merged=true"], "after.export_merged: true, but nothing is exported"),
-        (["adapter.method=none", "adapter.start=nowhere"], "adapter.start: names an adapter to continue from, but"),
+        (['train.freeze=["*lora_A*"]'], "has no effect, as beside an adapter the whole model is frozen"),
+        (['model.added_tokens=["<new>"]'], "has no effect, as with an adapter the base is frozen"),
+        (
+            ["after.export_merged=true"],
+            "after.export_merged: true has no effect, as nothing is exported; set after.export=true",
+        ),
+        (
+            ["adapter.method=none", "adapter.start=nowhere"],
+            "adapter.start: nowhere has no effect, as adapter.method is none; set adapter.method to lora",
+        ),
     ):
         assert message in refused("adapter.method=lora", *settings)
     assert not list(tmp_path.glob("runs/*/state/manifest.json"))

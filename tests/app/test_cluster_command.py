@@ -30,7 +30,7 @@ from penstock.storage.errors import UserError
 
 RECIPE = recipe_text(
     model={"intermediate_size": 48, "vocab_size": 200},
-    data={"source": "random", "sequence_length": 32, "max_documents": 60},
+    data={"source": "random", "path": None, "sequence_length": 32, "max_documents": 60},
     train={
         **{"steps": 20, "global_batch_size": 4, "compute_dtype": "float32", "lr": 5e-3, "lr_schedule": "constant"},
         **{"chunk_tokens": None, "activation_checkpointing": "auto", "kv_window": "auto"},

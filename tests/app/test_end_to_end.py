@@ -127,7 +127,7 @@ def test_check_exit_codes(tmp_path: Path, capsys: Captured) -> None:
 
 ENDLESS = recipe_text(
     model={"num_layers": 3, "vocab_size": 300},
-    data={"source": "random", "max_documents": 40},
+    data={"source": "random", "path": None, "max_documents": 40},
     train={"steps": 100_000, "lr": 1e-3},
     storage={"checkpoint_every": 5, "keep_good": None},
 )

@@ -131,7 +131,7 @@ BAD_DATA: list[tuple[list[str], str]] = [
     (["data.source=jsonl", "data.path=nowhere"], "nowhere does not exist"),
     (["data.source=text", "data.path=folder"], "the corpus is empty"),
     (["data.source=text", "data.path=latin.txt"], "not UTF-8 text"),
-    (["data.tokenizer=nowhere"], "nowhere does not exist"),
+    (["data.source=python_stdlib", "data.tokenizer=nowhere"], "nowhere does not exist"),
     (["data.source=random"], "model.vocab_size: data.source=random needs it"),
 ]
 TRAINS_WITHOUT_TORCH = """

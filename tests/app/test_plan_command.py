@@ -39,7 +39,7 @@ CHOSEN = {"activation_checkpointing": "auto", "kv_window": "auto"}
 """By the planner."""
 SMALL = recipe_text(
     model={"num_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 1000},
-    data={"source": "random", "sequence_length": 256},
+    data={"source": "random", "path": None, "tokenizer_vocab_size": 4096, "sequence_length": 256},
     train={"steps": 100, "global_batch_size": 2, "chunk_tokens": None} | CHOSEN,
     budgets={"gpu": "256MiB", "ram": "256MiB", "nvme": "4GiB"},
     storage={"part_bytes": "32MiB"},
@@ -331,6 +331,7 @@ def test_plans_are_the_same(name: str, tmp_path: Path) -> None:
     if name == "tiny":
         path, machine = tmp_path / "tiny.py", ["--machine", "rtx4090-64"]
         budgets, data = dict.fromkeys(("gpu", "ram", "nvme")), {"source": "random", "path": None}
+        data["tokenizer_vocab_size"] = 4096
         path.write_text(recipe_text(model={"vocab_size": 300}, data=data, budgets=budgets))
     forecast = plan_recipe(from_scratch(load_recipe(path)), *machine[1:])
     code = (

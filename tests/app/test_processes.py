@@ -29,7 +29,7 @@ from penstock.engine.config import DataConfig, ModelConfig, Recipe, TrainConfig
 from penstock.storage import child
 from penstock.storage.errors import UserError
 
-LONG = Recipe(name="tiny", train=TrainConfig(steps=100_000))
+LONG = Recipe(name="tiny", data=DataConfig(source="python_stdlib"), train=TrainConfig(steps=100_000))
 
 
 @pytest.fixture
@@ -230,6 +230,9 @@ def test_a_refusal_survives_streams_that_are_closed_and_output_that_is_not_print
         assert "2>" in redirections or found.stderr.startswith("error: recipe nothing.py: no such file")
     found = shell(tmp_path, "PENSTOCK train --fields >/dev/full", code=2)
     assert found == ("", "error: standard output: No space left on device; the output is incomplete\n")
+    for command in ("", "sample nothing", "finetune nothing nowhere", "probe --save nowhere/x.json"):
+        found = shell(tmp_path, f"PENSTOCK {command} <&-", code=2)
+        assert "Traceback" not in found.stderr
     (tmp_path / "gone").mkdir()
     found = shell(tmp_path, "cd gone && rmdir ../gone && PENSTOCK runs", code=2)
     assert found.stderr.startswith("error: the current folder no longer exists")

@@ -23,8 +23,8 @@ REAL = (sys.executable, "-m", "penstock.app.cli")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 RECIPE = """
-from penstock import Recipe, TrainConfig, run_recipe
-recipe = Recipe(name="tiny", train=TrainConfig(steps=5))
+from penstock import DataConfig, Recipe, TrainConfig, run_recipe
+recipe = Recipe(name="tiny", data=DataConfig(source="python_stdlib"), train=TrainConfig(steps=5))
 if __name__ == "__main__":
     run_recipe(__file__)
 """

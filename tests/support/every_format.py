@@ -16,7 +16,7 @@ from typing import Any, get_args
 from penstock.engine.config import DataConfig
 from penstock.engine.config.data import Source
 
-SOURCES = [name for name in get_args(Source) if name not in ("python_stdlib", "needles", "random")]
+SOURCES = [name for name in get_args(Source) if name not in ("auto", "python_stdlib", "needles", "random")]
 """Formats of rows that are read; the rest is made on the spot or comes with the interpreter."""
 
 Row = dict[str, Any]

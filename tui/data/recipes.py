@@ -152,7 +152,7 @@ def describe(entry: RecipeEntry) -> dict[str, str]:
     if context is not None and batch is not None and (steps := whole(fields, "train.steps")) is not None:
         found["batch"] = f"{context * batch:,} tokens a step, {steps:,} steps"
     if (source := text(fields, "data.source")) is not None and "data.path" in fields:
-        found["data"] = f"{source} {fields['data.path'] or ''}".strip()
+        found["data"] = f"{'' if source == 'auto' else source} {fields['data.path'] or ''}".strip() or "none"
     if (machine := text(fields, "machine")) is not None:
         found["machine"] = machine or "any"
     return {label: printable(value) for label, value in found.items()}

@@ -65,6 +65,8 @@ FORMATS = {
 
 def find_format(source: str) -> RowFormat | FileFormat:
     """The format of `source`. Raises UserError for one that there is not."""
+    if source == "auto":
+        raise UserError("data.source: auto has no data to be found from; name a file or a folder with data.path")
     if source not in FORMATS:
         raise UserError(f"data.source: '{source}' is unknown; valid names: {', '.join([*FORMATS, 'random'])}")
     return cast("RowFormat | FileFormat", importlib.import_module(FORMATS[source]))

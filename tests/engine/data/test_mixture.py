@@ -39,7 +39,7 @@ PART = {"path": "chats.jsonl", "source": "jsonl"}
         ([{**PART, "source": "mesages"}], r"data\.mixture\[0\]\.source: 'mesages' .* did you mean 'messages'\?"),
         ([{"source": "random"}], r"data\.mixture\[0\]\.source: 'random'"),
         ([{"source": "text"}], r"data\.mixture\[0\]: has no path"),
-        ([{"path": "a.jsonl"}], r"data\.mixture\[0\]: its source reads no path"),
+        ([{"path": "a.jsonl", "source": "python_stdlib"}], r"data\.mixture\[0\]: its source reads no path"),
         ([{**PART, "max_documents": 0}], r"max_documents: 0 must be at least 1"),
         ([{**PART, "columns": {"text": 1}}], r"columns: must map names to names"),
         ([{**PART, "split": 3}], r"split: 3 must be text"),

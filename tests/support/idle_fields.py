@@ -1,0 +1,123 @@
+"""Every field of a recipe that does not always count: where it has no effect, and where it has one.
+
+`python tests/support/idle_fields.py` prints docs/results/fields-without-effect.md."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from penstock.app.recipe import apply_overrides
+from penstock.engine.config import Recipe
+from penstock.engine.config.effects import ALWAYS, idle_fields
+
+
+class Case(NamedTuple):
+    setting: str
+    """key=value, the value another than the default."""
+    without: tuple[str, ...]
+    """Settings beside which it has no effect."""
+    within: tuple[str, ...]
+    """Settings beside which it has one."""
+
+    @property
+    def key(self) -> str:
+        return self.setting.partition("=")[0]
+
+
+_VALIDATED = ("train.validate_every=4", "data.validation_documents=4")
+_SAMPLED = ("samples.every=4", 'samples.prompts=["one"]')
+_TEXT = ("data.source=text", "data.path=notes")
+_CHATS = ("data.source=messages", "data.path=chats.jsonl")
+_EACH = 'data.mixture=[{"path": "a", "source": "jsonl", "split": "x", "columns": {"text": "t"}, "max_documents": 9}]'
+_SOME = 'data.mixture=[{"path": "a", "source": "jsonl"}]'
+_FOLDER = ("model.path=model",)
+
+CASES = (
+    Case("model.embedding_std=1", _FOLDER, ()),
+    Case('model.added_tokens=["<new>"]', ("adapter.method=lora",), ()),
+    Case('model.added_tokens=["<new>"]', ("data.source=random",), _TEXT),
+    Case("adapter.rank=8", (), ("adapter.method=lora",)),
+    Case("adapter.alpha=8", (), ("adapter.method=dora",)),
+    Case('adapter.targets=["q_proj"]', (), ("adapter.method=rslora",)),
+    Case("adapter.start=folder", (), ("adapter.method=lora",)),
+    Case("data.source=jsonl", (_EACH,), ('data.mixture=[{"path": "a"}]',)),
+    Case("data.path=rows.jsonl", ("data.source=python_stdlib",), ("data.source=auto",)),
+    Case("data.path=rows.jsonl", ("data.source=random",), ("data.source=jsonl",)),
+    Case("data.path=rows.jsonl", ("data.source=needles",), ()),
+    Case("data.split=train", (_EACH,), (_SOME,)),
+    Case("data.split=train", _TEXT, _CHATS),
+    Case('data.columns={"text": "body"}', (_EACH,), (_SOME,)),
+    Case('data.columns={"text": "body"}', _TEXT, _CHATS),
+    Case("data.max_documents=5", (_EACH,), (_SOME,)),
+    Case("data.chat_template=chat.jinja", _TEXT, (*_TEXT, *_SAMPLED, "samples.chat=true")),
+    Case("data.chat_template=chat.jinja", ("data.source=jsonl", "data.path=rows.jsonl"), _CHATS),
+    Case("data.trained_tokens=last", _TEXT, _CHATS),
+    Case("data.bad_rows=skip", _TEXT, _CHATS),
+    Case("data.bos=on", _CHATS, _TEXT),
+    Case("data.bos=off", ("data.source=tokens", "data.path=ids.jsonl"), ("data.source=python_stdlib",)),
+    Case("data.tokenizer=tokenizer.json", ("data.source=random",), _TEXT),
+    Case("data.tokenizer_vocab_size=300", (*_TEXT, *_FOLDER), _TEXT),
+    Case("data.seed=1", ("data.order=kept", *_TEXT), _TEXT),
+    Case("data.validation_documents=4", _TEXT, (*_TEXT, "train.validate_every=4")),
+    Case("train.min_lr_ratio=0.5", ("train.lr_schedule=constant",), ("train.lr_schedule=wsd",)),
+    Case("train.decay_steps=5", (), ("train.lr_schedule=wsd",)),
+    Case('train.freeze=["*norm*"]', ("adapter.method=lora",), ()),
+    Case("train.validate_every=4", (), ("data.validation_documents=4",)),
+    Case("train.validate_first=true", (), _VALIDATED),
+    Case("train.validation_sequences=4", (), _VALIDATED),
+    Case("train.early_stopping_patience=4", (), _VALIDATED),
+    Case("train.seed=1", _FOLDER, (*_FOLDER, "adapter.method=lora")),
+    Case("storage.keep_best=true", (), _VALIDATED),
+    Case("storage.offsite_every=5", (), ("storage.offsite=/backup",)),
+    Case("storage.offsite_bandwidth=1MB", (), ("storage.offsite=/backup",)),
+    Case("storage.offsite_keep=3", (), ("storage.offsite=/backup",)),
+    Case('samples.prompts=["one"]', (), ("samples.every=4",)),
+    Case("samples.chat=true", (), _SAMPLED),
+    Case("samples.tokens=5", (), _SAMPLED),
+    Case("samples.temperature=1", (), _SAMPLED),
+    Case("samples.top_p=0.5", (), (*_SAMPLED, "samples.temperature=1")),
+    Case("samples.top_p=0.5", _SAMPLED, (*_SAMPLED, "samples.temperature=1")),
+    Case("samples.seed=1", (), (*_SAMPLED, "samples.temperature=1")),
+    Case("samples.seed=1", _SAMPLED, (*_SAMPLED, "samples.temperature=1")),
+    Case("after.export_merged=true", ("adapter.method=lora",), ("adapter.method=lora", "after.export=true")),
+    Case("after.export_merged=true", ("after.export=true",), ("adapter.method=lora", "after.export=true")),
+    Case("after.push=owner/name", (), ("after.export=true",)),
+    Case("after.sample_prompt=one", (), ("after.export=true",)),
+    Case("after.sample_tokens=5", ("after.export=true",), ("after.export=true", "after.sample_prompt=one")),
+)
+
+
+def made(*settings: str) -> Recipe:
+    """The recipe with these settings, whether they count or not."""
+    return apply_overrides(Recipe(name="x"), settings, is_run=True)
+
+
+def page() -> str:
+    """The table of the docs: field, setting, where it has no effect, and what is said."""
+    rows = []
+    for case in CASES:
+        (idle,) = [idle for idle in idle_fields(made(*case.without, case.setting)) if idle.key == case.key]
+        beside = " ".join(f"`{setting}`" for setting in case.without) or "the defaults"
+        what = "refused" if idle.refused else "told once"
+        rows.append(f"| `{case.setting}` | {beside} | {what} | {idle.said} |")
+    always = ", ".join(f"`{key}`" for key in sorted(ALWAYS))
+    head = [
+        "# Fields without effect",
+        "",
+        "What is said of a field that is changed from its default where it has no effect. Refused: `penstock train`, "
+        "`plan`, `finetune` and",
+        "`data`, the terminal application's form and the Python API end in this line. Told once: it is a line of the "
+        "plan, and of a run's log as it starts. A run",
+        "that was begun before a field was refused goes on; `resume --set` is refused what is new.",
+        "",
+        "Made by `.venv/bin/python tests/support/idle_fields.py`; the rules are RULES of engine/config/effects.py, and",
+        "`test_every_field_counts_or_is_said_not_to` goes over every field.",
+        "",
+        "| set to | beside | is | said |",
+        "|---|---|---|---|",
+    ]
+    return "\n".join([*head, *rows, "", f"Always count: {always}.", ""])
+
+
+if __name__ == "__main__":
+    print(page(), end="")
