@@ -63,6 +63,11 @@ def propose(
     if epochs is not None and not 0 < epochs <= 10_000:
         raise UserError(f"--epochs: {epochs:g} must be above 0, and 10,000 at most")
     given = given_values(overrides)
+    if epochs is not None and "train.steps" in given:
+        raise UserError(
+            f"--epochs: {epochs:g} has no effect, as train.steps={given['train.steps']} says how long to train; leave "
+            "one of them out"
+        )
     recipe = first_recipe(model, data, overrides, machine=machine)
     recipe, source, told = _opened(recipe, given, listener)
     assert source.model is not None

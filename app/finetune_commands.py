@@ -59,6 +59,11 @@ def finetune(
     from penstock.app.finetune_view import console_page, print_rows, report_rows
     from penstock.app.plan_view import print_plan
 
+    if run_dir is not None and (machine is not None or as_json):
+        because = "--json" if as_json else "--machine"
+        raise UserError(f"--run-dir: has no effect, as with {because} nothing is trained; leave one of them out")
+    if out is not None and as_json:
+        raise UserError("--out: has no effect, as with --json no recipe is written; leave one of them out")
     asks = not yes and not as_json and sys.stdin.isatty()
     replaces = asks and out is not None and out.is_file() and typer.confirm(f"{printable(out)} exists; replace it?")
     if out is not None and not as_json:

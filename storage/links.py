@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -84,10 +84,21 @@ def leads_out(folder: Path, name: str) -> Path | None:
     return None if place.is_relative_to(folder) or (entry and place.is_relative_to(entry)) else place
 
 
-def require_of_data(file: Path, root: Path) -> None:
-    """Raise UserError where `file` of a data set's folder `root` is reached through a link that is not followed."""
+def require_of_data(files: Iterable[Path], root: Path) -> None:
+    """Raise UserError for one of the `files` below a data set's folder that is reached through a link that is not
+    followed."""
+    base, is_plain = root.resolve(), dict[Path, bool]()
+    for file in files:
+        folder = file.parent
+        if folder not in is_plain:
+            is_plain[folder] = folder.resolve().is_relative_to(base)
+        if not is_plain[folder] or file.is_symlink():
+            _require_one(file, root, base)
+
+
+def _require_one(file: Path, root: Path, base: Path) -> None:
     real = _real_data(file)
-    if _is_within(real, root.resolve()):
+    if _is_within(real, base):
         return
     place = root
     for part in file.relative_to(root).parts:

@@ -40,8 +40,8 @@ def source_files(config: DataConfig) -> list[Path]:
             raise UserError(f"data.split: data.source={config.source} has no splits; leave it out")
         else:
             files = [root] if root.is_file() else sorted(reader.files(root))
-        for file in files if root.is_dir() else ():
-            require_of_data(file, root)
+        if root.is_dir():
+            require_of_data(files, root)
         return files
     except OSError as error:
         raise UserError(f"data.path: {error.filename or root} cannot be read: {error.strerror}") from error

@@ -190,7 +190,7 @@ def _saved_files(folder: Path) -> list[Path]:
 
 def _saved(file: Path) -> dict[str, Any]:
     try:
-        require_of_data(file, file.parent)
+        require_of_data([file], file.parent)
         return parse_object(read_regular(real_path(file), most_bytes=1 << 26))
     except (OSError, ValueError) as error:
         raise UserError(f"{printable(file)}: cannot be read ({error}); save the data set again") from error

@@ -61,7 +61,7 @@ def detect(path: Path, split: str | None = None, columns: Mapping[str, str] | No
         files = split_files(root, split)
         chosen = next(name for name, listed in splits.items() if listed == files)
         if root.is_dir():
-            require_of_data(files[0], root)
+            require_of_data(files[:1], root)
         bad = BadRows("skip")
         first = [row.fields for row in itertools.islice(read_rows(files[0], bad), _ROWS)]
     except OSError as error:
@@ -120,9 +120,9 @@ def _plain_text(root: Path) -> Detected:
     files = [root] if root.is_file() else sorted(file for file in below_data(root) if file.is_file())
     if not files:
         raise UserError(f"data.path: {printable(root)} is an empty folder; name one with files")
+    if root.is_dir():
+        require_of_data(files[:_TEXT_FILES], root)
     for file in files[:_TEXT_FILES]:
-        if root.is_dir():
-            require_of_data(file, root)
         with open_utf8(file) as stream:
             start = stream.read(_TEXT_BYTES)
         try:
