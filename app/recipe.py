@@ -261,7 +261,13 @@ def _absolute(folder: Path, path: str) -> str:
     if is_hub(path):
         parse_hub(path)
         return normal(path)
-    return str(real_path(Path(path) if path.startswith("~") else folder / path))
+    given = Path(path) if path.startswith("~") else folder / path
+    real = real_path(given)
+    if (
+        real.name != given.name and real.is_file()
+    ):  # in the hub's cache, a link whose name says what its blob's does not
+        real = real_path(given.parent) / given.name
+    return str(real)
 
 
 def load_recipe(path: str | Path) -> Recipe:

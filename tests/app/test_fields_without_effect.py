@@ -13,11 +13,12 @@ from recipe_texts import recipe_text
 import penstock
 from penstock.app.cli import main
 from penstock.app.opened import opened
-from penstock.app.recipe import apply_overrides, change_run, from_run_json, load_recipe, to_run_json
+from penstock.app.recipe import apply_overrides, change_run, from_run_json, load_recipe, resolve_paths, to_run_json
 from penstock.app.recipe_fields import fields
 from penstock.app.rundir import read_recipe
-from penstock.engine.config import DataConfig, Recipe
+from penstock.engine.config import DataConfig, ModelConfig, Recipe, changed_fields, given_fields
 from penstock.engine.config.effects import ALWAYS, RULES, idle_fields, idle_notes, require_effect
+from penstock.engine.hf.config import make_config, model_config
 from penstock.storage.errors import UserError
 from penstock.tui.data.draft import Draft
 
@@ -133,6 +134,37 @@ def test_columns_split_and_mixture_are_found_or_asked_for(folder: Path) -> None:
     assert len(said) == 2
     with pytest.raises(UserError, match=r"data\.chat_template: .* has no effect, as data\.source=text is no format of"):
         opened(Recipe(name="x", data=DataConfig(path="notes.txt", chat_template="chat.jinja")))
+
+
+def test_a_file_of_the_cache_keeps_the_name_that_says_what_it_is(folder: Path) -> None:
+    """The blob that it is a link to has none, and would be read as plain text."""
+    snapshot = folder / "datasets--owner--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "blobs").mkdir()
+    (snapshot.parents[1] / "blobs" / "b0").write_text('{"text": "one"}\n')
+    (snapshot / "train.jsonl").symlink_to("../../blobs/b0")
+    (folder / "way").symlink_to(snapshot)
+    (folder / "mine.jsonl").symlink_to("rows.jsonl")
+    places = {str(snapshot / "train.jsonl"): snapshot / "train.jsonl", "way/train.jsonl": snapshot / "train.jsonl"}
+    for given, kept in (places | {"way": snapshot, "mine.jsonl": folder / "mine.jsonl"}).items():
+        recipe = resolve_paths(Recipe(name="x", data=DataConfig(path=given)), folder)
+        assert recipe.data.path == str(kept)
+        if given in places:
+            assert opened(recipe).recipe.data.source == "jsonl"
+
+
+def test_a_kind_of_model_that_the_folder_is_not_is_refused(folder: Path) -> None:
+    (folder / "config.json").write_text(
+        json.dumps(json.loads(make_config({"model_type": "llama"}, "x").to_json_string()))
+    )
+    for name, value in (("model_type", "mixtral"), ("tie_embeddings", True), ("num_layers", 3)):
+        recipe = Recipe(name="x", model=ModelConfig(path=str(folder), **{name: value}))  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=rf"model\.{name}: {value} in the recipe, but .* in "):
+            model_config(recipe, None)
+
+
+def test_a_run_from_before_the_source_was_found_has_not_changed() -> None:
+    assert changed_fields({}, given_fields(made("data.source=python_stdlib"))) == ""
 
 
 @pytest.mark.usefixtures("folder")
