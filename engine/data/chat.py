@@ -119,7 +119,7 @@ class ChatTemplate:
 
         `all` is every token, whatever the messages' weights.
         """
-        with bounded(sample.where):
+        with bounded(sample.where, len(sample.messages)):
             return self._rendered(sample, trained)
 
     def _rendered(self, sample: Conversation, trained: Trained) -> Rendered:
@@ -142,7 +142,7 @@ class ChatTemplate:
         """The conversation so far, up to where the assistant is to write; `goes_on`: its turn has begun, by the last
         message. Raises UserError where it is refused."""
         try:
-            with bounded("chat"):
+            with bounded("chat", len(messages)):
                 view = self._see("default", list(messages), "chat", None)
                 if view.unshown() and (parted := self._try("default", list(map(_in_parts, messages)), "chat", None)):
                     view = view if parted.unshown() else parted

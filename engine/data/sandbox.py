@@ -14,7 +14,9 @@ from types import FrameType
 from penstock.storage.errors import UserError
 
 CPU_S = 3.0
-"""For all renderings of one conversation, each of which takes less than a millisecond."""
+"""For all renderings of one conversation of `_FEW_MESSAGES`, each of which takes less than a millisecond; of more, each
+of which is rendered with all before it, as many times that."""
+_FEW_MESSAGES = 100
 MORE_BYTES = 512 << 20
 """On top of what the process has."""
 _MOST_CHARS = 4 << 20
@@ -33,35 +35,35 @@ class _TooLong(BaseException):
 
 
 @contextmanager
-def bounded(where: str) -> Iterator[None]:
+def bounded(where: str, num_messages: int = 1) -> Iterator[None]:
     """Compile or render a template. TemplateLimitError, with `where` before it, when it takes too long or too much.
 
-    Time is bounded in the main thread only. Other threads may fail to allocate more than `MORE_BYTES` meanwhile.
+    In the main thread only: no other receives signals, and the limit is the process's, in which the main thread may
+    load PyTorch meanwhile. Another thread renders what a recipe names for a tokenizer that is trained here.
     """
-    begun = time.thread_time()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    begun, most_s = time.thread_time(), CPU_S * max(1, num_messages / _FEW_MESSAGES)
 
     def look(_: int, __: FrameType | None) -> None:
-        if time.thread_time() - begun > CPU_S:
+        if time.thread_time() - begun > most_s:
             raise _TooLong
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
 
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGALRM, look) if main else None
-    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    before, limits = signal.signal(signal.SIGALRM, look), resource.getrlimit(resource.RLIMIT_DATA)
     try:
-        if main:
-            signal.setitimer(signal.ITIMER_REAL, CPU_S)
+        signal.setitimer(signal.ITIMER_REAL, most_s)
         resource.setrlimit(resource.RLIMIT_DATA, (_allowed(*limits), limits[1]))
         yield
     except _TooLong:
-        raise _refused(where, f"more than {CPU_S:g} s of computing") from None
+        raise _refused(where, f"more than {most_s:g} s of computing") from None
     except MemoryError:
         raise _refused(where, f"more than {MORE_BYTES >> 20} MiB of memory") from None
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
-        if main:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def require_modest(text: str, messages: object, where: str) -> None:

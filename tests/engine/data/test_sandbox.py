@@ -2,6 +2,7 @@
 
 import resource
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -54,14 +55,14 @@ def test_a_template_takes_neither_all_time_nor_all_memory(
     name: str, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, said = HOSTILE[name]
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
     monkeypatch.setattr(sandbox, "CPU_S", 0.2 if said == TIME else 60.0)
     for trained in ("all", "assistant"):
         with pytest.raises(UserError, match=rf"rows\.jsonl:7: the chat template {said}"):
             ChatTemplate(text, "x", tokenizer).render(TALK, trained)
     with pytest.raises(UserError, match=f"chat template {said}"):
         ChatTemplate(text, "x", tokenizer).prompt(TALK.messages)
-    limits = resource.getrlimit(resource.RLIMIT_DATA)
-    assert limits == (resource.RLIM_INFINITY, resource.RLIM_INFINITY), "they are given back"
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limits, "they are given back"
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
@@ -87,3 +88,21 @@ def test_time_is_that_of_computing(monkeypatch: pytest.MonkeyPatch, short: None)
     monkeypatch.setattr(sandbox, "_AGAIN_S", 0.01)
     with bounded("x"):
         signal.sigtimedwait([signal.SIGUSR1], 0.5)
+
+
+def test_another_thread_lowers_no_limit_of_the_process(tokenizer: TextTokenizer) -> None:
+    limits, seen = resource.getrlimit(resource.RLIMIT_DATA), []
+
+    def render() -> None:
+        with bounded("x"):
+            seen.append(resource.getrlimit(resource.RLIMIT_DATA))
+
+    (thread := threading.Thread(target=render)).start()
+    thread.join()
+    assert seen == [limits]
+
+
+def test_a_long_conversation_has_more_time(short: None) -> None:
+    with pytest.raises(UserError, match=r"more than 0\.4 s of computing"), bounded("x", 200):
+        while True:
+            pass
