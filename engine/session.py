@@ -45,7 +45,7 @@ from penstock.engine.runtime.state import load_memory, scratch_arrays
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import Op
 from penstock.engine.uploads import Uploads
-from penstock.storage.checkpoints import read_checkpoint, resolve_checkpoint
+from penstock.storage.checkpoints import BEST, checkpoint_names, read_checkpoint, resolve_checkpoint
 from penstock.storage.drives import Traffic
 from penstock.storage.errors import UserError, ensure
 from penstock.storage.nvme import NvmeStore
@@ -287,14 +287,19 @@ class Session:
 
     def _look_at_best(self) -> None:
         """What the checkpoint best, if there is one, means for a run that goes on from this step."""
-        with suppress(UserError):
+        if not any(BEST.fullmatch(name) for name in checkpoint_names(self.store.root)):
+            return
+        try:
             name = resolve_checkpoint(self.store.root, "best")
             step = read_checkpoint(self.store.root, name).step or 0
-            self.remeasures = step == self.step
-            if step > self.step:
-                self.notes.append(
-                    f"checkpoint {name} is of a step that is being repeated; the next best generation replaces it"
-                )
+        except UserError as error:
+            self.notes.append(f"the checkpoint of the lowest validation loss cannot be read: {error}")
+            return
+        self.remeasures = step == self.step
+        if step > self.step:
+            self.notes.append(
+                f"checkpoint {name} is of a step that is being repeated; the next best generation replaces it"
+            )
 
     def finish_uploads(self, tell: Callable[[str], None]) -> None:
         """Wait for the uploads that are due, telling how far they are."""

@@ -9,6 +9,7 @@ from fcntl import ioctl
 from pathlib import Path
 
 from penstock.storage.chunk import supports_direct
+from penstock.storage.disk import held
 
 _MOUNTINFO = Path("/proc/self/mountinfo")
 _SYS_BLOCK = Path("/sys/dev/block")
@@ -80,16 +81,17 @@ def filesystem_id(folder: Path) -> str:
 
     Its UUID, else `f_fsid` of statvfs. Neither changes with the mount point; `f_fsid` may with the device.
     """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        told = ioctl(fd, _GET_UUID, bytes(17))
+        with held(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+            told = ioctl(fd, _GET_UUID, bytes(17))
         if any(uuid := told[1 : 1 + told[0]]):
             return uuid.hex()
-    except OSError:  # older kernels, and file systems that have none
+    except OSError:  # older kernels, file systems that have none, a folder that may not be read
         pass
-    finally:
-        os.close(fd)
-    number = os.statvfs(folder).f_fsid
+    try:
+        number = os.statvfs(folder).f_fsid
+    except OSError:
+        return ""
     return f"{number:x}" if number else ""
 
 

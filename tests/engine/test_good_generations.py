@@ -315,6 +315,15 @@ def test_a_run_that_goes_back_says_that_the_best_is_repeated(tmp_path: Path, los
     assert sum(name.startswith("best-") for name in tiny.kept(tmp_path)) == 1
 
 
+def test_a_damaged_best_is_said(tmp_path: Path, losses: Losses) -> None:
+    told(losses, [3.0, 2.5, 9.0, 9.0, 9.0, 9.0])
+    run_validated(tmp_path, stop_after=4)
+    (tmp_path / "state/checkpoints/best-000002/manifest.json").write_text("{")
+    observer, result = run_validated(tmp_path, resume=True)
+    assert result.steps == 6
+    assert any("lowest validation loss cannot be read: " in text for text in observer.messages)
+
+
 def test_no_room_for_the_best_is_said(tmp_path: Path, losses: Losses, monkeypatch: pytest.MonkeyPatch) -> None:
     told(losses, [3.0, 2.0, 9.0, 9.0, 9.0, 9.0])
     monkeypatch.setattr(Retention, "checkpoint", lambda self, name: "no room")

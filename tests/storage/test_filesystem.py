@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.storage import filesystem, wear
-from penstock.storage.filesystem import Device, check_folder, device_of, mount_of
+from penstock.storage.filesystem import Device, check_folder, device_of, filesystem_id, mount_of
 from penstock.storage.temperature import disk_temperature
 from penstock.storage.wear import Wear, percentage_used, wear_of
 
@@ -245,3 +245,12 @@ def test_the_warmest_composite_sensor_wherever_the_kernel_puts_it(tmp_path: Path
     assert disk_temperature(["sdd", "sda", "sdb", "sdc"], tmp_path) == 44.0
     assert disk_temperature(["sdb", "vda", "sdc"], tmp_path) is None
     assert disk_temperature([], tmp_path) is None
+
+
+def test_a_file_system_has_one_name(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    assert filesystem_id(tmp_path) == filesystem_id(tmp_path / "a/b")
+    assert filesystem_id(tmp_path / "nowhere") == ""
+    shm = Path("/dev/shm")
+    if shm.is_dir() and shm.stat().st_dev != tmp_path.stat().st_dev:
+        assert filesystem_id(shm) != filesystem_id(tmp_path)
