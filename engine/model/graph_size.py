@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -23,6 +24,10 @@ _TOKENS = (64, 192)
 
 _MOST_STRUCTURES = 1024
 
+_NEEDS_DATA = re.compile(r"(?<![a-z])meta(?![a-z])|data[- ](?:in)?dependent|Expected inputs of BF16 type", re.IGNORECASE)
+"""How torch says that a tensor has no data, or that an operation does not run without; the last of grouped products in
+float32, which it has on every device but this."""
+
 META = torch.device("meta")
 
 
@@ -30,16 +35,18 @@ def find_graph_bytes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> 
     """Note in `spec.graph_bytes`, unless it is there, what a saved LayerGraph takes of each layer, in bytes a token.
 
     Of a layer that runs eagerly, weights and log-sum-exp excluded, or of a `compiled` one, which takes seconds per
-    structure and saves no more. None for a layer that cannot run without data.
+    structure and saves no more. None for a layer that cannot run without data; what else a layer raises is raised here.
     """
     kind = (spec.config.to_json_string(use_diff=False), type(spec.config).__name__, dtype, compiled)
     key = (*kind, spec.frozen_params, repr(spec.adapter))
     if key not in _measured:
         # Each structure is compiled for two lengths.
         with dynamo_config.patch(recompile_limit=_MOST_STRUCTURES, accumulated_recompile_limit=_MOST_STRUCTURES):
-            _measured[key] = _measure(spec, getattr(torch, dtype), compiled)
-        if compiled:
-            torch._dynamo.reset()
+            try:
+                _measured[key] = _measure(spec, getattr(torch, dtype), compiled)
+            finally:
+                if compiled:
+                    torch._dynamo.reset()
     spec.graph_bytes[graph_key(dtype, compiled)] = _measured[key]
 
 
@@ -62,7 +69,10 @@ def _measure(spec: ModelSpec, dtype: torch.dtype, compiled: bool) -> tuple[int |
             weights |= flat.views(torch.empty(flat.numel, dtype=dtype, device=META))
         try:
             sizes = [_graph_bytes(spec, runner, index, weights, *of) for of in zip(_TOKENS, inputs, strict=True)]
-        except Exception:  # whatever a layer does that needs data
+        except (RuntimeError, TypeError) as error:  # torch's for what needs data; a TypeError from Tensor.numpy()
+            if not _NEEDS_DATA.search(str(error)):
+                error.add_note(f"in layer {index}, which was run without data to find what its graph takes")
+                raise
             found[index] = None
             continue
         found[index] = math.ceil((sizes[1] - sizes[0]) / (_TOKENS[1] - _TOKENS[0]))

@@ -2,6 +2,7 @@
 out, and which linear modules are one product. Gradients beside plain autograd's: test_check.py."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +18,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config, Pretr
 
 from penstock.engine.attention import backends
 from penstock.engine.attention.chunk import KeptAttention
-from penstock.engine.model import skeleton
+from penstock.engine.model import graph_size, skeleton
 from penstock.engine.model.anatomy import Initializer, initial_constants, take_apart
+from penstock.engine.model.layers import LayerRunner
 from penstock.engine.model.reference import in_buffers
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import fewer_layers, shrink
-from penstock.engine.model.spec import BlockSpec, ModelSpec
+from penstock.engine.model.spec import BlockSpec, ModelSpec, graph_key
 from penstock.engine.model.sums import GradientSums
 from penstock.engine.model.tokens import ChunkTokens
 from penstock.engine.model.trace import random_model
@@ -40,6 +42,53 @@ def qwen3(**fields: Any) -> Qwen3Config:
     shape = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "head_dim": 24, "vocab_size": 211, "max_position_embeddings": 128}
     return Qwen3Config(**shape | fields)
+
+
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [
+        (NotImplementedError("Cannot copy out of meta tensor; no data!"), False),
+        (RuntimeError("Tensor.item() cannot be called on meta tensors"), False),
+        (TypeError("can't convert meta device type tensor to numpy"), False),
+        (RuntimeError("Expected inputs of BF16 type but got mat_a.dtype=torch.float32"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), True),
+        (KeyError("a slip of ours"), True),
+        (AssertionError("and another"), True),
+    ],
+)
+def test_what_a_graph_takes_is_unknown_only_without_data(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, known: bool
+) -> None:
+    """Any other failure of a layer is no size that is not known."""
+    spec, dtype = take_apart(qwen3(vocab_size=97)), "float32"
+    monkeypatch.setattr(graph_size, "_measured", {})
+
+    def fails(*given: Any, **named: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerRunner, "keep", fails)
+        if known:
+            with pytest.raises(type(error)) as caught:
+                graph_size.find_graph_bytes(spec, dtype)
+            assert caught.value is error
+            assert spec.graph_bytes == {}
+        else:
+            graph_size.find_graph_bytes(spec, dtype)
+            assert spec.graph_bytes == {graph_key(dtype, False): (None, None, None)}
+    graph_size._measured.clear()
+    graph_size.find_graph_bytes(spec, dtype)
+    assert all(size and size > 0 for size in spec.graph_bytes[graph_key(dtype, False)])
+
+
+def test_what_fails_without_data_really_does() -> None:
+    """The words by which it is known are torch's."""
+    values = torch.empty(3, device="meta")
+    asked: list[Callable[[], Any]] = [values[0].item, values.tolist, values.cpu, values.numpy, values.nonzero]
+    asked += [lambda: bool(values[0]), lambda: torch.repeat_interleave(values.long())]
+    for ask in asked:
+        with pytest.raises((RuntimeError, TypeError), match=graph_size._NEEDS_DATA):
+            ask()
 
 
 def test_qwen3_blocks_and_buffers() -> None:
