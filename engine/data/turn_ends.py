@@ -6,6 +6,7 @@ Small conversations are rendered, of words that no template has: what follows th
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ class _Probe:
 
     def _behind(self, messages: list[dict[str, Any]], word: str, skip: str = "") -> str:
         """The text behind the last `word`, without characters of `skip` that it begins with."""
-        _, found, rest = self._render(messages).rpartition(word)
+        _, found, rest = self._render(messages, word).rpartition(word)
         return rest.lstrip(skip) if found else ""
 
     def _between(self, messages: list[dict[str, Any]], word: str, other: str) -> str:
@@ -67,22 +68,23 @@ class _Probe:
         text, found, _ = self._behind(messages, word).partition(other)
         return text if found else ""
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
-        """Empty where the template refuses, with a system message, too."""
+    def _render(self, messages: list[dict[str, Any]], word: str) -> str:
+        """A rendering with `word` in it, of the messages in the form that the template takes; empty: there is none."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         render: Any = render_jinja_template
-        for before in ([], [_message("system", _AGAIN)]):
+        for before, form in itertools.product(([], [_message("system", _AGAIN)]), (_as_given, _in_parts, _in_text)):
             try:
                 texts, _ = render(
-                    conversations=[[*before, *messages]],
+                    conversations=[[form(message) for message in [*before, *messages]]],
                     tools=[_TOOL] if self._with_tools else None,
                     chat_template=self._template,
                     **self._tokenizer.special_tokens,
                 )
-                return str(texts[0])
             except Exception:  # a template raises what it likes
                 continue
+            if word in texts[0]:
+                return str(texts[0])
         return ""
 
     def _added(self, text: str) -> list[int]:
@@ -113,6 +115,25 @@ _TOOL: dict[str, Any] = {
 
 def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
+
+
+def _as_given(message: dict[str, Any]) -> dict[str, Any]:
+    return message
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """For templates that go through the parts of a content."""
+    return message | {"content": [{"type": "text", "text": message["content"]}]}
+
+
+def _in_text(message: dict[str, Any]) -> dict[str, Any]:
+    """For templates that write arguments as they are."""
+    if "tool_calls" not in message:
+        return message
+    called = [call["function"] for call in message["tool_calls"]]
+    texts = [{"function": one | {"arguments": json.dumps(one["arguments"])}} for one in called]
+    calls = [call | text for call, text in zip(message["tool_calls"], texts, strict=True)]
+    return message | {"tool_calls": calls}
 
 
 def _calls(*words: str) -> dict[str, Any]:

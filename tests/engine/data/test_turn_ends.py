@@ -2,11 +2,14 @@
 of its training, and a tokenizer's further templates."""
 
 import json
+import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from chat_templates import CHATML, LLAMA, PLAIN, THINKING, make_tokenizer
+from chat_templates import CHATML, LLAMA, PLAIN, SPECIAL, THINKING, make_tokenizer
+from samples import cases
 from transformers import AddedToken, AutoTokenizer
 
 from penstock.engine.config import DataConfig
@@ -91,6 +94,20 @@ ENDS = {
         "{%- if messages[0].role != 'system' -%}{{- raise_exception('none') -}}{%- endif -%}" + CHATML,
         ["<|im_end|>"],
     ),
+    "parts are wanted": (
+        EACH
+        + "{{- '<|start|>' + m.role -}}{%- for part in m.content -%}{{- part.text -}}{%- endfor -%}{{- '<|im_end|>' -}}"
+        + DONE,
+        ["<|im_end|>"],
+    ),
+    "arguments as text": (
+        EACH
+        + "{{- '<|start|>' + m.role + m.content -}}"
+        + CALLED
+        + "{{- m.tool_calls[0].function.arguments + '<|call|>' -}}{%- else -%}{{- '<|im_end|>' -}}{%- endif -%}"
+        + DONE,
+        ["<|call|>", "<|im_end|>"],
+    ),
     "refuses all": ("{{- raise_exception('no') -}}", []),
 }
 
@@ -111,6 +128,52 @@ def test_the_tokens_that_end_a_turn(folder: Path, family: str) -> None:
     tokenizer = load_tokenizer(folder)
     found = turn_ends({"default": template}, tokenizer)
     assert sorted(tokenizer.decode([token]) for token in found) == sorted(expected)
+
+
+TRL = find_spec("trl")
+assert TRL is not None
+assert TRL.origin is not None
+PUBLISHED = Path(TRL.origin).parent / "chat_templates"
+TOKENS = re.compile(r"<[|｜][^<>|｜\s{}']+[|｜]>|</?\|?[a-z_]+\|?>|\[/?[A-Z_]+\]")
+"""What templates write that a tokenizer of theirs has as a token of its own."""
+OF_FAMILY = {
+    "cohere": ["<|END_OF_TURN_TOKEN|>"],
+    "deepseek": ["<｜end▁of▁sentence｜>"],
+    "diffusion_gemma": ["<turn|>"],
+    "gemma4": ["<turn|>"],
+    "gemma": ["<end_of_turn>"],
+    "glm4moe": ["<|user|>", "<|observation|>"],
+    "gptoss": ["<|return|>", "<|call|>"],
+    "idefics3": ["<end_of_utterance>"],
+    "lfm2": ["<|im_end|>"],
+    "llama3": ["<|eot_id|>"],
+    "llava_next": ["</s>"],
+    "nemotron_3": ["<|im_end|>"],
+    "phi3": ["<|end|>"],
+    "qwen": ["<|im_end|>"],
+    "smolvlm": ["<end_of_utterance>"],
+}
+
+
+@pytest.mark.parametrize("family", cases(OF_FAMILY, "gptoss", "glm4moe", "phi3"))
+def test_the_ends_of_published_templates(tmp_path: Path, family: str) -> None:
+    """Of those that TRL has."""
+    files = [file for file in sorted(PUBLISHED.glob("*.jinja")) if family_of(file) == family]
+    texts = {file.stem: file.read_text() for file in files}
+    assert texts
+    tokenizer = AutoTokenizer.from_pretrained(make_tokenizer(tmp_path / "tokenizer"))
+    named = sorted({token for text in texts.values() for token in TOKENS.findall(text)} - set(SPECIAL))
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in named])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    loaded = load_tokenizer(tmp_path / "tokenizer")
+    for name, text in texts.items():
+        found = {loaded.decode([token]) for token in turn_ends({"default": text}, loaded)}
+        assert found <= set(OF_FAMILY[family]), name
+        assert OF_FAMILY[family][0] in found, name
+
+
+def family_of(file: Path) -> str | None:
+    return next((family for family in OF_FAMILY if file.name.startswith(family)), None)
 
 
 def test_a_template_of_tools_counts_as_well_and_what_is_no_end_in_one_is_none(folder: Path) -> None:
