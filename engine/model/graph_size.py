@@ -24,7 +24,9 @@ _TOKENS = (64, 192)
 
 _MOST_STRUCTURES = 1024
 
-_NEEDS_DATA = re.compile(r"(?<![a-z])meta(?![a-z])|data[- ](?:in)?dependent|Expected inputs of BF16 type", re.IGNORECASE)
+_NEEDS_DATA = re.compile(
+    r"(?<![a-z])meta(?![a-z])|data[- ](?:in)?dependent|Expected inputs of BF16 type", re.IGNORECASE
+)
 """How torch says that a tensor has no data, or that an operation does not run without; the last of grouped products in
 float32, which it has on every device but this."""
 
