@@ -35,13 +35,15 @@ class TrainConfig:
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr_ratio: float = 0.1
-    """Final learning rate divided by the peak learning rate."""
+    """Final learning rate divided by the peak learning rate. As in Hugging Face's Trainer, the step after the last one
+    would have it. A wsd schedule's warm-up also starts from it."""
     warmup_steps: int = 0
-    """Steps of linear warm-up, starting from zero."""
+    """Steps of linear warm-up. As in Hugging Face's Trainer, the first step has learning rate zero and the step after
+    the warm-up the peak."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape of the learning rate after warm-up. wsd (warmup-stable-decay) stays constant and falls over the last
-    train.decay_steps as 1 - sqrt. Such a run can be extended: resume it with more train.steps, before the decay begins
-    or from a checkpoint made before it."""
+    """Shape of the learning rate after warm-up; each step has the rate that it has in Hugging Face's Trainer. wsd
+    (warmup-stable-decay) stays constant and falls over the last train.decay_steps as 1 - sqrt. Such a run can be
+    extended: resume it with more train.steps, before the decay begins or from a checkpoint made before it."""
     decay_steps: int | None = None
     """Length of the decay at the end of a wsd schedule, in steps. none means a tenth of all steps."""
     lr_groups: dict[str, float] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class TrainConfig:
     eps: float = 1e-8
     """Adam's epsilon."""
     weight_decay: float = 0.1
-    """Decoupled weight decay. It is never applied to norms and biases."""
+    """Decoupled weight decay. It is never applied to norms and biases, of whatever shape, nor to other vectors."""
     clip_norm: float | None = 1.0
     """Clip gradients to this global norm. none does not clip."""
     z_loss: float = 0.0
@@ -132,6 +134,10 @@ class TrainConfig:
     def _check_schedule(self) -> None:
         """The learning rate over steps and parameters; patterns are checked later, when the model is known."""
         given, left = self.decay_steps, self.steps - self.warmup_steps
+        require(
+            not self.steps == self.warmup_steps == 1 or (self.lr_schedule == "wsd" and self.min_lr_ratio > 0),
+            "train.warmup_steps: 1 would leave the only step a learning rate of zero; set 0, or more train.steps",
+        )
         require(given is None or given >= 1, f"train.decay_steps: {given} must be at least 1")
         require(
             given is None or given <= left,

@@ -15,20 +15,27 @@ DECAY_SHARE = 10
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Learning rate of step `step` (1-based): linear warm-up from 0, then decay to `min_lr_ratio` at the last step.
+    """Learning rate of step `step` (1-based), that of Hugging Face's Trainer: of its schedule at the steps done before.
 
-    wsd stays at the peak until `decay_steps` are left, and falls by 1 - sqrt(their share that is done) (Hagele et al.,
-    arXiv 2405.18392): where the decay begins depends on the number of all steps alone.
+    Warm-up begins at 0, in wsd at `min_lr_ratio`, and the step behind it has the peak; `min_lr_ratio` would be reached
+    by a step after the last. cosine and linear are get_cosine_with_min_lr_schedule_with_warmup and
+    get_polynomial_decay_schedule_with_warmup of power 1, constant is get_constant_schedule_with_warmup.
+
+    wsd (get_wsd_schedule, decay_type 1-sqrt) stays at the peak until `decay_steps` are left, and falls by 1 - sqrt(the
+    share of them that is done) (Hagele et al., arXiv 2405.18392): where the decay begins depends on the number of all
+    steps alone.
     """
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
+    done, wsd = step - 1, config.lr_schedule == "wsd"
+    if done < config.warmup_steps:
+        begin = config.min_lr_ratio if wsd else 0.0
+        return config.lr * (begin + (1 - begin) * done / config.warmup_steps)
     if config.lr_schedule == "constant":
         return config.lr
-    begin = config.warmup_steps
-    if config.lr_schedule == "wsd":
-        begin = max(begin, config.steps - (config.decay_steps or -(-config.steps // DECAY_SHARE)))
-    progress = min(1.0, max(0, step - begin) / max(1, config.steps - begin))
-    if config.lr_schedule == "wsd":
+    begin_decay = config.warmup_steps
+    if wsd:
+        begin_decay = max(begin_decay, config.steps - (config.decay_steps or -(-config.steps // DECAY_SHARE)))
+    progress = min(1.0, max(0, done - begin_decay) / max(1, config.steps - begin_decay))
+    if wsd:
         shape = 1 - math.sqrt(progress)
     else:
         shape = 1 - progress if config.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))

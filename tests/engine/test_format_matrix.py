@@ -52,7 +52,7 @@ FEW += [("tokens", "best_fit", "gemma3")]
 """Every packing and architecture."""
 SHARES = [0.4, 1.0, 0.0, 0.75, 0.1]
 """Of their stream that micro-batches hold, in turn: of one nothing at all."""
-STEPS, MICRO_BATCHES, LENGTH = 20, 2, 256
+STEPS, WARMUP, MICRO_BATCHES, LENGTH = 20, 2, 2, 256
 PACKED_ROWS, PACKED_CONVERSATIONS = 6, 15  # either order of best fit packs them in so many rows
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LINEAR = ([*ATTENTION, "gate_proj", "up_proj", "down_proj"], ATTENTION)
@@ -266,7 +266,7 @@ def theirs(
     config = SFTConfig(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=case.rows,
         gradient_accumulation_steps=MICRO_BATCHES, learning_rate=case.train["lr"], lr_scheduler_type=case.schedule,
-        warmup_steps=0, optim="adamw_torch", adam_beta1=TRAIN["beta1"], adam_beta2=TRAIN["beta2"],
+        warmup_steps=WARMUP, optim="adamw_torch", adam_beta1=TRAIN["beta1"], adam_beta2=TRAIN["beta2"],
         adam_epsilon=TRAIN["eps"], weight_decay=case.train["weight_decay"], max_grad_norm=TRAIN["clip_norm"],
         assistant_only_loss=case.trained == "assistant", packing=case.packing == "best_fit", max_length=LENGTH,
         train_sampling_strategy="sequential", gradient_checkpointing=False, bf16=False, use_cpu=True,
@@ -289,12 +289,8 @@ def theirs(
 
 
 def ours(model: Path, file: Path, folder: Path, case: Case) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """The same by a recipe.
-
-    transformers gives a step the rate that its schedule has at the end of the step before: the first has the peak, and
-    zero would be that of the step after the last. So here one step is all of the warm-up, and one is left over.
-    """
-    observer = tiny.Silent(stop_after=STEPS)
+    """The same by a recipe."""
+    observer = tiny.Silent()
     sections: dict[str, Any] = {
         "model": ModelConfig(path=str(model)),
         "adapter": AdapterConfig(),
@@ -303,7 +299,7 @@ def ours(model: Path, file: Path, folder: Path, case: Case) -> tuple[list[float]
             trained_tokens=case.trained,
         ),
         "train": tiny.training(
-            steps=STEPS + 1, warmup_steps=1, min_lr_ratio=0.0, lr_schedule=case.schedule,
+            steps=STEPS, warmup_steps=WARMUP, min_lr_ratio=0.0, lr_schedule=case.schedule,
             global_batch_size=case.rows * MICRO_BATCHES, micro_batch_size=case.rows, chunk_tokens=100,
             freeze=list(case.freeze), **case.train,
         ),

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from plain_training import plain_training
-from transformers.optimization import get_wsd_schedule
+from transformers.optimization import get_scheduler
 
 from penstock.engine.config import TrainConfig
 from penstock.engine.forecast.request import PlanRequest
@@ -22,7 +22,7 @@ from penstock.storage.errors import UserError
 from penstock.storage.layout import ALIGN_NUMEL, FlatLayout, ParamSpec
 
 SHAPES: dict[str, tuple[int, ...]] = {"a.weight": (50, 100), "a.bias": (100,), "b.weight": (40, 60), "b.norm": (60,)}
-SHAPES["c.weight"] = (3000,)
+SHAPES["c.weight"] = (30, 100)
 LAYOUT = FlatLayout.build([ParamSpec(name, shape, name.endswith("weight")) for name, shape in SHAPES.items()])
 FACTORS = {"a.weight": 0.5, "a.bias": 0.25, "b.weight": 0.5, "b.norm": 1.0, "c.weight": 0.0}
 GROUPS: dict[str, Any] = {"lr_groups": {"*self_attn*": 0.25, "*layernorm*": 0.0, "*embed*": 2.0}, "layer_lr_decay": 0.7}
@@ -34,28 +34,53 @@ def rates(**changes: Any) -> list[float]:
 
 
 def test_how_long_wsd_stays_at_the_peak() -> None:
-    lengths = ({}, 90, 0.0), ({"steps": 5}, 4, 0.0), ({"warmup_steps": 100}, 1, 1.0)
-    for changes, peaks, last in (*lengths, ({"warmup_steps": 4, "decay_steps": 96}, 1, 0.0)):
+    lengths = ({}, 91), ({"steps": 5}, 5), ({"warmup_steps": 100}, 0)
+    for changes, peaks in (*lengths, ({"warmup_steps": 4, "decay_steps": 96}, 1)):
         found = rates(**{"lr_schedule": "wsd", "min_lr_ratio": 0.0, "steps": 100} | changes)
-        assert (found.count(1.0), found[-1]) == (peaks, last)
+        assert found.count(1.0) == peaks
     settings = {"lr_schedule": "wsd", "warmup_steps": 2, "decay_steps": 4}
-    assert rates(steps=20, **settings)[:4] == rates(steps=8, **settings)[:4], "a run that is made longer goes on"
+    assert rates(steps=20, **settings)[:5] == rates(steps=8, **settings)[:5], "a run that is made longer goes on"
 
 
-@pytest.mark.parametrize("least", [0.0, 0.1])
-def test_wsd_is_that_of_transformers(least: float) -> None:
-    """Whose steps are counted from 0, and whose warm-up begins at the least rate."""
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    expected = get_wsd_schedule(
-        optimizer, num_warmup_steps=5, num_decay_steps=7, num_training_steps=30, decay_type="1-sqrt", min_lr_ratio=least
-    ).lr_lambdas[0]
-    found = rates(steps=30, warmup_steps=5, lr_schedule="wsd", decay_steps=7, min_lr_ratio=least)
-    first = 6 if least else 1
-    assert found[first - 1 :] == pytest.approx([expected(step) for step in range(first, 31)])
+THEIRS: dict[tuple[str, float], tuple[str, dict[str, Any]]] = {
+    ("constant", 0.1): ("constant_with_warmup", {}),
+    ("linear", 0.0): ("linear", {}),
+    ("linear", 0.1): ("polynomial", {"lr_end": 0.1}),
+    ("cosine", 0.0): ("cosine", {}),
+    ("cosine", 0.1): ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+    ("cosine", 1.0): ("cosine_with_min_lr", {"min_lr_rate": 1.0}),
+    ("wsd", 0.0): ("warmup_stable_decay", {"decay_type": "1-sqrt"}),
+    ("wsd", 0.3): ("warmup_stable_decay", {"decay_type": "1-sqrt", "min_lr_ratio": 0.3}),
+}
+"""lr_schedule and min_lr_ratio -> what it is called in transformers, with what arguments."""
+
+
+@pytest.mark.parametrize(("schedule", "least"), THEIRS, ids=str)
+def test_rates_are_those_of_hugging_faces_trainer(schedule: str, least: float) -> None:
+    """Which takes a step and then moves its schedule on."""
+    name, arguments = THEIRS[schedule, least]
+    lengths = [(steps, warmup) for steps in (1, 2, 3, 7, 30, 101) for warmup in {0, 1, 2, steps // 3, steps - 1, steps}]
+    for steps, warmup in lengths:
+        if warmup > steps or warmup == steps == 1:
+            continue
+        left = steps - warmup
+        for decay in sorted({1, 2, left // 2, left} & set(range(1, left + 1))) if schedule == "wsd" else [None]:
+            optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+            given = arguments | ({} if decay is None else {"num_decay_steps": decay})
+            theirs = get_scheduler(name, optimizer, warmup, steps, given)
+            expected = []
+            for _ in range(steps):
+                if expected:
+                    optimizer.step()
+                    theirs.step()
+                expected.append(optimizer.param_groups[0]["lr"])
+            settings = {"steps": steps, "warmup_steps": warmup, "decay_steps": decay, "min_lr_ratio": least}
+            assert rates(lr_schedule=schedule, **settings) == pytest.approx(expected, abs=1e-12), settings
 
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"decay_steps": 5}, r"train\.decay_steps: 5 is only used with train\.lr_schedule=wsd, but that is cosine"),
+    ({"steps": 1, "warmup_steps": 1}, r"train\.warmup_steps: 1 would leave the only step a learning rate of zero"),
     ({"decay_steps": 0, "lr_schedule": "wsd"}, r"train\.decay_steps: 0 must be at least 1"),
     ({"decay_steps": 96, "lr_schedule": "wsd", "warmup_steps": 5},
      r"train\.decay_steps: 96 exceeds the 95 steps that remain of train\.steps after"),
@@ -148,7 +173,7 @@ def test_a_run_over_all_tiers_equals_plain_pytorch(tmp_path: Path, tied: bool) -
             digests.add(tiny.digest(session.store))
     assert len(digests) == 1
     assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
-    assert [m.lr for m in metrics] == [1.5e-3, 3e-3], "that of a factor of 1"
+    assert [m.lr for m in metrics] == [0.0, 1.5e-3], "that of a factor of 1"
     for name, weight in weights.items():
         assert (weight - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
         assert torch.equal(weight, start[name]) == (by_hand(name) == 0), name
