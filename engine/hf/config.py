@@ -86,7 +86,7 @@ def _rope_checked(overrides: dict[str, Any]) -> Iterator[None]:
 def parse_config(content: bytes, where: str) -> dict[str, Any]:
     """The values of a config.json. Raises UserError naming `where` when it is not JSON or names no model type."""
     try:
-        values = parse_object(content)
+        values: dict[str, Any] = with_floats(parse_object(content))
     except ValueError as error:
         raise UserError(f"{where}: not JSON ({error}); give the config.json of a transformers model") from None
     if "model_type" not in values:
@@ -94,8 +94,31 @@ def parse_config(content: bytes, where: str) -> dict[str, Any]:
     return values
 
 
+_TAG = "__float__"
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def with_floats(values: Any) -> Any:
+    """A config's values with the floats that transformers writes as {"__float__": "Infinity"}, since JSON has none."""
+    if isinstance(values, dict):
+        if values.keys() == {_TAG} and isinstance(values[_TAG], str) and values[_TAG] in _FLOATS:
+            return _FLOATS[values[_TAG]]
+        return {key: with_floats(value) for key, value in values.items()}
+    return [with_floats(value) for value in values] if isinstance(values, list | tuple) else values
+
+
+def without_floats(values: Any) -> Any:
+    """The reverse of `with_floats`, for what is written as JSON."""
+    if isinstance(values, float) and not math.isfinite(values):
+        return {_TAG: "NaN" if math.isnan(values) else "Infinity" if values > 0 else "-Infinity"}
+    if isinstance(values, dict):
+        return {key: without_floats(value) for key, value in values.items()}
+    return [without_floats(value) for value in values] if isinstance(values, list | tuple) else values
+
+
 def make_config(values: dict[str, Any], where: str) -> PretrainedConfig:
     """The transformers config with these values. Raises UserError naming `where` for unknown types and bad values."""
+    values = with_floats(values)
     model_type = values["model_type"]
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise UserError(
@@ -142,7 +165,7 @@ def _require_sane(values: Any, where: str, name: str = "") -> None:
         raise UserError(f"{where}: {printable(name)} contains control characters; remove them")
     elif isinstance(values, list):
         for value in values:
-            if not (isinstance(value, float) and value == math.inf):  # ranges of some models are open
+            if not (isinstance(value, float) and math.isinf(value)):  # ranges of some models are open
                 _require_sane(value, where, name)
     elif isinstance(values, float) and not math.isfinite(values):
         raise UserError(f"{where}: {name} is {values}, which is not a number; correct it")

@@ -2,6 +2,7 @@
 transformers writes."""
 
 import json
+import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
 from penstock.engine.data.tokenizer import tokenizer_contents, train_tokenizer
+from penstock.engine.hf.config import read_config
 from penstock.engine.hf.weights import export_folder, import_blocks, read_constants
 from penstock.engine.model import anatomy
 from penstock.engine.model.spec import ModelSpec
@@ -322,6 +324,32 @@ def test_another_dtype_is_in_tensors_and_config(tmp_path: Path, name: str) -> No
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (origin, out))
     assert after == before | {"dtype": name}
     assert AutoModelForCausalLM.from_pretrained(out).dtype == dtype
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_config_may_hold_infinity_as_transformers_writes_it_or_bare(tmp_path: Path, bare: bool) -> None:
+    """And the export holds what any reader of JSON takes."""
+    shape = {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16}
+    config = AutoConfig.for_model("mamba2", num_hidden_layers=2, vocab_size=64, **shape)
+    origin, out = tmp_path / "origin", tmp_path / "out"
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(origin)
+    values = json.loads((origin / "config.json").read_text())
+    assert values["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    if bare:
+        (origin / "config.json").write_text(json.dumps(values | {"time_step_limit": [0.0, math.inf]}))
+    assert read_config(origin).time_step_limit == [0.0, math.inf]
+    assert read_config(origin, {"time_step_limit": [{"__float__": "-Infinity"}, 1.0]}).time_step_limit[0] == -math.inf
+    spec = spec_of(origin)
+    buffers = dict(import_blocks(CheckpointReader(origin), spec))
+    export_folder(
+        out, spec, buffers.__getitem__, constants={}, origin=origin, tokenizer=None, dtype="bfloat16", convert=True
+    )
+    written = json.loads((out / "config.json").read_text(), parse_constant=pytest.fail)
+    assert written == values | {"dtype": "bfloat16"}
+    assert AutoConfig.from_pretrained(out).time_step_limit == [0.0, math.inf]
+    (origin / "config.json").write_text(json.dumps(values | {"time_step_limit": [0.0, {"__float__": "NaN"}]}))
+    with pytest.raises(UserError, match="time_step_limit is nan, which is not a number"):
+        read_config(origin)
 
 
 def test_float16_refuses_what_it_does_not_hold_and_counts_what_became_zero(tmp_path: Path) -> None:
