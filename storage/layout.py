@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,8 +59,8 @@ def part_ranges(numel: int, part_numel: int) -> list[tuple[int, int]]:
 class FlatLayout:
     """Where each parameter of one block starts in the block's flat buffers (the same for every kind of state).
 
-    Decayed parameters come first, so that one boundary tells the optimizer which elements to decay. The gaps between
-    parameters are zero and stay zero: their gradient, moments and weights are never written through a view.
+    Parameters of two or more dimensions come first: nearly all of them are decayed, and hardly any other. The gaps
+    between parameters are zero and stay zero: their gradient, moments and weights are never written through a view.
     """
 
     params: tuple[ParamSpec, ...]
@@ -67,8 +69,15 @@ class FlatLayout:
     """First element of each parameter, a multiple of ALIGN_NUMEL."""
     numel: int
     """Elements of the buffer with padding, a multiple of ALIGN_NUMEL."""
-    decay_numel: int
-    """Weight decay applies to the elements below this one."""
+
+    @functools.cached_property
+    def decay_runs(self) -> tuple[tuple[int, int, bool], ...]:
+        """(first element, end, whether weight decay applies) of all elements, each run as long as it gets; the gap
+        behind a parameter goes with it."""
+        bounds = [*(self.offsets[param.name] for param in self.params), self.numel]
+        pieces = zip(self.params, itertools.pairwise(bounds), strict=True)
+        runs = [(decays, list(found)) for decays, found in itertools.groupby(pieces, key=lambda piece: piece[0].decay)]
+        return tuple((found[0][1][0], found[-1][1][1], decays) for decays, found in runs)
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
@@ -80,18 +89,16 @@ class FlatLayout:
 
     @staticmethod
     def build(params: Sequence[ParamSpec]) -> FlatLayout:
-        """Lay out `params`: decayed ones first, each group in the order given."""
-        ordered = tuple(sorted(params, key=lambda param: not param.decay))
+        """Lay out `params`: those of two or more dimensions first, each group in the order given."""
+        ordered = tuple(sorted(params, key=lambda param: len(param.shape) < 2))
         offsets: dict[str, int] = {}
-        numel = decay_numel = 0
+        numel = 0
         for param in ordered:
             assert param.name not in offsets, f"parameter {param.name} twice in one buffer"
             offsets[param.name] = numel
             numel = align_up(numel + param.numel)
-            if param.decay:
-                decay_numel = numel
         assert numel > 0, "a flat buffer needs at least one element"
-        return FlatLayout(ordered, offsets, numel, decay_numel)
+        return FlatLayout(ordered, offsets, numel)
 
     def offset(self, name: str) -> int:
         return self.offsets[name]

@@ -132,7 +132,6 @@ class _Conversations:
             documents=starts,
             num_targets=count * (tokens - 1),
             lengths=[tokens] * count,
-            max_position=int(positions.max()),
             filled=filled if filled < self._context else None,
         )
 

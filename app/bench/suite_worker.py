@@ -77,7 +77,7 @@ def _shortened(batch: MicroBatch, tokens: int) -> MicroBatch:
     positions = torch.arange(total) % tokens
     starts = list(range(0, total, tokens))
     lengths = [min(tokens, total - start) for start in starts]
-    return replace(batch, positions=positions, documents=starts, lengths=lengths, max_position=int(positions.max()))
+    return replace(batch, positions=positions, documents=starts, lengths=lengths)
 
 
 def learnt(case: Case, setup: Setup, compute: Compute, lanes: Lanes, folder: Path) -> Setup:

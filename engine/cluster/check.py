@@ -15,7 +15,7 @@ from penstock.engine.model import skeleton
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.check import TokenStream, reference_gradients, relative_errors
 from penstock.engine.model.shrink import shrink
-from penstock.engine.model.spec import ModelSpec
+from penstock.engine.model.spec import ModelSpec, rotary_threshold
 from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.engine.model.trace import random_model
 from penstock.storage.errors import UserError, refused
@@ -26,17 +26,28 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 def choose_attention(
-    spec: ModelSpec, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    sequence_length: int,
+    group: dist.ProcessGroup | None = None,
 ) -> str:
     """transformers' fastest implementation of attention that is right here: a shrunk copy of the model, its documents
     packed as in training, has the loss and the gradients of each document alone by eager attention in float32.
+
+    In rows of `sequence_length` tokens a document may be longer than the rotary tables of all shorter ones hold, if the
+    model's depend on its length. Plain transformers takes those of the longest document for all of a row.
 
     With `group` its tokens are spread over these ranks, which all call this. Raises UserError where none is right.
     """
     with refused(f"model type '{spec.model_type}': no small copy could be made for the self-check", with_type=False):
         small, _ = shrink(spec.config, spec.adapter)
+    floor = getattr(spec.config.get_text_config(decoder=True), "floor_scale", None)
+    if floor is not None and sequence_length < floor:
+        small.get_text_config(decoder=True).floor_scale = floor  # positions, which it counts itself, do not reach it
     source = random_model(small, adapter=spec.adapter)
-    whole = spec.recurrent or spec.length_dependent_rotary
+    by_length = spec.length_dependent_rotary and sequence_length > rotary_threshold(spec.config)
+    whole = spec.recurrent or (spec.length_dependent_rotary and not by_length)
     generator = torch.Generator().manual_seed(0)
     lengths = (96, 96) if whole else _LENGTHS
     vocabulary = small.get_text_config(decoder=True).vocab_size
@@ -90,7 +101,6 @@ def _error(
         documents=stream.documents,
         num_targets=int((stream.labels != IGNORE_LABEL).sum()),
         lengths=[len(document) for document in documents],
-        max_position=int(stream.positions.max()),
     )
     share = Share(0, 1, context)
     part = share.part(micro_batch, device)

@@ -118,7 +118,7 @@ def _open(
     spec, kinds = described.spec, find_optimizer(recipe.train).kinds
     with checklist.step("self-check"):
         dtype = compute_dtype(recipe.train)
-        attention = ranks.together(lambda: choose_attention(spec, device, dtype, group))
+        attention = ranks.together(lambda: choose_attention(spec, device, dtype, recipe.data.sequence_length, group))
         context = None
         if group is not None:
             # A dense mask of this rank's queries and all keys would be larger than what it masks.

@@ -47,8 +47,6 @@ class MicroBatch:
     """Labels that are not -100."""
     lengths: list[int]
     """Tokens of each document, padding excluded."""
-    max_position: int
-    """The largest of `positions`."""
     weights: Tensor | None = None
     """[T] float32: how much the loss of each label counts, above 0 where there is one; None: 1 for all."""
     filled: int | None = None
@@ -381,7 +379,6 @@ class _Stream:
             documents=self.documents,
             num_targets=int((self.labels != IGNORE_LABEL).sum()),
             lengths=self.lengths,
-            max_position=int(self.positions.max()),
             weights=torch.from_numpy(self.weights) if weighted else None,
             filled=filled,
             sources=self.sources,

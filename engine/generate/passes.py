@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.engine.generate.attend import Place, positions_of, rows_handler
 from penstock.engine.generate.decode import Row
@@ -15,7 +14,6 @@ from penstock.engine.generate.kept import Kept
 from penstock.engine.generate.weights import Weights
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
-from penstock.engine.model.skeleton import LayerCall
 
 _CHUNKS_ON_DEVICE = 4
 """Chunks whose hidden states stay on the compute device between two layers; those of more wait in RAM."""
@@ -102,33 +100,7 @@ def run_pass(
 
 def _inputs(runner: ModelRunner, chunk: _Chunk, lengths: Sequence[int]) -> LayerInputs:
     """The layers' arguments; rotary tables that depend on a sequence's length are of each sequence's own."""
-    positions = positions_of(chunk.places)
-    longest = [lengths[row] - 1 for row in chunk.rows]
-    if not runner.spec.length_dependent_rotary or len(set(longest)) == 1:
-        return runner.inputs(positions, longest[0])
-    count = positions.shape[0]
-    # Longer rows' positions, cut off here, would count as the length.
-    by_length = {length: runner.inputs(positions.clamp(max=length), length) for length in sorted(set(longest))}
-    which = torch.cat(
-        [torch.full((place.length,), length) for length, place in zip(longest, chunk.places, strict=True)]
-    )
-    masks = {length: (which == length).to(runner.device) for length in by_length}
-
-    def merged(*found: object) -> object:
-        if not isinstance(found[0], Tensor):
-            return found[0]
-        axis = next((i for i, size in enumerate(found[0].shape) if size == count), None)
-        if axis is None:
-            return found[0]
-        out = found[0].clone()
-        for mask, tensor in zip(masks.values(), found, strict=True):
-            assert isinstance(tensor, Tensor)
-            view = mask.view([-1 if i == axis else 1 for i in range(out.dim())])
-            out = torch.where(view, tensor, out)
-        return out
-
-    calls = []
-    for same in zip(*(inputs.calls for inputs in by_length.values()), strict=True):
-        args, kwargs = pytree.tree_map(merged, *((call.args, call.kwargs) for call in same))
-        calls.append(LayerCall(args, kwargs))
-    return LayerInputs(tuple(calls))
+    longest = [
+        lengths[row] - 1 for row, place in zip(chunk.rows, chunk.places, strict=True) for _ in range(place.length)
+    ]
+    return runner.inputs(positions_of(chunk.places), torch.tensor(longest))

@@ -21,7 +21,7 @@ from penstock.engine.machine.precision import usual_dtype
 from penstock.engine.machine.profile import AttentionRate
 from penstock.engine.optim.base import UpdateRange, find_optimizer
 from penstock.storage.arena import HostArena
-from penstock.storage.layout import FlatLayout
+from penstock.storage.layout import FlatLayout, ParamSpec
 
 _COPIES = 4
 """Pairs of buffers that copies go round, so that no cache holds them."""
@@ -260,7 +260,7 @@ def optimizer_params_per_s(device: torch.device, sizes: Sizes, seconds: float) -
 def _updates_per_s(sizes: Sizes, seconds: float) -> float:
     cpu, numel = torch.device("cpu"), sizes.state_numel
     compiled = sizes.compiled and optimizer_compiles().ok
-    spec, layout = find_optimizer(TrainConfig()), FlatLayout((), {}, numel, numel)
+    spec, layout = find_optimizer(TrainConfig()), FlatLayout.build([ParamSpec("all", (numel,), True)])
     optimizer, where = spec.make("compiled" if compiled else "fused"), UpdateRange(layout, 0, numel)
     values = optimizer.scalars(TrainConfig(), TrainConfig().lr, 1, 1.0, cpu)
     total = _STATE_PARTS * (len(spec.state_kinds) + 2) * numel * 4

@@ -34,6 +34,7 @@ from penstock.engine.model.spec import (
     block_of,
     buffers_of_blocks,
     frozen,
+    rotary_tables,
 )
 from penstock.engine.model.trace import Trial, attention_shapes, run_trial
 from penstock.storage.errors import UserError, refused
@@ -63,7 +64,7 @@ def take_apart(config: PretrainedConfig, freeze: Sequence[str] = (), adapter: Ad
         trial = run_trial(small, adapter)
     returns = [trial.returns[i] for i in stand_ins]
     attends = [trial.attends[i] for i in stand_ins]
-    whole, shared = _buffers(model, prefix, layers, trial)
+    whole, shared = _buffers(model, prefix, layers, trial, stand_ins)
     names = [param.name for params in whole.values() for param in params]
     stays = frozen_names(names, freeze) if adapter is None else frozenset(n for n in names if not is_adapter(n))
     structures = _structures(prefix, layers, stays)
@@ -101,6 +102,7 @@ def take_apart(config: PretrainedConfig, freeze: Sequence[str] = (), adapter: Ad
             for index, i in enumerate(stand_ins)
         ),
         returns=tuple(returns),
+        counts_positions=tuple(trial.counts_positions[i] for i in stand_ins),
         frozen=frozenset(name for name in buffers if name.endswith(FROZEN)),
         adapter=adapter,
         router_aux_loss=own_coefficient(config),
@@ -153,7 +155,7 @@ def validate_context(spec: ModelSpec, sequence_length: int) -> None:
     `dynamic` scaling reaches any length, `yarn` its factor times the original length, whatever max_position_embeddings
     says; the others reach max_position_embeddings. A config without that field has no limit.
     """
-    reach, tables = context_of(spec), _rotary_tables(spec)
+    reach, tables = context_of(spec), rotary_tables(spec.config)
     if reach is None or sequence_length <= reach:
         return
     longest: int = spec.config.get_text_config(decoder=True).max_position_embeddings
@@ -176,13 +178,8 @@ def context_of(spec: ModelSpec) -> int | None:
     longest = getattr(spec.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if not isinstance(longest, int):
         return None
-    reach = min((_rotary_reach(table, longest) for table in _rotary_tables(spec)), default=longest)
+    reach = min((_rotary_reach(table, longest) for table in rotary_tables(spec.config)), default=longest)
     return None if reach == math.inf else int(reach)
-
-
-def _rotary_tables(spec: ModelSpec) -> list[dict[str, Any]]:
-    rope = getattr(spec.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    return [rope] if "rope_type" in rope else [v for v in rope.values() if isinstance(v, dict)]
 
 
 def _rotary_reach(table: dict[str, Any], longest: int) -> float:
@@ -206,6 +203,7 @@ class Initializer:
         self._model = _build(spec.config)  # once: with a thousand layers it takes seconds
         self._layers = skeleton.find_layers(self._model)[1]
         self._sites = skeleton.parameter_sites(self._model, exclude=" ")
+        self._constructed: dict[str, Tensor] | None = None
 
     def buffers(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """All flat buffers in order, of a model with an adapter only the base's; one is in memory at a time."""
@@ -242,8 +240,12 @@ class Initializer:
         finally:
             for (module, key), parameter in zip(places, on_meta, strict=True):
                 module._parameters[key] = parameter
-        for name, value in values.items():
-            if value.isnan().any():
+        unset = [name for name, value in values.items() if value.isnan().any()]
+        if unset and self._constructed is None:
+            self._constructed = skeleton.constructed_values(self._model, self._sites.keys())
+        for name in unset:
+            values[name] = (self._constructed or {}).get(plain_name(name), values[name]).float()
+            if values[name].isnan().any():
                 raise UserError(
                     f"model type '{self._spec.model_type}': transformers does not initialise the parameter {name}"
                 )
@@ -327,9 +329,13 @@ def _build(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> Pr
 
 
 def _buffers(
-    model: PreTrainedModel, prefix: str, layers: nn.ModuleList, trial: Trial
+    model: PreTrainedModel, prefix: str, layers: nn.ModuleList, trial: Trial, stand_ins: Sequence[int]
 ) -> tuple[dict[str, tuple[ParamSpec, ...]], frozenset[str]]:
-    """Parameters of each block, and names of those that embedding and head share."""
+    """Parameters of each block, and names of those that embedding and head share.
+
+    `stand_ins[i]`: the layer of the trial's model that has the structure of layer i.
+    """
+    undecayed = trial.undecayed
     outer = {n: skeleton.site_parameter(sites) for n, sites in skeleton.parameter_sites(model, exclude=prefix).items()}
     unused = sorted(outer.keys() - trial.embed_parameters - trial.head_parameters)
     if unused:
@@ -337,11 +343,14 @@ def _buffers(
             f"model type '{model.config.model_type}': {unused[0]} ({len(unused)} such parameters) is not part of the "
             "text model's embedding or head; models with parts other than the text decoder cannot be trained"
         )
-    buffers = {EMBED: tuple(_spec(n, p) for n, p in outer.items() if n in trial.embed_parameters)}
-    for index, layer in enumerate(layers):
-        own = layer.named_parameters(prefix=f"{prefix}.{index}")
-        buffers[f"layers.{index}"] = tuple(_spec(name, parameter) for name, parameter in own)
-    buffers[HEAD] = tuple(_spec(n, p) for n, p in outer.items() if n not in trial.embed_parameters)
+    ends = {name: _spec(name, parameter, name in undecayed) for name, parameter in outer.items()}
+    buffers = {EMBED: tuple(spec for name, spec in ends.items() if name in trial.embed_parameters)}
+    for index, (layer, small) in enumerate(zip(layers, stand_ins, strict=True)):
+        buffers[f"layers.{index}"] = tuple(
+            _spec(f"{prefix}.{index}.{name}", parameter, f"{prefix}.{small}.{name}" in undecayed)
+            for name, parameter in layer.named_parameters()
+        )
+    buffers[HEAD] = tuple(spec for name, spec in ends.items() if name not in trial.embed_parameters)
     names = [spec.name for params in buffers.values() for spec in params]
     ids = [id(p) for p in model.parameters()]
     if len(names) != len(ids):
@@ -349,8 +358,8 @@ def _buffers(
     return {name: params for name, params in buffers.items() if params}, trial.embed_parameters & trial.head_parameters
 
 
-def _spec(name: str, parameter: Tensor) -> ParamSpec:
-    return ParamSpec(name=name, shape=tuple(parameter.shape), decay=parameter.dim() > 1)
+def _spec(name: str, parameter: Tensor, undecayed: bool) -> ParamSpec:
+    return ParamSpec(name=name, shape=tuple(parameter.shape), decay=parameter.dim() > 1 and not undecayed)
 
 
 def _persistent(model: PreTrainedModel) -> list[str]:

@@ -21,7 +21,7 @@ from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.router import balancing_loss, router_coefficient
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import shrink
-from penstock.engine.model.skeleton import find_layers
+from penstock.engine.model.skeleton import LengthState, find_layers
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.engine.model.trace import random_model
@@ -32,13 +32,15 @@ TOLERANCE = 1e-5
 
 _NARROW = 1e-2
 """Errors below this may be rounding noise of float32."""
+_OTHER_SEEDS = 3
+"""Larger ones may be of an input that rounding takes over a kink, if one of so many other random models has none."""
 
 _CHUNK = 29
 _LOGITS_BYTES = 1 << 14
 _SEQUENCES = ((61, 35), (50, 17, 29))
 """Document lengths of two sequences of 96 tokens: chunks and documents end at different places."""
 _LONG_SEQUENCES = ((96,), (96,))
-"""For models whose rotary tables depend on the sequence's length, or which carry state: whole documents only."""
+"""For models which carry state: whole documents only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +98,25 @@ def check_model(
 
     Some architectures amplify float32 rounding beyond the tolerance, in plain transformers as well (attention scores
     that are not scaled down, for example). What fails narrowly is therefore compared once more in float64, where such
-    noise vanishes and a mistake does not. Never raises for a model that cannot be trained: the result says why.
+    noise vanishes and a mistake does not. Where activations have kinks, rounding may take an input over one, which
+    changes gradients by more: such an error is in float32 alone and in few random models, a mistake in all.
+
+    Never raises for a model that cannot be trained: the result says why.
     """
     kind = config.model_type
     try:
         small, spec = _small_model(config, adapter)
         aux = router_coefficient(small, router_aux_loss, recurrent=spec.recurrent)
         error, worst = _compare(small, spec, pieces, chunk_tokens, seed, torch.float32, aux)
-        if TOLERANCE < error < _NARROW:
+        if TOLERANCE < error < math.inf:
             with contextlib.suppress(UserError):  # no float64 reference: the float32 result stands
-                error, worst = _compare(small, spec, pieces, chunk_tokens, seed, torch.float64, aux)
+                exact = _compare(small, spec, pieces, chunk_tokens, seed, torch.float64, aux)
+                others = (
+                    _compare(small, spec, pieces, chunk_tokens, seed + i, torch.float32, aux)[0] < _NARROW
+                    for i in range(1, 1 + _OTHER_SEEDS)
+                )
+                if error < _NARROW or (exact[0] <= TOLERANCE and any(others)):
+                    error, worst = exact
     except UserError as refusal:
         return CheckResult(kind, False, None, None, str(refusal))
     if error <= TOLERANCE:
@@ -133,11 +144,10 @@ def _compare(
     aux: float = 0.0,
 ) -> tuple[float, str]:
     """Largest relative error and where it is; "loss" is the loss. Raises UserError saying what cannot be computed."""
-    whole = spec.length_dependent_rotary or spec.recurrent
     generator = torch.Generator().manual_seed(seed)
     documents = [
         torch.randint(spec.vocab_size, (length,), generator=generator)
-        for sequence in (_LONG_SEQUENCES if whole else _SEQUENCES)
+        for sequence in (_LONG_SEQUENCES if spec.recurrent else _SEQUENCES)
         for length in sequence
     ]
     if dtype == torch.float64:
@@ -214,7 +224,9 @@ def reference_gradients(
     routing = {"output_router_logits": bool(router_aux_loss)} if hasattr(model, "router_aux_loss_coef") else {}
     if routing:
         model.router_aux_loss_coef = 0.0  # not document by document
+    alone = LengthState(model, find_layers(model)[1])
     for document in documents:
+        alone.reset()
         output = model(input_ids=document[None], labels=document[None], use_cache=False, **routing)
         loss = output.loss * ((len(document) - 1) / num_targets)
         loss.backward(retain_graph=bool(router_aux_loss))

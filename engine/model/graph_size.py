@@ -61,7 +61,9 @@ def _measure(spec: ModelSpec, dtype: torch.dtype, compiled: bool) -> tuple[int |
     runner = LayerRunner(spec, layers, prefix, device=META, dtype=dtype, compile=_backend() if compiled else False)
     # Every layer's arguments are made on the CPU, where positions have values.
     around = skeleton.build(spec.config, adapter=spec.adapter)
-    frame = Skeleton(around, device=torch.device("cpu"), dtype=dtype, returns=list(spec.returns))
+    frame = Skeleton(
+        around, device=torch.device("cpu"), dtype=dtype, returns=spec.returns, counting=spec.counts_positions
+    )
     inputs = [_inputs(frame, tokens) for tokens in _TOKENS]
     found: dict[int, int | None] = {}
     for index in sorted(set(spec.structures)):

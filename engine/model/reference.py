@@ -18,7 +18,7 @@ from penstock.engine.config import TrainConfig
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import EMBED, HEAD, ModelSpec, depths, layouts
-from penstock.engine.model.tokens import ChunkTokens, Stream, chunk_ranges, mean_by_weight, total_weight
+from penstock.engine.model.tokens import ChunkTokens, Stream, chunk_ranges, last_positions, mean_by_weight, total_weight
 from penstock.engine.optim.base import MASTER, UpdateRange, find_optimizer
 from penstock.engine.optim.groups import lr_factors, with_factors
 from penstock.engine.optim.lr import clip_coefficient, learning_rate
@@ -165,11 +165,11 @@ class _Chunk(NamedTuple):
 
 
 def _cut(runner: ModelRunner, stream: Stream, ranges: Sequence[tuple[int, int]], in_pieces: bool) -> list[_Chunk]:
-    longest, keys = int(stream.positions.max()), ranges if in_pieces else None
+    longest, keys = last_positions(stream.positions, stream.documents), ranges if in_pieces else None
     chunks = []
     for start, end in ranges:
         positions = stream.positions[start:end]
         weights = None if stream.weights is None else stream.weights[start:end]
         tokens = ChunkTokens.of(stream.ids[start:end], stream.labels[start:end], positions, weights).to(runner.device)
-        chunks.append(_Chunk(tokens, runner.inputs(positions, longest), keys))
+        chunks.append(_Chunk(tokens, runner.inputs(positions, longest[start:end]), keys))
     return chunks

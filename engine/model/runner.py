@@ -7,7 +7,8 @@ added into float32 views of another. Layers are run by model/layers.py; what sur
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from penstock.engine.model import skeleton
 from penstock.engine.model.layers import LayerInputs, LayerRunner
 from penstock.engine.model.router import RouterBalance, find_router
 from penstock.engine.model.skeleton import LayerCall, Skeleton
-from penstock.engine.model.spec import ModelSpec
+from penstock.engine.model.spec import ModelSpec, rotary_threshold
 from penstock.engine.model.tokens import ChunkTokens
 
 
@@ -60,7 +61,9 @@ class ModelRunner:
         self.layers = LayerRunner(
             spec, layers, prefix, device=self.device, dtype=dtype, compile=compile, balance=balance
         )
-        self._skeleton = Skeleton(model, device=self.device, dtype=dtype, returns=list(spec.returns))
+        self._skeleton = Skeleton(
+            model, device=self.device, dtype=dtype, returns=spec.returns, counting=spec.counts_positions
+        )
         self._frozen = spec.frozen_params
         self._cross_entropy = loss_terms.CrossEntropy(compile=compile)
         self._logits_cost: loss_terms.LogitsCost | None = None
@@ -70,32 +73,40 @@ class ModelRunner:
         self.layers.compile(compiled)
         self._cross_entropy = loss_terms.CrossEntropy(compile=compiled)
 
-    def inputs(self, positions: Tensor, max_position: int) -> LayerInputs:
+    def inputs(self, positions: Tensor, longest: Tensor | int | None) -> LayerInputs:
         """Arguments of every layer for tokens at `positions` (int64 [n], from the start of their document).
 
-        `max_position` is the longest position of the whole stream; rotary tables that depend on the length come from it
-        and are thus the same for all chunks.
+        `longest`: for each token the last position of its whole document (int64 [n], in host memory), or one for all.
+        Rotary tables that depend on a document's length come from it: each document has its own, in all chunks. Not
+        read where there are no such tables.
         """
         positions = positions.to(self.device)
-        count = positions.shape[0]
         with torch.no_grad():
             if not self.spec.length_dependent_rotary:
                 return LayerInputs(tuple(self._skeleton.calls(positions)))
-            sentinel = positions.new_full((1,), max_position)
-            calls = self._skeleton.calls(torch.cat([positions, sentinel]))
+            assert longest is not None
+            # Up to the threshold all have the same tables.
+            longest = torch.as_tensor(longest).clamp(min=rotary_threshold(self.spec.config) - 1)
+            first, *others = longest.unique().tolist()
+            calls = self._calls_of(positions, first)
+            for last in others:
+                calls = _merged(calls, self._calls_of(positions, last), (longest == last).to(self.device))
+        return LayerInputs(calls)
 
-        def cut(tensor: Tensor) -> Tensor:
-            axis = next((i for i, size in enumerate(tensor.shape) if size == count + 1), None)
-            return tensor if axis is None else tensor.narrow(axis, 0, count)
-
+    def _calls_of(self, positions: Tensor, last: int) -> tuple[LayerCall, ...]:
+        """Arguments of every layer for tokens [n] of a document that ends at position `last`."""
+        count = positions.shape[0]
+        # A position beyond, of a longer document, would count as the length.
+        calls = self._skeleton.calls(torch.cat([positions.clamp(max=last), positions.new_full((1,), last)]))
         shared: dict[int, Tensor] = {}
 
-        def cut_once(tensor: Tensor) -> Tensor:
-            return shared.setdefault(id(tensor), cut(tensor))
+        def cut(tensor: Tensor) -> Tensor:
+            if id(tensor) not in shared:
+                axis = next((i for i, size in enumerate(tensor.shape) if size == count + 1), None)
+                shared[id(tensor)] = tensor if axis is None else tensor.narrow(axis, 0, count)
+            return shared[id(tensor)]
 
-        return LayerInputs(
-            tuple(LayerCall(*pytree.tree_map_only(Tensor, cut_once, (call.args, call.kwargs))) for call in calls)
-        )
+        return tuple(LayerCall(*pytree.tree_map_only(Tensor, cut, (call.args, call.kwargs))) for call in calls)
 
     def embed(self, weights: Mapping[str, Tensor], ids: Tensor, positions: Tensor) -> Tensor:
         """First layer's input [n, hidden] of token ids at positions (int64 [n])."""
@@ -200,6 +211,25 @@ class ModelRunner:
             with torch.enable_grad():
                 self._logits_cost = loss_terms.LogitsCost.of(lambda: self._skeleton.logits(x), bound.values())
         return self._logits_cost
+
+
+def _merged(calls: Sequence[LayerCall], others: Sequence[LayerCall], mask: Tensor) -> tuple[LayerCall, ...]:
+    """`calls`, and of the tokens in `mask` (bool [n]) `others`."""
+    shared: dict[tuple[int, int], Tensor] = {}
+
+    def merge(one: Any, other: Any) -> Any:
+        if not isinstance(one, Tensor):
+            return one
+        axis = next((i for i, size in enumerate(one.shape) if size == len(mask)), None)
+        if axis is None:
+            return one
+        if (id(one), id(other)) not in shared:
+            view = mask.view([-1 if i == axis else 1 for i in range(one.dim())])
+            shared[id(one), id(other)] = torch.where(view, other, one)
+        return shared[id(one), id(other)]
+
+    pairs = zip(calls, others, strict=True)
+    return tuple(LayerCall(*pytree.tree_map(merge, (a.args, a.kwargs), (b.args, b.kwargs))) for a, b in pairs)
 
 
 def _trained(bound: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -49,6 +49,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"mamba_d_ssm|d_ssm", 2 * HIDDEN),
     (r"mamba_dt_rank|time_step_rank", 4),
     (r"sliding_window(_size)?|attention_window_size|attention_chunk_size", WINDOW),
+    (r"floor_scale", WINDOW),
     (r"pad_token_id", 5),
     (r"bos_token_id", 1),
     (r"eos_token_id", 2),
@@ -175,6 +176,8 @@ def _shrink_rotary(config: PretrainedConfig) -> None:
     heads = getattr(config, "num_attention_heads", None) or 1
     head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", HIDDEN) // heads
     for table in tables:
+        if table.get("llama_4_scaling_beta"):
+            table["original_max_position_embeddings"] = THRESHOLD
         if table.get("rope_type") == "longrope":
             table["original_max_position_embeddings"] = THRESHOLD
             half = int(head_dim * table.get("partial_rotary_factor", 1.0)) // 2

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from penstock.engine.attention import chunk as attention
@@ -33,6 +36,28 @@ class LayerCall:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+class TokensBefore:
+    """In place of a cache for layers that count their tokens by one: it says for each how many come before the first.
+
+    A layer takes a token's position to be its number in the call and what a cache has already; `offsets` (int64 [n])
+    makes that the position in the token's own document. Nothing is kept.
+    """
+
+    def __init__(self, offsets: Tensor) -> None:
+        self.offsets = offsets
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        return self.offsets
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return k, v
+
+
+pytree.register_pytree_node(TokensBefore, lambda before: ([before.offsets], None), lambda of, _: TokensBefore(*of))
+CACHE = "past_key_values"
+"""What transformers calls a layer's argument for a cache."""
 
 
 class _Stop(BaseException):
@@ -149,29 +174,61 @@ def layer_index(template: nn.Module, layer: nn.Module) -> list[tuple[nn.Module, 
     ]
 
 
+class _SmallOnCpu(TorchFunctionMode):
+    """What is made without values is made on meta, and takes no memory; the rest, such as constants, has its values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def constructed_values(model: PreTrainedModel, names: Collection[str]) -> dict[str, Tensor]:
+    """Those of the buffers and parameters `names` whose values the model's own constructor sets, on the CPU; the same
+    ones every time."""
+    with _SmallOnCpu(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            made = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.float32)
+        except Exception:  # a constructor that computes with both
+            return {}
+    values = (*made.named_buffers(), *made.named_parameters(remove_duplicate=False))
+    return {name: value.detach() for name, value in values if name in names and not value.is_meta}
+
+
 def materialise_buffers(model: PreTrainedModel, modules: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
     """Give the meta buffers of `modules`, by name, their initial values on `device`, by the model's own initialiser.
 
-    A persistent float buffer that it does not set is NaN, to be given by a checkpoint. Raises UserError naming any
-    other float buffer that it does not set.
+    A buffer may be set by a module that its own is part of, or by the constructor alone. A persistent float buffer that
+    nothing sets is NaN, to be given by a checkpoint. Raises UserError naming any other float buffer that nothing sets.
     """
-    for name, part in modules:
-        buffers = {key: b for key, b in part.named_buffers(recurse=False) if b.is_meta}
-        if not buffers:
-            continue
-        for key, buffer in buffers.items():
-            fresh = torch.empty_like(buffer, device="cpu")
-            part._buffers[key] = fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh.zero_()
-        with torch.no_grad():
-            model._init_weights(part)
-        for key in buffers:
-            value = part._buffers[key]
-            assert value is not None
-            if value.is_floating_point() and value.isnan().any() and key in part._non_persistent_buffers_set:
-                raise UserError(
-                    f"model type '{model.config.model_type}': transformers does not initialise the buffer {name}.{key}"
-                )
-            part._buffers[key] = value.to(device)
+    found = [
+        (name, part, key) for name, part in modules for key, b in part._buffers.items() if b is not None and b.is_meta
+    ]
+    for _, part, key in found:
+        fresh = torch.empty_like(part.get_buffer(key), device="cpu")
+        part._buffers[key] = fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh.zero_()
+    owners = {name for name, _, _ in found}
+    above = {"", *(name[:end] for name in owners for end, mark in enumerate(name) if mark == ".")} if found else set()
+    with torch.no_grad():
+        # As transformers does it: a module's own initialiser overrules those of its parts.
+        for name, part in [*model.named_modules()][::-1]:
+            if name in owners or name in above:
+                model._init_weights(part)
+    unset = {f"{name}.{key}" for name, part, key in found if _has_nan(part.get_buffer(key))}
+    constructed = constructed_values(model, unset) if unset else {}
+    for name, part, key in found:
+        value = constructed.get(f"{name}.{key}", part.get_buffer(key))
+        if _has_nan(value) and key in part._non_persistent_buffers_set:
+            raise UserError(
+                f"model type '{model.config.model_type}': transformers does not initialise the buffer {name}.{key}"
+            )
+        part._buffers[key] = value.to(device)
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isnan().any())
 
 
 def placeholder(parameter: Tensor, device: torch.device, dtype: torch.dtype, *, trained: bool = True) -> nn.Parameter:
@@ -183,13 +240,23 @@ def placeholder(parameter: Tensor, device: torch.device, dtype: torch.dtype, *, 
 class Skeleton:
     """The model around its layers, its non-layer parameters bound from outside."""
 
-    def __init__(self, model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype, returns: list[int]) -> None:
-        """Take over `model` (on meta). `returns[i]`: 0 if layer i returns a tensor, else the length of its tuple."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        returns: Sequence[int],
+        counting: Sequence[bool] = (),
+    ) -> None:
+        """Take over `model` (on meta). `returns[i]`: 0 if layer i returns a tensor, else the length of its tuple;
+        `counting[i]`: whether it counts its tokens by a cache (`TokensBefore`); none does where it is empty."""
         self.model = model
         self.device = device
         self.dtype = dtype
         self.prefix, self.layers = find_layers(model)
         self._returns = returns
+        self._counting = counting
         self._calls: list[LayerCall] = []
         self._inject: Tensor | None = None
         self._until = ""
@@ -202,7 +269,7 @@ class Skeleton:
         for index, layer in enumerate(self.layers):
             layer.forward = self._pass_through(index, first_parameter(layer))
         self._accepts_positions = "position_ids" in inspect.signature(model.forward).parameters
-        self._rotary = _LengthState(model, self.layers)
+        self._rotary = LengthState(model, self.layers)
 
     @property
     def parameters(self) -> dict[str, torch.Size]:
@@ -263,6 +330,10 @@ class Skeleton:
         self._calls = []
         self._run(torch.zeros_like(positions), positions, "calls")
         calls, self._calls = self._calls, []
+        if any(self._counting):
+            before = TokensBefore(positions - torch.arange(len(positions), device=positions.device))
+            for call in itertools.compress(calls, self._counting):
+                call.kwargs[CACHE] = before
         return calls
 
     def logits(self, x: Tensor) -> Tensor:
@@ -309,8 +380,8 @@ class Skeleton:
         return forward
 
 
-class _LengthState:
-    """Undoes what rotary modules remember between calls: `dynamic` tables would depend on the order of the calls."""
+class LengthState:
+    """Undoes what rotary modules remember of earlier calls: `dynamic` tables would depend on the order of documents."""
 
     def __init__(self, model: PreTrainedModel, layers: nn.ModuleList) -> None:
         self._saved = []

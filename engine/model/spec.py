@@ -72,7 +72,7 @@ class ModelSpec:
     recurrent: bool
     """Some layer carries state from token to token outside attention: a sequence is one chunk and one document."""
     length_dependent_rotary: bool
-    """The rotary tables depend on the longest position of the sequence."""
+    """The rotary tables of a document depend on its length."""
     structures: tuple[int, ...]
     """For each layer the index of the first layer that computes the same function of its parameters."""
     unread: tuple[str | None, ...] = field(repr=False)
@@ -84,6 +84,8 @@ class ModelSpec:
     lie one behind the other (model/joined.py)."""
     returns: tuple[int, ...] = field(repr=False)
     """Per layer: 0 if it returns a tensor, else the length of the tuple it returns."""
+    counts_positions: tuple[bool, ...] = field(default=(), repr=False)
+    """Per layer: whether it counts the positions of its tokens by a cache (model/skeleton.py: TokensBefore)."""
     frozen: frozenset[str] = frozenset()
     """Buffers of which there are weights only, in the compute dtype: no master weights, moments, gradients or writes.
     Each is called `frozen(block)`."""
@@ -109,6 +111,19 @@ class ModelSpec:
     def lowest_trained(self) -> int:
         """Index of the lowest block that computes with anything trained: backward ends with it."""
         return next(i for i, block in enumerate(self.blocks) if not self.frozen.issuperset(block.buffers))
+
+
+def rotary_tables(config: Any) -> list[dict[str, Any]]:
+    """The parameters of each rotary table of a transformers config."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return [rope] if "rope_type" in rope else [value for value in rope.values() if isinstance(value, dict)]
+
+
+def rotary_threshold(config: Any) -> int:
+    """Tokens that documents may have whose rotary tables are the same whatever their length is."""
+    known = [table.get("original_max_position_embeddings") for table in rotary_tables(config)]
+    known.append(getattr(config.get_text_config(decoder=True), "max_position_embeddings", None))
+    return min((int(length) for length in known if isinstance(length, int | float)), default=0)
 
 
 def graph_key(dtype: str, compiled: bool) -> str:

@@ -114,6 +114,12 @@ class Stream(Protocol):
         ...
 
 
+def last_positions(positions: Tensor, documents: Sequence[int]) -> Tensor:
+    """For each token of a stream the last position of its document, int64 [T]; of its positions [T] and `documents`."""
+    bounds = torch.tensor([*documents, len(positions)])
+    return positions[bounds[1:] - 1].repeat_interleave(bounds.diff())
+
+
 def chunk_ranges(stream: Stream, chunk_tokens: int | None) -> list[tuple[int, int]]:
     """Token ranges of the chunks of `stream`: of so many tokens, the last maybe of fewer; None: of a document each."""
     total = stream.ids.shape[0]

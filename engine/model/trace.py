@@ -17,6 +17,7 @@ from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, MaskPattern
 from penstock.engine.config import AdapterConfig
 from penstock.engine.model import skeleton
+from penstock.engine.model.decay import undecayed_matrices
 from penstock.engine.model.joined import readers_of_one
 from penstock.engine.model.recompute import unread_linear
 from penstock.engine.model.sums import summed_linears
@@ -43,6 +44,10 @@ class Trial:
     """Per layer: those of them that read one tensor, in the order in which they are called (engine/model/joined.py)."""
     recurrent: bool
     """Some layer mixes tokens outside of attention, or the model takes no positions."""
+    counts_positions: tuple[bool, ...]
+    """Per layer: whether it asks a cache how many tokens came before, to count its own from there."""
+    undecayed: frozenset[str]
+    """Parameters of two or more dimensions that are biases or factors of norms (engine/model/decay.py)."""
 
 
 @dataclass(slots=True)
@@ -106,6 +111,8 @@ def run_trial(config: PretrainedConfig, adapter: AdapterConfig | None = None) ->
         summed=summed,
         sharing=tuple(_sharing(*of) for of in zip(layers, seen, summed, strict=True)),
         recurrent=any(mixes) or not takes_positions,
+        counts_positions=tuple(_counts_positions(layer, call) for layer, call in zip(layers, seen, strict=True)),
+        undecayed=undecayed_matrices(model, _constant),
     )
 
 
@@ -202,6 +209,28 @@ def _mixes_tokens(kind: str, index: int, layer: nn.Module, call: _Seen) -> bool:
             "through transformers' attention interface, or it is not causal"
         )
     return bool(from_late[:, :half].any())
+
+
+class _AskedCache(skeleton.TokensBefore):
+    """Knows whether it was asked how many tokens came before."""
+
+    asked = False
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        self.asked = True
+        return self.offsets
+
+
+def _counts_positions(layer: nn.Module, call: _Seen) -> bool:
+    if call.kwargs.get(skeleton.CACHE, call) is not None:
+        return False
+    cache = _AskedCache(torch.arange(_TOKENS))
+    try:
+        with attention.use(_constant), torch.no_grad():
+            layer(call.hidden.detach(), *call.args, **call.kwargs | {skeleton.CACHE: cache})
+    except Exception:  # it wants more of a cache; if it counts as well, the self-check says so
+        return False
+    return cache.asked
 
 
 def _unread_linear(layer: nn.Module, call: _Seen) -> str | None:

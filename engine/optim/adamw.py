@@ -111,9 +111,9 @@ class AdamW:
     ) -> None:
         numel, device = weights.numel(), weights.device.type
         operands = (state["master"], state["exp_avg"], state["exp_avg_sq"], gradient, weights)
-        decayed = where.decay_numel
-        ranges = ((0, decayed, scalars.decayed), (decayed, numel, scalars.undecayed))
-        for (begin, stop, s), host in zip(ranges, scalars.host, strict=True):
+        ways = {True: (scalars.decayed, scalars.host[0]), False: (scalars.undecayed, scalars.host[1])}
+        for begin, stop, decays in where.decay_runs:
+            s, host = ways[decays]
             # Compiled, nothing but the operands is ever in memory; otherwise there are copies, of a piece at a time.
             piece = numel if self.mode == "compiled" else PIECE_NUMEL[device]
             for start in range(begin, stop, piece):

@@ -75,9 +75,10 @@ class UpdateRange:
     end: int
 
     @property
-    def decay_numel(self) -> int:
-        """Weight decay applies to so many elements at the beginning of the range."""
-        return min(max(self.layout.decay_numel - self.start, 0), self.end - self.start)
+    def decay_runs(self) -> list[tuple[int, int, bool]]:
+        """(first element, end, whether weight decay applies), counted from the range's start, of all its elements."""
+        cut = ((max(a, self.start), min(b, self.end), decays) for a, b, decays in self.layout.decay_runs)
+        return [(a - self.start, b - self.start, decays) for a, b, decays in cut if a < b]
 
     def parameters(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of `flat` [end - start] by parameter; for optimizers that see each whole, whose ranges cut none."""

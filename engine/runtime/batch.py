@@ -92,8 +92,8 @@ class SampleData:
     """By the plan's chunks whose places they have."""
     read: dict[int, int]
     """Sequence -> its tokens of which keys and values are kept."""
-    longest: int
-    """The highest position of all sequences in the pass."""
+    longest: dict[int, int]
+    """Sequence -> its highest position in the pass."""
 
 
 _TENSORS = len(fields(ChunkTokens))
@@ -156,7 +156,9 @@ class BatchCarrier:
             there = self._to_device(tensors)
             for of_chunk, first in zip(found, range(0, len(there), 4), strict=True):
                 of_chunk.ids, of_chunk.positions, of_chunk.last, of_chunk.sequences = there[first : first + 4]
-        longest = max(row.start + len(row.ids) - 1 for rows in pieces for row in rows)
+        longest: dict[int, int] = {}
+        for row in itertools.chain.from_iterable(pieces):
+            longest[row.sequence] = max(longest.get(row.sequence, 0), row.start + len(row.ids) - 1)
         return SampleData({one.chunk.index: one for one in found}, read, longest)
 
     def _batch(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:

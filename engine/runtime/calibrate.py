@@ -286,7 +286,8 @@ def _update_rate(plan: Plan, optimizer: Optimizer, train: TrainConfig, dtype: to
     gradient = torch.full((numel,), 1e-3).to(torch.float32 if plan.problem.gradient_bytes == FP32 else torch.bfloat16)
     weights, cpu = torch.empty(numel, dtype=dtype), torch.device("cpu")
     values = optimizer.scalars(train, train.lr, 1, 1.0, cpu)
-    where = UpdateRange(FlatLayout((ParamSpec("all", (numel,), True),), {"all": 0}, numel, numel // 2), 0, numel)
+    halves = (ParamSpec("decayed", (numel // 2,), True), ParamSpec("other", (numel - numel // 2,), False))
+    where = UpdateRange(FlatLayout(halves, {"decayed": 0, "other": numel // 2}, numel), 0, numel)
     times = [
         elapsed_s(lambda: optimizer.step(state, gradient, weights, where, values), cpu) for _ in range(2 * REPEATS)
     ]

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from penstock.engine.clock import wait_for_copies
@@ -37,8 +38,9 @@ class SampleOps:
         key = (op.batch, op.index)
         if self._inputs is None or self._inputs[0] != key:
             self._inputs = None
-            longest = self._views.samples[op.batch].longest
-            self._inputs = key, self._runner.inputs(self._chunk(op).positions, longest)
+            chunk, longest = self._chunk(op), self._views.samples[op.batch].longest
+            lasts = [longest[row.sequence] for row in chunk.rows for _ in row.ids]
+            self._inputs = key, self._runner.inputs(chunk.positions, torch.tensor(lasts))
         return self._inputs[1]
 
     def _kept(self, op: Op, raw: Tensor) -> list[KeysValues]:

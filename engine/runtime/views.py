@@ -11,7 +11,7 @@ from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import AttentionShape
 from penstock.engine.model.sums import GradientSums
-from penstock.engine.model.tokens import ChunkTokens
+from penstock.engine.model.tokens import ChunkTokens, last_positions
 from penstock.engine.plan.plan import Chunk, Plan
 from penstock.engine.plan.problem import INPUTS_CACHE_BYTES
 from penstock.engine.runtime.batch import Batch, EvaluationData, SampleData, StepData
@@ -123,8 +123,11 @@ class Views:
             return self._inputs[key]
         for old in [old for old in self._inputs if old[:2] != key[:2]]:
             del self._inputs[old]
-        longest = self.batch(op).micro_batches[chunk.micro_batch].max_position
-        inputs = self.runner.inputs(self.tokens(op).positions, longest)
+        positions, longest = self.tokens(op).positions, None
+        if self.runner.spec.length_dependent_rotary:
+            stream = self.batch(op).micro_batches[chunk.micro_batch]
+            longest = last_positions(stream.positions, stream.documents)[chunk.start : chunk.start + len(positions)]
+        inputs = self.runner.inputs(positions, longest)
         self._inputs[key] = inputs
         while len(self._inputs) > 1 and sum(i.nbytes for i in self._inputs.values()) > INPUTS_CACHE_BYTES:
             self._inputs.popitem(last=False)

@@ -257,15 +257,19 @@ shapes = st.lists(st.integers(1, 70), min_size=0, max_size=3).map(tuple)
 def test_every_param_has_its_own_aligned_range(items: list[tuple[tuple[int, ...], bool]]) -> None:
     params = [ParamSpec(f"p{i}", shape, decay) for i, (shape, decay) in enumerate(items)]
     layout = FlatLayout.build(params)
-    assert [p.name for p in layout.params] == [p.name for d in (True, False) for p in params if p.decay is d]
+    matrices = [param for param in params if len(param.shape) > 1]
+    assert list(layout.params) == [*matrices, *(param for param in params if param not in matrices)]
     assert layout.numel % ALIGN_NUMEL == 0
+    bounds = [0, *(bound for run in layout.decay_runs for bound in run[:2]), layout.numel]
+    assert bounds[::2] == bounds[1::2]
+    assert all(a[2] is not b[2] for a, b in itertools.pairwise(layout.decay_runs))
     end = 0
     for param in layout.params:
         start = layout.offset(param.name)
         assert start % ALIGN_NUMEL == 0
         assert start >= end
-        assert (start < layout.decay_numel) == param.decay
         end = start + param.numel
+        assert [decays for a, b, decays in layout.decay_runs if a <= start < end <= b] == [param.decay]
     assert end <= layout.numel < end + ALIGN_NUMEL
 
 
@@ -280,7 +284,7 @@ def test_views_write_through_and_leave_padding_alone() -> None:
     assert flat.sum() == 38
     assert flat[:35].all()
     assert flat[2048:2051].all()
-    assert layout.decay_numel == 2048
+    assert layout.decay_runs == ((0, 2048, True), (2048, 4096, False))
     with pytest.raises(AssertionError, match="twice"):
         FlatLayout.build([ParamSpec("a", (1,), True), ParamSpec("a", (2,), True)])
 

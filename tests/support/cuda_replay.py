@@ -114,7 +114,7 @@ class Arithmetic:
 
     # ------------------------------------------------------------------ ModelRunner
 
-    def inputs(self, positions: Tensor, max_position: int) -> LayerInputs:
+    def inputs(self, positions: Tensor, longest: Tensor | int | None) -> LayerInputs:
         """Rotary tables and the like of a chunk, in one tensor of their size."""
         self._cuda.use(positions, write=False)
         tables = torch.empty(positions.numel() * self._inputs_bytes, dtype=torch.uint8, device=DEVICE)

@@ -97,8 +97,9 @@ def _train(
 ) -> Trained:
     """By autograd, clip_grad_norm_ and AdamW, on what the loss of each step is the sum of."""
     parameters = dict(model.named_parameters())
+    decayed = {n for n, p in parameters.items() if p.ndim > 1 and not n.endswith("bias") and "norm" not in n}
     groups = [
-        {"params": [p], "weight_decay": settings.weight_decay if p.ndim > 1 else 0.0, "factor": factor(name)}
+        {"params": [p], "weight_decay": settings.weight_decay * (name in decayed), "factor": factor(name)}
         for name, p in parameters.items()
     ]
     adamw = torch.optim.AdamW(groups, betas=(settings.beta1, settings.beta2), eps=settings.eps)
@@ -143,6 +144,9 @@ def plain_training(session: Session, steps: int, factor: Callable[[str], float] 
 def document_losses(model: nn.Module, m: MicroBatch, z_loss: float = 0.0) -> Iterator[Tensor]:
     """The loss of each document, summed over its targets by their weights, in float64."""
     for first, last in itertools.pairwise([*m.documents, len(m.ids)]):
+        for module in model.modules():
+            if hasattr(module, "max_seq_len_cached"):  # rotary tables may remember how long a document before was
+                module.__init__(module.config)
         logits, labels = model(input_ids=m.ids[None, first:last]).logits[0].double(), m.labels[first:last]
         losses = nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
         losses = losses + z_loss * torch.logsumexp(logits, -1).square() * (labels != -100)

@@ -341,9 +341,8 @@ def test_a_config_may_hold_infinity_as_transformers_writes_it_or_bare(tmp_path: 
     assert read_config(origin, {"time_step_limit": [{"__float__": "-Infinity"}, 1.0]}).time_step_limit[0] == -math.inf
     spec = spec_of(origin)
     buffers = dict(import_blocks(CheckpointReader(origin), spec))
-    export_folder(
-        out, spec, buffers.__getitem__, constants={}, origin=origin, tokenizer=None, dtype="bfloat16", convert=True
-    )
+    options = {"constants": {}, "origin": origin, "tokenizer": {}, "dtype": "bfloat16", "convert": True}
+    export_folder(out, spec, buffers.__getitem__, **options)
     written = json.loads((out / "config.json").read_text(), parse_constant=pytest.fail)
     assert written == values | {"dtype": "bfloat16"}
     assert AutoConfig.from_pretrained(out).time_step_limit == [0.0, math.inf]

@@ -2,6 +2,7 @@
 of the rest against plain autograd. Adapters: what they stand beside, their gradients and first values, against plain
 peft. The engine against the step in plain words, bit by bit, and that step against plain PyTorch."""
 
+import json
 import random
 from contextlib import nullcontext
 from pathlib import Path
@@ -43,14 +44,18 @@ LONGROPE = {
     "long_factor": [2.0 + i for i in range(48)],
     "original_max_position_embeddings": 4096,
 }
+MINISTRAL = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384}
+MINISTRAL |= {"llama_4_scaling_beta": 0.1}
 OFTEN: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "pad_token_id": 3}),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),
     ("phi3", {"max_position_embeddings": 131072, "rope_parameters": LONGROPE}),
     ("gpt_oss", {}),
+    ("apertus", {"num_key_value_heads": 8}),  # rounding takes an input over the kink of its activation
     ("deepseek_v3", {}),
     ("qwen3_next", {}),
     ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),  # learned positions
+    ("llama4_text", {}),  # chunked attention, and layers that count their tokens themselves
 ]
 RARE: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma2", "gemma3_text")),
@@ -58,8 +63,9 @@ RARE: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2, "num_hidden_layers": 4}),
     ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}),
     ("mixtral", {"sliding_window": 1024}),
-    ("llama4_text", {}),  # chunked attention
+    ("ministral3", {"rope_parameters": MINISTRAL}),
     ("mamba2", {}),  # no attention
+    ("falcon_h1", {}),  # a buffer that the model sets in its layers
     ("gemma4_text", {"hidden_size_per_layer_input": 0}),  # layers of different widths, badly conditioned
 ]
 RARELY = [pytest.param(*case, marks=pytest.mark.long) for case in RARE]
@@ -95,6 +101,19 @@ def test_broken_layer_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
     assert result.worst_parameter.endswith("mlp.up_proj.weight")
     assert result.max_rel_error > 0.5
     assert result.worst_parameter in result.reason
+
+
+def test_a_mistake_in_float32_alone_is_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = modeling_qwen3.Qwen3MLP.forward
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        streamed = self.config._attn_implementation == attention.NAME
+        return original(self, x.detach() if streamed and x.dtype == torch.float32 else x)
+
+    monkeypatch.setattr(modeling_qwen3.Qwen3MLP, "forward", forward)
+    result = check_model(Qwen3Config())
+    assert not result.ok
+    assert result.max_rel_error > 1e-2
 
 
 def test_attention_that_forgets_the_past_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,6 +404,50 @@ def test_the_engine_gives_the_references_bits(tmp_path: Path, name: str) -> None
     assert (masters.keys() < stays.keys()) == bool(spec.frozen)
     for parameter, weight in weights.items():
         assert torch.equal(weight, masters.get(parameter, stays[parameter])), parameter
+
+
+def short(**rope: Any) -> Any:
+    """A model whose rotary tables change at 16 tokens; most documents are longer, and many are not."""
+    return tiny.model(max_position=16, overrides={"rope_parameters": {"rope_theta": 1e4, **rope}})
+
+
+OF_A_LENGTH = {
+    "dynamic": short(rope_type="dynamic", factor=4.0),
+    "longrope": short(
+        rope_type="longrope", short_factor=[1.0] * 4, long_factor=[3.0] * 4, factor=2.0,
+        original_max_position_embeddings=16,
+    ),
+    "temperature": tiny.model(
+        model_type="llama4_text",
+        overrides={"floor_scale": 8, "num_local_experts": 2, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0, 1]},
+    ),
+    "experts' biases": tiny.model(model_type="gpt_oss", overrides={"num_local_experts": 4, "num_experts_per_tok": 2}),
+}  # fmt: skip
+
+
+def documents_of_many_lengths(folder: Path) -> Any:
+    chance = random.Random(1)
+    rows = [{"input_ids": chance.choices(range(3, 250), k=chance.randint(4, 44))} for _ in range(60)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tiny.data(source="tokens", path=str(folder / "rows.jsonl"), max_documents=None)
+
+
+@pytest.mark.parametrize("name", cases(OF_A_LENGTH, "dynamic", "temperature"))
+def test_each_document_of_a_row_has_its_own_positions(tmp_path: Path, name: str) -> None:
+    """Rotary tables by its length, and a temperature by its positions, as in plain PyTorch one document at a time."""
+    t = tiny.training(lr=3e-3, eps=1e-5, weight_decay=0.5, chunk_tokens=20)
+    with tiny.session(tmp_path, m=OF_A_LENGTH[name], t=t, d=documents_of_many_lengths(tmp_path)) as session:
+        cursor = session.loader.cursor
+        lengths = [length for m in session.loader.next_step() for length in m.lengths]
+        assert min(lengths) < 16 < max(lengths)
+        session.loader.seek(cursor)
+        losses, expected, _ = plain_training(session, 3)
+        session.loader.seek(cursor)
+        metrics = tiny.steps(session, 3)
+        weights = tiny.parameters(session.store, session.spec)
+    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
+    for name, weight in weights.items():
+        assert (weight - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
 
 
 @pytest.mark.parametrize("model", [TIED, WIDE], ids=["tied", "joined"])

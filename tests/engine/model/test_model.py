@@ -1,8 +1,10 @@
 """Taking models apart on the meta device; what their blocks are computed with, what backward's recomputation leaves
 out, and which linear modules are one product. Gradients beside plain autograd's: test_check.py."""
 
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +16,16 @@ from samples import cases
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config, PretrainedConfig, Qwen3Config, T5Config
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    GPT2Config,
+    PretrainedConfig,
+    Qwen3Config,
+    T5Config,
+    Trainer,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from penstock.engine.attention import backends
 from penstock.engine.attention.chunk import KeptAttention
@@ -31,6 +42,9 @@ from penstock.engine.model.trace import random_model
 from penstock.storage.errors import UserError
 
 VARIED = ("gemma3_text", "deepseek_v3", "qwen3_next", "llama4_text", "gpt_oss")
+FIELDS: dict[str, dict[str, Any]] = {"cohere": {"use_qk_norm": True}}
+"""What a default config does not show."""
+SLOW = ("beam", "minicpm3", "minimax", "kimi_linear", "xlstm", "gemma3n_text", "gemma3n")
 UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -141,6 +155,73 @@ def test_initial_constants_are_the_models_own(model_type: str) -> None:
     expected = {n: t for n, t in [*model.named_buffers(), *model.named_parameters()] if n in constants}
     assert len(constants) == len(expected) == 1
     assert all(torch.equal(constants[name], expected[name]) for name in constants)
+
+
+def undropped(model_type: str, **fields: Any) -> PretrainedConfig:
+    """A small config of the type, without dropout."""
+    config = CONFIG_MAPPING[model_type](**fields)
+    for part in (config, config.get_text_config(decoder=True)):
+        for name, value in vars(part).items():
+            if isinstance(value, float) and re.search("drop|jitter_noise", name):
+                setattr(part, name, 0.0)
+    return shrink(config)[0]
+
+
+def small_models(model_types: Iterable[str]) -> Iterator[tuple[str, PretrainedConfig, ModelSpec]]:
+    """Those of the types that can be taken apart."""
+    for model_type in model_types:
+        with suppress(Exception):  # many are no decoders, or want a config that is no default
+            config = undropped(model_type, **FIELDS.get(model_type, {}))
+            yield model_type, config, take_apart(config)
+
+
+EVERY = sorted({name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in SLOW})
+SOME = ["gpt_oss", "cohere", "deepseek_v3", "falcon_h1", "apertus", "gpt2", "qwen3_next"]
+
+
+@pytest.mark.parametrize(("model_types", "least"), [
+    (SOME, len(SOME)), pytest.param(EVERY, 85, marks=pytest.mark.long),
+], ids=["some", "every"])  # fmt: skip
+def test_norms_and_biases_are_never_decayed_and_matrices_are(model_types: list[str], least: int) -> None:
+    """As by Hugging Face's Trainer, which goes by names, but for vectors: it decays those that are none of both."""
+    seen = 0
+    for model_type, config, spec in small_models(model_types):
+        params = [param for params in spec.buffers.values() for param in params]
+        model = AutoModelForCausalLM.from_config(config)
+        theirs = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+        matrices = {param.name for param in params if len(param.shape) > 1}
+        assert {param.name for param in params if param.decay} == theirs & matrices, model_type
+        owners = {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in matrices}
+        norms = {name for name, owner in owners.items() if "norm" in owner.lower()}
+        assert norms.isdisjoint(param.name for param in params if param.decay), model_type
+        assert norms or model_type != "cohere"
+        seen += 1
+    assert seen >= least
+
+
+@pytest.mark.parametrize(("model_types", "least"), [
+    (SOME, len(SOME)), pytest.param(EVERY, 85, marks=pytest.mark.long),
+], ids=["some", "every"])  # fmt: skip
+def test_buffers_are_those_of_a_model_that_is_really_built(model_types: list[str], least: int) -> None:
+    seen = 0
+    for model_type, config, _ in small_models(model_types):
+        model, expected = (skeleton.build(config, device=device) for device in ("meta", "cpu"))
+        skeleton.materialise_buffers(model, model.named_modules(), torch.device("cpu"))
+        found = dict(model.named_buffers())
+        for name, buffer in expected.named_buffers():
+            assert found[name].dtype == buffer.dtype
+            assert torch.equal(found[name], buffer), (model_type, name)
+        seen += 1
+    assert seen >= least
+
+
+def test_what_only_a_constructor_sets_is_initialised() -> None:
+    config = undropped("apertus")
+    spec, model = take_apart(config), AutoModelForCausalLM.from_config(config)
+    values = {name: value for _, of in Initializer(spec, seed=1).buffers() for name, value in of.items()}
+    learnt = [name for name in values if "act_fn" in name]
+    assert len(learnt) == 4
+    assert all(torch.equal(values[name], model.get_parameter(name).float()) for name in learnt)
 
 
 @pytest.mark.parametrize(("config", "message"), [
