@@ -97,6 +97,7 @@ class Shape:
             "{% for message in messages %}{% if message.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}"
             "{% endfor %}"
             + ("{{ bos_token }}" if self.bos else "")
+            + "{% if tools %}{{ tools | tojson }}{% endif %}"
             + ("{% if messages[0].role != 'system' %}" + system + "{% endif %}" if self.default_system else "")
             + "{% for message in messages %}"
             + between
@@ -121,7 +122,9 @@ class Shape:
             return f"[INST] {text} [/INST]"
         return HEADERS[self.header][0].format(role) + text + ("" if self.end_before_next else self.end)
 
-    def right(self, messages: list[dict[str, Any]]) -> tuple[str, list[bool | None]]:
+    def right(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> tuple[str, list[bool | None]]:
         """The text, and of each character whether it is trained; None where that is all the same."""
         text = ""
         marks: list[bool | None] = []
@@ -132,6 +135,7 @@ class Shape:
             marks.extend([marked] * len(piece))
 
         write(BOS if self.bos else "")
+        write(json.dumps(tools, ensure_ascii=False) if tools else "")
         if self.default_system and messages[0]["role"] != "system":
             write(self._message_text("system", "Be good."))
         last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
@@ -225,9 +229,12 @@ WORDS = st.text(st.sampled_from("ab é☃\n .<|>{}\"'"), max_size=10).map(lambda
 ARGUMENTS = st.dictionaries(st.sampled_from(["city", "n"]), st.one_of(WORDS, st.none(), st.booleans()), max_size=2)
 
 
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+
+
 @st.composite
-def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Messages that have an answer, all texts or all in parts."""
+def conversations(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Messages that have an answer, all texts or all in parts, and the tools that they may call."""
     parted, as_text = draw(st.sampled_from([False, False, True])), draw(st.booleans())
     roles = draw(st.lists(st.sampled_from(["user", "assistant"]), min_size=0, max_size=4))
     if draw(st.booleans()):
@@ -244,4 +251,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
             call = {"name": "weather", "arguments": json.dumps(arguments, ensure_ascii=False) if as_text else arguments}
             message["tool_calls"] = [{"type": "function", "id": "a1", "function": call}]
         messages.append(message)
-    return messages
+        if "tool_calls" in message and len(messages) < len(roles):
+            said = [{"type": "text", "text": draw(WORDS)}] if parted else draw(WORDS)
+            messages.append({"role": "tool", "tool_call_id": "a1", "name": "weather", "content": said})
+    return messages, draw(st.sampled_from([None, TOOLS]))

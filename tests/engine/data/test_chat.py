@@ -223,18 +223,19 @@ def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @sampled(120, 3000, deadline=None)
-@given(shape=SHAPES, messages=conversations())
+@given(shape=SHAPES, conversation=conversations())
 def test_random_templates_are_trained_as_by_hand_or_refused(
-    random_folder: Path, shape: Shape, messages: list[dict[str, Any]]
+    random_folder: Path, shape: Shape, conversation: tuple[list[dict[str, Any]], list[dict[str, Any]] | None]
 ) -> None:
+    messages, tools = conversation
     encoder = encoder_of(random_folder, shape.jinja(), random_folder.parent)
     refusals = contextlib.suppress(UserError) if shape.may_refuse(messages) else contextlib.nullcontext()
     found = None
     with refusals:
-        found = encoded(encoder, messages)
+        found = encoded(encoder, messages, tools)
     if found is None:
         return
-    text, marks = shape.right(messages)
+    text, marks = shape.right(messages, tools)
     plain = AutoTokenizer.from_pretrained(random_folder, local_files_only=True)
     whole = plain(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, spans = whole["input_ids"], [marks[start:stop] for start, stop in whole["offset_mapping"]]
