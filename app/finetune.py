@@ -24,6 +24,7 @@ from penstock.app.trackers.require import require_trackers
 from penstock.engine.config import RENAMED, DataConfig, ModelConfig, Recipe
 from penstock.storage.disk import atomic_write
 from penstock.storage.errors import UserError
+from penstock.storage.model_folder import remarks_on_weights
 from penstock.storage.untrusted import one_line, shell
 
 if TYPE_CHECKING:
@@ -219,8 +220,14 @@ def data_report(source: Source, recipe: Recipe, samples: int = SAMPLES) -> dict[
             sample(document._replace(where=source.short(document.where)), source.tokenizer)
             for document in itertools.islice(source.documents(), samples)
         ],
-        "warnings": source.warnings(recipe),
+        "warnings": [*_of_weights(recipe), *source.warnings(recipe)],
     }
+
+
+def _of_weights(recipe: Recipe) -> list[str]:
+    """Which of the weights in the model's folder are taken, where that is to be said."""
+    folder = Path(str(recipe.model.path)).expanduser()
+    return [f"model.path: {remark}" for remark in remarks_on_weights(folder)] if folder.is_dir() else []
 
 
 def recipe_file(recipe: Recipe) -> Path:

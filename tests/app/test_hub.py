@@ -26,7 +26,8 @@ MODEL = {
     "config.json": b'{"model_type": "llama"}', "generation_config.json": b"{}", "tokenizer.json": b"x" * 3000,
     "tokenizer_config.json": b"{}", "chat_template.jinja": b"{{ messages }}", "onnx/config.json": b"{}",
     "model.safetensors": bytes(range(256)) * 64, "README.md": b"# a model", "pytorch_model.bin": b"pickle" * 1000,
-    "consolidated.safetensors": b"the same again" * 1000,
+    "consolidated.safetensors": b"the same again" * 1000, "modeling_own.py": b"raise SystemExit",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}", "other/more.jinja": b"",
 }  # fmt: skip
 DATA = {
     "README.md": b"# a data set", "dataset_infos.json": b"{}", "data/train-00000-of-00001.parquet": b"PAR1" * 300,
@@ -84,13 +85,19 @@ def test_names_and_that_a_bare_one_is_the_hubs_where_no_such_path_is_near(
 
 def test_what_a_model_needs_is_fetched_and_nothing_twice(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     folder = model_folder(NAME)
-    unneeded = {"README.md", "pytorch_model.bin", "onnx/config.json", "consolidated.safetensors"}
+    unneeded = {
+        "README.md",
+        "pytorch_model.bin",
+        "onnx/config.json",
+        "consolidated.safetensors",
+        "other/more.jinja",
+    }
     assert names(folder) == set(MODEL) - unneeded
     assert all((folder / name).read_bytes() == MODEL[name] for name in names(folder))
     assert folder.name == commit_of(MODEL)
     said = capsys.readouterr().err.splitlines()
     assert [line.split(" ")[0] for line in said] == ["fetching", "fetched"]
-    assert "6 files" in said[0]
+    assert "8 files" in said[0]
     hub.requests.clear()
     assert model_folder("small/llama") == folder
     assert not [request for request in hub.requests if request.startswith("GET /cdn") or "HEAD" in request]
