@@ -4,12 +4,16 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
+from samples import sampled
 
 from penstock.storage.errors import UserError
 from penstock.storage.links import VARIABLE
@@ -178,3 +182,41 @@ def test_a_link_that_another_user_has_made_is_not_followed(tmp_path: Path, model
     os.lchown(place / "config.json", 12345, 12345)
     with pytest.raises(UserError, match="which another user has made"):
         read_model_file(place, "config.json", 100)
+
+
+@sampled(40, 1000)
+@given(st.data())
+def test_no_archive_of_links_yields_a_secret(data: st.DataObject) -> None:
+    """Whatever folders, files and links a stranger packs, in whatever order: of the user's files only those of models
+    are read. What is read without an archive's help is read with it as well."""
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name).resolve()
+        own = folder_of(root / "home" / "models" / "own")
+        secrets = [root / "home" / part for part in ("id_rsa", "tokenizer.json", ".docker/config.json", "config.json")]
+        for number, file in enumerate(secrets):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"secret": number}))
+        parts = ("evil", "models--a--b/snapshots/abc", "models--a--b/blobs", "additional_chat_templates", "more")
+        folders = [root / "archive" / part for part in parts]
+        targets = [*secrets, *own.iterdir(), root / "home", root / "home" / ".docker", own]
+        names = ("config.json", "tokenizer.json", "tokenizer_config.json", "a.safetensors", "x.jinja", "blobs", "b0")
+        for folder in folders:
+            folder.mkdir(parents=True)
+        for _ in range(data.draw(st.integers(1, 12))):
+            place = data.draw(st.sampled_from(folders)) / data.draw(st.sampled_from(names))
+            inside = [folder / file for folder in folders for file in names] + folders
+            target = data.draw(st.sampled_from([*targets, *inside]))
+            if os.path.lexists(place):
+                continue
+            if data.draw(st.booleans()):
+                place.symlink_to(data.draw(st.sampled_from([str(target), os.path.relpath(target, place.parent)])))
+            else:
+                place.write_text(CONFIG)
+        for folder in folders:
+            for file in (*names, "model.safetensors", "chat_template.jinja"):
+                try:
+                    content = read_model_file(folder, file, 1 << 20)
+                except UserError:
+                    continue
+                assert b"secret" not in content, (folder, file)
+        assert contents(own)["config.json"] == CONFIG.encode()
