@@ -230,7 +230,7 @@ def test_a_refusal_survives_streams_that_are_closed_and_output_that_is_not_print
         assert "2>" in redirections or found.stderr.startswith("error: recipe nothing.py: no such file")
     found = shell(tmp_path, "PENSTOCK train --fields >/dev/full", code=2)
     assert found == ("", "error: standard output: No space left on device; the output is incomplete\n")
-    for command in ("", "sample nothing", "finetune nothing nowhere", "probe --save nowhere/x.json"):
+    for command in ("", "plan nothing.py", "sample nothing", "finetune nothing nowhere"):
         found = shell(tmp_path, f"PENSTOCK {command} <&-", code=2)
         assert "Traceback" not in found.stderr
     (tmp_path / "gone").mkdir()
