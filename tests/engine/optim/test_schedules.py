@@ -79,7 +79,6 @@ def test_rates_are_those_of_hugging_faces_trainer(schedule: str, least: float) -
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"decay_steps": 5}, r"train\.decay_steps: 5 is only used with train\.lr_schedule=wsd, but that is cosine"),
     ({"steps": 1, "warmup_steps": 1}, r"train\.warmup_steps: 1 would leave the only step a learning rate of zero"),
     ({"decay_steps": 0, "lr_schedule": "wsd"}, r"train\.decay_steps: 0 must be at least 1"),
     ({"decay_steps": 96, "lr_schedule": "wsd", "warmup_steps": 5},
