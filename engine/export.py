@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from penstock.engine.config import AdapterConfig, Recipe, drive_folders, state_folder
+from penstock.engine.config import AdapterConfig, DataConfig, Recipe, drive_folders, state_folder
 from penstock.engine.data.chat import ChatTemplate
 from penstock.engine.data.corpus import kept_tokenizer
+from penstock.engine.data.kept_template import FILE as TEMPLATE_FILE
 from penstock.engine.data.kept_template import kept_template, trained_ends
 from penstock.engine.data.read_by_type import read_otherwise
 from penstock.engine.data.tokenizer import TextTokenizer, tokenizer_contents
@@ -31,6 +32,7 @@ from penstock.engine.model.spec import ModelSpec, buffers_of_blocks, layouts
 from penstock.engine.run_files import with_kept_inputs
 from penstock.engine.runtime.state import read_parameters
 from penstock.storage.checkpoints import checkpoint_folder, read_checkpoint
+from penstock.storage.errors import UserError
 from penstock.storage.layout import FlatLayout
 from penstock.storage.nvme import NvmeStore
 
@@ -131,6 +133,7 @@ def export(
                     "merged: the adapter was trained on random weights that exist only in this run, so the whole "
                     "model is exported"
                 )
+        remarks += run.said
         if run.tokenizer is not None and run.tokenizer.folder != origin:
             said = read_otherwise(run.tokenizer, spec.model_type)
             remarks += [] if said is None else [said]
@@ -163,6 +166,8 @@ class RunState:
     tokenizer: TextTokenizer | None
     template: ChatTemplate | None
     """That of its conversations, or the tokenizer's own."""
+    said: list[str]
+    """What is to be said of it."""
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """What makes up the tokenizer, with the chat template that was trained, by path."""
@@ -206,11 +211,26 @@ def reading_run(run_dir: Path, recipe: Recipe, checkpoint: str | None = None) ->
         config = with_vocabulary(stored, recipe, vocabulary)
         spec = take_apart(config, recipe.train.freeze, recipe.adapter if recipe.adapter.is_used else None)
         constants = read_constants_file(root / CONSTANTS_FILE, store.meta.get("constants"), spec.constants)
-        template = None if tokenizer is None else kept_template(recipe.data, tokenizer, run_dir / "data")
+        template, said = _template_of(recipe.data, tokenizer, run_dir / "data")
         is_kept = recipe.model.path != named
-        yield RunState(store, recipe, is_kept, spec, constants, stored, origin, tokenizer, template)
+        yield RunState(store, recipe, is_kept, spec, constants, stored, origin, tokenizer, template, said)
     finally:
         store.close()
+
+
+def _template_of(
+    data: DataConfig, tokenizer: TextTokenizer | None, folder: Path
+) -> tuple[ChatTemplate | None, list[str]]:
+    """The template of a run, and what is to be said where it kept none, as earlier versions did not, and its file is
+    gone. UserError for one that was kept and is damaged."""
+    if tokenizer is None:
+        return None, []
+    try:
+        return kept_template(data, tokenizer, folder), []
+    except UserError as error:
+        if (folder / TEMPLATE_FILE).exists():
+            raise
+        return None, [f"{error}: the export has the chat template of the tokenizer's folder, if that has one"]
 
 
 def _merging(spec: ModelSpec, read: weights.ReadBuffer, dtypes: Callable[[str], torch.dtype]) -> weights.ReadBuffer:

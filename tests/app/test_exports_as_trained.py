@@ -78,6 +78,17 @@ def run(folder: Path) -> Path:
     return made
 
 
+def test_the_export_of_a_run_that_kept_no_template(run: Path, tmp_path: Path, capsys: Captured) -> None:
+    """As one of an earlier version, whose template's file is gone."""
+    old = Path(shutil.copytree(run, tmp_path / "run"))
+    (old / "data" / "chat_template.json").unlink()
+    assert main(["export", str(old), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "mine.jinja cannot be read" in said
+    assert "the export has the chat template of the tokenizer's folder, if that has one" in said
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template is None
+
+
 def ends_of(folder: Path) -> Any:
     return json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
 
