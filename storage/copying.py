@@ -52,7 +52,9 @@ def copy_state(root: Path, drives: Sequence[Path], told: Told = untold) -> int:
     try:
         locks.take(root)
         current = Manifest.read(root)
-        ownership.find_drives(current, root, [], to_change=False)
+        found, _ = ownership.find_drives(current, root, [], to_change=False)
+        for folder in _foreign(found.values(), root):
+            locks.take(folder)  # before the first checkpoint is copied
         ids: dict[str, Path] = {}
         placed: _Placed = {}
         total = 0
@@ -84,11 +86,11 @@ def _claim(targets: Sequence[Path], foreign: Sequence[Path], store: str, root: P
     """Drive id -> folder of the drives that the copies go to, each with its identity."""
     ids = {}
     for folder in targets:
-        if any(ownership.is_same(folder, other) for other in foreign):
+        # Of a checkpoint, the drive is two folders up.
+        if any(ownership.is_same(folder, above) for other in foreign for above in (other, other.parent.parent)):
             raise UserError(
                 f"--copy-state: {folder} holds the state of the run that this one was copied from; choose other "
-                "drives with "
-                "--set storage.nvme=..., or rename this run directory"
+                "drives with --set storage.nvme=..., or rename this run directory"
             )
         ids[ownership.join(folder, store, root, locks)] = folder
     return ids

@@ -23,7 +23,7 @@ from penstock.engine.model.adapters import is_adapter, plain_name
 from penstock.engine.model.anatomy import initial_constants
 from penstock.engine.model.spec import ModelSpec, block_of, buffers_of_blocks
 from penstock.storage.disk import atomic_write, require_writable
-from penstock.storage.errors import UserError
+from penstock.storage.errors import UserError, ensure
 from penstock.storage.model_folder import read_model_file
 from penstock.storage.safetensors_io import CheckpointReader, CheckpointWriter
 from penstock.storage.untrusted import one_line, parse_object
@@ -208,10 +208,10 @@ class CheckpointLayout:
         for conversion in self.plan.conversions:
             names = [self.canonical[target] for target in conversion.targets]
             blocks = {owner.get(name) for name in names}
-            assert len(blocks) == 1, f"{conversion.sources} make parameters of several blocks"
+            ensure(len(blocks) == 1, f"{conversion.sources} make parameters of several blocks")
             block = blocks.pop()
             if block is None:
-                assert all(name in spec.constants for name in names)
+                ensure(all(name in spec.constants for name in names), f"{names} are neither trained nor constants")
                 self.of_constants.append(conversion)
                 self.kept += conversion.sources
             else:

@@ -3,7 +3,6 @@
 The disks are images, mounted; the state lies on drives outside of them.
 """
 
-import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from disk_images import Disks, mounted_disks
 from nvme_state import advance, assert_holds, assert_whole, make
 
 from penstock.storage.checkpoints import delete_checkpoint, list_checkpoints
@@ -23,51 +23,10 @@ from penstock.storage.tidy import remove_store
 IN_MEMORY = True
 
 
-class Disks:
-    """File systems in image files, mounted below `top`."""
-
-    def __init__(self, top: Path) -> None:
-        self._top = top
-        self._mounted: list[Path] = []
-
-    def make(self, image: str) -> None:
-        path = self._top / image
-        path.touch()
-        os.truncate(path, 8 << 20)
-        subprocess.run(["mkfs.ext4", "-q", path], check=True)
-
-    def clone(self, image: str, to: str) -> None:
-        os.sync()
-        shutil.copy(self._top / image, self._top / to)
-
-    def mount(self, image: str, name: str) -> Path:
-        folder = self._top / name
-        folder.mkdir(exist_ok=True)
-        subprocess.run(["mount", "-o", "loop", self._top / image, folder], check=True, capture_output=True)
-        self._mounted.append(folder)
-        return folder
-
-    def unmount(self, *folders: Path) -> None:
-        for folder in folders:
-            subprocess.run(["umount", folder], check=True)
-            self._mounted.remove(folder)
-
-    def close(self) -> None:
-        self.unmount(*self._mounted[::-1])
-
-
 @pytest.fixture
 def disks(tmp_path: Path) -> Iterator[Disks]:
-    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
-        pytest.skip("mounting an image needs root and mkfs.ext4")
-    found = Disks(tmp_path)
-    found.make("original")
-    try:
-        found.mount("original", "disk")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"images cannot be mounted here: {error.stderr!r}")
-    yield found
-    found.close()
+    with mounted_disks(tmp_path) as found:
+        yield found
 
 
 @pytest.fixture

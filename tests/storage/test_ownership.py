@@ -307,6 +307,8 @@ def test_copy_state(tmp_path: Path, run: Path, copy: Path, drives: list[Path], t
 
 
 def test_copy_state_refuses(tmp_path: Path, run: Path, drives: list[Path]) -> None:
+    with closing(NvmeStore.open(run)) as store:
+        store.checkpoint("two")
     copy = shutil.copytree(run, tmp_path / "copy")
     with pytest.raises(UserError, match=r"--copy-state: .*/a holds the state of the run that this one was copied from"):
         copy_state(copy, drives)
