@@ -380,18 +380,24 @@ class Skeleton:
         return forward
 
 
+_LENGTH = "max_seq_len_cached"
+"""Part of the names under which rotary modules remember a length."""
+
+
 class LengthState:
     """Undoes what rotary modules remember of earlier calls: `dynamic` tables would depend on the order of documents."""
 
     def __init__(self, model: PreTrainedModel, layers: nn.ModuleList) -> None:
         self._saved = []
         for _, module in outer_modules(model, layers):
-            if any("max_seq_len_cached" in key for key in vars(module)):
+            if any(_LENGTH in key for key in vars(module)):
                 plain = {k: v for k, v in vars(module).items() if isinstance(v, int | float) and not k.startswith("_")}
                 self._saved.append((module, plain, {k: b for k, b in module._buffers.items()}))
 
     def reset(self) -> None:
         for module, plain, buffers in self._saved:
+            for key in [key for key in vars(module) if _LENGTH in key and key not in plain]:
+                delattr(module, key)  # a table of one type of layers has a length of its own once it has grown
             vars(module).update(plain)
             module._buffers.update(buffers)
 

@@ -44,11 +44,12 @@ LONGROPE = {
     "long_factor": [2.0 + i for i in range(48)],
     "original_max_position_embeddings": 4096,
 }
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 MINISTRAL = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384}
 MINISTRAL |= {"llama_4_scaling_beta": 0.1}
 OFTEN: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "pad_token_id": 3}),
-    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),
+    ("llama", {"rope_parameters": DYNAMIC}),
     ("phi3", {"max_position_embeddings": 131072, "rope_parameters": LONGROPE}),
     ("gpt_oss", {}),
     ("apertus", {"num_key_value_heads": 8}),  # rounding takes an input over the kink of its activation
@@ -62,6 +63,7 @@ RARE: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("cohere", "mixtral", "qwen2_moe", "qwen3_moe")),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2, "num_hidden_layers": 4}),
     ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}),
+    ("gemma3_text", {"rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": DYNAMIC}}),
     ("mixtral", {"sliding_window": 1024}),
     ("ministral3", {"rope_parameters": MINISTRAL}),
     ("mamba2", {}),  # no attention
