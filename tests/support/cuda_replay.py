@@ -440,7 +440,7 @@ class Replay:
         ids = torch.arange(tokens) * (2 * number + 1) % vocabulary
         starts = list(range(0, tokens, row))
         positions = torch.arange(tokens) % row
-        return MicroBatch(ids, ids.roll(-1), positions, starts, tokens, [row] * len(starts), row - 1)
+        return MicroBatch(ids, ids.roll(-1), positions, starts, tokens, [row] * len(starts))
 
 
 @contextmanager

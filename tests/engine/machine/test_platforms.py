@@ -42,7 +42,7 @@ from penstock.engine.optim.base import UpdateRange
 from penstock.engine.runtime.executor import Executor
 from penstock.engine.train import train_step
 from penstock.storage.errors import UserError
-from penstock.storage.layout import FlatLayout
+from penstock.storage.layout import FlatLayout, ParamSpec
 
 CUDA = torch.device("cuda", 1)
 WSL_RELEASE = "5.15.153.1-microsoft-standard-WSL2"
@@ -406,7 +406,8 @@ def test_an_update_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setitem(PIECE_NUMEL, "cpu", piece)
         master, first, second, gradient, weights = (t.clone() for t in start)
         state = {"master": master, "exp_avg": first, "exp_avg_sq": second}
-        where = UpdateRange(FlatLayout((), {}, 1000, 600), 0, 1000)
+        params = ParamSpec("decayed", (600,), True), ParamSpec("other", (400,), False)
+        where = UpdateRange(FlatLayout(params, {"decayed": 0, "other": 600}, 1000), 0, 1000)
         AdamW("fused").step(state, gradient, weights, where, values)
         results.append(torch.cat([master, first, second, weights]))
     assert all(torch.equal(results[0], other) for other in results[1:])

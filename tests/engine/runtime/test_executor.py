@@ -29,7 +29,7 @@ from penstock.engine.schedule.actions import LANES, NORM
 from penstock.engine.schedule.ops import Op
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
-from penstock.storage.layout import FlatLayout
+from penstock.storage.layout import FlatLayout, ParamSpec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ASKS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "is_nonzero", "equal", "item"}
@@ -324,7 +324,7 @@ def test_an_update_leaves_the_interpreter_to_others() -> None:
         generator = torch.Generator().manual_seed(0)
         state = [torch.rand(numel, generator=generator) for _ in range(4)]
         kinds = dict(zip(("master", "exp_avg", "exp_avg_sq"), state, strict=False))
-        where = UpdateRange(FlatLayout((), {}, numel, numel), 0, numel)
+        where = UpdateRange(FlatLayout.build([ParamSpec("all", (numel,), True)]), 0, numel)
         weights = torch.empty(numel, dtype=torch.bfloat16)
         adamw = AdamW("compiled", free_threaded=free_threaded)
 
