@@ -97,8 +97,6 @@ def test_train_runs_and_keeps_the_generations_that_the_recipe_says(tmp_path: Pat
     ({"budgets": tiny.BudgetConfig(gpu="1GiB", ram="1GiB", nvme="1KiB")}, r"budgets\.nvme: .*1,024"),
     ({"model": tiny.model(model_type="qwen33")}, "unknown architecture 'qwen33'"),
     ({"model": tiny.model(num_kv_heads=None)}, r"model\.num_kv_heads: 4 query heads cannot share 32"),
-    ({"train": tiny.training(validate_every=2)},
-     r"train\.validate_every: 2, but no documents are held out.*data\.validation_documents"),
     ({"data": tiny.data(validation_documents=500, max_documents=None)},
      r"data\.validation_documents: 500, but the corpus has 64 documents"),
 ])  # fmt: skip

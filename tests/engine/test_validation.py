@@ -384,7 +384,6 @@ def test_a_setting_that_cannot_be_meant_is_refused() -> None:
     multiple = r"train\.validation_sequences: 3 is not a multiple of train\.micro_batch_size 2"
     cases: list[tuple[Any, dict[str, int], str]] = [
         (tiny.training, {"validate_every": 0}, r"train\.validate_every: 0 must be at least 1"),
-        (tiny.training, {"validation_sequences": 2}, r"train\.validation_sequences: 2 is not used"),
         (tiny.training, every, multiple),
         (tiny.data, {"validation_documents": 0}, r"data\.validation_documents: 0 must be at least 1"),
         (tiny.data, {"validation_documents": 40}, r"40 leaves no documents to"),
