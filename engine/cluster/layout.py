@@ -18,6 +18,7 @@ import json
 import mmap
 import os
 import pickle
+import pickletools
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -262,7 +263,9 @@ def read_index(folder: Path) -> Metadata:
     """torch's index of a checkpoint's tensors. UserError where it is damaged, or leads out of its folder."""
     path = folder / INDEX_NAME
     try:
-        index = _IndexUnpickler(io.BytesIO(read_regular(path, most_bytes=_INDEX_BYTES))).load()
+        content = read_regular(path, most_bytes=_INDEX_BYTES)
+        _require_short(content)
+        index = _IndexUnpickler(io.BytesIO(content)).load()
         if not isinstance(index, Metadata):
             raise ValueError("holds something else")
         files = {info.relative_path for info in (index.storage_data or {}).values()}
@@ -273,6 +276,13 @@ def read_index(folder: Path) -> Metadata:
     except Exception as error:  # an index that was damaged fails anyhow
         raise UserError(f"{path}: is not an index of a DCP checkpoint ({error}); restore it from a copy") from None
     return index
+
+
+def _require_short(content: bytes) -> None:
+    """ValueError where a pickle says a length that it has not, for which room would be made first."""
+    for code, argument, _ in pickletools.genops(content):
+        if code.name == "LONG_BINPUT" and argument > len(content):
+            raise ValueError("numbers more values than it has")
 
 
 def require_same_model(folder: Path, spec: ModelSpec, kinds: Sequence[str]) -> None:

@@ -17,6 +17,8 @@ CPU_S = 3.0
 """For all renderings of one conversation of `_FEW_MESSAGES`, each of which takes less than a millisecond; of more, each
 of which is rendered with all before it, as many times that."""
 _FEW_MESSAGES = 100
+MESSAGE_S = 0.05
+"""What a message may take of it where there are many conversations: all of them together may take `CPU_S` more."""
 MORE_BYTES = 512 << 20
 """On top of what the process has."""
 _MOST_CHARS = 4 << 20
@@ -24,6 +26,8 @@ _MOST_TIMES = 16
 """A rendering that has more characters than so many, and more than so many times the conversation's, is refused."""
 _AGAIN_S = 0.25
 _MEASURED_S = 0.05
+_owed_s = 0.0
+"""What conversations before this one took beyond `MESSAGE_S` a message."""
 
 
 class TemplateLimitError(UserError):
@@ -44,7 +48,10 @@ def bounded(where: str, num_messages: int = 1) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    begun, most_s = time.thread_time(), CPU_S * max(1, num_messages / _FEW_MESSAGES)
+    global _owed_s
+    begun, allowed_s = time.thread_time(), MESSAGE_S * num_messages
+    alone_s = CPU_S * max(1, num_messages / _FEW_MESSAGES)
+    most_s = max(min(allowed_s, alone_s), alone_s - _owed_s)
 
     def look(_: int, __: FrameType | None) -> None:
         if time.thread_time() - begun > most_s:
@@ -57,13 +64,15 @@ def bounded(where: str, num_messages: int = 1) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (_allowed(*limits), limits[1]))
         yield
     except _TooLong:
-        raise _refused(where, f"more than {most_s:g} s of computing") from None
+        others = ", after others that took long," if _owed_s else ""
+        raise _refused(where, f"more than {most_s:.2g} s of computing{others}") from None
     except MemoryError:
         raise _refused(where, f"more than {MORE_BYTES >> 20} MiB of memory") from None
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        _owed_s = max(0.0, _owed_s + time.thread_time() - begun - allowed_s)
 
 
 def require_modest(text: str, messages: object, where: str) -> None:

@@ -68,6 +68,7 @@ class View:
         text. And the spans that markers tell."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        refused: str | None = None
         try:
             render: Any = render_jinja_template
             texts, spans = render(
@@ -82,10 +83,10 @@ class View:
         except MemoryError:
             raise
         except Exception as error:  # a template raises what it likes
+            refused = one_line(error, 200)
+        if refused is not None:  # without the error, which may hold hundreds of megabytes
             of = "" if len(messages) == len(self.messages) else f" with its first {len(messages)} messages"
-            raise RowError(
-                f"{self._where}: the chat template refuses the conversation{of}: {one_line(error, 200)}"
-            ) from error
+            raise RowError(f"{self._where}: the chat template refuses the conversation{of}: {refused}")
         require_modest(texts[0], messages, self._where)
         return texts[0], spans[0] if self._has_markers else []
 

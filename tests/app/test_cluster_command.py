@@ -225,6 +225,7 @@ def _edited(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], obj
 LAST = "__0_1.distcp"
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: _write_index(folder, pickle.dumps(Evil())), "not an index of a DCP checkpoint"),
+    (lambda folder: _write_index(folder, b"\x80\x02K\x01r\xff\xff\xff\x7f."), "numbers more values than it has"),
     (_other_folder, "files elsewhere"),
     (lambda folder: (folder / "penstock.json").unlink(), "is missing"),
     (_edited("penstock.json", lambda text: text.replace(b'"step": 2', b'"step": 3')), "CRC"),

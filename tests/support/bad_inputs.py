@@ -43,7 +43,7 @@ def faults(bad: Bad, folder: Path) -> list[str]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         arguments = bad.make(folder)
-        files = _files(folder)
+        files = files_of(folder)
         code = main(arguments)
     error, both = err.getvalue(), out.getvalue() + err.getvalue()
     one_message = error.startswith("error: ") and error.count("\n") == 1
@@ -56,11 +56,11 @@ def faults(bad: Bad, folder: Path) -> list[str]:
         "a message without end": len(error) > 6000,
     }
     found = [name for name, there in wrong.items() if there]
-    found += [f"touched {name}" for name in _strange(files, _files(folder))]
+    found += [f"touched {name}" for name in strange(files, files_of(folder))]
     return [*found, both] if found else []
 
 
-def _files(folder: Path) -> dict[str, str]:
+def files_of(folder: Path) -> dict[str, str]:
     found = {}
     for path in folder.rglob("*"):
         name = str(path.relative_to(folder))
@@ -71,10 +71,10 @@ def _files(folder: Path) -> dict[str, str]:
     return found
 
 
-_A_PROCESS_BEGINS = {"log.jsonl", "status.json", "run.lock", "control.json", "metrics.jsonl", "spans.jsonl"}
+A_PROCESS_BEGINS = {"log.jsonl", "status.json", "run.lock", "control.json", "metrics.jsonl", "spans.jsonl"}
 
 
-def _strange(before: dict[str, str], after: dict[str, str]) -> list[str]:
+def strange(before: dict[str, str], after: dict[str, str]) -> list[str]:
     """Beside a new run's directory, and what a process leaves of itself in that of an old one, nothing may change."""
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
@@ -86,7 +86,7 @@ def _strange(before: dict[str, str], after: dict[str, str]) -> list[str]:
         name
         for name in changed - {"runs"}
         if run_of(name) not in new_runs
-        and not (name.startswith("runs/") and Path(name).name in _A_PROCESS_BEGINS and before.get(name) != "link")
+        and not (name.startswith("runs/") and Path(name).name in A_PROCESS_BEGINS and before.get(name) != "link")
     )
 
 

@@ -18,7 +18,7 @@ from penstock.engine.data.turn_ends import turn_ends
 from penstock.storage.errors import UserError
 
 TALK = Conversation("rows.jsonl:7", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None)
-TIME, MEMORY = r"takes more than 0\.2 s of computing", "takes more than 512 MiB of memory"
+TIME, MEMORY = r"takes more than 0\.[12]\d* s of computing", "takes more than 512 MiB of memory"
 SPINS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLES = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
 HOSTILE = {
@@ -43,6 +43,11 @@ NO_TEMPLATES = {
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     return load_tokenizer(make_tokenizer(tmp_path_factory.mktemp("chat") / "tokenizer"))
+
+
+@pytest.fixture(autouse=True)
+def _owing_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_owed_s", 0.0)
 
 
 @pytest.fixture
@@ -109,3 +114,30 @@ def test_a_long_conversation_has_more_time(short: None) -> None:
 
     with pytest.raises(UserError, match=r"more than 0\.4 s of computing"), bounded("x", 200):
         spin()
+
+
+def test_many_conversations_that_take_long_are_as_long_as_one(
+    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes a part of what one may."""
+    monkeypatch.setattr(sandbox, "CPU_S", 0.9)
+    slow = ChatTemplate("{% for i in range(9999) %}{% for j in range(20) %}{% endfor %}{% endfor %}", "x", tokenizer)
+
+    def render(template: ChatTemplate, times: int) -> None:
+        for _ in range(times):
+            template.render(TALK, "all")
+
+    with pytest.raises(UserError, match=r"more than 0\.\d+ s of computing, after others that took long,"):
+        render(slow, 1000)
+    owed = sandbox._owed_s
+    assert 0.3 < owed < 2
+    render(ChatTemplate("{{ messages }}", "x", tokenizer), 5)
+    assert sandbox._owed_s < owed, "what is not needed pays for it"
+
+
+def test_what_a_template_raises_is_not_kept(tokenizer: TextTokenizer) -> None:
+    """It holds what the template had made until then."""
+    raising = ChatTemplate("{{ raise_exception(messages[0].content * 10**6) }}", "x", tokenizer)
+    with pytest.raises(UserError, match="refuses the conversation: aaa") as caught:
+        raising.render(TALK, "all")
+    assert caught.value.__context__ is None
