@@ -294,7 +294,7 @@ class View:
         message = self.messages[number]
         if any(name not in rendered for name in _names(message)):
             return False
-        content = message.get("content")
+        content: Any = message.get("content")
         texts = content_texts(content)
         sort = (message["role"], type(content), "tool_calls" in message, number + 1 == len(self.messages))
         for index, text in enumerate(texts):
