@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import TorchDynamoException
 from torch.utils import _pytree as pytree
 
 from penstock.engine.attention.chunk import AttentionCall
@@ -25,10 +26,11 @@ _TOKENS = (64, 192)
 _MOST_STRUCTURES = 1024
 
 _NEEDS_DATA = re.compile(
-    r"(?<![a-z])meta(?![a-z])|data[- ](?:in)?dependent|Expected inputs of BF16 type", re.IGNORECASE
+    r"(?<![a-z])meta(?![a-z])|data[- ](?:in)?dependent|Expected inputs of BF16 type|unsupported scalarType",
+    re.IGNORECASE,
 )
-"""How torch says that a tensor has no data, or that an operation does not run without; the last of grouped products in
-float32, which it has on every device but this."""
+"""How torch says that a tensor has no data, or that an operation does not run without; the last two of grouped products
+in float32 and of autocast, which it has on every device but this."""
 
 META = torch.device("meta")
 
@@ -37,7 +39,8 @@ def find_graph_bytes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> 
     """Note in `spec.graph_bytes`, unless it is there, what a saved LayerGraph takes of each layer, in bytes a token.
 
     Of a layer that runs eagerly, weights and log-sum-exp excluded, or of a `compiled` one, which takes seconds per
-    structure and saves no more. None for a layer that cannot run without data; what else a layer raises is raised here.
+    structure and saves no more. None for a layer that cannot run without data, or not be compiled; what else a layer
+    raises is raised here.
     """
     kind = (spec.config.to_json_string(use_diff=False), type(spec.config).__name__, dtype, compiled)
     key = (*kind, spec.frozen_params, repr(spec.adapter))
@@ -74,7 +77,7 @@ def _measure(spec: ModelSpec, dtype: torch.dtype, compiled: bool) -> tuple[int |
         try:
             sizes = [_graph_bytes(spec, runner, index, weights, *of) for of in zip(_TOKENS, inputs, strict=True)]
         except (RuntimeError, TypeError) as error:  # torch's for what needs data; a TypeError from Tensor.numpy()
-            if not _NEEDS_DATA.search(str(error)):
+            if not _NEEDS_DATA.search(str(error)) and not isinstance(error, TorchDynamoException):
                 error.add_note(f"in layer {index}, which was run without data to find what its graph takes")
                 raise
             found[index] = None

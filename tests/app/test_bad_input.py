@@ -297,7 +297,7 @@ CASES = {
     ),
     "a template that does not nest": Bad(
         TALKS | {"chat_template": "changing.jinja"},
-        ("talks.jsonl:1", "messages[1]", "cannot tell which tokens to train", "data.trained_tokens=last or all"),
+        ("talks.jsonl:1", "messages[1]", "cannot tell which tokens to train", "data.trained_tokens=all"),
         {"changing.jinja": CHANGING},
     ),
     "a template that is not there": Bad(TALKS | {"chat_template": "none.jinja"}, ("data.chat_template", "none.jinja")),
