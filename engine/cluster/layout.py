@@ -281,7 +281,7 @@ def read_index(folder: Path) -> Metadata:
 def _require_short(content: bytes) -> None:
     """ValueError where a pickle says a length that it has not, for which room would be made first."""
     for code, argument, _ in pickletools.genops(content):
-        if code.name == "LONG_BINPUT" and argument > len(content):
+        if code.name == "LONG_BINPUT" and (argument or 0) > len(content):
             raise ValueError("numbers more values than it has")
 
 

@@ -21,7 +21,7 @@ def read(file: Path, bad: BadRows) -> Iterator[Row]:
 
     with base.open_bytes(file) as stream, whole(file):
         table = parquet.ParquetFile(PythonFile(Bounded(stream), mode="r"))
-        pages = list(page_bytes(table.metadata, stream))
+        pages = list(page_bytes(stream, file.stat().st_size))
         require_modest(file, (size for _, size in pages))
         repeated = max((size for dictionary, size in pages if dictionary), default=1)  # by each row, at worst
         rows = min(_BATCH_ROWS, max(1, _ONCE_BYTES // max(1, repeated)))

@@ -11,22 +11,27 @@ from typing import Any, BinaryIO
 _BOOLEANS, _BYTE, _NUMBERS, _DOUBLE, _BINARY, _LISTS, _STRUCT = (1, 2), 3, (4, 5, 6), 7, 8, (9, 10), 12
 _HEADER_BYTES = (1 << 9, 1 << 20)
 """How much is read for a header: most are small, and statistics may be long."""
-_MOST_DEPTH = 8
+_MOST_DEPTH = 12
 
 
-def page_bytes(metadata: Any, stream: BinaryIO) -> Iterator[tuple[bool, int]]:
-    """Of each page, whether it is a dictionary, which others repeat, and its uncompressed bytes.
+def page_bytes(stream: BinaryIO, size: int) -> Iterator[tuple[bool, int]]:
+    """Of each page of a file of `size` bytes: whether it is a dictionary, which others repeat; its uncompressed bytes.
 
-    `metadata`: pyarrow's of the file. Pages of a column that cannot be made out are left out: the
-    reader says what is wrong.
+    What cannot be made out is left out: the reader says what is wrong. pyarrow is not asked where a column is, as that
+    ends the process where the column's metadata is damaged.
     """
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        for index in range(metadata.num_columns):
-            column = group.column(index)
-            dictionary = column.dictionary_page_offset if column.has_dictionary_page else None
-            begin = column.data_page_offset if dictionary is None else min(dictionary, column.data_page_offset)
-            yield from _pages(stream, begin, column.total_compressed_size, dictionary is not None)
+    stream.seek(max(0, size - 8))
+    length = int.from_bytes(stream.read(4), "little")
+    stream.seek(max(0, size - 8 - length))
+    try:
+        footer = _Thrift(stream.read(length)).struct(0)
+        columns = [column[3] for group in footer[4] for column in group[1] if column.get(3)]
+        places = [(column.get(11), column[9], column[7]) for column in columns]
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError):
+        return
+    for dictionary, data, count in places:
+        if all(isinstance(at, int) for at in (dictionary or 0, data, count)):
+            yield from _pages(stream, min(dictionary or data, data), count, bool(dictionary))
 
 
 def _pages(stream: BinaryIO, at: int, count: int, dictionary: bool) -> Iterator[tuple[bool, int]]:
@@ -59,14 +64,15 @@ def _header(stream: BinaryIO, at: int) -> tuple[int, int, int] | None:
 
 
 class _Thrift:
-    """Values one after the other, of which only whole numbers are kept. IndexError where they are cut."""
+    """Values one after the other, of which texts are passed over. IndexError where they are cut."""
 
     def __init__(self, content: bytes) -> None:
         self._content, self.at = content, 0
 
-    def struct(self, depth: int) -> dict[int, int]:
-        """The whole numbers of a struct by their fields."""
-        found, field = {}, 0
+    def struct(self, depth: int) -> dict[int, Any]:
+        """Whole numbers, lists and structs of a struct by their fields."""
+        found: dict[int, Any] = {}
+        field = 0
         while (byte := self._byte()) != 0:
             field = field + (byte >> 4) if byte >> 4 else self._zigzag()
             value = self._value(byte & 15, depth)
@@ -74,18 +80,19 @@ class _Thrift:
                 found[field] = value
         return found
 
-    def _value(self, kind: int, depth: int) -> int | None:
+    def _value(self, kind: int, depth: int) -> Any:
         if depth > _MOST_DEPTH:
             raise ValueError("nested too deep")
         if kind in _NUMBERS:
             return self._zigzag()
         if kind in _LISTS:
             byte = self._byte()
-            for _ in range(byte >> 4 if byte >> 4 < 15 else self._varint()):
-                self._value(_BYTE if byte & 15 in _BOOLEANS else byte & 15, depth + 1)
-        elif kind == _STRUCT:
-            self.struct(depth + 1)
-        elif kind in (_BYTE, _DOUBLE, _BINARY):
+            count = byte >> 4 if byte >> 4 < 15 else self._varint()
+            of = _BYTE if byte & 15 in _BOOLEANS else byte & 15
+            return [self._value(of, depth + 1) for _ in range(count)]
+        if kind == _STRUCT:
+            return self.struct(depth + 1)
+        if kind in (_BYTE, _DOUBLE, _BINARY):
             count = {_BYTE: 1, _DOUBLE: 8}.get(kind) or self._varint()
             self.at += count
         elif kind not in _BOOLEANS:

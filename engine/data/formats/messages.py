@@ -1,7 +1,7 @@
 """Conversations as OpenAI writes them: `messages`, each with `role` and `content`; `tools` beside them.
 
 Content may come in parts, where all of them are text. A `function_call` and a `function` role, as they were
-called before there were tools, become those of today. `weight` of a message, a number from 0 on, is how much its tokens
+called before there were tools, become those of today. `weight` of a message, 0 or a number, is how much its tokens
 count where they are trained.
 """
 
