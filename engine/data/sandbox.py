@@ -21,13 +21,16 @@ MESSAGE_S = 0.05
 """What a message may take of it where there are many conversations: all of them together may take `CPU_S` more."""
 MORE_BYTES = 512 << 20
 """On top of what the process has."""
-_MOST_CHARS = 4 << 20
+_FEW_CHARS = 64 << 10
 _MOST_TIMES = 16
-"""A rendering that has more characters than so many, and more than so many times the conversation's, is refused."""
+_MOST_CHARS = 4 << 20
+"""A rendering may have so few characters, and so many times the conversation's; all together so many more."""
 _AGAIN_S = 0.25
 _MEASURED_S = 0.05
 _owed_s = 0.0
 """What conversations before this one took beyond `MESSAGE_S` a message."""
+_owed_chars = 0
+"""What renderings so far had beyond what each may have."""
 
 
 class TemplateLimitError(UserError):
@@ -75,9 +78,14 @@ def bounded(where: str, num_messages: int = 1) -> Iterator[None]:
         _owed_s = max(0.0, _owed_s + time.thread_time() - begun - allowed_s)
 
 
-def require_modest(text: str, messages: object, where: str) -> None:
-    """TemplateLimitError where a template made far more text than it was given."""
-    if len(text) > _MOST_CHARS and len(text) > _MOST_TIMES * len(str(messages)):
+def require_modest(text: str, given: object, where: str) -> None:
+    """TemplateLimitError where a template, in this rendering or in all so far, made far more text than it was `given`:
+    what comes after it, tokenising first of all, takes its time by the text."""
+    global _owed_chars
+    if len(text) <= _FEW_CHARS:
+        return
+    _owed_chars += max(0, len(text) - _FEW_CHARS - _MOST_TIMES * len(str(given)))
+    if _owed_chars > _MOST_CHARS:
         raise _refused(where, f"{len(text):,} characters")
 
 

@@ -87,7 +87,7 @@ class View:
         if refused is not None:  # without the error, which may hold hundreds of megabytes
             of = "" if len(messages) == len(self.messages) else f" with its first {len(messages)} messages"
             raise RowError(f"{self._where}: the chat template refuses the conversation{of}: {refused}")
-        require_modest(texts[0], messages, self._where)
+        require_modest(texts[0], (messages, self._tools), self._where)
         return texts[0], spans[0] if self._has_markers else []
 
     def prompt(self, goes_on: bool) -> str:

@@ -48,6 +48,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 @pytest.fixture(autouse=True)
 def _owing_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_owed_s", 0.0)
+    monkeypatch.setattr(sandbox, "_owed_chars", 0)
 
 
 @pytest.fixture
@@ -119,8 +120,10 @@ def test_a_long_conversation_has_more_time(short: None) -> None:
 def test_many_conversations_that_take_long_are_as_long_as_one(
     tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each takes a part of what one may."""
+    """Each takes a part of what one may, and far more than its messages are allowed, however fast the machine is."""
+    usual = sandbox.MESSAGE_S
     monkeypatch.setattr(sandbox, "CPU_S", 0.9)
+    monkeypatch.setattr(sandbox, "MESSAGE_S", 1e-4)
     slow = ChatTemplate("{% for i in range(9999) %}{% for j in range(20) %}{% endfor %}{% endfor %}", "x", tokenizer)
 
     def render(template: ChatTemplate, times: int) -> None:
@@ -131,6 +134,7 @@ def test_many_conversations_that_take_long_are_as_long_as_one(
         render(slow, 1000)
     owed = sandbox._owed_s
     assert 0.3 < owed < 2
+    monkeypatch.setattr(sandbox, "MESSAGE_S", usual)
     render(ChatTemplate("{{ messages }}", "x", tokenizer), 5)
     assert sandbox._owed_s < owed, "what is not needed pays for it"
 
@@ -141,3 +145,21 @@ def test_what_a_template_raises_is_not_kept(tokenizer: TextTokenizer) -> None:
     with pytest.raises(UserError, match="refuses the conversation: aaa") as caught:
         raising.render(TALK, "all")
     assert caught.value.__context__ is None
+
+
+def test_much_text_is_counted_over_all_conversations(tokenizer: TextTokenizer) -> None:
+    """A fixed text such as a long system prompt is not much, and neither is what is as long as what was given."""
+    long = [*TALK.messages[:1], {"role": "assistant", "content": "b" * (1 << 20)}]
+    for text, messages in (("{{ 'a' * 60000 }}", TALK.messages), ("{{ messages[1].content * 8 }}", long)):
+        template = ChatTemplate(text, "x", tokenizer)
+        for _ in range(100 if messages is TALK.messages else 3):
+            template.render(Conversation("rows.jsonl:7", messages, None), "all")
+    hostile, rendered = ChatTemplate("{{ 'a' * 500000 }}", "x", tokenizer), []
+
+    def render() -> None:
+        for _ in range(100):
+            rendered.append(hostile.render(TALK, "all"))
+
+    with pytest.raises(UserError, match="takes 500,000 characters for one conversation"):
+        render()
+    assert len(rendered) < 20
