@@ -160,6 +160,11 @@ def validate_context(spec: ModelSpec, sequence_length: int) -> None:
         return
     longest: int = spec.config.get_text_config(decoder=True).max_position_embeddings
     original = next((t["original_max_position_embeddings"] for t in tables if t.get("rope_type") == "yarn"), longest)
+    if not (longest > 0 and original > 0):
+        raise UserError(
+            f"model type '{spec.model_type}': positions of {min(longest, original)} tokens; correct "
+            "max_position_embeddings, or original_max_position_embeddings of its rope_parameters, in config.json"
+        )
     kind = tables[0].get("rope_type") if tables else None
     have = f"max_position_embeddings {longest} with rotary scaling '{kind}'" if kind else "a table that is not rotary"
     factor = math.ceil(sequence_length / original)

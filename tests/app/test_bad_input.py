@@ -114,6 +114,10 @@ def test_how_far_positions_reach() -> None:
             validate_context(spec, reach + 1)
         assert ("rope_parameters" in str(caught.value)) == (config.model_type != "gpt2")
     validate_context(take_apart(rope("dynamic", factor=2.0)), 10**6)
+    nowhere = take_apart(rope("yarn", factor=4.0, original_max_position_embeddings=256))
+    nowhere.config.rope_parameters["original_max_position_embeddings"] = 0
+    with pytest.raises(UserError, match=r"positions of 0 tokens; correct max_position_embeddings, or original_max"):
+        validate_context(nowhere, 64)
 
 
 INPUTS = {f"{bad.family}: {bad.name}".encode("unicode_escape").decode(): bad for bad in catalogue()}
