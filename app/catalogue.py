@@ -120,12 +120,13 @@ def packed(spec: ModelSpec) -> dict[str, Any]:
             "summed": whole["summed"][index],
             "joined": whole["joined"][index],
             "returns": whole["returns"][index],
+            "counts_positions": whole["counts_positions"][index],
             "graph_bytes": {dtype: found[index] for dtype, found in whole["graph_bytes"].items()},
         }
         if kind not in kinds:
             kinds.append(kind)
         layers.append(kinds.index(kind))
-    for name in ("attention", "unread", "summed", "joined", "returns", "graph_bytes", "config"):
+    for name in ("attention", "unread", "summed", "joined", "returns", "counts_positions", "graph_bytes", "config"):
         del whole[name]
     whole["blocks"] = [block for block in whole["blocks"] if block["role"] != "layer"]
     return whole | {"kinds": kinds, "layers": layers}
@@ -146,6 +147,7 @@ def unpacked(values: dict[str, Any]) -> ModelSpec:
         "summed": [kinds[kind]["summed"] for kind in layers],
         "joined": [kinds[kind]["joined"] for kind in layers],
         "returns": [kinds[kind]["returns"] for kind in layers],
+        "counts_positions": [kinds[kind]["counts_positions"] for kind in layers],
         "graph_bytes": {
             dtype: [kinds[kind]["graph_bytes"][dtype] for kind in layers] for dtype in kinds[0]["graph_bytes"]
         },
