@@ -18,6 +18,7 @@ from penstock.engine.plan.plan import BufferPlan, Plan
 from penstock.engine.plan.problem import BufferShape
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
 from penstock.storage.arena import empty_aligned
+from penstock.storage.errors import UserError
 from penstock.storage.layout import FlatLayout
 from penstock.storage.manifest import ArraySpec
 from penstock.storage.nvme import NvmeStore
@@ -203,8 +204,13 @@ class _Loading:
 
 def read_parameters(store: NvmeStore, name: str, layout: FlatLayout) -> dict[str, Tensor]:
     """Master weights of one buffer of the committed generation, or the weights of a frozen one, float32, by parameter
-    name."""
-    spec = next(spec for spec in store.arrays() if spec.buffer == name and spec.kind in (MASTER, WEIGHTS))
+    name. UserError where the store has none, or of another size."""
+    spec = next((spec for spec in store.arrays() if spec.buffer == name and spec.kind in (MASTER, WEIGHTS)), None)
+    if spec is None or spec.numel != layout.numel:
+        raise UserError(
+            f"{store.root}: holds no weights of '{name}' as the recipe's model has them; restore the run's manifest "
+            "and recipe from a copy"
+        )
     flat = empty_aligned(layout.numel, getattr(torch, spec.dtype))
     for part, (start, end) in enumerate(spec.parts()):
         store.read(name, spec.kind, part, flat[start:end]).result()

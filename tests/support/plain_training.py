@@ -47,13 +47,20 @@ def _piece(ids: list[int], weights: list[float], start: int, stop: int) -> Piece
     return Piece(ids[start:stop], targets, weighted)
 
 
+def _is_trained(piece: Piece) -> bool:
+    return any(piece.weights)
+
+
 def in_order(documents: Sequence[Tokens], capacity: int) -> list[list[Piece]]:
-    """The rows of documents laid end to end: one that crosses a row's end goes on in the next as one of its own."""
+    """The rows of documents laid end to end: one that crosses a row's end goes on in the next as one of its own. What
+    has no target, a row or a part of a document that is longer, is left out."""
     rows: list[list[Piece]] = [[]]
     room = capacity
     for ids, weights in documents:
         for begin in range(0, len(ids), capacity):
             start, end = begin, min(begin + capacity, len(ids))
+            if len(ids) > capacity and not _is_trained(_piece(ids, weights, start, end)):
+                continue
             while start < end:
                 stop = min(end, start + room)
                 rows[-1].append(_piece(ids, weights, start, stop))
@@ -62,7 +69,7 @@ def in_order(documents: Sequence[Tokens], capacity: int) -> list[list[Piece]]:
                 if not room:
                     rows.append([])
                     room = capacity
-    return rows
+    return [row for row in rows if any(map(_is_trained, row))]
 
 
 def found_in(micro_batch: MicroBatch, documents: Sequence[Tokens], capacity: int) -> list[Piece]:
