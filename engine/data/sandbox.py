@@ -57,23 +57,26 @@ def bounded(where: str, num_messages: int = 1) -> Iterator[None]:
     most_s = max(min(allowed_s, alone_s), alone_s - _owed_s)
 
     def look(_: int, __: FrameType | None) -> None:
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)  # also where it raises: Python drops what a finalizer raises
         if time.thread_time() - begun > most_s:
             raise _TooLong
-        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
 
     before, limits = signal.signal(signal.SIGALRM, look), resource.getrlimit(resource.RLIMIT_DATA)
     try:
-        signal.setitimer(signal.ITIMER_REAL, most_s)
-        resource.setrlimit(resource.RLIMIT_DATA, (_allowed(*limits), limits[1]))
-        yield
+        try:
+            signal.setitimer(signal.ITIMER_REAL, most_s)
+            resource.setrlimit(resource.RLIMIT_DATA, (_allowed(*limits), limits[1]))
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
     except _TooLong:
         others = ", after others that took long," if _owed_s else ""
         raise _refused(where, f"more than {most_s:.2g} s of computing{others}") from None
     except MemoryError:
         raise _refused(where, f"more than {MORE_BYTES >> 20} MiB of memory") from None
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, limits)
         signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
         signal.signal(signal.SIGALRM, before)
         _owed_s = max(0.0, _owed_s + time.thread_time() - begun - allowed_s)
 

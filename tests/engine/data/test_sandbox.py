@@ -2,6 +2,7 @@
 
 import resource
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -106,6 +107,26 @@ def test_another_thread_lowers_no_limit_of_the_process(tokenizer: TextTokenizer)
     (thread := threading.Thread(target=render)).start()
     thread.join()
     assert seen == [limits]
+
+
+def test_what_a_finalizer_drops_is_raised_again(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops an exception that comes while a finalizer or a hook of its garbage collector runs."""
+    dropped: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: dropped.append(what.exc_type))
+
+    class Slow:
+        def __del__(self) -> None:
+            while True:
+                pass
+
+    def compute() -> None:
+        Slow()
+        while True:
+            pass
+
+    with pytest.raises(UserError, match=TIME), bounded("x"):
+        compute()
+    assert dropped == [sandbox._TooLong]
 
 
 def test_a_long_conversation_has_more_time(short: None) -> None:
