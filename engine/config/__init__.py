@@ -5,6 +5,7 @@ and needs no device.
 """
 
 from penstock.engine.config.adapter import AdapterConfig as AdapterConfig
+from penstock.engine.config.data import CONVERSATIONS as CONVERSATIONS
 from penstock.engine.config.data import DataConfig as DataConfig
 from penstock.engine.config.data import Source as Source
 from penstock.engine.config.effects import idle_notes as idle_notes

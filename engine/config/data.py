@@ -135,6 +135,8 @@ class DataConfig:
 
 PATHLESS = ("python_stdlib", "needles", "random")
 """Sources that read no path."""
+CONVERSATIONS = frozenset({"messages", "sharegpt", "alpaca", "prompt_completion"})
+"""Sources whose rows may be conversations."""
 _PART: dict[str, tuple[tuple[type, ...], str]] = {
     "path": ((str,), "text"),
     "source": ((str,), "text"),

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from penstock.engine.config.data import PATHLESS
+from penstock.engine.config.data import CONVERSATIONS, PATHLESS
 from penstock.engine.config.recipe import Recipe
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import one_line
@@ -42,8 +42,7 @@ class Idle(NamedTuple):
     """One line: the field, its value, why it has no effect, and what would give it one."""
 
 
-_CONVERSATIONS = frozenset({"messages", "sharegpt", "alpaca", "prompt_completion"})
-_ROWS = _CONVERSATIONS | {"jsonl", "tokens"}
+_ROWS = CONVERSATIONS | {"jsonl", "tokens"}
 _TEXTS = frozenset({"text", "jsonl", "python_stdlib", "alpaca", "prompt_completion"})
 """Sources of texts that a begin-of-text token may be put before."""
 
@@ -137,13 +136,13 @@ RULES: tuple[Rule, ...] = (
     Rule("data.columns", lambda r: _read(r, _ROWS, "columns"), *_NO_ROWS),
     Rule(
         "data.chat_template",
-        lambda r: _read(r, _CONVERSATIONS) or (_samples(r) and r.samples.chat),
+        lambda r: _read(r, CONVERSATIONS) or (_samples(r) and r.samples.chat),
         "data.source={sources} is no format of conversations",
         "set data.source to the format of conversations, or sample with samples.chat=true",
     ),
     Rule(
         "data.trained_tokens",
-        lambda r: _read(r, _CONVERSATIONS) or r.data.trained_tokens == "all",
+        lambda r: _read(r, CONVERSATIONS) or r.data.trained_tokens == "all",
         "data.source={sources} has no turns of an assistant",
         "set data.source to the format of conversations",
     ),

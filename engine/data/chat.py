@@ -21,7 +21,7 @@ from typing import Any, Literal
 from penstock.engine.config import DataConfig
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Conversation
-from penstock.engine.data.sandbox import bounded
+from penstock.engine.data.sandbox import Limits
 from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.engine.data.turns import MARKED, FormError, Messages, View
 from penstock.storage.errors import UserError
@@ -84,12 +84,13 @@ def _in_json(text: str) -> str | dict[str, str]:
 class ChatTemplate:
     """A Jinja template, rendered in transformers' sandbox.
 
-    Attributes: `texts`, the templates by name (`default`, and `tool_use` for conversations with tools).
+    Attributes: `texts`, the templates by name (`default`, and `tool_use` for conversations with tools); `limits`.
     """
 
     def __init__(self, template: str | dict[str, str], where: str, tokenizer: TextTokenizer) -> None:
         """UserError for what is no template."""
         self.texts = {"default": template} if isinstance(template, str) else template
+        self.limits = Limits()
         self._special, self._ends = tokenizer.special_tokens, tokenizer.special_texts
         self._seen: dict[str, set[tuple[Any, ...]]] = {name: set() for name in self.texts}
         if "default" not in self.texts:
@@ -100,7 +101,7 @@ class ChatTemplate:
 
         for text in self.texts.values():
             try:
-                with bounded(where):
+                with self.limits.bounded(where):
                     _compile_jinja_template(text)
             except TemplateSyntaxError as error:
                 raise UserError(
@@ -119,7 +120,7 @@ class ChatTemplate:
 
         `all` is every token, whatever the messages' weights.
         """
-        with bounded(sample.where, len(sample.messages)):
+        with self.limits.bounded(sample.where, sample.messages, sample.tools):
             return self._rendered(sample, trained)
 
     def _rendered(self, sample: Conversation, trained: Trained) -> Rendered:
@@ -142,7 +143,7 @@ class ChatTemplate:
         """The conversation so far, up to where the assistant is to write; `goes_on`: its turn has begun, by the last
         message. Raises UserError where it is refused."""
         try:
-            with bounded("chat", len(messages)):
+            with self.limits.bounded("chat", messages):
                 view = self._see("default", list(messages), "chat", None)
                 if view.unshown() and (parted := self._try("default", list(map(_in_parts, messages)), "chat", None)):
                     view = view if parted.unshown() else parted
@@ -192,6 +193,7 @@ class ChatTemplate:
             special=self._special,
             ends=self._ends,
             seen=self._seen[name],
+            limits=self.limits,
         )
 
     def _try(self, name: str, messages: Messages, where: str, tools: list[dict[str, Any]] | None) -> View | None:

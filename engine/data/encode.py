@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.config import DataConfig
+from penstock.engine.config import CONVERSATIONS, DataConfig
 from penstock.engine.data.chat import ChatTemplate, Rendered, Span, find_template
 from penstock.engine.data.rows import BadRows, RowError
 from penstock.engine.data.samples import Completion, Conversation, Encoded, Ids, Sample, Text, content_texts
@@ -21,7 +21,6 @@ from penstock.storage.errors import UserError
 
 _ALWAYS = ("messages", "sharegpt")
 """Sources whose every row is a conversation."""
-CONVERSATIONS = ("messages", "sharegpt", "alpaca", "prompt_completion")
 _VERSION = 2  # of what the same sample is encoded to
 
 

@@ -6,9 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from penstock.engine.config import DataConfig
+from penstock.engine.config import CONVERSATIONS, DataConfig
 from penstock.engine.data.chat import ChatTemplate, find_template
-from penstock.engine.data.encode import CONVERSATIONS
 from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.engine.data.turn_ends import turn_ends
 from penstock.storage.disk import atomic_write

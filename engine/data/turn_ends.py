@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.engine.data.sandbox import bounded
+from penstock.engine.data.sandbox import Limits
 from penstock.engine.data.tokenizer import TextTokenizer
 
 _ASKED, _AGAIN, _ANSWER, _THOUGHT, _FIRST, _SECOND = (f"qzk{word}" for word in ("a", "e", "i", "o", "u", "y"))
@@ -28,7 +28,7 @@ def turn_ends(templates: Mapping[str, str], tokenizer: TextTokenizer) -> frozens
     found, inside = set[int](), set[int]()
     for name, text in templates.items():
         probe = _Probe(text, tokenizer, with_tools=name == "tool_use")
-        with bounded(f"template '{name}'"):
+        with Limits().bounded(f"template '{name}'"):
             found |= probe.ends()
             inside |= probe.inside()
     return frozenset(found - inside)

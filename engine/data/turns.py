@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.engine.data.rows import RowError, TurnsError
 from penstock.engine.data.samples import content_texts
-from penstock.engine.data.sandbox import require_modest
+from penstock.engine.data.sandbox import Limits
 from penstock.storage.untrusted import one_line, printable
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -48,6 +48,7 @@ class View:
         special: dict[str, Any],
         ends: frozenset[str],
         seen: set[tuple[Any, ...]],
+        limits: Limits,
     ) -> None:
         """`special`: what templates know tokens by; `ends`: texts of the special tokens, one of which may end a turn;
         `seen`: sorts of messages whose texts the template is known to show.
@@ -56,7 +57,7 @@ class View:
         """
         self.messages = messages
         self._template, self._where, self._tools = template, where, tools
-        self._special, self._ends, self._seen = special, ends, seen
+        self._special, self._ends, self._seen, self._limits = special, ends, seen, limits
         self._has_markers = MARKED.search(template) is not None
         self.text, spans = self._render(messages)
         self.generated = spans if self._has_markers else None
@@ -87,7 +88,7 @@ class View:
         if refused is not None:  # without the error, which may hold hundreds of megabytes
             of = "" if len(messages) == len(self.messages) else f" with its first {len(messages)} messages"
             raise RowError(f"{self._where}: the chat template refuses the conversation{of}: {refused}")
-        require_modest(texts[0], (messages, self._tools), self._where)
+        self._limits.require_modest(texts[0], (messages, self._tools), self._where)
         return texts[0], spans[0] if self._has_markers else []
 
     def prompt(self, goes_on: bool) -> str:

@@ -13,7 +13,7 @@ from penstock.engine.config import DataConfig
 from penstock.engine.data import sandbox
 from penstock.engine.data.chat import ChatTemplate, find_template
 from penstock.engine.data.samples import Conversation
-from penstock.engine.data.sandbox import bounded
+from penstock.engine.data.sandbox import Limits
 from penstock.engine.data.tokenizer import TextTokenizer, load_tokenizer
 from penstock.engine.data.turn_ends import turn_ends
 from penstock.storage.errors import UserError
@@ -44,12 +44,6 @@ NO_TEMPLATES = {
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     return load_tokenizer(make_tokenizer(tmp_path_factory.mktemp("chat") / "tokenizer"))
-
-
-@pytest.fixture(autouse=True)
-def _owing_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_owed_s", 0.0)
-    monkeypatch.setattr(sandbox, "_owed_chars", 0)
 
 
 @pytest.fixture
@@ -93,7 +87,7 @@ def test_the_ends_of_turns_are_looked_for_within_the_same_bounds(tokenizer: Text
 def test_time_is_that_of_computing(monkeypatch: pytest.MonkeyPatch, short: None) -> None:
     """A process that was stopped, or has waited for others, is not refused for it."""
     monkeypatch.setattr(sandbox, "_AGAIN_S", 0.01)
-    with bounded("x"):
+    with Limits().bounded("x"):
         signal.sigtimedwait([signal.SIGUSR1], 0.5)
 
 
@@ -101,7 +95,7 @@ def test_another_thread_lowers_no_limit_of_the_process(tokenizer: TextTokenizer)
     limits, seen = resource.getrlimit(resource.RLIMIT_DATA), []
 
     def render() -> None:
-        with bounded("x"):
+        with Limits().bounded("x"):
             seen.append(resource.getrlimit(resource.RLIMIT_DATA))
 
     (thread := threading.Thread(target=render)).start()
@@ -124,7 +118,7 @@ def test_what_a_finalizer_drops_is_raised_again(short: None, monkeypatch: pytest
         while True:
             pass
 
-    with pytest.raises(UserError, match=TIME), bounded("x"):
+    with pytest.raises(UserError, match=TIME), Limits().bounded("x"):
         compute()
     assert dropped == [sandbox._TooLong]
 
@@ -134,8 +128,19 @@ def test_a_long_conversation_has_more_time(short: None) -> None:
         while True:
             pass
 
-    with pytest.raises(UserError, match=r"more than 0\.4 s of computing"), bounded("x", 200):
+    with pytest.raises(UserError, match=r"more than 0\.52 s of computing"), Limits().bounded("x", [1] * 200):
         spin()
+    tools = "a page of tools" * 20_000
+    with pytest.raises(UserError, match=r"more than 0\.5 s of computing"), Limits().bounded("x", [1], tools):
+        spin()
+
+
+def test_a_conversation_of_megabytes_may_have_more_memory() -> None:
+    text = "\N{GRINNING FACE}" * (16 << 20)
+    with Limits().bounded("x", [{"content": text}]):
+        assert len({str(number) + text for number in range(12)}) == 12
+    with pytest.raises(UserError, match="more than 1536 MiB of memory"), Limits().bounded("x", [{"content": text}]):
+        bytes(10**11)
 
 
 def test_many_conversations_that_take_long_are_as_long_as_one(
@@ -153,11 +158,12 @@ def test_many_conversations_that_take_long_are_as_long_as_one(
 
     with pytest.raises(UserError, match=r"more than 0\.\d+ s of computing, after others that took long,"):
         render(slow, 1000)
-    owed = sandbox._owed_s
+    owed = slow.limits.owed_s
     assert 0.3 < owed < 2
     monkeypatch.setattr(sandbox, "MESSAGE_S", usual)
-    render(ChatTemplate("{{ messages }}", "x", tokenizer), 5)
-    assert sandbox._owed_s < owed, "what is not needed pays for it"
+    with slow.limits.bounded("x", TALK.messages):
+        pass
+    assert slow.limits.owed_s < owed, "what is not needed pays for it"
 
 
 def test_what_a_template_raises_is_not_kept(tokenizer: TextTokenizer) -> None:
