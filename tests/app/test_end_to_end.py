@@ -64,7 +64,8 @@ def test_a_run_leaves_every_figure(whole_run: tuple[Path, str]) -> None:
     begins += [f"mean {summary['mean_tokens_per_s']:,.0f} tokens/s, ", "exported to whole/export"]
     begins += ["sample, at most 8 tokens by transformers after the prompt: 'def "]
     begins += ["look closer with: penstock watch whole; "]
-    assert all(line.startswith(begin) for line, begin in zip(out.splitlines(), begins, strict=True)), out
+    lines = [line for line in out.splitlines() if not line.startswith("  ")]  # an item that took long on a slow machine
+    assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=True)), out
     assert load_recipe(path.parent / "tiny.py").train.steps == len(losses(path)) == 16
     for tier in ("gpu", "ram", "nvme"):
         assert 0 < summary["tiers"][tier]["peak_bytes"] <= summary["tiers"][tier]["budget_bytes"]

@@ -85,10 +85,10 @@ class Cli:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one message of a command that is refused, in this process."""
+    """The one message of a command that is refused, in this process; an item that took long is told besides."""
     capsys.readouterr()
     assert main(list(arguments)) == 2
-    error = capsys.readouterr().err
+    error = "".join(line for line in capsys.readouterr().err.splitlines(True) if not line.startswith("  "))
     assert error.startswith("error: ")
     assert (error.count("\n"), error.count("Traceback")) == (1, 0)
     return error
