@@ -118,10 +118,11 @@ class DataLoader:
             ways, then = "split or cut", ""
             if long_documents != "drop":
                 ways, then = "split", " and their trained tokens come later"
+            whose = "" if endless else " held out for validation"
             raise UserError(
-                f"data.long_documents: {long_documents} leaves nothing, because all {len(starts):,} documents are "
-                f"longer than data.sequence_length={sequence_length}{then}; raise it, or set data.long_documents to "
-                f"{ways}"
+                f"data.long_documents: {long_documents} leaves nothing, because all {len(starts):,} documents{whose} "
+                f"are longer than data.sequence_length={sequence_length}{then}; raise it, or set "
+                f"data.long_documents to {ways}"
             )
         self._start_epoch(0)
         self.report = self._pieces.report._replace(filled=self._share_filled())

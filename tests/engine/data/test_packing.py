@@ -226,6 +226,8 @@ def test_what_became_of_long_documents_is_said(tmp_path):
     leaves_nothing = r"data\.long_documents: drop leaves nothing, because all 4 documents are longer"
     with pytest.raises(UserError, match=leaves_nothing):
         loader_of(corpus, 4, long_documents="drop")
+    with pytest.raises(UserError, match="because all 2 documents held out for validation are longer"):
+        loader_of(corpus, 16, long_documents="drop", documents=np.asarray([1, 2]), endless=False)
     assert length_quantiles(corpus, [0, 0.5, 0.99, 1]) == [5, 20, 40, 40]
     assert length_histogram(corpus, [5, 16, 17]) == [0, 1, 1, 2]
 
