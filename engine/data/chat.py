@@ -4,9 +4,10 @@ What is trained of an assistant's turn is what the model has to write: the text 
 the next message begins, so the token that ends the turn is trained, and the line's end behind it where the template
 writes one. Templates with `{% generation %}` say it themselves, and those that are published say the same.
 
-The text is what `apply_chat_template` makes of the messages as they are, but for two things that templates take in one
-of two forms: content in parts is joined for one that takes texts only, and the JSON text of a call's arguments becomes
-an object for one that makes JSON of it.
+The text is what `apply_chat_template` makes of the messages as they are, but for what templates take in one of two
+forms: content in parts is joined for one that takes texts only, the JSON text of a call's arguments becomes an object
+for one that makes JSON of it, and functions as they were called before there were tools become tools for one that knows
+these alone.
 """
 
 from __future__ import annotations
@@ -125,6 +126,13 @@ class ChatTemplate:
 
     def _rendered(self, sample: Conversation, trained: Trained) -> Rendered:
         view = self._view(sample)
+        for number in view.unshown:
+            role = sample.messages[number]["role"]
+            if role != "assistant" or trained == "all":
+                raise FormError(
+                    f"{sample.where}: messages[{number}]: the chat template leaves out what the message of role "
+                    f"'{role}' says; remove it, or name another template with data.chat_template"
+                )
         turns = [i for i, message in enumerate(sample.messages) if message["role"] == "assistant"]
         ends = bool(turns) and turns[-1] == len(sample.messages) - 1
         if trained == "all":
@@ -144,9 +152,9 @@ class ChatTemplate:
         message. Raises UserError where it is refused."""
         try:
             with self.limits.bounded("chat", messages):
-                view = self._see("default", list(messages), "chat", None)
-                if view.unshown() and (parted := self._try("default", list(map(_in_parts, messages)), "chat", None)):
-                    view = view if parted.unshown() else parted
+                view = self._see("default", list(messages), "chat")
+                if view.unshown and (parted := self._try("default", list(map(_in_parts, messages)), "chat")):
+                    view = view if parted.unshown else parted
                 return view.prompt(goes_on)
         except RowError as error:
             raise UserError(str(error)) from error
@@ -159,21 +167,21 @@ class ChatTemplate:
         first: RowError | None = None
         for form in _forms(messages):
             try:
-                view = self._see(name, form, sample.where, sample.tools)
+                view = self._see(name, form, sample.where, sample)
             except RowError as error:
                 first = first or error
                 continue
             if (fault := view.fault()) is not None:
-                first = first or fault
-            elif not (unshown := view.unshown()):
+                first = first if isinstance(first, FormError) else fault
+            elif not (unshown := view.unshown):
                 return view
-            elif best is None or len(unshown) < len(best.unshown()):
+            elif best is None or len(unshown) < len(best.unshown):
                 best = view
         if isinstance(first, FormError) and best is None:
             raise first
-        unshown = list(range(len(messages))) if best is None else best.unshown()
-        parts = self._try(name, list(map(_in_parts, messages)), sample.where, sample.tools)
-        if parts is not None and (lost := sorted(set(unshown) - set(parts.unshown()))):
+        unshown = list(range(len(messages))) if best is None else best.unshown
+        parts = self._try(name, list(map(_in_parts, messages)), sample.where, sample)
+        if parts is not None and (lost := sorted(set(unshown) - set(parts.unshown))):
             raise FormError(
                 f"{sample.where}: messages[{lost[0]}]: the chat template reads `content` as a list of parts, and shows "
                 'nothing of a text; give it as [{"type": "text", "text": "..."}], or another template with '
@@ -184,31 +192,45 @@ class ChatTemplate:
             raise first
         return best
 
-    def _see(self, name: str, messages: Messages, where: str, tools: list[dict[str, Any]] | None) -> View:
+    def _see(self, name: str, messages: Messages, where: str, beside: Conversation | None = None) -> View:
+        """`beside`: whose tools and other values the template is given."""
+        given = {} if beside is None else beside.given or {}
         return View(
             self.texts[name],
             messages,
             where,
-            tools=tools,
-            special=self._special,
+            tools=None if beside is None else beside.tools,
+            special=self._special | given,
             ends=self._ends,
-            seen=self._seen[name],
+            seen=set() if given else self._seen[name],
             limits=self.limits,
         )
 
-    def _try(self, name: str, messages: Messages, where: str, tools: list[dict[str, Any]] | None) -> View | None:
+    def _try(self, name: str, messages: Messages, where: str, beside: Conversation | None = None) -> View | None:
         with contextlib.suppress(RowError):
-            return self._see(name, messages, where, tools)
+            return self._see(name, messages, where, beside)
         return None
 
 
 def _forms(messages: Messages) -> Iterator[Messages]:
     """The messages as they are, and in the other forms in which a template may want them, the most alike first."""
     parted = any(isinstance(message.get("content"), list) for message in messages)
-    for contents in (messages, list(map(_joined, messages))) if parted else (messages,):
-        yield contents
-        if (calls := list(map(_with_objects, contents))) != contents:
-            yield calls
+    with_tools = list(map(_with_tools, messages))
+    for named in (messages, with_tools) if with_tools != messages else (messages,):
+        for contents in (named, list(map(_joined, named))) if parted else (named,):
+            yield contents
+            if (calls := list(map(_with_objects, contents))) != contents:
+                yield calls
+
+
+def _with_tools(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose call of a function, or a function's answer, is that of a tool."""
+    found = {name: value for name, value in message.items() if name != "function_call"}
+    if found["role"] == "function":
+        found["role"] = "tool"
+    if "function_call" in message:
+        found.setdefault("tool_calls", [{"type": "function", "function": message["function_call"]}])
+    return found
 
 
 def _joined(message: dict[str, Any]) -> dict[str, Any]:
@@ -227,13 +249,20 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose calls have their arguments as objects, which templates turn into JSON; OpenAI has that JSON."""
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = dict(call.get("function", call))
-        if isinstance(arguments := function.get("arguments"), str):
-            with contextlib.suppress(ValueError):
-                function["arguments"] = json.loads(arguments)
-        calls.append(call | {"function": function} if "function" in call else function)
-    return message | {"tool_calls": calls}
+    found = dict(message)
+    if "function_call" in message:
+        found["function_call"] = _with_object(message["function_call"])
+    if "tool_calls" in message:
+        found["tool_calls"] = [
+            call | {"function": _with_object(call["function"])} if "function" in call else _with_object(call)
+            for call in message["tool_calls"]
+        ]
+    return found
+
+
+def _with_object(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            return function | {"arguments": json.loads(arguments)}
+    return function

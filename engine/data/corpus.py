@@ -291,7 +291,7 @@ def _fill(writer: CorpusWriter, part: DataConfig, encoder: Encoder, sizes: Mappi
     return bad
 
 
-_VERSION = 3
+_VERSION = 4
 """Of what is made of the same files by the same tokenizer; another one finds nothing that was kept."""
 
 

@@ -33,6 +33,8 @@ class Conversation:
     where it is not given."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the functions that the assistant may call."""
+    given: dict[str, Any] | None = None
+    """What else the template is given by name."""
     plain: Completion | None = None
     """What takes its place where the tokenizer has no chat template; None: it cannot do without."""
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from penstock.engine.data.rows import RowError, TurnsError
@@ -45,13 +46,13 @@ class View:
         where: str,
         *,
         tools: list[dict[str, Any]] | None = None,
-        special: dict[str, Any],
+        special: Mapping[str, Any],
         ends: frozenset[str],
         seen: set[tuple[Any, ...]],
         limits: Limits,
     ) -> None:
-        """`special`: what templates know tokens by; `ends`: texts of the special tokens, one of which may end a turn;
-        `seen`: sorts of messages whose texts the template is known to show.
+        """`special`: what templates know by name, tokens first of all; `ends`: texts of the special tokens, one of
+        which may end a turn; `seen`: sorts of messages whose texts the template is known to show.
 
         RowError where the template refuses the conversation.
         """
@@ -88,7 +89,7 @@ class View:
         if refused is not None:  # without the error, which may hold hundreds of megabytes
             of = "" if len(messages) == len(self.messages) else f" with its first {len(messages)} messages"
             raise RowError(f"{self._where}: the chat template refuses the conversation{of}: {refused}")
-        self._limits.require_modest(texts[0], (messages, self._tools), self._where)
+        self._limits.require_modest(texts[0], (messages, self._tools, self._special), self._where)
         return texts[0], spans[0] if self._has_markers else []
 
     def prompt(self, goes_on: bool) -> str:
@@ -271,17 +272,18 @@ class View:
             for arguments in _arguments(message):
                 if isinstance(arguments, str) and json.dumps(arguments, ensure_ascii=False) in self.text:
                     return self._form(number, "the chat template makes JSON of arguments that are JSON already")
-                if isinstance(arguments, dict | list) and arguments and str(arguments) in self.text:
+                if any(str(value) in self.text for value in _unlike_json(arguments)):
                     return self._form(
                         number,
-                        "arguments of a call are an object, which the chat template prints as Python does; give them "
-                        "as JSON text",
+                        "arguments of a call are an object, which the chat template prints as Python does, or a part "
+                        "of it; give them as JSON text, or another template with data.chat_template",
                     )
         return None
 
     def _form(self, number: int, what: str) -> FormError:
         return FormError(f"{self._where}: messages[{number}]: {what}")
 
+    @cached_property
     def unshown(self) -> list[int]:
         """Messages whose texts do not come out of the template."""
         return [number for number in range(len(self.messages)) if not self._shows(number, self.text)]
@@ -330,6 +332,17 @@ def common_prefix(one: str, other: str) -> str:
 def _calls(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for call in message.get("tool_calls", []):
         yield call.get("function", call)
+    if "function_call" in message:
+        yield message["function_call"]
+
+
+def _unlike_json(value: Any) -> Iterator[Any]:
+    """The objects and lists in a value, itself among them, that Python prints otherwise than JSON has them."""
+    if isinstance(value, dict | list):
+        if str(value) != json.dumps(value, ensure_ascii=False):
+            yield value
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _unlike_json(inner)
 
 
 def _names(message: dict[str, Any]) -> list[str]:

@@ -346,3 +346,54 @@ def test_a_turn_whose_text_is_left_out_is_refused(folder: Path, tmp_path: Path) 
     refused(
         encoder_of(folder, CHATML, tmp_path), call, r"leaves out what messages\[1\] says.*set the message's weight to 0"
     )
+
+
+def test_no_part_of_arguments_is_printed_as_python_prints_it(folder: Path, tmp_path: Path) -> None:
+    call = "{{- '<tool_call>' + call.function.name + (call.function.arguments | tojson) -}}"
+    items = (
+        "{{- call.function.name -}}{%- for k, v in call.function.arguments.items() -%}{{- k ~ '=' ~ v -}}{%- endfor -%}"
+    )
+    assert call in THINKING
+    encoder = encoder_of(folder, THINKING.replace(call, items), tmp_path)
+    inner: dict[str, Any] = {"city": {"name": "Rome"}}
+    for arguments in (inner, json.dumps(inner), {"days": ["Monday"]}):
+        function = {"name": "weather", "arguments": arguments}
+        calling = [USER, {"role": "assistant", "tool_calls": [{"function": function}]}]
+        refused(encoder, calling, r"messages\[1\]: arguments of a call are an object, which .* or a part of it; give")
+    function = {"name": "weather", "arguments": '{"city": "Rome", "days": [1, 2]}'}
+    found = encoded(encoder, [USER, {"role": "assistant", "tool_calls": [{"function": function}]}])
+    assert trained(encoder, found)[0].endswith("weathercity=Romedays=[1, 2]<|im_end|>\n")
+
+
+def test_what_anybody_says_is_shown_or_the_conversation_is_refused(folder: Path, tmp_path: Path) -> None:
+    deaf = unmarked(CHATML).replace("for message in messages", "for message in messages if message.role != 'system'")
+    refused(encoder_of(folder, deaf, tmp_path), CHAT, r"messages\[0\]: .* leaves out what the message of role 'system'")
+    other = [
+        USER | {"content": [{"type": "input_text", "text": "?"}]},
+        BOT | {"content": [{"type": "text", "text": "x"}]},
+    ]
+    reading = unmarked(CHATML).replace("{{- message.content + '<|im_end|>\\n' -}}", BOTH + "{{- '<|im_end|>\\n' -}}")
+    encoder = encoder_of(folder, reading.replace("{%- if message.content is string -%}", "{%- if false -%}"), tmp_path)
+    refused(encoder, other, r"messages\[0\]: the chat template leaves out what the message of role 'user' says; remove")
+
+
+def test_functions_as_they_were_before_tools_are_rendered_as_they_stand(folder: Path, tmp_path: Path) -> None:
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    talk = [USER, {"role": "assistant", "function_call": function}, {"role": "function", "content": "sun"}, BOT]
+    call = "{%- for call in message.tool_calls or [] -%}"
+    assert call in THINKING
+    old = THINKING.replace(call, "{%- for call in [{'function': message.function_call}] if message.function_call -%}")
+    for template, role in ((THINKING, "tool"), (old, "function")):
+        encoder = encoder_of(folder, template, tmp_path, trained_tokens="all")
+        text = encoder._tokenizer.decode(encoded(encoder, talk).ids)
+        assert f'<tool_call>weather{{"city": "Rome"}}<|im_end|>\n<|im_start|>{role}\nsun<|im_end|>' in text
+
+
+def test_a_row_gives_its_template_what_it_names(folder: Path, tmp_path: Path) -> None:
+    template = "{%- if thinks is defined and not thinks -%}{{- '/no' -}}{%- endif -%}" + CHATML
+    encoder = encoder_of(folder, template, tmp_path)
+    plain = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    for named in (None, {"thinks": False}, {"thinks": True}):
+        (found,) = encoder.encode([Conversation("c", CHAT, None, named)])
+        expected = plain.apply_chat_template(CHAT, chat_template=template, tokenize=False, **(named or {}))
+        assert plain.decode(found.ids) == expected

@@ -150,7 +150,9 @@ def test_many_conversations_that_take_long_are_as_long_as_one(
     usual = sandbox.MESSAGE_S
     monkeypatch.setattr(sandbox, "CPU_S", 0.9)
     monkeypatch.setattr(sandbox, "MESSAGE_S", 1e-4)
-    slow = ChatTemplate("{% for i in range(9999) %}{% for j in range(20) %}{% endfor %}{% endfor %}", "x", tokenizer)
+    slow = ChatTemplate(
+        "{% for i in range(9999) %}{% for j in range(20) %}{% endfor %}{% endfor %}{{ messages }}", "x", tokenizer
+    )
 
     def render(template: ChatTemplate, times: int) -> None:
         for _ in range(times):
@@ -178,10 +180,13 @@ def test_much_text_is_counted_over_all_conversations(tokenizer: TextTokenizer) -
     """A fixed text such as a long system prompt is not much, and neither is what is as long as what was given."""
     long = [*TALK.messages[:1], {"role": "assistant", "content": "b" * (1 << 20)}]
     for text, messages in (("{{ 'a' * 60000 }}", TALK.messages), ("{{ messages[1].content * 8 }}", long)):
-        template = ChatTemplate(text, "x", tokenizer)
+        template = ChatTemplate("{{ messages[0].content ~ messages[1].content }}" + text, "x", tokenizer)
         for _ in range(100 if messages is TALK.messages else 3):
             template.render(Conversation("rows.jsonl:7", messages, None), "all")
-    hostile, rendered = ChatTemplate("{{ 'a' * 500000 }}", "x", tokenizer), []
+    hostile, rendered = (
+        ChatTemplate("{{ messages[0].content ~ messages[1].content ~ 'a' * 499998 }}", "x", tokenizer),
+        [],
+    )
 
     def render() -> None:
         for _ in range(100):
