@@ -10,7 +10,7 @@ from penstock.engine.config import DataConfig
 from penstock.engine.data import needles
 from penstock.engine.data.files.base import read_rows
 from penstock.engine.data.files.splits import split_files
-from penstock.engine.data.formats.base import FileFormat, RowFormat, find_format
+from penstock.engine.data.formats.base import FileFormat, RowFormat, find_format, require_wanted
 from penstock.engine.data.position import Progress
 from penstock.engine.data.rows import BadRows, RowError
 from penstock.engine.data.samples import Completion, Conversation, Ids, Sample, Text, content_texts
@@ -107,6 +107,8 @@ def _converted(reader: RowFormat, columns: dict[str, str], file: Path, bad: BadR
     for where, fields in read_rows(file, bad):
         try:
             sample = reader.convert(renamed(fields, columns), where)
+            if isinstance(sample, Conversation | Completion):
+                require_wanted(fields, where)
         except RowError as error:
             bad.add(error)
             continue

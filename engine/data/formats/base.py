@@ -106,6 +106,17 @@ def is_preference(fields: dict[str, Any]) -> bool:
     return fields.get("chosen") is not None and fields.get("rejected") is not None
 
 
+def require_wanted(fields: dict[str, Any], where: str) -> None:
+    """RowError where a row says that its answer is one that nobody wants, as unpaired preferences have them."""
+    for name in ("label", "kto_tag"):
+        value = fields.get(name)
+        if value is False or (isinstance(value, str) and value.lower() == "false"):
+            raise RowError(
+                f"{where}: `{name}` is false: its answer is not wanted, and preference training is not supported; "
+                "remove the rows of such answers, or the column where it means something else"
+            )
+
+
 def text_field(fields: dict[str, Any], name: str, where: str) -> str:
     """A field that is text. RowError where it is missing, or anything else."""
     value = required(fields, name, where)

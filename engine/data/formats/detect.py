@@ -79,7 +79,7 @@ def _format_of(rows: list[dict[str, Any]], file: Path) -> tuple[str, dict[str, s
     if any(map(_is_unpaired, rows)):
         raise UserError(
             f"{printable(file)}: `label` says which completions are wanted, and preference training is not supported; "
-            "remove the rows whose label is false, and set data.source=prompt_completion"
+            "remove the rows whose label is false, and set data.source=prompt_completion, or with it data.bad_rows=skip"
         )
     for source in FORMATS:
         reader = find_format(source)

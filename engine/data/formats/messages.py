@@ -1,21 +1,34 @@
 """Conversations as OpenAI writes them: `messages`, each with `role` and `content`; `tools` beside them.
 
-Content may come in parts, where all of them are text. A `function_call` and a `function` role, as they were
-called before there were tools, become those of today. `weight` of a message, 0 or a number, is how much its tokens
-count where they are trained.
+Content may come in parts, where all of them are text. `weight` of a message, 0 or a number, is how much its tokens
+count where they are trained; `train`, `training` or `loss` that is false, and `masked` that is true, say 0 as well.
+`system` beside the messages is the first of them; `chat_template_kwargs` are what a template is given by name.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine.data.formats.base import PREFERENCE, WEIGHTS, is_preference, is_weight, kind, list_field, unpacked
+from penstock.engine.data.formats.base import (
+    PREFERENCE,
+    WEIGHTS,
+    is_preference,
+    is_weight,
+    kind,
+    list_field,
+    optional_text,
+    unpacked,
+)
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Conversation, content_texts
 from penstock.storage.untrusted import one_line
 
-FIELDS = ("messages", "tools")
+FIELDS = ("messages", "tools", "system", "chat_template_kwargs")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_UNTRAINED = {"train": False, "training": False, "loss": False, "masked": True}
+"""How other tools say of a message that its tokens count nothing."""
+_NOT_GIVEN = ("conversations", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
+"""What a template knows by these names is said elsewhere."""
 
 
 def matches(fields: dict[str, Any]) -> bool:
@@ -23,9 +36,9 @@ def matches(fields: dict[str, Any]) -> bool:
 
 
 def convert(fields: dict[str, Any], where: str) -> Conversation:
-    messages = read_messages(list_field(fields, "messages", where), where, "messages")
+    messages = with_system(read_messages(list_field(fields, "messages", where), where, "messages"), fields, where)
     require_answer(messages, fields, where)
-    return Conversation(where, messages, read_tools(fields, where))
+    return Conversation(where, messages, read_tools(fields, where), read_kwargs(fields, where))
 
 
 def has_messages(value: Any) -> bool:
@@ -37,7 +50,7 @@ def has_messages(value: Any) -> bool:
 def read_messages(values: list[Any], where: str, field: str) -> list[dict[str, Any]]:
     """Messages as templates want them. RowError naming the message that is none, or that nobody says anything."""
     messages = [_message(value, f"{where}: {field}[{index}]") for index, value in enumerate(values)]
-    if not any(any(content_texts(message.get("content"))) or message.get("tool_calls") for message in messages):
+    if not any(any(content_texts(message.get("content"))) or _calls(message) for message in messages):
         raise RowError(f"{where}: the conversation is empty: no message has any `content`")
     return messages
 
@@ -53,9 +66,40 @@ def read_tools(fields: dict[str, Any], where: str) -> list[dict[str, Any]] | Non
     tools = unpacked(fields.get("tools"))
     if tools in (None, ""):
         return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    if not isinstance(tools, list):
         raise RowError(f"{where}: `tools` is {kind(tools)}; expected a list of JSON schemas of functions")
+    tools = [unpacked(tool) for tool in tools]
+    wrong = next((number for number, tool in enumerate(tools) if not isinstance(tool, dict)), None)
+    if wrong is not None:
+        raise RowError(f"{where}: tools[{wrong}] is {kind(tools[wrong])}; expected the JSON schema of a function")
     return tools
+
+
+def read_kwargs(fields: dict[str, Any], where: str) -> dict[str, Any] | None:
+    """The `chat_template_kwargs` of a row: what its template is given by name, as TRL does."""
+    given = unpacked(fields.get("chat_template_kwargs"))
+    if given in (None, ""):
+        return None
+    if not isinstance(given, dict):
+        raise RowError(f"{where}: `chat_template_kwargs` is {kind(given)}; expected an object")
+    wrong = next((name for name in given if name in _NOT_GIVEN), None)
+    if wrong is not None:
+        raise RowError(f"{where}: `chat_template_kwargs` cannot give `{wrong}`; remove it there")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def with_system(messages: list[dict[str, Any]], fields: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Messages behind the `system` of their row. RowError where they begin with another one."""
+    system = optional_text(fields, "system", where)
+    if not system:
+        return messages
+    if messages[:1] and messages[0]["role"] == "system":
+        if "".join(content_texts(messages[0].get("content"))) != system:
+            raise RowError(
+                f"{where}: `system` is another text than the system message of the conversation; remove one of them"
+            )
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:
@@ -66,21 +110,26 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if role not in ROLES:
         found = "no `role`" if role is None else f"the role '{one_line(role, 40)}'"
         raise RowError(f"{where} has {found}; roles are {', '.join(ROLES)}")
-    if role == "function":
-        message["role"] = "tool"
     if "function_call" in message:
-        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
+        message["function_call"] = _tool_calls([unpacked(message["function_call"])], where, "function_call")[0]
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], where)
         if not message["tool_calls"]:
             del message["tool_calls"]
     if "content" in message:
         _require_text(message["content"], where)
-    elif "tool_calls" not in message:
+    elif not _calls(message):
         raise RowError(f"{where} has no `content`; give it a text")
     if "weight" in message:
         require_weight(message["weight"], where)
+    if any(message.get(name) is value for name, value in _UNTRAINED.items()):
+        message["weight"] = 0
     return message
+
+
+def _calls(message: dict[str, Any]) -> Any:
+    """The calls of a message; false where there are none."""
+    return message.get("tool_calls") or message.get("function_call")
 
 
 def require_weight(weight: Any, where: str) -> None:
@@ -102,12 +151,12 @@ def _require_text(content: Any, where: str) -> None:
             raise RowError(f"{where}: `content` has a part that is {what}; only text can be trained on, remove it")
 
 
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def _tool_calls(calls: Any, where: str, field: str = "tool_calls") -> list[dict[str, Any]]:
     calls = unpacked(calls)
     if not isinstance(calls, list):
-        raise RowError(f"{where}: `tool_calls` is {kind(calls)}; expected a list")
+        raise RowError(f"{where}: `{field}` is {kind(calls)}; expected a list")
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RowError(f"{where}: a call in `tool_calls` names no function; it needs function.name and .arguments")
+            raise RowError(f"{where}: a call in `{field}` names no function; it needs function.name and .arguments")
     return calls

@@ -1,24 +1,24 @@
 """`prompt` and `completion`: two texts, or two lists of messages; only the completion is trained, unless all is.
 
-Of messages, `tools` are read too, and an assistant's turn in the prompt counts nothing.
+Of messages, what stands beside them is read too, and an assistant's turn in the prompt counts nothing.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine.data.formats.base import kind, required, unpacked
-from penstock.engine.data.formats.messages import has_messages, read_messages, read_tools
+from penstock.engine.data.formats.base import kind, optional_text, required, unpacked
+from penstock.engine.data.formats.messages import has_messages, read_kwargs, read_messages, read_tools, with_system
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Completion, Conversation
 
-FIELDS = ("prompt", "completion", "tools")
+FIELDS = ("prompt", "completion", "tools", "system", "chat_template_kwargs")
 
 
 def matches(fields: dict[str, Any]) -> bool:
+    """Also where one is a text and the other messages, which is refused: neither is a conversation alone."""
     prompt, completion = fields.get("prompt"), fields.get("completion")
-    texts = isinstance(prompt, str) and isinstance(completion, str)
-    return texts or (has_messages(prompt) and has_messages(completion))
+    return all(isinstance(value, str) or has_messages(value) for value in (prompt, completion))
 
 
 def convert(fields: dict[str, Any], where: str) -> Completion | Conversation:
@@ -26,16 +26,22 @@ def convert(fields: dict[str, Any], where: str) -> Completion | Conversation:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
             raise RowError(f"{where}: `completion` is empty, so there is nothing to train on")
+        if optional_text(fields, "system", where):
+            raise RowError(
+                f"{where}: `system` cannot be used beside a `prompt` that is a text; put it into the prompt, or give "
+                "both as lists of messages"
+            )
         return Completion(where, prompt, completion)
     if isinstance(prompt, str) or isinstance(completion, str):
         raise RowError(
             f"{where}: one of `prompt` and `completion` is a text and the other a list; both must be of the same kind"
         )
-    asked = [message | {"weight": 0} for message in read_messages(prompt, where, "prompt")]
+    before = with_system(read_messages(prompt, where, "prompt"), fields, where)
+    asked = [message | {"weight": 0} for message in before]
     answered = read_messages(completion, where, "completion")
     if not any(message["role"] == "assistant" for message in answered):
         raise RowError(f"{where}: `completion` has no assistant message, so there is nothing to train on")
-    return Conversation(where, asked + answered, read_tools(fields, where))
+    return Conversation(where, asked + answered, read_tools(fields, where), read_kwargs(fields, where))
 
 
 def _messages_or_text(fields: dict[str, Any], name: str, where: str) -> str | list[Any]:

@@ -1,19 +1,20 @@
 """ShareGPT's conversations: `conversations`, each with `from` and `value`; `system` and `tools` beside them.
 
-`role` and `content` in their place are read as well. A `function_call` is JSON with `name` and `arguments`.
+`role` and `content` in their place are read as well, and what else a message has. A `function_call` is JSON with
+`name` and `arguments`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine.data.formats.base import kind, list_field, optional_text, unpacked
-from penstock.engine.data.formats.messages import read_messages, read_tools, require_answer
+from penstock.engine.data.formats.base import kind, list_field, unpacked
+from penstock.engine.data.formats.messages import read_kwargs, read_messages, read_tools, require_answer, with_system
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Conversation
 from penstock.storage.untrusted import one_line
 
-FIELDS = ("conversations", "system", "tools")
+FIELDS = ("conversations", "system", "tools", "chat_template_kwargs")
 ROLES = {
     "system": "system",
     "human": "user",
@@ -46,12 +47,9 @@ def has_turns(value: Any) -> bool:
 def convert(fields: dict[str, Any], where: str) -> Conversation:
     turns = list_field(fields, "conversations", where)
     messages = [_message(turn, f"{where}: conversations[{index}]") for index, turn in enumerate(turns)]
-    system = optional_text(fields, "system", where)
-    if system and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
-    read = read_messages(messages, where, "conversations")
+    read = with_system(read_messages(messages, where, "conversations"), fields, where)
     require_answer(read, fields, where)
-    return Conversation(where, read, read_tools(fields, where))
+    return Conversation(where, read, read_tools(fields, where), read_kwargs(fields, where))
 
 
 def _message(turn: Any, where: str) -> dict[str, Any]:
@@ -62,10 +60,10 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
     if role is None:
         found = "no `from`" if who is None else f"`from` '{one_line(who, 40)}'"
         raise RowError(f"{where} has {found}; known are {', '.join(ROLES)}")
-    if value is None:
+    if value is None and "from" in turn:
         raise RowError(f"{where} has no `value`; give it a text")
-    message = {"role": role} | ({"weight": turn["weight"]} if turn.get("weight") is not None else {})
-    if who != "function_call":
+    message = {name: item for name, item in turn.items() if name not in ("from", "value")} | {"role": role}
+    if str(who).lower() != "function_call":
         return message | {"content": value}
     called = unpacked(value)
     calls = called if isinstance(called, list) else [called]

@@ -39,7 +39,7 @@ def turns(sample: Conversation) -> list[tuple[str, Any]]:
     return [(message["role"], message.get("content", "")) for message in sample.messages]
 
 
-def test_messages_with_tools_parts_and_old_functions(tmp_path: Path) -> None:
+def test_messages_with_tools_and_parts_and_functions_as_they_stand(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "How is it "}, {"type": "text", "text": "there?"}]
     row = {
         "messages": [
@@ -68,8 +68,8 @@ def test_messages_with_tools_parts_and_old_functions(tmp_path: Path) -> None:
         ]
     }
     sample = conversation(tmp_path, "messages", old)
-    assert sample.messages[0]["tool_calls"] == [{"type": "function", "function": CALL["function"]}]
-    assert sample.messages[1]["role"] == "tool"
+    assert sample.messages[0] == {"role": "assistant", "function_call": CALL["function"]}
+    assert sample.messages[1]["role"] == "function"
 
 
 def test_messages_come_as_json_in_a_column_of_csv(tmp_path: Path) -> None:
@@ -140,6 +140,14 @@ def test_tokens_and_what_of_them_is_trained(tmp_path: Path) -> None:
         {"ids": [5, 6, 7], "labels": [-100, 6, 7]},
         {"tokens": [5, 6, 7, 0], "loss_mask": [0, 0.5, 1, 0], "attention_mask": [1, 1, 1, 0]},
         {"input_ids": [5, 6], "completion_mask": [False, True]},
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "loss_mask": [1, 0, 1], "weights": [1, 1, 0.5]},
+        {"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1], "assistant_masks": [0, 0, 1]},
+        {
+            "input_ids": [0, 5, 6],
+            "attention_mask": [0, 1, 1],
+            "position_ids": [0, 0, 1],
+            "special_tokens_mask": [1, 0, 0],
+        },
     ]
     found = samples_of(tmp_path, "tokens", *rows)
     assert [(sample.ids, sample.weights) for sample in found if isinstance(sample, Ids)] == [
@@ -147,9 +155,44 @@ def test_tokens_and_what_of_them_is_trained(tmp_path: Path) -> None:
         ([5, 6, 7], [0, 1, 1]),
         ([5, 6, 7], [0, 0.5, 1]),
         ([5, 6], [0, 1]),
+        ([5, 6, 7], [0, 0, 0.5]),
+        ([5, 6, 7], [0, 0, 1]),
+        ([5, 6], None),
     ]
 
 
+def test_what_stands_beside_messages_is_read_whatever_the_format(tmp_path: Path) -> None:
+    turns_ = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    beside = {"system": "Be brief.", "tools": [json.dumps(WEATHER)], "chat_template_kwargs": {"thinks": False}}
+    rows: dict[str, Any] = {
+        "messages": {"messages": turns_},
+        "sharegpt": {"conversations": turns_},
+        "prompt_completion": {"prompt": turns_[:1], "completion": turns_[1:]},
+    }
+    for source, row in rows.items():
+        sample = conversation(tmp_path, source, row | beside)
+        assert turns(sample) == [("system", "Be brief."), ("user", "a"), ("assistant", "b")]
+        assert (sample.tools, sample.given) == ([WEATHER], {"thinks": False})
+    given = [{"role": "system", "content": "Be brief."}, *turns_]
+    assert len(conversation(tmp_path, "messages", {"messages": given} | beside).messages) == 3
+
+
+def test_a_message_keeps_what_it_has_and_may_say_in_other_words_that_it_is_not_trained(tmp_path: Path) -> None:
+    said = {"role": "assistant", "content": "b"}
+    for more in ({"train": False}, {"training": False}, {"loss": False}, {"masked": True}):
+        assert conversation(tmp_path, "messages", {"messages": [SAYS, said | more]}).messages[1]["weight"] == 0
+        shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"} | more]
+        assert conversation(tmp_path, "sharegpt", {"conversations": shared}).messages[1]["weight"] == 0
+    for more in ({"train": True}, {"masked": False}, {"loss": 0.5}):
+        assert "weight" not in conversation(tmp_path, "messages", {"messages": [SAYS, said | more]}).messages[1]
+    calling = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"}
+    sample = conversation(tmp_path, "sharegpt", {"conversations": [{"from": "human", "value": "a"}, calling]})
+    assert (sample.messages[1]["tool_calls"], sample.messages[1]["reasoning_content"]) == ([CALL], "hm")
+    shouted = {"from": "Function_Call", "value": '{"name": "weather", "arguments": {}}'}
+    assert "tool_calls" in conversation(tmp_path, "sharegpt", {"conversations": [shouted]}).messages[0]
+
+
+SAYS = {"role": "user", "content": "a"}
 BAD: list[tuple[str, Any, str]] = [
     ("jsonl", {"content": "a"}, 'no `text` field; the row has content; name the one .* data.columns={"text": "..."}'),
     ("jsonl", {"text": 7}, "no `text` field that is a string; it holds a number"),
@@ -181,6 +224,24 @@ BAD: list[tuple[str, Any, str]] = [
     ("tokens", {"input_ids": [1, 2], "labels": [2, -100]}, r"labels\[0\] is 2 where the id is 1; .*not shifted"),
     ("tokens", {"input_ids": [1, 2], "weights": [1, -1]}, r"weights\[1\] is -1"),
     ("tokens", {"text": "a"}, "no `input_ids` field"),
+    ("tokens", {"input_ids": [1, 2], "attention_mask": ["0", "1"]}, r"attention_mask\[0\] is 0; expected 0 or 1"),
+    ("tokens", {"input_ids": [1, 2], "attention_mask": [1, 2]}, r"attention_mask\[1\] is 2"),
+    ("tokens", {"input_ids": [1, 2], "position_ids": [0, 0]}, "`position_ids` says that the row has several documents"),
+    ("tokens", {"input_ids": [1, 2], "seq_lengths": [1, 1]}, "`seq_lengths` says that the row has several documents"),
+    (
+        "tokens",
+        {"input_ids": [1, 2], "target_mask": [0, 1]},
+        '`target_mask` is not read; .*{"loss_mask": "target_mask"}',
+    ),
+    ("messages", {"messages": [SAYS], "tools": [1]}, r"tools\[0\] is a number; expected the JSON schema"),
+    ("messages", {"messages": [SAYS], "chat_template_kwargs": "x"}, "`chat_template_kwargs` is a text"),
+    ("messages", {"messages": [SAYS], "chat_template_kwargs": {"tools": []}}, "cannot give `tools`"),
+    ("messages", {"messages": [SAYS], "label": False}, "`label` is false: its answer is not wanted"),
+    ("messages", {"messages": [{"role": "system", "content": "a"}], "system": "b"}, "`system` is another text than"),
+    ("sharegpt", {"conversations": [{"from": "gpt", "value": "a"}], "kto_tag": False}, "`kto_tag` is false"),
+    ("sharegpt", {"conversations": [{"from": "system", "value": "a"}], "system": "b"}, "`system` is another text than"),
+    ("prompt_completion", {"prompt": "a", "completion": "b", "label": "False"}, "`label` is false"),
+    ("prompt_completion", {"prompt": "a", "completion": "b", "system": "c"}, "`system` cannot be used beside"),
 ]
 
 
@@ -276,7 +337,8 @@ def test_any_row_is_a_sample_or_a_bad_row(fields: dict[str, Any], source: str) -
     assert refusal.startswith("a:1") or not refusal
     assert "\n" not in refusal
     if isinstance(sample, Conversation):
-        assert {message["role"] for message in sample.messages} <= {"system", "developer", "user", "assistant", "tool"}
+        roles = {message["role"] for message in sample.messages}
+        assert roles <= {"system", "developer", "user", "assistant", "tool", "function"}
         assert all(isinstance(message.get("content", ""), str) for message in sample.messages)
         assert all(0 <= message.get("weight", 1) < float("inf") for message in sample.messages)
     if isinstance(sample, Ids):
@@ -314,6 +376,13 @@ def test_preference_pairs_are_named(tmp_path: Path) -> None:
     file.write_text(json.dumps({"prompt": "?", "completion": "no", "label": False}))
     with pytest.raises(UserError, match=r"`label` says which completions are wanted"):
         detect(file)
+    with pytest.raises(UserError, match=r"`label` is false: its answer is not wanted"):
+        samples_of(tmp_path, "prompt_completion", {"prompt": "?", "completion": "no", "label": False})
+    for row in ({"prompt": "?", "completion": good}, {"prompt": question, "completion": "yes"}):
+        file.write_text(json.dumps(row))
+        assert detect(file).source == "prompt_completion", "neither half alone is a conversation"
+        with pytest.raises(UserError, match="both must be of the same kind"):
+            samples_of(tmp_path, "prompt_completion", row)
     file.write_text(json.dumps({"model_a": question + good, "model_b": question + bad}))
     with pytest.raises(UserError, match=r"the columns model_a, model_b all hold conversations; name the one"):
         detect(file)
