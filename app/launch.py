@@ -245,6 +245,11 @@ def require_weights(recipe: Recipe) -> None:
     if any(folder.glob("*.safetensors")):
         linked_files(folder)  # that none is refused at the end, by the export
         return _require_tied(recipe, folder)
+    if any(folder.glob("*.bin")):
+        raise UserError(
+            f"model.path: {folder} has weights as *.bin, which can run code and are not read, and no *.safetensors; "
+            "load the model with transformers and save it with save_pretrained, which writes safetensors"
+        )
     reason = (
         "is not a folder" if folder.is_file() else "contains no *.safetensors" if folder.exists() else "does not exist"
     )

@@ -97,7 +97,7 @@ def open_session(
     prepared, spec, new_rows = describe_run(recipe, run_dir, checklist)
     start = None if resume else adapter_start(recipe, spec, observer)
     if not resume:
-        for remark in _remarks(recipe, prepared.tokenizer, spec):
+        for remark in _remarks(recipe, prepared.tokenizer, spec, new_rows):
             observer.on_message(remark)
     loader = make_loader(prepared.corpus, spec, recipe)
     validation = make_validation(prepared.corpus, spec, recipe)
@@ -251,10 +251,18 @@ def open_session(
     return session
 
 
-def _remarks(recipe: Recipe, tokenizer: TextTokenizer | None, spec: ModelSpec) -> list[str]:
+def _remarks(
+    recipe: Recipe, tokenizer: TextTokenizer | None, spec: ModelSpec, new_rows: weights.NewRows | None
+) -> list[str]:
     """What is to be said of a new run's model folder, and of a tokenizer that is not the model's own."""
     folder = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
     said = [] if folder is None else [f"model.path: {remark}" for remark in remarks_on_weights(folder)]
+    unused = [] if folder is None else weights.unused_tensors(folder, spec, new_rows and new_rows.stored)
+    if unused:
+        said.append(
+            f"model.path: {folder}: the model that config.json describes has no use for {len(unused):,} of the tensors "
+            f"there, the first is '{one_line(unused[0])}'; they are not trained, and an export has them as they are"
+        )
     if tokenizer is not None and tokenizer.folder != folder:
         other = read_otherwise(tokenizer, spec.model_type)
         said += [] if other is None else [other]

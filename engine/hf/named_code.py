@@ -25,9 +25,9 @@ def named_code(folder: Path, files: Mapping[str, bytes]) -> tuple[dict[str, byte
     missing = []
     while wanted and len(found) < _MOST:
         name = wanted.pop(0)
-        if name in found or name in missing or not is_plain_name(name):
+        if name in found or name in missing:
             continue
-        if not has_model_file(folder, name):
+        if not is_plain_name(name) or not has_model_file(folder, name):
             missing.append(name)
             continue
         found[name] = read_model_file(folder, name, _BYTES)

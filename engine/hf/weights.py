@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -137,6 +138,12 @@ def _read_block(reader: CheckpointReader, layout: CheckpointLayout, block: str) 
             elif not _same_bits(done[name], tensor.float()):
                 first = next(c for c in layout.of_block[block] if name in (layout.canonical[t] for t in c.targets))
                 raise _not_tied(reader, first.sources[0], conversion.sources[0])
+
+
+def unused_tensors(folder: Path, spec: ModelSpec, stored: PretrainedConfig | None = None) -> list[str]:
+    """Names of a checkpoint's tensors that the model has no use for, without those that its class knows of."""
+    plan = CheckpointLayout(spec, CheckpointReader(folder), stored).plan
+    return [name for name in plan.unused if not any(re.search(known, name) for known in plan.known_unused)]
 
 
 def require_tied(folder: Path, config: PretrainedConfig) -> None:

@@ -146,6 +146,7 @@ def test_several_templates_travel_and_code_that_a_config_names(tmp_path: Path, c
     tokenizer.chat_template = {"default": TEMPLATE, "tool_use": TOOLS}
     tokenizer.save_pretrained(model)
     names = {"AutoConfig": "configuration_own.OwnConfig", "AutoModel": "somebody/else--modeling_far.Far"}
+    names["AutoModelForY"] = "code/modeling_own.Own"
     changed(model, auto_map=names | {"AutoModelForCausalLM": "modeling_own.Own", "AutoModelForX": "gone.Gone"})
     changed(model, "tokenizer_config", auto_map={"AutoTokenizer": ["tokenization_own.Own", None]})
     code = {f"{name}.py": "raise SystemExit\n" for name in ("configuration_own", "tokenization_own", "helper")}
@@ -156,7 +157,7 @@ def test_several_templates_travel_and_code_that_a_config_names(tmp_path: Path, c
     out = tmp_path / "out"
     assert main(["export", str(run), str(out)]) == 0
     said = capsys.readouterr().out.replace("\n", " ")
-    assert re.search(r"auto_map names code that \S+ does not have: gone\.py", said)
+    assert re.search(r"auto_map names code that \S+ does not have: code/modeling_own\.py, gone\.py", said)
     assert {file.name: file.read_text() for file in out.glob("*.py")} == code
     assert AutoModelForCausalLM.from_pretrained(out, trust_remote_code=False).config.model_type == "qwen3"
     found = AutoTokenizer.from_pretrained(out, trust_remote_code=False)
@@ -297,4 +298,24 @@ def test_a_vocabulary_of_a_package_that_is_missing(tmp_path: Path, content: byte
     (model / "tokenizer.json").unlink()
     (model / "tokenizer.model").write_bytes(content)
     with pytest.raises(UserError, match=f"takes the package {package}, which is not installed; install it with `pip "):
+        trained(tmp_path, model)
+
+
+def test_tensors_that_the_model_has_no_use_for_are_told_of_and_travel(tmp_path: Path, capsys: Captured) -> None:
+    """As where a config.json has fewer layers than the weights."""
+    model = make_chat_model(tmp_path / "model")
+    changed(model, num_hidden_layers=1, layer_types=["full_attention"])
+    run = trained(tmp_path, model)
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "has no use for 11 of the tensors there, the first is 'model.layers.1." in said
+    assert tensors(penstock.export(run, tmp_path / "out")).keys() == tensors(model).keys()
+
+
+def test_weights_that_can_run_code_are_named(tmp_path: Path) -> None:
+    model = make_chat_model(tmp_path / "model")
+    torch.save(tensors(model), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(
+        UserError, match=r"has weights as \*\.bin, .* and no \*\.safetensors; load the model with trans"
+    ):
         trained(tmp_path, model)
