@@ -16,6 +16,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Conversation
 from penstock.engine.data.sandbox import Limits
 from penstock.engine.data.tokenizer import TextTokenizer
+from penstock.engine.data.turn_ends import turn_ends
 from penstock.engine.data.turns import MARKED, FormError, Messages, View
 from penstock.storage.errors import UserError
 from penstock.storage.model_folder import has_model_file, read_model_file
@@ -85,14 +87,15 @@ def _in_json(text: str) -> str | dict[str, str]:
 class ChatTemplate:
     """A Jinja template, rendered in transformers' sandbox.
 
-    Attributes: `texts`, the templates by name (`default`, and `tool_use` for conversations with tools); `limits`.
+    Attributes: `texts`, the templates by name (`default`, and `tool_use` for conversations with tools); `limits`;
+    `end_ids`, the tokens one of which may end a turn: special ones, and added ones with which it ends its turns.
     """
 
     def __init__(self, template: str | dict[str, str], where: str, tokenizer: TextTokenizer) -> None:
         """UserError for what is no template."""
         self.texts = {"default": template} if isinstance(template, str) else template
         self.limits = Limits()
-        self._special, self._ends = tokenizer.special_tokens, tokenizer.special_texts
+        self._special, self._tokenizer = tokenizer.special_tokens, tokenizer
         self._seen: dict[str, set[tuple[Any, ...]]] = {name: set() for name in self.texts}
         if "default" not in self.texts:
             names = ", ".join(map(printable, self.texts))
@@ -111,6 +114,15 @@ class ChatTemplate:
             except (RecursionError, SyntaxError, TypeError) as error:  # too deep for Python, say
                 raise UserError(f"{where} is not a valid Jinja template: {one_line(error)}") from error
 
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        special = self._tokenizer.special_ids
+        return special if self._tokenizer.added_ids <= special else special | turn_ends(self.texts, self._tokenizer)
+
+    @cached_property
+    def _ends(self) -> frozenset[str]:
+        return self._tokenizer.texts_of(self.end_ids)
+
     @property
     def has_markers(self) -> bool:
         """Whether generation markers tell what the assistant writes; else renderings of prefixes do."""
@@ -121,6 +133,7 @@ class ChatTemplate:
 
         `all` is every token, whatever the messages' weights.
         """
+        _ = self._ends  # found before this conversation's time begins
         with self.limits.bounded(sample.where, sample.messages, sample.tools):
             return self._rendered(sample, trained)
 
@@ -151,6 +164,7 @@ class ChatTemplate:
         """The conversation so far, up to where the assistant is to write; `goes_on`: its turn has begun, by the last
         message. Raises UserError where it is refused."""
         try:
+            _ = self._ends
             with self.limits.bounded("chat", messages):
                 view = self._see("default", list(messages), "chat")
                 if view.unshown and (parted := self._try("default", list(map(_in_parts, messages)), "chat")):

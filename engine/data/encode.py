@@ -74,6 +74,10 @@ class Encoder:
         return find_template(self._config, self._tokenizer)
 
     @property
+    def _turn_ends(self) -> frozenset[int]:
+        return self._tokenizer.special_ids if self.template is None else self.template.end_ids
+
+    @property
     def fingerprint(self) -> str:
         """Changes with whatever changes the ids or weights of a sample, but for the tokenizer's own files.
 
@@ -176,11 +180,7 @@ class Encoder:
             for span in rendered.spans:
                 weights[(offsets[:, 0] < span.stop) & (offsets[:, 1] > span.start)] = span.weight
         begin = self._begin(ids) if one.bos else []
-        eos = (
-            one.eos
-            if one.eos is not None
-            else rendered.end_weight > 0 and self._last(ids) not in self._tokenizer.special_ids
-        )
+        eos = one.eos if one.eos is not None else rendered.end_weight > 0 and self._last(ids) not in self._turn_ends
         end = self._end(ids) if eos else []
         if weights is not None:
             weights = np.concatenate(

@@ -194,10 +194,10 @@ class TextTokenizer:
         """Ids of the tokens that are no text: those that `decode` of transformers leaves out where it is told to."""
         return frozenset(number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special)
 
-    @cached_property
-    def special_texts(self) -> frozenset[str]:
-        """The texts of `special_ids`."""
-        return frozenset(str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special)
+    def texts_of(self, ids: Iterable[int]) -> frozenset[str]:
+        """The texts of added tokens."""
+        tokens = self._tokenizer.added_tokens_decoder
+        return frozenset(str(tokens[number]) for number in ids)
 
     @property
     def special_tokens(self) -> dict[str, str]:

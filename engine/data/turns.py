@@ -51,7 +51,7 @@ class View:
         seen: set[tuple[Any, ...]],
         limits: Limits,
     ) -> None:
-        """`special`: what templates know by name, tokens first of all; `ends`: texts of the special tokens, one of
+        """`special`: what templates know by name, tokens first of all; `ends`: texts of the tokens, one of
         which may end a turn; `seen`: sorts of messages whose texts the template is known to show.
 
         RowError where the template refuses the conversation.

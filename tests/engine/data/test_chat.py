@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from published_templates import KINDS, NAMES, PAGE, PUBLISHED, compare
 from random_templates import ROLE_TOKENS, SHAPES, Shape, conversations
 from samples import cases, sampled
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
 from penstock.engine.config import DataConfig
@@ -397,3 +398,19 @@ def test_a_row_gives_its_template_what_it_names(folder: Path, tmp_path: Path) ->
         (found,) = encoder.encode([Conversation("c", CHAT, None, named)])
         expected = plain.apply_chat_template(CHAT, chat_template=template, tokenize=False, **(named or {}))
         assert plain.decode(found.ids) == expected
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_token_that_was_added_and_is_not_special_ends_turns_as_well(tmp_path: Path, special: bool) -> None:
+    """As `add_tokens` of transformers adds those of ChatML to a base model."""
+    added = [AddedToken(name, special=special, normalized=False) for name in ("<|s|>", "<|e|>")]
+    folder = make_tokenizer(tmp_path / "added")
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    (backend.add_special_tokens if special else backend.add_tokens)(added)
+    backend.save(str(folder / "tokenizer.json"))
+    template = unmarked(CHATML).replace("<|im_start|>", "<|s|>").replace("<|im_end|>", "<|e|>")
+    encoder = encoder_of(folder, template, tmp_path)
+    assert trained(encoder, encoded(encoder, CHAT)) == ["  It is 5 ☃, naïve!  <|e|>\n", "No.<|e|>\n"]
+    thinks = template.replace("message.content + '<|e|>", "message.content + '</e>").replace("<|s|>", "<|im_start|>")
+    encoder = encoder_of(folder, thinks, tmp_path)
+    assert trained(encoder, encoded(encoder, CHAT))[0].endswith("</e>\n<|im_start|>"), "the next message ends it"
