@@ -40,7 +40,7 @@ def parse_json(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: bo
         raise ValueError(f"{len(content):,} bytes exceed the limit of {most_bytes:,}")
     text = content.decode("utf-8") if isinstance(content, bytes) else content
     try:
-        value = json.loads(text, object_pairs_hook=_unique if unique else None)
+        value = json.loads(text, object_pairs_hook=unique_names if unique else None)
     except RecursionError:
         raise ValueError(f"nested more than {MOST_DEPTH} levels deep") from None
     require_sound(value)
@@ -95,12 +95,13 @@ def printable_value(value: Any) -> Any:
     return [printable_value(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object (json's `object_pairs_hook`). ValueError for a name given twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"'{twice}' appears twice")
+        raise ValueError(f"'{one_line(twice, 40)}' appears twice")
     return found
 
 

@@ -39,7 +39,7 @@ def _row(line: bytes, where: str) -> Row | None:
     if not line.strip():
         return None
     try:
-        record = parse_json(base.decode_line(line, where))
+        record = parse_json(base.decode_line(line, where), unique=True)
     except RowError:
         raise
     except json.JSONDecodeError as error:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from penstock.engine.data.files import base, json_lines
 from penstock.engine.data.rows import BadRows, Row, RowError
 from penstock.storage.errors import UserError
-from penstock.storage.untrusted import printable, require_sound
+from penstock.storage.untrusted import printable, require_sound, unique_names
 
 COMPRESSED = True
 _READ_BYTES = 1 << 20
@@ -124,7 +124,7 @@ class _Text:
     def __init__(self, stream: BinaryIO, name: str) -> None:
         self._stream, self._name = stream, name
         self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._json = json.JSONDecoder()
+        self._json = json.JSONDecoder(object_pairs_hook=unique_names)
         self._text, self._at = "", 0
         self._lines, self._bytes = 0, 0
         self._ended = False

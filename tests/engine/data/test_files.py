@@ -132,6 +132,8 @@ def test_a_broken_compressed_or_columnar_file_is_refused(tmp_path: Path) -> None
         ("a.jsonl", '{"a": 1}\n{"a": \n', "a.jsonl:2: not a JSON object"),
         ("a.jsonl", "[1]\n", "a.jsonl:1: not a JSON object, as each line must be; put a list of rows in a .json"),
         ("a.jsonl", "[" * 100_000, "nested"),
+        ("a.jsonl", '{"a": 1}\n{"a": [{"b": 1, "b": 2}]}\n', "a.jsonl:2: not a JSON object: 'b' appears twice"),
+        ("a.json", '[{"a": 1}, {"a": 2, "a": 3}]', "a.json:1: not the JSON of rows: 'a' appears twice"),
         ("a.json", '[{"a": 1},\n{"a": 2}\n{"a": 3}]', "a.json:3: .*after row 2"),
         ("a.json", '[{"a": 1},\n{"a": tru}]', "a.json:2: .*Expecting value"),
         ("a.json", '[{"a": 1},\n{"a": "b', "a.json:2: .*Unterminated string"),
