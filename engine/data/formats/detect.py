@@ -84,6 +84,11 @@ def _format_of(rows: list[dict[str, Any]], file: Path) -> tuple[str, dict[str, s
     for source in FORMATS:
         reader = find_format(source)
         if isinstance(reader, RowFormat) and any(map(reader.matches, rows)):
+            if (name := next(filter(None, map(_rejected, rows)), None)) is not None:
+                raise UserError(
+                    f"{printable(file)}: `{one_line(name, 40)}` holds answers that are not wanted, and preference "
+                    f"training is not supported; to train on the others alone set data.source={source}"
+                )
             return source, {}
     if any(map(is_preference, rows)):
         raise UserError(f"{printable(file)}: {PREFERENCE}")
@@ -113,6 +118,17 @@ def _format_of(rows: list[dict[str, Any]], file: Path) -> tuple[str, dict[str, s
 def _is_unpaired(fields: dict[str, Any]) -> bool:
     """Whether a row is an answer that is wanted or not, as TRL's unpaired preferences are."""
     return isinstance(fields.get("label"), bool) and {"prompt", "completion"} <= fields.keys()
+
+
+def _rejected(fields: dict[str, Any]) -> str | None:
+    """The field with the worse answer of a pair whose better one stands where answers do; None where there is none."""
+    if "chosen" in fields:  # beside a conversation that may be there to be trained on
+        return None
+    return next((name for name, value in fields.items() if name.startswith("rejected") and _says(value)), None)
+
+
+def _says(value: Any) -> bool:
+    return isinstance(value, str | list | dict) and bool(value)
 
 
 def _plain_text(root: Path) -> Detected:

@@ -23,7 +23,7 @@ from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Conversation, content_texts
 from penstock.storage.untrusted import one_line
 
-FIELDS = ("messages", "tools", "system", "chat_template_kwargs")
+FIELDS = ("messages", "tools", "functions", "system", "chat_template_kwargs")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _UNTRAINED = {"train": False, "training": False, "loss": False, "masked": True}
 """How other tools say of a message that its tokens count nothing."""
@@ -62,17 +62,18 @@ def require_answer(messages: list[dict[str, Any]], fields: dict[str, Any], where
 
 
 def read_tools(fields: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
-    """The `tools` of a row, or the JSON of them; None where it has no such field."""
-    tools = unpacked(fields.get("tools"))
+    """The `tools` of a row, or the JSON of them, or its `functions`, as they were called before; None: it has none."""
+    field = "functions" if fields.get("tools") in (None, "") else "tools"
+    tools = unpacked(fields.get(field))
     if tools in (None, ""):
         return None
     if not isinstance(tools, list):
-        raise RowError(f"{where}: `tools` is {kind(tools)}; expected a list of JSON schemas of functions")
+        raise RowError(f"{where}: `{field}` is {kind(tools)}; expected a list of JSON schemas of functions")
     tools = [unpacked(tool) for tool in tools]
     wrong = next((number for number, tool in enumerate(tools) if not isinstance(tool, dict)), None)
     if wrong is not None:
-        raise RowError(f"{where}: tools[{wrong}] is {kind(tools[wrong])}; expected the JSON schema of a function")
-    return tools
+        raise RowError(f"{where}: {field}[{wrong}] is {kind(tools[wrong])}; expected the JSON schema of a function")
+    return tools if field == "tools" else [{"type": "function", "function": tool} for tool in tools]
 
 
 def read_kwargs(fields: dict[str, Any], where: str) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from penstock.engine.data.formats.messages import has_messages, read_kwargs, rea
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Completion, Conversation
 
-FIELDS = ("prompt", "completion", "tools", "system", "chat_template_kwargs")
+FIELDS = ("prompt", "completion", "tools", "functions", "system", "chat_template_kwargs")
 
 
 def matches(fields: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Conversation
 from penstock.storage.untrusted import one_line
 
-FIELDS = ("conversations", "system", "tools", "chat_template_kwargs")
+FIELDS = ("conversations", "system", "tools", "functions", "chat_template_kwargs")
 ROLES = {
     "system": "system",
     "human": "user",

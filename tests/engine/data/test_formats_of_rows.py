@@ -173,6 +173,8 @@ def test_what_stands_beside_messages_is_read_whatever_the_format(tmp_path: Path)
         sample = conversation(tmp_path, source, row | beside)
         assert turns(sample) == [("system", "Be brief."), ("user", "a"), ("assistant", "b")]
         assert (sample.tools, sample.given) == ([WEATHER], {"thinks": False})
+        old = {name: value for name, value in beside.items() if name != "tools"} | {"functions": [WEATHER["function"]]}
+        assert conversation(tmp_path, source, row | old).tools == [WEATHER]
     given = [{"role": "system", "content": "Be brief."}, *turns_]
     assert len(conversation(tmp_path, "messages", {"messages": given} | beside).messages) == 3
 
@@ -378,6 +380,18 @@ def test_preference_pairs_are_named(tmp_path: Path) -> None:
         detect(file)
     with pytest.raises(UserError, match=r"`label` is false: its answer is not wanted"):
         samples_of(tmp_path, "prompt_completion", {"prompt": "?", "completion": "no", "label": False})
+    for pair in (
+        {"messages": question + good, "rejected_response": "no"},
+        {"conversations": question + good, "rejected": bad},
+        {"instruction": "?", "output": "yes", "rejected": "no"},
+    ):
+        file.write_text(json.dumps(pair))
+        source = "alpaca" if "output" in pair else "messages"
+        with pytest.raises(
+            UserError, match=r"`rejected\w*` holds answers that are not wanted|hold conversations"
+        ) as told:
+            detect(file)
+        assert f"data.source={source}" in str(told.value)
     for row in ({"prompt": "?", "completion": good}, {"prompt": question, "completion": "yes"}):
         file.write_text(json.dumps(row))
         assert detect(file).source == "prompt_completion", "neither half alone is a conversation"
