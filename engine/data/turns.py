@@ -289,7 +289,7 @@ class View:
         return [number for number in range(len(self.messages)) if not self._shows(number, self.text)]
 
     def _shows(self, number: int, rendered: str) -> bool:
-        """Whether a rendering has what a message says: its text, without thoughts before it, and the names of calls.
+        """Whether a rendering has what a message says: its text, without thoughts before it, and its calls.
 
         A template may write a text another way. Then it is shown where another text makes another rendering, which is
         tried of each sort of message as well, as what a text says may stand elsewhere.
@@ -314,6 +314,21 @@ class View:
                 return False
             if _OTHER in found and len(texts) == 1:
                 self._seen.add(sort)
+        return self._shows_arguments(number, (*sort, "arguments"))
+
+    def _shows_arguments(self, number: int, sort: tuple[Any, ...]) -> bool:
+        """Whether other arguments of a message's calls make another rendering."""
+        message = self.messages[number]
+        if sort in self._seen or not any(_arguments(message)):
+            return True
+        changed = [*self.messages[:number], _with_arguments(message), *self.messages[number + 1 :]]
+        try:
+            found = self._render(changed)[0]
+        except RowError:
+            return True
+        if found == self.text:
+            return False
+        self._seen.add(sort)
         return True
 
 
@@ -321,6 +336,25 @@ def _with_text(parts: list[Any], index: int) -> list[Any]:
     """A list of parts of which one has another text."""
     part = _OTHER if isinstance(parts[index], str) else parts[index] | {"text": _OTHER}
     return [*parts[:index], part, *parts[index + 1 :]]
+
+
+def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have other arguments, of the same type."""
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        if "function" in call:
+            return call | {"function": changed(call["function"])}
+        if not (arguments := call.get("arguments")):
+            return call
+        other = {_OTHER: _OTHER}
+        return call | {"arguments": json.dumps(other) if isinstance(arguments, str) else other}
+
+    found = dict(message)
+    if "function_call" in message:
+        found["function_call"] = changed(message["function_call"])
+    if "tool_calls" in message:
+        found["tool_calls"] = list(map(changed, message["tool_calls"]))
+    return found
 
 
 def common_prefix(one: str, other: str) -> str:

@@ -344,6 +344,14 @@ def test_a_turn_whose_text_is_left_out_is_refused(folder: Path, tmp_path: Path) 
     )
     refused(encoder_of(folder, silent, tmp_path), CHAT, r"leaves out what messages\[2\] says")
     call = [USER, BOT | {"tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}]
+    name = "message.content + (message.tool_calls[0].function.name if message.tool_calls else '') +"
+    named = unmarked(CHATML).replace("message.content +", name)
+    calls = [
+        [USER, BOT | {"tool_calls": [{"function": {"name": "weather", "arguments": given_}}]}]
+        for given_ in ({"a": 1}, '{"a": 1}')
+    ]
+    for calling in calls:
+        refused(encoder_of(folder, named, tmp_path), calling, r"leaves out what messages\[1\] says")
     refused(
         encoder_of(folder, CHATML, tmp_path), call, r"leaves out what messages\[1\] says.*set the message's weight to 0"
     )
