@@ -168,7 +168,8 @@ def owner(folder: Path, identity: Identity, root: Path) -> Path | None:
     other = next((other for other in others if _names(other, folder, identity)), None)
     if other is not None and (not own or _inode(other) == identity.inode):
         return other
-    return named if _is_cloned(named, root, identity) else None
+    is_within = folder.resolve().is_relative_to(root.resolve())
+    return named if not is_within and _is_cloned(named, root, identity) else None
 
 
 def _is_renamed(named: Path, root: Path, identity: Identity) -> bool:
@@ -182,7 +183,11 @@ def _is_renamed(named: Path, root: Path, identity: Identity) -> bool:
 
 def _is_cloned(named: Path, root: Path, identity: Identity) -> bool:
     """Whether `root` is on a clone of the file system from which `named` has gone, or the other way round: both are
-    mounted, and the owner may have another name there."""
+    mounted, and the owner may have another name there. One that is there, and has not claimed the drive, has its own.
+    """
+    with contextlib.suppress(UserError, OSError):
+        if Manifest.read(named).store == identity.store:
+            return False
     there = existing(named)
     same = identity.filesystem and {filesystem_id(root), filesystem_id(there)} == {identity.filesystem}
     return bool(same) and _device(there) != _device(root)

@@ -133,6 +133,52 @@ def test_a_clone_whose_original_was_renamed(disks: Disks, run: Path, drives: lis
     assert_kept_out(copy, renamed, drives, said)
 
 
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_a_clone_with_its_own_state_goes_on(disks: Disks, tmp_path: Path, is_renamed: bool) -> None:
+    """The state lies in the run directory, of which there are two that know nothing of each other."""
+    run = tmp_path / "disk/runs/run/state"
+    with closing(make(run, 1, 2)) as store:
+        store.checkpoint("two")
+    disks.clone("original", "cloned")
+    copy = disks.mount("cloned", "clone") / "runs/run/state"
+    if is_renamed:
+        run = run.parent.rename(run.parent.with_name("renamed")) / "state"
+    assert_apart(run, copy, None)
+
+
+@pytest.mark.parametrize("place", ["same disk", "second disk"])
+def test_a_clone_goes_on_with_a_clone_of_the_drives(disks: Disks, tmp_path: Path, place: str) -> None:
+    run = tmp_path / "disk/runs/run/state"
+    top, disk = tmp_path / "disk", "original"
+    if place == "second disk":
+        disks.make("second")
+        top, disk = disks.mount("second", "fast"), "second"
+    with closing(make(run, 1, 2, drives=[top / "run"])) as store:
+        store.checkpoint("two")
+    for image in dict.fromkeys(["original", disk]):
+        disks.clone(image, f"{image} cloned")
+    copy = disks.mount("original cloned", "clone") / "runs/run/state"
+    cloned = tmp_path / "clone" if disk == "original" else disks.mount("second cloned", "fast clone")
+    with pytest.raises(UserError, match=f"{copy}: is a copy of {run}, .* drives that hold a copy"):
+        NvmeStore.open(copy)
+    assert_apart(run, copy, [cloned / "run"])
+
+
+def assert_apart(run: Path, copy: Path, drives: list[Path] | None) -> None:
+    """Both go on, and neither sees the other."""
+    with closing(NvmeStore.open(copy, drives=drives)) as store:
+        advance(store, 13)
+    delete_checkpoint(copy, "two")
+    assert_whole(run, 2)
+    with closing(NvmeStore.open(run)) as store:
+        advance(store, 3)
+        store.restore("two")
+        assert_holds(store, 2)
+        advance(store, 4)
+    assert_whole(copy, 13)
+    assert_whole(run, 4)
+
+
 def test_a_disk_that_is_mounted_elsewhere(disks: Disks, run: Path, drives: list[Path]) -> None:
     disks.unmount(run.parents[2])
     moved = disks.mount("original", "elsewhere") / "runs/run/state"
