@@ -264,7 +264,12 @@ def require_new(path: Path, *, overwrite: bool = False) -> None:
 
 def require_new_run(run_dir: Path | None) -> None:
     """UserError for a directory in which no new run can be made."""
-    if run_dir is not None and run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+    if run_dir is None or not os.path.lexists(run_dir):
+        return
+    if not run_dir.is_dir():
+        what = "a link that leads to no folder" if run_dir.is_symlink() else "not a folder"
+        raise UserError(f"run directory {run_dir}: is {what}; choose another --run-dir")
+    if any(run_dir.iterdir()):
         raise UserError(f"run directory {run_dir}: is not empty; choose another --run-dir")
 
 

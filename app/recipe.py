@@ -26,6 +26,7 @@ from penstock.engine.config import Renamed, require_effect
 from penstock.storage import sealed
 from penstock.storage.disk import prepare_file, publish
 from penstock.storage.errors import UserError
+from penstock.storage.links import require_no_entry
 from penstock.storage.offsite_place import is_place
 from penstock.storage.untrusted import one_line, parse_json, read_regular, real_path
 
@@ -263,6 +264,7 @@ def _absolute(folder: Path, path: str) -> str:
         return normal(path)
     given = Path(path) if path.startswith("~") else folder / path
     real = real_path(given)
+    require_no_entry(real)
     if (
         real.name != given.name and real.is_file()
     ):  # in the hub's cache, a link whose name says what its blob's does not

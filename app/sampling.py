@@ -17,6 +17,7 @@ from penstock.app.loading import loading
 from penstock.app.rundir import RunDir, find_run, is_live, read_recipe
 from penstock.engine.config import parse_bytes
 from penstock.storage.errors import UserError
+from penstock.storage.links import require_no_entry
 from penstock.storage.units import seconds_text
 from penstock.storage.untrusted import printable, shell
 
@@ -85,6 +86,7 @@ def find_model(where: str | Path) -> tuple[Path, Path | None]:
     path = Path(where).expanduser()
     if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         return path, None
+    require_no_entry(path)
     if path.is_dir() and not (path / "recipe.json").is_file():
         raise UserError(
             f"{printable(path)}: not a model: neither a run, which has a recipe.json, nor a Hugging Face folder, "

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.engine.config import Recipe
-from penstock.storage.model_folder import MORE_TEMPLATES, is_followed
+from penstock.storage.model_folder import MORE_TEMPLATES, is_followed, more_templates
 from penstock.storage.offsite_place import may_be_named
 
 INPUTS = "inputs"
@@ -92,7 +92,7 @@ def _below(folder: Path) -> Iterator[tuple[str, Path]]:
 def _small(source: Path) -> Iterator[tuple[str, Path]]:
     """The small files of a model's or tokenizer's folder, by the names that these go by; of links those that a run
     follows."""
-    more = sorted((source / MORE_TEMPLATES).glob("*.jinja"))
+    more = more_templates(source) if source.is_dir() else []
     for path in [source] if source.is_file() else [*sorted(source.iterdir()), *more]:
         fits = path in more or _SMALL.fullmatch(path.name)
         followed = path == source or is_followed(path.parent, path.name)

@@ -7,13 +7,14 @@ are links that lead
 - to a place within the folder itself, or within its entry of the Hugging Face cache (models--OWNER--NAME);
 - into a folder that the user names in PENSTOCK_LINKS;
 - elsewhere, if they belong to this user, and what they lead to is of its kind: from a model's folder a file of another
-  model, from a folder of data what others may read as well and is in no hidden folder.
+  model or of the hub's cache, from a folder of data what others may read as well and is in no hidden folder.
 
 The folder itself may be reached through any links: its name is the user's. All else is refused, with the way to allow.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -29,6 +30,8 @@ VARIABLE = "PENSTOCK_LINKS"
 MORE_TEMPLATES = "additional_chat_templates"
 """Folder in a model folder: chat templates other than the default one, as NAME.jinja."""
 _ENTRY = re.compile(r"(models|datasets)--.+")
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+"""Name of a file of the hub's cache: its checksum, which nobody knows who does not know the file."""
 _MODEL_FILE = re.compile(
     r"(([a-z]+_)*config|tokenizer|special_tokens_map|added_tokens|vocab|tekken|chat_template|model\.safetensors\.index)\.json|"
     r"(merges|vocab)\.txt|[\w-]+\.jinja|[a-z_]+ing_\w+\.py|[\w.-]+\.(safetensors|model|tiktoken)",
@@ -67,9 +70,12 @@ def of_model(folder: Path, name: str, most: int = _MOST_LINKS) -> Path:
     _require_own(path, real)
     if name.endswith(".safetensors") and real.name.endswith(".safetensors"):  # nothing but tensors is taken of it
         return real
+    if _entry_of(folder) is None and _is_blob(real):
+        return real
     target = Path(os.readlink(path))
     there = real_place((folder / target).parent)
-    if most and _MODEL_FILE.fullmatch(target.name) is not None and _is_model_folder(there):
+    of_kind = _MODEL_FILE.fullmatch(target.name) is not None or target.name == name == MORE_TEMPLATES
+    if most and of_kind and _is_model_folder(there):
         return of_model(there, target.name, most - 1)
     _refuse(path, real, "which is outside of the folder, and no file of another model")
 
@@ -82,6 +88,19 @@ def leads_out(folder: Path, name: str) -> Path | None:
     place = of_model(folder, name)
     entry = _entry_of(folder)
     return None if place.is_relative_to(folder) or (entry and place.is_relative_to(entry)) else place
+
+
+def require_no_entry(path: Path) -> None:
+    """Raise UserError for an entry of the hub's cache in the place of one of its snapshots."""
+    entry = path.parent if path.name == "snapshots" else path
+    if _ENTRY.fullmatch(entry.name) is None or not (entry / "snapshots").is_dir():
+        return
+    found = sorted(place for place in (entry / "snapshots").iterdir() if place.is_dir())
+    with contextlib.suppress(OSError, ValueError):
+        main = entry / "snapshots" / read_regular(entry / "refs" / "main", most_bytes=_MARK_BYTES).decode().strip()
+        found = [place for place in found if place == main] or found
+    advice = f"name a snapshot of it, as {printable(found[0])}" if found else "which is empty; download it again"
+    raise UserError(f"{printable(path)}: is an entry of the Hugging Face cache; {advice}")
 
 
 def require_of_data(files: Iterable[Path], root: Path) -> None:
@@ -113,7 +132,7 @@ def below_data(root: Path) -> Iterator[Path]:
     """All files below a folder of data, links to files among them, also in folders that are linked from elsewhere.
 
     A link to a folder within `root` is left out, as what it leads to is met where it is. What a file's own link leads
-    to is `require_of_data`'s to judge. Raises UserError for a link to a folder that is not followed.
+    to is `require_of_data`'s to judge. Raises UserError for a link to a folder that is not followed, and for a pipe.
     """
     base = root.resolve()
     folders, seen = [root], {base}
@@ -123,9 +142,11 @@ def below_data(root: Path) -> Iterator[Path]:
             path = folder / entry.name
             if entry.is_dir(follow_symlinks=False):
                 folders.append(path)
-            elif not entry.is_symlink() or path.is_file():
+            elif path.is_file():
                 yield path
             elif not entry.name.startswith("."):  # else an editor's mark, say
+                if not entry.is_symlink():
+                    raise UserError(f"{printable(path)}: is neither a file nor a folder; remove it")
                 real = _linked_folder(path, base)
                 if real not in seen and not real.is_relative_to(base):
                     seen.add(real)
@@ -204,6 +225,15 @@ def _entry_of(folder: Path) -> Path | None:
         if place.parent.name == "snapshots" and _ENTRY.fullmatch(place.parent.parent.name) is not None:
             return place.parent.parent
     return None
+
+
+def _is_blob(real: Path) -> bool:
+    """Whether a real path is that of a model's file in the hub's cache, as links of `hf download --local-dir` are."""
+    return (
+        real.parent.name == "blobs"
+        and real.parents[1].name.startswith("models--")
+        and _BLOB.fullmatch(real.name) is not None
+    )
 
 
 def _is_model_folder(folder: Path) -> bool:

@@ -58,6 +58,16 @@ def is_followed(folder: Path, name: str) -> bool:
     return True
 
 
+def more_templates(folder: Path) -> list[Path]:
+    """The files of a model folder's further chat templates. UserError where their folder is a link that is not
+    followed."""
+    try:
+        place = links.of_model(folder.resolve(), MORE_TEMPLATES)
+    except RefusedFileError as error:
+        raise UserError(f"{printable(error.filename)}: {printable(error.strerror)}") from None
+    return sorted(place.glob("*.jinja"))
+
+
 def linked_files(folder: Path) -> dict[str, Path]:
     """The files of a model folder that are links out of it, and where they lead.
 
@@ -67,8 +77,8 @@ def linked_files(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         return found
     real = folder.resolve()
-    for path in [*sorted(real.iterdir()), *sorted((real / MORE_TEMPLATES).glob("*.jinja"))]:
-        if path.suffix in _SUFFIXES and path.is_symlink():
+    for path in [*sorted(real.iterdir()), *more_templates(real)]:
+        if (path.suffix in _SUFFIXES or path.name == MORE_TEMPLATES) and path.is_symlink():
             try:
                 place = links.leads_out(path.parent, path.name)
             except RefusedFileError as error:

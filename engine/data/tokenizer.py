@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from penstock.storage.disk import atomic_write, fsync_file
 from penstock.storage.errors import UserError
-from penstock.storage.model_folder import MORE_TEMPLATES, has_model_file, is_plain_name, read_model_file
+from penstock.storage.model_folder import MORE_TEMPLATES, has_model_file, is_plain_name, more_templates, read_model_file
 from penstock.storage.sealed import hex_crc, seal, unseal
 from penstock.storage.untrusted import is_whole, one_line, parse_json, parse_object, read_regular
 
@@ -54,14 +54,12 @@ _FILE_BYTES = 1 << 28
 
 def tokenizer_files(folder: Path) -> list[str]:
     """What of a folder makes up its tokenizer: paths within it, for `read_tokenizer_file`."""
-    more = sorted(file.name for file in (folder / MORE_TEMPLATES).glob("*.jinja"))
-    return [n for n in TOKENIZER_FILES if has_model_file(folder, n)] + [f"{MORE_TEMPLATES}/{name}" for name in more]
+    own = [name for name in TOKENIZER_FILES if has_model_file(folder, name)]
+    return own + [f"{MORE_TEMPLATES}/{file.name}" for file in more_templates(folder)]
 
 
 def read_tokenizer_file(folder: Path, name: str) -> bytes:
     """The content of one of `tokenizer_files`. UserError where it cannot be read."""
-    if "/" in name and (folder / MORE_TEMPLATES).is_symlink():
-        raise UserError(f"{folder / MORE_TEMPLATES}: is a link, which is not followed; copy the folder itself there")
     file = folder / name
     return read_model_file(file.parent, file.name, _FILE_BYTES)
 

@@ -3,6 +3,7 @@ finds and chooses (cases worked by hand), and both as people read them."""
 
 import json
 import math
+import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -218,6 +219,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a recipe of no known kind": ([*OURS, "--out", "mine.txt"], "must end in .py or .json"),
     "a recipe where none can be": ([*OURS, "--out", "talks.jsonl/a.py"], "talks.jsonl/a.py: cannot be written"),
     "a run that is there": ([*OURS, "--run-dir", "taken"], "is not empty"),
+    "a run where a link leads nowhere": ([*OURS, "--run-dir", "dangling"], "is a link that leads to no folder"),
+    "an entry of the hub's cache": (["models--a--b", "talks.jsonl"], "models--a--b/snapshots/abc"),
+    "an entry of the hub's cache for data": (["tiny-chat", "models--a--b"], "models--a--b/snapshots/abc"),
+    "a pipe among the data": (["tiny-chat", "piped"], "p.jsonl: is neither a file nor a folder; remove it"),
     "an unknown machine": ([*OURS, "--machine", "nowhere-9000"], "nowhere-9000"),
 }
 WITHOUT = {"no weights": ["model.safetensors"], "no template": ["chat_template.jinja"]}
@@ -227,7 +232,11 @@ WITHOUT["no tokenizer"] = ["tokenizer.json", "tokenizer_config.json", "chat_temp
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_line_and_leaves_nothing_behind(here: Path, capsys: Captured, case: str) -> None:
     arguments, part = BAD[case]
-    (here / "taken").mkdir()
+    for name in ("taken", "piped", "models--a--b/snapshots/abc"):
+        (here / name).mkdir(parents=True)
+    (here / "dangling").symlink_to("nowhere")
+    (here / "piped" / "a.jsonl").write_text(f"{GOOD}\n")
+    os.mkfifo(here / "piped" / "p.jsonl")
     for name, text in (("taken/file", ""), ("mine.py", "x = 1\n"), ("bad.jsonl", f"{GOOD}\n{MUTE}\n")):
         (here / name).write_text(text)
     if case == "no template":

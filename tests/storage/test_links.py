@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from samples import sampled
 
 from penstock.storage.errors import UserError
-from penstock.storage.links import VARIABLE
-from penstock.storage.model_folder import linked_files, open_model_file, read_model_file
+from penstock.storage.links import VARIABLE, require_no_entry
+from penstock.storage.model_folder import linked_files, more_templates, open_model_file, read_model_file
 from penstock.storage.safetensors_io import CheckpointReader
 
 CONFIG = json.dumps({"model_type": "llama"})
@@ -103,6 +103,53 @@ def test_links_that_a_user_makes_into_another_model_s_folder_are_followed(tmp_pa
     (twice / "tokenizer.json").write_text("{}")
     (twice / "vocab.json").symlink_to("tokenizer.json")
     assert read_model_file(twice, "vocab.json", 100) == b"{}", "within the folder"
+
+
+def test_links_into_blobs_of_the_cache_and_a_linked_folder_of_templates_are_followed(
+    tmp_path: Path, model: Path
+) -> None:
+    """As `hf download --local-dir` has made them, and as `ln -s model/* .` does."""
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    snapshot = cached(without_folders(model, tmp_path / "files"), tmp_path, lambda number, _: f"{number:064x}")
+    local, farm = tmp_path / "local", tmp_path / "farm"
+    for place in (local, farm):
+        place.mkdir()
+    for path in snapshot.iterdir():
+        (local / path.name).symlink_to(path.resolve())
+    for path in model.iterdir():
+        (farm / path.name).symlink_to(path)
+    assert contents(local) == contents(snapshot)
+    assert sorted(linked_files(local)) == names(local)
+    (template,) = more_templates(farm)
+    assert read_model_file(template.parent, template.name, 100) == b"{{ tools }}"
+    assert sorted(linked_files(farm)) == names(farm)
+    secret = private(tmp_path)["a private file"]
+    for target in (secret.parent, secret, secret.with_name("nowhere")):
+        (farm / "additional_chat_templates").unlink()
+        (farm / "additional_chat_templates").symlink_to(target)
+        for read in (more_templates, linked_files):
+            with pytest.raises(UserError, match="additional_chat_templates: it is a symbolic link to"):
+                read(farm)
+
+
+def without_folders(model: Path, place: Path) -> Path:
+    return Path(shutil.copytree(model, place, ignore=lambda *_: ["additional_chat_templates"]))
+
+
+def test_an_entry_of_the_cache_names_its_snapshot(tmp_path: Path, model: Path) -> None:
+    snapshot = cached(model, tmp_path, lambda number, _: f"{number:064x}")
+    other = snapshot.with_name("0")
+    other.mkdir()
+    for place in (snapshot.parent, snapshot.parents[1]):
+        with pytest.raises(UserError, match=f"{place}: is an entry of the Hugging Face cache; .* as {other}$"):
+            require_no_entry(place)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    with pytest.raises(UserError, match=f"name a snapshot of it, as {snapshot}$"):
+        require_no_entry(snapshot.parents[1])
+    for place in (snapshot, model, tmp_path / "models--mine"):
+        require_no_entry(place)
 
 
 def private(tmp_path: Path) -> dict[str, Path]:

@@ -17,7 +17,7 @@ from penstock.engine.data.formats.sharegpt import has_turns
 from penstock.engine.data.reading import renamed
 from penstock.engine.data.rows import BadRows
 from penstock.storage.errors import UserError
-from penstock.storage.links import below_data, require_of_data
+from penstock.storage.links import below_data, require_no_entry, require_of_data
 from penstock.storage.untrusted import one_line, printable
 
 _ROWS = 20  # that are looked at
@@ -52,6 +52,7 @@ def detect(path: Path, split: str | None = None, columns: Mapping[str, str] | No
     try:
         if not root.exists():
             raise UserError(f"data.path: {printable(root)} does not exist; name a file or a folder")
+        require_no_entry(root.resolve())
         if root.is_file() and container_of(root) is None:
             splits: dict[str, list[Path]] = {}
         else:
