@@ -257,9 +257,10 @@ def _look_at_model(recipe: Recipe) -> ModelFacts:
     from penstock.app.model_cache import kept_spec
 
     with loading():
-        from penstock.engine.hf.config import model_config
+        from penstock.engine.hf.config import model_config, require_overrides
         from penstock.engine.model.anatomy import model_spec
 
+    require_overrides(recipe, None)
     config = model_config(recipe, None)
     context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if context is not None and recipe.data.sequence_length == DataConfig().sequence_length > context:

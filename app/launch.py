@@ -221,8 +221,9 @@ def from_scratch(recipe: Recipe) -> Recipe:
                 "model.num_layers, model.hidden_size and the rest, or name a folder or a config.json with "
                 "--set model.path=..."
             )
-        from penstock.engine.hf.config import read_config
+        from penstock.engine.hf.config import read_config, require_overrides
 
+        require_overrides(recipe, None)
         config = read_config(folder, model.overrides)
         values = json.loads(config.to_json_string(use_diff=False))
         model = replace(

@@ -153,10 +153,11 @@ def _spec(recipe: Recipe, device: str) -> ModelSpec:
 def _take_apart(recipe: Recipe, compiled: bool) -> ModelSpec:
     """What the recipe's model is made of; loads PyTorch and transformers."""
     with loading():
-        from penstock.engine.hf.config import model_config
+        from penstock.engine.hf.config import model_config, require_overrides
         from penstock.engine.model.anatomy import model_spec
         from penstock.engine.model.graph_size import find_graph_bytes
 
+    require_overrides(recipe, recipe.data.tokenizer_vocab_size)
     config = model_config(recipe, recipe.data.tokenizer_vocab_size)
     spec = model_spec(config, recipe)
     if compiled:

@@ -38,7 +38,7 @@ from penstock.engine.forecast.search import SearchResult
 from penstock.engine.generate.prompts import prepare_prompts
 from penstock.engine.hf import weights
 from penstock.engine.hf.adapter_folder import Start, open_start
-from penstock.engine.hf.config import model_config, random_vocabulary, with_vocabulary
+from penstock.engine.hf.config import model_config, random_vocabulary, require_overrides, with_vocabulary
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file, write_constants
 from penstock.engine.kernels import tell_kernels
 from penstock.engine.machine.affinity import place_threads
@@ -97,6 +97,7 @@ def open_session(
     prepared, spec, new_rows = describe_run(recipe, run_dir, checklist)
     start = None if resume else adapter_start(recipe, spec, observer)
     if not resume:
+        require_overrides(recipe, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
         for remark in _remarks(recipe, prepared.tokenizer, spec, new_rows):
             observer.on_message(remark)
     loader = make_loader(prepared.corpus, spec, recipe)
@@ -256,13 +257,10 @@ def _remarks(
 ) -> list[str]:
     """What is to be said of a new run's model folder, and of a tokenizer that is not the model's own."""
     folder = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
-    said = [] if folder is None else [f"model.path: {remark}" for remark in remarks_on_weights(folder)]
-    unused = [] if folder is None else weights.unused_tensors(folder, spec, new_rows and new_rows.stored)
-    if unused:
-        said.append(
-            f"model.path: {folder}: the model that config.json describes has no use for {len(unused):,} of the tensors "
-            f"there, the first is '{one_line(unused[0])}'; they are not trained, and an export has them as they are"
-        )
+    said = []
+    if folder is not None:
+        unused = weights.remarks_on_unused(folder, spec.config if new_rows is None else new_rows.stored)
+        said = [f"model.path: {remark}" for remark in (*remarks_on_weights(folder), *unused)]
     if tokenizer is not None and tokenizer.folder != folder:
         other = read_otherwise(tokenizer, spec.model_type)
         said += [] if other is None else [other]

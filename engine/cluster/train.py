@@ -38,6 +38,7 @@ from penstock.engine.data.prepare import make_loader, make_validation
 from penstock.engine.events import WARMUP_STEPS, Observer, StepMetrics
 from penstock.engine.forecast.flops import model_flops
 from penstock.engine.gains import EarlyEnd, Gains
+from penstock.engine.hf.config import require_overrides
 from penstock.engine.machine.device import compute_dtype, resolve_device
 from penstock.engine.machine.precision import with_compute_dtype
 from penstock.engine.opening import RunModel, adapter_start, describe_run, first_values
@@ -115,6 +116,9 @@ def _open(
     checklist = Checklist(observer)
     start = ranks.of_first(lambda: _newest(run_dir, given, observer))
     described = ranks.first_then_all(lambda: describe_run(recipe, run_dir, checklist))
+    if start is None:
+        tokenizer = described.data.tokenizer
+        ranks.together(lambda: require_overrides(recipe, tokenizer.vocab_size if tokenizer else None))
     spec, kinds = described.spec, find_optimizer(recipe.train).kinds
     with checklist.step("self-check"):
         dtype = compute_dtype(recipe.train)

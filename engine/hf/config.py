@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import json
 import logging
 import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +208,65 @@ def model_config(recipe: Recipe, vocab_size: int | None) -> PretrainedConfig:
             values[theirs] = getattr(model, ours)
     with _rope_checked(model.overrides):
         return make_config(values | model.overrides, "model")
+
+
+def require_overrides(recipe: Recipe, vocab_size: int | None) -> None:
+    """UserError for an entry of `model.overrides` that says other than the recipe or the folder, or has no effect."""
+    model = recipe.model
+    if _WHOLE in model.overrides:  # a folder's config.json with random weights: it has what it has
+        return
+    for name, value in model.overrides.items():
+        if (why := _contradiction(model, name, value) or _idle(recipe, vocab_size, name)) is not None:
+            raise UserError(f"model.overrides: {one_line(name, 60)} {why}")
+
+
+_WHOLE = "transformers_version"
+"""Field that config.json has and nobody sets."""
+
+
+def _contradiction(model: ModelConfig, name: str, value: Any) -> str | None:
+    """What else says what an override says, and differs."""
+    if model.path is not None and (folder := Path(model.path).expanduser()).exists():
+        kind = read_config(folder).model_type
+        if name == "model_type" and value != kind:
+            return f"is {one_line(value, 60)}, but {kind} in {folder}, whose weights are of that type; leave it out"
+        return None
+    names = {theirs: ours for ours, theirs in _SHAPE_FIELDS.items()}
+    names |= {"vocab_size": "vocab_size", "max_position_embeddings": "max_position", "model_type": "model_type"}
+    given = getattr(model, names[name]) if name in names else None
+    if given is None or given == value:
+        return None
+    return f"is {one_line(value, 60)}, but model.{names[name]} is {given}; set that, and leave this out"
+
+
+def _idle(recipe: Recipe, vocab_size: int | None, name: str) -> str | None:
+    """Why an override has no effect: the config is the same without it."""
+    if name in _WAYS:
+        return "has no effect, as Penstock chooses how a model is computed; leave it out"
+    overrides = dict(recipe.model.overrides)
+    given = with_floats(overrides.pop(name))
+    config = model_config(recipe, vocab_size)
+    try:
+        before = model_config(replace(recipe, model=replace(recipe.model, overrides=overrides)), vocab_size)
+    except UserError:
+        return None
+    values, others = config.to_dict(), before.to_dict()
+    own, other = values.pop(name, None), others.pop(name, None)
+    if values != others:
+        return None
+    if not hasattr(type(config)(), name):
+        rope = others.get("rope_parameters")
+        if isinstance(rope, dict) and (name in rope or "rope_theta" in name):
+            whole = one_line(json.dumps(rope), 200)
+            return f"has no effect, as the config has rope_parameters; set all of them, here {whole}, with your value"
+        near = difflib.get_close_matches(name, values, n=1)
+        advice = f"did you mean {near[0]}?" if near else "correct its name, or leave it out"
+        return f"has no effect, as the config of model type '{config.model_type}' has no such field; {advice}"
+    if own == other and not isinstance(given, dict) and given not in (own, getattr(config, name, None)):
+        left = json.dumps(without_floats(own), default=str)
+        why = f"transformers leaves it at {one_line(left, 60)}, by the config's other fields"
+        return f"has no effect, as {why}; set those, or leave it out"
+    return None
 
 
 def with_vocabulary(config: PretrainedConfig, recipe: Recipe, tokenizer_size: int | None) -> PretrainedConfig:

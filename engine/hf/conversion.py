@@ -63,8 +63,7 @@ class ConversionPlan:
     """All conversions of one checkpoint, whose tensors are `stored`, for `model` (on the meta device).
 
     Attributes: `conversions`, in the checkpoint's natural order; `unused`, the tensors that the model has no use for;
-    `known_unused`, patterns of those that its class expects; `shapes`, those of the model's tensors by state-dict name.
-    Raises UserError naming the first tensor that is
+    `shapes`, those of the model's tensors by state-dict name. Raises UserError naming the first tensor that is
     missing or has another shape than `model` makes it.
     """
 
@@ -73,7 +72,6 @@ class ConversionPlan:
         self._stored = stored
         self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.unused: list[str] = []
-        self.known_unused: list[str] = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
         self.conversions = self._group(get_model_conversion_mapping(model))
         for conversion in self.conversions:
             self._check(conversion)

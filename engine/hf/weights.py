@@ -140,18 +140,29 @@ def _read_block(reader: CheckpointReader, layout: CheckpointLayout, block: str) 
                 raise _not_tied(reader, first.sources[0], conversion.sources[0])
 
 
-def unused_tensors(folder: Path, spec: ModelSpec, stored: PretrainedConfig | None = None) -> list[str]:
-    """Names of a checkpoint's tensors that the model has no use for, without those that its class knows of."""
-    plan = CheckpointLayout(spec, CheckpointReader(folder), stored).plan
-    return [name for name in plan.unused if not any(re.search(known, name) for known in plan.known_unused)]
-
-
 def require_tied(folder: Path, config: PretrainedConfig) -> None:
     """UserError where a checkpoint holds two tensors that are one in the model of `config`, and they differ."""
     reader = CheckpointReader(folder)
     model = skeleton.build(config)
     stored = {name: Stored(*found, str(reader.file(name))) for name, found in reader.tensors.items()}
     require_same_twice(reader, ConversionPlan(model, stored), _canonical_names(model))
+
+
+def remarks_on_unused(folder: Path, config: PretrainedConfig) -> list[str]:
+    """What is to be said of a checkpoint's tensors that the model of `config` does not have; of those that transformers
+    knows to be left over, nothing."""
+    reader = CheckpointReader(folder)
+    model = skeleton.build(config)
+    stored = {name: Stored(*found, str(reader.file(name))) for name, found in reader.tensors.items()}
+    known = "|".join([r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())])
+    unused = [name for name in ConversionPlan(model, stored).unused if not re.search(known, name)]
+    if not unused:
+        return []
+    return [
+        f"{folder}: {len(unused):,} of its tensors have no place in the {config.model_type} model that config.json "
+        f"describes, the first {one_line(unused[0])}: they are not trained, and go to the export as they are; check "
+        "config.json if they belong to the model"
+    ]
 
 
 def require_same_twice(reader: CheckpointReader, plan: ConversionPlan, canonical: Mapping[str, str]) -> None:

@@ -76,9 +76,9 @@ def take_apart(config: PretrainedConfig, freeze: Sequence[str] = (), adapter: Ad
     text = config.get_text_config(decoder=True)
     constants = {name: tuple(model.state_dict()[name].shape) for name in _persistent(model)}
     length_dependent = _length_dependent(model)
-    shapes = [  # last, as it takes the model's layers away
-        AttentionShape(*shape) if shape else None for shape in attention_shapes(model, structures, attends, returns)
-    ]
+    with refused(f"{kind}: transformers does not run the model", with_type=False):
+        found = attention_shapes(model, structures, attends, returns)  # last, as it takes the model's layers away
+    shapes = [AttentionShape(*shape) if shape else None for shape in found]
     specs = [spec for params in buffers.values() for spec in params]
     spec = ModelSpec(
         config=copy.deepcopy(config),

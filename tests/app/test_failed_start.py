@@ -18,6 +18,7 @@ from nvme_state import assert_whole, make
 from recipe_texts import TINY
 from transformers import PretrainedConfig
 
+import penstock
 from penstock.app import launcher
 from penstock.app.cli import main
 from penstock.app.launch import from_scratch, require_inputs, require_weights
@@ -25,7 +26,7 @@ from penstock.app.recipe import from_json, to_json
 from penstock.app.rundir import RunDir
 from penstock.engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from penstock.engine.data.tokenizer import train_tokenizer
-from penstock.engine.hf.config import model_config
+from penstock.engine.hf.config import model_config, require_overrides
 from penstock.engine.model.anatomy import take_apart
 from penstock.storage.errors import UserError
 from penstock.tui.data.alerts import alerts
@@ -210,6 +211,50 @@ def test_overrides_go_on_top_of_folder_and_shape(folder: Path, tmp_path: Path) -
             model = ModelConfig(path=str(path), **SHAPE, overrides={"rope_parameters": YARN})
             assert config_of(model).rope_parameters == YARN
             assert model.overrides == {"rope_parameters": YARN}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"rms_norm_epss": 1.0}, "rms_norm_epss has no effect, .* has no such field; did you mean rms_norm_eps"),
+        ({"nothing_of_it": 1}, "nothing_of_it has no effect, .* has no such field; correct its name, or leave it out"),
+        ({"rope_theta": 1.0}, 'rope_theta has no effect, as the config has rope_parameters; set all of them, here {"'),
+        ({"sliding_window": 8}, "sliding_window has no effect, as transformers leaves it at null, by the config"),
+        ({"attn_implementation": "eager"}, "attn_implementation has no effect, as Penstock chooses how"),
+        ({"model_type": "llama"}, "model_type is llama, but qwen3 in .*, whose weights are of that type; leave it out"),
+    ],
+)  # fmt: skip
+def test_an_override_without_effect_or_against_the_folder_is_refused(
+    folder: Path, overrides: dict[str, Any], said: str
+) -> None:
+    config = {name: value for name, value in CONFIG.items() if not name.startswith("rope")}
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": YARN}))
+    recipe = Recipe(name="x", model=ModelConfig(path=str(folder), overrides=overrides), data=DATA)
+    with pytest.raises(UserError, match=f"^model.overrides: {said}"):
+        require_overrides(recipe, None)
+    with pytest.raises(UserError, match=f"^model.overrides: {said}"):
+        penstock.plan(recipe)
+
+
+def test_a_config_that_transformers_builds_and_does_not_run_is_one_line(folder: Path) -> None:
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": None}
+    (folder / "config.json").write_text(json.dumps(CONFIG | kinds))
+    with pytest.raises(UserError, match="transformers does not run the model: Could not find a `sliding_window`"):
+        penstock.plan(Recipe(name="x", model=ModelConfig(path=str(folder)), data=DATA))
+
+
+def test_overrides_with_effect_are_taken_and_those_against_the_recipe_s_shape_are_not(folder: Path) -> None:
+    window = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}
+    for overrides in ({"rope_theta": 1.0}, {"rms_norm_eps": 0.1}, {"rope_scaling": YARN}, window, {"dtype": "float16"}):
+        require_overrides(Recipe(name="x", model=ModelConfig(path=str(folder), overrides=overrides), data=DATA), None)
+        require_overrides(Recipe(name="x", model=ModelConfig(**SHAPE, overrides=overrides), data=DATA), None)
+    scratch = from_scratch(Recipe(name="x", model=ModelConfig(path=str(folder)), data=DATA))
+    require_overrides(scratch, None)
+    against = {"hidden_size": 64, "model_type": "llama", "vocab_size": 301}
+    for name, value in against.items():
+        recipe = Recipe(name="x", model=ModelConfig(**SHAPE, overrides={name: value}), data=DATA)
+        with pytest.raises(UserError, match=f"{name} is {value}, but model.{name} is .*; set that, and leave this out"):
+            require_overrides(recipe, None)
 
 
 def test_from_scratch_takes_shape_and_tokenizer_from_where_they_are(folder: Path, tmp_path: Path) -> None:

@@ -97,6 +97,21 @@ def test_a_slip_in_it_is_one_line(tmp_path: Path, origin: Path, rope: Any, messa
     assert "\n" not in str(found.value)
 
 
+def test_tensors_that_the_model_of_the_config_does_not_have_are_told(tmp_path: Path, origin: Path) -> None:
+    """They would change what the model computes, were the config the right one: of a bias or a layer more, say."""
+    model = Path(shutil.copytree(origin, tmp_path / "model"))
+    tensors = load_file(model / "model.safetensors")
+    for names in (["model.layers.0.self_attn.rotary_emb.inv_freq"], ["model.layers.9.mlp.up_proj.weight", "x.bias"]):
+        save_file(tensors | {name: torch.ones(2) for name in names}, model / "model.safetensors", {"format": "pt"})
+        observer = tiny.Silent()
+        run = {"model": ModelConfig(path=str(model)), "data": tiny.data(max_documents=4)}
+        tiny.train_run(tmp_path / names[0], observer, **run, train=tiny.training(steps=1))
+        said = [message for message in observer.messages if "have no place in the" in message]
+        assert len(said) == len(names) - 1
+    assert f"model.path: {model}: 2 of its tensors have no place in the llama model that" in said[0]
+    assert "the first model.layers.9.mlp.up_proj.weight" in said[0]
+
+
 def sections(folder: Path, origin: Path, added: list[str] = ADDED, **changes: Any) -> dict[str, Any]:
     """Of a run on some text, which is in `folder`."""
     file = folder / "text.txt"
