@@ -140,6 +140,14 @@ def first_recipe(model: str, data: str, overrides: Sequence[str], *, machine: st
     return resolve_paths(apply_overrides(recipe, own), Path.cwd())
 
 
+def require_of_data(overrides: Sequence[str]) -> None:
+    """UserError for a field that says nothing of how data is read."""
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        if not key.startswith(_DATA):
+            raise UserError(f"--set {one_line(key, 60)}: has no effect on how data is read; leave it out")
+
+
 def given_values(overrides: Sequence[str]) -> dict[str, Any]:
     """What `--set` texts say, by dotted field. UserError for what is no field or no value."""
     values: dict[str, Any] = {}

@@ -121,7 +121,7 @@ def data(
     """
     from rich.console import Console
 
-    from penstock.app.finetune import data_report, first_recipe
+    from penstock.app.finetune import data_report, first_recipe, require_of_data
     from penstock.app.finetune_data import open_source
     from penstock.app.finetune_report import token_row
     from penstock.app.finetune_view import WHOLE_CHARS, console_page, found_rows, print_rows, sample_rows
@@ -134,6 +134,7 @@ def data(
             print(printable(line), file=sys.stderr)
     else:
         found = first_recipe(recipe, data, overrides or [])
+        require_of_data(overrides or [])
     with Working() as shown:
         source = open_source(found, shown, with_model=False)
     if as_json:

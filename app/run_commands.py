@@ -89,6 +89,8 @@ def checkpoint(
     A running run is kept after its next step, any other at its last generation. Without a NAME, RUN may also be a place
     that state was uploaded to; its contents are listed.
     """
+    if delete and name is None:
+        raise UserError("--delete: give the NAME of the checkpoint to delete")
     if name is None and to is None and (place := offsite.place_of(run)) is not None:
         for line in offsite.listed(place):
             typer.echo(printable(line))

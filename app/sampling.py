@@ -200,6 +200,12 @@ def decoding_of(
         raise UserError(f"--temperature: {temperature:g} must be from 0 (the most likely token) to 100")
     if not 0 < top_p <= 1:
         raise UserError(f"--top-p: {top_p:g} must be above 0, at most 1")
+    for option, is_given in (("--top-p", top_p != 1), ("--seed", seed != 0)):
+        if is_given and temperature == 0:
+            raise UserError(
+                f"{option}: has no effect, as --temperature 0 always takes the most likely token; set --temperature "
+                "above 0, or leave it out"
+            )
     stops = model.chat_stop_ids if chat else model.stop_ids
     return Decoding(new_tokens=tokens, temperature=temperature, top_p=top_p, seed=seed, stop_ids=stops)
 

@@ -83,6 +83,15 @@ def _draws(recipe: Recipe) -> bool:
     return recipe.data.order == "shuffled" or bool(recipe.data.mixture) or recipe.data.source in ("needles", "random")
 
 
+def _can_end_early(recipe: Recipe) -> bool:
+    """Whether the last validation of so many in a row without a gain can come before the last step."""
+    train = recipe.train
+    if not _validates(recipe) or train.early_stopping_patience is None:
+        return True  # which is another rule's
+    assert train.validate_every is not None
+    return train.early_stopping_patience + 1 < -(-train.steps // train.validate_every) + train.validate_first
+
+
 _ADAPTER = "set adapter.method to lora, dora or rslora"
 _UNVALIDATED = "no validation loss is measured", "set train.validate_every"
 _UNEXPORTED = "nothing is exported", "set after.export=true"
@@ -182,6 +191,13 @@ RULES: tuple[Rule, ...] = (
         "set train.lr_schedule to cosine, linear or wsd",
     ),
     Rule(
+        "train.min_lr_ratio",
+        lambda r: r.train.lr_schedule == "wsd" or r.train.steps - r.train.warmup_steps > 1,
+        "the learning rate never falls in train.steps={r.train.steps} with train.warmup_steps={r.train.warmup_steps}",
+        "train more steps",
+        refused=False,
+    ),
+    Rule(
         "train.decay_steps",
         lambda r: r.train.lr_schedule == "wsd",
         "train.lr_schedule={r.train.lr_schedule} decays over all steps, or never",
@@ -204,10 +220,24 @@ RULES: tuple[Rule, ...] = (
         for name in ("validation_sequences", "validate_first", "early_stopping_patience")
     ),
     Rule(
+        "train.early_stopping_patience",
+        _can_end_early,
+        "there are too few validations in train.steps={r.train.steps} to end the run early",
+        "train more steps, or validate more often with train.validate_every",
+        refused=False,
+    ),
+    Rule(
         "train.seed",
         lambda r: r.model.path is None or (r.adapter.is_used and r.adapter.start is None),
         "nothing begins with random weights: they are those of model.path",
         "begin with random weights (--from-scratch), or with a new adapter",
+        refused=False,
+    ),
+    Rule(
+        "storage.keep_every",
+        lambda r: r.storage.keep_every is None or r.storage.keep_every <= r.train.steps,
+        "the run ends after train.steps={r.train.steps}, before the first generation that it would keep",
+        "train more steps, or set it to fewer",
         refused=False,
     ),
     Rule("storage.keep_best", _validates, *_UNVALIDATED),
@@ -259,7 +289,7 @@ _SECTIONS_THAT_COUNT = {
         *("device", "calibrate", "deterministic"),
     ),
     "budgets": ("gpu", "ram", "nvme"),
-    "storage": ("nvme", "reader", "part_bytes", "checkpoint_every", "keep_last", "keep_every", "keep_good", "offsite"),
+    "storage": ("nvme", "reader", "part_bytes", "checkpoint_every", "keep_last", "keep_good", "offsite"),
     "samples": ("every",),
     "after": ("export", "export_dtype", "export_shard"),  # the last two for `penstock export` as well
 }

@@ -167,6 +167,8 @@ def test_rows_are_printed_as_training_reads_them(here: Path, capsys: Captured) -
     assert "«The plum is blue.<|im_end|>»" not in printed.out, "only the last turn is trained"
     assert "the last turn of the assistant" in printed.out
     assert "give a recipe, or a model and its data" in refusal(capsys, "data", "tiny-chat")
+    said = refusal(capsys, "data", "tiny-chat", "talks.jsonl", "--set", "adapter.rank=8")
+    assert "--set adapter.rank: has no effect on how data is read; leave it out" in said
 
 
 def test_no_keeps_the_recipe_and_too_large_writes_none(here: Path, monkeypatch: Patch, capsys: Captured) -> None:

@@ -175,6 +175,7 @@ def test_a_checkpoint_goes_there_by_hand_and_two_runs_have_no_place_together(
     assert again == f"checkpoint mine: step 2 is already at {place}\n"
     assert said(capsys, "checkpoint", place).startswith("mine  step 2, generation ")
     assert "give the checkpoint's NAME" in refusal(capsys, "checkpoint", "run", "--to", place)
+    assert "give the NAME of the checkpoint to delete" in refusal(capsys, "checkpoint", "run", "--delete")
     found = penstock.resume(f"{place}/mine", run_dir="found")
     assert losses(found)[:2] == losses(run)
     assert "is a run on this machine" in refusal(capsys, "resume", "run", "--run-dir", "other")

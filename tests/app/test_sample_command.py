@@ -156,6 +156,8 @@ def test_what_it_refuses(
     interactive = "--json: cannot be used in an interactive chat; give --prompt TEXT"
     assert interactive in refused(str(model), "--chat", "--json")
     assert "--top-p: 0 must be above 0" in refused(str(model), *asks, "--top-p", "0")
+    for option in (("--top-p", "0.5"), ("--seed", "7")):
+        assert f"{option[0]}: has no effect, as --temperature 0 always" in refused(str(model), *asks, *option)
     assert "--temperature: -1" in refused(str(model), *asks, "--temperature", "-1")
     assert "--tokens: 0" in refused(str(model), *asks, "--tokens", "0")
     assert "an empty prompt" in refused(str(model), "--prompt", "")

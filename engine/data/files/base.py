@@ -49,6 +49,9 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 LINE_BYTES = 64 << 20
 """Most bytes of a line, or of a row, which is held whole."""
 
+_MOST_EMPTY = 1_000_000
+"""Empty lines in a row, which are passed over; more take seconds and hold nothing."""
+
 MOST_TIMES = 250
 FEW_BYTES = 256 << 20
 """A file that becomes more than so many times its size when it is decompressed, and more than so much, only repeats
@@ -84,6 +87,15 @@ def read_rows(file: Path, bad: BadRows) -> Iterator[Row]:
         yield from reader.read(file, bad)
     except OSError as error:
         raise UserError(f"{printable(file)}: cannot be read: {error.strerror or error}") from error
+
+
+def more_empty(before: int, line: bytes, where: str) -> int:
+    """How many empty lines there are now in a row, `before` of them before this one. UserError for a million."""
+    if not line.isspace():
+        return 0
+    if before >= _MOST_EMPTY:
+        raise UserError(f"{where}: more than {_MOST_EMPTY:,} empty lines in a row; remove them")
+    return before + 1
 
 
 def open_bytes(file: Path) -> BinaryIO:

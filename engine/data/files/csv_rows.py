@@ -66,7 +66,9 @@ def _next(lines: Iterator[list[str]], name: str) -> list[str] | None:
 
 def _lines(first: bytes, stream: BinaryIO, name: str) -> Iterator[str]:
     rest = iter(lambda: stream.readline(base.LINE_BYTES + 1), b"")
+    empty = 0
     for number, line in enumerate(itertools.chain([first] if first else [], rest), start=1):
+        empty = base.more_empty(empty, line, f"{name}:{number}")
         if len(line) > base.LINE_BYTES:
             raise UserError(f"{name}:{number}: a line of more than {base.LINE_BYTES >> 20} MiB; split it")
         try:

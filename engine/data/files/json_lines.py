@@ -16,11 +16,13 @@ COMPRESSED = True
 
 def read(file: Path, bad: BadRows) -> Iterator[Row]:
     with base.open_utf8(file) as stream:
+        empty = 0
         for number in itertools.count(1):
             line = stream.readline(base.LINE_BYTES + 1)
             if not line:
                 return
             where = f"{printable(file)}:{number}"
+            empty = base.more_empty(empty, line, where)
             try:
                 row = _row(line, where)
             except RowError as error:

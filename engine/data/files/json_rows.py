@@ -172,7 +172,7 @@ class _Text:
                     raise self.wrong(f"{error.msg}, column {error.colno}") from error
             except RecursionError as error:
                 raise self.wrong("nested too deep") from error
-            except ValueError as error:  # a whole number of thousands of digits
+            except ValueError as error:  # a whole number of thousands of digits, a name given twice
                 raise self.wrong(str(error)) from error
 
     def _more(self) -> bool:

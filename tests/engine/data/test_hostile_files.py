@@ -136,3 +136,23 @@ def test_a_table_of_more_columns_than_anybody_names(tmp_path: Path) -> None:
 def test_half_a_frame_is_not_a_whole_one() -> None:
     with pytest.raises(EOFError):
         base._Frames(io.BytesIO(zstandard.compress(b"a" * 100)[:-3])).read(1000)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json"])
+def test_nothing_but_empty_lines_takes_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(base, "_MOST_EMPTY", 10)
+    first = {"a.csv": "text\none\n"}.get(name, '{"text": "one"}\n')
+    (tmp_path / name).write_text(first + "\n" * 10 + "\r\n")
+    with pytest.raises(UserError, match=f"{name}:.*: more than 10 empty lines in a row; remove them"):
+        list(base.read_rows(tmp_path / name, BadRows("refuse")))
+    (tmp_path / name).write_text(first + "\n" * 10)
+    assert [row.fields for row in base.read_rows(tmp_path / name, BadRows("refuse"))] == [{"text": "one"}]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_name_that_a_row_has_twice_is_refused(tmp_path: Path, name: str) -> None:
+    """As pyarrow refuses it: one of the two would be left out without a word."""
+    row = '{"text": "one", "text": "two"}'
+    (tmp_path / name).write_text(f"[{row}]" if name == "a.json" else f"{row}\n{row}\n")
+    with pytest.raises(UserError, match=f"{name}:1: .*'text' appears twice"):
+        list(base.read_rows(tmp_path / name, BadRows("refuse")))

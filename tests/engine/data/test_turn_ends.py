@@ -225,7 +225,7 @@ def test_further_templates_are_part_of_a_tokenizer(folder: Path, tmp_path: Path)
         tokenizer_contents(several, {"default": THINKING, "../../rag": PLAIN})
     (several / "additional_chat_templates").rename(tmp_path / "elsewhere")
     (several / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="additional_chat_templates: is a link, which is not followed"):
+    with pytest.raises(UserError, match=r"additional_chat_templates: it is a symbolic link .* which is outside"):
         load_tokenizer(several)
 
 
