@@ -12,7 +12,7 @@ from penstock.engine.data.files.front_matter import read_configs
 from penstock.storage.errors import UserError
 from penstock.storage.links import below_data, require_of_data
 from penstock.storage.model_folder import is_plain_name
-from penstock.storage.untrusted import parse_object, printable, read_regular, real_path
+from penstock.storage.untrusted import one_line, parse_object, printable, read_regular, real_path
 
 TRAIN = "train"
 _WORDS = {
@@ -92,8 +92,14 @@ def _named_in_readme(root: Path) -> dict[str, list[Path]] | None:
             raise UserError(
                 f"data.path: {printable(root)}/README.md: more patterns of names than any data set needs; give a file"
             )
-        rows = sorted({file for pattern in patterns for file in _matching(root, pattern)})
+        matching = {pattern: _matching(root, pattern) for pattern in patterns}
+        rows = sorted({file for files in matching.values() for file in files})
         if isinstance(split, str) and rows:
+            if missing := next((pattern for pattern, files in matching.items() if not files), None):
+                raise UserError(
+                    f"data.path: {printable(root)}/README.md lists {one_line(missing, 80)} in split "
+                    f"{one_line(split, 40)}, which is not there beside the other files; download it, or name a file"
+                )
             found.setdefault(split, []).extend(rows)
     return found or None
 

@@ -73,6 +73,13 @@ def test_heads_as_they_are_published(tmp_path: Path) -> None:
     assert read_configs("---\nx: &a 5\ny: *a\nconfigs: [a]\n---\n") == ["a"], "what else stands there is not read"
 
 
+def test_a_split_of_which_a_file_is_missing_is_refused(tmp_path: Path) -> None:
+    files = "  - split: train\n    path: [a.jsonl, c.jsonl]\n"
+    folder = readme(tmp_path, f"configs:\n- config_name: a\n  data_files:\n{files}")
+    with pytest.raises(UserError, match=r"README.md lists c.jsonl in split train, which is not there beside the other"):
+        find_splits(folder)
+
+
 def test_a_head_of_blank_lines_takes_no_time() -> None:
     begin = time.process_time()
     assert read_configs("---" + "\n" * 200_000 + "x") is None
