@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,7 @@ from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Conversation
 from penstock.engine.data.sandbox import Limits
 from penstock.engine.data.tokenizer import TextTokenizer
-from penstock.engine.data.turn_ends import turn_ends
+from penstock.engine.data.turn_ends import THOUGHTS, turn_ends
 from penstock.engine.data.turns import MARKED, FormError, Messages, View
 from penstock.storage.errors import UserError
 from penstock.storage.model_folder import has_model_file, read_model_file
@@ -127,6 +128,17 @@ class ChatTemplate:
     def has_markers(self) -> bool:
         """Whether generation markers tell what the assistant writes; else renderings of prefixes do."""
         return all(MARKED.search(text) for text in self.texts.values())
+
+    def unread(self, sample: Conversation) -> set[str]:
+        """Tools, thoughts and other values of a conversation that no text of the template names."""
+        given = {name for message in sample.messages for name in THOUGHTS if message.get(name)}
+        beside = [*(sample.given or ()), *(["tools"] if sample.tools else [])]
+        return given.union(beside) - self._names
+
+    @cached_property
+    def _names(self) -> set[str]:
+        """All words of the templates."""
+        return {word for text in self.texts.values() for word in re.findall(r"\w+", text)}
 
     def render(self, sample: Conversation, trained: Trained) -> Rendered:
         """The conversation as text, and what of it is trained. RowError where neither can be told.

@@ -272,7 +272,8 @@ def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -
     with build_folder(folder) as temporary:
         writer = CorpusWriter(temporary, _dtype(tokenizer.vocab_size))
         bad = [_fill(writer, part, encoder, sizes) for part, encoder in zip(config.parts, encoders, strict=True)]
-        writer.finish(eos_id=tokenizer.eos_id, skipped_rows=sum(of_part.count for of_part in bad), **origin)
+        skipped, unread = sum(of_part.count for of_part in bad), set[str]().union(*(e.unread for e in encoders))
+        writer.finish(eos_id=tokenizer.eos_id, skipped_rows=skipped, unread=sorted(unread), **origin)
     keep_corpus(digest, folder)
     corpus = TokenCorpus.open(folder)
     corpus.notes += [f"the first skipped row: {of_part.first}" for of_part in bad if of_part.count]
@@ -282,7 +283,8 @@ def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -
 def _fill(writer: CorpusWriter, part: DataConfig, encoder: Encoder, sizes: Mapping[Path, int]) -> BadRows:
     """Tokenise a source, which is no mixture; what became of its bad rows. UserError where nothing is left of it."""
     before, bad = writer.num_documents, BadRows(part.bad_rows)
-    for encoded in encode_all(encoder, _require_text(part, "tokenizing", bad, sizes)):
+    samples = map(encoder.noticed, _require_text(part, "tokenizing", bad, sizes))
+    for encoded in encode_all(encoder, samples):
         writer.append(encoded.where, encoded.ids, encoded.last, encoded.weights)
     bad.add_many(*encoder.bad.take())
     if writer.num_documents == before:

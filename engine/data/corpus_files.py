@@ -27,7 +27,7 @@ from penstock.engine.data.span_files import COPY_BYTES, BlockSums, SpanFile, Spa
 from penstock.storage.disk import atomic_write
 from penstock.storage.errors import UserError, ensure
 from penstock.storage.sealed import hex_crc, seal, unseal
-from penstock.storage.untrusted import Size, open_regular, parse_object, printable, read_regular, typed
+from penstock.storage.untrusted import Size, one_line, open_regular, parse_object, printable, read_regular, typed
 
 META, TOKENS, SUMS, DOCUMENTS = "meta.json", "tokens.bin", "tokens.crc32c", "documents.npy"
 WEIGHTS, WEIGHT_SUMS = "weights.bin", "weights.crc32c"
@@ -86,6 +86,8 @@ class CorpusInfo:
     """Documents of each part of a mixture, which follow one another."""
     skipped_rows: Size = 0
     """Rows of the source that could not be used and were left out."""
+    unread: list[str] = field(default_factory=list)
+    """What conversations have that their chat template does not read."""
     settings: str = ""
     """Of the fields of the recipe that say what is read; empty where an earlier version made the corpus."""
     encoder: str = ""
@@ -140,6 +142,9 @@ class TokenCorpus:
         self.folder = folder
         self.notes: list[str] = []
         """What there is to say of how it came to be."""
+        if info.unread:
+            names = ", ".join(f"`{one_line(name, 40)}`" for name in info.unread)
+            self.notes.append(f"the chat template does not read {names} of the conversations, which is left out")
         self.starts = _read_starts(folder, info)
         if info.sums_crc32c:
             self.info, sums = info, read_sums(folder / SUMS, _token_bytes(info), info.sums_crc32c)
@@ -359,6 +364,7 @@ class CorpusWriter:
         eos_id: int,
         *,
         skipped_rows: int = 0,
+        unread: Sequence[str] = (),
         settings: str = "",
         encoder: str = "",
         sources: list[SourceFile] | None = None,
@@ -393,6 +399,7 @@ class CorpusWriter:
             num_trained=self._trained,
             part_documents=self._parts,
             skipped_rows=skipped_rows,
+            unread=list(unread),
             settings=settings,
             encoder=encoder,
             sources=sources or [],

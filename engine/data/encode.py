@@ -53,12 +53,14 @@ class Encoder:
     template makes of it: nothing is put before it, and the end-of-text token behind it only where the template ends an
     assistant's last turn with no special token at all. Ids are taken as they are.
 
-    Attributes: `bad`, the samples that were left out, counted (or refused); `adds_bos`.
+    Attributes: `bad`, the samples that were left out, counted (or refused); `unread`, what conversations that were
+    `noticed` have and the chat template does not read; `adds_bos`.
     """
 
     def __init__(self, config: DataConfig, tokenizer: TextTokenizer) -> None:
         """Raises UserError where data.bos asks for a token that the tokenizer does not have."""
         self._config, self._tokenizer = config, tokenizer
+        self.unread: set[str] = set()
         self.bad = BadRows(config.bad_rows)
         self.adds_bos = config.bos == "on" or (config.bos == "auto" and tokenizer.puts_bos)
         if self.adds_bos and tokenizer.bos_id is None:
@@ -89,6 +91,12 @@ class Encoder:
             chosen |= {"template": template, "trained_tokens": self._config.trained_tokens, "version": _VERSION}
         text = json.dumps(chosen, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest() if chosen else ""
+
+    def noticed(self, sample: Sample) -> Sample:
+        """The sample itself, looked at for `unread`."""
+        if isinstance(sample, Conversation) and self.template is not None:
+            self.unread |= self.template.unread(sample)
+        return sample
 
     def encode(self, samples: Sequence[Sample]) -> list[Encoded]:
         """The tokens of the samples in order; what cannot be used goes to `bad`.

@@ -14,7 +14,7 @@ from penstock.engine.data.sandbox import Limits
 from penstock.engine.data.tokenizer import TextTokenizer
 
 _ASKED, _AGAIN, _ANSWER, _THOUGHT, _FIRST, _SECOND = (f"qzk{word}" for word in ("a", "e", "i", "o", "u", "y"))
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """What templates call the thoughts of a message."""
 
 
@@ -51,7 +51,7 @@ class _Probe:
     def inside(self) -> set[int]:
         """What stands between thoughts and the answer, and between two calls."""
         asked = _message("user", _ASKED)
-        thinking = _message("assistant", _ANSWER) | dict.fromkeys(_THOUGHTS, _THOUGHT)
+        thinking = _message("assistant", _ANSWER) | dict.fromkeys(THOUGHTS, _THOUGHT)
         calling = _calls(_FIRST, _SECOND)
         return {
             *self._all_added(self._between([asked, thinking], _THOUGHT, _ANSWER)),

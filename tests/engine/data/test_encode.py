@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 
 from penstock.engine.config import DataConfig
 from penstock.engine.data import encode_pool
+from penstock.engine.data.corpus import prepare_corpus
 from penstock.engine.data.encode import Encoder, describe_specials
 from penstock.engine.data.encode_pool import encode_all
 from penstock.engine.data.reading import read_samples
@@ -177,6 +178,24 @@ def test_the_fingerprint_changes_with_what_changes_the_tokens(plain: TextTokeniz
     chats = [of(plain, source="messages", **more) for more in ({}, {"trained_tokens": "last"}, {"bos": "on"})]
     assert len({*chats, of(with_bos), of(with_bos, source="messages"), ""}) == 6
     assert of(with_bos) == of(plain, bos="on")
+
+
+def test_what_a_chat_template_does_not_read_is_told(tmp_path: Path, plain: TextTokenizer) -> None:
+    """Where it is read at times only, as thoughts of earlier turns are, the template has it so."""
+    asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    rows = [
+        {"messages": [asked, answer | {"reasoning_content": "c", "thinking": ""}]},
+        {"messages": [asked, answer], "tools": [], "chat_template_kwargs": {"enable_thinking": True}},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reads.jinja").write_text(f"{CHATML}{{% if enable_thinking or reasoning_content %}}{{% endif %}}")
+    config = {"source": "messages", "path": str(tmp_path / "rows.jsonl")}
+    unread = "the chat template does not read `enable_thinking`, `reasoning_content` of the conversations, which"
+    for number in range(2):
+        corpus = prepare_corpus(DataConfig(**config), plain, tmp_path / str(number))
+        assert corpus.notes == [f"{unread} is left out"], "also of what was kept"
+    reads = DataConfig(**config, chat_template=str(tmp_path / "reads.jinja"))
+    assert prepare_corpus(reads, plain, tmp_path / "read").notes == []
 
 
 def test_a_tokenizer_without_offsets_gives_the_same_mask(tmp_path: Path) -> None:
