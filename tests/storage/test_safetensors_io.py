@@ -211,11 +211,9 @@ def test_the_hub_s_cache_is_read_through_its_links(tmp_path: Path, snapshot: Pat
     for folder in (snapshot, tmp_path / "mine"):
         assert CheckpointReader(folder).read("a").numel() == 2
         assert read_model_file(folder, "model.safetensors", 1 << 20) == WEIGHTS
-    for parent, name in ((snapshot.parent, "b"), (snapshot.parents[1], "name")):  # elsewhere the same are not followed
-        moved = parent.rename(parent.with_name(name)) / snapshot.relative_to(parent)
-        with pytest.raises(UserError, match=r"a symbolic link to .*, which is outside of the folder"):
-            CheckpointReader(moved)
-        (parent.with_name(name)).rename(parent)
+    (entry := snapshot.parents[1]).rename(tmp_path / "name")  # elsewhere the same are not followed
+    with pytest.raises(UserError, match=r"a symbolic link to .*, which is outside of the folder"):
+        CheckpointReader(tmp_path / "name" / snapshot.relative_to(entry))
 
 
 @pytest.mark.parametrize(
