@@ -59,7 +59,8 @@ def begin(
     is_told: bool = False,
 ) -> Path:
     """`train`, in a process of the run's own where there is no `guest`; `is_told`: the plan's notes have been shown."""
-    from penstock.app.launch import require_inputs, run_training
+    from penstock.app.inputs import require_inputs
+    from penstock.app.launch import run_training
 
     resolved, said = resolved_recipe(
         recipe, overrides, from_scratch=from_scratch, get=lambda given: hub.fetched(given, weights=not from_scratch)
@@ -323,7 +324,7 @@ def resolved_recipe(
     found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     resolved = get(resolve_paths(apply_overrides(found, overrides), Path.cwd()))
     if from_scratch:
-        from penstock.app import launch
+        from penstock.app import inputs
 
-        resolved = launch.from_scratch(resolved)
+        resolved = inputs.from_scratch(resolved)
     return opened(resolved)

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from penstock.app import control, hub
 from penstock.app.api import resolved_recipe
-from penstock.app.launch import RunObserver, require_inputs
+from penstock.app.inputs import require_inputs
+from penstock.app.launch import RunObserver
 from penstock.app.loading import loading
 from penstock.app.progress import Display, short_path, summary_lines
 from penstock.app.recipe import change_run, from_dict

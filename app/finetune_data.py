@@ -215,7 +215,7 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
     `with_model` False: of the model only the tokenizer is looked at.
     """
     from penstock.app.hub import fetched
-    from penstock.app.launch import require_data, require_inputs
+    from penstock.app.inputs import require_data, require_inputs
 
     if recipe.data.source == "random":
         raise UserError("data.source: random has no text to show; give a recipe with data")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from penstock.app import control, memory_limit
-from penstock.app.launch import require_inputs, require_weights
+from penstock.app.inputs import require_inputs, require_weights
 from penstock.app.recipe import resolve_paths, to_run_json
 from penstock.app.run_files import open_append, open_read, remove_own
 from penstock.app.rundir import LEFT_BY_LAUNCHER, fresh_path, read_recipe, read_status

@@ -177,7 +177,7 @@ def _work(plan: Callable[[dict[str, Any], _Send], None], request: dict[str, Any]
 def plan_request(request: dict[str, Any], send: _Send) -> None:
     """Answer one request; relative paths are taken from the current folder. Raises UserError."""
     from penstock.app.hub import for_plan
-    from penstock.app.launch import from_scratch
+    from penstock.app.inputs import from_scratch
     from penstock.app.opened import opened
     from penstock.app.plan import plan_stages
     from penstock.app.recipe import from_dict, resolve_paths, to_dict

@@ -21,7 +21,8 @@ import penstock
 from penstock import AdapterConfig, AfterConfig, BudgetConfig, DataConfig, ModelConfig, Recipe, TrainConfig
 from penstock.app.cli import main
 from penstock.app.exported import load_exported
-from penstock.app.launch import require_weights, sample_text
+from penstock.app.inputs import require_weights
+from penstock.app.launch import sample_text
 from penstock.app.rundir import read_recipe
 from penstock.storage.errors import UserError
 from penstock.storage.model_folder import INDEX_NAME

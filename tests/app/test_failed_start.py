@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 import penstock
 from penstock.app import launcher
 from penstock.app.cli import main
-from penstock.app.launch import from_scratch, require_inputs, require_weights
+from penstock.app.inputs import from_scratch, require_inputs, require_weights
 from penstock.app.recipe import from_json, to_json
 from penstock.app.rundir import RunDir
 from penstock.engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig

@@ -22,7 +22,7 @@ from transformers import Qwen3Config
 
 from penstock.app import model_cache
 from penstock.app.cli import main
-from penstock.app.launch import from_scratch
+from penstock.app.inputs import from_scratch
 from penstock.app.model_cache import kept_spec
 from penstock.app.plan import plan_recipe
 from penstock.app.recipe import load_recipe

@@ -435,7 +435,7 @@ def _without_machine(recipe: Recipe) -> Recipe:
 
 def _missing_weights(recipe: Recipe) -> str | None:
     """Why the recipe's model folder cannot be trained from; None where it can."""
-    from penstock.app.launch import require_weights
+    from penstock.app.inputs import require_weights
 
     try:
         require_weights(recipe)
