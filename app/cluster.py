@@ -236,7 +236,7 @@ def import_dcp(given: Path, *, run_dir: Path | None, overrides: Sequence[str] = 
     with loading():
         from penstock.engine.cluster.convert import read_dcp
         from penstock.engine.cluster.layout import read_record
-        from penstock.engine.opening import describe_run
+        from penstock.engine.run_model import describe_run
     given = given.expanduser()
     folder = _newest(given)
     record = read_record(folder)

@@ -27,9 +27,7 @@ from penstock.engine.config import (
     state_folder,
 )
 from penstock.engine.data.loader import DataLoader, MicroBatch
-from penstock.engine.data.prepare import Data, make_loader, make_validation, prepare_data
-from penstock.engine.data.read_by_type import read_otherwise
-from penstock.engine.data.tokenizer import TextTokenizer
+from penstock.engine.data.prepare import Data, make_loader, make_validation
 from penstock.engine.events import Observer
 from penstock.engine.forecast.costs import Calibration
 from penstock.engine.forecast.report import forecast, predict
@@ -37,8 +35,8 @@ from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import SearchResult
 from penstock.engine.generate.prompts import prepare_prompts
 from penstock.engine.hf import weights
-from penstock.engine.hf.adapter_folder import Start, open_start
-from penstock.engine.hf.config import model_config, random_vocabulary, require_overrides, with_vocabulary
+from penstock.engine.hf.adapter_folder import Start
+from penstock.engine.hf.config import require_overrides
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file, write_constants
 from penstock.engine.kernels import tell_kernels
 from penstock.engine.machine.affinity import place_threads
@@ -53,14 +51,14 @@ from penstock.engine.machine.probe_drives import with_measured_drives
 from penstock.engine.machine.profile import Machine
 from penstock.engine.machine.reservations import Reservation
 from penstock.engine.model.adapter_values import with_adapter
-from penstock.engine.model.anatomy import Initializer, initial_constants, model_spec
+from penstock.engine.model.anatomy import Initializer, initial_constants
 from penstock.engine.model.check import check_model
-from penstock.engine.model.router import router_coefficient
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import PlanOptions
 from penstock.engine.preparing import Checklist
 from penstock.engine.run_files import with_kept_inputs
+from penstock.engine.run_model import adapter_start, describe_run, remarks_on_model
 from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.lanes import Lanes
 from penstock.engine.runtime.state import fill_store, state_arrays
@@ -68,7 +66,6 @@ from penstock.engine.runtime.tuning import Tuning
 from penstock.engine.session import Session, require_record, run_identity, run_meta
 from penstock.engine.uploads import Uploads
 from penstock.storage.errors import UserError
-from penstock.storage.model_folder import remarks_on_weights
 from penstock.storage.nvme import NvmeStore
 from penstock.storage.readers import Readers, find_readers
 from penstock.storage.safetensors_io import CheckpointReader
@@ -98,7 +95,7 @@ def open_session(
     start = None if resume else adapter_start(recipe, spec, observer)
     if not resume:
         require_overrides(recipe, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
-        for remark in _remarks(recipe, prepared.tokenizer, spec, new_rows):
+        for remark in remarks_on_model(recipe, prepared.tokenizer, spec, new_rows):
             observer.on_message(remark)
     loader = make_loader(prepared.corpus, spec, recipe)
     validation = make_validation(prepared.corpus, spec, recipe)
@@ -250,56 +247,6 @@ def open_session(
     if session.settings.message is not None:
         observer.on_message(session.settings.message)
     return session
-
-
-def _remarks(
-    recipe: Recipe, tokenizer: TextTokenizer | None, spec: ModelSpec, new_rows: weights.NewRows | None
-) -> list[str]:
-    """What is to be said of a new run's model folder, and of a tokenizer that is not the model's own."""
-    folder = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
-    said = []
-    if folder is not None:
-        unused = weights.remarks_on_unused(folder, spec.config if new_rows is None else new_rows.stored)
-        said = [f"model.path: {remark}" for remark in (*remarks_on_weights(folder), *unused)]
-    if tokenizer is not None and tokenizer.folder != folder:
-        other = read_otherwise(tokenizer, spec.model_type)
-        said += [] if other is None else [other]
-    return said
-
-
-class RunModel(NamedTuple):
-    """What a run trains on what."""
-
-    data: Data
-    spec: ModelSpec
-    new_rows: weights.NewRows | None
-    """Of the tables by token id, where the recipe adds tokens to a model folder's."""
-
-
-def describe_run(recipe: Recipe, run_dir: Path, checklist: Checklist) -> RunModel:
-    """A run's data, made in `run_dir` unless they are there, and its model taken apart. Raises UserError."""
-    with checklist.step("tokenizing the data"):
-        prepared = prepare_data(recipe, run_dir / "data", random_vocabulary(recipe))
-    vocabulary = prepared.tokenizer.vocab_size if prepared.tokenizer else None
-    stored = model_config(recipe, vocabulary)
-    config = with_vocabulary(stored, recipe, vocabulary)
-    new_rows = None
-    if recipe.model.added_tokens and recipe.model.path is not None and vocabulary is not None:
-        new_rows = weights.NewRows.make(stored, len(recipe.model.added_tokens), vocabulary)
-    with checklist.step("taking the model apart"):
-        spec = model_spec(config, recipe)
-        router_coefficient(spec.config, recipe.train.router_aux_loss, recurrent=spec.recurrent)  # or it is refused
-    return RunModel(prepared, spec, new_rows)
-
-
-def adapter_start(recipe: Recipe, spec: ModelSpec, observer: Observer) -> Start | None:
-    """The adapter that a new run goes on with (adapter.start); None: a new one, or none."""
-    if recipe.adapter.start is None:
-        return None
-    start = open_start(Path(recipe.adapter.start).expanduser(), spec, recipe.model.path)
-    for said in start.said:
-        observer.on_message(said)
-    return start
 
 
 def _begin_uploads(recipe: Recipe, run_dir: Path, checklist: Checklist, *, resume: bool) -> Uploads | None:

@@ -41,11 +41,12 @@ from penstock.engine.gains import EarlyEnd, Gains
 from penstock.engine.hf.config import require_overrides
 from penstock.engine.machine.device import compute_dtype, resolve_device
 from penstock.engine.machine.precision import with_compute_dtype
-from penstock.engine.opening import RunModel, adapter_start, describe_run, first_values
+from penstock.engine.opening import first_values
 from penstock.engine.optim.base import find_optimizer
 from penstock.engine.optim.lr import learning_rate
 from penstock.engine.preparing import Checklist
 from penstock.engine.run_files import with_kept_inputs
+from penstock.engine.run_model import RunModel, adapter_start, describe_run
 from penstock.engine.runtime.failures import DivergedError
 from penstock.engine.session import run_identity, run_meta
 from penstock.storage.errors import UserError
