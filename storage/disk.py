@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
 import resource
 import shutil
@@ -294,10 +295,12 @@ def _copy(fd_in: int, fd_out: int) -> None:
 def build_folder(folder: Path) -> Iterator[Path]:
     """A new folder to fill; it takes the place of `folder` when the block ends, and vanishes when the block fails.
 
-    Raises UserError when it cannot be made or filled, or what is no folder of ours, a link say, is in its place.
+    Removes what processes killed in such a block left behind; nobody else may be building `folder` now. Raises
+    UserError when it cannot be made or filled, or what is no folder of ours, a link say, is in its place.
     """
     temporary = folder.with_name(f"{folder.name}.building-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    for leftover in folder.parent.glob(f"{glob.escape(folder.name)}.building-*"):
+        shutil.rmtree(leftover, ignore_errors=True)  # none through a link
     for place, fine in ((temporary, False), (folder, is_real_folder(folder))):
         if os.path.lexists(place) and not fine:
             raise UserError(f"{place}: is where a folder has to be made; move it away")

@@ -122,6 +122,18 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert os.listdir(folder) == ["new"]
 
 
+@pytest.mark.parametrize("name", ["made", "m[a]de*"])
+def test_what_a_killed_process_built_goes_with_the_next(tmp_path: Path, name: str) -> None:
+    folder, killed = tmp_path / name, tmp_path / f"{name}.building-99999999"
+    killed.mkdir()
+    (killed / "tokens.bin").write_bytes(bytes(1 << 20))
+    (tmp_path / "made.other").mkdir()
+    with disk.build_folder(folder) as temporary:
+        assert not killed.exists()
+        assert temporary.is_dir()
+    assert sorted(os.listdir(tmp_path)) == sorted([name, "made.other"])
+
+
 @pytest.mark.parametrize("where", ["made", "made.building-PID"])
 @pytest.mark.parametrize("kind", ["link", "dangling link", "file"])
 def test_nothing_is_written_or_deleted_through_a_link(tmp_path: Path, where: str, kind: str) -> None:
