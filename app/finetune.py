@@ -300,8 +300,11 @@ def command(
 
 def _about(proposal: Proposal, path: Path, words: Sequence[str]) -> list[str]:
     recipe, lengths = proposal.recipe, proposal.report["lengths"]
+    trained = "parameters that are not in train.freeze" if recipe.train.freeze else "every parameter"
+    if recipe.adapter.is_used:
+        trained = f"an adapter ({recipe.adapter.method})"
     return [
-        f"Fine-tunes every parameter of {recipe.model.path} on {recipe.data.path}.",
+        f"Fine-tunes {trained} of {recipe.model.path} on {recipe.data.path}.",
         "",
         f"Data   {lengths['documents']:,} documents ({recipe.data.source}), {lengths['tokens']:,} tokens, of which "
         f"{lengths['trained_tokens']:,} are trained",

@@ -113,6 +113,16 @@ def test_one_line_trains_a_model_and_leaves_a_recipe_that_repeats_it(here: Path,
     assert [line["loss"] for line in json_lines(again / "metrics.jsonl")] == losses
 
 
+@pytest.mark.parametrize(("setting", "said"), [
+    ("train.steps=2", "every parameter"),
+    ("adapter.method=dora", "an adapter (dora)"),
+    ('train.freeze=["*embed_tokens*"]', "parameters that are not in train.freeze"),
+])  # fmt: skip
+def test_a_recipe_says_what_of_the_model_is_trained(here: Path, setting: str, said: str) -> None:
+    assert main(["finetune", *OURS, "--machine", "rtx4090-64", "--out", "made.py", "--set", setting]) == 0
+    assert Path("made.py").read_text().startswith(f'"""Fine-tunes {said} of {here / "tiny-chat"} on ')
+
+
 def test_from_python_it_is_the_same(here: Path) -> None:
     settings = ["train.steps=1", *FAST[1::2], "after.export=false"]
     run = penstock.finetune("tiny-chat", "talks.jsonl", overrides=settings, out="mine.json", run_dir="out")
