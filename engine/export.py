@@ -28,13 +28,14 @@ from penstock.engine.hf.named_code import named_code
 from penstock.engine.model.adapter_values import AdapterLayers
 from penstock.engine.model.adapters import plain_name
 from penstock.engine.model.anatomy import take_apart
-from penstock.engine.model.spec import ModelSpec, buffers_of_blocks, layouts
+from penstock.engine.model.spec import ModelSpec, block_of, buffers_of_blocks, layouts
 from penstock.engine.run_files import with_kept_inputs
 from penstock.engine.runtime.state import read_parameters
 from penstock.storage.checkpoints import checkpoint_folder, read_checkpoint
 from penstock.storage.errors import UserError
 from penstock.storage.layout import FlatLayout
 from penstock.storage.nvme import NvmeStore
+from penstock.storage.safetensors_io import CheckpointReader
 
 SHARD_BYTES = 5 * 10**9
 
@@ -102,11 +103,14 @@ def export(
             rows = stored if recipe.model.added_tokens and like is not None else None
             whole = spec
             read: weights.ReadBuffer = parameters
+            if like is not None:
+                kept = {array.buffer: getattr(torch, array.dtype) for array in run.store.arrays() if array.fixed}
+                read = _unrounded(spec, parameters, kept, like, rows)
             if adapter is not None:
                 whole = take_apart(spec.config)
                 dtypes = {} if dtype != "auto" or like is None else weights.parameter_dtypes(whole, like, rows)
                 other = weights.FLOAT_DTYPES[usual if dtype == "auto" else dtype]
-                read = _merging(spec, parameters, lambda name: dtypes.get(name, other))
+                read = _merging(spec, read, lambda name: dtypes.get(name, other))
                 constants = {plain_name(name): tensor for name, tensor in constants.items()}
             remarks = weights.export_folder(
                 out_dir,
@@ -231,6 +235,31 @@ def _template_of(
         if (folder / TEMPLATE_FILE).exists():
             raise
         return None, [f"{error}: the export has the chat template of the tokenizer's folder, if that has one"]
+
+
+def _unrounded(
+    spec: ModelSpec,
+    read: weights.ReadBuffer,
+    kept: Mapping[str, torch.dtype],
+    origin: Path,
+    stored: PretrainedConfig | None,
+) -> weights.ReadBuffer:
+    """Reads what is frozen as `origin` has it, where a run `kept` it, by buffer, in a dtype that does not hold that.
+
+    What there does not round to the run's values has changed since, and is the run's.
+    """
+    dtypes = weights.parameter_dtypes(spec, origin, stored)
+    reader = CheckpointReader(origin)
+    layout = weights.CheckpointLayout(spec, reader, stored)
+
+    def read_buffer(name: str) -> Mapping[str, Tensor]:
+        values, dtype = read(name), kept.get(name)
+        if dtype is None or all(torch.promote_types(dtypes[n], dtype) == dtype for n in values if n in dtypes):
+            return values
+        first = dict(weights.read_block(reader, layout, block_of(name)))
+        return {n: first[n] if torch.equal(first[n].to(dtype).float(), v) else v for n, v in values.items()}
+
+    return read_buffer
 
 
 def _merging(spec: ModelSpec, read: weights.ReadBuffer, dtypes: Callable[[str], torch.dtype]) -> weights.ReadBuffer:

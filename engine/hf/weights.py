@@ -95,7 +95,7 @@ def _import_blocks(
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     tables = set() if new_rows is None else skeleton.vocabulary_tables(skeleton.build(spec.config))
     for block, buffers in buffers_of_blocks(spec).items():
-        values = dict(_read_block(reader, layout, block))
+        values = dict(read_block(reader, layout, block))
         for buffer in buffers:
             if all(is_adapter(param.name) for param in spec.buffers[buffer]):
                 continue
@@ -127,7 +127,8 @@ def read_constants(
     return constants
 
 
-def _read_block(reader: CheckpointReader, layout: CheckpointLayout, block: str) -> Iterator[tuple[str, Tensor]]:
+def read_block(reader: CheckpointReader, layout: CheckpointLayout, block: str) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a block, float32, by the names that they have in its buffers."""
     done: dict[str, Tensor] = {}
     for conversion in layout.of_block[block]:
         for target, tensor in _convert(reader, layout, conversion).items():

@@ -235,6 +235,25 @@ def test_exports_are_what_peft_makes_of_them(tmp_path: Path, model_type: str) ->
     assert load_file(tmp_path / "merged" / "model.safetensors").keys() == load_file(model / "model.safetensors").keys()
 
 
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_a_base_that_is_finer_than_the_run_computes_is_merged_as_it_is(tmp_path: Path, method: str) -> None:
+    """What has no adapter keeps its bits; the rest is what peft makes of the base in its own dtype."""
+    model = folder_of(tmp_path / "model", "llama")
+    run = adapting(model, adapted.section(method), compute_dtype="bfloat16")
+    both_exports(tmp_path, run, tiny.Silent())
+    merged = dict(loaded(model, tmp_path / "adapter").merge_and_unload().named_parameters())
+    assert merged["model.embed_tokens.weight"].bfloat16().float().ne(merged["model.embed_tokens.weight"]).any()
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, parameter in merged.items():
+        assert torch.equal(found[name], parameter), name
+    # A folder that has changed since is not what the run was trained on.
+    base = load_file(model / "model.safetensors")
+    save_file({name: tensor * 2 for name, tensor in base.items()}, model / "model.safetensors", {"format": "pt"})
+    export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "again", merged=True)
+    after = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.allclose(after[name], tensor, atol=1e-2) for name, tensor in found.items())
+
+
 def both_exports(folder: Path, run: dict[str, Any], observer: tiny.Silent) -> Any:
     tiny.train_run(folder / "run", observer, **run)
     export(folder / "run", tiny.recipe(**run), out_dir=folder / "merged", merged=True)
@@ -405,13 +424,14 @@ def test_a_frozen_run_goes_on_from_checkpoints_and_only_as_it_began(tmp_path: Pa
         store.verify()
 
 
-def test_an_export_has_the_imported_bits_of_what_is_frozen(tmp_path: Path) -> None:
-    """Experts of which one half is frozen, where the checkpoint has them one by one: a conversion makes parameters of
-    both of a block's buffers."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_an_export_has_the_imported_bits_of_what_is_frozen(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Also of those that the run computes with as bfloat16. Experts of which one half is frozen, where the checkpoint
+    has them one by one: a conversion makes parameters of both of a block's buffers."""
     overrides = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     shape = tiny.model(model_type="qwen3_moe", overrides=overrides)
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(model_config(tiny.recipe(model=shape), None), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(model_config(tiny.recipe(model=shape), None), dtype=dtype)
     model.save_pretrained(tmp_path / "model")
     freeze = ["*embed_tokens*", "*.layers.0.*", "*gate_up_proj", "*.self_attn.*"]
     train = frozen(steps=1, freeze=freeze, compute_dtype="bfloat16", **QUICK)
