@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,8 @@ _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\n")
 
 _FILE_BYTES = 1 << 28
 """Of one file; the largest tokenizers have some tens of MB."""
+_MOST_GROWTH = 1 << 16
+"""Times that a tokenizer may make a text longer; some replace a dozen signs by a few letters one after the other."""
 
 
 def tokenizer_files(folder: Path) -> list[str]:
@@ -264,11 +267,32 @@ def _require_readable(folder: Path) -> None:
         content = read_tokenizer_file(folder, name)
         if name.endswith(".json"):
             try:
-                parse_json(content)
+                found = parse_json(content)
             except ValueError as error:
                 raise UserError(
                     f"tokenizer: {folder / name} cannot be read: not JSON ({error}); copy or download it again"
                 ) from None
+            if name == "tokenizer.json" and isinstance(found, dict):
+                for part in ("normalizer", "decoder"):
+                    if (times := _growth(found.get(part))) > _MOST_GROWTH:
+                        raise UserError(
+                            f"tokenizer: the {part} in {folder / name} can make a text {times:.3g} times as long, and "
+                            f"{_MOST_GROWTH:,} is the most that is read; use another tokenizer"
+                        )
+
+
+def _growth(part: Any) -> float:
+    """How many times as long a part of a tokenizer.json can make a text, at most."""
+    if not isinstance(part, dict):
+        return 1
+    inner = [of for key in ("normalizers", "decoders") if isinstance(of := part.get(key), list)]
+    times = math.prod(_growth(step) for steps in inner for step in steps)
+    texts = [text for key in ("content", "prepend") if isinstance(text := part.get(key), str)]
+    pattern = part.get("pattern")
+    replaced = pattern.get("String") if isinstance(pattern, dict) else None
+    # A regular expression may match nothing, between any two characters.
+    wide = len(replaced) if isinstance(replaced, str) and replaced else 0
+    return times * math.prod(max(1, len(text) / wide if wide else 1 + len(text)) for text in texts)
 
 
 def _require_package(folder: Path) -> None:

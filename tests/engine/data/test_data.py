@@ -90,6 +90,29 @@ def test_load_tokenizer_refuses_what_is_none(tmp_path, tokenizer):
     refused(tokenizer.folder, "cannot be read")
 
 
+def test_a_tokenizer_that_makes_any_text_huge_is_refused(tokenizer):
+    file = tokenizer.folder / "tokenizer.json"
+    good = json.loads(file.read_text())
+
+    def put(part, *steps):
+        steps = {"type": "Sequence", "normalizers" if part == "normalizer" else "decoders": list(steps)}
+        file.write_text(json.dumps(good | {part: steps}))
+
+    def replace(content, **pattern):
+        return {"type": "Replace", "pattern": pattern, "content": content}
+
+    put("normalizer", replace("...", String="…"), replace(" ", Regex=" {2,}"), {"type": "Prepend", "prepend": "▁"})
+    assert load_tokenizer(tokenizer.folder).encode_batch(["a…"])
+    for part in ("normalizer", "decoder"):
+        for step in (replace("ab" * 50, Regex="."), replace("ab" * 50, String="a"), replace("aa", String="a")):
+            put(part, *[step] * 40)
+            with pytest.raises(UserError, match=rf"the {part} in .*tokenizer\.json can make a text .* times as long"):
+                load_tokenizer(tokenizer.folder)
+    put("normalizer", {"type": "Prepend", "prepend": "q" * 100_000})
+    with pytest.raises(UserError, match=r"1e\+05 times as long, and 65,536 is the most that is read"):
+        load_tokenizer(tokenizer.folder)
+
+
 def test_a_corpus_is_made_once_and_used_whatever_becomes_of_its_source(tmp_path, jsonl, tokenizer, monkeypatch):
     config = DataConfig(source="jsonl", path=str(jsonl))
     first = prepare_corpus(config, tokenizer, tmp_path / "corpus")
