@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.engine.config.values import MOST_SIZE, require, require_most
+from penstock.engine.config.values import MOST_SIZE, require, require_kinds, require_most
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,6 +26,7 @@ class AdapterConfig:
     """Adapter folder, as peft writes it, to continue training from. none starts with a new adapter."""
 
     def __post_init__(self) -> None:
+        require_kinds("adapter", self)
         require(self.rank >= 1, f"adapter.rank: {self.rank} must be at least 1")
         require_most("adapter", self, ("rank",), MOST_SIZE)
         require(self.alpha > 0, f"adapter.alpha: {self.alpha} must be above 0")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from penstock.engine.config.values import MOST_SIZE, MOST_STEPS, MOST_TOKENS, require, require_most
+from penstock.engine.config.values import MOST_SIZE, MOST_STEPS, MOST_TOKENS, require, require_kinds, require_most
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import one_line
 
@@ -81,6 +81,7 @@ class DataConfig:
     train.validate_every sets how often they are used. none holds out nothing."""
 
     def __post_init__(self) -> None:
+        require_kinds("data", self)
         for number, part in enumerate(self.mixture):
             _check_part(part, f"data.mixture[{number}]", self.source)
         require(

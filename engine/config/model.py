@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.config.values import MOST_LAYERS, MOST_SIZE, require, require_most
+from penstock.engine.config.values import MOST_LAYERS, MOST_SIZE, require, require_kinds, require_most
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,6 +46,7 @@ class ModelConfig:
     """Other fields of the transformers config, by their names there, for example {"rope_theta": 1e6}."""
 
     def __post_init__(self) -> None:
+        require_kinds("model", self)
         sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
         for name in (*sizes, "vocab_size", "max_position"):
             value = getattr(self, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.engine.config.values import MOST_STEPS, require, require_most
+from penstock.engine.config.values import MOST_STEPS, require, require_kinds, require_most
 
 MOST_SAMPLE_TOKENS = 2**20
 
@@ -29,6 +29,7 @@ class SamplesConfig:
     """Seed of the sampling, the same each time."""
 
     def __post_init__(self) -> None:
+        require_kinds("samples", self)
         require(self.every is None or self.every >= 1, f"samples.every: {self.every} must be at least 1")
         require_most("samples", self, ("every",), MOST_STEPS)
         require(

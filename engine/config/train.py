@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.engine.config.values import MOST_SEQUENCES, MOST_STEPS, MOST_TOKENS, require, require_most
+from penstock.engine.config.values import MOST_SEQUENCES, MOST_STEPS, MOST_TOKENS, require, require_kinds, require_most
 from penstock.storage.untrusted import one_line
 
 
@@ -101,6 +101,7 @@ class TrainConfig:
     always so."""
 
     def __post_init__(self) -> None:
+        require_kinds("train", self)
         counts = ("steps", "global_batch_size", "micro_batch_size", "chunk_tokens")
         for name in (*counts, "validate_every", "validation_sequences", "early_stopping_patience"):
             value = getattr(self, name)

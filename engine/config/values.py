@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import numbers
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.storage.errors import UserError
+from penstock.storage.untrusted import one_line
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -70,6 +73,25 @@ def require(ok: bool, message: str) -> None:
     if not ok:
         raise UserError(message)
 
+
+def require_kinds(section: str, config: Any) -> None:
+    """Raise UserError naming a field of a section that is compared as a number, or gone through, and is none of that.
+
+    The rest of what a field's type says is read with the recipe.
+    """
+    for item in dataclasses.fields(config):
+        value, kind = getattr(config, item.name), str(item.type)
+        for first, words, fine in _KINDS:
+            if kind.startswith(first) and not isinstance(value, fine) and not (value is None and "None" in kind):
+                raise UserError(f"{section}.{item.name}: {one_line(repr(value))} must be {words}")
+
+
+_KINDS = (
+    ("int", "a whole number", numbers.Real),
+    ("float", "a number", numbers.Real),
+    ("list", "a list", (list, tuple)),
+    ("dict", "a dict", Mapping),
+)
 
 MOST_LAYERS = 4096
 """Times what the deepest published models have; a model is built layer by layer, if only on the meta device."""

@@ -15,6 +15,7 @@ from recipe_texts import tiny_recipe
 import penstock
 from penstock.app.checkpoints import committed_step, make_checkpoint
 from penstock.engine import validation
+from penstock.storage.errors import UserError
 
 
 def recipe(**changes: dict[str, Any]) -> penstock.Recipe:
@@ -182,3 +183,19 @@ def test_a_run_that_ended_early_says_so_and_has_nothing_to_resume(
     assert state(run) == ("finished", 4)
     assert penstock.Run(run).summary()["ended_early"] is None
     assert [m.step for m in penstock.Run(run).validations()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("section", "field", "value", "said"), [
+    (penstock.TrainConfig, "steps", "5", "train.steps: '5' must be a whole number"),
+    (penstock.TrainConfig, "chunk_tokens", "4k", "train.chunk_tokens: '4k' must be a whole number"),
+    (penstock.TrainConfig, "lr", "1e-4", "train.lr: '1e-4' must be a number"),
+    (penstock.TrainConfig, "freeze", "*norm*", r"train.freeze: '\*norm\*' must be a list"),
+    (penstock.TrainConfig, "freeze", None, "train.freeze: None must be a list"),
+    (penstock.TrainConfig, "lr_groups", ["a"], r"train.lr_groups: \['a'\] must be a dict"),
+    (penstock.DataConfig, "sequence_length", "4k", "data.sequence_length: '4k' must be a whole number"),
+    (penstock.AdapterConfig, "alpha", "4", "adapter.alpha: '4' must be a number"),
+    (penstock.ModelConfig, "overrides", [1], r"model.overrides: \[1\] must be a dict"),
+])  # fmt: skip
+def test_a_value_of_another_kind_is_said_by_its_field(section: Any, field: str, value: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        section(**{field: value})

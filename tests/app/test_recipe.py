@@ -179,7 +179,7 @@ BAD_CODE = {
     "TrainConfig(num_train_epochs=3)": ["line 3", "did you mean 'train.steps'?", "not epochs"],
     "TrainConfig(steps=0)": ["line 3", "train.steps", "at least 1"],
     "TrainConfig(save='input')": ["line 3", "no field 'save' any more; it is now train.activation_checkpointing"],
-    "recipe = Recipe(name='x', train=TrainConfig(lr='1e-3'))": ["line 3", "TypeError"],
+    "recipe = Recipe(name='x', train=TrainConfig(lr='1e-3'))": ["line 3", "train.lr: '1e-3' must be a number"],
     "recipe = Recipe(name='x', data=DataConfig(tokenizer=3))": ["data.tokenizer", "3"],
     "recipe = Recipe(name='x', model=ModelConfig(overrides={'a': (1, 2)}))": ["model.overrides", "tuples"],
 }  # fmt: skip
