@@ -52,7 +52,7 @@ _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\n")
 _FILE_BYTES = 1 << 28
 """Of one file; the largest tokenizers have some tens of MB."""
 _MOST_GROWTH = 1 << 16
-"""Times that a tokenizer may make a text longer; some replace a dozen signs by a few letters one after the other."""
+"""Times that a tokenizer may make a text longer; some replace a dozen patterns by a letter one after the other."""
 
 
 def tokenizer_files(folder: Path) -> list[str]:
@@ -283,16 +283,27 @@ def _require_readable(folder: Path) -> None:
 
 def _growth(part: Any) -> float:
     """How many times as long a part of a tokenizer.json can make a text, at most."""
-    if not isinstance(part, dict):
-        return 1
-    inner = [of for key in ("normalizers", "decoders") if isinstance(of := part.get(key), list)]
-    times = math.prod(_growth(step) for steps in inner for step in steps)
-    texts = [text for key in ("content", "prepend") if isinstance(text := part.get(key), str)]
-    pattern = part.get("pattern")
-    replaced = pattern.get("String") if isinstance(pattern, dict) else None
-    # A regular expression may match nothing, between any two characters.
-    wide = len(replaced) if isinstance(replaced, str) and replaced else 0
-    return times * math.prod(max(1, len(text) / wide if wide else 1 + len(text)) for text in texts)
+    times, made = 1.0, ""
+    for step in _steps(part):
+        texts = [text for key in ("content", "prepend") if isinstance(text := step.get(key), str)]
+        pattern = step.get("pattern")
+        replaced = pattern.get("String") if isinstance(pattern, dict) else None
+        if isinstance(replaced, str) and replaced:
+            grows = math.prod(max(1, len(text) / len(replaced)) for text in texts)
+            again = not set(made).isdisjoint(replaced)
+        else:  # a regular expression may match nothing, between any two characters
+            grows, again = math.prod(1 + len(text) for text in texts), True
+        times = times * grows if again else max(times, grows)  # what it replaces may be what another made, or is not
+        made += "".join(texts)
+    return times
+
+
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(part, dict):
+        for key in ("normalizers", "decoders"):
+            for inner in of if isinstance(of := part.get(key), list) else ():
+                yield from _steps(inner)
+        yield part
 
 
 def _require_package(folder: Path) -> None:

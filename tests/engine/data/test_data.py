@@ -103,6 +103,8 @@ def test_a_tokenizer_that_makes_any_text_huge_is_refused(tokenizer):
 
     put("normalizer", replace("...", String="…"), replace(" ", Regex=" {2,}"), {"type": "Prepend", "prepend": "▁"})
     assert load_tokenizer(tokenizer.folder).encode_batch(["a…"])
+    put("normalizer", *(replace("abc", String=chr(0x2190 + number)) for number in range(40)))
+    assert load_tokenizer(tokenizer.folder).encode_batch(["a←"]), "none replaces what another made"
     for part in ("normalizer", "decoder"):
         for step in (replace("ab" * 50, Regex="."), replace("ab" * 50, String="a"), replace("aa", String="a")):
             put(part, *[step] * 40)
