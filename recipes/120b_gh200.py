@@ -4,7 +4,7 @@ GPU    96 GB
 RAM    480 GB
 NVMe   4.2 TB: state twice, activations, the export; two drives: --set 'storage.nvme=["/mnt/a", "/mnt/b"]'
 Model  models/Mistral-Large-Instruct-2407 (Hugging Face folder), or --from-scratch
-Use    your own text: --set data.path=FILE with a {"text": ...} on each line; it brings none
+Use    your own text or conversations: --set data.path=FILE, or a folder of files; it brings none
 
 Gradients are summed in float32 and wait for the optimizer in bfloat16, which saves 245 GB of RAM.
 """
@@ -27,7 +27,7 @@ recipe = Recipe(
         max_position=131_072,
         overrides={"sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
-    data=DataConfig(source="jsonl", sequence_length=8192),
+    data=DataConfig(sequence_length=8192),
     train=TrainConfig(steps=200, global_batch_size=32, lr=5e-6, warmup_steps=10, gradient_dtype="bfloat16"),
     storage=StorageConfig(checkpoint_every=25),
     after=AfterConfig(export=True),

@@ -4,7 +4,7 @@ GPU    96 GB
 RAM    480 GB
 NVMe   3.8 TB: 2 or 3 generations of the state, and the export; two drives: --set 'storage.nvme=["/mnt/a", "/mnt/b"]'
 Model  models/gpt-oss-120b-bf16 (Hugging Face folder with bfloat16 weights), or --from-scratch
-Use    your own text: --set data.path=FILE with a {"text": ...} on each line; it brings none
+Use    your own text or conversations: --set data.path=FILE, or a folder of files; it brings none
 
 The published weights are quantised (MXFP4) and are refused: convert them to bfloat16 first. Gradients are summed in
 float32 and wait for the optimizer in bfloat16, which saves 234 GB of RAM.
@@ -47,7 +47,7 @@ recipe = Recipe(
             },
         },
     ),
-    data=DataConfig(source="jsonl", sequence_length=8192),
+    data=DataConfig(sequence_length=8192),
     train=TrainConfig(steps=200, global_batch_size=128, lr=1e-5, warmup_steps=10, gradient_dtype="bfloat16"),
     storage=StorageConfig(checkpoint_every=25),
     after=AfterConfig(export=True),

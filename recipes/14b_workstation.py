@@ -4,7 +4,7 @@ GPU    24 GB
 RAM    128 GB
 NVMe   500 GB: 2 or 3 generations of the state, and the export; two drives: --set 'storage.nvme=["/mnt/a", "/mnt/b"]'
 Model  models/Qwen2.5-14B (Hugging Face folder), or --from-scratch
-Use    your own text: --set data.path=FILE with a {"text": ...} on each line; it brings none
+Use    your own text or conversations: --set data.path=FILE, or a folder of files; it brings none
 """
 
 from penstock import AfterConfig, DataConfig, Recipe, StorageConfig, TrainConfig, qwen25, run_recipe
@@ -13,7 +13,7 @@ recipe = Recipe(
     name="14b-workstation",
     machine="rtx4090-128",
     model=qwen25("14B"),
-    data=DataConfig(source="jsonl", sequence_length=8192),
+    data=DataConfig(sequence_length=8192),
     train=TrainConfig(steps=200, global_batch_size=16, lr=1e-5, warmup_steps=10),
     storage=StorageConfig(checkpoint_every=25),
     after=AfterConfig(export=True),

@@ -4,7 +4,7 @@ GPU    24 GB
 RAM    64 GB
 NVMe   500 GB: two generations of the state, activations that RAM does not hold, and the export
 Model  models/Qwen2.5-7B (Hugging Face folder), or --from-scratch
-Use    your own text: --set data.path=FILE with a {"text": ...} on each line; it brings none
+Use    your own text or conversations: --set data.path=FILE, or a folder of files; it brings none
 
 Qwen2.5 was trained on 32,768 positions; YaRN stretches them sixteenfold, to the context and no further. Gradients are
 summed in float32 and wait for the optimizer in bfloat16, which saves 15 GB.
@@ -17,7 +17,7 @@ recipe = Recipe(
     name="7b-512k-24gb",
     machine="rtx4090-64",
     model=qwen25("7B", yarn_to=524_288),
-    data=DataConfig(source="jsonl", sequence_length=524_288),
+    data=DataConfig(sequence_length=524_288),
     train=TrainConfig(steps=200, lr=1e-5, warmup_steps=10, gradient_dtype="bfloat16"),
     storage=StorageConfig(checkpoint_every=25),
     after=AfterConfig(export=True),

@@ -4,7 +4,7 @@ GPU    80 GB, which does not hold the 112 GB of state
 RAM    512 GB
 NVMe   250 GB: two or three generations of the state, and the export
 Model  models/Llama-3.1-8B (Hugging Face folder), or --from-scratch
-Use    your own text: --set data.path=FILE with a {"text": ...} on each line; it brings none
+Use    your own text or conversations: --set data.path=FILE, or a folder of files; it brings none
 """
 
 from penstock import AfterConfig, DataConfig, Recipe, StorageConfig, TrainConfig, llama3, run_recipe
@@ -13,7 +13,7 @@ recipe = Recipe(
     name="8b-8k",
     machine="h100-pcie-512",
     model=llama3("3.1-8B"),
-    data=DataConfig(source="jsonl", sequence_length=8192),
+    data=DataConfig(sequence_length=8192),
     train=TrainConfig(steps=500, global_batch_size=64, micro_batch_size=2, lr=1e-5, warmup_steps=20),
     storage=StorageConfig(checkpoint_every=25),
     after=AfterConfig(export=True),
