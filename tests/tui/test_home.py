@@ -33,6 +33,7 @@ from penstock.tui.screens import home
 from penstock.tui.screens.compare import CompareScreen
 from penstock.tui.screens.configure import ConfigureScreen
 from penstock.tui.screens.home import HomeScreen
+from penstock.tui.widgets.footer import Footer
 
 
 def names(app: PenstockApp, table: str) -> list[str]:
@@ -99,7 +100,10 @@ async def test_search_filters_both_lists_and_marked_runs_are_compared(app: Penst
     await pilot.press("space")
     await select(pilot, "second")
     await opened(pilot, CompareScreen, "m")
+    footer = app.screen.query_one(Footer)
     await opened(pilot, HomeScreen, "escape")
+    await until(pilot, lambda: not footer.is_attached)
+    await footer.recompose()  # as one whose turn comes once the screen is closed
 
 
 async def test_keys_open_what_the_cursor_is_on_and_it_stays_on_its_run_as_others_come_and_go(

@@ -11,6 +11,8 @@ class Footer(widgets.Footer):
     _shown: list[Any] | None = None
 
     async def recompose(self) -> None:
+        if not self.is_attached:  # the screen was closed while this waited its turn
+            return
         keys = [active[1:] for active in self.screen.active_bindings.values() if active.binding.show]
         if keys != self._shown:
             self._shown = keys
