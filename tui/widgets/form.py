@@ -210,7 +210,7 @@ class FieldRow(Widget):
 
     def on_descendant_blur(self, event: events.DescendantBlur) -> None:
         """Textual's hook: leaving the input takes what was typed."""
-        if self.app.screen is self.screen:  # a dialog above, or another window, leaves it as it is
+        if self.is_attached and self.app.screen is self.screen:  # a dialog above, or another window, leaves it as it is
             self.end_edit()
 
     def on_click(self, event: events.Click) -> None:
