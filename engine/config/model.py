@@ -43,7 +43,7 @@ class ModelConfig:
     """Special tokens to add to the tokenizer. The embedding grows if it has no rows for them; new rows start as the
     mean of the others."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Other fields of the transformers config, by their names there, for example {"rope_theta": 1e6}."""
+    """Other fields of the transformers config, by their names there, for example {"rms_norm_eps": 1e-5}."""
 
     def __post_init__(self) -> None:
         require_kinds("model", self)
