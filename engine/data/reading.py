@@ -106,9 +106,10 @@ def _converted(reader: RowFormat, columns: dict[str, str], file: Path, bad: BadR
         )
     for where, fields in read_rows(file, bad):
         try:
-            sample = reader.convert(renamed(fields, columns), where)
+            row = renamed(fields, columns)
+            sample = reader.convert(row, where)
             if isinstance(sample, Conversation | Completion):
-                require_wanted(fields, where)
+                require_wanted(row, where)
         except RowError as error:
             bad.add(error)
             continue

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine.data.formats.base import kind, optional_text, text_field, unpacked
+from penstock.engine.data.formats.base import VERDICTS, kind, optional_text, text_field, unpacked
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Completion, Conversation
 
-FIELDS = ("instruction", "output", "input", "system", "history")
+FIELDS = ("instruction", "output", "input", "system", "history", *VERDICTS)
 _ABOUT = "Below is an instruction that describes a task"
 _WITH_INPUT = f"{_ABOUT}, paired with an input that provides further context."
 _WRITE = "Write a response that appropriately completes the request."

@@ -106,14 +106,19 @@ def is_preference(fields: dict[str, Any]) -> bool:
     return fields.get("chosen") is not None and fields.get("rejected") is not None
 
 
+VERDICTS = ("label", "kto_tag")
+"""Fields that say whether an answer is wanted."""
+
+
 def require_wanted(fields: dict[str, Any], where: str) -> None:
     """RowError where a row says that its answer is one that nobody wants, as unpaired preferences have them."""
-    for name in ("label", "kto_tag"):
+    for name in VERDICTS:
         value = fields.get(name)
         if value is False or (isinstance(value, str) and value.lower() == "false"):
             raise RowError(
                 f"{where}: `{name}` is false: its answer is not wanted, and preference training is not supported; "
-                "remove the rows of such answers, or the column where it means something else"
+                "remove the rows of such answers; or, where the column means something else, set "
+                f'data.columns={{"{name}": "not read"}}'
             )
 
 

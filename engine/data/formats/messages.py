@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.engine.data.formats.base import (
     PREFERENCE,
+    VERDICTS,
     WEIGHTS,
     is_preference,
     is_weight,
@@ -23,7 +24,7 @@ from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Conversation, content_texts
 from penstock.storage.untrusted import one_line
 
-FIELDS = ("messages", "tools", "functions", "system", "chat_template_kwargs")
+FIELDS = ("messages", "tools", "functions", "system", "chat_template_kwargs", *VERDICTS)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _UNTRAINED = {"train": False, "training": False, "loss": False, "masked": True}
 """How other tools say of a message that its tokens count nothing."""

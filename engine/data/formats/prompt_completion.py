@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine.data.formats.base import kind, optional_text, required, unpacked
+from penstock.engine.data.formats.base import VERDICTS, kind, optional_text, required, unpacked
 from penstock.engine.data.formats.messages import has_messages, read_kwargs, read_messages, read_tools, with_system
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Completion, Conversation
 
-FIELDS = ("prompt", "completion", "tools", "functions", "system", "chat_template_kwargs")
+FIELDS = ("prompt", "completion", "tools", "functions", "system", "chat_template_kwargs", *VERDICTS)
 
 
 def matches(fields: dict[str, Any]) -> bool:

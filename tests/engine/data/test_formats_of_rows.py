@@ -380,6 +380,8 @@ def test_preference_pairs_are_named(tmp_path: Path) -> None:
         detect(file)
     with pytest.raises(UserError, match=r"`label` is false: its answer is not wanted"):
         samples_of(tmp_path, "prompt_completion", {"prompt": "?", "completion": "no", "label": False})
+    labelled = {"prompt": "?", "completion": "no", "label": False}
+    assert len(samples_of(tmp_path, "prompt_completion", labelled, columns={"label": "not read"})) == 1
     for pair in (
         {"messages": question + good, "rejected_response": "no"},
         {"conversations": question + good, "rejected": bad},
