@@ -103,8 +103,8 @@ def export(
             rows = stored if recipe.model.added_tokens and like is not None else None
             whole = spec
             read: weights.ReadBuffer = parameters
-            if like is not None:
-                kept = {array.buffer: getattr(torch, array.dtype) for array in run.store.arrays() if array.fixed}
+            kept = {array.buffer: getattr(torch, array.dtype) for array in run.store.arrays() if array.fixed}
+            if kept and like is not None:
                 read = _unrounded(spec, parameters, kept, like, rows)
             if adapter is not None:
                 whole = take_apart(spec.config)

@@ -74,6 +74,15 @@ def require(ok: bool, message: str) -> None:
         raise UserError(message)
 
 
+_KINDS = (
+    ("int", "a whole number", numbers.Real),
+    ("float", "a number", numbers.Real),
+    ("list", "a list", (list, tuple)),
+    ("dict", "a dict", Mapping),
+)
+"""How the type of a field begins, what it is called, and what such a value is."""
+
+
 def require_kinds(section: str, config: Any) -> None:
     """Raise UserError naming a field of a section that is compared as a number, or gone through, and is none of that.
 
@@ -85,13 +94,6 @@ def require_kinds(section: str, config: Any) -> None:
             if kind.startswith(first) and not isinstance(value, fine) and not (value is None and "None" in kind):
                 raise UserError(f"{section}.{item.name}: {one_line(repr(value))} must be {words}")
 
-
-_KINDS = (
-    ("int", "a whole number", numbers.Real),
-    ("float", "a number", numbers.Real),
-    ("list", "a list", (list, tuple)),
-    ("dict", "a dict", Mapping),
-)
 
 MOST_LAYERS = 4096
 """Times what the deepest published models have; a model is built layer by layer, if only on the meta device."""

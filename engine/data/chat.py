@@ -27,7 +27,7 @@ from penstock.engine.data.samples import Conversation
 from penstock.engine.data.sandbox import Limits
 from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.engine.data.turn_ends import THOUGHTS, turn_ends
-from penstock.engine.data.turns import MARKED, FormError, Messages, View
+from penstock.engine.data.turns import MARKED, FormError, Messages, View, with_functions
 from penstock.storage.errors import UserError
 from penstock.storage.model_folder import has_model_file, read_model_file
 from penstock.storage.untrusted import one_line, parse_object, printable, read_regular, real_path
@@ -275,15 +275,7 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose calls have their arguments as objects, which templates turn into JSON; OpenAI has that JSON."""
-    found = dict(message)
-    if "function_call" in message:
-        found["function_call"] = _with_object(message["function_call"])
-    if "tool_calls" in message:
-        found["tool_calls"] = [
-            call | {"function": _with_object(call["function"])} if "function" in call else _with_object(call)
-            for call in message["tool_calls"]
-        ]
-    return found
+    return with_functions(message, _with_object)
 
 
 def _with_object(function: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -341,19 +341,25 @@ def _with_text(parts: list[Any], index: int) -> list[Any]:
 def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose calls have other arguments, of the same type."""
 
-    def changed(call: dict[str, Any]) -> dict[str, Any]:
-        if "function" in call:
-            return call | {"function": changed(call["function"])}
-        if not (arguments := call.get("arguments")):
-            return call
+    def changed(function: dict[str, Any]) -> dict[str, Any]:
+        if not (arguments := function.get("arguments")):
+            return function
         other = {_OTHER: _OTHER}
-        return call | {"arguments": json.dumps(other) if isinstance(arguments, str) else other}
+        return function | {"arguments": json.dumps(other) if isinstance(arguments, str) else other}
 
+    return with_functions(message, changed)
+
+
+def with_functions(message: dict[str, Any], changed: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """A message with each of its calls' functions `changed`."""
     found = dict(message)
     if "function_call" in message:
         found["function_call"] = changed(message["function_call"])
     if "tool_calls" in message:
-        found["tool_calls"] = list(map(changed, message["tool_calls"]))
+        found["tool_calls"] = [
+            call | {"function": changed(call["function"])} if "function" in call else changed(call)
+            for call in message["tool_calls"]
+        ]
     return found
 
 
