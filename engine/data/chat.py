@@ -129,6 +129,13 @@ class ChatTemplate:
         """Whether generation markers tell what the assistant writes; else renderings of prefixes do."""
         return all(MARKED.search(text) for text in self.texts.values())
 
+    def _bounded(
+        self, where: str, messages: Sequence[dict[str, Any]], tools: object = ()
+    ) -> contextlib.AbstractContextManager[None]:
+        """The limits of a conversation, whose time begins when the template's ends are known."""
+        _ = self._ends
+        return self.limits.bounded(where, messages, tools)
+
     def unread(self, sample: Conversation) -> set[str]:
         """Tools, thoughts and other values of a conversation that no text of the template names."""
         given = {name for message in sample.messages for name in THOUGHTS if message.get(name)}
@@ -145,8 +152,7 @@ class ChatTemplate:
 
         `all` is every token, whatever the messages' weights.
         """
-        _ = self._ends  # found before this conversation's time begins
-        with self.limits.bounded(sample.where, sample.messages, sample.tools):
+        with self._bounded(sample.where, sample.messages, sample.tools):
             return self._rendered(sample, trained)
 
     def _rendered(self, sample: Conversation, trained: Trained) -> Rendered:
@@ -176,8 +182,7 @@ class ChatTemplate:
         """The conversation so far, up to where the assistant is to write; `goes_on`: its turn has begun, by the last
         message. Raises UserError where it is refused."""
         try:
-            _ = self._ends
-            with self.limits.bounded("chat", messages):
+            with self._bounded("chat", messages):
                 view = self._see("default", list(messages), "chat")
                 if view.unshown and (parted := self._try("default", list(map(_in_parts, messages)), "chat")):
                     view = view if parted.unshown else parted
