@@ -8,6 +8,7 @@
 #                     PYTHON=the interpreter to use, RESULTS=DIR keeps the results, ARGS="--resume --only suites" etc.
 # make standin        run tests/standin, PyTorch's CUDA build on a machine without a GPU; see tests/standin/README.md.
 #                     The first time it installs 5 GB into .venv-cuda; or give STANDIN_PYTHON=an interpreter that has it
+# make gpu-emulated   run tests/gpu and tests/emulated on the stand-in with kernels that compute, 20 minutes
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +22,7 @@ COMMITS = $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 # Tests start hundreds of processes, each of which would otherwise compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test pytest test-all test-long lint types screens gpu-check standin cuda-branches clean
+.PHONY: quickstart test pytest test-all test-long lint types screens gpu-check standin gpu-emulated cuda-branches clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py $(ARGS)
@@ -70,11 +71,18 @@ screens: $(VENV)/.installed
 gpu-check:
 	PYTHONPATH=. $(PYTHON) -m penstock.app.gpu_check $(if $(RESULTS),--results "$(RESULTS)") $(ARGS)
 
-standin:
+define on_standin
 	@if ! tests/standin/build.sh --headers; then exit 0; fi; \
 	set -e; [ "$(STANDIN_PYTHON)" != "$(CUDA_VENV)/bin/python" ] || $(MAKE) --no-print-directory $(CUDA_VENV)/.installed; \
 	tests/standin/build.sh "$(STANDIN_PYTHON)" $(STANDIN); \
-	PYTHONPATH=$(CURDIR) $(STANDIN)/run "$(STANDIN_PYTHON)" -m pytest tests/standin -p no:cacheprovider $(STANDIN_ARGS)
+	PYTHONPATH=$(CURDIR) $(STANDIN)/$(1) "$(STANDIN_PYTHON)" -m pytest -p no:cacheprovider $(2) $(STANDIN_ARGS)
+endef
+
+standin:
+	$(call on_standin,run,tests/standin)
+
+gpu-emulated:
+	$(call on_standin,compute,$(SPREAD) tests/gpu tests/emulated)
 
 $(CUDA_VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing torch $(STANDIN_TORCH) with CUDA into $(CUDA_VENV): 5 GB, minutes the first time"

@@ -7,6 +7,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <thread>
 #include <vector>
 
@@ -22,16 +23,14 @@ void sleep_us(long us) {
     if (us > 0) std::this_thread::sleep_for(std::chrono::microseconds(us));
 }
 
-long delay_us() {
-    static const long most = setting("STANDIN_DELAY_US", 0);
-    return most > 0 ? rand() % most : 0;
-}
+std::atomic<long> most_delay_us{setting("STANDIN_DELAY_US", 0)};
+std::atomic<uint64_t> delay_seed{static_cast<uint64_t>(setting("STANDIN_DELAY_SEED", 0))};
 
 }  // namespace
 
 class Stream {
   public:
-    explicit Stream(int priority) : priority(priority) {}
+    Stream(int priority, size_t number) : priority(priority), number_(number) {}
 
     void push(std::function<void()> work) {
         std::lock_guard<std::mutex> guard(lock_);
@@ -64,7 +63,7 @@ class Stream {
             queue_.pop_front();
             busy_ = true;
             guard.unlock();
-            sleep_us(delay_us());
+            sleep_us(delay_us());  // before each piece of work, drawn by the seed and the stream
             work();
             work = nullptr;
             guard.lock();
@@ -72,6 +71,29 @@ class Stream {
             if (queue_.empty()) idle_.notify_all();
         }
     }
+
+    // In bursts: a stream is at times far behind the others, at times ahead of them.
+    long delay_us() {
+        long most = most_delay_us;
+        if (most <= 0) return 0;
+        if (seed_ != delay_seed) {
+            seed_ = delay_seed;
+            random_.seed(seed_ * 1000003 + number_);
+            left_ = 0;
+        }
+        if (left_ == 0) {
+            left_ = 1 + random_() % 32;
+            slow_ = random_() % 3 == 0;
+        }
+        left_--;
+        return slow_ ? static_cast<long>(random_() % static_cast<uint64_t>(most)) : 0;
+    }
+
+    const size_t number_;
+    uint64_t seed_ = ~0ull;
+    std::mt19937_64 random_;
+    unsigned left_ = 0;
+    bool slow_ = false;
 
     std::mutex lock_;
     std::condition_variable more_, idle_;
@@ -139,13 +161,13 @@ constexpr size_t LARGEST_SPECIAL_HANDLE = 4;  // 0: default, 1: legacy, 2: per t
 
 Stream* new_stream(int priority) {
     std::lock_guard<std::mutex> guard(streams_lock);
-    return streams.emplace_back(new Stream(priority));
+    return streams.emplace_back(new Stream(priority, streams.size()));
 }
 
 Stream* stream_of(cudaStream_t handle) {
     if (reinterpret_cast<size_t>(handle) > LARGEST_SPECIAL_HANDLE) return reinterpret_cast<Stream*>(handle);
     std::lock_guard<std::mutex> guard(streams_lock);
-    if (!default_stream) default_stream = streams.emplace_back(new Stream(0));
+    if (!default_stream) default_stream = streams.emplace_back(new Stream(0, streams.size()));
     return default_stream;
 }
 
@@ -155,8 +177,7 @@ void push(Stream& stream, std::function<void()> work) { stream.push(std::move(wo
 
 void push_kernel(Stream& stream) {
     static const long us = setting("STANDIN_KERNEL_US", 0);
-    static const bool felt = us > 0 || setting("STANDIN_DELAY_US", 0) > 0;
-    if (felt) stream.push([] { sleep_us(us); });  // else it would only take the caller's time
+    if (us > 0 || most_delay_us > 0) stream.push([] { sleep_us(us); });  // else it would only take the caller's time
 }
 
 void wait(Stream& stream) { stream.wait(); }
@@ -212,6 +233,15 @@ bool moves_bytes() {
 }  // namespace standin
 
 using namespace standin;
+
+// From now on streams sleep at random up to `us` before pieces of work: other times for each seed.
+API void standin_set_delays(uint64_t seed, long us) {
+    delay_seed = seed;
+    most_delay_us = us;
+}
+
+// The stream sleeps, as behind a kernel that takes this long.
+API void standin_sleep(void* stream, long us) { stream_of(static_cast<cudaStream_t>(stream))->push([us] { sleep_us(us); }); }
 
 // A launch through the driver.
 API void standin_launch(void* stream) {

@@ -1,0 +1,1 @@
+"""The stand-in's kernels with the arithmetic of a CPU: ../README.md."""

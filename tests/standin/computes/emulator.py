@@ -1,0 +1,40 @@
+"""The emulator from Python: which operators have been called, random delays of its streams."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(os.environ["COMPUTES_LIBRARY"])
+
+
+def operators() -> int:
+    """How many operators and overloads have a kernel that computes."""
+    return int(_library().computes_operators())
+
+
+def calls() -> Counter[str]:
+    """Operators -> how often they were called so far."""
+    size = _library().computes_calls(None, 0)
+    text = ctypes.create_string_buffer(2 * size)
+    _library().computes_calls(text, ctypes.c_size_t(2 * size))
+    lines = (line.split("\t") for line in text.value.decode().splitlines())
+    return Counter({name: int(count) for count, name in lines})
+
+
+@contextmanager
+def delays(seed: int, us: int) -> Iterator[None]:
+    """Inside the block each stream sleeps up to `us` microseconds before pieces of work, differently for each seed."""
+    delay = ctypes.CDLL(None).standin_set_delays
+    delay(ctypes.c_uint64(seed), ctypes.c_long(us))
+    try:
+        yield
+    finally:
+        delay(ctypes.c_uint64(0), ctypes.c_long(0))
