@@ -191,7 +191,8 @@ def plan_of(
         values = dimensions(task.problem(chunk), window_chunks)
         options = PlanOptions(recompute=values["recompute"][0], **chosen)
         refusals: list[BudgetError] = []
-        ways = itertools.product(values["streamed"], ("activations", "weights"), (4, 2))
+        firsts = (chosen["ram_first"],) if "ram_first" in chosen else ("activations", "weights")
+        ways = itertools.product(values["streamed"], firsts, (4, 2))
         for streamed, ram_first, stages in ways:
             try:
                 return task.plan(replace(options, streamed=streamed, ram_first=ram_first, stages=stages))

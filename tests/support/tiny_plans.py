@@ -42,4 +42,4 @@ def features(plan: Plan) -> set[str]:
     found = {name for name in names if getattr(plan, fields.get(name, name))}
     found |= {"groups"} if plan.num_groups > 1 else set()
     found |= {"weights"} if any(b.weights == "gpu" != b.state for b in plan.buffers.values()) else set()
-    return found | {buffer.state for buffer in plan.buffers.values()}
+    return found | {buffer.state or f"frozen-{buffer.weights}" for buffer in plan.buffers.values()}
