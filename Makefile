@@ -5,7 +5,7 @@
 # make cuda-branches  write docs/cuda-branches.md, the lines that only a GPU executes, by running all tests under coverage
 # make screens        train some runs and write docs/screens/*.svg and docs/keys.md from them: ten minutes
 # make gpu-check      test and measure on a GPU in ten minutes, the most valuable parts first; installs nothing.
-#                     PYTHON=the interpreter to use, RESULTS=DIR keeps the results, ARGS="--resume --only suites" etc.
+#                     PYTHON=the interpreter to use, RESULTS=DIR keeps the results, ARGS="--only smoke,short --limit-s 300"
 # make standin        run tests/standin, PyTorch's CUDA build on a machine without a GPU; see tests/standin/README.md.
 #                     The first time it installs 5 GB into .venv-cuda; or give STANDIN_PYTHON=an interpreter that has it
 # make gpu-emulated   run tests/gpu and tests/emulated on the stand-in with kernels that compute, 20 minutes

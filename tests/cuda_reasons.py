@@ -9,7 +9,7 @@ _ALWAYS = "CudaKernel._forward CudaKernel._backward FlashKernel._launch FlashKer
 _MEASURED = "setup.py:_fit suite_worker.py:run_steps suite_worker.py:_profiled suite_worker.py:_give_back"
 _MEASURED += " storage.py:_readers storage.py:_jobs.store_read plain.py:plain_steps plain.py:compiled_steps"
 _MEASURED += " suite_plain.py:plain_step"
-_CHECKS = "machine compiles reads links products attends"
+_CHECKS = "machine pinned"
 
 REASONS: dict[str, str] = {
     **{f"engine/attention/torch_cuda.py:{name}": _ABSTRACT for name in _ALWAYS.split()},

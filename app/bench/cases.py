@@ -180,6 +180,15 @@ class Case:
         return 18 * shape.params + 2 * self.tokens * shape.hidden * (shape.layers + 1)
 
 
+def small(case: Case, *, on_gpu: bool) -> Case:
+    """The case with a tiny model and batch: the same code in seconds on any machine, and figures that say nothing."""
+    last = case.shapes[-1]
+    shape = replace(TINY, model_type=last.model_type, tied=last.tied, overrides=last.overrides)
+    chunk_tokens = max(64, 256 * case.chunk_tokens // case.row_tokens)
+    case = replace(case, shapes=(shape,), layers=(2,), gpu=None, kernel_s=_CPU.kernel_s, needs_cuda=on_gpu)
+    return replace(case, row_tokens=256, rows=min(2, case.rows), chunk_tokens=chunk_tokens)
+
+
 def case_of(values: dict[str, Any]) -> Case:
     """The case that `dataclasses.asdict` made, through JSON or not, `values` of."""
     return msgspec.convert(values, Case)

@@ -49,6 +49,9 @@ def bench_step_command(
     time_limit: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Skip cases that would probably end after this time.")
     ] = None,
+    small: Annotated[
+        bool, typer.Option("--small", help="Try the cases with a tiny model; the figures say nothing.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Time a training step of a 168M model compared with plain PyTorch, or real shapes with --suite."""
@@ -61,7 +64,9 @@ def bench_step_command(
 
         bench_step(json=as_json, folder=folder, batch=parse_batch(batch))
     else:
-        report = bench_suites(suite, json=as_json, trace_dir=trace_dir, folder=folder, time_limit_s=time_limit)
+        report = bench_suites(
+            suite, json=as_json, trace_dir=trace_dir, folder=folder, time_limit_s=time_limit, tiny=small
+        )
         if any(row["status"] == "failed" for row in report["cases"]):
             raise typer.Exit(1)
 
@@ -183,10 +188,15 @@ def bench_planned_command(
 def bench_plan_command(
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results page to FILE.")] = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="Start no case after this time.")] = 3600.0,
+    case: Annotated[str | None, typer.Option(metavar="NAME[,NAME...]", help="Run only these cases.")] = None,
+    small: Annotated[
+        bool, typer.Option("--small", help="Try the cases with a tiny model; the figures say nothing.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compare plans with short training runs of small, varied recipes; takes 15 minutes."""
-    from penstock.app.bench.plan import bench_plan
+    from penstock.app.bench.plan import bench_plan, named_cases
 
-    if bench_plan(json=as_json, save=save, time_limit_s=time_limit)["failed"]:
+    cases = named_cases(case, tiny=small)
+    if bench_plan(json=as_json, save=save, cases=cases, time_limit_s=time_limit)["failed"]:
         raise typer.Exit(1)

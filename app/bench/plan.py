@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from penstock.app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
+from penstock.app.bench.plan_cases import CASES, CUDA_CASES, PlanCase, small
 from penstock.app.bench.process import CallFailed, call, markdown_row, require_folders, scratch, show
 from penstock.app.launch import run_training
 from penstock.app.run_files import JsonLines
@@ -103,6 +103,18 @@ def row_of(case: PlanCase, folder: Path | None, run: RunCase = run_case) -> dict
 
 def cases_here() -> Sequence[PlanCase]:
     return CUDA_CASES if torch.cuda.is_available() else CASES
+
+
+def named_cases(names: str | None, *, tiny: bool = False) -> Sequence[PlanCase]:
+    """The cases of NAME[,NAME...], this machine's where none is named; `tiny`: cut to seconds on any machine.
+
+    Raises UserError for a name that does not exist.
+    """
+    known = {case.name: case for case in (*CASES, *CUDA_CASES, *cases_here())}
+    wanted = [case.name for case in cases_here()] if names is None else [name.strip() for name in names.split(",")]
+    if unknown := [name for name in wanted if name not in known]:
+        raise UserError(f"--case {unknown[0]}: no such case; choose from {', '.join(known)}")
+    return [small(known[name]) if tiny else known[name] for name in wanted]
 
 
 def compare(run_dir: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ there, and logits, cuBLAS and the allocator take more than CASES give.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -186,3 +186,12 @@ CUDA_CASES = (
         compile="off",
     ),
 )
+
+
+def small(case: PlanCase) -> PlanCase:
+    """The case with what is particular about it, in seconds on any machine; its figures say nothing."""
+    model = case.model | _model(2, 128, 4, 32, vocab=1024)
+    train = case.train | ({} if case.train["chunk_tokens"] is None else {"chunk_tokens": 128})
+    return replace(
+        case, model=model, train=train, context=512, sequences=min(2, case.sequences), gpu="1GiB", ram="512MiB"
+    )

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -22,10 +21,8 @@ from typing import IO, Any
 
 from penstock.storage import child
 from penstock.storage.errors import UserError
-from penstock.storage.untrusted import real_path
 
 REPOSITORY = Path(__file__).parents[2]
-_POLL_S = 0.2
 _ANSWER = "answer: "
 """Before what a child hands over, in a line of its own; libraries may write before and after it."""
 _OUTPUT_LINES = 60
@@ -103,6 +100,8 @@ def raised_by_signals(end: Callable[[int], BaseException], *numbers: int) -> Ite
 
 def require_folders(*folders: Path | None) -> None:
     """UserError for the first that is named and not there."""
+    from penstock.storage.untrusted import real_path  # imports packages, which gpu-check does without
+
     for folder in folders:
         if folder is not None and not real_path(folder).is_dir():
             raise UserError(f"{folder}: no such folder; create it first")
@@ -156,38 +155,37 @@ def run_limited(
     stdout: IO[str],
     stderr: IO[str],
     more: dict[str, str] | None = None,
-    meanwhile: Callable[[], None] = lambda: None,
+    cwd: str | None = None,
+    grace_s: float = 0.0,
 ) -> int | None:
     """The exit code of `command`, None where it was ended after `limit_s` seconds.
 
-    `more`: further variables of its environment. `meanwhile` is called some times a second, and once after the end; an
-    exception of it, as of a signal, ends the child. Raises OSError where the command cannot be started.
+    `more`: further variables of its environment; `cwd`: the folder that it runs in. At the limit it may have `grace_s`
+    after an interrupt to say what it has found. Raises OSError where the command cannot be started.
     """
-    deadline = time.monotonic() + limit_s
     # A session of its own: what it starts (compilers) ends with it.
     process = subprocess.Popen(
         command,
         env=environment() | (more or {}),
+        cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
         start_new_session=True,
         preexec_fn=child.end_with_parent,  # killed, it ends nothing that it started: the GPU is free again
     )
-    code: int | None = None
     try:
-        while (left_s := deadline - time.monotonic()) > 0:
-            try:
-                code = process.wait(min(_POLL_S, left_s))
-                break
-            except subprocess.TimeoutExpired:
-                meanwhile()
+        return process.wait(None if limit_s == math.inf else limit_s)
+    except subprocess.TimeoutExpired:
+        if grace_s:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
+        return None
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    meanwhile()
-    return code
 
 
 def main() -> None:

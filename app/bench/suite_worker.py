@@ -353,8 +353,8 @@ def run(case: dict[str, Any], folder: str, trace: str | None) -> dict[str, Any]:
         return {"status": "skipped", "reason": str(reason)}
 
 
-def machine() -> dict[str, Any]:
-    """What figures depend on: GPU, what products reach on it, versions, cores, RAM."""
+def machine(rates: bool) -> dict[str, Any]:
+    """What figures depend on: GPU, what products reach on it where `rates` are asked for, versions, cores, RAM."""
     cuda = torch.cuda.is_available()
     properties = torch.cuda.get_device_properties(0) if cuda else None
     return {
@@ -366,5 +366,5 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "cores": len(os.sched_getaffinity(0)),
         "ram_bytes": machine_memory(),
-        "matmul_flops": matmul_flops(torch.device("cuda"), GPU_SIZES, 0.5) if cuda else None,
+        "matmul_flops": matmul_flops(torch.device("cuda"), GPU_SIZES, 0.5) if cuda and rates else None,
     }

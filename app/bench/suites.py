@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.app.bench.cases import GROUPS, SUITES, Case, Rates, cases_of
+from penstock.app.bench.cases import GROUPS, SUITES, Case, Rates, cases_of, small
 from penstock.app.bench.process import CallFailed, call, nvidia_smi, require_folders, scratch, show
 from penstock.app.working import Working, working
 from penstock.engine.machine.peaks import peak_flops
@@ -28,18 +28,22 @@ def bench_suites(
     trace_dir: Path | None = None,
     folder: Path | None = None,
     time_limit_s: float | None = None,
+    tiny: bool = False,
 ) -> dict[str, Any]:
     """Run the cases of `names` (NAME[,NAME...]) one after another; print their rates, or JSON with `json`.
 
     Everything that a case writes is below `folder` (the current directory when none) and removed, except a Perfetto
     trace of one step of each case in `trace_dir`. With `time_limit_s` no case is begun that would probably end later.
+    `tiny`: of each case a small one (cases.small), on the CPU where there is no GPU.
     Returns the report. Raises UserError for an unknown name or a folder that cannot be used.
     """
     cases = cases_of(names)
     started = time.monotonic()
     require_folders(folder, trace_dir)
     with working("looking at this machine"):
-        machine = probe()
+        machine = probe(rates=not tiny)
+    if tiny:
+        cases = [(suite, small(case, on_gpu=machine["gpu"] is not None)) for suite, case in cases]
     report: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine, "cases": []}
     with Working() as shown:
         for number, (suite, case) in enumerate(cases, start=1):
@@ -67,9 +71,9 @@ def list_text() -> str:
     return "\n".join([*lines, *groups])
 
 
-def probe() -> dict[str, Any]:
-    """What the figures depend on: GPU, its peak and driver, what products reach on it, versions, cores, RAM."""
-    machine: dict[str, Any] = call("penstock.app.bench.suite_worker:machine", what="torch and transformers")
+def probe(*, rates: bool = True) -> dict[str, Any]:
+    """What figures depend on: GPU, its peak and driver, what products reach on it (`rates`), versions, cores, RAM."""
+    machine: dict[str, Any] = call("penstock.app.bench.suite_worker:machine", rates, what="torch and transformers")
     machine["peak_flops"] = peak_flops(machine["gpu"] or "")
     machine["driver"] = nvidia_smi("driver_version") if machine["gpu"] else None
     return machine

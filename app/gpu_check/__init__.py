@@ -1,5 +1,5 @@
-"""`make gpu-check`: what ten minutes of a card are worth, most valuable first, every figure on disk once it is known.
+"""`make gpu-check`: ten minutes of a card, a plain list of commands (`commands`), each in a process of its own.
 
-`schedule` decides what runs and keeps what was found, `stages` says what there is to run, `device`, `smoke` and
-`plugin` run in processes of their own.
+`__main__` runs them, `page` writes what they gave; `device` and `smoke` are commands of their own. The first two need
+an interpreter and nothing else, so that what is missing is said command by command.
 """

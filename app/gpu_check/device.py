@@ -1,185 +1,192 @@
-"""Stage `device`: what this machine is, what works on it, and the few rates that estimates need; about 20 s.
+"""What this machine is, what works on it, and the few rates that everything else rests on.
 
-Runs in a process of its own and hands over each finding at once. What raises is a finding too.
+Prints each finding at once as a JSON object. What raises is a finding too: not measured, and why. `--small` takes
+operands that any machine computes with in seconds.
 """
 
 from __future__ import annotations
 
-import ctypes.util
-import importlib.util
 import json
 import os
 import platform
 import shutil
-import sysconfig
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from penstock.app.bench.process import nvidia_smi
-from penstock.app.gpu_check.found import tell
 
-PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "tensorstore",
-    "crc32c",
-    "kvikio-cu13",
-    "flash-attn",
-    "flash-attn-3",
-    "flash-attn-4",
-    "nvidia-cudnn-cu13",
-    "pytest",
-)
-_SAMPLE_S = 0.6
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.engine.machine.probe_compute import Sizes
+
+SMALL = "--small" in sys.argv
+PACKAGES = "torch triton transformers tensorstore crc32c kvikio-cu13 flash-attn flash-attn-3 flash-attn-4"
+PACKAGES += " nvidia-cudnn-cu13 pytest"
+_SAMPLE_S = 0.05 if SMALL else 0.6
+_LONG_S = 5.0
 _NODES = Path("/sys/devices/system/node")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
+def device() -> torch.device:
+    from penstock.engine.config import TrainConfig
+    from penstock.engine.machine.device import resolve_device
+
+    return resolve_device(TrainConfig())
+
+
+def sizes(**more: Any) -> Sizes:
+    from penstock.engine.machine.probe_compute import CPU_SIZES, GPU_SIZES
+
+    return replace(CPU_SIZES, rows=64, copy_bytes=1 << 20) if SMALL else replace(GPU_SIZES, **more)
+
+
+def packages() -> dict[str, str]:
+    """Versions."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES.split():
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
 def machine() -> dict[str, Any]:
-    """GPU, driver, CUDA, cores, NUMA nodes, memory, limits."""
+    """GPU, driver, CUDA, compilers, cores, NUMA nodes, memory, limits."""
     import torch
 
     from penstock.engine.machine.limits import free_memory, machine_memory
 
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "gpu": properties.name,
-        "gpu_bytes": properties.total_memory,
-        "capability": f"{properties.major}.{properties.minor}",
-        "driver, PCIe generation and lanes": nvidia_smi("driver_version", "pcie.link.gen.max", "pcie.link.width.max"),
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
+    found: dict[str, Any] = {}
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        found = {"gpu": gpu.name, "gpu_bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"}
+    return found | {
+        "driver, PCIe generation, lanes": nvidia_smi("driver_version", "pcie.link.gen.max", "pcie.link.width.max"),
+        "cuda": torch.version.cuda or "none",
+        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else "none",
+        "compilers": [name for name in ("g++", "clang++", "gcc", "clang") if shutil.which(name)],
         "cores": len(os.sched_getaffinity(0)),
         "numa_nodes": len(list(_NODES.glob("node[0-9]*"))),
         "numa_nodes_with_cpus": sum(bool(node.read_text().strip()) for node in _NODES.glob("node[0-9]*/cpulist")),
         "ram_bytes": machine_memory(),
         "ram_available_bytes": free_memory().free_bytes,
         "kernel": platform.release(),
-        "huge_pages": _HUGE_PAGES.read_text().strip() if _HUGE_PAGES.exists() else None,
+        "huge_pages": _HUGE_PAGES.read_text().strip() if _HUGE_PAGES.exists() else "none",
         "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
     }
 
 
-def packages() -> dict[str, str | None]:
-    """Versions; None where a package is missing."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+def matmul_flops() -> float:
+    """FLOP/s of a layer's products in bfloat16."""
+    from penstock.engine.machine import probe_compute
 
-
-def toolchain() -> dict[str, Any]:
-    """What compiling needs: present or not."""
-    return {
-        "c++": next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None),
-        "c": next((name for name in ("gcc", "clang", "cc") if shutil.which(name)), None),
-        "Python.h": (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
-        "triton": importlib.util.find_spec("triton") is not None,
-        "libcufile": ctypes.util.find_library("cufile"),
-    }
-
-
-def compiles() -> dict[str, float]:
-    """Seconds to compile and run a pass over memory, on the GPU and on the CPU."""
-    import torch
-
-    took = {}
-    for device in ("cuda", "cpu"):
-        begun = time.perf_counter()
-        x = torch.ones(4096, device=device)
-        torch.compile(lambda x: (x * 2 + 1).sqrt())(x)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        took[device] = time.perf_counter() - begun
-    return took
-
-
-def reads() -> dict[str, Any]:
-    """Which reader serves GPU memory, and why no better one."""
-    import torch
-
-    from penstock.storage.readers import select_readers
-
-    readers = select_readers("auto", torch.device("cuda", 0), [Path.cwd()])
-    return {
-        "host": readers.host.name,
-        "device": readers.device.name if readers.device is not None else None,
-        "warning": readers.warning,
-    }
+    return probe_compute.matmul_flops(device(), sizes(rows=8192), _SAMPLE_S)
 
 
 def links() -> dict[str, float]:
     """Bytes/s between pinned RAM and the GPU, each way alone and the share of their sum at once."""
-    import torch
+    from penstock.engine.machine.probe_compute import link_rates
 
-    from penstock.engine.machine.probe_compute import GPU_SIZES, link_rates
-
-    rates = link_rates(torch.device("cuda", 0), replace(GPU_SIZES, copy_bytes=64 << 20), _SAMPLE_S)
+    rates = link_rates(device(), sizes(copy_bytes=64 << 20), _SAMPLE_S)
     return {"h2d_bytes_per_s": rates.h2d, "d2h_bytes_per_s": rates.d2h, "duplex_share": rates.duplex_share}
 
 
-def products() -> float:
-    """FLOP/s of a layer's products in bfloat16."""
-    import torch
-
-    from penstock.engine.machine.probe_compute import GPU_SIZES, matmul_flops
-
-    return matmul_flops(torch.device("cuda", 0), replace(GPU_SIZES, rows=8192), _SAMPLE_S)
-
-
-def attends() -> dict[str, Any]:
+def attention() -> dict[str, Any]:
     """TFLOP/s of every attention kernel that loads and is right, and why the others are not, by direction."""
     import torch
 
-    from penstock.engine.attention import chunk as attention
+    from penstock.engine.attention import chunk
 
     shape = {"heads": 32, "kv_heads": 8, "qk_dim": 128, "v_dim": 128, "chunk": 8192, "total": 32768}
-    attention.measure(torch.device("cuda", 0), torch.bfloat16, **shape)
-    kernels = [kind for kind in attention.attention_report() if kind["device"].startswith("cuda")]
+    if SMALL:
+        shape |= {"heads": 4, "kv_heads": 2, "qk_dim": 64, "v_dim": 64, "chunk": 128, "total": 512}
+    chunk.measure(device(), torch.bfloat16, **shape)
     found: dict[str, Any] = {}
     for direction in ("forward", "backward"):
         # Of all kinds the one with the most keys is where time goes.
-        kind = max((k for k in kernels if k["direction"] == direction), key=lambda k: (k["keys"], not k["causal"]))
+        kinds = [kind for kind in chunk.attention_report() if kind["direction"] == direction]
+        kind = max(kinds, key=lambda k: (k["keys"], not k["causal"]))
         found[direction] = {name: kind[name] for name in ("chosen", "tflops", "refused", "queries", "keys")}
     return found
 
 
-FINDINGS: Mapping[str, Callable[[], Any]] = {
-    "packages": packages,
-    "toolchain": toolchain,
-    "machine": machine,
-    "matmul_flops": products,
-    "links": links,
-    "attention": attends,
-    "reads": reads,
-    "compile_s": compiles,
-}
+def reads() -> dict[str, Any]:
+    """Which reader serves GPU memory, and why no better one."""
+    from penstock.storage.readers import select_readers
+
+    readers = select_readers("auto", device(), [Path.cwd()])
+    gpu = readers.device.name if readers.device is not None else "none"
+    return {"host": readers.host.name, "device": gpu, "warning": readers.warning or "none"}
+
+
+def pinned() -> dict[str, Any]:
+    """The most that was pinned, doubled up to a fourth of what is free while it is quick, and what it took."""
+    from penstock.engine.machine.limits import free_memory
+    from penstock.storage.arena import HostArena
+    from penstock.storage.errors import BudgetError
+
+    size, found = (64 << 20) if SMALL else (512 << 20), dict[str, Any]()
+    most = size if SMALL else free_memory().free_bytes // 4
+    while size <= most and found.get("took_s", 0.0) < _LONG_S:
+        arena, begun = HostArena(size, budget_bytes=size), time.perf_counter()
+        arena.slot("all", size)
+        try:
+            arena.pin()
+        except BudgetError as error:
+            return found | {"refused": str(error)}
+        found = {"most_bytes": size, "took_s": time.perf_counter() - begun}
+        arena.close()
+        size *= 2
+    return found
+
+
+def compile_s() -> dict[str, float]:
+    """Seconds to compile and run a pass over memory, on the GPU and on the CPU."""
+    import torch
+
+    took = {}
+    for kind in dict.fromkeys((device().type, "cpu")):
+        begun = time.perf_counter()
+        torch.compile(lambda x: (x * 2 + 1).sqrt())(torch.ones(4096, device=kind)).cpu()
+        took[kind] = time.perf_counter() - begun
+    return took
+
+
+def drives() -> Any:
+    """What the drive of the current folder gives. Raises UserError."""
+    import msgspec
+
+    from penstock.engine.machine.probe_drives import probe_drives
+
+    rates = probe_drives([Path.cwd()], 1.0 if SMALL else 12.0, say=lambda text: print(text, file=sys.stderr))
+    return msgspec.to_builtins(rates)["drives"]
+
+
+FINDINGS: tuple[Callable[[], Any], ...]
+FINDINGS = (machine, packages, matmul_flops, links, attention, reads, pinned, compile_s)
 """In order of weight."""
 
 
-def look() -> None:
-    """Look at everything, handing over each finding at once."""
-    for name, find in FINDINGS.items():
+def main() -> None:
+    """All findings; `--drive`: that of the drive alone, which fails where it cannot be measured."""
+    if "--drive" in sys.argv:
+        print(json.dumps({"drives": drives()}))
+        return
+    for find in FINDINGS:
         try:
             value = find()
-        except Exception as error:  # what does not work here is what this stage is for
-            value = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
-        tell({name: value})
-        print(name, json.dumps(value), flush=True)
+        except Exception as error:  # what does not work here is what this is for
+            value = f"not measured: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        print(json.dumps({find.__name__: value}), flush=True)
 
 
-def drive(folder: str, seconds: float) -> None:
-    """What the drive of a folder gives, measured for about so many seconds. Raises UserError."""
-    from penstock.engine.machine.probe_drives import probe_drives
-
-    tell(msgspec.to_builtins(probe_drives([Path(folder)], seconds, say=print)))
+if __name__ == "__main__":
+    main()

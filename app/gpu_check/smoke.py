@@ -1,4 +1,4 @@
-"""Stage `smoke`: a model trained for six steps with its state in all three tiers, against plain PyTorch on this card.
+"""A model trained for six steps with its state in all three tiers, against plain PyTorch on this card.
 
 Both start from the same drawn weights and train on the same rows, the same ones at every step, so that the loss falls
 by much more than rounding moves it. Both compute in bfloat16 with float32 master weights, moments and sums of
@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import json
 import math
-import time
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.app.bench.cases import LADDER, Shape
+from penstock.app.bench.cases import LADDER, TINY, Shape
 from penstock.app.bench.plain import PlainBatch, plain_steps
 from penstock.app.bench.setup import Setup, plan_request, random_recipe, shape_model
 from penstock.app.bench.state import DrawnState
 from penstock.app.bench.suite_worker import open_case
-from penstock.app.gpu_check.found import tell
 from penstock.engine.config import TrainConfig, parse_bytes
 from penstock.engine.data.prepare import make_loader, prepare_data
 from penstock.engine.machine.budgets import Budgets, free_budgets
@@ -83,11 +82,21 @@ SMOKES = (
     ),
 )
 """Largest first; the first that this machine holds is run."""
+_SMALL = Smoke(
+    shape=replace(TINY, layers=3, hidden=128, intermediate=384, vocab=1024, head_dim=32), rows=2, row_tokens=128,
+    chunk_tokens=64, gpu="6MiB", ram="9MiB", lr=1e-3, part="64KiB",
+)  # fmt: skip
+SMALL = {"cpu": _SMALL, "cuda": replace(_SMALL, gpu="108MiB")}
+"""By type of device: on a GPU, kernels have memory of their own."""
 
 
-def choose(folder: Path) -> Smoke:
+def tell(**values: Any) -> None:
+    """Print a finding at once, for what may end this before its time."""
+    print(json.dumps(values), flush=True)
+
+
+def choose(folder: Path, device: torch.device) -> Smoke:
     """The largest that GPU, RAM and drive hold. Raises UserError where none is."""
-    device = resolve_device(TrainConfig())
     free, disk = free_budgets(device), free_disk(folder)
     for smoke in SMOKES:
         gpu, ram = max(smoke.plain_bytes, parse_bytes(smoke.gpu, "gpu")), parse_bytes(smoke.ram, "ram")
@@ -111,7 +120,8 @@ def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "au
     )
     recipe, spec = shape_model(recipe, smoke.shape, smoke.shape.layers)
     readers = select_readers("auto", device, [folder])
-    budgets = Budgets(parse_bytes(smoke.gpu, "gpu"), parse_bytes(smoke.ram, "ram"), None, {})
+    ram = parse_bytes(smoke.ram, "ram") + readers.pinned_bytes(1)
+    budgets = Budgets(parse_bytes(smoke.gpu, "gpu"), ram, None, {})
     plan = plan_request(recipe, spec, budgets, device, readers).search(this_machine(device)).plan
     return Setup(smoke.shape, spec, spec, plan, plan, recipe, device, readers)
 
@@ -123,7 +133,7 @@ def penstock(setup: Setup, folder: Path) -> dict[str, Any]:
         for _ in range(STEPS):
             metrics = train_step(session)
             steps.append((metrics.loss, metrics.grad_norm, metrics.step_s))
-            tell({"penstock": _columns(steps)})
+            tell(penstock=_columns(steps))
         session.executor.drain()
     return _columns(steps)
 
@@ -137,7 +147,7 @@ def plain(setup: Setup, folder: Path) -> dict[str, Any]:
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         for step in plain_steps(setup.spec.config, batches, setup.recipe.train, setup.device, drawn_weights(setup)):
             steps.append(step)
-            tell({"plain": _columns(steps)})
+            tell(plain=_columns(steps))
     return _columns(steps)
 
 
@@ -179,25 +189,30 @@ def state_bytes(setup: Setup) -> dict[str, int]:
 
 def check(smoke: Smoke, folder: Path, device: torch.device, compile: str = "auto") -> dict[str, Any]:
     """Everything: figures, and in `wrong` what is not as it should be."""
-    begun = time.monotonic()
     setup = prepare(smoke, folder, device, compile)
     held = state_bytes(setup)
-    tell({"model": smoke.shape.name, "parameters": setup.spec.num_params, "state_bytes": held})
+    tell(model=smoke.shape.name, parameters=setup.spec.num_params, state_bytes=held)
     ours = penstock(setup, folder)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    tell({"penstock_s": time.monotonic() - begun})
     theirs = plain(setup, folder)
     wrong = [f"no state lives in the {tier} tier" for tier in TIERS if not held[tier]] + compare(ours, theirs)
     return {"penstock": ours, "plain": theirs, "wrong": wrong}
 
 
-def smoke(scratch: str) -> None:
-    """Check this card. Raises UserError where something is wrong, or nothing fits."""
-    folder = Path(scratch)
-    found = check(choose(folder), folder, resolve_device(TrainConfig()))
-    tell({"wrong": found["wrong"]})
-    print(json.dumps(found))
-    if found["wrong"]:
-        raise UserError(f"{len(found['wrong'])} figures beyond the tolerance, the first: {found['wrong'][0]}")
+def main(arguments: Sequence[str]) -> None:
+    """Check this card in the current folder. Exits with words where something is wrong, or nothing fits."""
+    device, folder = resolve_device(TrainConfig()), Path.cwd()
+    try:
+        smoke = SMALL[device.type] if "--small" in arguments else choose(folder, device)
+        wrong = check(smoke, folder, device)["wrong"]
+    except UserError as error:
+        sys.exit(str(error))
+    tell(wrong=wrong)
+    if wrong:
+        sys.exit(f"{len(wrong)} figures beyond the tolerance, the first: {wrong[0]}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

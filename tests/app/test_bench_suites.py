@@ -260,7 +260,7 @@ def test_a_case_that_fails_or_does_not_fit_loses_no_other(tmp_path: Path, monkey
 def known_machine(monkeypatch: Patch) -> None:
     """Of which nothing is measured."""
     machine = {"gpu": None, "cores": 2, "matmul_flops": 1e10}
-    monkeypatch.setattr(bench_suites, "probe", lambda: machine)
+    monkeypatch.setattr(bench_suites, "probe", lambda **_: machine)
 
 
 @pytest.mark.usefixtures("known_machine")

@@ -1,14 +1,13 @@
-"""gpu-check: its order, limits, resuming and last words with stages that are plain functions; and its own stages."""
+"""gpu-check: its list and page with small commands that print, fail, hang and crash; its own commands, small."""
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,284 +16,223 @@ import pytest
 import torch
 from cli_process import REPOSITORY, is_running, wait_until
 
-from penstock.app.bench.cases import TINY, Rates
-from penstock.app.gpu_check import smoke, stages, tables
-from penstock.app.gpu_check.found import run_telling
-from penstock.app.gpu_check.results import Results
-from penstock.app.gpu_check.schedule import Case, Check, Job, Stage
+from penstock.app.bench.cases import cases_of
+from penstock.app.bench.plan import named_cases
+from penstock.app.bench.plan_cases import CUDA_CASES
+from penstock.app.gpu_check import smoke
+from penstock.app.gpu_check.__main__ import main
+from penstock.app.gpu_check.commands import TESTS, Command, commands
+from penstock.app.gpu_check.page import figures, page
 from penstock.engine.config import parse_bytes
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.machine.budgets import Budgets
 from penstock.engine.machine.presets import generic_gpu
-from penstock.storage.errors import UserError
 
-Outcome = Mapping[str, Any] | Callable[[Job], Mapping[str, Any]] | None
-
-
-class Bench:
-    """Stages of cases that take given seconds of a clock, which moves only then, and what they did."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.now = folder, 100.0
-        self.begun: list[str] = []
-        self.limits: dict[str, float] = {}
-        self.said: list[str] = []
-
-    def case(self, name: str, takes_s: float, estimate_s: float = 0, outcome: Outcome = None, **more: bool) -> Case:
-        def run(job: Job) -> Mapping[str, Any]:
-            self.begun.append(name)
-            self.limits[name] = job.limit_s
-            self.now += min(takes_s, job.limit_s)
-            if callable(outcome):
-                return outcome(job)
-            return outcome or {"status": "done", "figure": takes_s}
-
-        return Case(name=name, estimate=lambda known: estimate_s or takes_s, run=run, **more)
-
-    def run(self, stages: Sequence[Stage], limit_s: float, *, resume: bool = False) -> Results:
-        shown = {stage.name: (stage.title, lambda cases: [", ".join(cases)]) for stage in stages}
-        results = Results(self.folder, {"gpu": "none"}, shown, resume=resume)
-        Check(stages, results, limit_s, self.said.append, self.now, lambda: self.now).run()
-        return results
+CPU = torch.device("cpu")
 
 
-def stage(name: str, *cases: Case, **more: float) -> Stage:
-    return Stage(name=name, title=f"the {name}", cases=cases, **more)
+def shell(name: str, script: str, limit_s: float = 100, shows: tuple[str, ...] = ("rate",)) -> Command:
+    return Command(name, f"the {name}", ["sh", "-c", script], limit_s, shows)
 
 
-def test_what_fits_runs_in_order_and_the_rest_is_left_out_by_name(tmp_path: Path) -> None:
-    """Optional cases leave later stages their least."""
-    bench = Bench(tmp_path)
-    optional = (bench.case("b", 30, optional=True), bench.case("c", 10, optional=True))
-    one = stage("one", bench.case("a", 50), *optional, bench.case("large", 45))
-    results = bench.run([one, stage("two", bench.case("e", 30), bench.case("d", 5), least_s=35)], 100)
-    assert bench.begun == ["a", "c", "e", "d"]
-    assert results.not_measured() == {
-        "one/b": "not measured: takes about 30 s, and of 50 s left 35 s are for later stages",
-        "one/large": "not measured: takes about 45 s, and 40 s were left",
+def check(folder: Path, listed: list[Command] | None, *more: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, records by name, and the page."""
+    code = main(["--small", "--results", str(folder / "found"), "--scratch", str(folder), *more], listed)
+    records = json.loads((folder / "found" / "gpu-check.json").read_text())["commands"]
+    return code, {record["name"]: record for record in records}, (folder / "found" / "gpu-check.md").read_text()
+
+
+PRINTS = 'echo note; echo \'{"rate_bytes_per_s": 2e9, "none": null}\'; echo \'{"cases": [{"step_s": [1, 2.5]}]}\''
+FAILS = 'echo \'{"rate": 4}\'; echo "RuntimeError: no such card" >&2; exit 3'
+
+
+def test_what_fails_hangs_crashes_or_is_missing_keeps_nothing_from_running(tmp_path: Path) -> None:
+    python = [sys.executable, "-c", "import no_such_package.inside"]
+    listed = [
+        shell("fails", FAILS),
+        shell("hangs", 'echo \'{"rate": 5}\'; trap "" INT; exec sleep 600', 2),
+        shell("ends", """trap 'echo "{\\"rate\\": 6}"; exit' INT; sleep 600 & wait""", 2),
+        shell("crashes", "kill -SEGV $$"),
+        Command("lacks", "a package", python, 100, ("rate",)),
+        shell("prints", PRINTS, shows=("rate_bytes_per_s", "none", "step_s")),
+    ]
+    code, found, text = check(tmp_path, listed)
+    assert code == 1
+    assert {name: (record["status"], record["reason"]) for name, record in found.items()} == {
+        "fails": ("failed", "exit 3: RuntimeError: no such card"),
+        "hangs": ("failed", "not finished after 2 s, so it was stopped"),
+        "ends": ("failed", "not finished after 2 s, so it was stopped"),
+        "crashes": ("failed", "crashed by SIGSEGV"),
+        "lacks": ("not measured", f"{sys.executable} has no package no_such_package"),
+        "prints": ("done", ""),
     }
-    assert results.case("two", "d") == {"status": "done", "reason": None, "estimate_s": 5, "took_s": 5, "figure": 5}
-    runs = "about 60 s of 100 s left; a (50 s), c (10 s)"
-    assert bench.said[0] == f"one: the one; {runs}; leaves out b (30 s), large (45 s)"
-    assert bench.limits["c"] == 40  # twice the estimate, and a little
-    assert "- one/large: not measured: takes about 45 s" in (tmp_path / "gpu-check.md").read_text()
-    assert (tmp_path / "stages" / "two.md").read_text() == "## two: the two\n\ne, d\n"
+    assert found["hangs"]["figures"] == {"rate": 5}, "what it had found is kept"
+    assert found["ends"]["figures"] == {"rate": 6}, "an interrupt lets it say what it has found"
+    assert found["prints"]["figures"]["step_s"] == [1, 2.5]
+    assert (
+        "| rate_bytes_per_s | 2 GB/s |\n| none | not measured: this machine gives none |\n| step_s | 1 s, 2.5 s |"
+        in text
+    )
+    assert "| rate | 4 |\n\n```\nRuntimeError: no such card\n```" in text
+    assert "| rate | not measured: crashed by SIGSEGV |" in text
+    assert f"```\nsh -c {PRINTS[:9]}" in text.replace("'echo", "echo")
+    assert all(f"- {what}: " in text for what in ("GPU", "torch", "driver", "GPU clock", "date", "command", "took"))
+    assert "sizes: small: the figures say nothing about this machine" in text
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["found"], "nothing of the scratch folder is left"
 
 
-def test_a_case_that_overruns_is_ended_one_that_fails_ends_no_other_and_a_stage_has_a_cap(tmp_path: Path) -> None:
-    """What a failed one has found counts for the estimates of those after it."""
-    bench, ended = Bench(tmp_path), {"status": "ended", "reason": "not done after 30 s"}
-    overrun = stage("one", bench.case("slow", 500, 5, ended), bench.case("b", 75), bench.case("c", 5))
-    capped = stage("two", bench.case("d", 20), bench.case("e", 20), cap_s=30)
-    results = bench.run([overrun, capped, stage("three", bench.case("f", 20))], 100)
-    assert (bench.limits["slow"], bench.limits["d"]) == (30, 30)
-    assert bench.begun == ["slow", "c", "d", "f"]
-    assert set(results.not_measured()) == {"one/slow", "one/b", "two/e"}
-    assert results.not_measured()["two/e"] == "not measured: takes about 20 s, and 10 s were left"
-    assert results.failed() == []
-
-    def breaks(job: Job) -> Mapping[str, Any]:
-        job.found({"rate": 4.0})
-        raise RuntimeError("the GPU is gone")
-
-    def estimate(known: Results) -> float:
-        return float(known.case("one", "a").get("rate", 1000.0)) * 10
-
-    work = Case(name="b", estimate=estimate, run=bench.case("b", 40).run)
-    results = bench.run([stage("one", bench.case("a", 5, outcome=breaks)), stage("two", work)], 60)
-    assert results.failed() == ["one/a"]
-    assert {"rate": 4.0, "reason": "RuntimeError: the GPU is gone"}.items() <= results.case("one", "a").items()
-    assert results.status("two", "b") == "done"
+@pytest.fixture
+def known_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds to be asked."""
+    monkeypatch.setattr("penstock.app.gpu_check.__main__._LOOK", "print('2.11.0 13.0 Some GPU')")
 
 
-def test_a_resumed_check_runs_what_is_not_done(tmp_path: Path) -> None:
-    bench, second = Bench(tmp_path), Bench(tmp_path)
-    outcomes = {
-        "good": {"status": "done", "figure": 1}, "lacking": {"status": "skipped", "reason": "no room"},
-        "broken": {"status": "failed", "reason": "a bug"}, "late": {"status": "ended", "reason": "too long", "part": 7},
-    }  # fmt: skip
-    cases = [bench.case(name, 5, outcome=outcome) for name, outcome in outcomes.items()]
-    bench.run([stage("one", *cases, bench.case("unreached", 90))], 100)
-    cases = [second.case(name, 5) for name in ("good", "lacking", "broken", "unreached")]
-    late = second.case("late", 5, outcome=lambda job: {"status": "done", "before": job.before["part"]})
-    results = second.run([stage("one", *cases, late)], 100, resume=True)
-    assert second.begun == ["broken", "unreached", "late"]
-    assert results.case("one", "late")["before"] == 7
-    assert results.not_measured() == {"one/lacking": "skipped: no room"}
-    assert results.case("one", "good")["figure"] == 1
-    assert second.said[0] == "one: 2 of 5 cases are already done"
-    second.run([stage("one", second.case("good", 5))], 100)
-    assert second.begun[-1] == "good"  # without resume all begins anew
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    for content, reason in (('{"version": 99, "stages": {}}', "by another version"), ("[]", "not a gpu-check result")):
-        (tmp_path / "gpu-check.json").write_text(content)
-        with pytest.raises(UserError, match=reason):
-            Results(tmp_path, {}, {}, resume=True)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be used for results"):
-        Results(tmp_path / "file", {}, {}, resume=False)
-
-
-CHILD = """
-import sys, time
-from penstock.app.gpu_check.found import tell
-tell({"first": 1})
-print("working")
-tell({"second": [2]})
-if "fail" in sys.argv:
-    sys.exit("no such card")
-if "raise" in sys.argv:
-    error = OSError("no space left")
-    error.add_note("in op update layers.3[0], step 1, lane optimizer")
-    raise error
-if "hang" in sys.argv:
-    time.sleep(600)
-"""
-FAILS = ("fail", 600, "failed", "exit 1: no such card")
-RAISES = ("raise", 600, "failed", "exit 1: OSError: no space left")
-HANGS = ("hang", 3, "ended", "not finished after {} s, so it was stopped")
-
-
-@pytest.mark.parametrize(("how", "limit_s", "status", "reason"), [("well", 600, "done", ""), FAILS, RAISES, HANGS])
-def test_a_process_hands_over_what_it_finds(tmp_path: Path, how: str, limit_s: float, status: str, reason: str) -> None:
-    found: dict[str, Any] = {}
-    outcome = run_telling([sys.executable, "-c", CHILD, how], limit_s, tmp_path / "child.log", found.update)
-    while how == "hang" and "second" not in found and limit_s < 600:  # a loaded machine takes longer to begin
-        limit_s *= 5
-        outcome = run_telling([sys.executable, "-c", CHILD, how], limit_s, tmp_path / "child.log", found.update)
-    assert found == {"first": 1, "second": [2]}
-    assert (outcome["status"], outcome.get("reason", "")) == (status, reason.format(limit_s))
-    assert "working" in (tmp_path / "child.log").read_text()
-    assert [file.name for file in tmp_path.iterdir()] == ["child.log"]
+@pytest.mark.usefixtures("known_torch")
+def test_the_whole_has_a_limit_and_what_it_left_out_is_added_later(tmp_path: Path) -> None:
+    late = [shell("first", FAILS), shell("long", "exec sleep 600", 500), shell("unreached", PRINTS)]
+    begun = time.monotonic()
+    code, found, text = check(tmp_path, late, "--limit-s", "5")
+    assert time.monotonic() - begun < 100
+    assert code == 1
+    assert found["long"]["reason"].startswith("stopped after")
+    assert found["unreached"]["reason"] == "the 5 s were over"
+    assert "| rate | not measured" not in text.split("## unreached")[1], "not begun: there is no table"
+    earlier = found["first"]
+    late[1] = shell("long", PRINTS)
+    _, found, _ = check(tmp_path, late, "--only", "long,unreached")
+    assert [record["status"] for record in found.values()] == ["failed", "done", "done"]
+    assert found["first"] == earlier
+    _, found, _ = check(tmp_path, late)
+    assert found["first"]["date"] >= earlier["date"]
 
 
 PARENT = """
-import sys, time
-from pathlib import Path
-from penstock.app.gpu_check.found import run_telling
-from penstock.app.gpu_check.results import Results
-from penstock.app.gpu_check.schedule import Case, Check, Stage, ended_by_signals
-folder, child = Path(sys.argv[1]), sys.argv[2]
-def run(job):
-    return run_telling([sys.executable, "-c", child, "hang"], job.limit_s, folder / "child.log", job.found)
-stages = [Stage(name="one", title="", cases=[Case(name=n, estimate=lambda known: 100, run=run) for n in "ab"])]
-results = Results(folder, {}, {"one": ("", lambda cases: [])}, resume=False)
-with ended_by_signals():
-    Check(stages, results, 1000, print, time.monotonic()).run()
+import sys
+from penstock.app.gpu_check.__main__ import main
+from penstock.app.gpu_check.commands import Command
+hangs = "echo '{\\"pid\\":' $$ '}'; exec sleep 600"
+listed = [Command(name, "", ["sh", "-c", hangs], 500, ("pid",)) for name in "ab"]
+sys.exit(main(["--small", "--results", sys.argv[1], "--scratch", sys.argv[2]], listed))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_check_that_is_killed_leaves_all_that_was_found_and_no_process(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    child = f"import os\nfrom app.gpu_check.found import tell\ntell({{'pid': os.getpid()}})\n{CHILD}"
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_check_that_is_ended_leaves_what_was_found_and_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    found, log = tmp_path / "found", tmp_path / "found" / "a.log"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), child], env=environment)
-    file, case = tmp_path / "gpu-check.json", dict[str, Any]()
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(found), str(tmp_path)], env=environment)
     try:
-        while "second" not in case:
-            assert parent.poll() is None
-            time.sleep(0.05)
-            whole = json.loads(file.read_text()) if file.exists() else {}
-            case = whole["stages"]["one"]["a"] if whole else {}
-        assert whole["not_measured"] == {"one/a": "running: no reason given", "one/b": "not measured: not begun"}
+        wait_until(lambda: log.exists() and "}" in log.read_text())
+        assert "| a |  | not measured: still running when this was written |" in (found / "gpu-check.md").read_text()
     finally:
         parent.send_signal(number)
-        parent.wait()
-    whole = json.loads(file.read_text())
-    assert whole["stages"]["one"]["a"]["second"] == [2]
-    assert set(whole["not_measured"]) == {"one/a", "one/b"}
-    if number == signal.SIGTERM:
-        assert whole["not_measured"]["one/a"] == "ended: gpu-check itself was ended"
-    wait_until(lambda: not is_running(case["pid"]))
-    results = Results(tmp_path, {}, {"one": ("", lambda cases: [])}, resume=True)
-    assert results.status("one", "a") == "ended"
+        code = parent.wait()
+    wait_until(lambda: not is_running(figures(log.read_text())["pid"]))
+    a, b = json.loads((found / "gpu-check.json").read_text())["commands"]
+    assert (b["status"], b["reason"]) == ("not measured", "not begun")
+    if number != signal.SIGKILL:
+        assert (code, a["reason"]) == (1, "gpu-check was ended")
+        assert a["figures"] == figures(log.read_text())
 
 
-CPU = torch.device("cpu")
-H200: dict[str, Any] = {
-    "status": "done",
-    "machine": {"gpu": "NVIDIA H200", "cores": 16},
-    "matmul_flops": 670e12,
-    "attention": {
-        "forward": {"chosen": "torch-cudnn", "tflops": {"torch-cudnn": 620.0, "flash": 380.0}, "refused": {}},
-        "backward": {"chosen": "torch-cudnn", "tflops": {"torch-cudnn": 510.0}, "refused": {"fa3": "is not installed"}},
-    },
-}
+@pytest.mark.usefixtures("known_torch")
+def test_tests_are_counted_and_failing_ones_named_with_their_error_when_they_are_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import os, pytest, signal\n@pytest.mark.parametrize('n', ['a b', 'FAILED', 'x'])\ndef test_good(n): pass\n"
+        "def test_bad(): assert 1 == 2\n@pytest.mark.skip('no kernel')\ndef test_lacking(): pass\n"
+        "def test_late(): os.kill(os.getpid(), signal.SIGINT)\ndef test_unreached(): pass\n"
+    )
+    (tests,) = [command for command in commands(small=True) if command.name == "tests"]
+    words = [word for word in tests.command if "tests/gpu" not in word and "--rootdir" not in word]
+    once = replace(tests, command=[*words, "--rootdir", str(tmp_path), str(tmp_path)])
+    _, found, text = check(tmp_path, [once])
+    counts = {"collected": 7, "passed": 3, "failed": 1, "skipped": 1, "error": 0}
+    assert found["tests"]["figures"] == counts | {"failing": {"1": "test_some.py::test_bad - assert 1 == 2"}}
+    assert "| failing.1 | test_some.py::test_bad - assert 1 == 2 |" in text
+    assert found["tests"]["reason"].startswith("exit 2: ")
 
 
-def known(folder: Path, device: dict[str, Any] | None = None, gpu: str = "Some GPU") -> Results:
-    """Results of a card of that name, of which `device` was found."""
-    results = Results(folder, {"gpu": gpu}, {"device": ("what", lambda cases: [])}, resume=False)
-    if device is not None:
-        results.put("device", "device", device)
-    return results
-
-
-def test_ten_minutes_of_an_h200_hold_what_matters_most_by_measured_rates_or_the_data_sheets(tmp_path: Path) -> None:
-    measured = Rates(matmul=670e12, attention_forward=620e12, attention_backward=510e12)
-    assert stages.rates(known(tmp_path, H200)) == measured
-    products_only = {"status": "ended", "matmul_flops": 100e12, "attention": {"error": "RuntimeError"}}
-    assert stages.rates(known(tmp_path, products_only)) == Rates.of_matmul(100e12)
-    assert stages.rates(known(tmp_path, gpu="NVIDIA H200")) == Rates.of_matmul(0.67 * 989.5e12)
-    assert stages.rates(known(tmp_path)) is None
-    results = known(tmp_path, H200)
-    found = stages.all_stages(tmp_path)
-    assert list(stages.SHOWN) == [stage.name for stage in found]
-    assert [case.name for case in found[2].cases if not case.optional] == ["long-7b", "short", "long-8b"]
-    must = [case for stage in found[:3] for case in stage.cases if stage is not found[2] or not case.optional]
-    assert 350 < sum(case.estimate(results) for case in must) < 560 - 50
-    slow = H200 | {"attention": {"forward": {"tflops": {"fa2": 380.0}}, "backward": {"tflops": {"fa2": 300.0}}}}
-    case = found[2].cases[0]
-    assert case.name == "long-7b"
-    assert case.estimate(known(tmp_path, slow)) > case.estimate(results) + 10
-    with pytest.raises(UserError, match="--suite nope: no such suite"):
-        stages.all_stages(tmp_path, "nope")
-
-
-def test_tables_show_what_was_found_and_what_was_not() -> None:
-    device = "\n".join(tables.device({"device": H200 | {"links": {"h2d_bytes_per_s": 50e9}, "estimate_s": 20.0}}))
-    assert "| bf16 products | 670 TFLOP/s |" in device
-    assert "| links: h2d_bytes_per_s | 50.0 GB/s |" in device
-    assert "| attention backward: fa3 | refused: is not installed |" in device
-    trace = "def bad():\nE   assert 1 == 2\ntest_a.py:3: AssertionError"
-    tests = {
-        "tests/gpu/test_a.py::good": {"outcome": "passed", "seconds": 1, "text": ""},
-        "tests/gpu/test_a.py::bad": {"outcome": "failed", "seconds": 1, "text": trace},
-        "tests/gpu/test_a.py::lacking": {"outcome": "skipped", "seconds": 0, "text": "no kernel"},
-        "tests/gpu/test_a.py::late": {"outcome": "not run"},
+def test_the_page_has_a_row_for_every_figure_and_says_what_was_not_measured() -> None:
+    device = {"matmul_flops": 670e12, "attention": {"forward": {"tflops": {"fa3": 620.0}, "refused": {}}}, "other": 1}
+    device |= {
+        "links": {"h2d_bytes_per_s": 50e9},
+        "pinned": "not measured: OSError: no",
+        "machine": {"gpu_bytes": 2**31},
     }
-    text = "\n".join(tables.tests({"tests": {"status": "ended", "reason": "late", "tests": tests, "took_s": 90.0}}))
-    assert "1 passed, 1 failed, 1 skipped, 1 not run" in text
-    assert "| test_a.py::bad | failed | assert 1 == 2 |" in text
-    assert not re.search("good|lacking", text)
-    late = {"status": "not measured", "reason": "takes about 100 s, and 3 s were left", "estimate_s": 100.0}
-    for table in (tables.suites({"a": late}), tables.plans({"a": late}), tables.drives({"probe": late})):
-        assert "not measured: takes about 100 s" in table[2]
+    record = {"name": "device", "about": "what", "command": "python", "status": "done", "reason": ""}
+    record |= {"shows": ["matmul_flops", "links", "attention", "pinned", "machine", "reads"], "figures": device}
+    record |= {"date": "now", "took_s": 3.4, "clock_mhz": 1755}
+    skipped = record | {"name": "short", "figures": {"reason": "needs 80 GiB"}, "shows": ["mfu"], "clock_mhz": None}
+    text = page({"GPU": "H200"}, [record, skipped])
+    rows = [
+        "matmul_flops | 670 TFLOP/s",
+        "links.h2d_bytes_per_s | 50 GB/s",
+        "attention.forward.tflops.fa3 | 620 TFLOP/s",
+    ]
+    rows += ["attention.forward.refused | none", "pinned | not measured: OSError: no", "machine.gpu_bytes | 2 GiB"]
+    rows += ["reads | not measured: this machine gives none", "mfu | not measured: needs 80 GiB"]
+    assert all(f"| {row} |" in text for row in rows), text
+    assert "other" not in text
+    assert "done; now; 3 s; GPU clock while busy: 1755 MHz." in text
+    assert "GPU clock while busy: not measured." in text
 
 
-TINY_SMOKE = smoke.Smoke(
-    shape=replace(TINY, layers=3, hidden=128, intermediate=384, vocab=1024, head_dim=32), rows=2, row_tokens=128,
-    chunk_tokens=64, gpu="6MiB", ram="9MiB", lr=3e-3, part="64KiB",
-)  # fmt: skip
+@pytest.mark.usefixtures("known_torch")
+def test_the_clock_is_the_median_while_the_gpu_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    lines = "1980, 3\\n1700, 99\\n1755, 100\\n1800, 80\\n[N/A], 90\\n"
+    smi.write_text(
+        f"#!/bin/sh\ncase $1 in *driver*) echo 580.1;; *max*) echo 1980 MHz;; *) printf '{lines}'; sleep 60;; esac"
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    clocks = tmp_path / "found" / "prints.clocks"
+    waits = f"{PRINTS}; until grep -q N/A {clocks}; do sleep 0.1; done"
+    _, found, text = check(tmp_path, [shell("prints", waits)])
+    assert found["prints"]["clock_mhz"] == 1755
+    assert "- GPU: Some GPU\n- torch: 2.11.0, CUDA: 13.0\n" in text
+    assert "- driver: 580.1\n- GPU clock: 1980 MHz\n" in text
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_every_command_of_the_list_names_what_there_is(small: bool) -> None:
+    listed = commands(small=small)
+    names = [command.name for command in listed]
+    assert names[:3] == ["device", "smoke", "tests"]
+    assert len(set(names)) == len(names)
+    assert 300 < sum(c.limit_s for c in listed[:4]) < 560 or small, "hanging ones leave time for the first real shape"
+    suites = [c.command[c.command.index("--suite") + 1] for c in listed if "--suite" in c.command]
+    assert set(suites) == {case.name for _, case in cases_of("gpu")}
+    plans = [c.command[c.command.index("--case") + 1] for c in listed if "--case" in c.command]
+    assert Counter(plans) == Counter(case.name for case in CUDA_CASES)
+    assert all(small == ("--small" in c.command) for c in listed if c.name not in ("tests", "storage"))
+    assert set(TESTS) == {file.stem.removeprefix("test_") for file in (REPOSITORY / "tests" / "gpu").glob("test_*.py")}
+    with pytest.raises(ValueError, match="--case nope: no such case; choose from"):
+        named_cases("nope")
 
 
 @pytest.mark.long
-def test_the_smoke_agrees_with_plain_pytorch_and_finds_a_wrong_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(smoke, "STEPS", 4)
-    found = smoke.check(TINY_SMOKE, tmp_path, CPU, "off")
+def test_its_own_commands_run_small_without_a_gpu(tmp_path: Path) -> None:
+    """All kinds of them but pytest's."""
+    kinds = ["device", "smoke", "long-7b", "plan-268m-64k-streamed", "drive", "storage"]
+    code, found, text = check(tmp_path, None, "--only", ",".join(kinds), "--limit-s", "3000")
+    assert {name: record["reason"] for name, record in found.items()} == dict.fromkeys(kinds, "")
+    assert code == 0
+    left_out = [line for line in text.splitlines() if line.endswith("| not measured: this machine gives none |")]
+    assert {line.split(" | ")[0][2:] for line in left_out} == {"mfu", "hfu", "machine.driver, PCIe generation, lanes"}
+
+
+@pytest.mark.long
+def test_the_smoke_agrees_with_plain_pytorch_and_finds_a_wrong_update(tmp_path: Path) -> None:
+    case = smoke.SMALL["cpu"]
+    found = smoke.check(case, tmp_path, CPU, "off")
     assert found["wrong"] == []
     plain = found["plain"]
     assert plain["losses"][0] - plain["losses"][-1] > 0.3
-    assert len(found["penstock"]["losses"]) == 4
-    setup = smoke.prepare(TINY_SMOKE, tmp_path, CPU, "off")
+    assert len(found["penstock"]["losses"]) == smoke.STEPS
+    setup = smoke.prepare(case, tmp_path, CPU, "off")
     assert all(smoke.state_bytes(setup).values())
-    wrong = replace(setup.recipe, train=replace(setup.recipe.train, lr=1.1 * TINY_SMOKE.lr))
+    wrong = replace(setup.recipe, train=replace(setup.recipe.train, lr=1.1 * case.lr))
     (tmp_path / "wrong").mkdir()
     assert smoke.compare(smoke.penstock(replace(setup, recipe=wrong), tmp_path / "wrong"), plain)
 
@@ -312,31 +250,30 @@ def test_what_the_smoke_calls_wrong() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("smoke_case", smoke.SMOKES, ids=lambda case: case.shape.name)
-def test_every_smokes_state_lives_in_all_three_tiers_of_a_gpu(smoke_case: smoke.Smoke, tmp_path: Path) -> None:
-    setup = smoke.prepare(replace(smoke_case, gpu="400GiB", ram="400GiB"), tmp_path, CPU)
-    budgets = Budgets(parse_bytes(smoke_case.gpu, "gpu"), parse_bytes(smoke_case.ram, "ram"), None, {})
+@pytest.mark.parametrize("case", [*smoke.SMOKES, smoke.SMALL["cuda"]], ids=lambda case: case.shape.name)
+def test_every_smokes_state_lives_in_all_three_tiers_of_a_gpu(case: smoke.Smoke, tmp_path: Path) -> None:
+    setup = smoke.prepare(replace(case, gpu="400GiB", ram="400GiB"), tmp_path, CPU)
+    budgets = Budgets(parse_bytes(case.gpu, "gpu"), parse_bytes(case.ram, "ram"), None, {})
     task = PlanRequest(spec=setup.spec, recipe=setup.recipe, budgets=budgets, device_type="cuda", device_reads=False)
     plan = task.search(generic_gpu("NVIDIA H200")).plan
     assert {buffer.state for buffer in plan.buffers.values()} == {"gpu", "ram", "nvme"}
 
 
-def gpu_check(python: str, results: Path) -> subprocess.CompletedProcess[str]:
-    command = ["make", "gpu-check", f"PYTHON={python}", f"RESULTS={results}"]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_no_gpu_is_said_and_is_no_failure(tmp_path: Path) -> None:
-    done = gpu_check(sys.executable, tmp_path / "results")
-    assert done.returncode == 0, done.stderr
-    assert "gpu-check: skipped: torch of" in done.stdout
-    assert not (tmp_path / "results").exists()
-
-
-def test_an_interpreter_without_torch_is_said_too(tmp_path: Path) -> None:
+def test_bad_words_and_no_gpu_are_refused_with_one_message(tmp_path: Path) -> None:
+    """By an interpreter that has nothing but itself; torch is looked for first."""
     venv.create(tmp_path / "bare", with_pip=False)
-    done = gpu_check(str(tmp_path / "bare" / "bin" / "python"), tmp_path / "results")
-    assert done.returncode == 0, done.stderr
-    assert "is missing or sees no CUDA device" in done.stdout
+    bare, file = str(tmp_path / "bare" / "bin" / "python"), tmp_path / "file"
+    file.write_text("")
+    refusals = {(bare, ""): f"gpu-check: no PyTorch starts in {bare}: ModuleNotFoundError: No module named 'torch'"}
+    refusals |= {(bare, "--only smoke,nope"): "--only nope: no such command; choose from device, smoke, tests"}
+    refusals |= {(bare, f"--scratch {tmp_path}/no"): f"--scratch {tmp_path}/no: no such folder; create it first"}
+    if not torch.cuda.is_available():
+        refusals |= {(sys.executable, ""): f"of {sys.executable} sees no CUDA device; run it where there is one"}
+    refusals |= {(sys.executable, f"--small --results {file}"): f"--results {file}: cannot be used (File exists)"}
+    for (python, arguments), message in refusals.items():
+        command = ["make", "gpu-check", f"PYTHON={python}", f"RESULTS={tmp_path}/found", f"ARGS={arguments}"]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+        assert "Error 2" in done.stderr
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / "found").exists()

@@ -37,24 +37,30 @@ def test_probe(tmp_path: Path) -> None:
     assert "Stand-in H200" in done.stdout
 
 
-def test_gpu_check_keeps_what_it_finds_and_goes_on_from_it(tmp_path: Path) -> None:
-    """Stages device, smoke and drives to their end. The smoke compares losses, which here are all zero, and says so."""
-    arguments = ("penstock.app.gpu_check", "--results", "found", "--only", "device,smoke,drives", "--limit-s", "420")
-    done = run(*arguments, cwd=tmp_path, limit_s=600, STANDIN_GPU_GIB="8")
-    stages = json.loads((tmp_path / "found" / "gpu-check.json").read_text())["stages"]
-    assert {(stage, case): found["status"] for stage, cases in stages.items() for case, found in cases.items()} == {
-        ("device", "device"): "done",
-        ("smoke", "smoke"): "failed",
-        ("drives", "probe"): "done",
-        ("drives", "storage"): "done",
-    }, done.stderr[-4000:]
-    assert "loss does not fall (0.0000 to 0.0000)" in stages["smoke"]["smoke"]["reason"]
-    assert all(len(stages["smoke"]["smoke"][run]["losses"]) == 6 for run in ("penstock", "plain"))
-    device = (tmp_path / "found" / "stages" / "device.json").read_text()  # with the time that it took
-    again = run(*arguments, "--resume", "--only", "device,drives", cwd=tmp_path, limit_s=60, STANDIN_GPU_GIB="8")
-    assert again.returncode == 1, again.stderr[-4000:]
-    assert "failed: smoke/smoke;" in again.stdout  # as it was found before
-    assert (tmp_path / "found" / "stages" / "device.json").read_text() == device
+def gpu_check(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    """Records by name."""
+    options = ("--results", "found", "--limit-s", "3000", *arguments)
+    done = run("penstock.app.gpu_check", *options, cwd=folder, limit_s=3100, STANDIN_GPU_GIB="8")
+    assert done.returncode == 1, done.stderr[-4000:]
+    records = json.loads((folder / "found" / "gpu-check.json").read_text())["commands"]
+    return {record["name"]: record for record in records}
+
+
+def test_gpu_check(tmp_path: Path) -> None:
+    """Sizes of a small card. The smoke compares losses, which here are all zero, and says so."""
+    found = gpu_check(tmp_path, "--only", "device,smoke,drive,storage")
+    assert [record["status"] for record in found.values()] == ["done", "failed", "done", "done"]
+    smoke = found["smoke"]
+    assert "loss does not fall (0.0000 to 0.0000)" in smoke["reason"]
+    assert all(len(smoke["figures"][run]["losses"]) == 6 for run in ("penstock", "plain"))
+    assert found["device"]["figures"]["pinned"]["most_bytes"] >= 512 << 20
+
+
+def test_all_of_gpu_check_when_small(tmp_path: Path) -> None:
+    found = gpu_check(tmp_path, "--small")
+    assert {name for name, record in found.items() if record["status"] != "done"} == {"smoke"}
+    assert {record["reason"] for name, record in found.items() if name != "smoke"} == {""}
+    assert "loss does not fall (0.0000 to 0.0000)" in found["smoke"]["reason"]
 
 
 CASES = list({case.name: case for _, case in cases_of("gpu")}.values())
