@@ -110,15 +110,15 @@ def _record(command: Command) -> dict[str, Any]:
 
 def _outcome(code: int | None, log: str, limit_s: float, left_s: float) -> tuple[str, str]:
     """Status and reason of a command that ended with `code`, None where its time did."""
+    found = figures(log)
     if code == 0:
-        return "done", ""
+        return ("not measured", str(found["reason"])) if found.get("status") == "skipped" else ("done", "")
     if code is None and limit_s == left_s:
         return "not measured", f"stopped after {limit_s:.0f} s, when the time for all commands was over"
     if code is None:
         return "failed", f"not finished after {limit_s:.0f} s, so it was stopped"
     if code < 0:
         return "failed", f"crashed by {signal.Signals(-code).name}"
-    found = figures(log)
     said = str(found.get("reason") or found.get("error") or last_words(log) or "it said nothing").splitlines()[0]
     if (missing := re.search(r"No module named '?([\w.]+)", said)) is not None:
         return "not measured", f"{sys.executable} has no package {missing[1]}"

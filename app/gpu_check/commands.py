@@ -15,12 +15,14 @@ class Command:
     about: str
     command: list[str]
     limit_s: float
-    shows: tuple[str, ...]
-    """What of the JSON that it prints goes into the page, each with all below it; the JSON beside it has everything."""
+    shows: str
+    """Names in the JSON that it prints that go into the page, with all below them; gpu-check.json has everything."""
 
 
 _STEP = "model label tokens_per_s step_s mfu hfu ratio ratio_once exposed_io compute_idle attention_tflops"
 _STEP += " matmul_tflops attention_executed_over_once tiers"
+_DEVICE = "machine packages matmul_flops links attention reads pinned compile_s"
+_SMOKE = "model parameters state_bytes penstock plain wrong"
 _DRIVE = "drives.1.read_bytes_per_s drives.1.write_bytes_per_s drives.1.size_bytes"
 _TESTS = "collected passed failed error skipped failing"
 TESTS = ("pinned_arena", "gpu_training", "gpu_readers", "gpu_attention", "gpu_validation", "gpu_bench")
@@ -31,41 +33,31 @@ def commands(*, small: bool) -> list[Command]:
     """All of them; `small` gives each a size that takes seconds on any machine, and whose figures say nothing."""
     tiny = ["--small"] if small else []
 
-    def check(name: str, about: str, limit_s: float, module: str, shows: str, *arguments: str) -> Command:
-        command = child.command(f"app.gpu_check.{module}", *arguments, *tiny)
-        return Command(name, about, command, limit_s, tuple(shows.split()))
-
-    def bench(name: str, about: str, limit_s: float, shows: str, *arguments: str) -> Command:
-        return Command(
-            name, about, child.command("app.cli", "bench", *arguments, "--json"), limit_s, tuple(shows.split())
-        )
-
     def step(case: str, about: str, limit_s: float, more: str = "") -> Command:
-        return bench(case, about, limit_s, f"{_STEP} {more}", "step", "--suite", case, *tiny)
+        command = child.command("app.cli", "bench", "step", "--suite", case, *tiny, "--json")
+        return Command(case, about, command, limit_s, f"{_STEP} {more}")
 
     def plan(case: str, about: str) -> Command:
-        name = f"plan-{case}"
-        return bench(name, about, 60, "state bound_by tiers step_s", "plan", "--case", case, *tiny)
+        command = child.command("app.cli", "bench", "plan", "--case", case, *tiny, "--json")
+        return Command(f"plan-{case}", about, command, 60, "state bound_by tiers step_s")
 
     pytest = [sys.executable, "-P", "-m", "pytest", "-v", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
     pytest += ["-o", "addopts=", "-o", "faulthandler_timeout=60", f"--rootdir={REPOSITORY}"]
     pytest += [str(REPOSITORY / "tests" / "gpu" / f"test_{name}.py") for name in (TESTS[:1] if small else TESTS)]
-    found = "machine packages matmul_flops links attention reads pinned compile_s"
-    smoke = "model parameters state_bytes penstock plain wrong"
+    device = child.command("app.gpu_check.device", *tiny)
+    smoke = child.command("app.gpu_check.smoke", *tiny)
     size = ["--size", "64MiB", "--chunk", "1MiB"] if small else ["--size", "1GiB"]
+    storage = child.command("app.cli", "bench", "storage", ".", *size, "--rounds", "1", "--json")
     listed = [
-        check("device", "what this machine is and what works on it", 60, "device", found),
-        check("smoke", "six steps through all three tiers beside plain PyTorch", 130, "smoke", smoke),
-        Command("tests", "tests/gpu", pytest, 150, tuple(_TESTS.split())),
+        Command("device", "what this machine is and what works on it", device, 60, _DEVICE),
+        Command("smoke", "six steps through all three tiers beside plain PyTorch", smoke, 130, _SMOKE),
+        Command("tests", "tests/gpu", pytest, 150, _TESTS),
         step("long-7b", "a step of Qwen2.5-7B's shape at 524,288 tokens against its kernels alone", 120),
         step("short", "a step of Llama-3-8B's shape at 8,192 tokens", 150, "kernel_idle best_plain_ratio plain"),
         plan("268m-tiers", "a plan against its run, state in all three tiers"),
         plan("268m-64k-streamed", "a plan against its run, long context with a streamed window"),
-        check("drive", "this folder's drive", 60, "device", _DRIVE, "--drive"),
-        bench(
-            "storage", "the NVMe tier against raw I/O", 60, "read_ratio write_ratio",
-            "storage", ".", *size, "--rounds", "1",
-        ),
+        Command("drive", "this folder's drive", [*device, "--drive"], 60, _DRIVE),
+        Command("storage", "the NVMe tier against raw I/O", storage, 60, "read_ratio write_ratio"),
         # What is left of the time is for these; --only begins with them.
         step("tiers", "the largest model whose state this machine holds, spilled to NVMe", 150),
         step("short-24gb", "the same as short within 24 GiB", 120),
@@ -74,7 +66,7 @@ def commands(*, small: bool) -> list[Command]:
         step("short-32b", "a step of Qwen3-32B's shape at 8,192 tokens", 150, "best_plain_ratio plain"),
         step("long-24gb-8b", "the same as long-8b within 24 GiB", 120),
         *(plan(case, "a plan against its run") for case in PLANS),
-    ]  # fmt: skip
+    ]
     # An emulated card and the compilers of two cores are slow.
     return [replace(each, limit_s=5 * each.limit_s) for each in listed] if small else listed
 

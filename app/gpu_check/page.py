@@ -64,7 +64,7 @@ def page(head: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
             "",
             *markdown_table(("figure", "value"), _rows(record)),
         ]
-        if record["status"] != "done" and record.get("log"):
+        if record["status"] != "done" and record["log"]:
             said = [line[:300] for line in record["log"].splitlines() if not line.startswith("{")]
             lines += ["", "```", *said[-LOG_LINES:], "```"]
     return "\n".join(lines) + "\n"
@@ -82,9 +82,9 @@ def _seconds(record: Mapping[str, Any]) -> str:
 def _rows(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Figures by dotted name, those that the command shows; of each that is not there the reason."""
     flat = dict(_flat("", record["figures"]))
-    given = record["figures"].get("reason") or record["reason"] or "this machine gives none"
+    given = record["reason"] or "this machine gives none"
     missing = f"not measured: {' '.join(str(given).split())[:200]}"
-    for name in record["shows"]:
+    for name in record["shows"].split():
         there = {key: value for key, value in flat.items() if key == name or key.startswith(f"{name}.")}
         for key, value in (there or {name: None}).items():
             yield key, missing if value is None else _text(key, value)
@@ -104,7 +104,7 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(_text(name, each) for each in value) or "none"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value or "none")
+        return "none" if value in ("", {}) else str(value)
     for ending, unit, scale in _UNITS:
         if re.search(ending, name):
             return f"{value / scale:,.4g} {unit}"

@@ -31,7 +31,7 @@ from penstock.engine.machine.presets import generic_gpu
 CPU = torch.device("cpu")
 
 
-def shell(name: str, script: str, limit_s: float = 100, shows: tuple[str, ...] = ("rate",)) -> Command:
+def shell(name: str, script: str, limit_s: float = 100, shows: str = "rate") -> Command:
     return Command(name, f"the {name}", ["sh", "-c", script], limit_s, shows)
 
 
@@ -53,8 +53,9 @@ def test_what_fails_hangs_crashes_or_is_missing_keeps_nothing_from_running(tmp_p
         shell("hangs", 'echo \'{"rate": 5}\'; trap "" INT; exec sleep 600', 2),
         shell("ends", """trap 'echo "{\\"rate\\": 6}"; exit' INT; sleep 600 & wait""", 2),
         shell("crashes", "kill -SEGV $$"),
-        Command("lacks", "a package", python, 100, ("rate",)),
-        shell("prints", PRINTS, shows=("rate_bytes_per_s", "none", "step_s")),
+        Command("lacks", "a package", python, 100, "rate"),
+        shell("skips", 'echo \'{"cases": [{"status": "skipped", "reason": "needs 80 GiB"}]}\''),
+        shell("prints", PRINTS, shows="rate_bytes_per_s none step_s"),
     ]
     code, found, text = check(tmp_path, listed)
     assert code == 1
@@ -64,6 +65,7 @@ def test_what_fails_hangs_crashes_or_is_missing_keeps_nothing_from_running(tmp_p
         "ends": ("failed", "not finished after 2 s, so it was stopped"),
         "crashes": ("failed", "crashed by SIGSEGV"),
         "lacks": ("not measured", f"{sys.executable} has no package no_such_package"),
+        "skips": ("not measured", "needs 80 GiB"),
         "prints": ("done", ""),
     }
     assert found["hangs"]["figures"] == {"rate": 5}, "what it had found is kept"
@@ -111,7 +113,7 @@ import sys
 from penstock.app.gpu_check.__main__ import main
 from penstock.app.gpu_check.commands import Command
 hangs = "echo '{\\"pid\\":' $$ '}'; exec sleep 600"
-listed = [Command(name, "", ["sh", "-c", hangs], 500, ("pid",)) for name in "ab"]
+listed = [Command(name, "", ["sh", "-c", hangs], 500, "pid") for name in "ab"]
 sys.exit(main(["--small", "--results", sys.argv[1], "--scratch", sys.argv[2]], listed))
 """
 
@@ -153,16 +155,21 @@ def test_tests_are_counted_and_failing_ones_named_with_their_error_when_they_are
 
 
 def test_the_page_has_a_row_for_every_figure_and_says_what_was_not_measured() -> None:
-    device = {"matmul_flops": 670e12, "attention": {"forward": {"tflops": {"fa3": 620.0}, "refused": {}}}, "other": 1}
+    device = {
+        "matmul_flops": 670e12,
+        "attention": {"forward": {"tflops": {"fa3": 620.0}, "refused": {}}},
+        "other": 1,
+        "within": False,
+    }
     device |= {
         "links": {"h2d_bytes_per_s": 50e9},
         "pinned": "not measured: OSError: no",
         "machine": {"gpu_bytes": 2**31},
     }
     record = {"name": "device", "about": "what", "command": "python", "status": "done", "reason": ""}
-    record |= {"shows": ["matmul_flops", "links", "attention", "pinned", "machine", "reads"], "figures": device}
+    record |= {"shows": "matmul_flops links attention pinned machine reads within", "log": "", "figures": device}
     record |= {"date": "now", "took_s": 3.4, "clock_mhz": 1755}
-    skipped = record | {"name": "short", "figures": {"reason": "needs 80 GiB"}, "shows": ["mfu"], "clock_mhz": None}
+    skipped = record | {"name": "short", "figures": {}, "reason": "needs 80 GiB", "shows": "mfu", "clock_mhz": None}
     text = page({"GPU": "H200"}, [record, skipped])
     rows = [
         "matmul_flops | 670 TFLOP/s",
@@ -171,6 +178,7 @@ def test_the_page_has_a_row_for_every_figure_and_says_what_was_not_measured() ->
     ]
     rows += ["attention.forward.refused | none", "pinned | not measured: OSError: no", "machine.gpu_bytes | 2 GiB"]
     rows += ["reads | not measured: this machine gives none", "mfu | not measured: needs 80 GiB"]
+    rows += ["within | False"]
     assert all(f"| {row} |" in text for row in rows), text
     assert "other" not in text
     assert "done; now; 3 s; GPU clock while busy: 1755 MHz." in text
