@@ -50,8 +50,8 @@ def _outcomes(log: str) -> dict[str, Any]:
 def page(head: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
     """All of it, fit for docs/results/."""
     lines = ["# What gpu-check measured", "", *(f"- {name}: {value}" for name, value in head.items()), ""]
-    rows = [(record["name"], record["about"], _status(record), _seconds(record)) for record in records]
-    lines += markdown_table(("command", "what", "result", "s"), rows)
+    rows = [(record["name"], record["about"], _status(record), _took(record)) for record in records]
+    lines += markdown_table(("command", "what", "result", "took"), rows)
     for record in records:
         lines += ["", f"## {record['name']}: {record['about']}", "", "```", record["command"], "```"]
         if record["date"] is None:
@@ -59,7 +59,7 @@ def page(head: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
             continue
         clock = record["clock_mhz"]
         lines += [
-            f"{_status(record)}; {record['date']}; {_seconds(record)} s; GPU clock while busy: "
+            f"{_status(record)}; {record['date']}; took: {_took(record)}; GPU clock while busy: "
             f"{'not measured' if clock is None else f'{clock} MHz'}.",
             "",
             *markdown_table(("figure", "value"), _rows(record)),
@@ -75,8 +75,8 @@ def _status(record: Mapping[str, Any]) -> str:
     return f"{record['status']}: {why}" if why else str(record["status"])
 
 
-def _seconds(record: Mapping[str, Any]) -> str:
-    return "not measured" if record["took_s"] is None else f"{record['took_s']:.0f}"
+def _took(record: Mapping[str, Any]) -> str:
+    return "not measured" if record["took_s"] is None else f"{record['took_s']:.0f} s"
 
 
 def _rows(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

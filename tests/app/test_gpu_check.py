@@ -181,7 +181,7 @@ def test_the_page_has_a_row_for_every_figure_and_says_what_was_not_measured() ->
     rows += ["within | False"]
     assert all(f"| {row} |" in text for row in rows), text
     assert "other" not in text
-    assert "done; now; 3 s; GPU clock while busy: 1755 MHz." in text
+    assert "done; now; took: 3 s; GPU clock while busy: 1755 MHz." in text
     assert "GPU clock while busy: not measured." in text
 
 
