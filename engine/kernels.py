@@ -1,4 +1,4 @@
-"""What a run says of its attention kernels: which are there, which were chosen, what a missing one would bring."""
+"""A run's attention kernels: how they are chosen and recorded, and what the run says of them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,90 @@ import torch
 from msgspec import structs
 
 from penstock.engine.attention.flash_attn import NOT_INSTALLED
-from penstock.engine.attention.select import attention_report, installed
+from penstock.engine.attention.select import (
+    Attends,
+    attention_report,
+    environment,
+    installed,
+    measured,
+    prepare,
+    rankings,
+)
 from penstock.engine.events import Observer
 from penstock.engine.forecast.report import predict
 from penstock.engine.machine.architectures import Shares, architecture, peak_of
 from penstock.engine.machine.presets import attention_rates
 from penstock.engine.machine.profile import Machine
+from penstock.engine.model.spec import ModelSpec
 from penstock.engine.plan.plan import Filled, Plan
+from penstock.storage.untrusted import one_line
 
 _INSTALL = {
     "flash2": "pip install --no-build-isolation 'penstock[flash2]'",  # is built here, by the torch that is installed
     "flash4": "pip install 'penstock[flash4]'",
 }
+
+
+def attends(spec: ModelSpec, plan: Plan) -> list[Attends]:
+    """What attention of the model's layers is asked for by the plan's passes, once each."""
+    chunk, total = plan.max_chunk_tokens, plan.max_chunk_tokens if plan.streamed else plan.window_tokens
+    if (samples := plan.problem.samples) is not None:  # a prompt goes on in the next chunk, however batches are cut
+        total = max(total, 2 * chunk, *samples.lengths)
+    found = {
+        Attends(
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            qk_dim=shape.qk_dim,
+            v_dim=shape.v_dim,
+            chunk=chunk,
+            total=total if shape.chunk is None else min(total, shape.chunk + chunk),
+            window=shape.window,
+            softcap=shape.softcap,
+            pieces=plan.streamed,
+        ): None
+        for shape in spec.attention
+        if shape is not None
+    }
+    return list(found)
+
+
+def choose_kernels(
+    layers: Sequence[Attends], device: torch.device, dtype: torch.dtype, recorded: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Choose kernels for all that a run can ask for, while GPU memory is still free; as `recorded`, if given.
+
+    Returns what is wrong with kernels that were recorded. Nothing happens on a CPU, where there is one kernel.
+    """
+    if not measured(device):
+        return []
+    lost = prepare(device, dtype, layers, None if recorded is None else recorded["rankings"])
+    torch.cuda.empty_cache()
+    return lost
+
+
+def kernel_record(device: torch.device) -> dict[str, Any]:
+    """What a generation records of the kernels that were chosen: with others a resumed run has other bits."""
+    return {"environment": environment(device), "rankings": rankings() if measured(device) else {}}
+
+
+def is_kernel_record(value: Any) -> bool:
+    """Whether it is one, as far as anybody may rely on it."""
+    if not (isinstance(value, dict) and value.keys() == {"environment", "rankings"}):
+        return False
+    texts, lists = value["environment"], value["rankings"]
+    return (
+        isinstance(texts, dict)
+        and isinstance(lists, dict)
+        and all(isinstance(text, str) for text in texts.values())
+        and all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in lists.values())
+    )
+
+
+def changes(recorded: Mapping[str, Any], device: torch.device) -> list[str]:
+    """What is another here than where the record was made, in words."""
+    before, now = recorded["environment"], environment(device)
+    names = [name for name in dict.fromkeys((*before, *now)) if before.get(name) != now.get(name)]
+    return [one_line(f"{name} {before.get(name, 'none')}, now {now.get(name, 'none')}", 200) for name in names]
 
 
 class Faster(NamedTuple):

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.attention import chunk as attention
-from penstock.engine.attention.select import attention_report
+from penstock.engine.attention.select import attention_report, measured
 from penstock.engine.config import (
     AdapterConfig,
     Recipe,
@@ -38,7 +37,7 @@ from penstock.engine.hf import weights
 from penstock.engine.hf.adapter_folder import Start
 from penstock.engine.hf.config import require_overrides
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file, write_constants
-from penstock.engine.kernels import tell_kernels
+from penstock.engine.kernels import attends, changes, choose_kernels, kernel_record, tell_kernels
 from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.budgets import run_budgets
 from penstock.engine.machine.compilers import Compilation, find_compilation
@@ -166,6 +165,7 @@ def open_session(
             _refuse_unless_exact(spec, train, found.plan, observer)
         nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
         recorded: Recorded | None = None
+        kernels: dict[str, Any] | None = None
         if going_on:
             with checklist.step("opening the last generation"):
                 store = NvmeStore.open(
@@ -181,6 +181,7 @@ def open_session(
             if store.meta["recipe"] != identity["recipe"]:
                 observer.on_message(_changed(store, identity))
             recorded = _recorded(store, task)
+            kernels = _recorded_kernels(store, device, recorded, compilation, observer)
         else:
             with checklist.step("writing the first generation"):
                 store = NvmeStore.create(
@@ -210,8 +211,11 @@ def open_session(
             constants_crc = store.meta.get("constants")
             constants = read_constants_file(root / CONSTANTS_FILE, constants_crc, spec.constants)
             compute = Compute.make(spec, train, device, constants, compilation)
-        with checklist.step("measuring attention kernels", when=device.type == "cuda"):
-            lanes.executor.call("compute", lambda: choose_kernels(spec, found.plan, device, compute_dtype(train)))
+        layers = attends(spec, found.plan)
+        with checklist.step("choosing attention kernels", when=measured(device)):
+            lost = lanes.executor.call("compute", lambda: choose_kernels(layers, device, compute_dtype(train), kernels))
+        if lost:
+            _tell_changed(observer, store, lost, anew=True)
         calibration = None
         if train.calibrate:
             fixed = recorded is not None or train.deterministic
@@ -223,6 +227,9 @@ def open_session(
             with checklist.step("planning with these times"):
                 only = known if fixed else None
                 found = task.search(machine, calibration, documents, filled, known=known, only=only, before=found)
+            if (others := attends(spec, found.plan)) != layers:
+                with checklist.step("choosing attention kernels", when=measured(device)):
+                    lanes.executor.call("compute", lambda: choose_kernels(others, device, compute_dtype(train)))
         reservation.settle(found.plan)
         _tell_plan(observer, task, machine, found, calibration, batch, device)
         session = Session(
@@ -233,7 +240,9 @@ def open_session(
             compute=compute,
             recipe=recipe,
             device=device,
-            identity=identity if constants_crc is None else identity | {"constants": constants_crc},
+            identity=identity
+            | {"kernels": kernel_record(device)}
+            | ({} if constants_crc is None else {"constants": constants_crc}),
             lanes=lanes,
             validation=validation,
             prompts=prompts,
@@ -334,6 +343,12 @@ class Recorded(NamedTuple):
     optimizer_mode: str | None
     """Optimizer.mode, likewise."""
 
+    def lacking(self, can: Compilation) -> list[str]:
+        """What was compiled and cannot be now, in words."""
+        layers = ["layers compiled, now eager"] if self.compiled and not can.layers else []
+        fused = self.optimizer_mode == "compiled" and not can.optimizer
+        return [*layers, *(["optimizer compiled, now fused"] if fused else [])]
+
 
 def _recorded(store: NvmeStore, task: PlanRequest) -> Recorded | None:
     """What the store's generation records; None where the present recipe does not allow it."""
@@ -343,26 +358,28 @@ def _recorded(store: NvmeStore, task: PlanRequest) -> Recorded | None:
     return Recorded((chunk, PlanOptions(**recorded)), compiled, mode or old_mode) if chunk in task.chunks else None
 
 
-def choose_kernels(spec: ModelSpec, plan: Plan, device: torch.device, dtype: torch.dtype) -> None:
-    """Measure the attention kernels of the model's layers at the plan's chunks, while GPU memory is still free.
+def _recorded_kernels(
+    store: NvmeStore,
+    device: torch.device,
+    recorded: Recorded | None,
+    compilation: Compilation,
+    observer: Observer,
+) -> dict[str, Any] | None:
+    """What the store's generation records of its kernels, unless they are to be chosen anew; says what has changed."""
+    kernels: dict[str, Any] | None = store.meta.get("kernels")
+    others = [] if kernels is None else changes(kernels, device)
+    lacking = [] if recorded is None else recorded.lacking(compilation)
+    if others or lacking:
+        _tell_changed(observer, store, [*others, *lacking], anew=bool(others) and measured(device))
+    return None if others else kernels
 
-    Nothing happens on CPU, where there is one kernel.
-    """
-    if device.type != "cuda":
-        return
-    for shape in {shape for shape in spec.attention if shape is not None}:
-        attention.measure(
-            device,
-            dtype,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            qk_dim=shape.qk_dim,
-            v_dim=shape.v_dim,
-            chunk=plan.max_chunk_tokens,
-            total=min(plan.window_tokens, shape.chunk or plan.window_tokens),
-            window=shape.window,
-        )
-    torch.cuda.empty_cache()
+
+def _tell_changed(observer: Observer, store: NvmeStore, what: Sequence[str], *, anew: bool) -> None:
+    chosen = "attention kernels are chosen anew, and " if anew else ""
+    observer.on_message(
+        f"since generation {store.generation} what computes has changed ({'; '.join(what)}): {chosen}from here on "
+        "results may differ from those of an uninterrupted run by rounding"
+    )
 
 
 def _describe(

@@ -25,6 +25,7 @@ from penstock.engine.events import Spike, ValidationMetrics, step_name
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.gains import EarlyEnd, Gains
 from penstock.engine.generate.prompts import Prompts
+from penstock.engine.kernels import is_kernel_record
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.machine.limits import give_back_memory
 from penstock.engine.machine.reservations import Reservation
@@ -459,6 +460,7 @@ def require_record(store: NvmeStore) -> None:
         not all(is_whole(value) and value >= 0 for value in whole)
         or not all(type(meta.get(name)) is kind for name, kind in (("recipe", str), ("cursor", dict)))
         or not all(type(value) is kinds.get(name) for name, value in plan.items() if name != "chunk_tokens")
+        or not is_kernel_record(meta.get("kernels", {"environment": {}, "rankings": {}}))
     ):
         raise UserError(
             f"{store.root / 'manifest.json'}: does not record the run's position, or was written by another version "

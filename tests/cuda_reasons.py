@@ -22,7 +22,6 @@ REASONS: dict[str, str] = {
     "engine/attention/flash_attn.py:FlashAttention4._options": _FLASH,
     "engine/machine/device.py:why_no_cuda": "asks a torch that is built for CUDA why it finds no device",
     "engine/opening.py:_tell_plan": "tells of CUDA's kernels; tests/engine/test_kernels.py gives them",
-    "engine/opening.py:choose_kernels": "measures CUDA's kernels; on a CPU there is one",
     "engine/progress.py:memory_peaks": "the allocator's peak of a session on a GPU",
     "engine/runtime/calibrate.py:calibrate": (
         "empties the allocator's cache and waits for the device before the lanes begin"
@@ -32,8 +31,6 @@ REASONS: dict[str, str] = {
         "asks the driver for the GPU's place on the bus; `placement` is tested apart"
     ),
     "engine/runtime/lanes.py:_set_up_compilation": "starts Inductor's workers for Triton, which CPUs do without",
-    "engine/attention/select.py:rank": "a kernel that ran out of GPU memory is left out",
-    "engine/attention/select.py:_fault": "a kernel that ran out of GPU memory is left out",
     "storage/arena.py:CudaRegistrar.register": "cudaHostRegister itself; other registrars stand for it in tests",
     "storage/arena.py:CudaRegistrar.unregister": "cudaHostUnregister itself; other registrars stand for it in tests",
     "storage/arena.py:_cudart": "the CUDA runtime, which torch for CPUs has not",

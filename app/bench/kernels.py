@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.attention.backends import AttentionCall, Backend, Gradients, Operands
-from penstock.engine.attention.select import select
+from penstock.engine.attention.select import Attends, measured, prepare, select
 from penstock.engine.attention.spans import Call, spans
 from penstock.engine.clock import clock
 from penstock.engine.config import TrainConfig
@@ -106,7 +106,14 @@ def step_kernels(
             y, dx, dw = (torch.empty_like(like) for like in (dy, x, weight))
             for left, right, out in ((x, weight.t(), y), (dy, weight, dx), (dy.t(), x, dw)):
                 times[f"{role}_products"] += count * _once(partial(torch.mm, left, right, out=out), device)
-    for shape, count in Counter(shape for shape in spec.attention if shape is not None).items():
+    attention = Counter(shape for shape in spec.attention if shape is not None)
+    if measured(device):
+        prepare(
+            device,
+            dtype,
+            [Attends(s.heads, s.kv_heads, s.qk_dim, s.v_dim, row_tokens, row_tokens, s.window) for s in attention],
+        )
+    for shape, count in attention.items():
         forward_s, backward_s = _attention_once(shape, rows, row_tokens, device, dtype)
         times["attention_forward"] += count * forward_s
         times["attention_backward"] += count * backward_s

@@ -30,6 +30,7 @@ from penstock.engine.data.prepare import make_loader, prepare_data
 from penstock.engine.events import Span
 from penstock.engine.forecast.flops import StepFlops, executed_flops, model_flops
 from penstock.engine.forecast.problem import LOGITS_BYTES
+from penstock.engine.kernels import attends, choose_kernels
 from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.budgets import free_budgets
 from penstock.engine.machine.compilers import find_compilation
@@ -39,7 +40,7 @@ from penstock.engine.machine.peaks import hfu, mfu, peak_flops
 from penstock.engine.machine.presets import this_machine
 from penstock.engine.machine.probe_compute import GPU_SIZES, matmul_flops
 from penstock.engine.model.spec import layouts
-from penstock.engine.opening import choose_kernels, typical_batch
+from penstock.engine.opening import typical_batch
 from penstock.engine.runtime.calibrate import calibrate
 from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.lanes import Lanes
@@ -122,7 +123,8 @@ def open_case(
             placement=place_threads(setup.device),
         )
         undo.callback(lanes.close)
-        lanes.executor.call("compute", lambda: choose_kernels(setup.spec, setup.plan, setup.device, DTYPE))
+        layers = attends(setup.spec, setup.plan)
+        lanes.executor.call("compute", lambda: choose_kernels(layers, setup.device, DTYPE))
         compute = Compute.make(setup.spec, setup.recipe.train, setup.device, {}, compiled)
         if case is not None:
             eager, setup = setup, learnt(case, setup, compute, lanes, folder)

@@ -108,7 +108,7 @@ def attention() -> dict[str, Any]:
     shape = {"heads": 32, "kv_heads": 8, "qk_dim": 128, "v_dim": 128, "chunk": 8192, "total": 32768}
     if SMALL:
         shape |= {"heads": 4, "kv_heads": 2, "qk_dim": 64, "v_dim": 64, "chunk": 128, "total": 512}
-    chunk.measure(device(), torch.bfloat16, **shape)
+    chunk.prepare(device(), torch.bfloat16, [chunk.Attends(**shape)])
     found: dict[str, Any] = {}
     for direction in ("forward", "backward"):
         # Of all kinds the one with the most keys is where time goes.

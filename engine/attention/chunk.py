@@ -25,9 +25,10 @@ from penstock.engine.attention.backends import Operands as Operands
 from penstock.engine.attention.backends import work_dtype as work_dtype
 from penstock.engine.attention.compute import group_backward, group_forward
 from penstock.engine.attention.compute import merge_ as merge_
+from penstock.engine.attention.select import Attends as Attends
 from penstock.engine.attention.select import attention_report as attention_report
 from penstock.engine.attention.select import launches
-from penstock.engine.attention.select import measure as measure
+from penstock.engine.attention.select import prepare as prepare
 from penstock.engine.attention.workspace import workspace_bytes as workspace_bytes
 from penstock.storage.errors import UserError
 

@@ -49,6 +49,7 @@ class FlashAttention3(FlashKernel):
     """`flash_attn_3`: Hopper only. Operators are called directly, by the argument names that they declare."""
 
     name = "flash-attn-3"
+    packages = ("flash_attn_3",)
     capabilities = (9,)
     softcap = True
 
@@ -96,6 +97,7 @@ class FlashAttention4(FlashKernel):
     """`flash-attn-4`: Hopper and newer, compiled on the machine itself at first use."""
 
     name = "flash-attn-4"
+    packages = ("flash-attn-4", "nvidia-cutlass-dsl")
     capabilities = (9, 10, 11, 12)
     softcap = True
 
@@ -149,6 +151,7 @@ class FlashAttention2(FlashKernel):
     """`flash-attn` 2.7 and newer."""
 
     name = "flash-attn-2"
+    packages = ("flash-attn",)
     softcap = True
 
     def _missing(self) -> str | None:

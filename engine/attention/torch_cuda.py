@@ -40,6 +40,8 @@ class CudaKernel:
     """What the backends below share: half precision, widths that are multiples of 8, zero padding up to these."""
 
     name: str
+    packages: tuple[str, ...] = ()
+    """Distributions that it comes from, beside torch."""
     masks_tiles = False
     forward_keys: int | None = None
     backward_keys: int | None = KEYS_PER_CALL

@@ -43,6 +43,7 @@ class AttentionShape:
     v_dim: int
     window: int | None
     chunk: int | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)

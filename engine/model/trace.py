@@ -273,7 +273,7 @@ def _constant(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=q.dtype)
 
 
-Shape = tuple[int, int, int, int, int | None, int | None]
+Shape = tuple[int, int, int, int, int | None, int | None, float | None]
 """heads, kv_heads, qk_dim, v_dim, window, chunk."""
 
 
@@ -290,7 +290,8 @@ class _Captured(BaseException):
 def attention_shapes(
     model: PreTrainedModel, structures: list[int], attends: list[bool], returns: list[int]
 ) -> list[Shape | None]:
-    """Per layer of `model` (on meta) heads, kv_heads, qk_dim, v_dim, window and chunk of its attention; None without.
+    """Per layer of `model` (on meta) heads, kv_heads, qk_dim, v_dim, window, chunk and soft-cap of its attention; None
+    without.
 
     `structures[i]` is the first layer with the structure of layer i.
     """
@@ -306,11 +307,11 @@ def attention_shapes(
         sizes = {leaf.kind: leaf.size for leaf in leaves if isinstance(leaf, MaskPattern)}
         known = shapes[structures[index]] if structures[index] != index else None
         if known is not None:
-            shapes.append((*known[:4], known[4] or sizes.get("sliding"), sizes.get("chunked")))
+            shapes.append((*known[:4], known[4] or sizes.get("sliding"), sizes.get("chunked"), known[6]))
             continue
 
         def capture(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-            raise _Captured(q.shape[1], k.shape[1], q.shape[2], v.shape[2], call.window)
+            raise _Captured(q.shape[1], k.shape[1], q.shape[2], v.shape[2], call.window, call.softcap)
 
         args, kwargs = pytree.tree_map(_on_meta, (calls[index].args, calls[index].kwargs))
         x = torch.empty(1, 2, model.config.get_text_config(decoder=True).hidden_size, device="meta")
@@ -318,8 +319,8 @@ def attention_shapes(
             with attention.use(capture), torch.no_grad():
                 type(layer).forward(layer, x, *args, **kwargs)
         except _Captured as found:
-            heads, kv_heads, qk_dim, v_dim, window = found.args
-            shapes.append((heads, kv_heads, qk_dim, v_dim, window or sizes.get("sliding"), sizes.get("chunked")))
+            *widths, window, softcap = found.args
+            shapes.append((*widths, window or sizes.get("sliding"), sizes.get("chunked"), softcap))
         else:
             raise AssertionError(f"layer {index} attends in the shrunk model only")
     return shapes

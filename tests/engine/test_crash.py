@@ -23,11 +23,17 @@ import pytest
 import tiny
 import torch
 from samples import cases, samples
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from used_up import SHORTAGES
 
+from penstock.engine import kernels as engine_kernels
 from penstock.engine import opening, validation
+from penstock.engine.attention import select as attention_select
+from penstock.engine.attention.backends import Backend, Gradients, Operands, Problem, TiledReference, TorchCpuFlash
+from penstock.engine.attention.spans import Geometry
 from penstock.engine.config import AdapterConfig, ModelConfig
+from penstock.engine.events import StepMetrics
 from penstock.engine.export import export
 from penstock.engine.gains import EarlyEnd
 from penstock.engine.hf import weights
@@ -156,6 +162,66 @@ def test_kill_9_at_random_moments_resumes_bit_for_bit(
         finished += 1
     print(f"killed in {dict(died)}; {finished} runs finished")
     assert len(died) >= samples(2, 4), died
+
+
+class Timed(TiledReference):
+    """A kernel of either order of sums, which takes long where it is the slow one."""
+
+    def __init__(self, name: str, backend: Backend, slow: str) -> None:
+        self.name, self._backend, self._slow = name, backend, name == slow
+        self.masks_tiles = backend.masks_tiles
+
+    def refusal(self, problem: Problem) -> str | None:
+        return self._backend.refusal(problem)
+
+    def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        time.sleep(0.002 * self._slow)
+        return self._backend.forward(x, geometry)
+
+    def backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+        time.sleep(0.002 * self._slow)
+        return self._backend.backward(x, given, geometry)
+
+
+class Dying(tiny.Silent):
+    """Kills its process with SIGKILL behind a step."""
+
+    def __init__(self, step: int | None) -> None:
+        super().__init__()
+        self._step = step
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        if metrics.step == self._step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_by_time(folder: Path, slow: str, die: int | None, version: str = "1") -> None:
+    """Train, or resume, where the faster of two kernels is chosen; what was said goes to a file."""
+    kernels = Timed("fused", TorchCpuFlash(), slow), Timed("tiled", TiledReference(), slow)
+    attention_select.MEASURED = frozenset({"cpu"})
+    attention_select.BACKENDS = (*kernels, TiledReference())
+    here = attention_select.environment(tiny.CPU)
+    engine_kernels.environment = lambda device: here | {"GPU": f"card {version}"}  # type: ignore[attr-defined]
+    observer = Dying(die)
+    resume = committed_step(folder) >= 0
+    tiny.train_run(folder, observer, resume=resume, model=tiny.model(num_layers=1), train=tiny.training(steps=4))
+    (folder / "said").write_text("\n".join(observer.messages))
+
+
+def test_a_run_that_is_killed_goes_on_with_its_kernels_though_others_would_be_faster_now(tmp_path: Path) -> None:
+    """Until the card is another one: then they are chosen anew, and the run says so."""
+    straight, same, other = (tmp_path / name for name in ("straight", "same", "other"))
+    assert run_child(train_by_time, straight, "tiled", None) == 0
+    assert run_child(train_by_time, same, "tiled", 3) == -signal.SIGKILL
+    assert 0 < committed_step(same) < 4
+    shutil.copytree(same, other)
+    assert run_child(train_by_time, same, "fused", None) == 0
+    assert tiny.digest_of(same) == tiny.digest_of(straight)
+    assert "chosen anew" not in (same / "said").read_text()
+    assert run_child(train_by_time, other, "fused", None, "2") == 0
+    assert tiny.digest_of(other) != tiny.digest_of(straight), "or any choice would do"
+    (line,) = (line for line in (other / "said").read_text().splitlines() if "chosen anew" in line)
+    assert "(GPU card 1, now card 2): attention kernels are chosen anew, and from here on results may differ" in line
 
 
 def committed_step(folder: Path) -> int:

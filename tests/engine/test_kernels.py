@@ -1,6 +1,7 @@
 """What a run says of attention kernels: which are there, and what a missing one would bring; how they are timed. What
 CUDA's refuse, and why, asked without a GPU: its capability and the packages are given."""
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,13 +19,14 @@ from penstock.engine.attention import select as attention_select
 from penstock.engine.attention import torch_cuda as attention_cuda
 from penstock.engine.attention.backends import ALIGNMENT, Problem
 from penstock.engine.attention.flash_attn import NOT_INSTALLED, FlashAttention2, FlashAttention3, FlashAttention4
-from penstock.engine.attention.select import installed
+from penstock.engine.attention.select import Attends, installed
 from penstock.engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn
 from penstock.engine.hf.config import model_config
-from penstock.engine.kernels import Faster, describe, expected_gain, faster_kernel, tell_kernels
+from penstock.engine.kernels import Faster, attends, describe, expected_gain, faster_kernel, tell_kernels
 from penstock.engine.machine.architectures import architecture
 from penstock.engine.machine.presets import PRESETS
 from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.problem import SampleSpace
 
 CPU = torch.device("cpu")
 H200, RTX_4090, RTX_5090 = "NVIDIA H200", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 5090"
@@ -162,6 +164,46 @@ def test_chosen_kernels_are_named_by_direction_and_device() -> None:
     attention_select.launches(x, given)
     assert attention_select.chosen("cpu") == {"forward": ["torch-cpu-flash"], "backward": ["torch-cpu-flash"]}
     attention_select.forget()
+
+
+def test_what_the_bits_depend_on_is_the_card_torch_and_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_select, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: H200)
+    version = {"flash-attn": "2.8.3", "nvidia-cutlass-dsl": "4.2"}
+
+    def found(name: str) -> str:
+        if name not in version:
+            raise attention_select.metadata.PackageNotFoundError
+        return version[name]
+
+    monkeypatch.setattr(attention_select.metadata, "version", found)
+    card = torch.device("cuda", 0)
+    record = kernels.kernel_record(card)
+    assert record["environment"] == version | {
+        "torch": torch.__version__,
+        "GPU": "NVIDIA H200 (compute capability 9.0)",
+        "cuDNN": "91900",
+    }
+    assert kernels.is_kernel_record(json.loads(json.dumps(record)))
+    assert kernels.changes(record, card) == []
+    version["flash-attn"] = "2.9"
+    del version["nvidia-cutlass-dsl"]
+    assert set(kernels.changes(record, card)) == {"flash-attn 2.8.3, now 2.9", "nvidia-cutlass-dsl 4.2, now none"}
+    assert "GPU NVIDIA H200 (compute capability 9.0), now none" in kernels.changes(record, CPU)
+
+
+def test_kernels_are_chosen_for_what_the_layers_and_the_plan_ask() -> None:
+    """Soft-caps and windows of layers, whole rows or pieces, and prompts that go on behind a chunk."""
+    overrides = {"sliding_window": 20, "attn_logit_softcapping": 30.0}
+    run = tiny.recipe(model=tiny.model(model_type="gemma2", overrides=overrides))
+    spec = tiny.spec_of(model_config(run, None))
+    shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "qk_dim": 8, "v_dim": 8, "chunk": 16, "softcap": 30.0}
+    plan = tiny.plan_of(spec, run, "1GiB", "1GiB", streamed=False)
+    assert attends(spec, plan) == [Attends(**shape, total=48, window=window) for window in (20, None)]
+    pieces = replace(plan, streamed=True)
+    assert attends(spec, pieces) == [Attends(**shape, total=16, window=w, pieces=True) for w in (20, None)]
+    samples = replace(pieces.problem, samples=SampleSpace(lengths=(5, 70), keeps=True, vocabulary=300))
+    assert {layer.total for layer in attends(spec, replace(pieces, problem=samples))} == {70}
 
 
 def test_work_that_only_the_host_takes_long_for_is_not_repeated_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

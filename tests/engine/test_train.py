@@ -38,6 +38,8 @@ NO_SENSE: list[dict[str, Any]] = [
     *({"step": step} for step in (None, -1, True, 2.0, 10**30)),
     *({"tokens": tokens} for tokens in (None, [1])),
     *({"recipe": 7}, {"cursor": []}, {"plan": {"chunk_tokens": "16"}}),
+    *({"kernels": kernels} for kernels in (7, {}, {"environment": {"torch": 2}, "rankings": {}})),
+    *({"kernels": {"environment": {}, "rankings": rankings}} for rankings in ([], {"a": "b"}, {"a": [1]})),
     *({"plan": {"chunk_tokens": 16, name: value}}
       for name, value in [("of_a_later_version", 1), ("stages", True), ("gpu_first", 3), ("compiled", "no")]),
 ]  # fmt: skip

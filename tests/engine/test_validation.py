@@ -18,6 +18,7 @@ from tiny_plans import FLOORS, PLANS, SHORT, STREAMED, features
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.engine import samples, validation
+from penstock.engine.attention import select as attention_select
 from penstock.engine.config import AdapterConfig, DataConfig, ModelConfig, SamplesConfig
 from penstock.engine.events import SampleMetrics, ValidationMetrics, Want
 from penstock.engine.export import export
@@ -70,6 +71,39 @@ def data_of(text: Path, **changes: Any) -> DataConfig:
 
 def wanted(**changes: Any) -> SamplesConfig:
     return SamplesConfig(**({"every": 2, "prompts": PROMPTS, "tokens": 4} | changes))
+
+
+class AtThePlan(tiny.Silent):
+    """Keeps what was known of attention kernels when the plan was told."""
+
+    known: dict[str, list[str]]
+
+    def on_plan(self, plan: dict[str, Any], predicted: list[Any]) -> None:
+        self.known = attention_select.rankings()
+
+
+@pytest.mark.parametrize(
+    ("settings", "window"), [({}, None), (STREAMED, 20), ({"micro_batch_size": 2, "chunk_tokens": 96}, 20)], ids=str
+)
+def test_no_kernel_is_chosen_once_steps_validations_and_samples_run(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], window: int | None
+) -> None:
+    """On a device that has a choice of them: all that is asked for was known before."""
+    monkeypatch.setattr(attention_select, "MEASURED", frozenset({"cpu"}))
+    observer = AtThePlan()
+    sliding = {} if window is None else {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 1}
+    tiny.train_run(
+        tmp_path,
+        observer,
+        model=tiny.model(**MODEL, overrides=sliding),
+        data=data_of(text, validation_documents=7),
+        train=tiny.training(**({"steps": 3, "validate_every": 1} | settings)),
+        samples=wanted(),
+    )
+    assert observer.samples
+    assert observer.validations
+    assert any("window" in name.split() for name in observer.known) == (window is not None)
+    assert attention_select.rankings() == observer.known
 
 
 def run(session: Session) -> tuple[list[tuple[float, float]], dict[int, float], list[SampleMetrics], str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.backends import AttentionCall, Backend, Gradients, Operands, Problem, TiledReference
-from penstock.engine.attention.select import BACKENDS, attention_report, forget, measure
+from penstock.engine.attention.select import BACKENDS, Attends, attention_report, forget, prepare, rankings
 from penstock.engine.attention.spans import Geometry
 from penstock.engine.attention.workspace import workspace_bytes
 
@@ -159,6 +159,9 @@ def test_chunks_with_the_chosen_kernels_equal_the_reference(case: str, determini
     call = AttentionCall(0.125, window, softcap)
     expected = stream(total, total, documents, call, torch.float32)
     torch.use_deterministic_algorithms(deterministic)
+    layer = Attends(8, 2, 64, 64, chunk=chunk, total=total, window=window, softcap=softcap)
+    prepare(torch.device("cuda"), torch.bfloat16, [layer])
+    known = rankings()
     computed = stream(total, chunk, documents, call, torch.bfloat16)
     for tensor, target in zip(computed, expected, strict=True):
         assert_near(tensor, target)
@@ -166,6 +169,8 @@ def test_chunks_with_the_chosen_kernels_equal_the_reference(case: str, determini
         again = stream(total, chunk, documents, call, torch.bfloat16)
         assert all(torch.equal(a, b) for a, b in zip(computed, again, strict=True))
     report = [entry for entry in attention_report() if entry["dtype"] == "bfloat16"]
+    assert {name: rankings()[name] for name in known} == known
+    assert len(report) == len(known), "all kinds were prepared"
     assert all(entry["deterministic"] == deterministic for entry in report)
     assert not (deterministic and any(entry["tflops"] for entry in report))
     if softcap is None:
@@ -173,8 +178,8 @@ def test_chunks_with_the_chosen_kernels_equal_the_reference(case: str, determini
 
 
 def test_kernels_are_measured_once_and_the_rest_is_named() -> None:
-    shape = {"heads": 32, "kv_heads": 8, "qk_dim": 128, "v_dim": 128}
-    measure(torch.device("cuda"), torch.bfloat16, **shape, chunk=2048, total=8192)
+    layer = Attends(heads=32, kv_heads=8, qk_dim=128, v_dim=128, chunk=2048, total=8192)
+    prepare(torch.device("cuda"), torch.bfloat16, [layer])
     report = attention_report()
     assert {entry["direction"] for entry in report} == {"forward", "backward"}
     for entry in report:
@@ -183,6 +188,10 @@ def test_kernels_are_measured_once_and_the_rest_is_named() -> None:
         assert names == {backend.name for backend in BACKENDS}
         if len(entry["ranking"]) > 2:
             assert entry["tflops"][entry["chosen"]] == max(entry["tflops"].values())
+    recorded = rankings()
+    assert prepare(torch.device("cuda"), torch.bfloat16, [layer], recorded) == []
+    assert rankings() == recorded
+    assert not any(entry["tflops"] for entry in attention_report())
     print(*report, sep="\n")
 
 
@@ -208,7 +217,7 @@ def test_attention_allocates_no_more_than_it_says_however_long_the_stream() -> N
     def step() -> None:
         attention.attend_backward(x, Gradients(dout, *attention.attend(x)), dq, dk, dv)
 
-    step()  # measures
+    step()  # checks
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

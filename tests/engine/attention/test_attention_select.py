@@ -2,6 +2,7 @@
 aside for attention, against what flash-attn's kernels allocate by their sources."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,11 +20,20 @@ from torch import Tensor
 
 from penstock.engine import clock
 from penstock.engine.attention import backends
-from penstock.engine.attention import chunk as attention
 from penstock.engine.attention import select as attention_select
 from penstock.engine.attention.backends import AttentionCall, Gradients, Operands, TiledReference, TorchCpuFlash
 from penstock.engine.attention.flash_attn import FlashAttention2
-from penstock.engine.attention.select import BACKENDS, Ranking, attention_report, forget, launches, rank, select
+from penstock.engine.attention.rank import Ranking, _strategies, rank, timed
+from penstock.engine.attention.select import (
+    BACKENDS,
+    Attends,
+    attention_report,
+    forget,
+    launches,
+    prepare,
+    rankings,
+    select,
+)
 from penstock.engine.attention.spans import Geometry, spans
 from penstock.engine.attention.workspace import MOST_MULTIPROCESSORS, workspace_bytes
 from penstock.engine.forecast.request import PlanRequest
@@ -74,9 +84,9 @@ def operands(n: int = 256, earlier: int = 256, dtype: torch.dtype = torch.bfloat
     return Operands(q, k, v, AttentionCall(0.3), earlier)
 
 
-def ranking(x: Operands, *kernels: TorchCpuFlash, timed: bool = False, window: int | None = None) -> Ranking:
+def ranking(x: Operands, *kernels: TorchCpuFlash, window: int | None = None) -> Ranking:
     parts = spans(x.start, x.start + x.q.shape[0], 0, x.k.shape[0], [0], window)
-    return rank(x, parts, None, (*kernels, TiledReference()), checked=True, timed=timed)
+    return rank(x, parts, (*kernels, TiledReference()), backward=False, checked=True)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -91,6 +101,27 @@ def test_kernels_that_compute_something_else_or_fail_are_left_out_by_name(window
     assert result.strategies[0].name != "top-left, one call"
 
 
+@pytest.mark.parametrize("shortages", [1, 2])
+def test_a_kernel_is_not_used_unchecked_where_memory_ran_out(shortages: int) -> None:
+    """It is checked again, and left out where there still is none. And so is one that is wrong."""
+    left = [shortages]
+
+    def short(kernel: TorchCpuFlash, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        if left[0]:
+            left[0] -= 1
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return TorchCpuFlash.forward(kernel, x, geometry) if shortages == 1 else other_base(kernel, x, geometry)
+
+    result = ranking(operands(), pretended("short", short))
+    assert left == [0]
+    names = [strategy.name for strategy in result.strategies]
+    if shortages == 1:
+        assert names == ["short, own + earlier", "tiled-reference, one call"]
+    else:
+        assert names == ["tiled-reference, one call"]
+        assert result.refused["short, own + earlier"] == "not checked: no GPU memory is free for it"
+
+
 def test_the_fastest_kernel_is_chosen_and_its_rate_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock on which every launch takes a second: a busy machine would mix up real ones."""
     now = [0.0]
@@ -102,14 +133,154 @@ def test_the_fastest_kernel_is_chosen_and_its_rate_reported(monkeypatch: pytest.
 
     monkeypatch.setattr(TorchCpuFlash, "forward", forward)
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    result = ranking(operands(n=1024, earlier=1024), pretended("slow", slow), TorchCpuFlash(), timed=True)
+    x = operands(n=1024, earlier=1024)
+    parts = spans(1024, 2048, 0, 2048, [0], None)
+    result = timed(ranking(x, pretended("slow", slow), TorchCpuFlash()), x, parts, None)
     fastest_first = ["torch-cpu-flash, own + earlier", "slow, own + earlier", "tiled-reference, one call"]
     assert [s.name for s in result.strategies] == fastest_first
     pairs = 1024 * 1024 + 1024 * 1025 // 2
     # Own keys and earlier ones are a launch each: 2 FLOPs for each of 4 heads, 32 products and pair, in 2 s and in 6 s.
     rates = [2 * 4 * 32 * pairs / seconds / 1e12 for seconds in (2, 6)]
     assert list(result.tflops.values()) == pytest.approx([rates[1], rates[0]])
-    assert ranking(operands(), TorchCpuFlash(), timed=True).tflops == {}, "one alone is not measured"
+    assert timed(ranking(x, TorchCpuFlash()), x, parts, None).tflops == {}, "one alone is not measured"
+
+
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("out of memory"), RuntimeError("no such kernel")])
+def test_a_kernel_that_fails_as_it_is_timed_comes_last_or_not_at_all(error: Exception) -> None:
+    def large(kernel: TorchCpuFlash, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        if geometry.n > 256:
+            raise error
+        return TorchCpuFlash.forward(kernel, x, geometry)
+
+    x = operands(n=300, earlier=0)
+    parts = spans(0, 300, 0, 300, [0], None)
+    result = timed(ranking(x, pretended("large", large), TorchCpuFlash()), x, parts, None)
+    names = [strategy.backend.name for strategy in result.strategies]
+    fails = not isinstance(error, torch.cuda.OutOfMemoryError)
+    assert names == ["torch-cpu-flash", *([] if fails else ["large"]), "tiled-reference"]
+    assert result.refused == ({"large, one call": "fails: RuntimeError: no such kernel"} if fails else {})
+
+
+class Choice:
+    """Two kernels on a device that is measured, and a clock on which the one that is `slow` takes twice as long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.slow = "first"
+        self.launched: list[str] = []
+        self._now = 0.0
+        kernels = (self._kernel("first"), self._kernel("second"), TiledReference())
+        monkeypatch.setattr(attention_select, "MEASURED", frozenset({"cpu"}))
+        monkeypatch.setattr(attention_select, "BACKENDS", kernels)
+        monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: self._now))
+
+    def _kernel(self, name: str) -> TorchCpuFlash:
+        def forward(kernel: TorchCpuFlash, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
+            self._launch(name)
+            return TorchCpuFlash.forward(kernel, x, geometry)
+
+        def backward(kernel: TorchCpuFlash, x: Operands, given: Gradients, geometry: Geometry) -> Any:
+            self._launch(name)
+            return TorchCpuFlash.backward(kernel, x, given, geometry)
+
+        return pretended(name, forward, backward=backward)
+
+    def _launch(self, name: str) -> None:
+        self.launched.append(name)
+        self._now += 2 if name == self.slow else 1
+
+    def prepare(self, layer: Attends, recorded: dict[str, list[str]] | None = None) -> list[str]:
+        self.launched.clear()
+        return prepare(torch.device("cpu"), torch.float32, [layer], recorded)
+
+    def chosen(self) -> set[str]:
+        return {entry["chosen"].partition(",")[0] for entry in attention_report()}
+
+
+@pytest.fixture
+def choice(monkeypatch: pytest.MonkeyPatch) -> Choice:
+    return Choice(monkeypatch)
+
+
+def layer(**changes: Any) -> Attends:
+    shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "qk_dim": 16, "v_dim": 16, "chunk": 64, "total": 256}
+    return Attends(**(shape | changes))
+
+
+def test_what_was_recorded_is_taken_up_without_timing_and_every_kernel_is_checked(choice: Choice) -> None:
+    assert choice.prepare(layer()) == []
+    recorded = json.loads(json.dumps(rankings()))
+    assert choice.chosen() == {"second"}
+    assert any(entry["tflops"] for entry in attention_report())
+    timings = len(choice.launched)
+    choice.slow = "second"
+    assert choice.prepare(layer(), recorded) == []
+    assert choice.chosen() == {"second"}
+    assert not any(entry["tflops"] for entry in attention_report())
+    assert rankings() == recorded
+    assert {"first", "second"} == set(choice.launched)
+    assert len(choice.launched) < timings / 3, "checked once for each kind, not for each of its lengths"
+    choice.prepare(layer())
+    assert choice.chosen() == {"first"}, "or there would be nothing to keep"
+
+
+def test_a_recorded_kernel_that_is_not_right_any_more_is_named_and_its_kinds_are_chosen_anew(
+    choice: Choice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice.prepare(layer())
+    recorded = rankings()
+    first, _, reference = attention_select.BACKENDS
+    monkeypatch.setattr(attention_select, "BACKENDS", (first, pretended("second", other_base), reference))
+    lost = choice.prepare(layer(), recorded)
+    assert lost
+    assert all(re.fullmatch(r"second, (one call|own \+ earlier): computes (out|lse) .*", reason) for reason in lost)
+    forward = [entry for entry in attention_report() if entry["direction"] == "forward"]
+    assert {entry["chosen"].partition(",")[0] for entry in forward} == {"first"}
+    monkeypatch.setattr(attention_select, "BACKENDS", (first, reference))
+    assert set(choice.prepare(layer(), recorded)) == {
+        f"second, {how}: is not there" for how in ("one call", "own + earlier")
+    }
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_nothing_is_launched_to_choose_for_lengths_that_were_not_seen(choice: Choice, prepared: bool) -> None:
+    """Where a kind was not prepared kernels are checked once, and never timed: their order decides."""
+    if prepared:
+        choice.prepare(layer())
+    x = operands(n=37, earlier=64, dtype=torch.float32)
+    launches(x)
+    first = len(choice.launched)
+    for n, documents in ((36, [0]), (35, [0, 66]), (50, [0, 70, 80, 90])):
+        choice.launched.clear()
+        unseen = launches(replace(operands(n=n, earlier=64, dtype=torch.float32), documents=documents))
+        assert [launch.backend.name for launch in unseen] == ["second" if prepared else "first"] * len(unseen)
+        assert prepared <= (not choice.launched)
+    assert prepared or first
+    choice.launched.clear()
+    launches(replace(x, q=x.q[:30]))
+    assert not choice.launched
+    assert prepared or not any(entry["tflops"] for entry in attention_report())
+
+
+@sampled(60, 300)
+@given(st.data(), st.integers(1, 96), st.integers(1, 5), st.none() | st.integers(1, 200), st.booleans())
+def test_all_that_a_run_can_ask_for_is_of_a_kind_that_was_prepared(
+    data: st.DataObject, chunk: int, chunks: int, window: int | None, pieces: bool
+) -> None:
+    total = chunk * chunks
+    prepare(torch.device("cpu"), torch.float32, [layer(chunk=chunk, total=total, window=window, pieces=pieces)])
+    known = {name.partition(" queries=")[0] for name in rankings()}
+    start = data.draw(st.sampled_from(range(0, total, chunk)))
+    end = data.draw(st.integers(start + 1, start + chunk))
+    documents = sorted({0, *data.draw(st.lists(st.integers(0, total - 1), max_size=8))})
+    q, k = torch.zeros(end - start, 4, 16), torch.zeros(total, 2, 16)
+    ranges = range(0, end, chunk) if pieces else [0]
+    for first in ranges:
+        keys = slice(first, min(first + chunk, end) if pieces else end)
+        x = Operands(q, k[keys], k[keys], AttentionCall(0.25, window), start, first, documents)
+        launches(x)
+        launches(x, Gradients(q, q, torch.zeros(4, end - start)))
+    assert {name.partition(" queries=")[0] for name in rankings()} == known
+    assert len(rankings()) <= 2 * (2 * 7 + 2), "and there are few"
 
 
 def test_on_a_cpu_the_order_decides_and_the_report_names_the_reasons() -> None:
@@ -120,7 +291,7 @@ def test_on_a_cpu_the_order_decides_and_the_report_names_the_reasons() -> None:
     assert select(x, parts, given) is select(x, parts, given)
     forward, backward = json.loads(json.dumps(attention_report()))
     assert (forward["direction"], backward["direction"]) == ("forward", "backward")
-    assert (forward["device"], forward["dtype"], forward["queries"], forward["keys"]) == ("cpu", "bfloat16", 128, 128)
+    assert (forward["device"], forward["dtype"], forward["queries"], forward["keys"]) == ("cpu", "bfloat16", 70, 73)
     assert forward["chosen"] == "torch-cpu-flash, own + earlier"
     assert forward["tflops"] == {}
     assert forward["refused"]["flash-attn-2"] == "computes on CUDA devices only"
@@ -150,18 +321,6 @@ def test_calls_are_found_once_for_all_layers_and_anew_for_other_documents(monkey
     forget()
     assert launches(x) == first
     assert len(found) == 2 + len(others)
-
-
-def test_measuring_ahead_covers_what_training_asks_for() -> None:
-    shape = {"heads": 4, "kv_heads": 2, "qk_dim": 16, "v_dim": 16}
-    attention_select.measure(torch.device("cpu"), torch.float32, **shape, chunk=256, total=1024)
-    known = len(attention_report())
-    for start in range(0, 1024, 256):
-        q, k = torch.randn(256, 4, 16), torch.randn(start + 256, 2, 16)
-        x = Operands(q, k, k, AttentionCall(0.25), start)
-        out, lse = attention.attend(x)
-        attention.attend_backward(x, Gradients(out, out, lse), *(torch.zeros_like(t) for t in (q, k, k)))
-    assert len(attention_report()) == known
 
 
 def test_cuda_kernels_import_nothing_and_say_why_on_a_cpu() -> None:
@@ -217,7 +376,7 @@ def test_no_call_allocates_more_than_is_set_aside(
     )
     for start in range(0, total, chunk):
         parts = spans(start, start + chunk, 0, start + chunk, documents, None)
-        for strategy in attention_select._strategies(FlashAttention2(), parts, backward=True):
+        for strategy in _strategies(FlashAttention2(), parts, backward=True):
             for group in strategy.groups(parts):
                 for call in group:
                     assert flash2_backward(call.geometry, heads, kv_heads, dim, None) <= plain
