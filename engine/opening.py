@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from penstock.engine.hf import weights
 from penstock.engine.hf.adapter_folder import Start
 from penstock.engine.hf.config import require_overrides
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file, write_constants
-from penstock.engine.kernels import attends, changes, choose_kernels, kernel_record, tell_kernels
+from penstock.engine.kernels import attends, choose_kernels, kernel_record, tell_kernels
 from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.budgets import run_budgets
 from penstock.engine.machine.compilers import Compilation, find_compilation
@@ -54,15 +54,15 @@ from penstock.engine.model.anatomy import Initializer, initial_constants
 from penstock.engine.model.check import check_model
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.plan.plan import Plan
-from penstock.engine.plan.problem import PlanOptions
 from penstock.engine.preparing import Checklist
+from penstock.engine.record import Recorded, recorded_kernels, recorded_of, require_record, tell_changed
 from penstock.engine.run_files import with_kept_inputs
 from penstock.engine.run_model import adapter_start, describe_run, remarks_on_model
 from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.lanes import Lanes
 from penstock.engine.runtime.state import fill_store, state_arrays
 from penstock.engine.runtime.tuning import Tuning
-from penstock.engine.session import Session, require_record, run_identity, run_meta
+from penstock.engine.session import Session, run_identity, run_meta
 from penstock.engine.uploads import Uploads
 from penstock.storage.errors import UserError
 from penstock.storage.nvme import NvmeStore
@@ -180,8 +180,8 @@ def open_session(
                     require_record(store)
             if store.meta["recipe"] != identity["recipe"]:
                 observer.on_message(_changed(store, identity))
-            recorded = _recorded(store, task)
-            kernels = _recorded_kernels(store, device, recorded, compilation, observer)
+            recorded = recorded_of(store, task)
+            kernels = recorded_kernels(store, device, recorded, compilation, observer)
         else:
             with checklist.step("writing the first generation"):
                 store = NvmeStore.create(
@@ -202,6 +202,7 @@ def open_session(
             undo.callback(uploads.close, began=False)
             uploads.attach(store)
         if recorded is not None:
+            task = replace(task, graph_bytes=recorded.graph_bytes)
             found = task.search(machine, documents=documents, filled=filled, only=recorded.choice)
             compilation = Compilation(
                 layers=compilation.layers and recorded.compiled is not False,
@@ -215,14 +216,15 @@ def open_session(
         with checklist.step("choosing attention kernels", when=measured(device)):
             lost = lanes.executor.call("compute", lambda: choose_kernels(layers, device, compute_dtype(train), kernels))
         if lost:
-            _tell_changed(observer, store, lost, anew=True)
+            tell_changed(observer, store, lost, anew=True)
         calibration = None
         if train.calibrate:
             fixed = recorded is not None or train.deterministic
             steps_left = train.steps - int(store.meta["step"])
             tuning = Tuning(task, machine, batch, lanes, checklist, observer)
             compute, calibration = tuning.run(found, compute, None if fixed else steps_left)
-            task = replace(task, graph_bytes=calibration.graph_bytes_per_token)
+            if task.graph_bytes is None:
+                task = replace(task, graph_bytes=calibration.graph_bytes_per_token)
             known = (found.best.chunk_tokens, found.best.choice)
             with checklist.step("planning with these times"):
                 only = known if fixed else None
@@ -241,7 +243,7 @@ def open_session(
             recipe=recipe,
             device=device,
             identity=identity
-            | {"kernels": kernel_record(device)}
+            | {"kernels": kernel_record(device), "graph_bytes": dict(task.graph_bytes or {})}
             | ({} if constants_crc is None else {"constants": constants_crc}),
             lanes=lanes,
             validation=validation,
@@ -331,55 +333,6 @@ def typical_batch(loader: DataLoader) -> list[MicroBatch]:
     loader.seek(cursor)
     batches.sort(key=lambda batch: sum(n * n for m in batch for n in m.lengths))
     return batches[len(batches) // 2]
-
-
-class Recorded(NamedTuple):
-    """What a run had decided when it last committed: other decisions could give other bits."""
-
-    choice: tuple[int, PlanOptions]
-    """Chunk length, and what the search chose."""
-    compiled: bool | None
-    """Whether layers were compiled; None where that was not recorded yet."""
-    optimizer_mode: str | None
-    """Optimizer.mode, likewise."""
-
-    def lacking(self, can: Compilation) -> list[str]:
-        """What was compiled and cannot be now, in words."""
-        layers = ["layers compiled, now eager"] if self.compiled and not can.layers else []
-        fused = self.optimizer_mode == "compiled" and not can.optimizer
-        return [*layers, *(["optimizer compiled, now fused"] if fused else [])]
-
-
-def _recorded(store: NvmeStore, task: PlanRequest) -> Recorded | None:
-    """What the store's generation records; None where the present recipe does not allow it."""
-    recorded = dict(store.meta.get("plan", {}))
-    names = ("chunk_tokens", "compiled", "optimizer_mode", "adamw")  # the last as runs called it that are older
-    chunk, compiled, mode, old_mode = (recorded.pop(name, None) for name in names)
-    return Recorded((chunk, PlanOptions(**recorded)), compiled, mode or old_mode) if chunk in task.chunks else None
-
-
-def _recorded_kernels(
-    store: NvmeStore,
-    device: torch.device,
-    recorded: Recorded | None,
-    compilation: Compilation,
-    observer: Observer,
-) -> dict[str, Any] | None:
-    """What the store's generation records of its kernels, unless they are to be chosen anew; says what has changed."""
-    kernels: dict[str, Any] | None = store.meta.get("kernels")
-    others = [] if kernels is None else changes(kernels, device)
-    lacking = [] if recorded is None else recorded.lacking(compilation)
-    if others or lacking:
-        _tell_changed(observer, store, [*others, *lacking], anew=bool(others) and measured(device))
-    return None if others else kernels
-
-
-def _tell_changed(observer: Observer, store: NvmeStore, what: Sequence[str], *, anew: bool) -> None:
-    chosen = "attention kernels are chosen anew, and " if anew else ""
-    observer.on_message(
-        f"since generation {store.generation} what computes has changed ({'; '.join(what)}): {chosen}from here on "
-        "results may differ from those of an uninterrupted run by rounding"
-    )
 
 
 def _describe(

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,12 @@ from penstock.engine.events import Spike, ValidationMetrics, step_name
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.gains import EarlyEnd, Gains
 from penstock.engine.generate.prompts import Prompts
-from penstock.engine.kernels import is_kernel_record
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.machine.limits import give_back_memory
 from penstock.engine.machine.reservations import Reservation
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.plan.plan import Plan
-from penstock.engine.plan.problem import LAST_GOOD, PlanOptions
+from penstock.engine.plan.problem import LAST_GOOD
 from penstock.engine.preparing import Checklist
 from penstock.engine.runtime.batch import BatchCarrier, EvaluationData, SampleData, SampleRow, StepData
 from penstock.engine.runtime.compute import Compute
@@ -52,7 +51,6 @@ from penstock.storage.errors import UserError, ensure
 from penstock.storage.nvme import NvmeStore
 from penstock.storage.retention import Retention
 from penstock.storage.units import bytes_text
-from penstock.storage.untrusted import is_whole
 
 
 class Session:
@@ -444,25 +442,3 @@ def run_identity(recipe: Recipe) -> dict[str, Any]:
 def run_meta(step: int, tokens: int, cursor: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
     """The manifest's record of a run at the end of `step`."""
     return {"step": step, "tokens": tokens, "cursor": cursor, **identity}
-
-
-def require_record(store: NvmeStore) -> None:
-    """Raise UserError unless the generation's record is one of `run_meta`, of a session's plan if it has one."""
-    meta = store.meta
-    plan = meta.get("plan", {})
-    kinds = {field.name: type(field.default) for field in fields(PlanOptions)} | {
-        "compiled": bool,
-        "optimizer_mode": str,
-        "adamw": str,
-    }
-    whole = [meta.get("step"), meta.get("tokens"), *([plan.get("chunk_tokens")] if plan else [])]
-    if (
-        not all(is_whole(value) and value >= 0 for value in whole)
-        or not all(type(meta.get(name)) is kind for name, kind in (("recipe", str), ("cursor", dict)))
-        or not all(type(value) is kinds.get(name) for name, value in plan.items() if name != "chunk_tokens")
-        or not is_kernel_record(meta.get("kernels", {"environment": {}, "rankings": {}}))
-    ):
-        raise UserError(
-            f"{store.root / 'manifest.json'}: does not record the run's position, or was written by another version "
-            "of Penstock; resume with that version, or from a checkpoint"
-        )

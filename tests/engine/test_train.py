@@ -20,7 +20,7 @@ from samples import cases, sampled, samples
 from penstock.engine.forecast.extrapolate import estimate
 from penstock.engine.machine import budgets
 from penstock.engine.machine.presets import GENERIC
-from penstock.engine.session import require_record
+from penstock.engine.record import require_record
 from penstock.engine.train import train_step
 from penstock.storage.disk import publish
 from penstock.storage.errors import UserError
@@ -38,6 +38,7 @@ NO_SENSE: list[dict[str, Any]] = [
     *({"step": step} for step in (None, -1, True, 2.0, 10**30)),
     *({"tokens": tokens} for tokens in (None, [1])),
     *({"recipe": 7}, {"cursor": []}, {"plan": {"chunk_tokens": "16"}}),
+    *({"graph_bytes": sizes} for sizes in ([], {"layers.0": 0}, {"layers.0": "1"})),
     *({"kernels": kernels} for kernels in (7, {}, {"environment": {"torch": 2}, "rankings": {}})),
     *({"kernels": {"environment": {}, "rankings": rankings}} for rankings in ([], {"a": "b"}, {"a": [1]})),
     *({"plan": {"chunk_tokens": 16, name: value}}

@@ -157,6 +157,30 @@ def test_a_resumed_run_keeps_its_recorded_choice(tmp_path: Path) -> None:
     assert measured["plan"] == recorded["plan"]
 
 
+def test_a_resumed_run_saves_the_graphs_that_it_saved_whatever_is_measured_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled, a graph that is saved and one that is computed again may differ by rounding."""
+    tight = {"gpu": "750KiB", "calibrate": True, "chunk_tokens": 16}
+    first, _, recorded = run(tmp_path / "run", stop_after=1, **tight)
+
+    def other(*args: Any, **options: Any) -> Calibration:
+        found = calibrate(*args, **options)
+        return replace(found, graph_bytes_per_token={name: 3 * n for name, n in found.graph_bytes_per_token.items()})
+
+    monkeypatch.setattr("penstock.engine.runtime.tuning.calibrate", other)
+    anew, *_ = run(tmp_path / "other", stop_after=1, **tight)
+    resumed, _, again = run(tmp_path / "run", **tight)
+    assert saved(anew) != saved(first), "or there would be nothing to keep"
+    assert saved(resumed) == saved(first)
+    assert again["graph_bytes"] == recorded["graph_bytes"] == first.plan["calibration"]["graph_bytes_per_token"]
+
+
+def saved(observer: tiny.Silent) -> list[Any]:
+    """What the plan says of how the activations of each block are saved."""
+    return [block["activation_checkpointing"] for block in observer.plan["blocks"]]
+
+
 def test_calibration_gives_the_plans_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, and whether Python collects garbage by itself or not: the run's own slots come next."""
     slots: list[weakref.ref[Any]] = []

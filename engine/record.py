@@ -1,0 +1,101 @@
+"""What a generation records of how a run computes, for the run that goes on from it: other decisions, other bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.engine.attention.select import measured
+from penstock.engine.events import Observer
+from penstock.engine.forecast.request import PlanRequest
+from penstock.engine.kernels import changes, is_kernel_record
+from penstock.engine.machine.compilers import Compilation
+from penstock.engine.plan.problem import PlanOptions
+from penstock.storage.errors import UserError
+from penstock.storage.nvme import NvmeStore
+from penstock.storage.untrusted import is_whole
+
+
+def require_record(store: NvmeStore) -> None:
+    """Raise UserError unless the generation's record is one of `run_meta`, of a session's plan if it has one."""
+    meta = store.meta
+    plan = meta.get("plan", {})
+    kinds = {field.name: type(field.default) for field in fields(PlanOptions)} | {
+        "compiled": bool,
+        "optimizer_mode": str,
+        "adamw": str,
+    }
+    whole = [meta.get("step"), meta.get("tokens"), *([plan.get("chunk_tokens")] if plan else [])]
+    if (
+        not all(is_whole(value) and value >= 0 for value in whole)
+        or not all(type(meta.get(name)) is kind for name, kind in (("recipe", str), ("cursor", dict)))
+        or not all(type(value) is kinds.get(name) for name, value in plan.items() if name != "chunk_tokens")
+        or not _are_sizes(meta.get("graph_bytes", {}))
+        or not is_kernel_record(meta.get("kernels", {"environment": {}, "rankings": {}}))
+    ):
+        raise UserError(
+            f"{store.root / 'manifest.json'}: does not record the run's position, or was written by another version "
+            "of Penstock; resume with that version, or from a checkpoint"
+        )
+
+
+def _are_sizes(values: object) -> bool:
+    return isinstance(values, dict) and all(is_whole(value) and value > 0 for value in values.values())
+
+
+class Recorded(NamedTuple):
+    """What a run had decided when it last committed: other decisions could give other bits."""
+
+    choice: tuple[int, PlanOptions]
+    """Chunk length, and what the search chose."""
+    compiled: bool | None
+    """Whether layers were compiled; None where that was not recorded yet."""
+    optimizer_mode: str | None
+    """Optimizer.mode, likewise."""
+    graph_bytes: dict[str, int] | None
+    """PlanRequest.graph_bytes, likewise: where layers are compiled, a saved graph and one that is computed again are
+    other programs."""
+
+    def lacking(self, can: Compilation) -> list[str]:
+        """What was compiled and cannot be now, in words."""
+        layers = ["layers compiled, now eager"] if self.compiled and not can.layers else []
+        fused = self.optimizer_mode == "compiled" and not can.optimizer
+        return [*layers, *(["optimizer compiled, now fused"] if fused else [])]
+
+
+def recorded_of(store: NvmeStore, task: PlanRequest) -> Recorded | None:
+    """What the store's generation records; None where the present recipe does not allow it."""
+    recorded = dict(store.meta.get("plan", {}))
+    names = ("chunk_tokens", "compiled", "optimizer_mode", "adamw")  # the last as runs called it that are older
+    chunk, compiled, mode, old_mode = (recorded.pop(name, None) for name in names)
+    if chunk not in task.chunks:
+        return None
+    return Recorded((chunk, PlanOptions(**recorded)), compiled, mode or old_mode, store.meta.get("graph_bytes"))
+
+
+def recorded_kernels(
+    store: NvmeStore,
+    device: torch.device,
+    recorded: Recorded | None,
+    compilation: Compilation,
+    observer: Observer,
+) -> dict[str, Any] | None:
+    """What the store's generation records of its kernels, unless they are to be chosen anew; says what has changed."""
+    kernels: dict[str, Any] | None = store.meta.get("kernels")
+    others = [] if kernels is None else changes(kernels, device)
+    lacking = [] if recorded is None else recorded.lacking(compilation)
+    if others or lacking:
+        tell_changed(observer, store, [*others, *lacking], anew=bool(others) and measured(device))
+    return None if others else kernels
+
+
+def tell_changed(observer: Observer, store: NvmeStore, what: Sequence[str], *, anew: bool) -> None:
+    """Say what makes results others; `anew`: of attention kernels the choice as well."""
+    chosen = "attention kernels are chosen anew, and " if anew else ""
+    observer.on_message(
+        f"since generation {store.generation} what computes has changed ({'; '.join(what)}): {chosen}from here on "
+        "results may differ from those of an uninterrupted run by rounding"
+    )
