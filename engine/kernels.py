@@ -23,6 +23,7 @@ from penstock.engine.forecast.report import predict
 from penstock.engine.machine.architectures import Shares, architecture, peak_of
 from penstock.engine.machine.presets import attention_rates
 from penstock.engine.machine.profile import Machine
+from penstock.engine.model import sums
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.plan.plan import Filled, Plan
 from penstock.storage.untrusted import one_line
@@ -33,8 +34,29 @@ _INSTALL = {
 }
 
 
-def attends(spec: ModelSpec, plan: Plan) -> list[Attends]:
-    """What attention of the model's layers is asked for by the plan's passes, once each."""
+class Asked(NamedTuple):
+    """What the passes of a plan ask kernels for."""
+
+    attention: list[Attends]
+    products: list[tuple[int, int]]
+    """Shapes of the weights, alone and joined, whose gradients one kernel may multiply and sum."""
+    rows: int
+    """Of such products, at most."""
+
+
+def asked(spec: ModelSpec, plan: Plan) -> Asked:
+    """Everything once."""
+    products: dict[tuple[int, int], None] = {}
+    for block, summed, joined in zip(spec.blocks[1:-1], spec.summed, spec.joined, strict=True):
+        trained = [param for name in block.buffers if name not in spec.frozen for param in spec.buffers[name]]
+        for names in (*((name,) for name in summed), *joined):
+            ends = tuple(f".{name}.weight" for name in names)
+            if shapes := [param.shape for param in trained if param.name.endswith(ends)]:
+                products[sum(shape[0] for shape in shapes), shapes[0][1]] = None
+    return Asked(_attends(spec, plan), list(products), plan.max_chunk_tokens)
+
+
+def _attends(spec: ModelSpec, plan: Plan) -> list[Attends]:
     chunk, total = plan.max_chunk_tokens, plan.max_chunk_tokens if plan.streamed else plan.window_tokens
     if (samples := plan.problem.samples) is not None:  # a prompt goes on in the next chunk, however batches are cut
         total = max(total, 2 * chunk, *samples.lengths)
@@ -57,7 +79,7 @@ def attends(spec: ModelSpec, plan: Plan) -> list[Attends]:
 
 
 def choose_kernels(
-    layers: Sequence[Attends], device: torch.device, dtype: torch.dtype, recorded: Mapping[str, Any] | None = None
+    what: Asked, device: torch.device, dtype: torch.dtype, recorded: Mapping[str, Any] | None = None
 ) -> list[str]:
     """Choose kernels for all that a run can ask for, while GPU memory is still free; as `recorded`, if given.
 
@@ -65,27 +87,32 @@ def choose_kernels(
     """
     if not measured(device):
         return []
-    lost = prepare(device, dtype, layers, None if recorded is None else recorded["rankings"])
+    known = recorded or {"rankings": None, "products": None}
+    lost = prepare(device, dtype, what.attention, known["rankings"])
+    if dtype != torch.float32:
+        lost += sums.prepare(what.products, what.rows, device, dtype, known["products"])
     torch.cuda.empty_cache()
     return lost
 
 
 def kernel_record(device: torch.device) -> dict[str, Any]:
     """What a generation records of the kernels that were chosen: with others a resumed run has other bits."""
-    return {"environment": environment(device), "rankings": rankings() if measured(device) else {}}
+    found: dict[str, Any] = {"environment": environment(device), "rankings": {}, "products": {}}
+    return found | {"rankings": rankings(), "products": sums.choices()} if measured(device) else found
 
 
 def is_kernel_record(value: Any) -> bool:
     """Whether it is one, as far as anybody may rely on it."""
-    if not (isinstance(value, dict) and value.keys() == {"environment", "rankings"}):
+    if not (isinstance(value, dict) and value.keys() == {"environment", "rankings", "products"}):
         return False
-    texts, lists = value["environment"], value["rankings"]
-    return (
-        isinstance(texts, dict)
-        and isinstance(lists, dict)
-        and all(isinstance(text, str) for text in texts.values())
-        and all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in lists.values())
-    )
+    if not all(isinstance(part, dict) for part in value.values()):
+        return False
+    texts = [*value["environment"].values()]
+    for names in value["rankings"].values():
+        if not isinstance(names, list):
+            return False
+        texts += names
+    return all(isinstance(text, str) for text in texts) and all(type(use) is bool for use in value["products"].values())
 
 
 def changes(recorded: Mapping[str, Any], device: torch.device) -> list[str]:

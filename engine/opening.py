@@ -37,7 +37,7 @@ from penstock.engine.hf import weights
 from penstock.engine.hf.adapter_folder import Start
 from penstock.engine.hf.config import require_overrides
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file, write_constants
-from penstock.engine.kernels import attends, choose_kernels, kernel_record, tell_kernels
+from penstock.engine.kernels import Asked, asked, choose_kernels, kernel_record, tell_kernels
 from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.budgets import run_budgets
 from penstock.engine.machine.compilers import Compilation, find_compilation
@@ -59,6 +59,7 @@ from penstock.engine.record import Recorded, recorded_kernels, recorded_of, requ
 from penstock.engine.run_files import with_kept_inputs
 from penstock.engine.run_model import adapter_start, describe_run, remarks_on_model
 from penstock.engine.runtime.compute import Compute
+from penstock.engine.runtime.failures import explain
 from penstock.engine.runtime.lanes import Lanes
 from penstock.engine.runtime.state import fill_store, state_arrays
 from penstock.engine.runtime.tuning import Tuning
@@ -212,9 +213,9 @@ def open_session(
             constants_crc = store.meta.get("constants")
             constants = read_constants_file(root / CONSTANTS_FILE, constants_crc, spec.constants)
             compute = Compute.make(spec, train, device, constants, compilation)
-        layers = attends(spec, found.plan)
-        with checklist.step("choosing attention kernels", when=measured(device)):
-            lost = lanes.executor.call("compute", lambda: choose_kernels(layers, device, compute_dtype(train), kernels))
+        wanted = asked(spec, found.plan)
+        with checklist.step("choosing kernels", when=measured(device)):
+            lost = _choose_kernels(wanted, lanes, device, train, found.plan, kernels)
         if lost:
             tell_changed(observer, store, lost, anew=True)
         calibration = None
@@ -229,9 +230,9 @@ def open_session(
             with checklist.step("planning with these times"):
                 only = known if fixed else None
                 found = task.search(machine, calibration, documents, filled, known=known, only=only, before=found)
-            if (others := attends(spec, found.plan)) != layers:
-                with checklist.step("choosing attention kernels", when=measured(device)):
-                    lanes.executor.call("compute", lambda: choose_kernels(others, device, compute_dtype(train)))
+            if (others := asked(spec, found.plan)) != wanted:
+                with checklist.step("choosing kernels", when=measured(device)):
+                    _choose_kernels(others, lanes, device, train, found.plan)
         reservation.settle(found.plan)
         _tell_plan(observer, task, machine, found, calibration, batch, device)
         session = Session(
@@ -302,6 +303,21 @@ def _readers(
         return readers
     part = torch.empty(parse_bytes(storage.part_bytes, "storage.part_bytes"), dtype=torch.uint8, device=device)
     return readers.confirm(part, drives, on_drive)
+
+
+def _choose_kernels(
+    what: Asked,
+    lanes: Lanes,
+    device: torch.device,
+    train: TrainConfig,
+    plan: Plan,
+    recorded: dict[str, Any] | None = None,
+) -> list[str]:
+    """As engine/kernels.py's, on the lane that computes."""
+    try:
+        return lanes.executor.call("compute", lambda: choose_kernels(what, device, compute_dtype(train), recorded))
+    except torch.OutOfMemoryError as error:
+        raise explain(error, None, plan) or error from error
 
 
 def _tell_plan(

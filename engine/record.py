@@ -34,7 +34,7 @@ def require_record(store: NvmeStore) -> None:
         or not all(type(meta.get(name)) is kind for name, kind in (("recipe", str), ("cursor", dict)))
         or not all(type(value) is kinds.get(name) for name, value in plan.items() if name != "chunk_tokens")
         or not _are_sizes(meta.get("graph_bytes", {}))
-        or not is_kernel_record(meta.get("kernels", {"environment": {}, "rankings": {}}))
+        or ("kernels" in meta and not is_kernel_record(meta["kernels"]))
     ):
         raise UserError(
             f"{store.root / 'manifest.json'}: does not record the run's position, or was written by another version "
@@ -93,8 +93,8 @@ def recorded_kernels(
 
 
 def tell_changed(observer: Observer, store: NvmeStore, what: Sequence[str], *, anew: bool) -> None:
-    """Say what makes results others; `anew`: of attention kernels the choice as well."""
-    chosen = "attention kernels are chosen anew, and " if anew else ""
+    """Say what makes results others; `anew`: kernels as well."""
+    chosen = "kernels are chosen anew, and " if anew else ""
     observer.on_message(
         f"since generation {store.generation} what computes has changed ({'; '.join(what)}): {chosen}from here on "
         "results may differ from those of an uninterrupted run by rounding"

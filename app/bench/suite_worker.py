@@ -30,7 +30,7 @@ from penstock.engine.data.prepare import make_loader, prepare_data
 from penstock.engine.events import Span
 from penstock.engine.forecast.flops import StepFlops, executed_flops, model_flops
 from penstock.engine.forecast.problem import LOGITS_BYTES
-from penstock.engine.kernels import attends, choose_kernels
+from penstock.engine.kernels import asked, choose_kernels
 from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.budgets import free_budgets
 from penstock.engine.machine.compilers import find_compilation
@@ -123,8 +123,8 @@ def open_case(
             placement=place_threads(setup.device),
         )
         undo.callback(lanes.close)
-        layers = attends(setup.spec, setup.plan)
-        lanes.executor.call("compute", lambda: choose_kernels(layers, setup.device, DTYPE))
+        what = asked(setup.spec, setup.plan)
+        lanes.executor.call("compute", lambda: choose_kernels(what, setup.device, DTYPE))
         compute = Compute.make(setup.spec, setup.recipe.train, setup.device, {}, compiled)
         if case is not None:
             eager, setup = setup, learnt(case, setup, compute, lanes, folder)

@@ -299,12 +299,15 @@ def _label(kind: _Kind, size: _Size) -> str:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What may not change if rankings and bits are to be the same: versions of torch and the kernels, and the GPU."""
+    """What may not change if rankings and bits are to be the same: versions of torch and of the kernels, and the GPU,
+    or the CPU's instructions."""
     found = {"torch": str(torch.__version__)}
     if device.type == "cuda":
         major, minor = capability(device)
         found["GPU"] = f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
         found["cuDNN"] = str(torch.backends.cudnn.version())
+    else:
+        found["CPU"] = torch.backends.cpu.get_cpu_capability()
     packages = [name for backend in BACKENDS for name in getattr(backend, "packages", ()) if measured(device)]
     for package in dict.fromkeys(packages):
         with suppress(metadata.PackageNotFoundError):

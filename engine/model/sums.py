@@ -64,16 +64,16 @@ class GradientSums(dict[str, Tensor]):
 def add_product(total: Tensor, dy: Tensor, x: Tensor, *, new: bool, most_rows: int) -> None:
     """Add dy^T x to `total` [out, in], or put it there if that is `new`; dy [n, out] and x [n, in] of one dtype.
 
-    In one kernel where the dtypes are the same or made so, or where the device multiplies bfloat16 into float32 rightly
-    and not slower than in two. Otherwise there are products of `most_rows` rows at most at a time on a GPU, whose
+    In one kernel where the dtypes are the same or made so, or where `prepare` has found one for bfloat16 into float32.
+    Otherwise there are products of `most_rows` rows at most at a time on a GPU, whose
     memory is planned for one matrix's.
     """
     if emulated(dy) and total.dtype == torch.float32:
         dy, x = dy.float(), x.float()
     if total.dtype == dy.dtype:
         torch.addmm(total, dy.t(), x, beta=0 if new else 1, out=total)
-    elif _into_float32(total, dy, x):
-        torch.ops.aten.addmm.dtype_out(total, dy.t(), x, total.dtype, beta=0 if new else 1, out=total)
+    elif _into_float32.get(_label(total.shape, dy.dtype)):
+        _add_into(total, dy, x, beta=0 if new else 1)
     else:
         piece = most_rows if total.device.type == "cuda" else total.shape[0]
         for rows, columns in zip(total.split(piece), dy.split(piece, dim=1), strict=True):
@@ -83,41 +83,83 @@ def add_product(total: Tensor, dy: Tensor, x: Tensor, *, new: bool, most_rows: i
                 rows.add_(columns.t() @ x)
 
 
-_known: dict[tuple[Any, ...], bool] = {}
+_into_float32: dict[str, bool] = {}
+"""Products -> whether one kernel multiplies them and adds them to a float32 sum; not, where that is not known."""
 
 
-def _into_float32(total: Tensor, dy: Tensor, x: Tensor) -> bool:
-    """Whether one kernel is to sum products of such operands; checked and timed at first use."""
-    if total.device.type != "cuda" or not hasattr(torch.ops.aten.addmm, "dtype_out"):
-        return False
-    key = (total.device, total.shape, dy.dtype, dy.shape[0])
-    if key not in _known:
-        _known[key] = _right_and_fast(total, dy, x)
-    return _known[key]
+def _label(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{shape[0]} x {shape[1]} {str(dtype).removeprefix('torch.')}"
 
 
-def _right_and_fast(total: Tensor, dy: Tensor, x: Tensor) -> bool:
-    """Compares the kernel with a product in the compute dtype that is added, on copies of some rows' operands: what
-    that takes is no more than a gradient in the compute dtype, which is planned for."""
-    rows = max(_LEAST_ROWS, total.shape[0] // _TRIED_SHARE)
-    out, expected = torch.ones_like(total[:rows]), torch.ones_like(total[:rows])
-    dy = dy[:, :rows]
+def prepare(
+    shapes: Iterable[tuple[int, int]],
+    rows: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    recorded: Mapping[str, bool] | None = None,
+) -> list[str]:
+    """Find out which sums of these shapes take products of `rows` rows in one kernel: that rounds once less.
 
-    def summed() -> None:
-        torch.ops.aten.addmm.dtype_out(out, dy.t(), x, out.dtype, beta=1, out=out)
+    Where it is right and not slower than two kernels, and as `recorded` where that says; nothing is timed then, nor
+    where determinism is asked for. What was known before is forgotten. Returns which of those that were recorded are
+    not right any more.
+    """
+    _into_float32.clear()
+    lost = []
+    for shape in dict.fromkeys(shapes):
+        label, trial = _label(shape, dtype), _Trial.of(shape, rows, device, dtype)
+        right, known = trial.is_right(), None if recorded is None else recorded.get(label)
+        if known and not right:
+            lost.append(f"a product into float32 ({label}): computes something else, or fails")
+        timed = known is None and not torch.are_deterministic_algorithms_enabled()
+        _into_float32[label] = right and (trial.is_fast() if timed else known is not False)
+    return lost
 
-    def added() -> None:
-        expected.add_(dy.t() @ x)
 
-    try:
-        summed()
-    except (RuntimeError, NotImplementedError):
-        return False
-    added()
-    largest = torch.linalg.vector_norm(expected, torch.inf)
-    if not bool(torch.linalg.vector_norm(out.sub_(expected), torch.inf) <= _CLOSE * largest):
-        return False
-    return clock(summed, total.device, _TIMED_S) <= clock(added, total.device, _TIMED_S)
+def choices() -> dict[str, bool]:
+    """What `prepare` takes as recorded."""
+    return dict(_into_float32)
+
+
+class _Trial(NamedTuple):
+    """Some rows of a float32 sum, and what is multiplied for them.
+
+    What it takes is no more than a gradient in the compute dtype, which is planned for.
+    """
+
+    total: Tensor
+    dy: Tensor
+    x: Tensor
+
+    @staticmethod
+    def of(shape: tuple[int, int], rows: int, device: torch.device, dtype: torch.dtype) -> _Trial:
+        out = min(shape[0], max(_LEAST_ROWS, shape[0] // _TRIED_SHARE))
+        dy, x = (torch.randn(rows, width, dtype=dtype, device=device) for width in (out, shape[1]))
+        return _Trial(torch.ones(out, shape[1], device=device), dy, x)
+
+    def _in_one(self) -> None:
+        _add_into(self.total, self.dy, self.x, beta=1)
+
+    def _in_two(self) -> None:
+        self.total.add_(self.dy.t() @ self.x)
+
+    def is_right(self) -> bool:
+        before = self.total.clone()
+        try:
+            self._in_one()
+        except (RuntimeError, NotImplementedError, AttributeError):
+            return False
+        expected = before.add_(self.dy.t() @ self.x)
+        largest = torch.linalg.vector_norm(expected, torch.inf)
+        return bool(torch.linalg.vector_norm(expected.sub_(self.total), torch.inf) <= _CLOSE * largest)
+
+    def is_fast(self) -> bool:
+        device = self.total.device
+        return clock(self._in_one, device, _TIMED_S) <= clock(self._in_two, device, _TIMED_S)
+
+
+def _add_into(total: Tensor, dy: Tensor, x: Tensor, *, beta: int) -> None:
+    torch.ops.aten.addmm.dtype_out(total, dy.t(), x, total.dtype, beta=beta, out=total)
 
 
 _CLOSE = 2.0**-7

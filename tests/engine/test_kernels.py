@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 from msgspec import structs
+from torch import Tensor
 
 from penstock.engine import clock, kernels
 from penstock.engine.attention import flash_attn as attention_flash
@@ -22,9 +23,11 @@ from penstock.engine.attention.flash_attn import NOT_INSTALLED, FlashAttention2,
 from penstock.engine.attention.select import Attends, installed
 from penstock.engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn
 from penstock.engine.hf.config import model_config
-from penstock.engine.kernels import Faster, attends, describe, expected_gain, faster_kernel, tell_kernels
+from penstock.engine.kernels import Faster, asked, describe, expected_gain, faster_kernel, tell_kernels
 from penstock.engine.machine.architectures import architecture
 from penstock.engine.machine.presets import PRESETS
+from penstock.engine.model import sums as model_sums
+from penstock.engine.model.sums import GradientSums
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import SampleSpace
 
@@ -199,11 +202,14 @@ def test_kernels_are_chosen_for_what_the_layers_and_the_plan_ask() -> None:
     spec = tiny.spec_of(model_config(run, None))
     shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "qk_dim": 8, "v_dim": 8, "chunk": 16, "softcap": 30.0}
     plan = tiny.plan_of(spec, run, "1GiB", "1GiB", streamed=False)
-    assert attends(spec, plan) == [Attends(**shape, total=48, window=window) for window in (20, None)]
+    assert asked(spec, plan).attention == [Attends(**shape, total=48, window=window) for window in (20, None)]
+    assert asked(spec, plan).products == [(32, 32), (16, 32), (48, 32), (32, 48)]
+    joined = replace(spec, joined=((("mlp.gate_proj", "mlp.up_proj"),),) * 3)
+    assert asked(joined, plan).products[-1] == (96, 32)
     pieces = replace(plan, streamed=True)
-    assert attends(spec, pieces) == [Attends(**shape, total=16, window=w, pieces=True) for w in (20, None)]
+    assert asked(spec, pieces).attention == [Attends(**shape, total=16, window=w, pieces=True) for w in (20, None)]
     samples = replace(pieces.problem, samples=SampleSpace(lengths=(5, 70), keeps=True, vocabulary=300))
-    assert {layer.total for layer in attends(spec, replace(pieces, problem=samples))} == {70}
+    assert {layer.total for layer in asked(spec, replace(pieces, problem=samples)).attention} == {70}
 
 
 def test_work_that_only_the_host_takes_long_for_is_not_repeated_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,3 +356,56 @@ def test_packages_are_looked_for_in_turn(tmp_path: Any, monkeypatch: pytest.Monk
     assert reason == "cannot be imported: OSError: built for another driver"
     assert attention_flash._module("halved_attention").startswith("cannot be imported: No module named 'no_such_part'")
     attention_flash._module.cache_clear()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_products_into_float32_are_chosen_before_they_are_needed_and_as_they_were(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    """Where determinism is asked for, and where a choice is recorded, no clock is looked at."""
+    timed: list[float] = []
+    factor = 1.0
+
+    def add_into(total: Tensor, dy: Tensor, x: Tensor, *, beta: int) -> None:
+        total.mul_(beta).addmm_(dy.float().t(), x.float(), alpha=factor)
+
+    def clock(*args: Any) -> float:
+        timed.append(1.0 if len(timed) % 2 else seconds)
+        return timed[-1]
+
+    monkeypatch.setattr(model_sums, "_add_into", add_into)
+    monkeypatch.setattr(model_sums, "clock", clock)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    shapes = [(24, 16), (300, 16)]
+
+    def chosen(recorded: dict[str, bool] | None = None) -> tuple[dict[str, bool], list[str]]:
+        lost = model_sums.prepare(shapes, 40, torch.device("cpu"), torch.bfloat16, recorded)
+        return model_sums.choices(), lost
+
+    def summed(rows: int) -> Tensor:
+        x, dy = (torch.linspace(-1, 1, rows * width).view(rows, width).bfloat16() for width in (16, 24))
+        sums = GradientSums({"w": torch.full((24, 16), 0.3)})
+        sums.add_product(["w"], dy, x)
+        return sums["w"]
+
+    names = ["24 x 16 bfloat16", "300 x 16 bfloat16"]
+    seconds, factor = 2.0, 1.0
+    slow = chosen()
+    two = summed(33)
+    assert slow == (dict.fromkeys(names, deterministic), [])
+    seconds = 0.5
+    fast = chosen()
+    assert fast == (dict.fromkeys(names, True), [])
+    assert bool(timed) != deterministic
+    one = summed(33)
+    assert torch.equal(one, two) == deterministic, "the bits depend on it, and not on the number of rows"
+    timed.clear()
+    for name in (True, False):
+        assert chosen(dict.fromkeys(names, name)) == (dict.fromkeys(names, name), [])
+    assert not timed
+    factor = 1.1
+    found, lost = chosen(dict.fromkeys(names, True))
+    assert found == dict.fromkeys(names, False)
+    assert lost == [f"a product into float32 ({name}): computes something else, or fails" for name in names]
+    model_sums.prepare([], 40, torch.device("cpu"), torch.bfloat16)
+    assert model_sums.choices() == {}

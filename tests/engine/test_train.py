@@ -34,13 +34,15 @@ DELAYED: list[Any] = [
     ({"kv_window": "streamed", "chunk_tokens": 9, "activation_checkpointing": "full"}, tiny.FLOOR, tiny.FLOOR),
     *(({"chunk_tokens": 20}, *budgets) for budgets in tiny.TIERS[:-1]),
 ]
+NO_KERNELS: dict[str, Any] = {"environment": {}, "rankings": {}, "products": {}}
 NO_SENSE: list[dict[str, Any]] = [
     *({"step": step} for step in (None, -1, True, 2.0, 10**30)),
     *({"tokens": tokens} for tokens in (None, [1])),
     *({"recipe": 7}, {"cursor": []}, {"plan": {"chunk_tokens": "16"}}),
     *({"graph_bytes": sizes} for sizes in ([], {"layers.0": 0}, {"layers.0": "1"})),
-    *({"kernels": kernels} for kernels in (7, {}, {"environment": {"torch": 2}, "rankings": {}})),
-    *({"kernels": {"environment": {}, "rankings": rankings}} for rankings in ([], {"a": "b"}, {"a": [1]})),
+    *({"kernels": kernels} for kernels in (7, {}, NO_KERNELS | {"environment": {"torch": 2}})),
+    *({"kernels": NO_KERNELS | {"rankings": rankings}} for rankings in ([], {"a": "b"}, {"a": [1]})),
+    {"kernels": NO_KERNELS | {"products": {"a": 1}}},
     *({"plan": {"chunk_tokens": 16, name: value}}
       for name, value in [("of_a_later_version", 1), ("stages", True), ("gpu_first", 3), ("compiled", "no")]),
 ]  # fmt: skip
