@@ -68,6 +68,41 @@ def counts() -> Counts:
     return found
 
 
+def change(name: str, value: int | str) -> None:
+    """Give a variable of README.md's second table a value from now on."""
+    assert _library().standin_set(name.encode(), str(value).encode()) == 0, f"there is no setting {name}"
+
+
+@contextmanager
+def setting(name: str, value: int | str, after: int | str) -> Iterator[None]:
+    """Inside the block a variable of README.md's second table has `value`; `after` it has another."""
+    change(name, value)
+    try:
+        yield
+    finally:
+        change(name, after)
+
+
+def pinned_mib() -> int:
+    """MiB that are pinned in this process, rounded up."""
+    return int(_library().standin_pinned_mib())
+
+
+def forget_error() -> None:
+    """The error that a call has answered with is the thread's last one, which torch would raise at its next call."""
+    _library().cudaGetLastError()
+
+
+@contextmanager
+def failed_device(error: int) -> Iterator[None]:
+    """Inside the block every call of CUDA answers with `error`."""
+    _library().standin_fail_device(error)
+    try:
+        yield
+    finally:
+        _library().standin_fail_device(0)
+
+
 @cache
 def name_threads() -> None:
     """Count this process's Python threads under their names from now on, those that start later."""

@@ -90,6 +90,7 @@ cudaError_t refuse(cudaError_t error, const char* what) {
 }
 
 cudaError_t last_error(bool forget) {
+    if (failed()) return failed();
     cudaError_t found = last;
     if (forget) last = cudaSuccess;
     return found;

@@ -16,7 +16,12 @@ extern "C" int standin_destroy(unsigned long long handle);
 extern "C" int standin_map(void*, size_t, unsigned long long handle);
 extern "C" int standin_unmap(void*, size_t);
 extern "C" void standin_launch(void* stream);
+extern "C" void standin_launched(void* stream);
+extern "C" int standin_failed();
+extern "C" const char* standin_card_name();
 extern "C" int standin_device_attribute(int);
+extern "C" const char* cudaGetErrorString(int);
+extern "C" const char* cudaGetErrorName(int);
 
 using Address = unsigned long long;
 
@@ -30,6 +35,13 @@ void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 
 int give(void** handle) {
     *handle = &something;
+    return SUCCESS;
+}
+
+int launch(void* stream) {
+    if (int error = standin_failed()) return error;
+    standin_launch(stream);
+    standin_launched(stream);
     return SUCCESS;
 }
 
@@ -53,7 +65,7 @@ API int cuDeviceGetCount(int* count) {
 }
 
 API int cuDeviceGetName(char* name, int size, int) {
-    snprintf(name, static_cast<size_t>(size), "Stand-in H200");
+    snprintf(name, static_cast<size_t>(size), "%s", standin_card_name());
     return SUCCESS;
 }
 
@@ -87,13 +99,14 @@ API int cuDevicePrimaryCtxRetain(void** context, int) { return give(context); }
 
 API int cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
 
+// Numbers of errors are the runtime's as far as they come up here, and so are the words.
 API int cuGetErrorString(int error, const char** text) {
-    *text = error == 1 ? "invalid argument" : error == 2 ? "out of memory" : "an error of the stand-in";
+    *text = cudaGetErrorString(error);
     return SUCCESS;
 }
 
-API int cuGetErrorName(int, const char** text) {
-    *text = "CUDA_ERROR_STAND_IN";
+API int cuGetErrorName(int error, const char** text) {
+    *text = cudaGetErrorName(error);
     return SUCCESS;
 }
 
@@ -101,9 +114,14 @@ API int cuGetErrorName(int, const char** text) {
 
 API int cuModuleLoad(void** module, const char*) { return give(module); }
 
-API int cuModuleLoadData(void** module, const void*) { return give(module); }
+API int cuModuleLoadData(void** module, const void*) {
+    if (int error = standin_failed()) return error;
+    return give(module);
+}
 
-API int cuModuleLoadDataEx(void** module, const void*, unsigned, void*, void*) { return give(module); }
+API int cuModuleLoadDataEx(void** module, const void* image, unsigned, void*, void*) {
+    return cuModuleLoadData(module, image);
+}
 
 API int cuModuleUnload(void*) { return SUCCESS; }
 
@@ -130,13 +148,11 @@ API int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void*, int, siz
 
 API int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void* stream,
                        void**, void**) {
-    standin_launch(stream);
-    return SUCCESS;
+    return launch(stream);
 }
 
 API int cuLaunchKernelEx(const void* config, void*, void**, void**) {
-    standin_launch(static_cast<const LaunchConfig*>(config)->stream);
-    return SUCCESS;
+    return launch(static_cast<const LaunchConfig*>(config)->stream);
 }
 
 // CUTLASS's grouped products describe their tiles with it, and their kernels read it. Fixed arguments as in cuda.h.
@@ -162,11 +178,15 @@ API int cuMemAddressReserve(Address* address, size_t bytes, size_t, Address, Add
 
 API int cuMemAddressFree(Address address, size_t bytes) { return standin_release(pointer(address), bytes); }
 
-API int cuMemCreate(Address* handle, size_t bytes, const void*, Address) { return standin_create(handle, bytes); }
+API int cuMemCreate(Address* handle, size_t bytes, const void*, Address) {
+    if (int error = standin_failed()) return error;
+    return standin_create(handle, bytes);
+}
 
 API int cuMemRelease(Address handle) { return standin_destroy(handle); }
 
 API int cuMemMap(Address address, size_t bytes, size_t, Address handle, Address) {
+    if (int error = standin_failed()) return error;
     return standin_map(pointer(address), bytes, handle);
 }
 

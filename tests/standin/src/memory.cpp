@@ -28,6 +28,24 @@ std::map<char*, size_t>& reservations = *new std::map<char*, size_t>;
 std::map<Address, size_t>& handles = *new std::map<Address, size_t>;  // of memory that is mapped, or to be
 Address last_handle = 0;
 size_t used = 0;
+size_t pinned_bytes = 0;
+
+bool has_room(size_t bytes) { return used + bytes + device_bytes_taken() <= device_bytes(); }
+
+bool can_pin(size_t bytes) {
+    long limit = value_of(PINNED_MIB);
+    return limit < 0 || pinned_bytes + bytes <= static_cast<size_t>(limit) << 20;
+}
+
+void keep_pinned(void* pointer, size_t bytes) {
+    pinned[static_cast<char*>(pointer)] = {bytes, pointer};
+    pinned_bytes += bytes;
+}
+
+void forget_pinned(std::map<char*, Region>::iterator found) {
+    pinned_bytes -= found->second.bytes;
+    pinned.erase(found);
+}
 
 // The region that holds `pointer`; the end where none does.
 Regions::iterator holder(Regions& regions, const void* pointer) {
@@ -51,9 +69,11 @@ bool beyond(const Regions& regions, Regions::iterator at, const char* end) {
 }  // namespace
 
 size_t device_bytes() {
-    static const size_t bytes = static_cast<size_t>(setting("STANDIN_GPU_GIB", 141)) << 30;
-    return bytes;
+    static const long gib = setting("STANDIN_GPU_GIB", 0);
+    return gib ? static_cast<size_t>(gib) << 30 : card_bytes();
 }
+
+size_t device_bytes_taken() { return static_cast<size_t>(value_of(TAKEN_MIB)) << 20; }
 
 size_t device_bytes_used() {
     std::lock_guard<std::mutex> guard(lock);
@@ -84,7 +104,7 @@ cudaError_t allocate_device(void** pointer, size_t bytes) {
     *pointer = nullptr;
     if (!bytes) return cudaSuccess;
     std::lock_guard<std::mutex> guard(lock);
-    if (used + bytes > device_bytes()) return cudaErrorMemoryAllocation;
+    if (!has_room(bytes)) return cudaErrorMemoryAllocation;
     *pointer = take_pages(bytes);
     if (!*pointer) return cudaErrorMemoryAllocation;
     device[static_cast<char*>(*pointer)] = {bytes, *pointer};
@@ -104,9 +124,9 @@ cudaError_t free_device(void* pointer) {
 
 cudaError_t allocate_host(void** pointer, size_t bytes) {
     std::lock_guard<std::mutex> guard(lock);
-    *pointer = take_pages(bytes);
+    *pointer = can_pin(bytes) ? take_pages(bytes) : nullptr;
     if (!*pointer) return cudaErrorMemoryAllocation;
-    pinned[static_cast<char*>(*pointer)] = {bytes, *pointer};
+    keep_pinned(*pointer, bytes);
     return cudaSuccess;
 }
 
@@ -115,24 +135,29 @@ cudaError_t free_host(void* pointer) {
     auto found = pinned.find(static_cast<char*>(pointer));
     if (found == pinned.end()) return cudaErrorInvalidValue;
     munmap(pointer, found->second.bytes);
-    pinned.erase(found);
+    forget_pinned(found);
     return cudaSuccess;
 }
 
 cudaError_t register_host(void* pointer, size_t bytes) {
+    if (!value_of(REGISTER)) return cudaErrorNotSupported;
     if (!bytes || bytes >= LARGEST_REGISTRATION) return cudaErrorInvalidValue;
     std::lock_guard<std::mutex> guard(lock);
     auto next = pinned.lower_bound(static_cast<char*>(pointer));
     bool taken = holder(pinned, pointer) != pinned.end();
     if (taken || (next != pinned.end() && next->first < static_cast<char*>(pointer) + bytes))
         return cudaErrorHostMemoryAlreadyRegistered;
-    pinned[static_cast<char*>(pointer)] = {bytes, pointer};
+    if (!can_pin(bytes)) return cudaErrorMemoryAllocation;
+    keep_pinned(pointer, bytes);
     return cudaSuccess;
 }
 
 cudaError_t unregister_host(void* pointer) {
     std::lock_guard<std::mutex> guard(lock);
-    return pinned.erase(static_cast<char*>(pointer)) ? cudaSuccess : cudaErrorHostMemoryNotRegistered;
+    auto found = pinned.find(static_cast<char*>(pointer));
+    if (found == pinned.end()) return cudaErrorHostMemoryNotRegistered;
+    forget_pinned(found);
+    return cudaSuccess;
 }
 
 }  // namespace standin
@@ -154,6 +179,11 @@ API int standin_range(const void* pointer, void** start, size_t* bytes) {
     return 0;
 }
 
+API int standin_pinned_mib() {
+    std::lock_guard<std::mutex> guard(lock);
+    return static_cast<int>((pinned_bytes + (1 << 20) - 1) >> 20);
+}
+
 API int standin_reserve(void** pointer, size_t bytes) {
     *pointer = take_pages(bytes);
     if (!*pointer) return 2;
@@ -173,7 +203,7 @@ API int standin_release(void* pointer, size_t bytes) {
 API int standin_create(Address* handle, size_t bytes) {
     {
         std::lock_guard<std::mutex> guard(lock);
-        if (used + bytes <= device_bytes()) {
+        if (has_room(bytes)) {
             used += bytes;
             *handle = ++last_handle;
             handles[*handle] = bytes;

@@ -9,15 +9,22 @@
 
 using namespace standin;
 
+// A card that has failed answers every call with the error of its failure.
+#define ALIVE() \
+    if (cudaError_t lost = failed()) return lost
+
 // ---------------------------------------------------------------- memory
 
 API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+    ALIVE();
     *total = device_bytes();
-    *free = device_bytes() - device_bytes_used();
+    size_t gone = device_bytes_used() + device_bytes_taken();
+    *free = *total - std::min(gone, *total);
     return cudaSuccess;
 }
 
 API cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+    ALIVE();
     count(DEVICE_ALLOCATION, bytes);
     cudaError_t error = allocate_device(pointer, bytes);
     return error ? refuse(error, "cudaMalloc") : cudaSuccess;
@@ -25,6 +32,7 @@ API cudaError_t cudaMalloc(void** pointer, size_t bytes) {
 
 API cudaError_t cudaFree(void* pointer) {
     if (!pointer) return cudaSuccess;
+    ALIVE();
     wait_for_all_streams();  // as CUDA does
     count(DEVICE_FREE);
     cudaError_t error = free_device(pointer);
@@ -32,30 +40,35 @@ API cudaError_t cudaFree(void* pointer) {
 }
 
 API cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
+    ALIVE();
     count(HOST_ALLOCATION, bytes);
     cudaError_t error = allocate_host(pointer, bytes);
     return error ? refuse(error, "cudaHostAlloc") : cudaSuccess;
 }
 
 API cudaError_t cudaFreeHost(void* pointer) {
+    ALIVE();
     wait_for_all_streams();
     cudaError_t error = free_host(pointer);
     return error ? refuse(error, "cudaFreeHost") : cudaSuccess;
 }
 
 API cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
+    ALIVE();
     count(REGISTRATION, bytes);
     cudaError_t error = register_host(pointer, bytes);
     return error ? refuse(error, "cudaHostRegister") : cudaSuccess;
 }
 
 API cudaError_t cudaHostUnregister(void* pointer) {
+    ALIVE();
     wait_for_all_streams();
     cudaError_t error = unregister_host(pointer);
     return error ? refuse(error, "cudaHostUnregister") : cudaSuccess;
 }
 
 API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+    ALIVE();
     memset(attributes, 0, sizeof *attributes);
     Place place = place_of(pointer, 1);
     if (place.device || place.pinned) attributes->devicePointer = const_cast<void*>(pointer);
@@ -70,18 +83,27 @@ API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, cons
 
 namespace {
 
+// What a stream drops where the card has failed by then.
+std::function<void()> unless_failed(std::function<void()> work) {
+    return [work = std::move(work)] {
+        if (!failed()) work();
+    };
+}
+
 // Queue `work`, which copies between the two ranges, and wait for it where one of them is pageable.
 cudaError_t copy(const void* to, const void* from, size_t bytes, Stream& stream, std::function<void()> work) {
+    ALIVE();
     count(COPY, bytes);
     Place there = place_of(to, bytes), here = place_of(from, bytes);
     if (there.crosses || here.crosses) return refuse(cudaErrorInvalidValue, "a copy that leaves its memory");
-    if (moves_bytes()) push(stream, std::move(work));
+    if (is_the_last(FAIL_COPY)) work = [] { standin_fail_device(cudaErrorECCUncorrectable); };
+    if (moves_bytes()) push(stream, unless_failed(std::move(work)));
     bool pageable = !(there.device || there.pinned) || !(here.device || here.pinned);
     if (pageable) {
         wait(stream);
         count(PAGEABLE_COPY, bytes);
     }
-    return cudaSuccess;
+    return failed();
 }
 
 }  // namespace
@@ -95,7 +117,7 @@ API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyK
     cudaError_t error = cudaMemcpyAsync(to, from, bytes, kind, nullptr);
     count(STREAM_SYNC);
     wait(*stream_of(nullptr));
-    return error;
+    return error ? error : failed();
 }
 
 API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
@@ -110,22 +132,24 @@ API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, s
 }
 
 API cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+    ALIVE();
     if (!bytes) return cudaSuccess;
     count(MEMSET, bytes);
     if (place_of(to, bytes).crosses) return refuse(cudaErrorInvalidValue, "a memset that leaves its memory");
-    if (moves_bytes()) push(*stream_of(stream), [=] { memset(to, value, bytes); });
+    if (moves_bytes()) push(*stream_of(stream), unless_failed([=] { memset(to, value, bytes); }));
     return cudaSuccess;
 }
 
 API cudaError_t cudaMemset(void* to, int value, size_t bytes) {
     cudaError_t error = cudaMemsetAsync(to, value, bytes, nullptr);
     wait(*stream_of(nullptr));
-    return error;
+    return error ? error : failed();
 }
 
 // ---------------------------------------------------------------- streams and events
 
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
+    ALIVE();
     *stream = reinterpret_cast<cudaStream_t>(new_stream(priority));
     return cudaSuccess;
 }
@@ -136,7 +160,10 @@ API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) 
 
 API cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
 
-API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+API cudaError_t cudaStreamDestroy(cudaStream_t) {
+    ALIVE();
+    return cudaSuccess;
+}
 
 API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
     *priority = priority_of(*stream_of(stream));
@@ -146,17 +173,18 @@ API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
 API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     count(STREAM_SYNC);
     wait(*stream_of(stream));
-    return cudaSuccess;
+    return failed();
 }
 
 API cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    ALIVE();
     return is_idle(*stream_of(stream)) ? cudaSuccess : cudaErrorNotReady;
 }
 
 API cudaError_t cudaDeviceSynchronize() {
     count(DEVICE_SYNC);
     wait_for_all_streams();
-    return cudaSuccess;
+    return failed();
 }
 
 API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
@@ -167,6 +195,7 @@ API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* sta
 API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+    ALIVE();
     *event = new_event();
     return cudaSuccess;
 }
@@ -179,6 +208,7 @@ API cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 
 API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    ALIVE();
     record(event, *stream_of(stream));
     return cudaSuccess;
 }
@@ -187,19 +217,24 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream,
     return cudaEventRecord(event, stream);
 }
 
-API cudaError_t cudaEventQuery(cudaEvent_t event) { return has_passed(event) ? cudaSuccess : cudaErrorNotReady; }
+API cudaError_t cudaEventQuery(cudaEvent_t event) {
+    ALIVE();
+    return has_passed(event) ? cudaSuccess : cudaErrorNotReady;
+}
 
 API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     count(EVENT_SYNC);
     wait(event);
-    return cudaSuccess;
+    return failed();
 }
 
 API cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
+    ALIVE();
     return elapsed(from, to, ms) ? cudaSuccess : refuse(cudaErrorNotReady, "the time between events on their way");
 }
 
 API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    ALIVE();
     wait_on_stream(event, *stream_of(stream));
     return cudaSuccess;
 }
@@ -209,8 +244,10 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsi
 namespace {
 
 cudaError_t launch(cudaStream_t stream) {
+    ALIVE();
     count(LAUNCH);
     push_kernel(*stream_of(stream));
+    standin_launched(stream);
     return cudaSuccess;
 }
 
@@ -240,26 +277,30 @@ API cudaError_t cudaLaunchCooperativeKernel(const void*, dim3, dim3, void**, siz
 }
 
 API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
-    push(*stream_of(stream), [=] { function(data); });
+    ALIVE();
+    push(*stream_of(stream), unless_failed([=] { function(data); }));
     return cudaSuccess;
 }
 
 API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data, unsigned) {
-    push(*stream_of(stream), [=] { function(stream, cudaSuccess, data); });
+    ALIVE();
+    push(*stream_of(stream), [=] { function(stream, failed(), data); });
     return cudaSuccess;
 }
 
 API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+    ALIVE();
     memset(attributes, 0, sizeof *attributes);
     attributes->maxThreadsPerBlock = 1024;
     attributes->numRegs = 32;
-    attributes->binaryVersion = attributes->ptxVersion = 90;
+    attributes->binaryVersion = attributes->ptxVersion = 10 * device_attribute(cudaDevAttrComputeCapabilityMajor);
     return cudaSuccess;
 }
 
 API cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 
 API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+    ALIVE();
     *blocks = 4;
     return cudaSuccess;
 }
@@ -283,26 +324,44 @@ API cudaError_t cudaGetLastError() { return last_error(true); }
 
 API cudaError_t cudaPeekAtLastError() { return last_error(false); }
 
-API const char* cudaGetErrorString(cudaError_t error) {
-    switch (error) {
-        case cudaSuccess: return "no error";
-        case cudaErrorInvalidValue: return "invalid argument";
-        case cudaErrorMemoryAllocation: return "out of memory";
-        case cudaErrorNotReady: return "device not ready";
-        case cudaErrorHostMemoryAlreadyRegistered: return "part or all of the requested memory range is already mapped";
-        case cudaErrorHostMemoryNotRegistered: return "pointer does not correspond to a registered memory region";
-        default: return "an error of the stand-in";
-    }
+namespace {
+
+struct Words {
+    cudaError_t error;
+    const char* name;
+    const char* text;
+};
+
+// As CUDA puts them: what the product looks for in messages.
+constexpr Words WORDS[] = {
+    {cudaSuccess, "cudaSuccess", "no error"},
+    {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
+    {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
+    {cudaErrorECCUncorrectable, "cudaErrorECCUncorrectable", "uncorrectable ECC error encountered"},
+    {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
+    {cudaErrorIllegalAddress, "cudaErrorIllegalAddress", "an illegal memory access was encountered"},
+    {cudaErrorAssert, "cudaErrorAssert", "device-side assert triggered"},
+    {cudaErrorHostMemoryAlreadyRegistered, "cudaErrorHostMemoryAlreadyRegistered",
+     "part or all of the requested memory range is already mapped"},
+    {cudaErrorHostMemoryNotRegistered, "cudaErrorHostMemoryNotRegistered",
+     "pointer does not correspond to a registered memory region"},
+    {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
+    {cudaErrorNotSupported, "cudaErrorNotSupported", "operation not supported"},
+    {cudaErrorUnknown, "cudaErrorUnknown", "unknown error"},
+};
+
+const Words& words_of(cudaError_t error) {
+    static constexpr Words OTHER = {cudaSuccess, "cudaErrorStandIn", "an error of the stand-in"};
+    for (const Words& words : WORDS)
+        if (words.error == error) return words;
+    return OTHER;
 }
 
-API const char* cudaGetErrorName(cudaError_t error) {
-    switch (error) {
-        case cudaSuccess: return "cudaSuccess";
-        case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
-        case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
-        default: return "cudaErrorStandIn";
-    }
-}
+}  // namespace
+
+API const char* cudaGetErrorString(cudaError_t error) { return words_of(error).text; }
+
+API const char* cudaGetErrorName(cudaError_t error) { return words_of(error).name; }
 
 // ---------------------------------------------------------------- what compilers emit around kernels
 

@@ -55,6 +55,7 @@ Place place_of(const void* pointer, size_t bytes);
 
 size_t device_bytes();  // of the whole card
 size_t device_bytes_used();
+size_t device_bytes_taken();  // by other processes
 
 // Pages that are taken when they are written. nullptr where there is no address space.
 void* take_pages(size_t bytes);
@@ -92,9 +93,37 @@ bool elapsed(cudaEvent_t from, cudaEvent_t to, float* ms);
 // Whether copies and memsets move bytes (STANDIN_COPIES=0: they do not, and take no time).
 bool moves_bytes();
 
+// ---------------------------------------------------------------- settings.cpp
+
+enum Limit {
+    TAKEN_MIB,    // of the card's memory, by other processes
+    PINNED_MIB,   // that may be pinned at once; negative: no limit
+    REGISTER,     // 0: cudaHostRegister is not supported
+    FAIL_LAUNCH,  // launches until one makes the card fail with FAIL_WITH; 0: none does
+    FAIL_COPY,    // copies until one makes it fail with an ECC error; 0: none does
+    FAIL_WITH,
+    LIMITS
+};
+long value_of(Limit limit);
+
+// Count one of the launches or copies until the card fails: true for the one at which it does.
+bool is_the_last(Limit limit);
+
+// What every call answers since the card has failed; cudaSuccess before.
+cudaError_t failed();
+
 // ---------------------------------------------------------------- device.cpp
+
+// Be another card from now on; false where no card has that name.
+bool choose_card(const char* name);
+
+// Of its memory, where STANDIN_GPU_GIB says nothing else.
+size_t card_bytes();
 
 // The value of an attribute, by the numbers that cudaDeviceAttr and CUdevice_attribute share.
 int device_attribute(int attribute);
 
 }  // namespace standin
+
+extern "C" void standin_fail_device(int error);
+extern "C" void standin_launched(void* stream);
