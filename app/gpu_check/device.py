@@ -105,10 +105,10 @@ def attention() -> dict[str, Any]:
 
     from penstock.engine.attention import chunk
 
-    shape = {"heads": 32, "kv_heads": 8, "qk_dim": 128, "v_dim": 128, "chunk": 8192, "total": 32768}
+    layer = chunk.Attends(heads=32, kv_heads=8, qk_dim=128, v_dim=128, chunk=8192, total=32768)
     if SMALL:
-        shape |= {"heads": 4, "kv_heads": 2, "qk_dim": 64, "v_dim": 64, "chunk": 128, "total": 512}
-    chunk.prepare(device(), torch.bfloat16, [chunk.Attends(**shape)])
+        layer = chunk.Attends(heads=4, kv_heads=2, qk_dim=64, v_dim=64, chunk=128, total=512)
+    chunk.prepare(device(), torch.bfloat16, [layer])
     found: dict[str, Any] = {}
     for direction in ("forward", "backward"):
         # Of all kinds the one with the most keys is where time goes.
