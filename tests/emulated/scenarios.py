@@ -1,0 +1,154 @@
+"""What a missing wait changes: scenarios.py NAME FOLDER EXPECTED SEEDS prints what each seed's delays made of one.
+
+It stops at the first result that is not EXPECTED (an empty text: any is). Results are texts: a digest, tokens, or what
+was raised. Each is the work of a process of its own, which test_waits.py lets find a package without one wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import adapted
+import reader_checks
+import tiny
+import torch
+from computes import emulator
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from penstock.engine.config import SamplesConfig
+from penstock.engine.generate import placement
+from penstock.engine.generate.decode import Decoding
+from penstock.engine.generate.streamed import StreamedModel
+from penstock.engine.samples import write
+from penstock.engine.train import train_step
+from penstock.engine.validation import validate
+from penstock.storage.readers import KvikioReader, select_readers
+
+CUDA = torch.device("cuda", 0)
+DELAY_US = 400
+PLANS: list[dict[str, Any]] = [
+    {"gpu": tiny.FLOOR, "ram": tiny.FLOOR},
+    {"gpu": 1_100_000, "ram": 750_000},
+    {"gpu": tiny.FLOOR, "ram": "1GiB", "group": 1, "graphs_aside": "all"},
+    {"gpu": "1GiB", "ram": "1GiB"},
+]
+
+
+def _settings(**changes: Any) -> Any:
+    return tiny.training(steps=3, deterministic=True, validation_sequences=2, validate_every=3, **changes)
+
+
+def train(folder: Path, seed: int) -> str:
+    """Three steps and a validation, with the plans in turn: digests of the state and the losses, of all plans."""
+    auto = _settings(activation_checkpointing="auto", chunk_tokens=7)
+    found = []
+    for number, plan in enumerate(PLANS):
+        sections = plan | {"t": auto if "group" in plan else _settings(), "d": tiny.data(validation_documents=4)}
+        with tiny.session(folder / f"{seed}-{number}", **sections, device=CUDA) as session:
+            if seed:
+                tiny.delay(session, random.Random(seed))
+            losses = [train_step(session).loss for _ in range(3)]
+            losses.append(validate(session).loss)
+            session.finish()
+            found.append(f"{tiny.digest(session.store)[:16]} {losses}")
+    return " ".join(found)
+
+
+def resume(folder: Path, seed: int) -> str:
+    """A step from a state that is read into RAM and onto the GPU: its digest."""
+    made = folder / "made"
+    frozen = _settings(freeze=["*layers.0.*"])
+    found = []
+    for number, t in enumerate((_settings(), frozen)):
+        for gpu, ram in (("1GiB", "1GiB"), (1_100_000, 750_000), (tiny.FLOOR, tiny.FLOOR)):
+            where = made / str(number)
+            sections = {"t": t, "gpu": gpu, "ram": ram, "device": CUDA}
+            with tiny.session(where, **sections) as session:
+                losses = [train_step(session).loss for _ in range(1)]
+                tiny.settle(session)
+                found.append(f"{losses}")
+    return " ".join(found)
+
+
+def samples(folder: Path, seed: int) -> str:
+    """What a run writes between two steps."""
+    prompts = SamplesConfig(every=1, prompts=["the mill", "a"], tokens=4)
+    with tiny.session(folder / str(seed), samples=prompts, gpu=tiny.FLOOR, ram=tiny.FLOOR, t=_settings(), device=CUDA) as s:
+        if seed:
+            tiny.delay(s, random.Random(seed))
+        texts = []
+        for _ in range(2):
+            train_step(s)
+            texts.append(str([sample.text for sample in write(s).samples]))
+        return " ".join(texts)
+
+
+@functools.cache
+def _model(folder: Path) -> Path:
+    sizes: dict[str, Any] = adapted.SIZES | {"num_hidden_layers": 5, "vocab_size": 211, "pad_token_id": 0}
+    config = AutoConfig.for_model("qwen3", **sizes, bos_token_id=None, eos_token_id=None)
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(3) if parameter.dim() > 1 else None
+    made.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def generate(folder: Path, seed: int) -> str:
+    """Tokens of a model whose weights pass through the GPU: from RAM, from disk, from both, and from the GPU itself."""
+    path, found = _model(folder), []
+    prompts = [[5, 9, 2, 44, 7], [3], [7, 7, 9, 12, 100, 4, 8]]
+    placement._FIXED_BYTES = placement._LIBRARY_BYTES = 0  # type: ignore[misc]
+    placement._LEAST_CHUNK = 3  # type: ignore[misc]
+    for gpu, ram in BUDGETS:
+        with StreamedModel.open(path, gpu_bytes=gpu, ram_bytes=ram, device="cuda", dtype="float32") as model:
+            for _ in range(2):
+                found.append(str([one.ids for one in model.generate(prompts, Decoding(new_tokens=4))]))
+    return " ".join(found)
+
+
+BUDGETS = [(1 << 30, 1 << 30), (200_000, 1 << 30), (200_000, 1 << 18), (240_000, 150_000)]
+
+
+def read(folder: Path, seed: int) -> str:
+    """A chunk file that kvikio reads to the GPU and whose checksum is compared."""
+    reader, path = KvikioReader(), folder / f"chunk-{seed}"
+    for nbytes in (4096, (1 << 20) + 13):
+        reader_checks.check_contents(reader, "cuda", path, nbytes, "uint8")
+    return "read"
+
+
+def choose(folder: Path, seed: int) -> str:
+    """Which readers a probe of this folder finds."""
+    readers = select_readers("auto", CUDA, [folder])
+    return f"{readers.device and readers.device.name} {readers.warning}"
+
+
+SCENARIOS: dict[str, Callable[[Path, int], str]] = {
+    scenario.__name__: scenario for scenario in (train, resume, samples, generate, read, choose)
+}
+
+
+def main(name: str, folder: str, expected: str, seeds: str) -> None:
+    for seed in range(int(seeds)):
+        try:
+            with emulator.delays(seed, DELAY_US if seed else 0):
+                found = SCENARIOS[name](Path(folder), seed)
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}".replace("\n", " ")
+            traceback.print_exc()
+        print(f"{seed}\t{found}", flush=True)
+        if expected and found != expected:
+            return
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
