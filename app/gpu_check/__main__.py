@@ -209,7 +209,7 @@ def main(given: Sequence[str], listed: Sequence[Command] | None = None) -> int:
         return FAILED
     print(f"failed: {check.names('failed') or 'nothing'}; results in {folder}/gpu-check.md and gpu-check.json")
     if left := check.names("not measured"):
-        print(f"not measured: {left}; ARGS='--only {left}' adds them to the same folder")
+        print(f"not measured: {left}; ARGS='{'--small ' * chosen.small}--only {left}' adds them to the same folder")
     return FAILED if check.names("failed") else 0
 
 

@@ -21,7 +21,7 @@ class Command:
 
 _STEP = "model label tokens_per_s step_s mfu hfu ratio ratio_once exposed_io compute_idle attention_tflops"
 _STEP += " matmul_tflops attention_executed_over_once tiers"
-_DEVICE = "machine packages matmul_flops links attention reads pinned compile_s"
+_DEVICE = "machine packages memory matmul_flops links attention reads pinned compile_s"
 _SMOKE = "model parameters state_bytes penstock plain wrong"
 _DRIVE = "drives.1.read_bytes_per_s drives.1.write_bytes_per_s drives.1.size_bytes"
 _TESTS = "collected passed failed error skipped failing"

@@ -59,10 +59,8 @@ def packages() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """GPU, driver, CUDA, compilers, cores, NUMA nodes, memory, limits."""
+    """GPU, driver, CUDA, compilers, cores, NUMA nodes."""
     import torch
-
-    from penstock.engine.machine.limits import free_memory, machine_memory
 
     found: dict[str, Any] = {}
     if torch.cuda.is_available():
@@ -76,12 +74,17 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "numa_nodes": len(list(_NODES.glob("node[0-9]*"))),
         "numa_nodes_with_cpus": sum(bool(node.read_text().strip()) for node in _NODES.glob("node[0-9]*/cpulist")),
-        "ram_bytes": machine_memory(),
-        "ram_available_bytes": free_memory().free_bytes,
         "kernel": platform.release(),
         "huge_pages": _HUGE_PAGES.read_text().strip() if _HUGE_PAGES.exists() else "none",
         "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
     }
+
+
+def memory() -> dict[str, int]:
+    """What this process may take of RAM."""
+    from penstock.engine.machine.limits import free_memory, machine_memory
+
+    return {"ram_bytes": machine_memory(), "ram_available_bytes": free_memory().free_bytes}
 
 
 def matmul_flops() -> float:
@@ -153,7 +156,7 @@ def compile_s() -> dict[str, float]:
     import torch
 
     took = {}
-    for kind in dict.fromkeys((device().type, "cpu")):
+    for kind in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
         begun = time.perf_counter()
         torch.compile(lambda x: (x * 2 + 1).sqrt())(torch.ones(4096, device=kind)).cpu()
         took[kind] = time.perf_counter() - begun
@@ -171,7 +174,7 @@ def drives() -> Any:
 
 
 FINDINGS: tuple[Callable[[], Any], ...]
-FINDINGS = (machine, packages, matmul_flops, links, attention, reads, pinned, compile_s)
+FINDINGS = (machine, packages, memory, matmul_flops, links, attention, reads, pinned, compile_s)
 """In order of weight."""
 
 
