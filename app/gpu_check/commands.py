@@ -49,7 +49,7 @@ def commands(*, small: bool) -> list[Command]:
     size = ["--size", "64MiB", "--chunk", "1MiB"] if small else ["--size", "1GiB"]
     storage = child.command("app.cli", "bench", "storage", ".", *size, "--rounds", "1", "--json")
     listed = [
-        Command("device", "what this machine is and what works on it", device, 60, _DEVICE),
+        Command("device", "what this machine is and what works on it", device, 100, _DEVICE),
         Command("smoke", "six steps through all three tiers beside plain PyTorch", smoke, 130, _SMOKE),
         Command("tests", "tests/gpu", pytest, 150, _TESTS),
         step("long-7b", "a step of Qwen2.5-7B's shape at 524,288 tokens against its kernels alone", 120),
