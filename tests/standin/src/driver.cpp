@@ -29,6 +29,7 @@ namespace {
 
 int something;  // handles point at it
 constexpr int SUCCESS = 0, NOT_FOUND = 500;
+constexpr int MAX_THREADS_PER_BLOCK = 0;  // of a function's attributes
 constexpr size_t GRANULARITY = 2 << 20, TENSOR_MAP_BYTES = 128;
 
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
@@ -127,8 +128,8 @@ API int cuModuleUnload(void*) { return SUCCESS; }
 
 API int cuModuleGetFunction(void** function, void*, const char*) { return give(function); }
 
-API int cuFuncGetAttribute(int* value, int, void*) {
-    *value = 0;
+API int cuFuncGetAttribute(int* value, int attribute, void*) {
+    *value = attribute == MAX_THREADS_PER_BLOCK ? 1024 : 0;
     return SUCCESS;
 }
 

@@ -11,6 +11,8 @@
 #include <thread>
 #include <vector>
 
+#include <dlfcn.h>
+
 #include "standin.h"
 
 namespace standin {
@@ -146,6 +148,29 @@ class Event {
 
 namespace {
 
+// A thread that waits lets other threads of Python run: what is on the stream may be Python (Triton's interpreter), and
+// some callers wait while they hold the lock of all of Python's threads.
+class PythonRuns {
+  public:
+    PythonRuns() {
+        static const auto held = function<int()>("PyGILState_Check");
+        static const auto initialized = function<int()>("Py_IsInitialized");
+        static const auto release = function<void*()>("PyEval_SaveThread");
+        if (held && initialized() && held()) state_ = release();
+    }
+    ~PythonRuns() {
+        static const auto take = function<void(void*)>("PyEval_RestoreThread");
+        if (state_) take(state_);
+    }
+
+  private:
+    template <class T>
+    static T* function(const char* name) {
+        return reinterpret_cast<T*>(dlsym(RTLD_DEFAULT, name));
+    }
+    void* state_ = nullptr;
+};
+
 // A handle owns its event together with whatever is queued: CUDA lets an event be destroyed before it has passed.
 using Handle = std::shared_ptr<Event>;
 
@@ -180,9 +205,13 @@ void push_kernel(Stream& stream) {
     if (us > 0 || most_delay_us > 0) stream.push([] { sleep_us(us); });  // else it would only take the caller's time
 }
 
-void wait(Stream& stream) { stream.wait(); }
+void wait(Stream& stream) {
+    PythonRuns runs;
+    stream.wait();
+}
 
 void wait_for_all_streams() {
+    PythonRuns runs;
     std::vector<Stream*> all;
     {
         std::lock_guard<std::mutex> guard(streams_lock);
@@ -205,6 +234,7 @@ void record(cudaEvent_t event, Stream& stream) {
 }
 
 void wait(cudaEvent_t event) {
+    PythonRuns runs;
     Handle held = event_of(event);
     held->wait(held->recorded());
 }
