@@ -10,7 +10,10 @@ def load() -> None:
     """Register the kernels, in every process that ../build.sh's `compute` starts, and in their children."""
     import torch
 
+    from computes import triton_kernels
+
     torch.ops.load_library(os.environ["COMPUTES_LIBRARY"])
+    triton_kernels.install()
     runtime = ctypes.CDLL(None)
 
     def sleep(cycles: int) -> None:
