@@ -70,22 +70,44 @@ def resume(folder: Path, seed: int) -> str:
             where = made / str(number)
             sections = {"t": t, "gpu": gpu, "ram": ram, "device": CUDA}
             with tiny.session(where, **sections) as session:
-                losses = [train_step(session).loss for _ in range(1)]
-                tiny.settle(session)
-                found.append(f"{losses}")
+                found.append(str([train_step(session).loss for _ in range(2)]))
     return " ".join(found)
+
+
+def close(folder: Path, seed: int) -> str:
+    """A session that is closed while a copy to the GPU is under way, and what is made of its memory afterwards."""
+    with tiny.session(folder / str(seed), gpu=tiny.FLOOR, t=_settings(), device=CUDA) as session:
+        train_step(session)
+        slots = [memory[name] for memory in session.runtime.ram.buffers.values() for name in memory if name != "gradient"]
+        source = max(slots, key=lambda slot: slot.nbytes)
+        before = source.clone()
+        there = torch.zeros_like(source, device=CUDA)
+        torch.cuda.synchronize()
+
+        def copy() -> None:
+            torch.cuda._sleep(int(2e7))
+            there.copy_(source, non_blocking=True)
+
+        session.executor.call("h2d", copy)
+    torch.cuda.synchronize()
+    return f"copied: {torch.equal(there.cpu(), before)}"
 
 
 def samples(folder: Path, seed: int) -> str:
     """What a run writes between two steps."""
     prompts = SamplesConfig(every=1, prompts=["the mill", "a"], tokens=4)
-    with tiny.session(folder / str(seed), samples=prompts, gpu=tiny.FLOOR, ram=tiny.FLOOR, t=_settings(), device=CUDA) as s:
+    text = folder / "a.txt"
+    text.write_text("the mill turns the stone and the stone turns a wheel of the mill\n" * 300)
+    data = tiny.data(source="text", path=str(text), tokenizer_vocab_size=300, max_documents=None)
+    sections: dict[str, Any] = {"samples": prompts, "d": data, "m": tiny.model(vocab_size=None), "t": tiny.training()}
+    sections |= {"t": tiny.training(steps=3, deterministic=True), "gpu": tiny.FLOOR}
+    with tiny.session(folder / str(seed), **sections, ram=tiny.FLOOR, device=CUDA) as session:
         if seed:
-            tiny.delay(s, random.Random(seed))
+            tiny.delay(session, random.Random(seed))
         texts = []
         for _ in range(2):
-            train_step(s)
-            texts.append(str([sample.text for sample in write(s).samples]))
+            train_step(session)
+            texts.append(str([sample.text for sample in write(session).samples]))
         return " ".join(texts)
 
 
@@ -133,7 +155,7 @@ def choose(folder: Path, seed: int) -> str:
 
 
 SCENARIOS: dict[str, Callable[[Path, int], str]] = {
-    scenario.__name__: scenario for scenario in (train, resume, samples, generate, read, choose)
+    scenario.__name__: scenario for scenario in (train, resume, close, samples, generate, read, choose)
 }
 
 

@@ -1,0 +1,74 @@
+"""Each wait of the engine and the storage is needed: without it, delays of streams and lanes make another result.
+
+And enough: with all of them no seed does.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import waits
+from waits import CALLS, REPOSITORY, WAITS, Wait
+
+SEEDS = 20
+HERE = Path(__file__).parent
+
+
+def run(scenario: str, folder: Path, package: Path, expected: str, seeds: int) -> list[str]:
+    """Results of the seeds, of a process that finds the package in `package`."""
+    folder.mkdir()
+    path = (package, REPOSITORY / "tests" / "support", *os.environ["PYTHONPATH"].split(os.pathsep))
+    done = subprocess.run(
+        [sys.executable, str(HERE / "scenarios.py"), scenario, str(folder), expected, str(seeds)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    found = [line.partition("\t")[2] for line in done.stdout.splitlines() if "\t" in line]
+    return found if done.returncode == 0 else [*found, f"exit code {done.returncode}: {done.stderr[-2000:]}"]
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    """Scenario -> its result with all waits, which no seed's delays change."""
+
+    @cache
+    def find(scenario: str) -> str:
+        found = run(scenario, tmp_path_factory.mktemp("right") / "x", REPOSITORY, "", 4)
+        assert len(set(found)) == 1, found
+        assert "Error" not in found[0]
+        return found[0]
+
+    return find
+
+
+def without(wait: Wait, folder: Path) -> Path:
+    """The package's sources without the wait."""
+    for name in ("app", "engine", "storage", "tui", "recipes", "penstock"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    path = folder / wait.file
+    text = path.read_text()
+    assert text.count(wait.code) == 1, f"{wait.name}: not once in {wait.file}"
+    path.write_text(text.replace(wait.code, wait.without))
+    return folder
+
+
+@pytest.mark.parametrize("wait", WAITS, ids=[wait.name for wait in WAITS])
+def test_without_it_a_seed_gives_another_result(wait: Wait, right, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    expected = right(wait.scenario)
+    found = run(wait.scenario, tmp_path / "run", without(wait, tmp_path / "package"), expected, SEEDS)
+    assert found[-1] != expected, f"nothing noticed in {len(found)} seeds"
+    print(f"{wait.name}: noticed by seed {len(found) - 1}: {found[-1][:200]}")
+
+
+def test_every_wait_is_in_the_table() -> None:
+    known = [(wait.file, wait.code) for wait in WAITS]
+    missing = [call for call in waits.calls() if not any(call[0] == file and call[1] in code for file, code in known)]
+    assert not missing, "waits without a row"
+    assert all(CALLS.search(wait.code) or "readers" in wait.code for wait in WAITS)
+    assert waits.PAGE.read_text() == waits.page(), "write it anew: python tests/emulated/waits.py"

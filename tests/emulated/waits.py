@@ -1,0 +1,239 @@
+"""Every place where the engine or the storage waits for the GPU, or keeps what the GPU still uses, and what for.
+
+docs/waits.md is made of it. test_waits.py takes each away in turn: a scenario must notice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+PAGE = REPOSITORY / "docs" / "waits.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """A wait in the sources."""
+
+    name: str
+    file: str
+    code: str
+    """The lines that wait, once in the file, or the whole condition of a rule."""
+    without: str = "pass"
+    """What takes their place where the wait is taken away."""
+    orders: str
+    scenario: str
+    """Of scenarios.py: gives another result without the wait."""
+
+
+WAITS = [
+    Wait(
+        name="a GPU lane's op behind what it depends on",
+        file="engine/runtime/executor.py",
+        code="torch.cuda.current_stream(self._device).wait_event(ticket.event)",
+        orders="An op of a stream begins when the ops of other streams that it depends on have ended.",
+        scenario="train",
+    ),
+    Wait(
+        name="a host lane's op behind the GPU",
+        file="engine/runtime/executor.py",
+        code="            assert ticket.event is not None\n            ticket.event.synchronize()",
+        without="            assert ticket.event is not None",
+        orders="The optimizer and the drive's lanes begin when the copies that bring what they read have ended.",
+        scenario="train",
+    ),
+    Wait(
+        name="the main thread behind an op",
+        file="engine/runtime/executor.py",
+        code="        if event is not None:\n            event.synchronize()",
+        without="        del event",
+        orders="Loss, norm and hits are read when the op that copies them to the host has ended.",
+        scenario="train",
+    ),
+    Wait(
+        name="the main thread behind all ops",
+        file="engine/runtime/executor.py",
+        code="        for stream in self._streams.values():\n            stream.synchronize()\n        with self._lock:\n            self._retire",
+        without="        with self._lock:\n            self._retire",
+        orders="Whoever drains the lanes may read and free memory that they used.",
+        scenario="train",
+    ),
+    Wait(
+        name="an op is forgotten when it has ended",
+        file="engine/runtime/executor.py",
+        code="while issued and issued[0].last.query():",
+        without="while issued:",
+        orders="An op that is forgotten counts as done: nothing waits for it any more, and its events are used again.",
+        scenario="train",
+    ),
+    Wait(
+        name="an event that a thread waits for is no other op's",
+        file="engine/runtime/executor.py",
+        code="if not self._tickets.pop(op.id).readers:",
+        without="if self._tickets.pop(op.id):",
+        orders="A thread that waits for an event waits for the op that it was recorded behind.",
+        scenario="train",
+    ),
+    Wait(
+        name="lanes end before their memory goes",
+        file="engine/runtime/executor.py",
+        code="            if self._failure is None:\n                stream.synchronize()\n            else:",
+        without="            if self._failure is not None:",
+        orders="Memory of a session that is closed is unpinned and freed when no copy uses it any more.",
+        scenario="close",
+    ),
+    Wait(
+        name="a batch is complete before any op",
+        file="engine/runtime/batch.py",
+        code="self._stream.synchronize()",
+        orders="A step's tokens are on the GPU before ops read them, and the pinned buffer is free for the next step's.",
+        scenario="train",
+    ),
+    Wait(
+        name="the optimizer's scalars are there",
+        file="engine/optim/lr.py",
+        code="wait_for_copies(device)\n    return there",
+        without="return there",
+        orders="Updates on any stream read the learning rate and the clipping factor of their own step.",
+        scenario="train",
+    ),
+    Wait(
+        name="what a step reports is on the host",
+        file="engine/runtime/block_ops.py",
+        code="wait_for_copies(self._device)",
+        orders="Losses and norms are read from pinned memory when the copy has written them.",
+        scenario="train",
+    ),
+    Wait(
+        name="logits of samples are on the host",
+        file="engine/runtime/sample_ops.py",
+        code="wait_for_copies(self._views.device)",
+        orders="The next token is chosen from the logits of this pass.",
+        scenario="samples",
+    ),
+    Wait(
+        name="a stage of the state's first read is free again",
+        file="engine/runtime/state.py",
+        code="wait_for_copies(self._device)  # the stage is another part's next",
+        orders="The next part is read into a pinned stage when the copy of the part before has left it.",
+        scenario="resume",
+    ),
+    Wait(
+        name="a stage of frozen weights is free again",
+        file="engine/runtime/state.py",
+        code="            target.copy_(rows, non_blocking=True)\n            wait_for_copies(self._device)",
+        without="            target.copy_(rows, non_blocking=True)",
+        orders="As above, for weights that are never trained.",
+        scenario="resume",
+    ),
+    Wait(
+        name="the state is there before the lanes use it",
+        file="engine/runtime/state.py",
+        code="            self._end_oldest()\n        wait_for_copies(self._device)\n\n    def _read(",
+        without="            self._end_oldest()\n\n    def _read(",
+        orders="Lanes' streams read the state when the stream that wrote it is done.",
+        scenario="resume",
+    ),
+    Wait(
+        name="streamed weights are there before they are computed with",
+        file="engine/generate/weights.py",
+        code="torch.cuda.current_stream(self._device).wait_event(ready)",
+        orders="A block's kernels begin when its weights' copy has ended.",
+        scenario="generate",
+    ),
+    Wait(
+        name="a slot's block is over before the next is copied there",
+        file="engine/generate/weights.py",
+        code="self._stream.wait_event(coming.slot.over)",
+        orders="Weights are written over when the kernels that read them have ended.",
+        scenario="generate",
+    ),
+    Wait(
+        name="a pinned stage is copied before it is read into",
+        file="engine/generate/weights.py",
+        code="stage.over.synchronize()",
+        orders="The next buffer is read from disk into a stage when the copy of the one before has left it.",
+        scenario="generate",
+    ),
+    Wait(
+        name="weights are moved when nothing uses them",
+        file="engine/generate/weights.py",
+        code="            torch.cuda.synchronize(self._device)",
+        without="            pass",
+        orders="Slots, stages and pinned memory are given up when no kernel and no copy uses them any more.",
+        scenario="generate",
+    ),
+    Wait(
+        name="keys and values are given up when nothing uses them",
+        file="engine/generate/kept.py",
+        code="torch.cuda.synchronize(self._device)",
+        orders="The pinned memory of keys and values goes when no copy uses it any more.",
+        scenario="generate",
+    ),
+    Wait(
+        name="a checksum is taken of what has arrived",
+        file="storage/readers.py",
+        code="self._own.stream.synchronize()",
+        orders="Bytes that kvikio read to the GPU are compared when their copy on the host is complete.",
+        scenario="read",
+    ),
+    Wait(
+        name="the probe's zeros come before the data",
+        file="storage/readers.py",
+        code="torch.cuda.synchronize(out.device)  # the zeros must not arrive after the data",
+        orders="kvikio writes on no stream of ours: what was there before must be over.",
+        scenario="choose",
+    ),
+]
+
+CALLS = re.compile(r"\.synchronize\(|wait_event\(|wait_stream\(|wait_for_copies\(|\.query\(\)|record_stream\(")
+"""What waits, or asks whether something is over."""
+TIMING = {
+    "engine/clock.py": "measures, and is what wait_for_copies is",
+    "engine/machine/probe_compute.py": "measures",
+}
+"""Files whose waits only make a measurement end, and why."""
+ELSEWHERE = {
+    "engine/runtime/executor.py": [
+        "if issued and issued[0].first.query() and not issued[0].last.query():",  # display: what is under way
+        "while not stream.query() and time.monotonic() < deadline:",  # after a failure
+    ],
+}
+"""Lines that order nothing."""
+
+
+def calls() -> Iterator[tuple[str, str]]:
+    """(file, line) of everything in the engine and the storage that waits."""
+    for folder in ("engine", "storage"):
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            file = str(path.relative_to(REPOSITORY))
+            for line in path.read_text().splitlines():
+                text = line.strip()
+                if CALLS.search(text) and not text.startswith(("def ", "#", '"""')) and file not in TIMING:
+                    if text not in ELSEWHERE.get(file, []):
+                        yield file, text
+
+
+def page() -> str:
+    """docs/waits.md."""
+    rows = [f"| {wait.name} | `{wait.file}` | {wait.orders} |" for wait in WAITS]
+    return "\n".join(
+        [
+            "# Where Penstock waits for the GPU",
+            "",
+            "Everything else is ordered by its stream. Each of these was taken away in turn on the emulated GPU, and a test",
+            "noticed (`tests/emulated/test_waits.py`).",
+            "",
+            "| wait | where | what it orders |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
