@@ -256,8 +256,9 @@ def open_session(
         )
         reservation.allocated()
         undo.pop_all()
-    if session.settings.message is not None:
-        observer.on_message(session.settings.message)
+    for message in (session.settings.message, session.ram.arena.remark):
+        if message is not None:
+            observer.on_message(message)
     return session
 
 

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from penstock.storage.errors import BudgetError
+from penstock.storage.units import bytes_text
 
 PAGE_BYTES = 4096
 PIECE_BYTES = 64 << 30
@@ -25,7 +27,12 @@ MOST_BYTES = 512 << 30
 _STEP_BYTES = 256 << 20
 """What one thread pages in at once."""
 _PAGE_IN_THREADS = 16
+_UNKNOWN_BYTES = 64
 _MADV_POPULATE_WRITE = 23
+RING_PIECE_BYTES = (8 << 20) - PAGE_BYTES
+"""What is copied at once through the ring of an arena that is not pinned: a third of a millisecond of a PCIe 4 link,
+beside which starting a copy takes nothing. Two each way are less than any system can pin. Less a page, as torch's
+pinned allocator rounds up to a power of two."""
 
 Progress = Callable[[int, int], None]
 """Told how many bytes of how many are done."""
@@ -45,7 +52,12 @@ class Registrar(Protocol):
 
 class CudaRegistrar:
     def register(self, address: int, nbytes: int) -> int:
-        return int(_cudart().cudaHostRegister(address, nbytes, 0))
+        code = int(_cudart().cudaHostRegister(address, nbytes, 0))
+        if code != 0:
+            # It is the thread's last error, too, which its next launch would be taken to have failed with.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+        return code
 
     def unregister(self, address: int) -> None:
         _cudart().cudaHostUnregister(address)
@@ -56,7 +68,7 @@ class HostArena:
 
     Slots are carved once and live as long as the arena. torch's own pinned allocator rounds every allocation up to a
     power of two; here a slot costs its size rounded up to a page. Nothing is resident before it is touched or pinned,
-    and nothing here touches it before.
+    and nothing here touches it before. Where the driver does not pin as much, `copy` goes through pinned pieces.
     """
 
     def __init__(self, capacity_bytes: int, *, budget_bytes: int):
@@ -74,6 +86,10 @@ class HostArena:
         self._bytes: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
         self._registrar: Registrar | None = None
         self._registered: list[int] = []
+        self._ring: tuple[_Ring, _Ring] | None = None
+        """To the GPU and from it, where the arena could not be pinned."""
+        self.remark: str | None = None
+        """What of pinning is to be told."""
 
     @property
     def used_bytes(self) -> int:
@@ -111,7 +127,7 @@ class HostArena:
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=nbytes)
 
     def pin(self, registrar: Registrar | None = None, on_progress: Progress | None = None) -> None:
-        """Page all slots in and register them, once all are carved. BudgetError when the driver refuses.
+        """Page all slots in and register them, once all are carved; or make the ring, where the driver refuses that.
 
         Pages come in from as many threads as the calling one has cores, and lie on its NUMA node: paging in is what
         takes long, and the driver would do it with one thread. `registrar`: CUDA's by default.
@@ -126,15 +142,54 @@ class HostArena:
                     pager.wait(offset + nbytes)
                     code = self._registrar.register(base + offset, nbytes)
                     if code != 0:
-                        raise BudgetError(
-                            f"cannot pin {total:,} bytes of RAM (cudaHostRegister error {code} after {offset:,} "
-                            "bytes); raise the memlock limit (ulimit -l) or lower budgets.ram: WSL2, for example, can "
-                            "pin only about half of its RAM"
-                        )
+                        pager.wait(total)
+                        self._make_ring(code, offset)
+                        break
                     self._registered.append(base + offset)
         except BaseException:
             self.close()
             raise
+
+    def _make_ring(self, code: int, pinned_bytes: int) -> None:
+        """Pieces for `copy`, in place of `pinned_bytes` that the driver has pinned before it refused the rest."""
+        self._unpin()
+        piece_bytes = min(RING_PIECE_BYTES, _page_up(max(self.slots.values())))
+        try:
+            self._ring = _Ring(piece_bytes), _Ring(piece_bytes)
+        except RuntimeError as error:
+            raise BudgetError(
+                f"cannot pin even {bytes_text(4 * piece_bytes)} of RAM (cudaHostRegister error {code}; "
+                f"{str(error).partition(chr(10))[0]}): end what else uses this GPU"
+            ) from error
+        self.remark = (
+            f"the driver cannot pin {bytes_text(self._offset)} of RAM (cudaHostRegister error {code} after "
+            f"{bytes_text(pinned_bytes)}): copies between RAM and GPU go through {bytes_text(4 * piece_bytes)} of "
+            "pinned memory, slower than planned and with more work for the CPU; a lower budgets.ram may fit what can "
+            "be pinned"
+        )
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy to or from slots in the order of the calling thread's stream: copy_(non_blocking=True) where they are
+        pinned. Through the ring the host's side of it is over when this returns; tensors are contiguous, of one dtype.
+        """
+        if self._ring is None:
+            target.copy_(source, non_blocking=True)
+        elif self._holds(target):
+            self._ring[1].to_host(_flat(target), _flat(source))
+        elif self._holds(source):
+            self._ring[0].to_gpu(_flat(target), _flat(source))
+        else:
+            target.copy_(source, non_blocking=True)
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        assert self._bytes is not None, "the arena is closed"
+        return 0 <= tensor.data_ptr() - self._bytes.data_ptr() < self.capacity_bytes
+
+    def _unpin(self) -> None:
+        for address in self._registered:
+            assert self._registrar is not None
+            self._registrar.unregister(address)
+        self._registered.clear()
 
     def close(self) -> None:
         """Unpin the arena and give its memory back; what slots held is lost.
@@ -144,10 +199,8 @@ class HostArena:
         """
         if self._bytes is None:
             return
-        for address in self._registered:
-            assert self._registrar is not None
-            self._registrar.unregister(address)
-        self._registered.clear()
+        self._unpin()
+        self._ring = None
         self._map.madvise(mmap.MADV_DONTNEED)
         self._bytes = None
 
@@ -172,6 +225,54 @@ def cut_pieces(slot_bytes: Sequence[int]) -> list[tuple[int, int]]:
             start = end
         end += nbytes
     return [*pieces, (start, end - start)] if end > start else pieces
+
+
+class _Ring:
+    """Two pinned pieces, through which bytes of pageable memory go one way: while the link carries one, the host fills
+    or empties the other. Whoever copies has the ring alone.
+    """
+
+    def __init__(self, piece_bytes: int) -> None:
+        self._lock, self._size = threading.Lock(), piece_bytes
+        self._pieces = [pinned_empty(piece_bytes, torch.uint8) for _ in range(2)]
+        self._over: list[torch.cuda.Event | None] = [None, None]
+        """The last copy of each piece, on whichever stream it was."""
+
+    def to_gpu(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """uint8 [n] each; `source` has been read when this returns."""
+        with self._lock:
+            for i, (there, here) in enumerate(self._parts(target, source)):
+                self._wait(i % 2)
+                there.copy_(self._pieces[i % 2][: here.numel()].copy_(here), non_blocking=True)
+                self._mark(i % 2)
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """uint8 [n] each; `target` is complete when this returns."""
+        with self._lock:
+            parts = self._parts(target, source)
+            for i, (_, here) in enumerate(parts):
+                self._pieces[i % 2][: here.numel()].copy_(here, non_blocking=True)
+                self._mark(i % 2)
+                if i:
+                    self._empty(parts, i - 1)
+            self._empty(parts, len(parts) - 1)
+
+    def _parts(self, target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return list(zip(target.split(self._size), source.split(self._size), strict=True))
+
+    def _empty(self, parts: list[tuple[torch.Tensor, torch.Tensor]], i: int) -> None:
+        self._wait(i % 2)
+        there = parts[i][0]
+        there.copy_(self._pieces[i % 2][: there.numel()])
+
+    def _wait(self, piece: int) -> None:
+        over = self._over[piece]
+        if over is not None:
+            over.synchronize()
+
+    def _mark(self, piece: int) -> None:
+        over = self._over[piece] = self._over[piece] or torch.cuda.Event(blocking=True)
+        over.record()
 
 
 class _Pager:
@@ -214,6 +315,16 @@ def _page_in(address: int, nbytes: int) -> None:
     ctypes.memset(address, 0, nbytes)  # a kernel before 5.14
 
 
+def pinned_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor [numel] of pinned memory, outside any arena. Who frees it has waited for its copies.
+
+    torch's allocator notes the copies of what it pins, and asks the GPU about them when the tensor is freed; where the
+    GPU has failed by then, that ends the process. It knows memory by where it begins.
+    """
+    whole = torch.empty(_UNKNOWN_BYTES + numel * dtype.itemsize, dtype=torch.uint8, pin_memory=True)
+    return torch.from_numpy(whole.numpy()[_UNKNOWN_BYTES:]).view(dtype)
+
+
 def empty_aligned(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor [numel] that starts at a 4 KiB address, outside any arena and its budget.
 
@@ -233,6 +344,10 @@ def _map_memory(nbytes: int) -> mmap.mmap:
     with contextlib.suppress(OSError):  # a kernel built without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _page_up(nbytes: int) -> int:

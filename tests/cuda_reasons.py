@@ -23,9 +23,8 @@ REASONS: dict[str, str] = {
     "engine/machine/device.py:why_no_cuda": "asks a torch that is built for CUDA why it finds no device",
     "engine/opening.py:_tell_plan": "tells of CUDA's kernels; tests/engine/test_kernels.py gives them",
     "engine/progress.py:memory_peaks": "the allocator's peak of a session on a GPU",
-    "engine/runtime/calibrate.py:calibrate": (
-        "empties the allocator's cache and waits for the device before the lanes begin"
-    ),
+    "engine/runtime/calibrate.py:calibrate": "empties the allocator's cache",
+    "engine/runtime/calibrate.py:_link_rates": "pins what is copied, and waits for the device before the lanes begin",
     "engine/session.py:Session.__init__": "pins the arena near the GPU; tests/gpu/test_pinned_arena.py",
     "engine/machine/affinity.py:place_threads": (
         "asks the driver for the GPU's place on the bus; `placement` is tested apart"
@@ -41,7 +40,7 @@ REASONS: dict[str, str] = {
     "storage/readers.py:KvikioReader.pinned_bytes": "asks the kvikio that was imported; tests/gpu/test_gpu_readers.py",
     "storage/readers.py:_probe": "waits for the GPU's memory; tests/gpu/test_gpu_readers.py",
     "engine/machine/device.py:configure": "takes the GPU's number, for the allocator's limit",
-    "engine/runtime/executor.py:_settle_stream": "waits for a GPU's stream that has failed",
+    "engine/runtime/executor.py:Executor.close": "waits for a GPU's stream that has failed",
     "engine/machine/presets.py:this_machine": "asks the driver for the GPU's name",
     "engine/machine/probe_compute.py:link_rates": "copies between pinned and GPU memory; tests/gpu/test_gpu_bench.py",
     **{f"app/gpu_check/device.py:{name}": _CHECK for name in _CHECKS.split()},

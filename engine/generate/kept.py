@@ -87,11 +87,12 @@ class Kept:
 
     def _move(self, layer: int, ranges: Sequence[tuple[int, int, int]], *, out: bool) -> None:
         assert self._flats is not None
+        assert self._arena is not None
         for sequence, start, end in ranges:
             pair = zip(self.of(layer, sequence), self._rows(layer, sequence, self._flats[layer]), strict=True)
             for here, there in pair:
                 target, origin = (there, here) if out else (here, there)
-                target[start:end].copy_(origin[start:end], non_blocking=True)
+                self._arena.copy(target[start:end], origin[start:end])
 
     def close(self) -> None:
         if self._apart:

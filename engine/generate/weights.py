@@ -225,7 +225,7 @@ class Weights:
                 target = coming.flats[name] = coming.slot.flat[offset : offset + numel]
                 offset += numel
                 if tier == "ram":
-                    target.copy_(self._ram[name], non_blocking=True)
+                    self._to_device(target, self._ram[name])
                 else:
                     self._read(name, target)
             if self._stream is None:
@@ -259,13 +259,17 @@ class Weights:
                 stage.over.synchronize()
             rows = stage.flat[: target.numel()]
             self._from_disk(name, rows)
-            target.copy_(rows, non_blocking=True)
+            self._to_device(target, rows)
             stage.over = torch.cuda.Event(blocking=True)
             stage.over.record(self._stream)
         else:  # once, of what lives on the device
             rows = empty_aligned(target.numel(), self._dtype)
             self._from_disk(name, rows)
             target.copy_(rows)
+
+    def _to_device(self, target: Tensor, rows: Tensor) -> None:
+        assert self._arena is not None
+        self._arena.copy(target, rows)
 
     def _from_disk(self, name: str, rows: Tensor) -> None:
         self._source.read(name, rows)

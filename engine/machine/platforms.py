@@ -92,7 +92,8 @@ def remarks(device: torch.device, root: Path = Path("/")) -> list[str]:
             )
         if is_wsl(root):
             found.append(
-                "WSL2 can pin only about half of its RAM: the RAM tier takes no more, unless budgets.ram says otherwise"
+                "WSL2 can pin about half of its RAM at most: the RAM tier takes no more, unless budgets.ram says "
+                "otherwise"
             )
         if shares_memory(torch.cuda.get_device_properties(device)):
             found.append(f"{one_line(name, 80)} has no memory of its own: both tiers share the machine's")

@@ -198,9 +198,10 @@ def link_rates(device: torch.device, sizes: Sizes, seconds: float) -> LinkRates:
             there = [arena.slot(f"device {index}", nbytes).zero_() for index in range(pairs)]
         to_device = list(zip(there, host, strict=True))[:_COPIES]
         to_host = list(zip(host, there, strict=True))[_COPIES:]
-        _copies([to_device, to_host], device, 0)  # first touch
-        (h2d,), (d2h,) = _copies([to_device], device, seconds / 3), _copies([to_host], device, seconds / 3)
-        both = _copies([to_device, to_host], device, seconds / 3)
+        _copies(arena, [to_device, to_host], device, 0)  # first touch
+        ((h2d,), (d2h,), both) = (
+            _copies(arena, each, device, seconds / 3) for each in ([to_device], [to_host], [to_device, to_host])
+        )
         return LinkRates(h2d, d2h, min(1.0, sum(both) / (h2d + d2h)))
 
 
@@ -208,7 +209,7 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 """(target, source) pairs."""
 
 
-def _copies(directions: Sequence[Copies], device: torch.device, seconds: float) -> list[float]:
+def _copies(arena: HostArena, directions: Sequence[Copies], device: torch.device, seconds: float) -> list[float]:
     """Bytes/s of each direction, all at once: a thread each that copies as a lane's does, on CUDA with a stream."""
     moved, ends = [0] * len(directions), [0.0] * len(directions)
     streams = [torch.cuda.Stream(device) for _ in directions] if device.type == "cuda" else None
@@ -221,7 +222,7 @@ def _copies(directions: Sequence[Copies], device: torch.device, seconds: float) 
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
             while not moved[index] or time.perf_counter() < start + seconds:
                 for target, source in copies:
-                    target.copy_(source, non_blocking=stream is not None)
+                    arena.copy(target, source)
                     moved[index] += source.nbytes
                 if stream is not None:
                     stream.synchronize()

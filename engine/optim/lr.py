@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.engine.clock import wait_for_copies
 from penstock.engine.config import TrainConfig
+from penstock.storage.arena import pinned_empty
 
 DECAY_SHARE = 10
 """A wsd schedule decays in one part in so many of its steps where the recipe does not say in how many."""
@@ -51,7 +52,7 @@ def on_device(values: Tensor, device: torch.device) -> Tensor:
     """`values` on `device`, where other streams may read them at once."""
     if device.type != "cuda":
         return values
-    pinned = torch.empty_like(values, pin_memory=True).copy_(values)
+    pinned = pinned_empty(values.numel(), values.dtype).view(values.shape).copy_(values)
     there = pinned.to(device, non_blocking=True)
     wait_for_copies(device)
     return there

@@ -15,6 +15,7 @@ from penstock.engine.data.loader import MicroBatch
 from penstock.engine.model.tokens import ChunkTokens, total_weight
 from penstock.engine.plan.plan import Chunk, filled_chunks
 from penstock.engine.plan.problem import BYTES_PER_TOKEN
+from penstock.storage.arena import pinned_empty
 
 
 @dataclass(slots=True)
@@ -127,7 +128,7 @@ class BatchCarrier:
             self._stream = torch.cuda.Stream(device)
             # Room for the most that a step can have, whatever its tokens are: equal sizes leave no holes behind.
             self._numel = sum(chunk.end - chunk.start for chunk in chunks) * _TENSORS
-            self._pinned = torch.empty(self._numel, dtype=torch.int64, pin_memory=True)
+            self._pinned = pinned_empty(self._numel, torch.int64)
 
     def step(self, micro_batches: Sequence[MicroBatch], cursor: dict[str, Any]) -> StepData:
         return StepData(**self._batch(micro_batches), cursor=cursor)

@@ -20,6 +20,7 @@ from penstock.engine.runtime.handlers import handles
 from penstock.engine.runtime.views import Views
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.ops import WHOLE, Op
+from penstock.storage.arena import pinned_empty
 from penstock.storage.nvme import NvmeStore
 
 
@@ -42,10 +43,9 @@ class BlockOps:
         # first on.
         self._starts = [0, *itertools.accumulate(chunk.end - chunk.start for chunk in plan.chunks)]
         self._hits = torch.zeros(self._starts[-1], dtype=torch.bool, device=self._device)
-        pinned = self._device.type == "cuda"
+        make = pinned_empty if self._device.type == "cuda" else torch.empty
         self._report_on_host, self._evaluations_on_host, self._hits_on_host = (
-            torch.empty_like(tensor, device="cpu", pin_memory=pinned)
-            for tensor in (self._report, self._evaluations, self._hits)
+            make(tensor.numel(), dtype=tensor.dtype) for tensor in (self._report, self._evaluations, self._hits)
         )
 
     # ------------------------------------------------------------------ blocks

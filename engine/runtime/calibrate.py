@@ -99,12 +99,7 @@ def calibrate(
         torch.cuda.empty_cache()
     if brief:
         return Calibration(samples={kind: tuple(found) for kind, found in samples.items()})
-    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda").fill_(1)
-    there = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # the lanes' streams come after it
-    up = executor.call("h2d", lambda: _copy_rate(there, host, device))
-    down = executor.call("d2h", lambda: _copy_rate(host, there, device))
+    up, down = _link_rates(executor, device)
     updates = any(buffer.state in ("ram", "nvme") for buffer in plan.buffers.values())
     rate = executor.call("optimizer", lambda: _update_rate(plan, optimizer, train, runner.dtype)) if updates else None
     return Calibration(
@@ -273,10 +268,22 @@ def _measured(units: Sequence[_Unit], runtime: Runtime, repeats: int) -> Iterato
         yield unit, [statistics.median(each) for each in zip(*found, strict=True)], kept
 
 
-def _copy_rate(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:
-    """Bytes per second of a copy to or from the compute device."""
-    times = [elapsed_s(lambda: target.copy_(source, non_blocking=True), device) for _ in range(1 + REPEATS)]
-    return COPY_BYTES / min(times[1:])
+def _link_rates(executor: Executor, device: torch.device) -> tuple[float, float]:
+    """Bytes per second of a copy to the compute device and of one from it, each on its lane."""
+    arena = HostArena(COPY_BYTES, budget_bytes=COPY_BYTES)
+    try:
+        host, there = arena.slot("host", COPY_BYTES).fill_(1), torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+        if device.type == "cuda":
+            arena.pin()
+            torch.cuda.synchronize(device)  # the lanes' streams come after it
+
+        def rate(target: torch.Tensor, source: torch.Tensor) -> float:
+            times = [elapsed_s(lambda: arena.copy(target, source), device) for _ in range(1 + REPEATS)]
+            return COPY_BYTES / min(times[1:])
+
+        return executor.call("h2d", lambda: rate(there, host)), executor.call("d2h", lambda: rate(host, there))
+    finally:
+        arena.close()
 
 
 def _update_rate(plan: Plan, optimizer: Optimizer, train: TrainConfig, dtype: torch.dtype) -> float:

@@ -392,7 +392,7 @@ class LayerOps:
     def _copy(self, op: Op) -> None:
         for here, there in self._places(op):
             target, source = (here, there) if op.lane == "h2d" else (there, here)
-            target.copy_(source, non_blocking=True)
+            self._views.ram.arena.copy(target, source)
 
 
 def _tokens(chunk: Chunk) -> int:

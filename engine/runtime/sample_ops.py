@@ -94,7 +94,7 @@ class SampleOps:
         here, there = self._views.ram.sample_logits, self._views.gpu.sample_logits
         assert here is not None
         assert there is not None
-        here.copy_(there, non_blocking=True)
+        self._views.ram.arena.copy(here, there)
         wait_for_copies(self._views.device)
 
     @handles(a.LOAD_SAMPLE_KV)
@@ -102,7 +102,7 @@ class SampleOps:
         here, there = self._places(op)
         for sequence, tokens in self._views.samples[op.batch].read.items():
             for target, source in zip(here[sequence], there[sequence], strict=True):
-                target[:tokens].copy_(source[:tokens], non_blocking=True)
+                self._views.ram.arena.copy(target[:tokens], source[:tokens])
 
     @handles(a.STORE_SAMPLE_KV)
     def _store(self, op: Op) -> None:
@@ -110,7 +110,7 @@ class SampleOps:
         for row in self._rows(op):
             new = slice(row.start, row.start + len(row.ids))
             for target, source in zip(there[row.sequence], here[row.sequence], strict=True):
-                target[new].copy_(source[new], non_blocking=True)
+                self._views.ram.arena.copy(target[new], source[new])
 
     def _places(self, op: Op) -> tuple[list[KeysValues], list[KeysValues]]:
         """(on the compute device, in RAM): keys and values of the op's layer by sequence."""

@@ -47,13 +47,13 @@ class StateOps:
         weights = self._ram.buffers[op.block]["weights"]
         start, end = self._buffer(op).piece(op.index, op.slots[a.PIECES])
         flat = self._views.flat("weights", op.block, op.slots[op.block])
-        flat[start:end].copy_(weights[start:end], non_blocking=True)
+        self._ram.arena.copy(flat[start:end], weights[start:end])
 
     @handles(a.LOAD_WEIGHTS_PART)
     def _load_weights_part(self, op: Op) -> None:
         start, end = self._part(op)
         flat = self._views.flat("weights", op.block, op.slots[op.block])
-        flat[start:end].copy_(self._staged(op, self._views.dtype), non_blocking=True)
+        self._ram.arena.copy(flat[start:end], self._staged(op, self._views.dtype))
 
     @handles(a.READ_WEIGHTS)
     def _read_weights(self, op: Op) -> Future[Any]:
@@ -79,7 +79,7 @@ class StateOps:
         flat = self._views.flat("gradient", op.block, op.slots[op.block])
         for part in range(buffer.num_parts):
             start, end = buffer.part(part)
-            waiting[start:end].copy_(flat[start:end].to(waiting.dtype), non_blocking=True)
+            self._ram.arena.copy(waiting[start:end], flat[start:end].to(waiting.dtype))
 
     @handles(a.STORE_SUM, a.LOAD_SUM)
     def _move_sum(self, op: Op) -> None:
@@ -87,14 +87,14 @@ class StateOps:
         here = self._views.flat("gradient", op.block, op.slots[op.block])[start:end]
         there = self._ram.sums[op.block][start:end]
         target, source = (here, there) if op.action is a.LOAD_SUM else (there, here)
-        target.copy_(source, non_blocking=True)
+        self._ram.arena.copy(target, source)
 
     @handles(a.STORE_GRADIENT_PART)
     def _store_gradient_part(self, op: Op) -> None:
         start, end = self._part(op)
         flat = self._views.flat("gradient", op.block, op.slots[op.block])
         stage = self._staged(op, self._views.gradient_dtype)
-        stage.copy_(flat[start:end].to(stage.dtype), non_blocking=True)
+        self._ram.arena.copy(stage, flat[start:end].to(stage.dtype))
 
     @handles(a.WRITE_GRADIENT)
     def _write_gradient(self, op: Op) -> Future[Any]:
@@ -153,7 +153,7 @@ class StateOps:
     def _stage_state(self, op: Op) -> None:
         start, end = self._part(op)
         resident = self._gpu.buffers[op.block][self._kinds[op.slots[a.KIND]]]
-        self._staged(op, torch.float32).copy_(resident[start:end], non_blocking=True)
+        self._ram.arena.copy(self._staged(op, torch.float32), resident[start:end])
 
     @handles(a.CHECKPOINT_STAGED)
     def _checkpoint_staged(self, op: Op) -> Future[Any]:

@@ -45,6 +45,7 @@ def main(folder: Path, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "gpu_memory": result.gpu_memory,
         "validations": len(observer.validations),
         "lanes": sorted({span.lane for span in observer.spans}),
+        "messages": observer.messages,
         "refusals": standin.counts().total("refusal"),
     }
 

@@ -19,6 +19,7 @@ import torch
 from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from streams_on_cpu import streams_on_cpu
 from system_calls import refuse_direct
 
 from penstock.storage import chunk, crc, readers
@@ -418,7 +419,38 @@ def test_what_cannot_be_pinned_is_given_back(monkeypatch: pytest.MonkeyPatch) ->
     for i in range(8):
         arena.slot(f"s{i}", 1 << 20)
     registrar = RecordingRegistrar(refuse=3)
-    with pytest.raises(BudgetError, match=r"error 2 after 3,145,728 bytes.*ulimit -l"):
-        arena.pin(registrar)
+    with pytest.raises(BudgetError, match=r"cannot pin even 4.0 MiB of RAM \(cudaHostRegister error 2; .*GPU"):
+        arena.pin(registrar)  # nor is there anything else here that pins
     assert len(registrar.calls) == 3
     assert not registrar.ranges
+
+
+@pytest.mark.parametrize("nbytes", [4, 8188, 8192, 8196, 16384, 5 * 8192 + 12, 1 << 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_cannot_be_pinned_is_copied_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, nbytes: int
+) -> None:
+    """Every byte and no other, both ways, twice; the pages are there, and the run is told."""
+    monkeypatch.setattr("penstock.storage.arena.RING_PIECE_BYTES", 8192)
+    monkeypatch.setattr("penstock.storage.arena.pinned_empty", empty_aligned)
+    arena, told = HostArena(1 << 20, budget_bytes=1 << 20), list[tuple[int, int]]()
+    slot, other = (arena.slot(name, 1 << 16).view(dtype) for name in ("slot", "other"))
+    numel = nbytes // dtype.itemsize
+    values, around = torch.arange(numel).to(dtype), torch.zeros(numel + 8, dtype=dtype)
+    back = around[4:-4]
+    with streams_on_cpu():
+        arena.pin(RecordingRegistrar(refuse=0), lambda done, total: told.append((done, total)))
+        assert told[-1] == (1 << 17, 1 << 17)
+        assert not arena.pinned
+        for _ in range(2):
+            arena.copy(slot[:numel].zero_(), values)
+            arena.copy(back.zero_().view(1, -1), slot[:numel].view(1, -1))
+            assert torch.equal(slot[:numel], values)
+            assert torch.equal(back, values)
+        assert not any(rest.any() for rest in (slot[numel:], other, around[:4], around[-4:]))
+        arena.copy(back, values + 1)  # of no slot
+        assert torch.equal(back, values + 1)
+    assert arena.remark is not None
+    for part in ("cannot pin 128 KiB", "error 2 after 0 B", "32.0 KiB of pinned memory", "slower", "budgets.ram"):
+        assert part in arena.remark
+    arena.close()

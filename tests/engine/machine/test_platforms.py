@@ -41,6 +41,7 @@ from penstock.engine.optim.adamw import PIECE_NUMEL, AdamW, adamw, scalars
 from penstock.engine.optim.base import UpdateRange
 from penstock.engine.runtime.executor import Executor
 from penstock.engine.train import train_step
+from penstock.storage.arena import HostArena
 from penstock.storage.errors import UserError
 from penstock.storage.layout import FlatLayout, ParamSpec
 
@@ -165,7 +166,7 @@ def test_work_is_timed_between_two_events_and_copies_go_through_a_stream_each() 
         assert 0 <= elapsed_s(lambda: counted.append(None), CUDA, 5) < 20
     threads = threading.active_count()
     with streams_on_cpu():
-        rates = probe_compute._copies([[(there, here)], [(back, here)]], CUDA, 0.0)
+        rates = probe_compute._copies(HostArena(4096, budget_bytes=4096), [[(there, here)], [(back, here)]], CUDA, 0.0)
     assert len(counted) == 5
     assert torch.equal(there, here)
     assert torch.equal(back, here)
