@@ -29,7 +29,7 @@ from penstock.app.loading import loading
 from penstock.app.options import JsonOption, RecipeArgument, SetOption, complete_recipes
 from penstock.app.streams import open_standard_streams, print_failure
 from penstock.app.working import Working, working
-from penstock.storage.errors import UserError, used_up
+from penstock.storage.errors import UserError, not_ours
 from penstock.storage.untrusted import RefusedFileError, printable
 
 BAD_INPUT = 2
@@ -325,8 +325,8 @@ _LINE_CHARS = 2000
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. A UserError is one message on stderr and exit code 2.
 
-    So are memory, threads or open files that are used up, and what the system refuses of a file that it names. All else
-    is a mistake of ours and gives its traceback.
+    So are memory, threads or open files that are used up, a GPU that fails, and what the system refuses of a file that
+    it names. All else is a mistake of ours and gives its traceback.
     """
     stay_offline()
     open_standard_streams()
@@ -337,7 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0
     except (UserError, MemoryError, OSError, RuntimeError, ImportError) as error:
-        known = error if isinstance(error, UserError) else used_up(error) or _misplaced(error)
+        known = error if isinstance(error, UserError) else not_ours(error) or _misplaced(error)
         if known is None:
             raise
         return _refuse(known)

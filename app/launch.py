@@ -42,7 +42,7 @@ from penstock.engine.events import (
 )
 from penstock.engine.preparing import Checklist
 from penstock.storage.disk import atomic_write
-from penstock.storage.errors import UserError, used_up
+from penstock.storage.errors import UserError, not_ours
 from penstock.storage.untrusted import shell
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class RunObserver:
 
     def fail(self, error: BaseException) -> None:
         """Say what has ended the run: a message for the user, or where it was."""
-        known = error if isinstance(error, UserError) else used_up(error)
+        known = error if isinstance(error, UserError) else not_ours(error)
         self._log.message(str(known) if known else traceback.format_exc(), "error")
         self.close("failed", str(known) if known else f"{type(error).__name__}: {error}")
 

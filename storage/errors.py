@@ -44,6 +44,30 @@ def refused(what: str, *, with_type: bool = True) -> Iterator[None]:
         raise UserError(f"{what}: {type(error).__name__}: {error}" if with_type else f"{what}: {error}") from error
 
 
+_GPU = re.compile(
+    r"CUDA error|CUDA driver error|CUBLAS_STATUS_|CUDNN_STATUS_|cuDNN error|Triton Error \[CUDA\]|cudaError|CUFILE_"
+)
+
+
+def gpu_failure(error: BaseException) -> str | None:
+    """What a GPU's driver or its libraries say in `error`, in a line; None where they raised something else."""
+    of_torch = type(error).__name__ == "AcceleratorError"
+    if not of_torch and not (isinstance(error, RuntimeError) and _GPU.search(str(error))):
+        return None
+    return str(error).strip().partition("\n")[0]
+
+
+def not_ours(error: BaseException) -> UserError | None:
+    """`error` as a message for the user where the machine is what failed: a GPU, or what is used up; else None."""
+    said = gpu_failure(error)
+    if said is None:
+        return used_up(error)
+    return UserError(
+        f"the GPU failed: {said}. What is on disk is as it was; if the GPU is gone or hangs (nvidia-smi; Xid in the "
+        "kernel's log), restart the machine or use another one"
+    )
+
+
 _NO_MEMORY = re.compile(r"an't allocate memory|annot allocate memory|failed to map segment|std::bad_alloc")
 _NO_THREAD = "can't start new thread"
 

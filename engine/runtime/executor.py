@@ -259,7 +259,7 @@ class Executor:
     def close(self) -> None:
         """End the lanes; ops in progress finish, queued ones are dropped.
 
-        After a failure nothing is raised here, and what does not end within CLOSE_S is left behind: a GPU that is gone
+        Nothing is raised here, and after a failure what does not end within CLOSE_S is left behind: a GPU that is gone
         may never answer.
         """
         with self._lock:
@@ -273,10 +273,11 @@ class Executor:
             while any(self._busy.values()) and not self._given_up(deadline):
                 self._main.wait(0.1)
         for stream in self._streams.values():
-            if self._failure is None:
-                stream.synchronize()
-            else:
-                _settle_stream(stream, deadline)
+            with contextlib.suppress(RuntimeError):  # that of a stream which has failed is no news
+                if self._failure is None:
+                    stream.synchronize()
+                while not stream.query() and not self._given_up(deadline):
+                    time.sleep(0.001)
 
     def _given_up(self, deadline: float) -> bool:
         return self._failure is not None and time.monotonic() > deadline
@@ -481,13 +482,6 @@ class Executor:
         if ticket is not None:
             for condition in ticket.waiters:
                 condition.notify()
-
-
-def _settle_stream(stream: torch.cuda.Stream, deadline: float) -> None:
-    """Wait for a stream that may have failed, which is no news, or hang."""
-    with contextlib.suppress(RuntimeError):
-        while not stream.query() and time.monotonic() < deadline:
-            time.sleep(0.001)
 
 
 def _under_way(op: Op, start_s: float) -> UnderWay:

@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.engine.events import op_text
 from penstock.engine.plan.plan import Plan
 from penstock.engine.schedule.ops import WHOLE, Op
-from penstock.storage.errors import UserError, used_up
+from penstock.storage.errors import UserError, gpu_failure, used_up
 from penstock.storage.untrusted import one_line
 
 
@@ -18,9 +18,6 @@ class DivergedError(UserError):
     """Loss, gradient or updated state is not finite, or too large to train on."""
 
 
-_CUDA = re.compile(
-    r"CUDA error|CUDA driver error|CUBLAS_STATUS_|CUDNN_STATUS_|cuDNN error|Triton Error \[CUDA\]|cudaError|CUFILE_"
-)
 _FULL = re.compile(r"[^\n]*(?:No space left on device|Disk quota exceeded)[^\n]*")
 _TRIED = re.compile(r"[Tt]ried to allocate ([0-9.]+ [KMGT]?i?B)")
 
@@ -32,11 +29,12 @@ def explain(error: BaseException, op: Op | None, plan: Plan) -> UserError | None
     """
     where = f"op {describe(op, plan)}" if op is not None else "what surrounds the ops"
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or (_CUDA.search(text) and "out of memory" in text):
+    said = gpu_failure(error)
+    if isinstance(error, torch.OutOfMemoryError) or (said is not None and "out of memory" in text):
         return UserError(_out_of_memory(text, where, plan))
-    if isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and _CUDA.search(text)):
+    if said is not None:
         return UserError(
-            f"the GPU failed in {where}: {text.strip().partition(chr(10))[0]}. GPU errors are reported late, so an "
+            f"the GPU failed in {where}: {said}. GPU errors are reported late, so an "
             "earlier op may be the cause. If the GPU is gone or hangs (nvidia-smi; Xid in the kernel's log), resume on "
             "another one"
         )

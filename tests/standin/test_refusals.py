@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from test_runs import STREAMED, environment, trained, with_train
 
 LIMITED = with_train(STREAMED, calibrate=False, steps=4, activation_checkpointing="selective") | {
@@ -69,3 +70,73 @@ arena.close()
     env = environment(STANDIN_PINNED_MIB="4", STANDIN_DELAY_US="300")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=300)
     assert done.stdout == "True\n" * 3, done.stdout + done.stderr
+
+
+SETTINGS = {
+    "model.vocab_size": 2048,
+    "data.source": "random",
+    "data.sequence_length": 1024,
+    "data.max_documents": 64,
+    "data.validation_documents": "none",
+    "train.steps": 4,
+    "train.warmup_steps": 0,
+    "train.decay_steps": "none",
+    "train.validate_every": "none",
+    "train.validate_first": "false",
+    "train.validation_sequences": "none",
+    "train.calibrate": "false",
+    "train.device": "cuda",
+    "storage.checkpoint_every": 1,
+    "after.export": "false",
+}
+"""The quickstart's recipe, in which all lanes work, without what kernels would have to compute."""
+
+
+def penstock(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "penstock.app.cli", *arguments],
+        cwd=cwd,
+        env=environment(XDG_CONFIG_HOME=str(cwd / "config"), **variables),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+
+def begun(cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    settings = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
+    return penstock("train", "quickstart", "--from-scratch", "--run-dir", "run", *settings, cwd=cwd, **variables)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int], str]:
+    """What a run calls of CUDA that nothing happens to, and its state's digest."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = begun(folder, STANDIN_SUMMARY="1")
+    assert done.returncode == 0, done.stderr[-4000:]
+    counts = done.stderr.rpartition("[standin] ")[2].split()
+    return dict(zip(counts[::2], map(int, counts[1::2]), strict=True)), tiny.digest_of(folder / "run")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("kind", ["launch", "copy"])
+def test_a_card_that_fails_ends_the_run_with_one_message(
+    tmp_path: Path, whole: tuple[dict[str, int], str], kind: str, share: float
+) -> None:
+    """At the first launch or copy, while the run is prepared, and in its steps; on another card it goes on."""
+    counts, digest = whole
+    at = max(1, int(share * counts[kind]))
+    failed = begun(tmp_path, **{f"STANDIN_FAIL_{kind.upper()}": str(at)})
+    words = {"launch": "unspecified launch failure", "copy": "uncorrectable ECC error encountered"}[kind]
+    assert failed.returncode == 2, failed.stderr[-4000:]
+    assert "Traceback" not in failed.stderr
+    before, _, message = f"\n{failed.stderr}".rpartition("\nerror: the GPU failed")
+    assert "error" not in before.replace("CUDA error", "")  # kvikio may have been told first
+    assert words in message
+    assert "nvidia-smi" in message
+    if (tmp_path / "run" / "state" / "manifest.json").exists():
+        resumed = penstock("resume", "run", cwd=tmp_path)
+        assert resumed.returncode == 0, resumed.stderr[-4000:]
+        assert tiny.digest_of(tmp_path / "run") == digest
+    else:
+        assert share < 0.9

@@ -20,7 +20,7 @@ from system_calls import failing
 from used_up import SHORTAGES
 
 from penstock.storage import disk, units, untrusted
-from penstock.storage.errors import UserError, used_up
+from penstock.storage.errors import UserError, not_ours
 
 
 def test_folders_are_made_and_refused_where_nothing_can_be_written(tmp_path: Path) -> None:
@@ -230,14 +230,28 @@ def test_what_is_used_up_is_a_message(name: str) -> None:
     cause, message = SHORTAGES[name]
     with pytest.raises((MemoryError, OSError, RuntimeError)) as caught:
         cause()
-    assert message in str(used_up(caught.value))
+    assert message in str(not_ours(caught.value))
 
 
 def test_other_errors_are_none() -> None:
     for cause in (lambda: os.stat("/no/such/file"), lambda: torch.ones(2) + torch.ones(3), threading.Lock().release):
         with pytest.raises((OSError, RuntimeError)) as caught:
             cause()
-        assert used_up(caught.value) is None
+        assert not_ours(caught.value) is None
+
+
+def test_a_gpu_that_failed_is_a_message() -> None:
+    """Of torch by its type, of the libraries of CUDA by their words: the first line of what they say."""
+    errors = (
+        torch.AcceleratorError("HIP error: unspecified launch failure\nFor debugging consider..."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`\nmore"),
+    )
+    for error, first in zip(errors, ("HIP error: unspecified launch failure", "cublasGemmEx`"), strict=True):
+        said = str(not_ours(error))
+        assert said.startswith("the GPU failed: ")
+        assert f"{first}. What is on disk is as it was" in said
+        assert "debugging" not in said
+    assert not_ours(ValueError("CUDA error: in somebody's text")) is None
 
 
 GIB, NAN = 2**30, float("nan")

@@ -194,6 +194,21 @@ def test_closing_raises_nothing_when_the_gpu_is_gone(monkeypatch: pytest.MonkeyP
         release.set()
 
 
+def test_closing_raises_nothing_when_no_op_has_failed() -> None:
+    """What ends a run, between two ops or in a call of a lane, is not replaced by what its streams say later."""
+
+    def fails() -> None:
+        raise torch.AcceleratorError("CUDA error: the launch failed")
+
+    with streams_on_cpu():
+        executor = Executor(lambda op: None, CUDA)
+        with pytest.raises(torch.AcceleratorError, match="the launch failed"):
+            executor.call("compute", fails)
+        for stream in StreamOnCpu.all:
+            stream.broken = True
+        executor.close()
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_spans_tell_what_was_waited_for_and_what_is_under_way(device: str) -> None:
     hold, held = threading.Event(), threading.Event()
