@@ -78,7 +78,7 @@ def close(folder: Path, seed: int) -> str:
     """A session that is closed while a copy to the GPU is under way, and what is made of its memory afterwards."""
     with tiny.session(folder / str(seed), gpu=tiny.FLOOR, t=_settings(), device=CUDA) as session:
         train_step(session)
-        slots = [memory[name] for memory in session.runtime.ram.buffers.values() for name in memory if name != "gradient"]
+        slots = [memory[name] for memory in session.ram.buffers.values() for name in memory if name != "gradient"]
         source = max(slots, key=lambda slot: slot.nbytes)
         before = source.clone()
         there = torch.zeros_like(source, device=CUDA)
