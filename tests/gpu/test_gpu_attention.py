@@ -178,7 +178,7 @@ def test_chunks_with_the_chosen_kernels_equal_the_reference(case: str, determini
 
 
 def test_kernels_are_measured_once_and_the_rest_is_named() -> None:
-    layer = Attends(heads=32, kv_heads=8, qk_dim=128, v_dim=128, chunk=2048, total=8192)
+    layer = Attends(heads=8, kv_heads=2, qk_dim=64, v_dim=64, chunk=512, total=2048)
     prepare(torch.device("cuda"), torch.bfloat16, [layer])
     report = attention_report()
     assert {entry["direction"] for entry in report} == {"forward", "backward"}

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from penstock.engine.schedule.actions import HEAD
 from penstock.engine.schedule.ops import Op
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
+from penstock.storage.manifest import Manifest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -103,6 +105,32 @@ def test_deterministic_runs_are_equal_to_the_bit(tmp_path: Path, dtype: str) -> 
     assert not torch.are_deterministic_algorithms_enabled()
     if dtype == "float32":
         assert final_state(tmp_path / "settled", dtype, overlapped=False)[0] == first[0]
+
+
+def test_a_run_that_goes_on_twice_takes_up_the_same_kernels(tmp_path: Path) -> None:
+    """Which were timed once; nothing is chosen in its steps."""
+    records = []
+    for part, stop in (("first", 1), ("again", None), ("copy", None)):
+        folder = tmp_path / ("copy" if part == "copy" else "run")
+        observer = tiny.Silent(stop)
+        tiny.train_run(
+            folder,
+            observer,
+            resume=part != "first",
+            model=tiny.model(num_layers=1),
+            train=tiny.training(steps=3, device="cuda", compute_dtype="bfloat16"),
+        )
+        records.append(Manifest.read(folder / "state").meta["kernels"])
+        assert not [line for line in observer.messages if "chosen anew" in line]
+        if part == "first":
+            assert any(kind["tflops"] for kind in observer.plan["attention"])
+            shutil.copytree(folder, tmp_path / "copy")
+        else:
+            assert not any(kind["tflops"] for kind in observer.plan["attention"])
+    first, *others = records
+    assert first["rankings"]
+    assert first["products"]
+    assert others == [first, first]
 
 
 def test_no_compute_op_waits_for_the_gpu(tmp_path: Path) -> None:
