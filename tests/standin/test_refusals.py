@@ -1,13 +1,22 @@
 """What a run makes of a card that refuses, is not all there, or fails: it works, or says in one message why not."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import small_model
+import standin
 import tiny
+import torch
 from test_runs import STREAMED, environment, trained, with_train
+
+from penstock.engine.runtime.failures import explain
+from penstock.engine.train import train_step
 
 LIMITED = with_train(STREAMED, calibrate=False, steps=4, activation_checkpointing="selective") | {
     "budgets": STREAMED["budgets"] | {"ram": "48MiB"}
@@ -103,8 +112,9 @@ def penstock(*arguments: str, cwd: Path, **variables: str) -> subprocess.Complet
     )
 
 
-def begun(cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    settings = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
+def begun(cwd: Path, *changes: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    texts = [*(f"{name}={value}" for name, value in SETTINGS.items()), *changes]
+    settings = [word for text in texts for word in ("--set", text)]
     return penstock("train", "quickstart", "--from-scratch", "--run-dir", "run", *settings, cwd=cwd, **variables)
 
 
@@ -140,3 +150,41 @@ def test_a_card_that_fails_ends_the_run_with_one_message(
         assert tiny.digest_of(tmp_path / "run") == digest
     else:
         assert share < 0.9
+
+
+def test_what_other_processes_hold_of_the_card_is_not_planned_with(tmp_path: Path) -> None:
+    """A budget of half the card is refused where less is left, and one that is left out follows what is."""
+    taken = {"STANDIN_GPU_GIB": "8", "STANDIN_TAKEN_MIB": str(6 << 10)}
+    given = begun(tmp_path, "budgets.gpu=4GiB", **taken)
+    assert given.returncode == 2
+    assert "budgets.gpu: 4,294,967,296 bytes, but 6,442,450,944 of the GPU's 8,589,934,592" in given.stderr
+    assert "nvidia-smi" in given.stderr
+    free = begun(tmp_path, "budgets.gpu=none", "train.steps=1", **taken)
+    assert free.returncode == 0, free.stderr[-4000:]
+    (budget,) = re.findall(r"GPU memory: (\S+ \S+) of 8.0 GiB are this run's budget", free.stdout + free.stderr)
+    assert budget == "1.2 GiB"  # 2 GiB less 768 MiB
+
+
+@pytest.mark.parametrize("card", ["gb10", "gh200"])
+def test_memory_that_gpu_and_host_share_is_counted_once(tmp_path: Path, card: str) -> None:
+    """A GB10 has no memory of its own: both budgets come from what the host has free. A GH200 has."""
+    done = begun(tmp_path, "budgets.gpu=none", "budgets.ram=none", "train.steps=1", STANDIN_CARD=card)
+    assert done.returncode == 0, done.stderr[-4000:]
+    tiers = json.loads((tmp_path / "run" / "summary.json").read_text())["tiers"]
+    both = tiers["gpu"]["budget_bytes"] + tiers["ram"]["budget_bytes"]
+    assert (both < psutil.virtual_memory().total) is (card == "gb10")
+    log = (tmp_path / "run" / "log.jsonl").read_text()
+    assert ("both tiers share the machine's" in log) is (card == "gb10")
+
+
+def test_memory_that_goes_while_a_run_works_is_told(tmp_path: Path) -> None:
+    device = torch.device("cuda", 0)
+    t = small_model.training(compile="off")
+    with tiny.session(tmp_path, m=small_model.model(), d=tiny.data(sequence_length=512), t=t, device=device) as session:
+        torch.cuda.empty_cache()
+        total = torch.cuda.mem_get_info()[1] >> 20
+        with standin.setting("STANDIN_TAKEN_MIB", total, after=0), pytest.raises(torch.OutOfMemoryError) as caught:
+            train_step(session)
+        said = str(explain(caught.value, session.executor.failed_op, session.plan))
+    assert re.match(r"budgets\.gpu: out of GPU memory despite the plan: .* asked for ", said), said
+    assert "stop the other programs on this GPU" in said
