@@ -275,7 +275,6 @@ def _link_rates(executor: Executor, device: torch.device) -> tuple[float, float]
         host, there = arena.slot("host", COPY_BYTES).fill_(1), torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
         if device.type == "cuda":
             arena.pin()
-            torch.cuda.synchronize(device)  # the lanes' streams come after it
 
         def rate(target: torch.Tensor, source: torch.Tensor) -> float:
             times = [elapsed_s(lambda: arena.copy(target, source), device) for _ in range(1 + REPEATS)]

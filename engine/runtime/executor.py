@@ -135,7 +135,6 @@ class Executor:
         self._streams: dict[str, torch.cuda.Stream] = {}
         if self._cuda:
             self._streams = {lane: torch.cuda.Stream(device) for lane in GPU_LANES}
-            torch.cuda.synchronize(device)
             self._base_event, self.epoch = origin(device, self._new_event)
         contexts = {lane: contextvars.copy_context() for lane in LANES}
         self._threads = [
@@ -152,7 +151,12 @@ class Executor:
     # ------------------------------------------------------------------ the main thread's side
 
     def attach(self, perform: Perform) -> None:
-        """What carries out ops from now on; the spans' clock begins here, whatever was prepared until now."""
+        """What carries out ops from now on; the spans' clock begins here, whatever was prepared until now.
+
+        That is over on the device when this returns: the lanes' streams come after no other.
+        """
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
         self._perform = perform
         with self._lock:
             self._leave_out(self.epoch)

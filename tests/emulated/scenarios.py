@@ -15,19 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import adapted
+import pytest
 import reader_checks
+import some_ops
+import standin
 import tiny
 import torch
 from computes import emulator
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from penstock.engine import session as session_module
 from penstock.engine.config import SamplesConfig
 from penstock.engine.generate import placement
 from penstock.engine.generate.decode import Decoding
 from penstock.engine.generate.streamed import StreamedModel
+from penstock.engine.runtime.executor import GPU_LANES, Executor
 from penstock.engine.samples import write
+from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.ops import Op
 from penstock.engine.train import train_step
 from penstock.engine.validation import validate
+from penstock.storage import arena as arena_module
+from penstock.storage.arena import HostArena
 from penstock.storage.readers import KvikioReader, select_readers
 
 CUDA = torch.device("cuda", 0)
@@ -60,6 +69,46 @@ def train(folder: Path, seed: int) -> str:
     return " ".join(found)
 
 
+def ops(folder: Path, seed: int) -> str:
+    """Ops of all lanes that add up what they depend on, in memory of the GPU and of the host: which sums are wrong."""
+    del folder
+    chance, count = random.Random(seed), 120
+    there = torch.zeros(count, dtype=torch.float64, device=CUDA)
+    here = torch.zeros(count, dtype=torch.float64, pin_memory=True)
+    torch.cuda.synchronize()
+
+    def perform(op: Op) -> None:
+        if op.lane not in GPU_LANES:
+            here[op.index] = op.index + float(sum(here[dep] for dep in op.deps)) % 1e6
+            return
+        for dep in op.deps:
+            if lanes[dep] not in GPU_LANES:
+                there[dep].copy_(here[dep], non_blocking=True)
+        there[op.index] = op.index
+        for dep in op.deps:
+            there[op.index].add_(there[dep])
+        there[op.index].sub_(op.index).remainder_(1e6).add_(op.index)
+        here[op.index].copy_(there[op.index], non_blocking=True)
+
+    lanes = [chance.choice(LANES) for _ in range(count)]
+    made = [
+        some_ops.an_op(n, lanes[n], *chance.sample(range(max(0, n - 9), n), min(n, 3)), index=n) for n in range(count)
+    ]
+    right: list[float] = []
+    for op in made:
+        right.append(op.index + sum(right[dep] for dep in op.deps) % 1e6)
+    executor, wrong = Executor(perform, CUDA), []
+    for first in range(0, count, 30):
+        executor.submit(made[first : first + 30])
+        last = max(op.id for op in made[: first + 30] if op.lane in GPU_LANES)
+        executor.wait(last)
+        wrong += [f"{last} at once"] if float(here[last]) != right[last] else []
+    executor.drain()
+    wrong += [str(n) for n in range(count) if float(here[n]) != right[n]]
+    executor.close()
+    return f"wrong: {' '.join(wrong) or 'none'}"
+
+
 def resume(folder: Path, seed: int) -> str:
     """A step from a state that is read into RAM and onto the GPU: its digest."""
     made = folder / "made"
@@ -72,6 +121,25 @@ def resume(folder: Path, seed: int) -> str:
             with tiny.session(where, **sections) as session:
                 found.append(str([train_step(session).loss for _ in range(2)]))
     return " ".join(found)
+
+
+def begin(folder: Path, seed: int) -> str:
+    """Steps of a session whose own stream is still behind with what it prepared when the lanes begin."""
+    late = functools.partial(_late, session_module.Runtime)
+    found = []
+    for number, plan in enumerate(PLANS):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(session_module, "Runtime", late)
+            t = _settings(activation_checkpointing="auto", chunk_tokens=7)
+            sections = plan | {"t": t, "d": tiny.data(validation_documents=4)}
+            with tiny.session(folder / f"{seed}-{number}", **sections, device=CUDA) as session:
+                found.append(f"{train_step(session).loss} {validate(session).loss} {train_step(session).grad_norm}")
+    return " ".join(found)
+
+
+def _late(make: Callable[..., Any], *arguments: Any) -> Any:
+    torch.cuda._sleep(int(1e9))
+    return make(*arguments)
 
 
 def close(folder: Path, seed: int) -> str:
@@ -91,6 +159,27 @@ def close(folder: Path, seed: int) -> str:
         session.executor.call("h2d", copy)
     torch.cuda.synchronize()
     return f"copied: {torch.equal(there.cpu(), before)}"
+
+
+def unpinned(folder: Path, seed: int) -> str:
+    """Copies through the ring of an arena that the driver does not pin, each piece many times."""
+    nbytes = 40 * 4096
+    with pytest.MonkeyPatch.context() as patch, standin.setting("STANDIN_REGISTER", 0, after=1):
+        patch.setattr(arena_module, "RING_PIECE_BYTES", 4096)
+        arena = HostArena(2 * nbytes, budget_bytes=2 * nbytes)
+        here, back = arena.slot("here", nbytes), arena.slot("back", nbytes)
+        here.copy_(torch.arange(nbytes, dtype=torch.int64).remainder(251 + seed % 4).byte())
+        arena.pin()
+        there = torch.zeros(nbytes, dtype=torch.uint8, device=CUDA)
+        for _ in range(3):
+            back.zero_()
+            there.zero_()
+            arena.copy(there, here)
+            arena.copy(back, there)
+        right = torch.equal(here, back)
+        torch.cuda.synchronize()
+        arena.close()
+    return f"copied: {right}"
 
 
 def samples(folder: Path, seed: int) -> str:
@@ -155,7 +244,8 @@ def choose(folder: Path, seed: int) -> str:
 
 
 SCENARIOS: dict[str, Callable[[Path, int], str]] = {
-    scenario.__name__: scenario for scenario in (train, resume, close, samples, generate, read, choose)
+    scenario.__name__: scenario
+    for scenario in (ops, train, begin, resume, close, unpinned, samples, generate, read, choose)
 }
 
 

@@ -35,7 +35,7 @@ WAITS = [
         file="engine/runtime/executor.py",
         code="torch.cuda.current_stream(self._device).wait_event(ticket.event)",
         orders="An op of a stream begins when the ops of other streams that it depends on have ended.",
-        scenario="train",
+        scenario="ops",
     ),
     Wait(
         name="a host lane's op behind the GPU",
@@ -43,7 +43,7 @@ WAITS = [
         code="            assert ticket.event is not None\n            ticket.event.synchronize()",
         without="            assert ticket.event is not None",
         orders="The optimizer and the drive's lanes begin when the copies that bring what they read have ended.",
-        scenario="train",
+        scenario="ops",
     ),
     Wait(
         name="the main thread behind an op",
@@ -51,15 +51,15 @@ WAITS = [
         code="        if event is not None:\n            event.synchronize()",
         without="        del event",
         orders="Loss, norm and hits are read when the op that copies them to the host has ended.",
-        scenario="train",
+        scenario="ops",
     ),
     Wait(
         name="the main thread behind all ops",
         file="engine/runtime/executor.py",
-        code="        for stream in self._streams.values():\n            stream.synchronize()\n        with self._lock:\n            self._retire",
-        without="        with self._lock:\n            self._retire",
+        code="        for stream in self._streams.values():\n            stream.synchronize()\n        with",
+        without="        with",
         orders="Whoever drains the lanes may read and free memory that they used.",
-        scenario="train",
+        scenario="ops",
     ),
     Wait(
         name="an op is forgotten when it has ended",
@@ -67,7 +67,7 @@ WAITS = [
         code="while issued and issued[0].last.query():",
         without="while issued:",
         orders="An op that is forgotten counts as done: nothing waits for it any more, and its events are used again.",
-        scenario="train",
+        scenario="ops",
     ),
     Wait(
         name="an event that a thread waits for is no other op's",
@@ -75,13 +75,21 @@ WAITS = [
         code="if not self._tickets.pop(op.id).readers:",
         without="if self._tickets.pop(op.id):",
         orders="A thread that waits for an event waits for the op that it was recorded behind.",
-        scenario="train",
+        scenario="ops",
+    ),
+    Wait(
+        name="what was prepared is over before ops begin",
+        file="engine/runtime/executor.py",
+        code="        if self._cuda:\n            torch.cuda.synchronize(self._device)\n",
+        without="",
+        orders="Memory that was zeroed and filled on the main thread's stream is whole when the lanes' streams use it.",
+        scenario="begin",
     ),
     Wait(
         name="lanes end before their memory goes",
         file="engine/runtime/executor.py",
-        code="            if self._failure is None:\n                stream.synchronize()\n            else:",
-        without="            if self._failure is not None:",
+        code="                while not stream.query() and not self._given_up(deadline):",
+        without="                while False:",
         orders="Memory of a session that is closed is unpinned and freed when no copy uses it any more.",
         scenario="close",
     ),
@@ -89,7 +97,7 @@ WAITS = [
         name="a batch is complete before any op",
         file="engine/runtime/batch.py",
         code="self._stream.synchronize()",
-        orders="A step's tokens are on the GPU before ops read them, and the pinned buffer is free for the next step's.",
+        orders="A step's tokens are there before ops read them, and the pinned buffer is free for the next step's.",
         scenario="train",
     ),
     Wait(
@@ -174,11 +182,11 @@ WAITS = [
         scenario="generate",
     ),
     Wait(
-        name="a checksum is taken of what has arrived",
-        file="storage/readers.py",
-        code="self._own.stream.synchronize()",
-        orders="Bytes that kvikio read to the GPU are compared when their copy on the host is complete.",
-        scenario="read",
+        name="a pinned piece is free before it is filled again",
+        file="storage/arena.py",
+        code="over.synchronize()",
+        orders="Where RAM is not pinned, copies go through two pinned pieces, each of which waits for its last copy.",
+        scenario="unpinned",
     ),
     Wait(
         name="the probe's zeros come before the data",
@@ -199,7 +207,6 @@ TIMING = {
 ELSEWHERE = {
     "engine/runtime/executor.py": [
         "if issued and issued[0].first.query() and not issued[0].last.query():",  # display: what is under way
-        "while not stream.query() and time.monotonic() < deadline:",  # after a failure
     ],
 }
 """Lines that order nothing."""
@@ -212,9 +219,9 @@ def calls() -> Iterator[tuple[str, str]]:
             file = str(path.relative_to(REPOSITORY))
             for line in path.read_text().splitlines():
                 text = line.strip()
-                if CALLS.search(text) and not text.startswith(("def ", "#", '"""')) and file not in TIMING:
-                    if text not in ELSEWHERE.get(file, []):
-                        yield file, text
+                code = not text.startswith(("def ", "#", '"""'))
+                if code and CALLS.search(text) and file not in TIMING and text not in ELSEWHERE.get(file, []):
+                    yield file, text
 
 
 def page() -> str:
@@ -224,8 +231,8 @@ def page() -> str:
         [
             "# Where Penstock waits for the GPU",
             "",
-            "Everything else is ordered by its stream. Each of these was taken away in turn on the emulated GPU, and a test",
-            "noticed (`tests/emulated/test_waits.py`).",
+            "Everything else is ordered by its stream. Each of these was taken away in turn on the emulated GPU, and a",
+            "test noticed (`tests/emulated/test_waits.py`).",
             "",
             "| wait | where | what it orders |",
             "|---|---|---|",
