@@ -65,13 +65,11 @@ class _Call(NamedTuple):
 class _Ticket:
     """Progress of one op that is not done."""
 
-    __slots__ = ("event", "readers", "waiters")
+    __slots__ = ("event", "waiters")
 
     def __init__(self) -> None:
         self.event: torch.cuda.Event | None = None
         """The op's end on its stream, once it has been issued there."""
-        self.readers = 0
-        """Host threads that wait for the event: while there are any it is not used for another op."""
         self.waiters: list[threading.Condition] = []
         """Who is to be woken when the op is issued or done."""
 
@@ -225,8 +223,6 @@ class Executor:
                 self._await_issue(op_id, ticket, self._main, lambda: self._failure is not None)
             self._raise_failure()
             event = None if ticket is None else ticket.event
-            if ticket is not None:
-                ticket.readers += 1
         if event is not None:
             event.synchronize()
 
@@ -368,7 +364,7 @@ class Executor:
         The ids of those that were not done at first.
         """
         on_gpu = self._cuda and op.lane in GPU_LANES
-        on_streams: list[_Ticket] = []
+        events: list[torch.cuda.Event] = []
         with self._lock:
             waited = tuple(dep for dep in op.deps if dep in self._tickets)
             for dep in op.deps:
@@ -389,17 +385,12 @@ class Executor:
                     # Under the lock, so that the event cannot be given to another op before.
                     torch.cuda.current_stream(self._device).wait_event(ticket.event)
                 else:
-                    ticket.readers += 1
-                    on_streams.append(ticket)
-            if not on_gpu and not on_streams:
-                self._on_host[op.id] = op, time.perf_counter()
-        for ticket in on_streams:
-            assert ticket.event is not None
-            ticket.event.synchronize()
-        if on_streams:
+                    events.append(ticket.event)
+        # An event that has passed meanwhile may be another op's by now: that one is waited for as well.
+        for event in events:
+            event.synchronize()
+        if not on_gpu:
             with self._lock:
-                for ticket in on_streams:
-                    ticket.readers -= 1
                 self._on_host[op.id] = op, time.perf_counter()
         return waited
 
@@ -444,12 +435,10 @@ class Executor:
                 op, waited, first, last = issued.popleft()
                 start_s, end_s = self._gpu_time(first), self._gpu_time(last)
                 self._spans.append(span_of(op, start_s, end_s, waited))
-                free = [first]
-                if not self._tickets.pop(op.id).readers:
-                    free.append(last)
-                if end_s - self._base_s > REBASE_S and len(free) == 2:
-                    free[1], self._base_event, self._base_s = self._base_event, last, end_s
-                self._free_events += free
+                del self._tickets[op.id]
+                if end_s - self._base_s > REBASE_S:
+                    last, self._base_event, self._base_s = self._base_event, last, end_s
+                self._free_events += [first, last]
 
     def _gpu_time(self, event: torch.cuda.Event) -> float:
         """When a passed event was passed, by the spans' clock."""

@@ -70,14 +70,6 @@ WAITS = [
         scenario="ops",
     ),
     Wait(
-        name="an event that a thread waits for is no other op's",
-        file="engine/runtime/executor.py",
-        code="if not self._tickets.pop(op.id).readers:",
-        without="if self._tickets.pop(op.id):",
-        orders="A thread that waits for an event waits for the op that it was recorded behind.",
-        scenario="ops",
-    ),
-    Wait(
         name="what was prepared is over before ops begin",
         file="engine/runtime/executor.py",
         code="        if self._cuda:\n            torch.cuda.synchronize(self._device)\n",

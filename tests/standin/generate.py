@@ -1,7 +1,7 @@
 """Write the stubs of libcuda, libcudart, libcublas and libcublasLt: generate.py SITE_PACKAGES CUDA_H OUT.
 
 What is written by hand in src/ is left out; the rest of libcuda and libcudart answers "not supported", and every call
-of cuBLAS succeeds and does nothing.
+of cuBLAS succeeds and does nothing, unless kernels compute.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def main(site: Path, cuda_h: Path, out: Path) -> None:
         stubs = []
         for name in sorted(own - set(re.findall(r"(cublas\w+)\(", text))):
             counts = re.search(r"[Gg]emm|Matmul$|[Tt]rsm|[Gg]emv|Dot|[Ss]yrk", name) is not None
-            stubs.append(f"API int {name}() {{ {'standin_count_product(); ' if counts else ''}return 0; }}")
-        head = '#include <cstddef>\nextern "C" void standin_count_product();\n' + API + "static int something;\n"
+            stubs.append(f"API int {name}() {{ return {'standin_product()' if counts else '0'}; }}")
+        head = '#include <cstddef>\nextern "C" int standin_product();\n' + API + "static int something;\n"
         _write(out / f"{library}_stubs.cpp", head + text, stubs)
 
 

@@ -26,7 +26,8 @@ WIDER = {"70b_gh200": "1100MiB", "120b_gh200": "1600MiB", "qwen_1_5b_4gib": "120
 
 def run(*arguments: str, cwd: Path, limit_s: float | None = None, **more: str) -> subprocess.CompletedProcess[str]:
     """`more`: variables. The card is ordinary memory here: on a small one commands choose small models."""
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "XDG_CONFIG_HOME": str(cwd / "config")} | more
+    path = os.pathsep.join((str(REPOSITORY), os.environ.get("PYTHONPATH", "")))
+    env = os.environ | {"PYTHONPATH": path, "XDG_CONFIG_HOME": str(cwd / "config")} | more
     return subprocess.run(
         [sys.executable, "-m", *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=limit_s
     )

@@ -210,8 +210,16 @@ def test_closing_raises_nothing_when_no_op_has_failed() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_spans_tell_what_was_waited_for_and_what_is_under_way(device: str) -> None:
-    hold, held = threading.Event(), threading.Event()
+def test_spans_tell_what_was_waited_for_and_what_is_under_way(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold, held, optimizer_waits = threading.Event(), threading.Event(), threading.Event()
+    synchronize = EventOnCpu.synchronize
+
+    def watched(event: EventOnCpu) -> None:
+        if threading.current_thread().name == "optimizer":
+            optimizer_waits.set()
+        synchronize(event)
+
+    monkeypatch.setattr(EventOnCpu, "synchronize", watched)
 
     def wait() -> None:
         held.set()
@@ -234,7 +242,7 @@ def test_spans_tell_what_was_waited_for_and_what_is_under_way(device: str) -> No
         assert [(op.lane, op.chunk) for op in now] == [("compute", 1)]
         assert 0 <= now[0].start_s <= clock_s + 1e-3
         held_up, behind = executor._tickets[1], executor._tickets[3]
-        while not (held_up.waiters if device == "cpu" else held_up.readers and behind.event is not None):
+        while not (held_up.waiters if device == "cpu" else optimizer_waits.is_set() and behind.event is not None):
             time.sleep(0.001)  # until the optimizer's lane waits, and on a stream what is behind has been issued
         hold.set()
         executor.drain()

@@ -20,6 +20,8 @@
 
 #include "computes.h"
 
+extern "C" void standin_kernels_compute();  // of the stand-in for libcudart
+
 namespace computes {
 
 namespace {
@@ -386,7 +388,7 @@ Registration& registration() {
     return made;
 }
 
-const int at_load = registration().count;
+const int at_load = (standin_kernels_compute(), registration().count);
 
 }  // namespace
 

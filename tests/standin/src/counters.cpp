@@ -134,4 +134,8 @@ API int standin_watch(const char* kind, Watcher watcher) {
 }
 
 // For the stubs of cuBLAS, and for the driver's part.
-API void standin_count_product() { count(PRODUCT); }
+API int standin_product() {
+    count(PRODUCT);
+    constexpr int NOT_SUPPORTED = 15;  // cuBLAS's
+    return computing() ? NOT_SUPPORTED : 0;
+}

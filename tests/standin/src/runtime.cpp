@@ -245,6 +245,7 @@ namespace {
 
 cudaError_t launch(cudaStream_t stream) {
     ALIVE();
+    if (computing()) return refuse(cudaErrorNotSupported, "a kernel that would compute nothing");
     count(LAUNCH);
     push_kernel(*stream_of(stream));
     standin_launched(stream);
@@ -278,7 +279,9 @@ API cudaError_t cudaLaunchCooperativeKernel(const void*, dim3, dim3, void**, siz
 
 API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
     ALIVE();
+    count(LAUNCH);
     push(*stream_of(stream), unless_failed([=] { function(data); }));
+    standin_launched(stream);
     return cudaSuccess;
 }
 

@@ -24,6 +24,7 @@ Setting& found(Limit limit) {
 }
 
 std::atomic<int> failure{cudaSuccess};
+std::atomic<bool> kernels_compute{false};
 
 }  // namespace
 
@@ -33,6 +34,8 @@ bool is_the_last(Limit limit) {
     std::atomic<long>& left = found(limit).value;
     return left.load(std::memory_order_relaxed) > 0 && left.fetch_sub(1) == 1;
 }
+
+bool computing() { return kernels_compute; }
 
 cudaError_t failed() { return static_cast<cudaError_t>(failure.load(std::memory_order_relaxed)); }
 
@@ -46,6 +49,9 @@ API void standin_fail_device(int error) {
     failure = error;
     if (error) count(REFUSAL);
 }
+
+// From now on kernels are the closures of ../computes: any other is refused.
+API void standin_kernels_compute() { kernels_compute = true; }
 
 API int standin_failed() { return failed(); }
 

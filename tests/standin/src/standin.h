@@ -112,6 +112,9 @@ bool is_the_last(Limit limit);
 // What every call answers since the card has failed; cudaSuccess before.
 cudaError_t failed();
 
+// Whether kernels compute: a launch or a product that does nothing is then an error.
+bool computing();
+
 // ---------------------------------------------------------------- device.cpp
 
 // Be another card from now on; false where no card has that name.
