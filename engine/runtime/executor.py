@@ -274,8 +274,6 @@ class Executor:
                 self._main.wait(0.1)
         for stream in self._streams.values():
             with contextlib.suppress(RuntimeError):  # that of a stream which has failed is no news
-                if self._failure is None:
-                    stream.synchronize()
                 while not stream.query() and not self._given_up(deadline):
                     time.sleep(0.001)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,7 @@ from penstock.storage.arena import HostArena
 from penstock.storage.readers import KvikioReader, select_readers
 
 CUDA = torch.device("cuda", 0)
-DELAY_US = 400
+DELAY_US, COPY_US = 400, 20_000
 PLANS: list[dict[str, Any]] = [
     {"gpu": tiny.FLOOR, "ram": tiny.FLOOR},
     {"gpu": 1_100_000, "ram": 750_000},
@@ -91,17 +92,14 @@ def ops(folder: Path, seed: int) -> str:
         here[op.index].copy_(there[op.index], non_blocking=True)
 
     lanes = [chance.choice(LANES) for _ in range(count)]
-    made = [
-        some_ops.an_op(n, lanes[n], *chance.sample(range(max(0, n - 9), n), min(n, 3)), index=n) for n in range(count)
-    ]
+    deps = [chance.sample(range(max(0, n - 9), n), min(n, 3)) for n in range(count)]
+    made = [some_ops.an_op(n, lanes[n], *deps[n], index=n) for n in range(count)]
     right: list[float] = []
     for op in made:
         right.append(op.index + sum(right[dep] for dep in op.deps) % 1e6)
     executor, wrong = Executor(perform, CUDA), []
     for first in range(0, count, 30):
         executor.submit(made[first : first + 30])
-        if first + 30 == count:
-            break
         last = max(op.id for op in made[: first + 30] if op.lane in GPU_LANES)
         executor.wait(last)
         wrong += [f"{last} at once"] if float(here[last]) != right[last] else []
@@ -123,6 +121,26 @@ def resume(folder: Path, seed: int) -> str:
             with tiny.session(where, **sections) as session:
                 found.append(str([train_step(session).loss for _ in range(2)]))
     return " ".join(found)
+
+
+def drain(folder: Path, seed: int) -> str:
+    """What an op on a slow stream leaves to whoever drains the lanes once all ops have been issued."""
+    del folder, seed
+    here, there = torch.zeros(1, pin_memory=True), torch.ones(1, device=CUDA)
+
+    def perform(op: Op) -> None:
+        if op.lane == "d2h":
+            torch.cuda._sleep(int(3e8))
+            here.copy_(there, non_blocking=True)
+
+    executor = Executor(perform, CUDA)
+    executor.submit([some_ops.an_op(0, "d2h"), some_ops.an_op(1, "compute")])
+    while any(ticket.event is None for ticket in executor._tickets.values()):
+        time.sleep(0.001)
+    executor.drain()
+    found = float(here)
+    executor.close()
+    return f"copied: {found}"
 
 
 def begin(folder: Path, seed: int) -> str:
@@ -247,14 +265,14 @@ def choose(folder: Path, seed: int) -> str:
 
 SCENARIOS: dict[str, Callable[[Path, int], str]] = {
     scenario.__name__: scenario
-    for scenario in (ops, train, begin, resume, close, unpinned, samples, generate, read, choose)
+    for scenario in (ops, drain, train, begin, resume, close, unpinned, samples, generate, read, choose)
 }
 
 
 def main(name: str, folder: str, expected: str, seeds: str) -> None:
     for seed in range(int(seeds)):
         try:
-            with emulator.delays(seed, DELAY_US if seed else 0):
+            with emulator.delays(seed, *((DELAY_US, COPY_US) if seed else (0, 0))):
                 found = SCENARIOS[name](Path(folder), seed)
         except Exception as error:
             found = f"{type(error).__name__}: {error}".replace("\n", " ")

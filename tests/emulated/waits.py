@@ -40,8 +40,8 @@ WAITS = [
     Wait(
         name="a host lane's op behind the GPU",
         file="engine/runtime/executor.py",
-        code="            assert ticket.event is not None\n            ticket.event.synchronize()",
-        without="            assert ticket.event is not None",
+        code="        for event in events:\n            event.synchronize()\n",
+        without="",
         orders="The optimizer and the drive's lanes begin when the copies that bring what they read have ended.",
         scenario="ops",
     ),
@@ -59,7 +59,7 @@ WAITS = [
         code="        for stream in self._streams.values():\n            stream.synchronize()\n        with",
         without="        with",
         orders="Whoever drains the lanes may read and free memory that they used.",
-        scenario="ops",
+        scenario="drain",
     ),
     Wait(
         name="an op is forgotten when it has ended",

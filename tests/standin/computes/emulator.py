@@ -30,11 +30,12 @@ def calls() -> Counter[str]:
 
 
 @contextmanager
-def delays(seed: int, us: int) -> Iterator[None]:
-    """Inside the block each stream sleeps up to `us` microseconds before pieces of work, differently for each seed."""
+def delays(seed: int, us: int, copy_us: int = 0) -> Iterator[None]:
+    """Inside the block each stream sleeps up to `us` microseconds before pieces of work, and up to `copy_us` before one
+    copy of six, differently for each seed."""
     delay = ctypes.CDLL(None).standin_set_delays
-    delay(ctypes.c_uint64(seed), ctypes.c_long(us))
+    delay(ctypes.c_uint64(seed), ctypes.c_long(us), ctypes.c_long(copy_us))
     try:
         yield
     finally:
-        delay(ctypes.c_uint64(0), ctypes.c_long(0))
+        delay(ctypes.c_uint64(0), ctypes.c_long(0), ctypes.c_long(0))

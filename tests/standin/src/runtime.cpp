@@ -97,7 +97,11 @@ cudaError_t copy(const void* to, const void* from, size_t bytes, Stream& stream,
     Place there = place_of(to, bytes), here = place_of(from, bytes);
     if (there.crosses || here.crosses) return refuse(cudaErrorInvalidValue, "a copy that leaves its memory");
     if (is_the_last(FAIL_COPY)) work = [] { standin_fail_device(cudaErrorECCUncorrectable); };
-    if (moves_bytes()) push(stream, unless_failed(std::move(work)));
+    auto late = [work = std::move(work)] {
+        be_late_at_times();
+        work();
+    };
+    if (moves_bytes()) push(stream, unless_failed(std::move(late)));
     bool pageable = !(there.device || there.pinned) || !(here.device || here.pinned);
     if (pageable) {
         wait(stream);

@@ -90,6 +90,9 @@ bool has_passed(cudaEvent_t event);
 // Milliseconds between two events; false where one was not recorded or has not passed.
 bool elapsed(cudaEvent_t from, cudaEvent_t to, float* ms);
 
+// Called before a copy, on its stream's thread.
+void be_late_at_times();
+
 // Whether copies and memsets move bytes (STANDIN_COPIES=0: they do not, and take no time).
 bool moves_bytes();
 

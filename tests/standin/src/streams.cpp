@@ -26,7 +26,8 @@ void sleep_us(long us) {
 }
 
 std::atomic<long> most_delay_us{setting("STANDIN_DELAY_US", 0)};
-std::atomic<uint64_t> delay_seed{static_cast<uint64_t>(setting("STANDIN_DELAY_SEED", 0))};
+std::atomic<long> most_copy_us{setting("STANDIN_COPY_US", 0)};
+std::atomic<uint64_t> delay_seed{static_cast<uint64_t>(setting("STANDIN_DELAY_SEED", 0))}, copies{0};
 
 }  // namespace
 
@@ -255,6 +256,13 @@ bool elapsed(cudaEvent_t from, cudaEvent_t to, float* ms) {
     return true;
 }
 
+void be_late_at_times() {
+    long most = most_copy_us;
+    if (most <= 0) return;
+    std::mt19937_64 random(delay_seed * 1000003 + copies++);
+    if (random() % 6 == 0) sleep_us(static_cast<long>(random() % static_cast<uint64_t>(most)));
+}
+
 bool moves_bytes() {
     static const bool wanted = setting("STANDIN_COPIES", 1) != 0;
     return wanted;
@@ -264,9 +272,11 @@ bool moves_bytes() {
 
 using namespace standin;
 
-// From now on streams sleep at random up to `us` before pieces of work: other times for each seed.
-API void standin_set_delays(uint64_t seed, long us) {
+// From now on streams sleep at random up to `us` before pieces of work, and up to `copy_us` before one copy of six: other
+// times for each seed.
+API void standin_set_delays(uint64_t seed, long us, long copy_us) {
     delay_seed = seed;
+    most_copy_us = copy_us;
     most_delay_us = us;
 }
 
