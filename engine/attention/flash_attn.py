@@ -195,4 +195,5 @@ def _flash_arguments(x: Operands, geometry: Geometry) -> dict[str, Any]:
 
 def _flash2_arguments(x: Operands, geometry: Geometry) -> dict[str, Any]:
     options = _flash_arguments(x, geometry)
-    return {**options, "causal": options.pop("is_causal"), "dropout_p": 0.0, "alibi_slopes": None}
+    options["causal"] = options.pop("is_causal")
+    return {**options, "dropout_p": 0.0, "alibi_slopes": None}

@@ -381,3 +381,29 @@ def test_a_race_gives_wrong_numbers_within_twenty_seeds(race: Callable[..., bool
     right = "waits" if race is chain else "recorded"
     assert all(race(seed, **{right: True}) for seed in range(20))
     assert not all(race(seed, **{right: False}) for seed in range(20))
+
+
+WAITING: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "nonzero": lambda x: x.nonzero(),
+    "a mask": lambda x: x[x > 0],
+    "unique": lambda x: x.unique(),
+    "to the host": lambda x: x.cpu(),
+    "from pageable memory": lambda x: x.copy_(torch.ones(64)),
+    "numbers in a tensor": lambda x: torch.tensor([1.0, 2.0], device=CUDA),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_what_waits_on_a_card_is_refused_in_torchs_debug_mode(name: str) -> None:
+    """And arithmetic, copies from pinned memory and events are not."""
+    x, pinned = torch.ones(64, device=CUDA), torch.ones(64, pin_memory=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = torch.softmax(x.to(device=CUDA, dtype=torch.bfloat16) * 2, 0).float() @ x
+        x.copy_(pinned, non_blocking=True).add_(y)
+        torch.cuda.current_stream().record_event()
+        with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+            WAITING[name](x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -11,14 +11,22 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention import chunk as attention
-from penstock.engine.attention.backends import AttentionCall, Backend, Gradients, Operands, Problem, TiledReference
+from penstock.engine.attention.backends import ALIGNMENT, AttentionCall, Gradients, Operands, Problem, TiledReference
+from penstock.engine.attention.flash_attn import FlashAttention4
 from penstock.engine.attention.select import BACKENDS, Attends, attention_report, forget, prepare, rankings
 from penstock.engine.attention.spans import Geometry
-from penstock.engine.attention.workspace import workspace_bytes
+from penstock.engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn
+from penstock.engine.attention.workspace import KEYS_PER_CALL, workspace_bytes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("kernels"),
+]
 
-KERNELS = [backend for backend in BACKENDS if backend.name not in ("torch-cpu-flash", "tiled-reference")]
+CUDA = torch.device("cuda")
+MAJOR = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
+KERNELS = [backend for backend in BACKENDS if isinstance(backend, CudaKernel) and MAJOR in backend.capabilities]
 CHUNK = 512
 GEOMETRIES = {
     **{str(n): Geometry(n, n, True) for n in (1, 63, 64, 65, CHUNK - 1, CHUNK, CHUNK + 1)},
@@ -38,6 +46,25 @@ SHAPES = [((8, 2), (width, width), None) for width in (20, 64, 128, 256)]
 SHAPES += [((4, 4), (128, 128), None), ((6, 1), (64, 64), None), ((8, 2), (192, 128), None), ((8, 2), (128, 128), 20.0)]
 
 
+def takes(backend: CudaKernel, geometry: Geometry, widths: tuple[int, int], softcap: float | None) -> bool:
+    """Whether it computes this on a GPU as here."""
+    if isinstance(backend, TorchCudnn):
+        plain = not (geometry.left or geometry.cu_q or softcap or geometry.n % ALIGNMENT or geometry.m % ALIGNMENT)
+        return plain and (geometry.n == geometry.m or not geometry.causal)
+    if isinstance(backend, FlashAttention4):
+        return MAJOR != 12 or max(widths) < 256  # more than its blocks' shared memory
+    return softcap is None or not isinstance(backend, TorchCudaFlash)
+
+
+PROBLEMS = [
+    pytest.param(*problem, id="-".join((problem[0].name, problem[1], *map(str, problem[2]))))
+    for problem in itertools.product(KERNELS, GEOMETRIES, SHAPES)
+]
+TAKEN = [
+    problem for problem in PROBLEMS if takes(problem.values[0], GEOMETRIES[problem.values[1]], *problem.values[2][1:])
+]
+
+
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     forget()
@@ -47,7 +74,7 @@ def fresh() -> Iterator[None]:
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, dtype=dtype, device="cuda")
+    return torch.randn(*shape, dtype=dtype, device=CUDA)
 
 
 def assert_near(computed: Tensor, expected: Tensor) -> None:
@@ -65,22 +92,25 @@ def reference(whole: Geometry) -> list[tuple[slice, slice, Geometry]]:
     ]
 
 
-@pytest.mark.parametrize("backend", KERNELS, ids=lambda backend: backend.name)
-@pytest.mark.parametrize("case", GEOMETRIES)
-@pytest.mark.parametrize(("heads", "widths", "softcap"), SHAPES, ids=str)
+def present(backend: CudaKernel) -> CudaKernel:
+    missing = backend.absent(CUDA)
+    if missing is not None:
+        pytest.skip(f"{backend.name} {missing}")
+    return backend
+
+
+@pytest.mark.parametrize(("backend", "case", "shape"), TAKEN)
 def test_kernel_equals_reference_with_merged_statistics(
-    backend: Backend, case: str, heads: tuple[int, int], widths: tuple[int, int], softcap: float | None
+    backend: CudaKernel, case: str, shape: tuple[tuple[int, int], tuple[int, int], float | None]
 ) -> None:
     torch.manual_seed(0)
-    geometry = GEOMETRIES[case]
+    present(backend)
+    geometry, (heads, widths, softcap) = GEOMETRIES[case], shape
     q, k = random(geometry.n, heads[0], widths[0]), random(geometry.m, heads[1], widths[0])
     v, dout = random(geometry.m, heads[1], widths[1]), random(geometry.n, heads[0], widths[1])
     call = AttentionCall(widths[0] ** -0.5, softcap=softcap)
     x = Operands(q, k, v, call)
-    for backward in (False, True):
-        refusal = backend.refusal(Problem.of(x, geometry, backward=backward))
-        if refusal is not None:
-            pytest.skip(f"{backend.name} {refusal}")
+    assert not any(backend.refusal(Problem.of(x, geometry, backward=backward)) for backward in (False, True))
     exact = TiledReference()
     expected_out = torch.zeros_like(dout, dtype=torch.float32)
     expected_lse = torch.zeros(heads[0], geometry.n, device="cuda")
@@ -104,17 +134,30 @@ def test_kernel_equals_reference_with_merged_statistics(
         assert_near(grad, target)
 
 
+def test_what_a_kernel_does_not_take_it_refuses() -> None:
+    refusals = {}
+    for backend, case, (heads, widths, softcap) in (problem.values for problem in PROBLEMS if problem not in TAKEN):
+        geometry = GEOMETRIES[case]
+        q, k, v = (
+            random(geometry.n, heads[0], widths[0]),
+            random(geometry.m, heads[1], widths[0]),
+            random(geometry.m, heads[1], widths[1]),
+        )
+        x = Operands(q, k, v, AttentionCall(1.0, softcap=softcap))
+        refusals[backend.name, case, softcap] = backend.refusal(Problem.of(x, geometry, backward=False))
+    assert {name for name, *_ in refusals} >= {"torch-cudnn", "torch-cuda-flash"}
+    assert [problem for problem, refusal in refusals.items() if refusal is None and problem[0] != "flash-attn-4"] == []
+
+
 @pytest.mark.parametrize("backend", KERNELS, ids=lambda backend: backend.name)
-def test_operands_may_be_slices_and_transposes(backend: Backend) -> None:
+def test_operands_may_be_slices_and_transposes(backend: CudaKernel) -> None:
     torch.manual_seed(0)
+    present(backend)
     geometry = Geometry(CHUNK, CHUNK, True)
     q, dout = (random(8, CHUNK + 1, 64).transpose(0, 1)[1:] for _ in range(2))
     k, v = (random(3 * CHUNK, 2, 64)[CHUNK : 2 * CHUNK] for _ in range(2))
     saved, lse = random(2 * CHUNK + 3, 8, 64)[3 : CHUNK + 3], (random(8, 2 * CHUNK, dtype=torch.float32) + 6)[:, :CHUNK]
     x = Operands(q, k, v, AttentionCall(0.125))
-    refusal = backend.refusal(Problem.of(x, geometry, backward=True))
-    if refusal is not None:
-        pytest.skip(f"{backend.name} {refusal}")
     copies = Operands(*(tensor.contiguous() for tensor in (q, k, v)), x.call)
     wide = Operands(q.float(), k.float(), v.float(), x.call)
     computed = *backend.forward(x, geometry), *backend.backward(x, Gradients(dout, saved, lse), geometry)
@@ -153,20 +196,21 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["measured", "deterministic"])
-def test_chunks_with_the_chosen_kernels_equal_the_reference(case: str, deterministic: bool) -> None:
+def test_chunks_with_the_chosen_kernels_equal_the_reference(case: str, deterministic: bool, emulated: bool) -> None:
     """And themselves, to the bit, where that is asked for."""
     total, chunk, documents, window, softcap = CASES[case]
+    heads = 4 if emulated else 8
     call = AttentionCall(0.125, window, softcap)
-    expected = stream(total, total, documents, call, torch.float32)
+    expected = stream(total, total, documents, call, torch.float32, heads)
     torch.use_deterministic_algorithms(deterministic)
-    layer = Attends(8, 2, 64, 64, chunk=chunk, total=total, window=window, softcap=softcap)
-    prepare(torch.device("cuda"), torch.bfloat16, [layer])
+    layer = Attends(heads, 2, 64, 64, chunk=chunk, total=total, window=window, softcap=softcap)
+    prepare(CUDA, torch.bfloat16, [layer])
     known = rankings()
-    computed = stream(total, chunk, documents, call, torch.bfloat16)
+    computed = stream(total, chunk, documents, call, torch.bfloat16, heads)
     for tensor, target in zip(computed, expected, strict=True):
         assert_near(tensor, target)
     for _ in range(3 if deterministic else 0):
-        again = stream(total, chunk, documents, call, torch.bfloat16)
+        again = stream(total, chunk, documents, call, torch.bfloat16, heads)
         assert all(torch.equal(a, b) for a, b in zip(computed, again, strict=True))
     report = [entry for entry in attention_report() if entry["dtype"] == "bfloat16"]
     assert {name: rankings()[name] for name in known} == known
@@ -179,7 +223,7 @@ def test_chunks_with_the_chosen_kernels_equal_the_reference(case: str, determini
 
 def test_kernels_are_measured_once_and_the_rest_is_named() -> None:
     layer = Attends(heads=8, kv_heads=2, qk_dim=64, v_dim=64, chunk=512, total=2048)
-    prepare(torch.device("cuda"), torch.bfloat16, [layer])
+    prepare(CUDA, torch.bfloat16, [layer])
     report = attention_report()
     assert {entry["direction"] for entry in report} == {"forward", "backward"}
     for entry in report:
@@ -189,7 +233,7 @@ def test_kernels_are_measured_once_and_the_rest_is_named() -> None:
         if len(entry["ranking"]) > 2:
             assert entry["tflops"][entry["chosen"]] == max(entry["tflops"].values())
     recorded = rankings()
-    assert prepare(torch.device("cuda"), torch.bfloat16, [layer], recorded) == []
+    assert prepare(CUDA, torch.bfloat16, [layer], recorded) == []
     assert rankings() == recorded
     assert not any(entry["tflops"] for entry in attention_report())
     print(*report, sep="\n")
@@ -207,12 +251,13 @@ def test_the_steady_state_does_not_wait_for_the_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_attention_allocates_no_more_than_it_says_however_long_the_stream() -> None:
-    total, chunk, shape = 1 << 17, 4096, {"heads": 32, "kv_heads": 8, "qk_dim": 128, "v_dim": 128}
-    q, dout = random(chunk, 32, 128), random(chunk, 32, 128)
-    k, v = random(total, 8, 128), random(total, 8, 128)
+def test_attention_allocates_no_more_than_it_says_however_long_the_stream(emulated: bool) -> None:
+    total, chunk, heads, width = (3 * KEYS_PER_CALL, 64, 4, 32) if emulated else (1 << 17, 4096, 32, 128)
+    shape = {"heads": heads, "kv_heads": heads // 4, "qk_dim": width, "v_dim": width}
+    q, dout = random(chunk, heads, width), random(chunk, heads, width)
+    k, v = random(total, heads // 4, width), random(total, heads // 4, width)
     dq, dk, dv = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (q, k, v))
-    x = Operands(q, k, v, AttentionCall(128**-0.5), start=total - chunk)
+    x = Operands(q, k, v, AttentionCall(width**-0.5), start=total - chunk)
 
     def step() -> None:
         attention.attend_backward(x, Gradients(dout, *attention.attend(x)), dq, dk, dv)
