@@ -10,6 +10,9 @@ for each of them."""
 MOST_MULTIPROCESSORS = 192
 """Of any GPU that a plan may be for; the largest so far has 188."""
 
+_TILE_WIDTHS = (64, 96, 128, 192, 256)
+"""Head widths in which kernels sum: flash-attn 3 has these alone, and flash-attn 2 none that is larger."""
+
 
 def workspace_bytes(
     *, heads: int, kv_heads: int, qk_dim: int, v_dim: int, chunk: int, total: int, deterministic: bool = False
@@ -23,7 +26,7 @@ def workspace_bytes(
     are as many as the GPU's multiprocessors: ceil(132 / 32) = 5 on an H200 with 32 heads.
     """
     width = -(-max(qk_dim, v_dim) // 8) * 8
-    summed_width = -(-width // 32) * 32 if width <= 192 else 256
+    summed_width = next((tile for tile in _TILE_WIDTHS if width <= tile), _TILE_WIDTHS[-1])
     keys = min(total, chunk + KEYS_PER_CALL)
     padding = SEGMENT_ROWS * most_segments(chunk)
     # Per query and head: four tensors in half precision and dq's sum in float32, rounded up for a tile's sake.
@@ -35,5 +38,5 @@ def workspace_bytes(
     # Of several segments there are two at least.
     sums = max(copies(1) * (chunk + 256), copies(2) * (chunk + padding)) * heads * summed_width * 4
     # Per key: dk and dv in half precision; summed over a group's heads from half precision or in float32.
-    each = 2 * (2 * kv_heads + max(2 * heads, 4 * kv_heads)) * width
+    each = 2 * (2 * kv_heads * width + max(2 * heads * width, 4 * kv_heads * summed_width))
     return queries + sums + (keys + 256) * each + padding * 2 * kv_heads * summed_width * 4

@@ -40,7 +40,7 @@ from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.budgets import Budgets
 
-WIDTHS = [(32, 8, 128), (8, 8, 64), (4, 1, 80), (40, 8, 256), (1, 1, 16)]
+WIDTHS = [(32, 8, 128), (8, 8, 64), (4, 1, 80), (40, 8, 256), (1, 1, 16), (8, 4, 80), (4, 2, 32), (8, 4, 136)]
 """Heads, key and value heads, width."""
 
 
@@ -340,7 +340,8 @@ def flash2_backward(geometry: Geometry, heads: int, kv_heads: int, dim: int, mul
     """
     n, m, segments = geometry.n, geometry.m, max(1, len(geometry.cu_q) - 1)
     rows = n + 128 * segments if geometry.cu_q else -(-n // 128) * 128
-    rounded = -(-dim // 32) * 32 if dim <= 192 else 256
+    multiple = 32 if dim <= 128 else 64
+    rounded = -(-dim // multiple) * multiple
     copies = 1 if multiprocessors is None else -(-multiprocessors // (segments * heads))
     sums = 4 * heads * rows * (copies * rounded + 1)
     expanded = 2 * 2 * m * heads * dim if heads != kv_heads else 0
@@ -351,7 +352,7 @@ def flash2_backward(geometry: Geometry, heads: int, kv_heads: int, dim: int, mul
 def flash3_backward(geometry: Geometry, heads: int, kv_heads: int, dim: int) -> int:
     """hopper/flash_api.cpp, mha_bwd: sums in float32 of dq, and for shared heads of dk and dv, in tiles of 128 rows."""
     n, m, segments = geometry.n, geometry.m, max(1, len(geometry.cu_q) - 1)
-    rounded = -(-dim // 32) * 32 if dim <= 192 else 256
+    rounded = next(width for width in (64, 96, 128, 192, 256) if dim <= width)
     rows, keys = (length + 128 * segments for length in (n, m))
     sums = 4 * heads * rows * (rounded + 2) + (4 * 2 * kv_heads * keys * rounded if heads != kv_heads else 0)
     results = 2 * n * heads * dim + 2 * 2 * m * kv_heads * dim
@@ -362,6 +363,8 @@ def flash3_backward(geometry: Geometry, heads: int, kv_heads: int, dim: int) -> 
 @given(st.data(), st.sampled_from(WIDTHS), st.integers(1, 20000), st.integers(1, 4), st.integers(1, 2000))
 @example(None, (32, 8, 128), 8192, 4, 30)
 @example(None, (4, 1, 80), 12000, 3, 64)
+@example(None, (8, 4, 80), 4096, 3, 5000)
+@example(None, (8, 4, 136), 2048, 1, 5000)
 def test_no_call_allocates_more_than_is_set_aside(
     data: st.DataObject | None, shape: tuple[int, int, int], chunk: int, chunks: int, length: int
 ) -> None:
