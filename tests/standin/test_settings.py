@@ -11,6 +11,7 @@ import torch
 CUDA = torch.device("cuda", 0)
 MIB = 1 << 20
 CARDS = {
+    "t4": (7, 5),
     "a100": (8, 0),
     "rtx3090": (8, 6),
     "rtx4090": (8, 9),

@@ -16,13 +16,14 @@ struct Card {
     const char* name;
     int capability, multiprocessors;
     int memory_mib, bus_bits, memory_mhz, clock_mhz, l2_mib;
-    int threads, blocks, shared_kib;  // of one multiprocessor; a block can have 1 KiB less of its shared memory
+    int threads, blocks, shared_kib;  // of one multiprocessor
     bool integrated;                  // has no memory of its own
     bool coherent;                    // reads and writes the host's pageable memory by its page tables
 };
 
 constexpr Card CARDS[] = {
     {"h200", "Stand-in H200", 90, 132, 141 << 10, 6144, 3201, 1980, 60, 2048, 32, 228, false, false},
+    {"t4", "Tesla T4", 75, 40, 15360, 256, 5001, 1590, 4, 1024, 16, 64, false, false},
     {"a100", "NVIDIA A100-SXM4-80GB", 80, 108, 81920, 5120, 1593, 1410, 40, 2048, 32, 164, false, false},
     {"rtx3090", "NVIDIA GeForce RTX 3090", 86, 82, 24576, 384, 9751, 1695, 6, 1536, 16, 100, false, false},
     {"rtx4090", "NVIDIA GeForce RTX 4090", 89, 128, 24564, 384, 10501, 2520, 72, 1536, 24, 100, false, false},
@@ -52,6 +53,9 @@ std::atomic<const Card*>& chosen() {
 }
 
 const Card& card() { return *chosen().load(std::memory_order_relaxed); }
+
+// Of a multiprocessor's shared memory, what a block cannot have: since Ampere.
+int reserved_kib() { return card().capability >= 80 ? 1 : 0; }
 
 }  // namespace
 
@@ -89,7 +93,7 @@ int device_attribute(int attribute) {
         case cudaDevAttrComputeCapabilityMajor: return card().capability / 10;
         case cudaDevAttrComputeCapabilityMinor: return card().capability % 10;
         case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return card().shared_kib << 10;
-        case cudaDevAttrMaxSharedMemoryPerBlockOptin: return (card().shared_kib - 1) << 10;
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin: return (card().shared_kib - reserved_kib()) << 10;
         case cudaDevAttrMaxBlocksPerMultiprocessor: return card().blocks;
         case cudaDevAttrIntegrated: return card().integrated;
         case cudaDevAttrHostRegisterSupported: return value_of(REGISTER) != 0;
@@ -98,7 +102,7 @@ int device_attribute(int attribute) {
         case cudaDevAttrPageableMemoryAccess:
         case cudaDevAttrPageableMemoryAccessUsesHostPageTables:
         case cudaDevAttrDirectManagedMemAccessFromHost: return card().coherent;
-        case cudaDevAttrReservedSharedMemoryPerBlock: return 1024;
+        case cudaDevAttrReservedSharedMemoryPerBlock: return reserved_kib() << 10;
         default: return 0;
     }
 }
