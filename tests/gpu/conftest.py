@@ -15,6 +15,12 @@ def emulated() -> bool:
     return EMULATED
 
 
+@pytest.fixture
+def time_passes() -> None:
+    if EMULATED:
+        pytest.skip("measures time, which says nothing of the emulated GPU")
+
+
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[None]:
     """All packages of attention kernels where the GPU is emulated, else those that are installed."""

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 CUDA = torch.device("cuda")
 
 
+@pytest.mark.usefixtures("time_passes")
 def test_gaps_between_kernels_are_seen(tmp_path: Path) -> None:
     a = torch.randn(4096, 4096, device=CUDA, dtype=torch.bfloat16)
 
@@ -44,22 +45,24 @@ def test_gaps_between_kernels_are_seen(tmp_path: Path) -> None:
     assert 0 <= busy < 0.2 < 0.7 < idle < 1
 
 
-def test_kernels_alone() -> None:
-    a = torch.randn(2048, 2048, device=CUDA, dtype=torch.bfloat16)
+def test_kernels_alone(emulated: bool) -> None:
+    size, tokens = (64, 64) if emulated else (2048, 256)
+    a = torch.randn(size, size, device=CUDA, dtype=torch.bfloat16)
     once = clock(lambda: a @ a, CUDA, 0.05)
     assert 1e-6 < once < 1e-2
     recipe = Recipe(name="x", data=DataConfig(source="random", sequence_length=1024))
     _, spec = shape_model(recipe, replace(TINY, head_dim=64), 2)
     for rates in (
-        matmul_rates(spec, 256, CUDA, torch.bfloat16, 0.05),
-        attention_rates(spec, 1024, 256, CUDA, torch.bfloat16, 0.05),
+        matmul_rates(spec, tokens, CUDA, torch.bfloat16, 0.05),
+        attention_rates(spec, 4 * tokens, tokens, CUDA, torch.bfloat16, 0.05),
     ):
         assert all(rate > 0 for name, rate in rates.items() if name != "kernels")
 
 
-def test_a_small_case_whole(tmp_path: Path) -> None:
-    shape = replace(TINY, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64)
-    case = replace(SUITES["cpu"][1], name="small", shapes=(shape,), row_tokens=2048, chunk_tokens=512)
+def test_a_small_case_whole(tmp_path: Path, emulated: bool) -> None:
+    shape = TINY if emulated else replace(TINY, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64)
+    tokens = 128 if emulated else 512
+    case = replace(SUITES["cpu"][1], name="small", shapes=(shape,), row_tokens=4 * tokens, chunk_tokens=tokens)
     case = replace(case, gpu="4GiB", ram="4GiB", needs_cuda=True, kernel_gaps=True)
     row = measure(case, tmp_path, tmp_path / "trace.json")
     assert row["tokens_per_s"] * row["step_s"] == pytest.approx(row["tokens"])
@@ -72,6 +75,7 @@ def test_a_small_case_whole(tmp_path: Path) -> None:
     assert 0 < row["tiers"]["gpu"]["peak_bytes"] <= row["tiers"]["gpu"]["budget_bytes"]
 
 
+@pytest.mark.usefixtures("time_passes")
 def test_rates_are_a_gpus(tmp_path: Path) -> None:
     """Below what its data sheet allows, and in time."""
     start = time.monotonic()
