@@ -14,7 +14,7 @@ from computes import emulator
 from torch import Tensor
 
 from penstock.engine.attention import flash_attn
-from penstock.engine.attention.select import Attends, attention_report, chosen, installed, prepare
+from penstock.engine.attention.select import Attends, attention_report, chosen, forget, installed, prepare
 from penstock.engine.config import TrainConfig
 from penstock.engine.kernels import faster_kernel
 from penstock.engine.machine.architectures import peak_of
@@ -45,13 +45,15 @@ def kernels() -> dict[str, Any]:
     return found
 
 
-def steps(folder: Path, dtype: str, device: torch.device) -> list[float]:
-    """Losses and gradient norms of two steps."""
+def steps(folder: Path, dtype: str, device: torch.device) -> dict[str, Any]:
+    """Losses and gradient norms of two steps, and the attention kernels that computed them."""
+    forget()
     t = tiny.training(steps=2, compute_dtype=dtype)
     with tiny.session(folder, t=t, gpu=tiny.FLOOR, device=device) as session:
         metrics = [train_step(session) for _ in range(2)]
         session.finish()
-    return [m.loss for m in metrics] + [m.grad_norm for m in metrics]
+    computed = {name for names in chosen(device.type).values() for name in names}
+    return {"losses": [m.loss for m in metrics], "norms": [m.grad_norm for m in metrics], "kernels": sorted(computed)}
 
 
 def targets(cache: Path) -> list[str]:
@@ -81,14 +83,14 @@ def main(folder: Path, dtype: str) -> None:
         "capability": list(torch.cuda.get_device_capability()),
         "refusals": {each: refusal(each) for each in ("auto", "bfloat16", "float32")},
         "alone": kernels(),
-        "steps": steps(folder / "cuda", dtype, CUDA),
-        "computed": chosen("cuda"),
+        "steps": [steps(folder / "cuda", dtype, CUDA)],
         "cpu": steps(folder / "cpu", "float32", torch.device("cpu")),
         "mfu": mfu(1e12, 1.0, peak_of(torch.cuda.get_device_name())),
         "targets": targets(folder / "triton"),
     }
     with emulator.packages():
         found["packages"] = kernels()
+        found["steps"].append(steps(folder / "packages", dtype, CUDA))
     print(json.dumps(found))
 
 

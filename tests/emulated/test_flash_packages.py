@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
