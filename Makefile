@@ -8,7 +8,8 @@
 #                     PYTHON=the interpreter to use, RESULTS=DIR keeps the results, ARGS="--only smoke,short --limit-s 300"
 # make standin        run tests/standin, PyTorch's CUDA build on a machine without a GPU; see tests/standin/README.md.
 #                     The first time it installs 5 GB into .venv-cuda; or give STANDIN_PYTHON=an interpreter that has it
-# make gpu-emulated   run tests/gpu and tests/emulated on the stand-in with kernels that compute, 20 minutes
+# make gpu-emulated   run tests/gpu and tests/emulated on the stand-in with kernels that compute, 20 minutes;
+#                     STANDIN_ARGS="-m 'not long' --long-slice 3": a sixteenth of them
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -82,7 +83,7 @@ standin:
 	$(call on_standin,run,tests/standin)
 
 gpu-emulated:
-	$(call on_standin,compute,$(SPREAD) tests/gpu tests/emulated)
+	$(call on_standin,compute,$(SPREAD) -m '' tests/gpu tests/emulated)
 
 $(CUDA_VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing torch $(STANDIN_TORCH) with CUDA into $(CUDA_VENV): 5 GB, minutes the first time"

@@ -1,16 +1,28 @@
 """The emulator against the CPU: dtypes, strides, offsets, empty tensors, delays, and memory that is used too early."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from computes import emulator
 from torch import Tensor
 from torch.nn import functional
 
 CUDA = torch.device("cuda", 0)
+ELSEWHERE = {
+    "aten::_flash_attention_forward",  # tests/gpu/test_gpu_attention.py
+    "aten::_flash_attention_backward",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_cudnn_attention_backward",
+    "aten::addmm.dtype_out",  # test_half_precision_is_multiplied_into_float32
+    "aten::_grouped_mm",  # test_groups
+    "aten::normal_",  # test_random_numbers_are_a_seeds
+}
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.int64: 0.0}
 IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 0])
@@ -193,6 +205,10 @@ WITHOUT_GRADIENT: dict[str, tuple[Callable[..., Any], Sequence[tuple[int, ...]]]
     "lists": (lists, [(7, 12), (7, 12)]),
     "fused AdamW": (fused_adamw, [(7, 12)]),
     "products into memory": (out_and_in_place_products, [(17, 9), (17, 33), (33, 9)]),
+    "merged": (
+        lambda a, b: [torch.logaddexp(a, b), a.isneginf(), a.max(), a.clone().index_copy_(0, on(a, IDS[:3]), b[:3])],
+        [(7, 12)] * 2,
+    ),
     "compared": (lambda a, b: [a > b, a.isnan(), a.isfinite().all(), a.argmax(1), torch.isclose(a, b)], [(7, 12)] * 2),
 }
 
@@ -407,3 +423,32 @@ def test_what_waits_on_a_card_is_refused_in_torchs_debug_mode(name: str) -> None
             WAITING[name](x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# ---------------------------------------------------------------------- nothing is used that is not compared
+
+
+def test_steps_use_no_operator_that_is_not_compared_above(tmp_path: Path) -> None:
+    """Of models with and without experts and an adapter, in both dtypes; fresh memory has no values."""
+    before = emulator.calls()
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}
+    experts["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    cases: list[dict[str, Any]] = [
+        {"gpu": tiny.FLOOR, "ram": tiny.FLOOR},
+        {"m": tiny.model(model_type="gpt_oss", overrides=experts)},
+        {"adapter": tiny.AdapterConfig(method="dora", rank=4)},
+    ]
+    for number, (case, dtype) in enumerate(itertools.product(cases, ("float32", "bfloat16"))):
+        with tiny.session(tmp_path / str(number), t=tiny.training(compute_dtype=dtype), device=CUDA, **case) as session:
+            tiny.steps(session, 1)
+    used = {name for name in emulator.calls() - before if not name.startswith("aten::empty")}
+    before = emulator.calls()
+    for function, shapes in (FLOAT_CASES | WITHOUT_GRADIENT).values():
+        for dtype in (torch.float32, torch.bfloat16):
+            results(function, inputs(shapes, dtype), CUDA, (function, shapes) in FLOAT_CASES.values())
+    for function in INT_CASES.values():
+        results(function, inputs([(7, 12), (7, 12)], torch.int64), CUDA, grad=False)
+    torch.cuda.synchronize()
+    compared = set(emulator.calls() - before) | ELSEWHERE
+    print(f"{len(used)} operators used, {len(compared)} compared, {emulator.operators()} there")
+    assert used <= compared, sorted(used - compared)

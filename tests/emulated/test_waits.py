@@ -58,6 +58,7 @@ def without(wait: Wait, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wait", WAITS, ids=[wait.name for wait in WAITS])
 def test_without_it_a_seed_gives_another_result(wait: Wait, right, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     expected = right(wait.scenario)
