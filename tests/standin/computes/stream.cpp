@@ -1,4 +1,5 @@
 // Work on the streams, and what is told of it.
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -53,9 +54,9 @@ void carry_out(void* data) {
 void enqueue(std::function<void()> work, const std::string& name) {
     auto* data = new Enqueued{std::move(work), name};
     cudaError_t error = cudaLaunchHostFunc(c10::cuda::getCurrentCUDAStream().stream(), carry_out, data);
-    if (error == cudaSuccess) return;
-    delete data;
-    TORCH_CHECK(false, "CUDA error: ", cudaGetErrorString(error));
+    if (error != cudaSuccess) delete data;
+    C10_CUDA_CHECK(error);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();  // as behind any launch: raises, and forgets, what an earlier call was refused with
 }
 
 void wait_for_stream() { c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream().stream()); }
