@@ -399,6 +399,7 @@ def test_a_race_gives_wrong_numbers_within_twenty_seeds(race: Callable[..., bool
     assert not all(race(seed, **{right: False}) for seed in range(20))
 
 
+ENDS = torch.tensor([1, 2], dtype=torch.int32, device=CUDA)
 WAITING: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: x.sum().item(),
     "nonzero": lambda x: x.nonzero(),
@@ -407,16 +408,19 @@ WAITING: dict[str, Callable[[Tensor], Any]] = {
     "to the host": lambda x: x.cpu(),
     "from pageable memory": lambda x: x.copy_(torch.ones(64)),
     "numbers in a tensor": lambda x: torch.tensor([1.0, 2.0], device=CUDA),
+    "experts in float32": lambda x: functional.grouped_mm(x.view(2, 32), x.view(2, 32, 1).repeat(1, 1, 16), offs=ENDS),
 }
 
 
 @pytest.mark.parametrize("name", WAITING)
 def test_what_waits_on_a_card_is_refused_in_torchs_debug_mode(name: str) -> None:
     """And arithmetic, copies from pinned memory and events are not."""
-    x, pinned = torch.ones(64, device=CUDA), torch.ones(64, pin_memory=True)
+    x, pinned, half = torch.ones(64, device=CUDA), torch.ones(64, pin_memory=True), torch.bfloat16
+    experts = torch.ones(2, 32, 16, device=CUDA, dtype=half)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        y = torch.softmax(x.to(device=CUDA, dtype=torch.bfloat16) * 2, 0).float() @ x
+        y = torch.softmax(x.to(half) * 2, 0).float() @ x
+        functional.grouped_mm(x.to(half).view(2, 32), experts, offs=ENDS)
         x.copy_(pinned, non_blocking=True).add_(y)
         torch.cuda.current_stream().record_event()
         with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):

@@ -1,4 +1,6 @@
 // Operators that the CPU has no kernel for, or computes otherwise than CUDA.
+#include <cuda_runtime_api.h>
+
 #include <cstdlib>
 #include <limits>
 
@@ -79,6 +81,14 @@ void grouped_product(const OperatorHandle& op, Stack& stack) {
     finish(op, stack, {found});
 }
 
+// Hopper and the data centre's Blackwell have a kernel, for bfloat16; elsewhere the host reads where groups end.
+void grouped_check(const OperatorHandle& op, const Stack& stack) {
+    int major = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
+    bool there = (major == 9 || major == 10) && argument(op, stack, "self").scalar_type() == at::kBFloat16;
+    if (!there && tensor_or_none(named(op, stack, "offs")).defined()) wait_for_stream();
+}
+
 // ---------------------------------------------------------------- root-mean-square norm
 
 std::vector<int64_t> normed_dims(const OperatorHandle& op, const Stack& stack) {
@@ -128,7 +138,7 @@ std::unordered_map<std::string, Special> all_specials() {
         for (const char* overload : {"", ".out", ".dtype", ".dtype_out"})
             found[std::string("aten::") + name + overload] = {any_product, any_product, nullptr};
     for (const char* name : {"addmm_", "baddbmm_"}) found[std::string("aten::") + name] = {any_product, any_product, nullptr};
-    found["aten::_grouped_mm"] = {grouped_product, grouped_product, nullptr};
+    found["aten::_grouped_mm"] = {grouped_product, grouped_product, grouped_check};
     found["aten::_fused_rms_norm"] = {rms_norm, rms_norm, nullptr};
     found["aten::_fused_rms_norm_backward"] = {rms_norm_backward, rms_norm_backward, nullptr};
     found["aten::histc"] = {histogram, histogram, nullptr};
