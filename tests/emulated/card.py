@@ -56,6 +56,22 @@ def steps(folder: Path, dtype: str, device: torch.device) -> dict[str, Any]:
     return {"losses": [m.loss for m in metrics], "norms": [m.grad_norm for m in metrics], "kernels": sorted(computed)}
 
 
+def experts_wait(folder: Path, dtype: str) -> bool:
+    """Whether a compute op of a model with experts waits for the GPU: torch reads their tokens' counts on the host."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    m, t = tiny.model(model_type="qwen3_moe", overrides=experts), tiny.training(steps=1, compute_dtype=dtype)
+    with tiny.session(folder, m=m, t=t, gpu=tiny.FLOOR, device=CUDA) as session:
+        train_step(session)
+        tiny.refuse_waits(session)
+        try:
+            train_step(session)
+        except RuntimeError as error:
+            if "synchronizing CUDA operation" in str(error):
+                return True
+            raise
+    return False
+
+
 def targets(cache: Path) -> list[str]:
     """What Triton's code was compiled for."""
 
@@ -84,6 +100,7 @@ def main(folder: Path, dtype: str) -> None:
         "refusals": {each: refusal(each) for each in ("auto", "bfloat16", "float32")},
         "alone": kernels(),
         "steps": [steps(folder / "cuda", dtype, CUDA)],
+        "experts wait": experts_wait(folder / "experts", dtype),
         "cpu": steps(folder / "cpu", "float32", torch.device("cpu")),
         "mfu": mfu(1e12, 1.0, peak_of(torch.cuda.get_device_name())),
         "targets": targets(folder / "triton"),

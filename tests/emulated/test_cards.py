@@ -52,6 +52,7 @@ def test_a_card_trains_with_the_kernels_that_it_has(card: str, tmp_path: Path) -
         assert steps["losses"] == pytest.approx(found["cpu"]["losses"], rel=2**-8)
         assert steps["norms"][0] == pytest.approx(found["cpu"]["norms"][0], rel=2**-8)
         assert steps["kernels"] == [kernel]
+    assert found["experts wait"] == (capability[0] not in (9, 10))
     assert found["targets"] == [target]
     assert (found["mfu"] is not None) is known
     alone, there = found["alone"], found["packages"]
