@@ -173,14 +173,14 @@ def close(folder: Path, seed: int) -> str:
             size = slots[0].nbytes
 
             def write() -> None:
-                torch.cuda._sleep(int(2e8))
+                torch.cuda._sleep(int(3e9))
                 slots[0].fill_(7)
 
             session.executor.call("compute", write)
         slots.clear()
         del session
         gc.collect()
-        others = [torch.zeros(size, dtype=torch.uint8, device=CUDA) for _ in range(64)]
+        others = [torch.zeros(size, dtype=torch.uint8, device=CUDA) for _ in range((8 << 20) // size)]
         torch.cuda.synchronize()
         return f"whole: {not any(bool(other.any()) for other in others)}"
 
