@@ -31,6 +31,7 @@ from penstock.engine.config import SamplesConfig
 from penstock.engine.generate import placement
 from penstock.engine.generate.decode import Decoding
 from penstock.engine.generate.streamed import StreamedModel
+from penstock.engine.optim.lr import on_device
 from penstock.engine.runtime.executor import GPU_LANES, Executor
 from penstock.engine.samples import write
 from penstock.engine.schedule.actions import LANES
@@ -38,7 +39,7 @@ from penstock.engine.schedule.ops import Op
 from penstock.engine.train import train_step
 from penstock.engine.validation import validate
 from penstock.storage import arena as arena_module
-from penstock.storage.arena import HostArena
+from penstock.storage.arena import HostArena, pinned_empty
 from penstock.storage.readers import KvikioReader, select_readers
 
 CUDA = torch.device("cuda", 0)
@@ -69,6 +70,28 @@ def train(folder: Path, seed: int) -> str:
             session.finish()
             found.append(f"{tiny.digest(session.store)[:16]} {losses}")
     return " ".join(found)
+
+
+def resident(folder: Path, seed: int) -> str:
+    """Steps with everything on the GPU, where few copies are left and all of them may come very late."""
+    with emulator.delays(seed, DELAY_US, 20 * COPY_US if seed else 0):
+        settings = _settings(warmup_steps=3)  # another learning rate at each step
+        with tiny.session(folder / str(seed), t=settings, device=CUDA) as session:
+            metrics = [train_step(session) for _ in range(3)]
+            session.finish()
+            return f"{tiny.digest(session.store)[:16]} {[(m.loss, m.grad_norm) for m in metrics]}"
+
+
+def scalars(folder: Path, seed: int) -> str:
+    """Values on their way to the GPU behind a slow kernel, and the next that are pinned."""
+    del folder
+    values = torch.arange(8.0) + seed
+    torch.cuda._sleep(int(3e8))
+    there = on_device(values, CUDA)
+    for _ in range(4):
+        pinned_empty(8, torch.float32).fill_(-1)
+    torch.cuda.synchronize()
+    return f"copied: {torch.equal(there.cpu(), values)}"
 
 
 def ops(folder: Path, seed: int) -> str:
@@ -269,7 +292,21 @@ def choose(folder: Path, seed: int) -> str:
 
 SCENARIOS: dict[str, Callable[[Path, int], str]] = {
     scenario.__name__: scenario
-    for scenario in (ops, drain, train, begin, resume, close, unpinned, samples, generate, read, choose)
+    for scenario in (
+        ops,
+        drain,
+        scalars,
+        resident,
+        train,
+        begin,
+        resume,
+        close,
+        unpinned,
+        samples,
+        generate,
+        read,
+        choose,
+    )
 }
 
 
