@@ -97,7 +97,7 @@ def rank(x: Operands, parts: Sequence[Span], backends: Sequence[Backend], *, bac
     kernels: list[Strategy] = []
     refused: dict[str, str] = {}
     reference = Strategy(backends[-1], "whole", False, None)
-    small = _SmallProblem.like(x, parts, reference)
+    small = _SmallProblem.like(x, parts)
     for backend in backends[:-1]:
         reasons: list[str] = []
         strategies = _strategies(backend, parts, backward=backward)
@@ -160,11 +160,10 @@ class _SmallProblem:
 
     x: Operands
     parts: list[Span]
-    given: Gradients
-    """As if other keys, elsewhere, had taken half of the weight."""
+    dout: Tensor
 
     @staticmethod
-    def like(x: Operands, parts: Sequence[Span], reference: Strategy) -> _SmallProblem:
+    def like(x: Operands, parts: Sequence[Span]) -> _SmallProblem:
         window = _SMALL * 2 // 3 if any(span.window is not None for span in parts) else None
         start = _SMALL if any(span.k0 < span.q0 for span in parts) else 0
         lengths = [70, 33, 129] if len(parts) > 1 else [129]
@@ -181,9 +180,12 @@ class _SmallProblem:
         q, k, v = random(end - start, x.q, qk_dim), random(key_end, x.k, qk_dim), random(key_end, x.v, v_dim)
         sample = Operands(q, k, v, x.call, start)
         small = spans(start, end, 0, key_end, documents, window)
-        merged = _run(reference, sample, small, None)
-        dout = random(end - start, x.q, v_dim)
-        return _SmallProblem(sample, small, Gradients(dout, merged["out"].to(q.dtype), merged["lse"] + math.log(2)))
+        return _SmallProblem(sample, small, random(end - start, x.q, v_dim))
+
+    def given(self, reference: Strategy) -> Gradients:
+        """As if other keys, elsewhere, had taken half of the weight."""
+        merged = _run(reference, self.x, self.parts, None)
+        return Gradients(self.dout, merged["out"].to(self.x.q.dtype), merged["lse"] + math.log(2))
 
 
 def _for_small(strategy: Strategy) -> Strategy:
@@ -194,7 +196,7 @@ def _for_small(strategy: Strategy) -> Strategy:
 def _fault(strategy: Strategy, small: _SmallProblem, reference: Strategy, *, backward: bool) -> str | None:
     """What is wrong with the strategy's results on the small problem; None where nothing is."""
     exact = replace(small.x, q=small.x.q.float(), k=small.x.k.float(), v=small.x.v.float())
-    given = small.given if backward else None
+    given = small.given(reference) if backward else None
     try:
         results = _run(_for_small(strategy), small.x, small.parts, given)
     except torch.cuda.OutOfMemoryError:

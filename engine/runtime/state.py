@@ -174,7 +174,6 @@ class _Loading:
     def finish(self) -> None:
         while self._reading:
             self._end_oldest()
-        wait_for_copies(self._device)
 
     def _read(
         self, buffer: BufferPlan, part: int, targets: dict[str, Tensor], then: Callable[[], None], most: int
