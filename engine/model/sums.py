@@ -65,8 +65,8 @@ def add_product(total: Tensor, dy: Tensor, x: Tensor, *, new: bool, most_rows: i
     """Add dy^T x to `total` [out, in], or put it there if that is `new`; dy [n, out] and x [n, in] of one dtype.
 
     In one kernel where the dtypes are the same or made so, or where `prepare` has found one for bfloat16 into float32.
-    Otherwise there are products of `most_rows` rows at most at a time on a GPU, whose
-    memory is planned for one matrix's.
+    Otherwise there are products of `most_rows` rows at most at a time on a GPU, whose memory is planned for one
+    matrix's.
     """
     if emulated(dy) and total.dtype == torch.float32:
         dy, x = dy.float(), x.float()

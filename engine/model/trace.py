@@ -274,7 +274,7 @@ def _constant(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
 
 
 Shape = tuple[int, int, int, int, int | None, int | None, float | None]
-"""heads, kv_heads, qk_dim, v_dim, window, chunk."""
+"""heads, kv_heads, qk_dim, v_dim, window, chunk, softcap."""
 
 
 def _on_meta(leaf: Any) -> Any:
