@@ -9,7 +9,7 @@
 # make standin        run tests/standin, PyTorch's CUDA build on a machine without a GPU; see tests/standin/README.md.
 #                     The first time it installs 5 GB into .venv-cuda; or give STANDIN_PYTHON=an interpreter that has it
 # make gpu-emulated   run tests/gpu and tests/emulated on the stand-in with kernels that compute, 20 minutes;
-#                     STANDIN_ARGS="-m 'not long' --long-slice 3": a sixteenth of them
+#                     STANDIN_ARGS="-m '' --slices 4 --long-slice 3": a quarter of them
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -112,9 +112,9 @@ def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, PlanReque
     where = torch.device("cuda" if torch.cuda.is_available() and recipe.train.device != "cpu" else "cpu")
     on = this_machine(where)
     drives = [Path(drive).expanduser() for drive in recipe.storage.drives] or [Path.cwd()]
-    budgets, device = run_budgets(recipe.budgets, where, drives, new=True, others=reserved()), where.type
-    recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
-    return on, PlanRequest(spec=_spec(recipe, device), recipe=recipe, budgets=budgets, device_type=device)
+    budgets = run_budgets(recipe.budgets, where, drives, new=True, others=reserved())
+    recipe = replace(recipe, train=with_compute_dtype(recipe.train, where))
+    return on, PlanRequest(spec=_spec(recipe, where.type), recipe=recipe, budgets=budgets, device_type=where.type)
 
 
 def machine_task(recipe: Recipe, on: Machine, spec: ModelSpec | None = None) -> PlanRequest:

@@ -75,8 +75,8 @@ def sample(
         with shown.step(f"opening {model}"):
             found = stack.enter_context(sampling.opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram))
         shown.clear()
-        for remark in found.remarks:
-            _remark(remark)
+        stack.callback(_tell, found.remarks)
+        _tell(found.remarks)
         decoding = sampling.decoding_of(
             found, (1024 if chat else 64) if tokens is None else tokens, temperature, top_p, seed, chat=chat
         )
@@ -114,6 +114,13 @@ def sample(
             for number, one in enumerate(samples, 1):
                 _show(f"[{number}] {one.prompt}{between}{one.text}\n\n")
         _remark(sampling.took(found))
+
+
+def _tell(remarks: list[str]) -> None:
+    """Print what has not been told yet."""
+    for remark in dict.fromkeys(remarks):
+        _remark(remark)
+    remarks.clear()
 
 
 def _remark(text: str) -> None:

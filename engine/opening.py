@@ -85,7 +85,7 @@ def open_session(
     With `checkpoint` a resumed run goes back to that checkpoint's generation.
     """
     device = resolve_device(recipe.train)
-    recipe = replace(recipe, train=with_compute_dtype(recipe.train, device.type))
+    recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
     train, budgets = recipe.train, recipe.budgets
     compilation = find_compilation(train, device, observer.on_message)
     checklist = Checklist(observer)

@@ -20,29 +20,31 @@ settings.load_profile("untimed")
 
 LONGEST = ("test_story", "test_random_programs", "test_a_small_measurement", "test_the_quickstart_finds")
 LONGEST += ("test_guides.py::test_commands_run", "test_kill_9_at_random_moments", "test_twenty_faults")
+LONGEST += ("test_without_it_a_seed", "test_it_trains_as_on_the_cpu_and_delays")
 """Parts of the names of tests that take more than a minute."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long-slice", type=int, metavar="COMMITS", help="of the tests those due at this commit count")
+    parser.addoption("--slices", type=int, default=long_slice.SLICES, help="commits within which each test is due")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest tests begin first: at the end the other workers would wait for them."""
-    commits = config.getoption("long_slice")
+    commits, slices = config.getoption("long_slice"), config.getoption("slices")
     if commits is not None:
-        left = [item for item in items if not long_slice.is_due(item.nodeid, commits)]
-        items[:] = [item for item in items if long_slice.is_due(item.nodeid, commits)]
+        left = [item for item in items if not long_slice.is_due(item.nodeid, commits, slices)]
+        items[:] = [item for item in items if long_slice.is_due(item.nodeid, commits, slices)]
         config.hook.pytest_deselected(items=left)
     items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    commits = config.getoption("long_slice")
+    commits, slices = config.getoption("long_slice"), config.getoption("slices")
     if commits is not None:
         stats = terminalreporter.stats.values()
         ran = {report.nodeid for reports in stats for report in reports if isinstance(report, pytest.TestReport)}
-        terminalreporter.write_line(long_slice.summary(commits, len(ran)))
+        terminalreporter.write_line(long_slice.summary(commits, slices, len(ran)))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gpu_waits
 import pytest
 import torch
 import typer
@@ -278,3 +279,12 @@ def test_every_statement_of_the_security_page_names_a_test() -> None:
         for statement in re.findall(r"^- (.*?)(?=^- |\Z)", text, flags=re.S | re.M):
             trusted = title == "What is trusted" or "docs/results/faults.md" in statement
             assert trusted or re.search(r"`test_\w+`", statement), (title, statement)
+
+
+def test_every_wait_for_the_gpu_is_on_its_page() -> None:
+    known = [(wait.file, wait.code) for wait in gpu_waits.WAITS]
+    calls = gpu_waits.calls()
+    missing = [call for call in calls if not any(call[0] == file and call[1] in code for file, code in known)]
+    assert not missing, "waits without a row"
+    assert all(gpu_waits.CALLS.search(wait.code) for wait in gpu_waits.WAITS)
+    assert gpu_waits.PAGE.read_text() == gpu_waits.page(), "write it anew: python tests/support/gpu_waits.py"

@@ -180,8 +180,8 @@ def _device() -> torch.device:
 
 
 def _dtype() -> Literal["bfloat16", "float32"]:
-    """What both compute in: bfloat16, on a CPU without its instructions float32."""
-    decided = with_compute_dtype(TrainConfig(steps=1, compute_dtype="auto"), _device().type).compute_dtype
+    """What both compute in: bfloat16, on a device without its instructions float32."""
+    decided = with_compute_dtype(TrainConfig(steps=1, compute_dtype="auto"), _device()).compute_dtype
     assert decided != "auto"
     return decided
 

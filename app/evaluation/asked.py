@@ -27,6 +27,8 @@ Enough = Callable[[int, str], bool]
 class Model(Protocol):
     """What an evaluation needs of engine/generate/streamed.py: StreamedModel."""
 
+    remarks: list[str]
+
     @property
     def tokenizer(self) -> TextTokenizer | None: ...
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from penstock.app.evaluation.asked import Asked, Requests
+from penstock.app.evaluation.asked import Asked, Model, Requests
 from penstock.app.evaluation.needles import maps
 from penstock.app.finetune_view import print_rows
 from penstock.app.recall_view import map_rows
@@ -31,6 +31,12 @@ class Told:
     def say(self, text: str) -> None:
         self._shown.clear()
         self._console.print(printable(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def remarks(self, model: Model) -> None:
+        """Say what there is to say of a model since the last time."""
+        for remark in dict.fromkeys(model.remarks):
+            self.say(remark)
+        model.remarks.clear()
 
     def asks(self, asked: Asked, requests: Requests) -> None:
         """Say what will be asked and about how long it takes."""

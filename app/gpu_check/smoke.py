@@ -17,6 +17,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,19 @@ from penstock.app.bench.plain import PlainBatch, plain_steps
 from penstock.app.bench.setup import Setup, plan_request, random_recipe, shape_model
 from penstock.app.bench.state import DrawnState
 from penstock.app.bench.suite_worker import open_case
-from penstock.engine.config import TrainConfig, parse_bytes
+from penstock.engine.config import Recipe, TrainConfig
 from penstock.engine.data.prepare import make_loader, prepare_data
-from penstock.engine.machine.budgets import Budgets, free_budgets
+from penstock.engine.forecast.least import need
+from penstock.engine.forecast.request import PlanRequest
+from penstock.engine.machine.budgets import free_budgets
 from penstock.engine.machine.device import resolve_device
 from penstock.engine.machine.limits import free_disk
-from penstock.engine.machine.presets import this_machine
-from penstock.engine.model.spec import layouts
+from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.planner import make_plan
+from penstock.engine.plan.problem import FP32, PlanOptions
 from penstock.engine.train import train_step
-from penstock.storage.errors import UserError
+from penstock.storage.errors import BudgetError, UserError
 from penstock.storage.readers import select_readers
 
 STEPS = 6
@@ -49,14 +54,12 @@ TIERS = ("gpu", "ram", "nvme")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smoke:
-    """A model, and budgets that put some of its state in each tier."""
+    """A model and its batch."""
 
     shape: Shape
     rows: int
     row_tokens: int
     chunk_tokens: int
-    gpu: str
-    ram: str
     lr: float
     part: str = "32MiB"
     """storage.part_bytes."""
@@ -68,26 +71,30 @@ class Smoke:
 
 
 QWEN25_1_5B = Shape("Qwen2.5-1.5B", "qwen2", 28, 1536, 8960, 12, 2, 128, 151936, tied=True)
-_LARGE = Smoke(shape=QWEN25_1_5B, rows=2, row_tokens=4096, chunk_tokens=2048, gpu="12GiB", ram="15GiB", lr=2e-4)
+_LARGE = Smoke(shape=QWEN25_1_5B, rows=2, row_tokens=4096, chunk_tokens=2048, lr=2e-4)
 SMOKES = (
     _LARGE,
-    replace(_LARGE, shape=LADDER[-1], gpu="6GiB", ram="6GiB"),
+    replace(_LARGE, shape=LADDER[-1]),
     replace(
         _LARGE,
         shape=replace(LADDER[-1], name="Qwen3 shape, 70M", layers=12, hidden=512, intermediate=1536, vocab=32768),
         row_tokens=1024,
         chunk_tokens=512,
-        gpu="1200MiB",
-        ram="850MiB",
     ),
 )
 """Largest first; the first that this machine holds is run."""
-_SMALL = Smoke(
-    shape=replace(TINY, layers=3, hidden=128, intermediate=384, vocab=1024, head_dim=32), rows=2, row_tokens=128,
-    chunk_tokens=64, gpu="6MiB", ram="9MiB", lr=1e-3, part="64KiB",
-)  # fmt: skip
-SMALL = {"cpu": _SMALL, "cuda": replace(_SMALL, gpu="108MiB")}
-"""By type of device: on a GPU, kernels have memory of their own."""
+SMALL = Smoke(
+    shape=replace(TINY, layers=4, hidden=128, intermediate=384, vocab=1024, head_dim=32),
+    rows=2,
+    row_tokens=128,
+    chunk_tokens=64,
+    lr=1e-3,
+    part="64KiB",
+)
+CHOICE = PlanOptions(gpu_first="blocks", ram_first="state")
+ROOM = {"gpu": 0.5, "ram": 0.6}
+"""Of all state's bytes, what a tier has beside what the plan needs there at least: for state, and in RAM before that
+for weights and gradients of what is not on the GPU."""
 
 
 def tell(**values: Any) -> None:
@@ -95,18 +102,18 @@ def tell(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
-def choose(folder: Path, device: torch.device) -> Smoke:
+def choose(folder: Path, device: torch.device) -> Setup:
     """The largest that GPU, RAM and drive hold. Raises UserError where none is."""
     free, disk = free_budgets(device), free_disk(folder)
     for smoke in SMOKES:
-        gpu, ram = max(smoke.plain_bytes, parse_bytes(smoke.gpu, "gpu")), parse_bytes(smoke.ram, "ram")
-        if gpu <= free.gpu and ram <= free.ram and 24 * smoke.shape.params <= disk:
-            return smoke
+        if smoke.plain_bytes <= free.gpu and 24 * smoke.shape.params <= disk:
+            with suppress(BudgetError):
+                return prepare(smoke, folder, device)
     raise UserError(f"no smoke test fits {free.gpu:,} bytes of GPU, {free.ram:,} of RAM, {disk:,} of disk")
 
 
-def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "auto") -> Setup:
-    """Its plan on this machine. Raises BudgetError."""
+def modelled(smoke: Smoke, device: torch.device, compile: str = "auto") -> tuple[Recipe, ModelSpec]:
+    """Its recipe and model."""
     recipe = random_recipe(
         smoke.row_tokens,
         smoke.rows,
@@ -118,11 +125,30 @@ def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "au
         device=device.type,
         compile=compile,
     )
-    recipe, spec = shape_model(recipe, smoke.shape, smoke.shape.layers)
+    return shape_model(recipe, smoke.shape, smoke.shape.layers)
+
+
+def placed(task: PlanRequest) -> Plan:
+    """A plan with state in each tier, by ROOM. Raises BudgetError where GPU or RAM has less than that."""
+    problem = task.problem(task.chunks[-1])
+    state = sum(len(problem.state_kinds) * FP32 * buffer.numel for buffer in problem.buffers)
+    for tier, share in ROOM.items():
+        least = need(problem, CHOICE, tier)
+        if least is None:
+            break
+        had, size = getattr(problem, f"{tier}_budget"), least + int(share * state)
+        if size > had:
+            raise BudgetError(f"{tier}: {size:,} bytes are needed, {had:,} are free")
+        changed: dict[str, Any] = {f"{tier}_budget": size}
+        problem = replace(problem, **changed)
+    return make_plan(problem, CHOICE)
+
+
+def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "auto") -> Setup:
+    """Its plan on this machine. Raises BudgetError."""
+    recipe, spec = modelled(smoke, device, compile)
     readers = select_readers("auto", device, [folder])
-    ram = parse_bytes(smoke.ram, "ram") + readers.pinned_bytes(1)
-    budgets = Budgets(parse_bytes(smoke.gpu, "gpu"), ram, None, {})
-    plan = plan_request(recipe, spec, budgets, device, readers).search(this_machine(device)).plan
+    plan = placed(plan_request(recipe, spec, free_budgets(device), device, readers))
     return Setup(smoke.shape, spec, spec, plan, plan, recipe, device, readers)
 
 
@@ -176,20 +202,19 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def state_bytes(setup: Setup) -> dict[str, int]:
+def state_bytes(plan: Plan) -> dict[str, int]:
     """Bytes of master weights and moments that live in each tier."""
-    buffers = setup.plan.buffers.values()
+    buffers = plan.buffers.values()
     return {tier: sum(12 * b.numel for b in buffers if b.state == tier) for tier in TIERS}
 
 
-def check(smoke: Smoke, folder: Path, device: torch.device, compile: str = "auto") -> dict[str, Any]:
+def check(setup: Setup, folder: Path) -> dict[str, Any]:
     """Everything: figures, and in `wrong` what is not as it should be."""
-    setup = prepare(smoke, folder, device, compile)
-    held = state_bytes(setup)
-    tell(model=smoke.shape.name, parameters=setup.spec.num_params, state_bytes=held)
+    held = state_bytes(setup.plan)
+    tell(model=setup.shape.name, parameters=setup.spec.num_params, state_bytes=held)
     ours = penstock(setup, folder)
     gc.collect()
-    if device.type == "cuda":
+    if setup.device.type == "cuda":
         torch.cuda.empty_cache()
     theirs = plain(setup, folder)
     wrong = [f"no state lives in the {tier} tier" for tier in TIERS if not held[tier]] + compare(ours, theirs)
@@ -200,8 +225,8 @@ def main(arguments: Sequence[str]) -> None:
     """Check this card in the current folder. Exits with words where something is wrong, or nothing fits."""
     device, folder = resolve_device(TrainConfig()), Path.cwd()
     try:
-        smoke = SMALL[device.type] if "--small" in arguments else choose(folder, device)
-        wrong = check(smoke, folder, device)["wrong"]
+        setup = prepare(SMALL, folder, device) if "--small" in arguments else choose(folder, device)
+        wrong = check(setup, folder)["wrong"]
     except UserError as error:
         sys.exit(str(error))
     tell(wrong=wrong)

@@ -90,7 +90,7 @@ def train_cluster(
     says it.
     """
     given, device = recipe, ranks.together(lambda: resolve_device(recipe.train))
-    recipe = replace(recipe, train=with_compute_dtype(recipe.train, device.type))
+    recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
     identity, recipe = run_identity(recipe), with_kept_inputs(recipe, run_dir)
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)

@@ -56,6 +56,11 @@ class Kept:
         self._arena.pin()
         return flats
 
+    @property
+    def remark(self) -> str | None:
+        """What is to be told of its memory."""
+        return None if self._arena is None else self._arena.remark
+
     def of(self, layer: int, sequence: int) -> KeysValues:
         """A sequence's rows in a layer, on the compute device."""
         flat = self._slab if self._slab is not None else self._flats[layer] if self._flats is not None else None

@@ -36,7 +36,7 @@ from penstock.engine.machine.budgets import free_budgets
 from penstock.engine.machine.device import configure, resolve_device
 from penstock.engine.machine.here import is_assumed, machine_here
 from penstock.engine.machine.platforms import usable_cpus
-from penstock.engine.machine.precision import cpu_has_bfloat16
+from penstock.engine.machine.precision import usual_dtype
 from penstock.engine.model.anatomy import context_of
 from penstock.engine.model.runner import ModelRunner
 from penstock.storage.errors import UserError
@@ -54,8 +54,8 @@ class StreamedModel:
 
     Attributes: `spec`, `device`, `tokenizer` (None: there is none), `template` (for chats; None likewise), `stop_ids`
     (tokens that end a text), `context` (tokens that a sequence may have; None where the config does not say),
-    `remarks` (what is to be said of its weights), `passes` (how often the weights have passed so far), `passes_s`
-    (seconds of each of the last call).
+    `remarks` (what is to be said of its weights, and later of its memory), `passes` (how often the weights have passed
+    so far), `passes_s` (seconds of each of the last call).
     """
 
     def __init__(
@@ -123,7 +123,8 @@ class StreamedModel:
         auto, float32, bfloat16 or float16. Raises UserError for what is no model, for a run that another process has
         open, and for budgets that are too small for anything.
         """
-        found = resolve_device(TrainConfig(steps=1, device=device))  # type: ignore[arg-type]
+        asked = "bfloat16" if dtype == "bfloat16" else "float32"
+        found = resolve_device(TrainConfig(steps=1, device=device, compute_dtype=asked))  # type: ignore[arg-type]
         source: Source
         if recipe is not None:
             source = RunSource(where, recipe, checkpoint)
@@ -132,7 +133,7 @@ class StreamedModel:
         data = DataConfig() if recipe is None else recipe.data
         try:
             chosen = FLOAT_DTYPES[dtype] if dtype != "auto" else source.usual_dtype
-            slow = found.type == "cpu" and (chosen == torch.float16 or not cpu_has_bfloat16())
+            slow = usual_dtype(found) == "float32" if chosen == torch.bfloat16 else found.type == "cpu"
             chosen = torch.float32 if dtype == "auto" and slow else chosen
             model = cls(source, where, data, device=found, dtype=chosen, gpu_bytes=gpu_bytes, ram_bytes=ram_bytes)
         except BaseException:
@@ -251,6 +252,7 @@ class StreamedModel:
         totals = [max(totals[0], _room(totals[0]))] if reuse else list(totals)
         placement = self._place(sum(totals))
         kept = Kept(self.spec, totals, placement.keys_values, dtype=self.dtype, device=self.device, apart=self._apart)
+        self._remark(kept.remark)
         self._reading = _Reading(self, kept, placement.chunk_tokens, self._logits_rows(placement), len(prompts))
         return self._reading, [0] * len(prompts)
 
@@ -383,7 +385,12 @@ class StreamedModel:
         if now is None or now.kv_tokens < kv_tokens or (keeps and now.keys_values == "nowhere"):
             now = self._placement = self._try_place(kv_tokens, keeps=keeps)
             self._weights.place(now)
+            self._remark(self._weights.remark)
         return now
+
+    def _remark(self, text: str | None) -> None:
+        if text is not None:
+            self.remarks.append(text)
 
     def _pass(self, rows: Sequence[Row], kept: Kept, chunk_tokens: int, finish: object) -> None:
         began = time.perf_counter()

@@ -79,6 +79,11 @@ class Weights:
         if list(self._ram) != resident or staging != (self._stages[0].flat.nbytes if self._stages else 0):
             self._make_host(resident, staging)
 
+    @property
+    def remark(self) -> str | None:
+        """What is to be told of its memory."""
+        return None if self._arena is None else self._arena.remark
+
     @contextmanager
     def block(self, index: int) -> Iterator[dict[str, Tensor]]:
         """The parameters of a block by state-dict name, on the device; inside the block only."""

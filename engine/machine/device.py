@@ -12,13 +12,13 @@ import torch
 
 from penstock.engine.config import TrainConfig
 from penstock.engine.machine.platforms import gpu_memory
+from penstock.engine.machine.precision import BFLOAT16_CAPABILITY
 from penstock.storage.errors import UserError
 from penstock.storage.units import bytes_text
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 _ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_BFLOAT16_CAPABILITY = (8, 0)
 
 LEAST_LIMIT_BYTES = 2**30
 """Budgets below this are not enforced: the allocator takes memory in pieces of up to 20 MiB, and cuBLAS takes 32 MiB a
@@ -44,8 +44,7 @@ def resolve_device(config: TrainConfig) -> torch.device:
     os.environ.setdefault(CUBLAS_WORKSPACE, _DETERMINISTIC_WORKSPACES[0])
     device = torch.device("cuda", torch.cuda.current_device())
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    dtype = "float32" if config.compute_dtype == "float32" else "bfloat16"
-    reason = too_old(name, capability, torch.cuda.get_arch_list(), dtype)
+    reason = too_old(name, capability, torch.cuda.get_arch_list(), config.compute_dtype)
     if reason is not None:
         raise UserError(f"train.device: {reason}")
     return device
@@ -78,7 +77,7 @@ def too_old(name: str, capability: tuple[int, int], arch_list: Sequence[str], co
     if built and capability < min(built):
         oldest = ".".join(map(str, min(built)))
         return f"{is_at}, and this torch ({torch.__version__}) is built for {oldest} and newer; use train.device=cpu"
-    if compute_dtype == "bfloat16" and capability < _BFLOAT16_CAPABILITY:
+    if compute_dtype == "bfloat16" and capability < BFLOAT16_CAPABILITY:
         return f"{is_at}, and bfloat16 needs 8.0 (Ampere) or newer; use train.compute_dtype=float32"
     return None
 

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from penstock.engine.config import TrainConfig
 
+if TYPE_CHECKING:
+    import torch
 
-def with_compute_dtype(train: TrainConfig, device_type: str) -> TrainConfig:
-    """The same with train.compute_dtype=auto decided for a device: of this machine, where it is a CPU."""
-    return train if train.compute_dtype != "auto" else replace(train, compute_dtype=usual_dtype(device_type))
+BFLOAT16_CAPABILITY = (8, 0)
 
 
-def usual_dtype(device_type: str) -> Literal["bfloat16", "float32"]:
-    """What train.compute_dtype=auto stands for there."""
-    return "bfloat16" if device_type == "cuda" or cpu_has_bfloat16() else "float32"
+def with_compute_dtype(train: TrainConfig, device: torch.device | str) -> TrainConfig:
+    """The same with train.compute_dtype=auto decided for a device."""
+    return train if train.compute_dtype != "auto" else replace(train, compute_dtype=usual_dtype(device))
+
+
+def usual_dtype(device: torch.device | str) -> Literal["bfloat16", "float32"]:
+    """What train.compute_dtype=auto stands for on a device of this machine; as a text it is cpu, which is this
+    machine's as well, or cuda, any GPU that is new enough."""
+    if isinstance(device, str):
+        able = device == "cuda" or cpu_has_bfloat16()
+    elif device.type == "cuda":
+        import torch
+
+        able = torch.cuda.get_device_capability(device) >= BFLOAT16_CAPABILITY
+    else:
+        able = cpu_has_bfloat16()
+    return "bfloat16" if able else "float32"
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

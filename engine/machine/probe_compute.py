@@ -95,7 +95,7 @@ def matmul_flops(device: torch.device, sizes: Sizes, seconds: float) -> float:
 
     In the dtype that train.compute_dtype=auto takes on this machine.
     """
-    dtype = getattr(torch, usual_dtype(device.type))
+    dtype = getattr(torch, usual_dtype(device))
     total_s = flops = 0.0
     for out_features, in_features in sizes.matrices:
         weight, x, dy = (
@@ -134,7 +134,7 @@ def attention_rates(device: torch.device, sizes: Sizes, seconds: float) -> tuple
 def _attention_rate(device: torch.device, sizes: Sizes, head_dim: int, chunk: int, seconds: float) -> AttentionRate:
     start = sizes.earlier_tokens
     keys = start + chunk
-    dtype = getattr(torch, usual_dtype(device.type))
+    dtype = getattr(torch, usual_dtype(device))
 
     def random(tokens: int, heads: int) -> Tensor:
         return torch.randn(tokens, heads, head_dim, device=device, dtype=dtype)

@@ -23,10 +23,9 @@ from penstock.app.gpu_check import smoke
 from penstock.app.gpu_check.__main__ import main
 from penstock.app.gpu_check.commands import TESTS, Command, commands
 from penstock.app.gpu_check.page import figures, page
-from penstock.engine.config import parse_bytes
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.machine.budgets import Budgets
-from penstock.engine.machine.presets import generic_gpu
+from penstock.storage.errors import BudgetError
 
 CPU = torch.device("cpu")
 
@@ -232,15 +231,14 @@ def test_its_own_commands_run_small_without_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_smoke_agrees_with_plain_pytorch_and_finds_a_wrong_update(tmp_path: Path) -> None:
-    case = smoke.SMALL["cpu"]
-    found = smoke.check(case, tmp_path, CPU, "off")
+    setup = smoke.prepare(smoke.SMALL, tmp_path, CPU, "off")
+    assert all(smoke.state_bytes(setup.plan).values())
+    found = smoke.check(setup, tmp_path)
     assert found["wrong"] == []
     plain = found["plain"]
     assert plain["losses"][0] - plain["losses"][-1] > 0.3
     assert len(found["penstock"]["losses"]) == smoke.STEPS
-    setup = smoke.prepare(case, tmp_path, CPU, "off")
-    assert all(smoke.state_bytes(setup).values())
-    wrong = replace(setup.recipe, train=replace(setup.recipe.train, lr=1.1 * case.lr))
+    wrong = replace(setup.recipe, train=replace(setup.recipe.train, lr=1.1 * smoke.SMALL.lr))
     (tmp_path / "wrong").mkdir()
     assert smoke.compare(smoke.penstock(replace(setup, recipe=wrong), tmp_path / "wrong"), plain)
 
@@ -257,14 +255,20 @@ def test_what_the_smoke_calls_wrong() -> None:
     assert smoke.compare(nothing, right) == ["a loss or a gradient norm is not finite"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", [*smoke.SMOKES, smoke.SMALL["cuda"]], ids=lambda case: case.shape.name)
-def test_every_smokes_state_lives_in_all_three_tiers_of_a_gpu(case: smoke.Smoke, tmp_path: Path) -> None:
-    setup = smoke.prepare(replace(case, gpu="400GiB", ram="400GiB"), tmp_path, CPU)
-    budgets = Budgets(parse_bytes(case.gpu, "gpu"), parse_bytes(case.ram, "ram"), None, {})
-    task = PlanRequest(spec=setup.spec, recipe=setup.recipe, budgets=budgets, device_type="cuda", device_reads=False)
-    plan = task.search(generic_gpu("NVIDIA H200")).plan
-    assert {buffer.state for buffer in plan.buffers.values()} == {"gpu", "ram", "nvme"}
+@pytest.mark.parametrize("case", [*smoke.SMOKES, smoke.SMALL], ids=lambda case: case.shape.name)
+def test_every_smokes_state_lives_in_all_three_tiers_of_a_gpu(case: smoke.Smoke) -> None:
+    recipe, spec = smoke.modelled(case, CPU)
+
+    def task(gpu: int, ram: int) -> PlanRequest:
+        budgets = Budgets(gpu, ram, None, {})
+        return PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type="cuda", device_reads=False)
+
+    plan = smoke.placed(task(400 << 30, 400 << 30))
+    assert all(smoke.state_bytes(plan).values())
+    gpu, ram = plan.tiers["gpu"].budget_bytes, plan.tiers["ram"].budget_bytes
+    for less in (task(gpu - 1, ram), task(gpu, ram - 1)):
+        with pytest.raises(BudgetError, match="bytes are needed"):
+            smoke.placed(less)
 
 
 def test_bad_words_and_no_gpu_are_refused_with_one_message(tmp_path: Path) -> None:

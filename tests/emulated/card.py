@@ -20,6 +20,7 @@ from penstock.engine.kernels import faster_kernel
 from penstock.engine.machine.architectures import peak_of
 from penstock.engine.machine.device import resolve_device
 from penstock.engine.machine.peaks import mfu
+from penstock.engine.machine.precision import usual_dtype
 from penstock.engine.train import train_step
 from penstock.storage.errors import UserError
 
@@ -97,6 +98,7 @@ def refusal(dtype: str) -> str | None:
 def main(folder: Path, dtype: str) -> None:
     found: dict[str, Any] = {
         "capability": list(torch.cuda.get_device_capability()),
+        "auto": usual_dtype(CUDA),
         "refusals": {each: refusal(each) for each in ("auto", "bfloat16", "float32")},
         "alone": kernels(),
         "steps": [steps(folder / "cuda", dtype, CUDA)],

@@ -28,7 +28,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from penstock.engine import session as session_module
 from penstock.engine.config import SamplesConfig
 from penstock.engine.generate import placement
+from penstock.engine.generate.attend import Place
 from penstock.engine.generate.decode import Decoding
+from penstock.engine.generate.kept import Kept
 from penstock.engine.generate.streamed import StreamedModel
 from penstock.engine.optim.lr import on_device
 from penstock.engine.runtime.executor import GPU_LANES, Executor
@@ -269,6 +271,29 @@ def from_disk(folder: Path, seed: int) -> str:
     return " ".join(found)
 
 
+def broken_off(folder: Path, seed: int) -> str:
+    """A model that is closed after the first block of a pass, on a card where unpinning memory does not wait."""
+    with standin.setting("STANDIN_UNREGISTER", 0, after=1):
+        path, (gpu, ram) = _model(folder), BUDGETS[1]
+        with StreamedModel.open(path, gpu_bytes=gpu, ram_bytes=ram, device="cuda", dtype="float32") as model:
+            model.generate([[5, 9, 2]], Decoding(new_tokens=1))
+            with model._weights.block(0):
+                pass
+        torch.cuda.synchronize()
+    return "closed"
+
+
+def kept(folder: Path, seed: int) -> str:
+    """Keys and values that are given up while their last rows go to RAM, on such a card."""
+    with standin.setting("STANDIN_UNREGISTER", 0, after=1):
+        spec = tiny.spec_of(AutoConfig.from_pretrained(_model(folder)))
+        keys_values = Kept(spec, [64], "ram", dtype=torch.float32, device=CUDA, apart=True)
+        keys_values.take(0, [(0, Place(0, 64))])
+        keys_values.close()
+        torch.cuda.synchronize()
+    return "closed"
+
+
 BUDGETS = [(1 << 30, 1 << 30), (200_000, 1 << 30), (200_000, 1 << 18), (240_000, 150_000)]
 
 
@@ -293,6 +318,8 @@ SCENARIOS: dict[str, Callable[[Path, int], str]] = {
         samples,
         generate,
         from_disk,
+        broken_off,
+        kept,
         choose,
     )
 }

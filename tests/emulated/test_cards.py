@@ -46,6 +46,7 @@ def test_a_card_trains_with_the_kernels_that_it_has(card: str, tmp_path: Path) -
     capability, packages, target, faster, known = CARDS[card]
     found = looked_at(card, "bfloat16", tmp_path)
     assert found["capability"] == capability
+    assert found["auto"] == "bfloat16"
     assert found["refusals"] == dict.fromkeys(("auto", "bfloat16", "float32"))
     fastest = {8: "flash-attn-2", 9: "flash-attn-3"}.get(capability[0], "flash-attn-4")
     for steps, kernel in zip(found["steps"], ("torch-cuda-flash", fastest), strict=True):
@@ -73,13 +74,14 @@ def test_a_card_trains_with_the_kernels_that_it_has(card: str, tmp_path: Path) -
 
 
 def test_a_card_without_bfloat16_trains_in_float32(tmp_path: Path) -> None:
-    """And says so to whoever asks for bfloat16, or for what is usual."""
+    """And says so to whoever asks for bfloat16."""
     found = looked_at("t4", "float32", tmp_path)
     assert found["capability"] == [7, 5]
-    assert found["refusals"].pop("float32") is None
-    for message in found["refusals"].values():
-        assert "Tesla T4 has compute capability 7.5, and bfloat16 needs 8.0" in message
-        assert message.endswith("use train.compute_dtype=float32")
+    assert found["auto"] == "float32"
+    message = found["refusals"].pop("bfloat16")
+    assert "Tesla T4 has compute capability 7.5, and bfloat16 needs 8.0" in message
+    assert message.endswith("use train.compute_dtype=float32")
+    assert found["refusals"] == dict.fromkeys(("auto", "float32"))
     for steps in found["steps"]:
         assert steps["losses"] == pytest.approx(found["cpu"]["losses"], rel=1e-4)
         assert steps["norms"] == pytest.approx(found["cpu"]["norms"], rel=1e-4)

@@ -11,8 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import waits
-from waits import CALLS, REPOSITORY, WAITS, Wait
+from gpu_waits import REPOSITORY, WAITS, Wait
 
 SEEDS = 20
 HERE = Path(__file__).parent
@@ -65,11 +64,3 @@ def test_without_it_a_seed_gives_another_result(wait: Wait, right, tmp_path: Pat
     found = run(wait.scenario, tmp_path / "run", without(wait, tmp_path / "package"), expected, SEEDS)
     assert found[-1] != expected, f"nothing noticed in {len(found)} seeds"
     print(f"{wait.name}: noticed by seed {len(found) - 1}: {found[-1][:200]}")
-
-
-def test_every_wait_is_in_the_table() -> None:
-    known = [(wait.file, wait.code) for wait in WAITS]
-    missing = [call for call in waits.calls() if not any(call[0] == file and call[1] in code for file, code in known)]
-    assert not missing, "waits without a row"
-    assert all(CALLS.search(wait.code) for wait in WAITS)
-    assert waits.PAGE.read_text() == waits.page(), "write it anew: python tests/emulated/waits.py"

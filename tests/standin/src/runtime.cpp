@@ -62,7 +62,7 @@ API cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
 
 API cudaError_t cudaHostUnregister(void* pointer) {
     ALIVE();
-    wait_for_all_streams();
+    if (value_of(UNREGISTER)) wait_for_all_streams();
     cudaError_t error = unregister_host(pointer);
     return error ? refuse(error, "cudaHostUnregister") : cudaSuccess;
 }
@@ -97,8 +97,10 @@ cudaError_t copy(const void* to, const void* from, size_t bytes, Stream& stream,
     Place there = place_of(to, bytes), here = place_of(from, bytes);
     if (there.crosses || here.crosses) return refuse(cudaErrorInvalidValue, "a copy that leaves its memory");
     if (is_the_last(FAIL_COPY)) work = [] { standin_fail_device(cudaErrorECCUncorrectable); };
-    auto late = [work = std::move(work)] {
+    auto late = [=, work = std::move(work)] {
         be_late_at_times();
+        bool gone = (there.pinned && !place_of(to, bytes).pinned) || (here.pinned && !place_of(from, bytes).pinned);
+        if (gone) return standin_fail_device(cudaErrorIllegalAddress);
         work();
     };
     if (moves_bytes()) push(stream, unless_failed(std::move(late)));

@@ -102,6 +102,7 @@ enum Limit {
     TAKEN_MIB,    // of the card's memory, by other processes
     PINNED_MIB,   // that may be pinned at once; negative: no limit
     REGISTER,     // 0: cudaHostRegister is not supported
+    UNREGISTER,   // 0: cudaHostUnregister does not wait, and a copy that comes later makes the card fail
     FAIL_LAUNCH,  // launches until one makes the card fail with FAIL_WITH; 0: none does
     FAIL_COPY,    // copies until one makes it fail with an ECC error; 0: none does
     FAIL_WITH,

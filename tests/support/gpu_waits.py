@@ -1,6 +1,6 @@
 """Every place where the engine or the storage waits for the GPU, or keeps what the GPU still uses, and what for.
 
-docs/waits.md is made of it. test_waits.py takes each away in turn: a scenario must notice.
+docs/waits.md is made of it. tests/emulated/test_waits.py takes each away in turn: a scenario must notice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Wait:
     """What takes their place where the wait is taken away."""
     orders: str
     scenario: str
-    """Of scenarios.py: gives another result without the wait."""
+    """Of tests/emulated/scenarios.py: gives another result without the wait."""
 
 
 WAITS = [
@@ -151,6 +151,20 @@ WAITS = [
         scenario="from_disk",
     ),
     Wait(
+        name="weights on their way are there before their memory goes",
+        file="engine/generate/weights.py",
+        code="torch.cuda.synchronize(self._device)",
+        orders="Memory that weights are copied from and to is unpinned and freed when no copy uses it any more.",
+        scenario="broken_off",
+    ),
+    Wait(
+        name="keys and values are in RAM before it goes",
+        file="engine/generate/kept.py",
+        code="torch.cuda.synchronize(self._device)",
+        orders="As above: unpinning memory waits for the GPU's copies, but CUDA's manual does not promise that.",
+        scenario="kept",
+    ),
+    Wait(
         name="a pinned piece is free before it is filled again",
         file="storage/arena.py",
         code="over.synchronize()",
@@ -168,12 +182,6 @@ WAITS = [
 
 CALLS = re.compile(r"\.synchronize\(|wait_event\(|wait_stream\(|wait_for_copies\(|\.query\(\)|record_stream\(")
 """What waits, or asks whether something is over."""
-UNSEEN = {
-    "engine/generate/weights.py": "torch.cuda.synchronize(self._device)",
-    "engine/generate/kept.py": "torch.cuda.synchronize(self._device)",
-}
-"""Waits before pinned memory goes whose absence no scenario has shown: cudaHostUnregister waits for the device anyway,
-though CUDA's manual does not promise it."""
 TIMING = {
     "engine/clock.py": "measures, and is what wait_for_copies is",
     "engine/machine/probe_compute.py": "measures",
@@ -194,7 +202,7 @@ def calls() -> Iterator[tuple[str, str]]:
             file = str(path.relative_to(REPOSITORY))
             for line in path.read_text().splitlines():
                 text = line.strip()
-                code = not text.startswith(("def ", "#", '"""')) and UNSEEN.get(file) != text
+                code = not text.startswith(("def ", "#", '"""'))
                 if code and CALLS.search(text) and file not in TIMING and text not in ELSEWHERE.get(file, []):
                     yield file, text
 
@@ -212,10 +220,6 @@ def page() -> str:
             "| wait | where | what it orders |",
             "|---|---|---|",
             *rows,
-            "",
-            "Two more, before the pinned memory of streamed weights and of kept keys and values is given up",
-            "(`engine/generate/weights.py`, `kept.py`), were taken away and no test noticed: unregistering memory",
-            "waits for the device by itself. They stay, as CUDA's manual does not promise that.",
             "",
         ]
     )
