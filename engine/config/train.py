@@ -73,7 +73,8 @@ class TrainConfig:
     config, if that turns the loss on (output_router_logits)."""
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "bfloat16"
     """Dtype of weights and activations in the forward and backward pass; master weights and moments are always float32.
-    auto is bfloat16, except on a CPU without bfloat16 instructions, where float32 is several times faster."""
+    auto is bfloat16, but float32 on a CPU without bfloat16 instructions, where it is several times faster, and on a GPU
+    without them."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are stored until the optimizer uses them. They are always summed in float32 first."""
     validate_every: int | None = None

@@ -56,7 +56,7 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cores: Count
     numa_nodes: Count
     matmul_flops: Rate
-    """FLOP/s of matrix products of layer shapes, bfloat16 with float32 sums; float32 on a CPU without bfloat16."""
+    """FLOP/s of matrix products of layer shapes, bfloat16 with float32 sums; float32 on a device without bfloat16."""
     attention: Annotated[tuple[AttentionRate, ...], Meta(min_length=1)]
     h2d_bytes_per_s: Rate
     """Pinned RAM to the compute device, alone."""

@@ -105,10 +105,13 @@ def result(run: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("where", ["gpu", "nvme"])
-def test_a_run_that_is_killed_ends_as_if_it_had_not_been(where: str, dtype: str, tmp_path: Path) -> None:
-    overrides = [f"train.compute_dtype={dtype}"]
+@pytest.mark.parametrize(
+    ("where", "dtype", "compile"),
+    [(where, dtype, "off") for where in ("gpu", "nvme") for dtype in ("float32", "bfloat16")]
+    + [("nvme", "bfloat16", "on")],
+)
+def test_a_run_that_is_killed_ends_as_if_it_had_not_been(where: str, dtype: str, compile: str, tmp_path: Path) -> None:
+    overrides = [f"train.compute_dtype={dtype}", f"train.compile={compile}"]
     if where == "nvme":
         overrides = least(tmp_path, "whole", *overrides)
     else:
