@@ -85,18 +85,18 @@ def ops(folder: Path, seed: int) -> str:
     chance, count = random.Random(seed), 120
     there = torch.zeros(count, dtype=torch.float64, device=CUDA)
     here = torch.zeros(count, dtype=torch.float64, pin_memory=True)
+    arrived = torch.zeros(count, dtype=torch.float64, device=CUDA)
     torch.cuda.synchronize()
 
     def perform(op: Op) -> None:
         if op.lane not in GPU_LANES:
             here[op.index] = op.index + float(sum(here[dep] for dep in op.deps)) % 1e6
             return
-        for dep in op.deps:
-            if lanes[dep] not in GPU_LANES:
-                there[dep].copy_(here[dep], non_blocking=True)
         there[op.index] = op.index
         for dep in op.deps:
-            there[op.index].add_(there[dep])
+            if lanes[dep] not in GPU_LANES:
+                arrived[op.index].copy_(here[dep], non_blocking=True)
+            there[op.index].add_(there[dep] if lanes[dep] in GPU_LANES else arrived[op.index])
         there[op.index].sub_(op.index).remainder_(1e6).add_(op.index)
         here[op.index].copy_(there[op.index], non_blocking=True)
 
@@ -326,10 +326,13 @@ SCENARIOS: dict[str, Callable[[Path, int], str]] = {
 
 
 def main(name: str, folder: str, expected: str, seeds: str) -> None:
+    standin.name_threads()
     for seed in range(int(seeds)):
         try:
-            with emulator.delays(seed, *((DELAY_US, COPY_US) if seed else (0, 0))):
+            with emulator.delays(seed, *((DELAY_US, COPY_US) if seed else (0, 0))), emulator.races() as races:
                 found = SCENARIOS[name](Path(folder), seed)
+            if races:
+                found += f" unordered: {races}"
         except Exception as error:
             found = f"{type(error).__name__}: {error}".replace("\n", " ")
             traceback.print_exc()

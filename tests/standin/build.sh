@@ -32,7 +32,7 @@ library() { # NAME SOURCES AND FLAGS...
     mv "$out/$name.new" "$out/$name"
 }
 src=$here/src
-library libcudart.so.13 "$src"/{counters,settings,memory,streams,device,runtime}.cpp "$out/runtime_stubs.cpp" -ldl -lpthread
+library libcudart.so.13 "$src"/{counters,settings,memory,streams,races,device,runtime}.cpp "$out/runtime_stubs.cpp" -ldl -lpthread
 link=(-L"$out" -l:libcudart.so.13)
 "${compile[@]}" "$src"/driver{,_copies}.cpp "$out/driver_stubs.cpp" -Wl,-soname,libcuda.so.1 -o "$out/libcuda.so.1.new" "${link[@]}" -ldl
 mv "$out/libcuda.so.1.new" "$out/libcuda.so.1"

@@ -31,6 +31,8 @@ struct Memory {
     Tensor view() const;     // what lies there now
     Tensor operand() const;  // to compute with: a float32 copy of half precision, as kernels widen it
     void write(const Tensor& value) const;  // rounded to the memory's dtype
+    // Calls `use` for each piece of it that has no gaps, with its first byte and its bytes.
+    void pieces(const std::function<void(const char*, size_t)>& use) const;
 };
 
 // The arguments of one call, without a reference to a tensor of the device.
@@ -112,8 +114,9 @@ Tensor product(const Tensor& a, const Tensor& b);
 
 // ---------------------------------------------------------------- stream.cpp
 
-// Carry out `work` on the current stream, in its order.
-void enqueue(std::function<void()> work, const std::string& name);
+// Carry out `work` on the current stream, in its order; it reads and writes these memories.
+void enqueue(std::function<void()> work, const std::string& name, const std::vector<Memory>& read,
+             const std::vector<Memory>& written);
 // Wait for the current stream, as `item` does.
 void wait_for_stream();
 

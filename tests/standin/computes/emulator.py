@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from standin import setting
+
 PACKAGES = sorted(Path(__file__).parents[1].glob("packages/flash-attn-*"))
 """Folders of flash-attn's versions as they are emulated."""
 
@@ -45,6 +47,21 @@ def delays(seed: int, us: int, copy_us: int = 0) -> Iterator[None]:
         yield
     finally:
         delay(ctypes.c_uint64(0), ctypes.c_long(0), ctypes.c_long(0))
+
+
+@contextmanager
+def races() -> Iterator[list[str]]:
+    """Inside the block accesses of memory are noted that nothing orders; they are in the list behind it."""
+    found: list[str] = []
+    cuda = ctypes.CDLL(None)
+    cuda.standin_races.restype = ctypes.c_size_t
+    with setting("STANDIN_RACES", 1, after=0):
+        cuda.standin_forget_races()
+        yield found
+        size = cuda.standin_races(None, 0)
+        text = ctypes.create_string_buffer(size)
+        cuda.standin_races(text, ctypes.c_size_t(size))
+    found += text.value.decode().splitlines()
 
 
 @contextmanager

@@ -241,7 +241,8 @@ void compute_now(const OperatorHandle& op, const Known& of, const Stack& given, 
         Tensor found = value.toTensor();
         if (half && found.scalar_type() == at::kFloat) found = found.to(given[0].toTensor().scalar_type());
         Tensor there = allocated(found);
-        if (there.numel()) enqueue([memory = Memory::of(there), found] { memory.write(found); }, of.name);
+        Memory memory = Memory::of(there);
+        if (there.numel()) enqueue([=] { memory.write(found); }, of.name, {}, {memory});
         stack->emplace_back(there);
     }
 }
@@ -300,7 +301,12 @@ void kernel(const OperatorHandle& op, Stack* stack) {
             stack->push_back(shape);
         }
     }
-    enqueue([call] { call->run(); }, of.name);
+    std::vector<Memory> read, written;
+    for (const auto& a : call->arguments.all)
+        for (const auto& operand : a.operands)
+            if (operand.on_device) (a.written ? written : read).push_back(operand.memory);
+    for (const auto& result : call->results) written.push_back(result.second);
+    enqueue([call] { call->run(); }, of.name, read, written);
 }
 
 // ---------------------------------------------------------------- copies, and memory without values
@@ -317,7 +323,8 @@ Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
     TORCH_CHECK(at::is_expandable_to(from.sizes(), self.sizes()), "The size of tensor a ", from.sizes(),
                 " must match the size of tensor b ", self.sizes());
     count_call("aten::copy_");
-    enqueue([to = Memory::of(self), here = Memory::of(from)] { to.view().copy_(here.view()); }, "aten::copy_");
+    Memory to = Memory::of(self), here = Memory::of(from);
+    enqueue([=] { to.view().copy_(here.view()); }, "aten::copy_", {here}, {to});
     return self;
 }
 
@@ -326,7 +333,7 @@ Tensor poisoned(Tensor made) {
     static const bool wanted = getenv("STANDIN_POISON") && atoi(getenv("STANDIN_POISON"));
     if (!wanted || !made.numel()) return made;
     size_t bytes = made.storage().nbytes();
-    enqueue([data = made.storage().mutable_data(), bytes] { memset(data, 0xFF, bytes); }, "poison");
+    enqueue([data = made.storage().mutable_data(), bytes] { memset(data, 0xFF, bytes); }, "poison", {}, {});
     return made;
 }
 

@@ -9,6 +9,14 @@
 
 #include "computes.h"
 
+struct Range {  // as in ../src/standin.h
+    const void* start;
+    size_t bytes;
+    size_t written;
+};
+extern "C" int standin_watches_races();
+extern "C" void standin_access(void* stream, const char* what, const Range* ranges, size_t count);
+
 namespace computes {
 
 namespace {
@@ -51,7 +59,15 @@ void carry_out(void* data) {
 
 }  // namespace
 
-void enqueue(std::function<void()> work, const std::string& name) {
+void enqueue(std::function<void()> work, const std::string& name, const std::vector<Memory>& read,
+             const std::vector<Memory>& written) {
+    if (standin_watches_races()) {
+        std::vector<Range> ranges;
+        for (const auto* memories : {&read, &written})
+            for (const Memory& memory : *memories)
+                memory.pieces([&](const char* start, size_t bytes) { ranges.push_back({start, bytes, memories == &written}); });
+        standin_access(c10::cuda::getCurrentCUDAStream().stream(), name.c_str(), ranges.data(), ranges.size());
+    }
     auto* data = new Enqueued{std::move(work), name};
     cudaError_t error = cudaLaunchHostFunc(c10::cuda::getCurrentCUDAStream().stream(), carry_out, data);
     if (error != cudaSuccess) delete data;

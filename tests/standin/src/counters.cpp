@@ -82,6 +82,11 @@ void count(Kind kind, size_t bytes) {
     if (Watcher watcher = watchers[kind].load(std::memory_order_relaxed)) watcher(NAMES[kind], thread_name, bytes);
 }
 
+const char* thread_label() {
+    counts_of_this_thread();
+    return thread_name;
+}
+
 cudaError_t refuse(cudaError_t error, const char* what) {
     last = error;
     count(REFUSAL);

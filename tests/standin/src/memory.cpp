@@ -117,6 +117,7 @@ cudaError_t free_device(void* pointer) {
     auto found = device.find(static_cast<char*>(pointer));
     if (found == device.end()) return cudaErrorInvalidValue;
     munmap(pointer, found->second.bytes);
+    forget_accesses(pointer, found->second.bytes);
     used -= found->second.bytes;
     device.erase(found);
     return cudaSuccess;
@@ -135,6 +136,7 @@ cudaError_t free_host(void* pointer) {
     auto found = pinned.find(static_cast<char*>(pointer));
     if (found == pinned.end()) return cudaErrorInvalidValue;
     munmap(pointer, found->second.bytes);
+    forget_accesses(pointer, found->second.bytes);
     forget_pinned(found);
     return cudaSuccess;
 }
@@ -156,6 +158,7 @@ cudaError_t unregister_host(void* pointer) {
     std::lock_guard<std::mutex> guard(lock);
     auto found = pinned.find(static_cast<char*>(pointer));
     if (found == pinned.end()) return cudaErrorHostMemoryNotRegistered;
+    forget_accesses(pointer, found->second.bytes);
     forget_pinned(found);
     return cudaSuccess;
 }
@@ -244,6 +247,7 @@ API int standin_unmap(void* pointer, size_t bytes) {
         while (at != device.end() && at->first < end) at = device.erase(at);
         madvise(pointer, bytes, MADV_DONTNEED);
     }
+    forget_accesses(pointer, bytes);
     count(DEVICE_FREE, bytes);
     return 0;
 }

@@ -90,8 +90,10 @@ std::function<void()> unless_failed(std::function<void()> work) {
     };
 }
 
-// Queue `work`, which copies between the two ranges, and wait for it where one of them is pageable.
-cudaError_t copy(const void* to, const void* from, size_t bytes, Stream& stream, std::function<void()> work) {
+// Queue `work`, which copies between the two ranges, and wait for it where one of them is pageable. `ranges`: what it
+// reads and writes of them.
+cudaError_t copy(const void* to, const void* from, size_t bytes, Stream& stream, const std::vector<Range>& ranges,
+                 std::function<void()> work) {
     ALIVE();
     count(COPY, bytes);
     Place there = place_of(to, bytes), here = place_of(from, bytes);
@@ -104,6 +106,7 @@ cudaError_t copy(const void* to, const void* from, size_t bytes, Stream& stream,
         work();
     };
     if (moves_bytes()) push(stream, unless_failed(std::move(late)));
+    access(number_of(stream), "a copy", ranges.data(), ranges.size());
     bool pageable = !(there.device || there.pinned) || !(here.device || here.pinned);
     if (pageable) {
         wait(stream);
@@ -116,7 +119,8 @@ cudaError_t copy(const void* to, const void* from, size_t bytes, Stream& stream,
 
 API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
     if (!bytes) return cudaSuccess;
-    return copy(to, from, bytes, *stream_of(stream), [=] { memmove(to, from, bytes); });
+    return copy(to, from, bytes, *stream_of(stream), {{to, bytes, 1}, {from, bytes, 0}},
+                [=] { memmove(to, from, bytes); });
 }
 
 API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
@@ -131,7 +135,12 @@ API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, s
     if (!width || !height) return cudaSuccess;
     size_t longest = (height - 1) * std::max(to_pitch, from_pitch) + width;
     bool same = to_pitch == from_pitch;
-    return copy(to, from, same ? longest : width, *stream_of(stream), [=] {
+    std::vector<Range> ranges;
+    for (size_t row = 0; watches_races() && row < height; row++) {
+        ranges.push_back({static_cast<char*>(to) + row * to_pitch, width, 1});
+        ranges.push_back({static_cast<const char*>(from) + row * from_pitch, width, 0});
+    }
+    return copy(to, from, same ? longest : width, *stream_of(stream), ranges, [=] {
         for (size_t row = 0; row < height; row++)
             memmove(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width);
     });
@@ -142,6 +151,8 @@ API cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t 
     if (!bytes) return cudaSuccess;
     count(MEMSET, bytes);
     if (place_of(to, bytes).crosses) return refuse(cudaErrorInvalidValue, "a memset that leaves its memory");
+    Range written{to, bytes, 1};
+    access(number_of(*stream_of(stream)), "a memset", &written, 1);
     if (moves_bytes()) push(*stream_of(stream), unless_failed([=] { memset(to, value, bytes); }));
     return cudaSuccess;
 }

@@ -19,7 +19,7 @@ Setting& found(Limit limit) {
     static Setting all[LIMITS] = {
         {"STANDIN_TAKEN_MIB", 0},   {"STANDIN_PINNED_MIB", -1}, {"STANDIN_REGISTER", 1},
         {"STANDIN_UNREGISTER", 1},  {"STANDIN_FAIL_LAUNCH", 0}, {"STANDIN_FAIL_COPY", 0},
-        {"STANDIN_FAIL_WITH", cudaErrorLaunchFailure},
+        {"STANDIN_FAIL_WITH", cudaErrorLaunchFailure}, {"STANDIN_RACES", 0},
     };
     return all[limit];
 }

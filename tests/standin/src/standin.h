@@ -4,7 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
+#include <vector>
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -36,6 +38,9 @@ enum Kind {
 
 // Count one call by the calling thread, and tell whoever watches. Never called with a lock held.
 void count(Kind kind, size_t bytes = 0);
+
+// The name under which the calling thread is counted.
+const char* thread_label();
 
 // Count a refused call and return its error, which cudaGetLastError gives once more.
 cudaError_t refuse(cudaError_t error, const char* what);
@@ -75,6 +80,7 @@ class Event;
 Stream* new_stream(int priority);
 Stream* stream_of(cudaStream_t handle);  // the default stream for its handles
 int priority_of(const Stream& stream);
+size_t number_of(const Stream& stream);
 void push(Stream& stream, std::function<void()> work);
 void push_kernel(Stream& stream);  // something that takes STANDIN_KERNEL_US and changes nothing
 void wait(Stream& stream);
@@ -96,6 +102,27 @@ void be_late_at_times();
 // Whether copies and memsets move bytes (STANDIN_COPIES=0: they do not, and take no time).
 bool moves_bytes();
 
+// ---------------------------------------------------------------- races.cpp
+
+// Whether accesses are compared (STANDIN_RACES=1); where not, nothing here does anything.
+bool watches_races();
+
+// Of each stream, by number, the work that is known to be over.
+using Times = std::vector<uint32_t>;
+
+struct Range {
+    const void* start;
+    size_t bytes;
+    size_t written;  // not 0: by this work
+};
+
+// A stream is given work that reads and writes these ranges.
+void access(size_t stream, const char* what, const Range* ranges, size_t count);
+Times times_of(size_t stream);
+void follow(size_t stream, const Times& others);  // what it is given from now on comes after `others`
+void host_follows(const Times& others);
+void forget_accesses(const void* start, size_t bytes);  // of memory that is given back
+
 // ---------------------------------------------------------------- settings.cpp
 
 enum Limit {
@@ -106,6 +133,7 @@ enum Limit {
     FAIL_LAUNCH,  // launches until one makes the card fail with FAIL_WITH; 0: none does
     FAIL_COPY,    // copies until one makes it fail with an ECC error; 0: none does
     FAIL_WITH,
+    RACES,  // 1: accesses that nothing orders are noted
     LIMITS
 };
 long value_of(Limit limit);

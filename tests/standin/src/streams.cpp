@@ -33,7 +33,7 @@ std::atomic<uint64_t> delay_seed{static_cast<uint64_t>(setting("STANDIN_DELAY_SE
 
 class Stream {
   public:
-    Stream(int priority, size_t number) : priority(priority), number_(number) {}
+    Stream(int priority, size_t number) : priority(priority), number(number) {}
 
     void push(std::function<void()> work) {
         std::lock_guard<std::mutex> guard(lock_);
@@ -56,6 +56,7 @@ class Stream {
     }
 
     const int priority;
+    const size_t number;
 
   private:
     void run() {
@@ -81,7 +82,7 @@ class Stream {
         if (most <= 0) return 0;
         if (seed_ != delay_seed) {
             seed_ = delay_seed;
-            random_.seed(seed_ * 1000003 + number_);
+            random_.seed(seed_ * 1000003 + number);
             left_ = 0;
         }
         if (left_ == 0) {
@@ -92,7 +93,6 @@ class Stream {
         return slow_ ? static_cast<long>(random_() % static_cast<uint64_t>(most)) : 0;
     }
 
-    const size_t number_;
     uint64_t seed_ = ~0ull;
     std::mt19937_64 random_;
     unsigned left_ = 0;
@@ -107,9 +107,16 @@ class Stream {
 
 class Event {
   public:
-    long record() {
+    // `times`: what is over when it passes.
+    long record(Times times) {
         std::lock_guard<std::mutex> guard(lock_);
+        times_ = std::move(times);
         return ++recorded_;
+    }
+
+    Times times() {
+        std::lock_guard<std::mutex> guard(lock_);
+        return times_;
     }
 
     void pass(long number) {
@@ -142,6 +149,7 @@ class Event {
   private:
     std::mutex lock_;
     std::condition_variable changed_;
+    Times times_;
     long recorded_ = 0;
     long passed_ = 0;
     Clock::time_point at_;
@@ -199,6 +207,8 @@ Stream* stream_of(cudaStream_t handle) {
 
 int priority_of(const Stream& stream) { return stream.priority; }
 
+size_t number_of(const Stream& stream) { return stream.number; }
+
 void push(Stream& stream, std::function<void()> work) { stream.push(std::move(work)); }
 
 void push_kernel(Stream& stream) {
@@ -208,7 +218,9 @@ void push_kernel(Stream& stream) {
 
 void wait(Stream& stream) {
     PythonRuns runs;
+    Times times = times_of(stream.number);
     stream.wait();
+    host_follows(times);
 }
 
 void wait_for_all_streams() {
@@ -218,10 +230,15 @@ void wait_for_all_streams() {
         std::lock_guard<std::mutex> guard(streams_lock);
         all = streams;
     }
-    for (Stream* stream : all) stream->wait();
+    for (Stream* stream : all) wait(*stream);
 }
 
-bool is_idle(Stream& stream) { return stream.is_idle(); }
+bool is_idle(Stream& stream) {
+    Times times = times_of(stream.number);
+    if (!stream.is_idle()) return false;
+    host_follows(times);
+    return true;
+}
 
 cudaEvent_t new_event() { return reinterpret_cast<cudaEvent_t>(new Handle(std::make_shared<Event>())); }
 
@@ -229,7 +246,7 @@ void destroy(cudaEvent_t event) { delete &event_of(event); }
 
 void record(cudaEvent_t event, Stream& stream) {
     Handle held = event_of(event);
-    long number = held->record();
+    long number = held->record(times_of(stream.number));
     if (stream.is_idle()) held->pass(number);  // spares waking the stream's thread, which costs more than CUDA does
     else stream.push([held, number] { held->pass(number); });
 }
@@ -237,16 +254,25 @@ void record(cudaEvent_t event, Stream& stream) {
 void wait(cudaEvent_t event) {
     PythonRuns runs;
     Handle held = event_of(event);
+    Times times = held->times();
     held->wait(held->recorded());
+    host_follows(times);
 }
 
 void wait_on_stream(cudaEvent_t event, Stream& stream) {
     Handle held = event_of(event);
     long number = held->recorded();
+    follow(stream.number, held->times());
     if (!held->has_passed()) stream.push([held, number] { held->wait(number); });
 }
 
-bool has_passed(cudaEvent_t event) { return event_of(event)->has_passed(); }
+bool has_passed(cudaEvent_t event) {
+    Handle held = event_of(event);
+    Times times = held->times();
+    if (!held->has_passed()) return false;
+    host_follows(times);
+    return true;
+}
 
 bool elapsed(cudaEvent_t from, cudaEvent_t to, float* ms) {
     Handle first = event_of(from), last = event_of(to);
