@@ -149,15 +149,16 @@ class Executor:
     # ------------------------------------------------------------------ the main thread's side
 
     def attach(self, perform: Perform) -> None:
-        """What carries out ops from now on; the spans' clock begins here, whatever was prepared until now.
-
-        That is over on the device when this returns: the lanes' streams come after no other.
-        """
-        if self._cuda:
-            torch.cuda.synchronize(self._device)
+        """What carries out ops from now on; the spans' clock begins here, whatever was prepared until now."""
+        self._await_preparation()
         self._perform = perform
         with self._lock:
             self._leave_out(self.epoch)
+
+    def _await_preparation(self) -> None:
+        """What the calling thread has given the device is over then: the lanes' streams come after no other."""
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
 
     @contextmanager
     def clock_stopped(self) -> Iterator[None]:
@@ -179,11 +180,13 @@ class Executor:
         self._base_s -= seconds
 
     def call(self, lane: str, work: Callable[[], T]) -> T:
-        """Run `work` on a lane's thread (on CUDA: inside its stream) behind what is queued there; its result.
+        """Run `work` on a lane's thread (on CUDA: inside its stream) behind what is queued there, and behind what the
+        calling thread has given the device; its result.
 
         What it raises is raised here, a TimeoutError of its own as well, and the lane goes on.
         """
         done: Future[T] = Future()
+        self._await_preparation()
         with self._lock:
             self._raise_failure()
             assert not self._closing, "the executor is closed"

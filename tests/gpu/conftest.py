@@ -21,6 +21,19 @@ def time_passes() -> None:
         pytest.skip("measures time, which says nothing of the emulated GPU")
 
 
+@pytest.fixture(autouse=True)
+def ordered() -> Iterator[None]:
+    """No two accesses of the same bytes are left unordered, where the emulated GPU sees that."""
+    if not EMULATED:
+        yield
+        return
+    from computes import emulator
+
+    with emulator.races() as found:
+        yield
+    assert found == []
+
+
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[None]:
     """All packages of attention kernels where the GPU is emulated, else those that are installed."""

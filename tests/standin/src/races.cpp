@@ -34,7 +34,12 @@ std::vector<Times>& streams = *new std::vector<Times>;
 Times& host = *new Times;
 std::map<const char*, Cell>& cells = *new std::map<const char*, Cell>;
 std::set<std::string>& names = *new std::set<std::string>;
-std::map<std::pair<std::string, std::string>, long>& races = *new std::map<std::pair<std::string, std::string>, long>;
+
+struct Race {
+    long count = 0;
+    const void* first = nullptr;  // where it was found first
+};
+std::map<std::pair<std::string, std::string>, Race>& races = *new std::map<std::pair<std::string, std::string>, Race>;
 
 void merge(Times& into, const Times& from) {
     if (into.size() < from.size()) into.resize(from.size());
@@ -47,11 +52,12 @@ Times& times(size_t stream) {
     return streams[stream];
 }
 
-void compare(const Access& before, const Access& now) {
+void compare(const Access& before, const Access& now, const void* where) {
     if (!before.time || before.stream == now.stream) return;
     const Times& known = streams[now.stream];
     if (before.stream < known.size() && known[before.stream] >= before.time) return;
-    races[{*before.what, *now.what}]++;
+    Race& race = races[{*before.what, *now.what}];
+    if (!race.count++) race.first = where;
 }
 
 // Cells begin and end at `at`.
@@ -65,10 +71,10 @@ void cut(const char* at) {
     cells.emplace_hint(next, at, std::move(rest));
 }
 
-void note(Cell& cell, const Access& now, bool write) {
-    compare(cell.write, now);
+void note(Cell& cell, const Access& now, bool write, const void* where) {
+    compare(cell.write, now, where);
     if (write) {
-        for (const Access& read : cell.reads) compare(read, now);
+        for (const Access& read : cell.reads) compare(read, now, where);
         cell.write = now;
         cell.reads.clear();
         return;
@@ -90,7 +96,7 @@ void touch(const char* start, const char* end, const Access& now, bool write) {
             const char* until = at == cells.end() ? end : std::min(end, at->first);
             at = cells.emplace_hint(at, start, Cell{until, {}, {}});
         }
-        note(at->second, now, write);
+        note(at->second, now, write, start);
         start = at->second.end;
         ++at;
     }
@@ -149,12 +155,14 @@ API void standin_access(void* stream, const char* what, const Range* ranges, siz
 
 API int standin_watches_races() { return watches_races(); }
 
-// Lines "times \t the earlier access \t the later one"; the bytes the text takes, which may be more than `size`.
+// Lines "times \t the earlier access \t the later one \t the first address"; the bytes the text takes, which may be more than `size`.
 API size_t standin_races(char* text, size_t size) {
     std::string lines;
     std::lock_guard<std::mutex> guard(lock);
-    for (const auto& [pair, count] : races)
-        lines += std::to_string(count) + '\t' + pair.first + '\t' + pair.second + '\n';
+    for (const auto& [pair, race] : races) {
+        lines += std::to_string(race.count) + '\t' + pair.first + '\t' + pair.second + '\t';
+        lines += std::to_string(reinterpret_cast<size_t>(race.first)) + '\n';
+    }
     if (lines.size() < size) memcpy(text, lines.c_str(), lines.size() + 1);
     return lines.size() + 1;
 }
