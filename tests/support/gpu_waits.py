@@ -74,8 +74,7 @@ WAITS = [
         file="engine/runtime/executor.py",
         code="        if self._cuda:\n            torch.cuda.synchronize(self._device)\n",
         without="",
-        orders="Memory that was zeroed and filled on the main thread's stream is whole when the lanes' streams use it, for "
-        "ops and for what is called there before any op.",
+        orders="What the main thread's stream zeroed and filled is whole when lanes use it, in ops and in calls.",
         scenario="begin",
     ),
     Wait(
