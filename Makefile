@@ -83,7 +83,7 @@ standin:
 	$(call on_standin,run,tests/standin)
 
 gpu-emulated:
-	$(call on_standin,compute,$(SPREAD) -m '' tests/gpu tests/emulated)
+	$(call on_standin,compute,-n 3 --maxschedchunk 1 -m '' tests/gpu tests/emulated)
 
 $(CUDA_VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing torch $(STANDIN_TORCH) with CUDA into $(CUDA_VENV): 5 GB, minutes the first time"

@@ -159,7 +159,7 @@ def _optimizer(made: _Made, found: Found) -> None:
     made.set("train.lr_schedule", "cosine", "decays to a tenth at the end")
     made.set("train.weight_decay", 0.01, "low, as the training is short")
     made.set("train.clip_norm", 1.0, "limits the effect of an unusual batch")
-    made.set("train.compute_dtype", "auto", "bfloat16 with float32 master weights")
+    made.set("train.compute_dtype", "auto", "bfloat16 where the device has it; master weights are float32")
 
 
 def _looks(made: _Made) -> None:

@@ -89,8 +89,9 @@ def _set_up_compilation(settings: DeviceSettings, device: torch.device) -> None:
     # The attention call splits a layer in two, not, with each function around it, in four.
     if hasattr(dynamo, "nested_graph_breaks"):
         settings.set(dynamo, "nested_graph_breaks", True)
-    # The loss over few rows of a large vocabulary; nothing that a user can change.
+    # Nothing to change: what the loss over few rows of a large vocabulary is compiled to; float32 that is float32.
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled on the fly")
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
     # A backward is compiled with its forward, not where it first runs.
     settings.set(functorch, "force_non_lazy_backward_lowering", True)
     if device.type == "cuda":

@@ -62,6 +62,15 @@ def test_which_accesses_are_one(first: Work, second: Work, count: int) -> None:
     assert len(found(first, second, "nothing", torch.zeros(10, 6, device=CUDA))) == count
 
 
+def test_kernels_of_inductor() -> None:
+    step = torch.compile(lambda x: x.mul_(2).sin_())
+    x = torch.zeros(100, device=CUDA)
+    step(x.clone())
+    assert len(found(step, lambda x: x + 1, "nothing", x)) == 1
+    assert len(found(lambda x: x + 1, step, "nothing", x)) == 1
+    assert found(step, step, "a stream waits", x) == []
+
+
 @pytest.mark.parametrize("recorded", [False, True])
 def test_memory_that_is_used_again_too_early(recorded: bool) -> None:
     stream, x = torch.cuda.Stream(), torch.zeros(1 << 20, device=CUDA)

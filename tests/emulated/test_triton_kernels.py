@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from computes import emulator
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama import modeling_llama
@@ -238,13 +239,15 @@ def test_a_compiled_session_equals_the_cpus(tmp_path: Path) -> None:
     """Layers, loss and optimizer compiled, as a run is by default."""
     found = {}
     for name, device, compiled in (("cpu", tiny.CPU, "off"), ("cuda", CUDA, "on")):
-        with tiny.session(tmp_path / name, t=tiny.training(compile=compiled), device=device) as session:
+        settings = tiny.training(compile=compiled)
+        with emulator.races() as races, tiny.session(tmp_path / name, t=settings, device=device) as session:
             metrics = tiny.steps(session)
             found[name] = (
                 [m.loss for m in metrics],
                 [m.grad_norm for m in metrics],
                 tiny.parameters(session.store, session.spec),
             )
+        assert races == []
     for want, got in zip(found["cpu"][:2], found["cuda"][:2], strict=True):
         assert got == pytest.approx(want, rel=1e-4)
     weights = found["cuda"][2]

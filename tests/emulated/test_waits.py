@@ -7,11 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 from gpu_waits import REPOSITORY, WAITS, Wait
+
+from penstock.storage.disk import atomic_write
 
 SEEDS = 20
 HERE = Path(__file__).parent
@@ -34,14 +35,18 @@ def run(scenario: str, folder: Path, package: Path, expected: str, seeds: int) -
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
-    """Scenario -> its result with all waits, which no seed's delays change."""
+    """Scenario -> its result with all waits, which no seed's delays change; found once by all of pytest's workers."""
+    folder = tmp_path_factory.mktemp("right")
+    kept = folder.parent.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
-    @cache
     def find(scenario: str) -> str:
-        found = run(scenario, tmp_path_factory.mktemp("right") / "x", REPOSITORY, "", 4)
-        assert len(set(found)) == 1, found
-        assert "Error" not in found[0]
-        return found[0]
+        file = kept / f"right-{scenario}"
+        if not file.exists():
+            found = run(scenario, folder / scenario, REPOSITORY, "", 4)
+            assert len(set(found)) == 1, found
+            assert "Error" not in found[0]
+            atomic_write(file, found[0])
+        return file.read_text()
 
     return find
 

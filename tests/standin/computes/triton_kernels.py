@@ -196,6 +196,15 @@ _HELPERS: dict[str, Callable[..., Any]] = {
 # ---------------------------------------------------------------- a launch
 
 
+class _Range(ctypes.Structure):
+    """As in ../src/standin.h."""
+
+    _fields_ = (("start", ctypes.c_void_p), ("nbytes", ctypes.c_size_t), ("written", ctypes.c_size_t))
+
+
+_INDUCTORS = re.compile(r"(in|out|in_out)_ptr\d+$")
+
+
 @dataclass(slots=True)
 class Kernel:
     """What is known of a kernel before it is launched."""
@@ -221,10 +230,24 @@ class Kernel:
             if not isinstance(kind, str) or kind.startswith(("tensordesc", "nvTma")):
                 _fail(f"kernel {self.name}: its argument {name} is a {kind}, which is not interpreted")
             values[name] = value.data_ptr() if hasattr(value, "data_ptr") else value
+        if _cudart().standin_watches_races():
+            self._tell_accesses(stream, arguments)
         number = next(_numbers)
         _pending[number] = (self, tuple(grid), values)
         if error := _cudart().cudaLaunchHostFunc(ctypes.c_void_p(stream), _RUN, ctypes.c_void_p(number)):
             raise RuntimeError(f"cudaLaunchHostFunc: error {error}")
+
+    def _tell_accesses(self, stream: int, arguments: dict[str, Any]) -> None:
+        """Inductor names what a kernel only reads `in_ptr`; of other kernels that is not known, and nothing is told."""
+        given = {
+            name: value for name, value in arguments.items() if _INDUCTORS.match(name) and hasattr(value, "stride")
+        }
+        ranges = (_Range * len(given))()
+        for place, (name, value) in zip(ranges, given.items(), strict=True):
+            last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+            nbytes = (last + 1) * value.element_size() if value.numel() else 0
+            place.start, place.nbytes, place.written = value.data_ptr(), nbytes, not name.startswith("in_ptr")
+        _cudart().standin_access(ctypes.c_void_p(stream), self.name.encode(), ranges, ctypes.c_size_t(len(given)))
 
     def run(self, grid: tuple[int, ...], values: dict[str, Any]) -> None:
         """All its programs, one after the other."""
