@@ -20,7 +20,8 @@ settings.load_profile("untimed")
 
 LONGEST = ("test_story", "test_random_programs", "test_a_small_measurement", "test_the_quickstart_finds")
 LONGEST += ("test_guides.py::test_commands_run", "test_kill_9_at_random_moments", "test_twenty_faults")
-LONGEST += ("test_without_it_a_seed", "test_it_trains_as_on_the_cpu_and_delays")
+LONGEST += ("test_without_it_a_seed", "test_it_trains_as_on_the_cpu_and_delays", "test_a_run_that_is_killed_ends")
+LONGEST += ("test_a_command_of_each_kind", "test_a_small_case_whole")
 """Parts of the names of tests that take more than a minute."""
 
 
