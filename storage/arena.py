@@ -164,8 +164,8 @@ class HostArena:
         self.remark = (
             f"the driver cannot pin {bytes_text(self._offset)} of RAM (cudaHostRegister error {code} after "
             f"{bytes_text(pinned_bytes)}): copies between RAM and GPU go through {bytes_text(4 * piece_bytes)} of "
-            "pinned memory, slower than planned and with more work for the CPU; a lower budget of RAM may fit what "
-            "can be pinned"
+            "pinned memory, slower than planned and with more work for the CPU; a lower budget of RAM (budgets.ram, "
+            "--ram) may fit what can be pinned"
         )
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
