@@ -92,7 +92,7 @@ PAGE_TEXT = """# Code that no test on a CPU executes
 
 Made by `make cuda-branches`, from a run of all tests under coverage on a machine without a GPU; the
 reasons are kept in `tests/cuda_reasons.py`. Whoever has a card and sees something break looks here:
-these lines may never have run.
+these lines have run on the emulated GPU at most (`make gpu-emulated`).
 
 ## What needs a GPU: {count:,} lines in {functions} functions
 
