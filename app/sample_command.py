@@ -6,7 +6,7 @@ import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,9 @@ from penstock.app.working import Working
 from penstock.engine import preparing
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import printable
+
+if TYPE_CHECKING:
+    from penstock.engine.generate.streamed import StreamedModel
 
 GpuOption = Annotated[
     str | None,
@@ -75,8 +78,8 @@ def sample(
         with shown.step(f"opening {model}"):
             found = stack.enter_context(sampling.opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram))
         shown.clear()
-        stack.callback(_tell, found.remarks)
-        _tell(found.remarks)
+        stack.callback(_remark_on, found)
+        _remark_on(found)
         decoding = sampling.decoding_of(
             found, (1024 if chat else 64) if tokens is None else tokens, temperature, top_p, seed, chat=chat
         )
@@ -116,11 +119,9 @@ def sample(
         _remark(sampling.took(found))
 
 
-def _tell(remarks: list[str]) -> None:
-    """Print what has not been told yet."""
-    for remark in dict.fromkeys(remarks):
+def _remark_on(model: StreamedModel) -> None:
+    for remark in model.take_remarks():
         _remark(remark)
-    remarks.clear()
 
 
 def _remark(text: str) -> None:

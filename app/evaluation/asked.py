@@ -27,8 +27,6 @@ Enough = Callable[[int, str], bool]
 class Model(Protocol):
     """What an evaluation needs of engine/generate/streamed.py: StreamedModel."""
 
-    remarks: list[str]
-
     @property
     def tokenizer(self) -> TextTokenizer | None: ...
 
@@ -48,6 +46,8 @@ class Model(Protocol):
     def loglikelihoods(self, pairs: Sequence[Pair], *, batch_tokens: int) -> list[tuple[float, bool]]: ...
 
     def estimate(self, prompt_tokens: int, sequences: int, new_tokens: int) -> Estimate: ...
+
+    def take_remarks(self) -> list[str]: ...
 
 
 class Writing(NamedTuple):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from penstock.app.evaluation.asked import Asked, Model, Requests
+from penstock.app.evaluation.asked import Asked, Requests
 from penstock.app.evaluation.needles import maps
 from penstock.app.finetune_view import print_rows
 from penstock.app.recall_view import map_rows
@@ -32,11 +32,9 @@ class Told:
         self._shown.clear()
         self._console.print(printable(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
-    def remarks(self, model: Model) -> None:
-        """Say what there is to say of a model since the last time."""
-        for remark in dict.fromkeys(model.remarks):
-            self.say(remark)
-        model.remarks.clear()
+    def say_all(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self.say(text)
 
     def asks(self, asked: Asked, requests: Requests) -> None:
         """Say what will be asked and about how long it takes."""

@@ -111,7 +111,7 @@ def ask_all(open_model: Opener, wanted: Wanted) -> dict[str, Any]:
     began = time.perf_counter()
     with working("opening the model") as shown, open_model() as model:
         told = Told(Console(file=sys.stderr), shown)
-        told.remarks(model)
+        told.say_all(model.take_remarks())
         asked = Asked(model, batch_tokens=wanted.batch_tokens, seed=wanted.seed)
         chat = _template(asked) if wanted.chat else None
         if wanted.kinds:
@@ -136,7 +136,7 @@ def ask_all(open_model: Opener, wanted: Wanted) -> dict[str, Any]:
                 say=told.say,
                 on_done=told.done,
             )
-        told.remarks(model)
+        told.say_all(model.take_remarks())
     return found | {"seconds": round(time.perf_counter() - began, 1)}
 
 

@@ -54,8 +54,7 @@ class StreamedModel:
 
     Attributes: `spec`, `device`, `tokenizer` (None: there is none), `template` (for chats; None likewise), `stop_ids`
     (tokens that end a text), `context` (tokens that a sequence may have; None where the config does not say),
-    `remarks` (what is to be said of its weights, and later of its memory), `passes` (how often the weights have passed
-    so far), `passes_s` (seconds of each of the last call).
+    `passes` (how often the weights have passed so far), `passes_s` (seconds of each of the last call).
     """
 
     def __init__(
@@ -84,9 +83,9 @@ class StreamedModel:
         elif self.tokenizer is not None:
             self.template = find_template(data, self.tokenizer)
         self.context = context_of(self.spec)
-        self.remarks = list[str]()
+        self._remarks = list[str]()
         if source.origin is not None and not isinstance(source, RunSource):
-            self.remarks = remarks_on_weights(source.origin)
+            self._remarks = remarks_on_weights(source.origin)
         self.passes, self.passes_s = 0, list[float]()
         self._where, self._source, self._data = where, source, data
         self._apart = memory_is_apart(device)
@@ -337,6 +336,11 @@ class StreamedModel:
         """Rows of logits in the memory that a chunk's activations had."""
         return max(1, placement.chunk_tokens * self._sizes.token_bytes // self._sizes.logits_bytes)
 
+    def take_remarks(self) -> list[str]:
+        """What is to be said of its weights and memory since the last call, once each."""
+        said, self._remarks = list(dict.fromkeys(self._remarks)), []
+        return said
+
     # ------------------------------------------------------------------ room and time
 
     def describe(self) -> str:
@@ -390,7 +394,7 @@ class StreamedModel:
 
     def _remark(self, text: str | None) -> None:
         if text is not None:
-            self.remarks.append(text)
+            self._remarks.append(text)
 
     def _pass(self, rows: Sequence[Row], kept: Kept, chunk_tokens: int, finish: object) -> None:
         began = time.perf_counter()
