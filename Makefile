@@ -82,6 +82,7 @@ endef
 standin:
 	$(call on_standin,run,tests/standin)
 
+# One test at a time is given out, so that the longest, which come first, are spread.
 gpu-emulated:
 	$(call on_standin,compute,-n 3 --maxschedchunk 1 -m '' tests/gpu tests/emulated)
 

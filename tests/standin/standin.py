@@ -10,10 +10,11 @@ import ctypes
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 _WATCHER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t)
 _ever_watched: list[object] = []
@@ -52,17 +53,21 @@ class Counts:
         return dict(found)
 
 
-def counts() -> Counts:
-    """Everything counted so far."""
+def lines(write: Callable[[Any, ctypes.c_size_t], int]) -> list[str]:
+    """What a function of the libraries writes into memory of a given size; it returns how much there is to write."""
     size = 1 << 16
     while True:
         text = ctypes.create_string_buffer(size)
-        needed: int = _library().standin_counts(text, ctypes.c_size_t(size))
+        needed = write(text, ctypes.c_size_t(size))
         if needed <= size:
-            break
+            return text.value.decode().splitlines()
         size = 2 * needed
+
+
+def counts() -> Counts:
+    """Everything counted so far."""
     found = Counts()
-    for line in text.value.decode().splitlines():
+    for line in lines(_library().standin_counts):
         thread, kind, calls, _ = line.split("\t")
         found.calls[thread, kind] += int(calls)
     return found

@@ -114,6 +114,8 @@ Tensor product(const Tensor& a, const Tensor& b);
 
 // ---------------------------------------------------------------- stream.cpp
 
+// Whether anybody asks what kernels read and write.
+bool watches_races();
 // Carry out `work` on the current stream, in its order; it reads and writes these memories.
 void enqueue(std::function<void()> work, const std::string& name, const std::vector<Memory>& read,
              const std::vector<Memory>& written);

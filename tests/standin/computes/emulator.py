@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from standin import setting
+from standin import lines, setting
 
 PACKAGES = sorted(Path(__file__).parents[1].glob("packages/flash-attn-*"))
 """Folders of flash-attn's versions as they are emulated."""
@@ -30,11 +30,8 @@ def operators() -> int:
 
 def calls() -> Counter[str]:
     """Operators -> how often they were called so far."""
-    size = _library().computes_calls(None, 0)
-    text = ctypes.create_string_buffer(2 * size)
-    _library().computes_calls(text, ctypes.c_size_t(2 * size))
-    lines = (line.split("\t") for line in text.value.decode().splitlines())
-    return Counter({name: int(count) for count, name in lines})
+    found = (line.split("\t") for line in lines(_library().computes_calls))
+    return Counter({name: int(count) for count, name in found})
 
 
 @contextmanager
@@ -54,14 +51,10 @@ def races() -> Iterator[list[str]]:
     """Inside the block accesses of memory are noted that nothing orders; they are in the list behind it."""
     found: list[str] = []
     cuda = ctypes.CDLL(None)
-    cuda.standin_races.restype = ctypes.c_size_t
     with setting("STANDIN_RACES", 1, after=0):
         cuda.standin_forget_races()
         yield found
-        size = cuda.standin_races(None, 0)
-        text = ctypes.create_string_buffer(size)
-        cuda.standin_races(text, ctypes.c_size_t(size))
-    found += text.value.decode().splitlines()
+        found += lines(cuda.standin_races)
 
 
 @contextmanager

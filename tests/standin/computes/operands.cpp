@@ -25,20 +25,21 @@ void Memory::write(const Tensor& value) const {
 }
 
 void Memory::pieces(const std::function<void(const char*, size_t)>& use) const {
-    size_t bytes = c10::elementSize(dtype);
+    const int64_t item = static_cast<int64_t>(c10::elementSize(dtype));
+    int64_t bytes = item;
     std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size), largest strides first
     for (size_t i = 0; i < sizes.size(); i++) {
         if (!sizes[i]) return;
         if (sizes[i] > 1 && strides[i]) dims.emplace_back(strides[i], sizes[i]);
     }
     std::sort(dims.rbegin(), dims.rend());
-    while (!dims.empty() && dims.back().first * static_cast<int64_t>(c10::elementSize(dtype)) <= static_cast<int64_t>(bytes)) {
-        bytes += (dims.back().second - 1) * dims.back().first * c10::elementSize(dtype);
+    while (!dims.empty() && dims.back().first * item <= bytes) {
+        bytes += (dims.back().second - 1) * dims.back().first * item;
         dims.pop_back();
     }
     std::function<void(const char*, size_t)> each = [&](const char* start, size_t dim) {
         if (dim == dims.size()) return use(start, bytes);
-        for (int64_t i = 0; i < dims[dim].second; i++) each(start + i * dims[dim].first * c10::elementSize(dtype), dim + 1);
+        for (int64_t i = 0; i < dims[dim].second; i++) each(start + i * dims[dim].first * item, dim + 1);
     };
     each(static_cast<const char*>(data), 0);
 }

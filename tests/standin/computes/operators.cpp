@@ -302,10 +302,12 @@ void kernel(const OperatorHandle& op, Stack* stack) {
         }
     }
     std::vector<Memory> read, written;
-    for (const auto& a : call->arguments.all)
-        for (const auto& operand : a.operands)
-            if (operand.on_device) (a.written ? written : read).push_back(operand.memory);
-    for (const auto& result : call->results) written.push_back(result.second);
+    if (watches_races()) {
+        for (const auto& a : call->arguments.all)
+            for (const auto& operand : a.operands)
+                if (operand.on_device) (a.written ? written : read).push_back(operand.memory);
+        for (const auto& result : call->results) written.push_back(result.second);
+    }
     enqueue([call] { call->run(); }, of.name, read, written);
 }
 
