@@ -2,7 +2,6 @@
 # make test           lint, types and tests: nine minutes on 2 cores
 # make test-long      ten minutes of the long tests: a slice, which rotates with the commit count
 # make test-all       all tests, with longer soaks, more seeds and more kills: two to three hours
-# make cuda-branches  write docs/cuda-branches.md, the lines that only a GPU executes, by running all tests under coverage
 # make screens        train some runs and write docs/screens/*.svg and docs/keys.md from them: ten minutes
 # make gpu-check      test and measure on a GPU in ten minutes, the most valuable parts first; installs nothing.
 #                     PYTHON=the interpreter to use, RESULTS=DIR keeps the results, ARGS="--only smoke,short --limit-s 300"
@@ -23,7 +22,7 @@ COMMITS = $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 # Tests start hundreds of processes, each of which would otherwise compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test pytest test-all test-long lint types screens gpu-check standin gpu-emulated cuda-branches clean
+.PHONY: quickstart test pytest test-all test-long lint types screens gpu-check standin gpu-emulated clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py $(ARGS)
@@ -46,11 +45,8 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy follows folders, so it gets the package in the layout in which it is installed.
 types: $(VENV)/.installed-dev
-	mkdir -p build/types/penstock
-	ln -sfn $(CURDIR)/app $(CURDIR)/engine $(CURDIR)/storage $(CURDIR)/tui $(CURDIR)/penstock/*.py build/types/penstock/
-	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
+	$(BIN)/mypy
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Penstock needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -67,16 +63,16 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@ $(VENV)/.installed
 
 screens: $(VENV)/.installed
-	PYTHONPATH=$(CURDIR) $(BIN)/python -m penstock.tui.capture docs/screens
+	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m penstock.tui.capture docs/screens
 
 gpu-check:
-	PYTHONPATH=. $(PYTHON) -m penstock.app.gpu_check $(if $(RESULTS),--results "$(RESULTS)") $(ARGS)
+	PYTHONPATH=src $(PYTHON) -m penstock.app.gpu_check $(if $(RESULTS),--results "$(RESULTS)") $(ARGS)
 
 define on_standin
 	@if ! tests/standin/build.sh --headers; then exit 0; fi; \
 	set -e; [ "$(STANDIN_PYTHON)" != "$(CUDA_VENV)/bin/python" ] || $(MAKE) --no-print-directory $(CUDA_VENV)/.installed; \
 	tests/standin/build.sh "$(STANDIN_PYTHON)" $(STANDIN); \
-	PYTHONPATH=$(CURDIR) $(STANDIN)/$(1) "$(STANDIN_PYTHON)" -m pytest -p no:cacheprovider $(2) $(STANDIN_ARGS)
+	PYTHONPATH=$(CURDIR)/src $(STANDIN)/$(1) "$(STANDIN_PYTHON)" -m pytest -p no:cacheprovider $(2) $(STANDIN_ARGS)
 endef
 
 standin:
@@ -93,9 +89,6 @@ $(CUDA_VENV)/.installed: pyproject.toml constraints.txt
 	$(CUDA_VENV)/bin/python -m pip install --quiet -c $(CUDA_VENV)/constraints.txt torch==$(STANDIN_TORCH) -e '.[dev]'
 	$(CUDA_VENV)/bin/python -m pip install --quiet --no-deps "kvikio-cu13==26.10.*" "libkvikio-cu13==26.10.*" "rapids-logger==0.3.*"
 	touch $@
-
-cuda-branches: $(VENV)/.installed-dev
-	$(BIN)/python tests/cuda_branches.py -- $(SPREAD)
 
 clean:
 	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -31,11 +31,11 @@ from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.spec import ModelSpec, block_of, buffers_of_blocks, layouts
 from penstock.engine.run_files import with_kept_inputs
 from penstock.engine.runtime.state import read_parameters
-from penstock.storage.checkpoints import checkpoint_folder, read_checkpoint
-from penstock.storage.errors import UserError
-from penstock.storage.layout import FlatLayout
-from penstock.storage.nvme import NvmeStore
-from penstock.storage.safetensors_io import CheckpointReader
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.safetensors import CheckpointReader
+from penstock.storage.generations.checkpoints import checkpoint_folder, read_checkpoint
+from penstock.storage.generations.store import NvmeStore
+from penstock.storage.tier.layout import FlatLayout
 
 SHARD_BYTES = 5 * 10**9
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from penstock.storage.untrusted import is_whole
+from penstock.storage.files.untrusted import is_whole
 
 
 class EarlyEnd(NamedTuple):

@@ -26,7 +26,7 @@ from penstock.engine.machine.profile import Machine
 from penstock.engine.model import sums
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.plan.plan import Filled, Plan
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.untrusted import one_line
 
 _INSTALL = {
     "flash2": "pip install --no-build-isolation 'penstock[flash2]'",  # is built here, by the torch that is installed

@@ -65,12 +65,12 @@ from penstock.engine.runtime.state import fill_store, state_arrays
 from penstock.engine.runtime.tuning import Tuning
 from penstock.engine.session import Session, run_identity, run_meta
 from penstock.engine.uploads import Uploads
-from penstock.storage.errors import UserError
-from penstock.storage.nvme import NvmeStore
-from penstock.storage.readers import Readers, find_readers
-from penstock.storage.safetensors_io import CheckpointReader
-from penstock.storage.units import bytes_text, size_text
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.safetensors import CheckpointReader
+from penstock.storage.files.units import bytes_text, size_text
+from penstock.storage.files.untrusted import one_line
+from penstock.storage.generations.store import NvmeStore
+from penstock.storage.tier.readers import Readers, find_readers
 
 _NO_PROFILE = "no profile of this machine"
 _LOOKED_AT = 5

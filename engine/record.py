@@ -14,9 +14,9 @@ from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.kernels import changes, is_kernel_record
 from penstock.engine.machine.compilers import Compilation
 from penstock.engine.plan.problem import PlanOptions
-from penstock.storage.errors import UserError
-from penstock.storage.nvme import NvmeStore
-from penstock.storage.untrusted import is_whole
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import is_whole
+from penstock.storage.generations.store import NvmeStore
 
 
 def require_record(store: NvmeStore) -> None:

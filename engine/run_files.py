@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.engine.config import Recipe
-from penstock.storage.model_folder import MORE_TEMPLATES, is_followed, more_templates
-from penstock.storage.offsite_place import may_be_named
+from penstock.storage.files.model_folder import MORE_TEMPLATES, is_followed, more_templates
+from penstock.storage.offsite.place import may_be_named
 
 INPUTS = "inputs"
 """Folder of a run directory: what the recipe names elsewhere, kept for a machine that does not have it."""

@@ -17,7 +17,7 @@ from penstock.engine.model.anatomy import model_spec
 from penstock.engine.model.router import router_coefficient
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.preparing import Checklist
-from penstock.storage.model_folder import remarks_on_weights
+from penstock.storage.files.model_folder import remarks_on_weights
 
 
 class RunModel(NamedTuple):

@@ -45,12 +45,12 @@ from penstock.engine.runtime.state import load_memory, scratch_arrays
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import Op
 from penstock.engine.uploads import Uploads
-from penstock.storage.checkpoints import BEST, checkpoint_names, read_checkpoint, resolve_checkpoint
-from penstock.storage.drives import Traffic
-from penstock.storage.errors import UserError, ensure
-from penstock.storage.nvme import NvmeStore
-from penstock.storage.retention import Retention
-from penstock.storage.units import bytes_text
+from penstock.storage.files.errors import UserError, ensure
+from penstock.storage.files.units import bytes_text
+from penstock.storage.generations.checkpoints import BEST, checkpoint_names, read_checkpoint, resolve_checkpoint
+from penstock.storage.generations.retention import Retention
+from penstock.storage.generations.store import NvmeStore
+from penstock.storage.tier.drives import Traffic
 
 
 class Session:

@@ -29,8 +29,8 @@ from penstock.engine.progress import Live, memory_peaks
 from penstock.engine.runtime.failures import DivergedError, explain
 from penstock.engine.schedule.ops import Op
 from penstock.engine.session import Session
-from penstock.storage.errors import UserError
-from penstock.storage.wear import percentage_used
+from penstock.storage.files.errors import UserError
+from penstock.storage.tier.wear import percentage_used
 
 POLL_S = 0.2
 """Between two looks of a paused run at what is wanted of it."""

@@ -17,7 +17,9 @@ from pathlib import Path
 from penstock.engine.config import Recipe, drive_folders, parse_bytes, state_folder
 from penstock.engine.hf.constants import CONSTANTS_FILE
 from penstock.engine.run_files import run_files
-from penstock.storage.checkpoints import (
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.units import bytes_text
+from penstock.storage.generations.checkpoints import (
     UPLOADED,
     checkpoint_folder,
     checkpoint_names,
@@ -25,15 +27,13 @@ from penstock.storage.checkpoints import (
     read_checkpoint,
     upload_name,
 )
-from penstock.storage.errors import UserError
-from penstock.storage.manifest import FILE_NAME, Manifest
-from penstock.storage.nvme import NvmeStore
-from penstock.storage.offsite import Claim, one_at_a_time, require_usable
-from penstock.storage.offsite_link import PlaceLink
-from penstock.storage.offsite_place import parse_place
-from penstock.storage.offsite_send import send_checkpoint
-from penstock.storage.retention import automatic_name
-from penstock.storage.units import bytes_text
+from penstock.storage.generations.retention import automatic_name
+from penstock.storage.generations.store import NvmeStore
+from penstock.storage.offsite.index import Claim, one_at_a_time, require_usable
+from penstock.storage.offsite.link import PlaceLink
+from penstock.storage.offsite.place import parse_place
+from penstock.storage.offsite.send import send_checkpoint
+from penstock.storage.tier.manifest import FILE_NAME, Manifest
 
 _TOLD_S = 10.0
 """Between two words on an upload that the run's end waits for."""

@@ -12,7 +12,7 @@ from penstock.engine.data.added_tokens import FOLDER
 from penstock.engine.data.corpus_files import verify_corpus
 from penstock.engine.data.tokenizer import require_intact
 from penstock.engine.hf.constants import CONSTANTS_FILE, verify_constants
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 
 def verify_run_files(run_dir: Path, meta: dict[str, Any]) -> int:

@@ -73,5 +73,7 @@ def _nothing_of_this_machine() -> Iterator[None]:
         # Else the reservations of other runs, in /tmp, would count.
         Path(folder, "XDG_RUNTIME_DIR", "penstock").mkdir(mode=0o700)
         forked.BEGUN_WITH |= os.environ | forked.PATHS
-        patch.setattr("penstock.app.working.FIRST_S", math.inf)  # what is said does not depend on how long it took
+        patch.setattr(
+            "penstock.app.console.working.FIRST_S", math.inf
+        )  # what is said does not depend on how long it took
         yield

@@ -15,8 +15,8 @@ import pytest
 from cli_process import PATIENCE_S
 from transformers import AutoModelForCausalLM
 
-from penstock.app.plan import plan_recipe
-from penstock.app.recipe import apply_overrides, load_recipe
+from penstock.app.planning.plan import plan_recipe
+from penstock.app.recipes.recipe import apply_overrides, load_recipe
 
 UNWRITABLE = "/proc"
 """A folder in which not even root can make a file."""
@@ -72,7 +72,7 @@ class Commands:
         """A command whose output `self.output` gathers."""
         outside, inside = pty.openpty() if self.terminal else os.pipe()
         process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.app.cli", *arguments],
+            [sys.executable, "-m", "penstock.app.cli.main", *arguments],
             cwd=self.folder,
             env=self.environment,
             stdin=inside if self.terminal else subprocess.DEVNULL,

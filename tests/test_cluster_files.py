@@ -37,8 +37,8 @@ from cluster_files import (
 from recipe_texts import recipe_text
 from safetensors.torch import load_file
 
-from penstock.app.cli import main
-from penstock.app.recipe import apply_overrides, load_recipe
+from penstock.app.cli.main import main
+from penstock.app.recipes.recipe import apply_overrides, load_recipe
 from penstock.engine.forecast.cluster import require_cluster
 from penstock.engine.machine.clusters import parse_cluster
 

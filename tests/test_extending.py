@@ -37,8 +37,8 @@ def follow(page: str, root: Path) -> list[str]:
 def root(tmp_path: Path) -> Path:
     """A copy of the repository in which the page was followed."""
     root = tmp_path / "copy"
-    for name in ("app", "engine", "penstock", "storage", "tui", "tests"):
-        shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("app", "engine", "src", "storage", "tui", "tests"):
+        shutil.copytree(REPOSITORY / name, root / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPOSITORY / "pyproject.toml", root)
     assert len(follow(PAGE, root)) == PAGE.count("```python") > 6
     return root
@@ -53,7 +53,7 @@ def test_what_the_page_adds_has_its_places(root: Path) -> None:
 @pytest.mark.long
 def test_what_the_page_adds_works(root: Path) -> None:
     arguments = ["-m", "pytest", "-vv", "-p", "no:cacheprovider", "tests/walks.py"]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     wanted = re.findall(r"^(?:async )?def (test_\w+)", WALKS, re.MULTILINE)

@@ -16,7 +16,7 @@ from cli_process import PATIENCE_S, REAL, REPOSITORY, default_signals
 from recipe_texts import settings
 from transformers import AutoModelForCausalLM
 
-from penstock.app.recipe import apply_overrides, load_recipe
+from penstock.app.recipes.recipe import apply_overrides, load_recipe
 from penstock.engine.data.tokenizer import train_tokenizer
 from penstock.engine.hf.config import model_config
 
@@ -103,7 +103,12 @@ def test_commands_run(page: Path, tmp_path: Path) -> None:
         elif words[0] == "python":
             line = line.replace("python ", f"{sys.executable} ")
         how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PATIENCE_S, "cwd": tmp_path}
-        env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+        env = {
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": str(REPOSITORY / "src"),
+            "HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "1",
+        }
         process = subprocess.run(["sh", "-c", line], env=env, preexec_fn=default_signals, **how)
         said = f"{page.name}: {line}\n{process.stdout[-2000:]}{process.stderr[-2000:]}"
         assert process.returncode == 0, said

@@ -2,7 +2,6 @@
 
 import ast
 import sys
-import tomllib
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -12,6 +11,14 @@ from cli_process import REPOSITORY, done, started
 
 PACKAGES = ["storage", "engine", "app", "tui"]
 """From the ground up; a package imports itself and those before it."""
+FLOORS = {
+    "storage": ["files", "tier", "generations", "offsite"],
+    "app": [
+        *("console", "hub", "recipes", "runs", "trackers", "planning", "finetune", "sampling", "evaluation"),
+        *("launch", "bench", "cli", "gpu_check"),
+    ],
+}
+"""Their rooms from the ground up; a room imports itself and those before it."""
 GROUND = ["config", "events", "clock", "preparing"]
 """Modules of the engine below its rooms, and the recipe's; its other modules are above them all."""
 ROOMS = ["plan", "attention", "optim", "schedule", "model", "machine", "data", "hf", "forecast", "generate", "runtime"]
@@ -20,18 +27,18 @@ ABOVE = "cluster"
 """The room above engine's own files, which are above all others."""
 PLANNING = ("engine.plan", "engine.schedule", "engine.forecast")
 HEAVY = {"torch", "transformers", "tensorstore", "tokenizers"}
-READERS = "cli recipe recipe_fields machines rundir run_log control checkpoints launcher progress trace launch"
+READERS = "cli.main recipes.recipe recipes.fields planning.machines runs.directory runs.log runs.control "
+READERS += "runs.checkpoints launch.launcher launch.progress runs.trace launch.run"
 LIGHT = [*(f"penstock.app.{name}" for name in READERS.split()), "penstock.engine.config", "penstock.engine.events"]
 
 
 def name_of(file: Path) -> str:
     parts = file.relative_to(REPOSITORY).with_suffix("").parts
-    parts = parts[:-1] if parts[-1] == "__init__" else parts
-    return ".".join(parts if parts[0] == "penstock" else ("penstock", *parts))
+    return ".".join(("penstock", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
 MODULES = {name_of(file): file for package in PACKAGES for file in sorted((REPOSITORY / package).rglob("*.py"))}
-"""All but the public API, penstock/, which is above them and imported by none."""
+"""All but the public API, src/penstock/, which is above them and imported by none."""
 
 
 def imported(file: Path) -> set[str]:
@@ -86,7 +93,17 @@ def test_packages_import_one_way() -> None:
         assert not {name.partition(".")[0] for name in names} & {*PACKAGES, "tests"}, module
 
 
-def test_rooms_import_one_way() -> None:
+@pytest.mark.parametrize("package", FLOORS)
+def test_rooms_of_a_package_import_one_way(package: str) -> None:
+    floors = FLOORS[package]
+    assert {name.split(".")[2] for name in inside(package)} == {*floors}
+    for module in inside(package):
+        below = floors[: floors.index(module.split(".")[2]) + 1]
+        used = {name.split(".")[2] for name in imports()[module] if name.startswith(f"penstock.{package}.")}
+        assert used <= {*below}, f"{module} imports {used - {*below}}"
+
+
+def test_rooms_of_the_engine_import_one_way() -> None:
     assert {name.split(".")[2] for name in inside("engine") if name.count(".") == 3} == {"config", ABOVE, *ROOMS}
     for module in inside("engine"):
         ours = [name for name in imports()[module] if name.startswith("penstock.engine.")]
@@ -107,13 +124,13 @@ def test_readers_planning_screens_help_and_preparing_data_load_no_torch() -> Non
         assert not {name.partition(".")[0] for name in imports()[module]} & HEAVY, module
     assert loaded([*LIGHT, *inside("tui", *PLANNING)], HEAVY) == []
     assert loaded(["penstock.engine.data.corpus"], {"torch", "transformers"}) == []
-    code = f"import sys; from penstock.app.cli import main; main(['--help']); print({HEAVY!r} & set(sys.modules))"
+    code = f"import sys; from penstock.app.cli.main import main; main(['--help']); print({HEAVY!r} & set(sys.modules))"
     assert done(started(REPOSITORY, sys.executable, "-c", code)).stdout.endswith("set()\n")
 
 
 def test_every_package_is_installed() -> None:
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    """The links in src/penstock are the parts of the package, and each of their folders is one of its packages."""
+    linked = {link.name: link.resolve() for link in (REPOSITORY / "src" / "penstock").iterdir() if link.is_symlink()}
+    assert linked == {name: REPOSITORY / name for name in (*PACKAGES, "recipes")}
     folders = {name for name, file in MODULES.items() if file.name == "__init__.py"}
-    with_code = {name_of(file.parent / "__init__.py") for file in MODULES.values()}
-    assert folders == with_code
-    assert set(project["tool"]["setuptools"]["packages"]) == folders | {"penstock", "penstock.recipes"}
+    assert folders == {name_of(file.parent / "__init__.py") for file in MODULES.values()}

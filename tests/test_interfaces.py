@@ -17,8 +17,8 @@ from recipe_texts import tiny_recipe
 
 import penstock
 import penstock.tui.commands  # the commands that the terminal application adds
-from penstock.app.cli import cli
-from penstock.app.help_groups import GROUPS, group_of
+from penstock.app.cli.help_groups import GROUPS, group_of
+from penstock.app.cli.main import cli
 
 ROOT: Any = typer.main.get_command(cli)
 ASCII = {"TERM": "dumb", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "NO_COLOR": "1"}
@@ -64,7 +64,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_public_name_is_there_for_users_and_for_type_checkers(tmp_path: Path) -> None:
-    tree = ast.parse((REPOSITORY / "penstock" / "__init__.py").read_text())
+    tree = ast.parse((REPOSITORY / "src" / "penstock" / "__init__.py").read_text())
     typed = next(node for node in tree.body if isinstance(node, ast.If))
     imported = {alias.name for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert imported | {"__version__"} == set(penstock.__all__) == set(dir(penstock))
@@ -113,6 +113,6 @@ def test_children_take_nothing_from_the_folder_that_they_start_in(tmp_path: Path
     for name in ("penstock", "app", "torch", "json"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('code of the current folder')")
-    code = "import os; from penstock.storage import child; c = child.command("
-    code += "'app.bench.process', 'penstock.app.shipped:names', '[]'); os.execve(c[0], c, child.environment())"
+    code = "import os; from penstock.storage.files import child; c = child.command("
+    code += "'app.bench.process', 'penstock.app.recipes.shipped:names', '[]'); os.execve(c[0], c, child.environment())"
     assert '"quickstart"' in done(started(tmp_path, sys.executable, "-P", "-c", code, PATH="")).stdout

@@ -19,7 +19,7 @@ from cli_process import REPOSITORY as ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import penstock.tui.commands  # noqa: F401  # the commands that the terminal application adds
-from penstock.app.cli import cli, main
+from penstock.app.cli.main import cli, main
 from penstock.engine.data.tokenizer import train_tokenizer
 from penstock.engine.schedule.actions import ACTIONS
 from penstock.tui.capture import BEGIN, END, SETTINGS

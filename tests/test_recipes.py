@@ -12,13 +12,13 @@ from real_runs import make_corpus
 from recipe_texts import settings
 from samples import cases
 
-from penstock.app.cli import main
-from penstock.app.recipe import from_json, load_recipe, save_recipe, to_json
+from penstock.app.cli.main import main
+from penstock.app.recipes.recipe import from_json, load_recipe, save_recipe, to_json
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.presets import PRESETS
 from penstock.engine.model.anatomy import take_apart, validate_context
 from penstock.engine.model.check import check_model
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.py"))
 

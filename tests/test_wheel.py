@@ -40,7 +40,7 @@ LAUNCH = """
 import asyncio
 from pathlib import Path
 
-from penstock.app.rundir import list_runs
+from penstock.app.runs.directory import list_runs
 from penstock.tui.app import PenstockApp
 
 app = PenstockApp(Path.cwd())
@@ -74,7 +74,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     names = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=REPOSITORY, text=True)
     for name in names.splitlines():
-        if (REPOSITORY / name).is_file() and not name.startswith(("tests/", "docs/")):
+        if (REPOSITORY / name).is_symlink():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).symlink_to((REPOSITORY / name).readlink())
+        elif (REPOSITORY / name).is_file() and not name.startswith(("tests/", "docs/")):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((REPOSITORY / name).read_bytes())
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out), str(source)]
@@ -136,7 +139,7 @@ def test_commands_and_scripts_run_beside_packages_of_the_same_names(installed: P
     for command in ([penstock, "train", "quickstart"], [python, "mine.py"], [penstock, "train", "mine.py"]):
         assert "trained to step 2" in run(folder, *command, *SETTINGS)
     assert "trained to step 2" in run(folder, python, "-P", "-m", "penstock", "train", "mine.py", *SETTINGS)
-    (folder / "old.py").write_text("from storage.errors import UserError")
+    (folder / "old.py").write_text("from storage.files.errors import UserError")
     refused = subprocess.run([penstock, "plan", "old.py"], cwd=folder, env=environment(), capture_output=True)
     assert refused.returncode == 2
     assert b"old.py, line 1: import Penstock's names from `penstock`" in refused.stderr
@@ -145,7 +148,7 @@ def test_commands_and_scripts_run_beside_packages_of_the_same_names(installed: P
 
 
 def test_the_terminal_application_launches_what_is_installed(installed: Path, folder: Path) -> None:
-    code = "from penstock.app.recipe import *; from pathlib import Path; import sys;"
+    code = "from penstock.app.recipes.recipe import *; from pathlib import Path; import sys;"
     code += "save_recipe(Path('mine.json'), apply_overrides(load_recipe('mine.py'), sys.argv[1:]))"
     run(folder, installed / "bin" / "python", "-c", code, *SETTINGS[1::2])
     run(folder, installed / "bin" / "python", "-P", "-c", LAUNCH)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from penstock.app.machines import machine_infos
-from penstock.app.plan import plan_recipe
-from penstock.app.recipe import apply_overrides
-from penstock.app.rows import plain
+from penstock.app.console.rows import plain
+from penstock.app.planning.machines import machine_infos
+from penstock.app.planning.plan import plan_recipe
+from penstock.app.recipes.recipe import apply_overrides
 from penstock.engine.attention.select import attention_report, forget
 from penstock.engine.config import DataConfig
 from penstock.engine.data.formats.detect import detect
@@ -32,7 +32,7 @@ from penstock.engine.schedule.actions import ACTIONS, LARGEST
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 from penstock.tui.app import PenstockApp
 from penstock.tui.screens.run import RunScreen
 

@@ -18,9 +18,9 @@ from textual.filter import LineFilter
 from textual.notifications import SeverityLevel
 from textual.screen import Screen
 
-from penstock.app.rows import ASCII, UNICODE, Glyphs
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import printable
+from penstock.app.console.rows import ASCII, UNICODE, Glyphs
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import printable
 from penstock.tui.actions import Action, actions, bindings
 from penstock.tui.filters import AsciiFilter, PrintableFilter
 from penstock.tui.host import Host

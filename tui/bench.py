@@ -24,8 +24,8 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from penstock.storage import child
-from penstock.storage.errors import UserError
+from penstock.storage.files import child
+from penstock.storage.files.errors import UserError
 
 WIDTH, HEIGHT = 120, 36
 SPANS_PER_S = 300.0
@@ -170,7 +170,7 @@ def _writer(run: Path) -> Iterator[None]:
 
 def write_run(run: Path) -> None:
     """The writer's process: the run's past, then its present in real time, until killed."""
-    from penstock.app.rundir import RunLock
+    from penstock.app.runs.directory import RunLock
     from penstock.tui.synthetic import Writer
 
     writer = Writer(run, spans_per_s=SPANS_PER_S, num_spans=NUM_SPANS, num_steps=NUM_STEPS)

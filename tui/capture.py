@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.app import shipped
-from penstock.app.launcher import start
-from penstock.app.recipe import apply_overrides, load_recipe
-from penstock.app.rundir import RunInfo, is_live, read_info
+from penstock.app.launch.launcher import start
+from penstock.app.recipes import shipped
+from penstock.app.recipes.recipe import apply_overrides, load_recipe
+from penstock.app.runs.directory import RunInfo, is_live, read_info
 from penstock.tui.actions import keys_page
 from penstock.tui.app import PenstockApp
 from penstock.tui.capture_finetune import fill_form, make_chat, tune

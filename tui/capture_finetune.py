@@ -10,8 +10,8 @@ from pathlib import Path
 
 from textual.widgets import Input
 
-from penstock.app.launcher import start
-from penstock.app.recipe import from_dict
+from penstock.app.launch.launcher import start
+from penstock.app.recipes.recipe import from_dict
 from penstock.tui import session
 from penstock.tui.app import PenstockApp
 from penstock.tui.screens.finetune import FinetuneScreen

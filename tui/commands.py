@@ -1,4 +1,4 @@
-"""What `penstock` has beyond app/cli.py: commands that need the terminal application, which app/ may not import."""
+"""What `penstock` has beyond app/cli/main.py: commands with the terminal application, which app/ may not import."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from penstock.app.cli import bench_cli, cli
-from penstock.app.help_groups import LOOK
-from penstock.app.options import RunArgument
-from penstock.app.rundir import find_run
+from penstock.app.cli.help_groups import LOOK
+from penstock.app.cli.main import bench_cli, cli
+from penstock.app.cli.options import RunArgument
+from penstock.app.runs.directory import find_run
 
 
 @cli.command(epilog="Example: penstock watch quickstart-20260101-120000", rich_help_panel=LOOK)

@@ -9,7 +9,7 @@ from rich.segment import Segment
 from textual.color import Color
 from textual.filter import LineFilter
 
-from penstock.storage.untrusted import printable
+from penstock.storage.files.untrusted import printable
 
 _MOVES = str.maketrans("\t\n", "  ")
 

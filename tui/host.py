@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from textual.dom import DOMNode
 from textual.screen import Screen
 
-from penstock.app.rows import Glyphs
+from penstock.app.console.rows import Glyphs
 
 if TYPE_CHECKING:
     from penstock.tui.data.home_plans import HomePlans

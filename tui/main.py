@@ -14,7 +14,7 @@ def main() -> int:
 
         return open_app(Path.cwd())
     import penstock.tui.commands  # noqa: F401  (adds commands)
-    from penstock.app.cli import main as command_line
+    from penstock.app.cli.main import main as command_line
 
     return command_line()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 
 def written_path(root: Path, typed: str, *, inside: bool) -> Path:

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.storage import child
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import printable
+from penstock.storage.files import child
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import printable
 from penstock.tui.web.access import Access, is_remote
 from penstock.tui.web.server import WebServer
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from penstock.storage import child
+from penstock.storage.files import child
 
 _LINES = 50
 _CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\r|\n")
@@ -29,7 +29,7 @@ def run(command: Sequence[str], folder: Path, answers: str, width: int) -> str:
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", _LINES, width, 0, 0))
     process = subprocess.Popen(
-        child.command("app.cli", *command),
+        child.command("app.cli.main", *command),
         cwd=folder,
         env=child.environment(TERM="xterm-256color", COLORTERM="truecolor", COLUMNS=str(width)),
         stdin=theirs,

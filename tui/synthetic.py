@@ -15,8 +15,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from penstock.app.lanes import LANES
-from penstock.app.speed import WARMUP_STEPS
+from penstock.app.runs.lanes import LANES
+from penstock.app.runs.speed import WARMUP_STEPS
 
 TOKENS = 65_536
 """Of a step."""
@@ -179,7 +179,7 @@ class Writer:
 
     def begin(self, now: float) -> None:
         """Everything up to Unix time `now`."""
-        from penstock.app.recipe import Recipe, to_json
+        from penstock.app.recipes.recipe import Recipe, to_json
 
         self.path.mkdir(parents=True)
         (self.path / "recipe.json").write_text(to_json(Recipe(name="synthetic")))

@@ -20,10 +20,10 @@ from penstock.app.bench.cases import Case, Shape
 from penstock.app.bench.process import scratch, show
 from penstock.app.bench.setup import choose
 from penstock.app.bench.suite_worker import open_case
-from penstock.app.working import Working
+from penstock.app.console.working import Working
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 TOKENS = 65_536
 CHUNK_TOKENS = 4096

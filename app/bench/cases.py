@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 START_S = 14.0
 """Interpreter, torch, transformers, planning, random tokens."""

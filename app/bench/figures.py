@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.app.lanes import lane_shares, length, union
-from penstock.app.ops import STEP_END
+from penstock.app.runs.lanes import lane_shares, length, union
+from penstock.app.runs.ops import STEP_END
 from penstock.engine.forecast.flops import StepFlops
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.storage.units import tokens_text
+from penstock.storage.files.units import tokens_text
 
 LETTERS = {"compute": "C", "h2d": "H", "d2h": "D", "optimizer": "O", "nvme_read": "R", "nvme_write": "W"}
 """Lane -> how a cell names what bounds it."""

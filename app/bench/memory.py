@@ -30,7 +30,7 @@ from penstock.app.bench.cases import Shape
 from penstock.app.bench.process import call, require_folders, require_matplotlib, resident_bytes, scratch, show
 from penstock.app.bench.setup import Setup, random_recipe, shape_model
 from penstock.app.bench.suite_worker import open_case
-from penstock.app.working import Working
+from penstock.app.console.working import Working
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.machine.budgets import Budgets
 from penstock.engine.plan.plan import Plan
@@ -38,9 +38,9 @@ from penstock.engine.plan.problem import KV_SLOTS, PlanOptions
 from penstock.engine.runtime import views
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
-from penstock.storage.errors import BudgetError
-from penstock.storage.readers import select_readers
-from penstock.storage.units import bytes_text
+from penstock.storage.files.errors import BudgetError
+from penstock.storage.files.units import bytes_text
+from penstock.storage.tier.readers import select_readers
 
 LENGTHS = (4096, 8192, 16_384, 32_768, 65_536, 131_072)
 DEPTHS = {"whole": (1, 3), "streamed": (1, 2)}

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from penstock.app.bench.process import scratch, show
-from penstock.app.working import Working
+from penstock.app.console.working import Working
 from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from penstock.engine.events import Observer, Want
 from penstock.engine.opening import open_session
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
-from penstock.storage.offsite import Claim
-from penstock.storage.offsite_link import PlaceLink
-from penstock.storage.offsite_place import parse_place
-from penstock.storage.offsite_send import send_checkpoint
-from penstock.storage.units import bytes_text
+from penstock.storage.files.units import bytes_text
+from penstock.storage.offsite.index import Claim
+from penstock.storage.offsite.link import PlaceLink
+from penstock.storage.offsite.place import parse_place
+from penstock.storage.offsite.send import send_checkpoint
 
 WARMUP_STEPS = 3
 _NAME = "sent"

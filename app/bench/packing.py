@@ -18,15 +18,15 @@ from penstock.app.bench.cases import Shape
 from penstock.app.bench.process import scratch, show
 from penstock.app.bench.setup import Setup, plan_request, random_recipe, shape_model
 from penstock.app.bench.suite_worker import open_case
-from penstock.app.working import Working
+from penstock.app.console.working import Working
 from penstock.engine.data.loader import DataLoader, MicroBatch
 from penstock.engine.machine.budgets import Budgets
 from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.engine.plan.problem import PlanOptions
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
-from penstock.storage.errors import UserError
-from penstock.storage.readers import select_readers
+from penstock.storage.files.errors import UserError
+from penstock.storage.tier.readers import select_readers
 
 CONTEXT, DOCUMENT = 32_768, 512
 CHUNK_TOKENS = 2048

@@ -26,13 +26,13 @@ import torch
 
 from penstock.app.bench.plan_cases import CASES, CUDA_CASES, PlanCase, small
 from penstock.app.bench.process import CallFailed, call, markdown_row, require_folders, scratch, show
-from penstock.app.launch import run_training
-from penstock.app.run_files import JsonLines
-from penstock.app.rundir import RunDir
-from penstock.app.working import working
+from penstock.app.console.working import working
+from penstock.app.launch.run import run_training
+from penstock.app.runs.directory import RunDir
+from penstock.app.runs.files import JsonLines
 from penstock.engine.machine.limits import machine_memory
-from penstock.storage.errors import UserError
-from penstock.storage.units import bytes_text, seconds_text
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.units import bytes_text, seconds_text
 
 PEAK_TOLERANCE = 0.05
 STEP_TOLERANCE = 0.15

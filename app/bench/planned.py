@@ -15,17 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.app import shipped
 from penstock.app.bench.heatmap import draw
 from penstock.app.bench.process import markdown_row, markdown_table, require_folders, require_matplotlib
 from penstock.app.bench.published import PUBLISHED, Published
-from penstock.app.fit import STEP_TOKENS
-from penstock.app.recipe import load_recipe
-from penstock.app.spread import spread
+from penstock.app.planning.fit import STEP_TOKENS
+from penstock.app.planning.spread import spread
+from penstock.app.recipes import shipped
+from penstock.app.recipes.recipe import load_recipe
 from penstock.engine.config import BudgetConfig, DataConfig, Recipe
 from penstock.engine.machine.platforms import usable_cpus
-from penstock.storage.errors import UserError
-from penstock.storage.units import bytes_text, seconds_text
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.units import bytes_text, seconds_text
 
 GRID_MODELS = {
     "7B": "7b_512k",
@@ -152,7 +152,7 @@ def batched(recipe: Recipe, context: int, sequences: int, micro_batch: int = 1) 
 
 def _forecast(recipe: Recipe, machine: str) -> dict[str, Any]:
     """The forecast of a recipe on a preset, or its refusal without looking for what would make it fit."""
-    from penstock.app.plan import forecast_or_refusal, recipe_task
+    from penstock.app.planning.plan import forecast_or_refusal, recipe_task
 
     profile, task = recipe_task(recipe, machine)
     return forecast_or_refusal(task, profile)

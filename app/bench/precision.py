@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.app.bench.process import call, require_folders, require_matplotlib, scratch, show
-from penstock.app.working import Working
+from penstock.app.console.working import Working
 from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
 from penstock.engine.data.prepare import make_loader, make_validation, prepare_data

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from penstock.storage import child
-from penstock.storage.errors import UserError
+from penstock.storage.files import child
+from penstock.storage.files.errors import UserError
 
 REPOSITORY = Path(__file__).parents[2]
 _ANSWER = "answer: "
@@ -100,7 +100,7 @@ def raised_by_signals(end: Callable[[int], BaseException], *numbers: int) -> Ite
 
 def require_folders(*folders: Path | None) -> None:
     """UserError for the first that is named and not there."""
-    from penstock.storage.untrusted import real_path  # imports packages, which gpu-check does without
+    from penstock.storage.files.untrusted import real_path  # imports packages, which gpu-check does without
 
     for folder in folders:
         if folder is not None and not real_path(folder).is_dir():

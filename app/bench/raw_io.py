@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from penstock.storage.disk import fsync_file, write_file
-from penstock.storage.drives import READ_THREADS, WRITE_THREADS
-from penstock.storage.errors import UserError
+from penstock.storage.files.disk import fsync_file, write_file
+from penstock.storage.files.errors import UserError
+from penstock.storage.tier.drives import READ_THREADS, WRITE_THREADS
 
 LOOP_THREADS = max(READ_THREADS, WRITE_THREADS)
 """Files that the own loop keeps in flight on each drive: as many as the store."""

@@ -27,9 +27,9 @@ from penstock.engine.plan.plan import Plan, gib
 from penstock.engine.plan.planner import allocator_bytes, with_share
 from penstock.engine.plan.problem import FP32, PlanOptions
 from penstock.engine.runtime.state import scratch_arrays
-from penstock.storage.drives import FREE_MARGIN
-from penstock.storage.errors import BudgetError
-from penstock.storage.readers import Readers, select_readers
+from penstock.storage.files.errors import BudgetError
+from penstock.storage.tier.drives import FREE_MARGIN
+from penstock.storage.tier.readers import Readers, select_readers
 
 _EVERYTHING = 64 * 2**40
 

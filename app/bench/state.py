@@ -13,10 +13,10 @@ from torch import Tensor
 from penstock.engine.optim.base import MASTER
 from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.state import WEIGHTS, fill_store, state_arrays
-from penstock.storage.layout import FlatLayout
-from penstock.storage.manifest import ArraySpec
-from penstock.storage.nvme import NvmeStore
-from penstock.storage.readers import Readers
+from penstock.storage.generations.store import NvmeStore
+from penstock.storage.tier.layout import FlatLayout
+from penstock.storage.tier.manifest import ArraySpec
+from penstock.storage.tier.readers import Readers
 
 _POOL_NUMEL = (1 << 22) + 7
 """Odd, so that the rows of no matrix begin at the same place of the pool."""

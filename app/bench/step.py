@@ -18,7 +18,7 @@ import torch
 from penstock.app.bench.kernels import step_kernels
 from penstock.app.bench.plain import PlainBatch, compiled_steps, plain_steps
 from penstock.app.bench.process import call, resident_bytes, scratch, show
-from penstock.app.working import Working
+from penstock.app.console.working import Working
 from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from penstock.engine.events import Observer, StepMetrics, Want
 from penstock.engine.hf.config import model_config
@@ -26,7 +26,7 @@ from penstock.engine.machine.compilers import layers_compile, optimizer_compiles
 from penstock.engine.machine.precision import with_compute_dtype
 from penstock.engine.model.anatomy import model_spec
 from penstock.engine.train import train
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 LAYERS, HIDDEN, VOCAB = 12, 1024, 8192
 MAX_CHUNK_TOKENS = 1024

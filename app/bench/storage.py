@@ -39,19 +39,19 @@ from penstock.app.bench.raw_io import (
     sync_files,
     timed,
 )
-from penstock.app.working import working
+from penstock.app.console.working import working
 from penstock.engine import preparing
-from penstock.storage.arena import HostArena
-from penstock.storage.chunk import ChunkFormat
-from penstock.storage.disk import require_writable
-from penstock.storage.errors import UserError
-from penstock.storage.filesystem import check_folder, device_of
-from penstock.storage.layout import ALIGN_NUMEL
-from penstock.storage.manifest import ArraySpec
-from penstock.storage.nvme import NvmeStore
-from penstock.storage.readers import DirectReader, Reader, Readers, TensorstoreReader, select_readers
-from penstock.storage.units import bytes_text
-from penstock.storage.untrusted import real_path
+from penstock.storage.files.disk import require_writable
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.units import bytes_text
+from penstock.storage.files.untrusted import real_path
+from penstock.storage.generations.store import NvmeStore
+from penstock.storage.tier.arena import HostArena
+from penstock.storage.tier.chunk import ChunkFormat
+from penstock.storage.tier.filesystem import check_folder, device_of
+from penstock.storage.tier.layout import ALIGN_NUMEL
+from penstock.storage.tier.manifest import ArraySpec
+from penstock.storage.tier.readers import DirectReader, Reader, Readers, TensorstoreReader, select_readers
 
 _SLOTS = 2 * LOOP_THREADS
 """Parts that the caller keeps in flight on each drive: twice the store's threads, so that none waits for work."""

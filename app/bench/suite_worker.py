@@ -22,8 +22,8 @@ from penstock.app.bench.kernels import attention_rates, matmul_rates
 from penstock.app.bench.setup import Setup, Skip, choose, nvme_bytes
 from penstock.app.bench.state import open_drawn
 from penstock.app.bench.suite_plain import plain_step
-from penstock.app.ops import STEP_END
-from penstock.app.trace import write_spans
+from penstock.app.runs.ops import STEP_END
+from penstock.app.runs.trace import write_spans
 from penstock.engine.attention import chunk as attention
 from penstock.engine.data.loader import DataLoader, MicroBatch
 from penstock.engine.data.prepare import make_loader, prepare_data
@@ -46,8 +46,8 @@ from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.lanes import Lanes
 from penstock.engine.session import Session, run_identity, run_meta
 from penstock.engine.train import train_step
-from penstock.storage.errors import UserError
-from penstock.storage.nvme import NvmeStore
+from penstock.storage.files.errors import UserError
+from penstock.storage.generations.store import NvmeStore
 
 DTYPE = torch.bfloat16
 """What steps compute in, TrainConfig's default."""

@@ -16,9 +16,9 @@ from typing import Any
 
 from penstock.app.bench.cases import GROUPS, SUITES, Case, Rates, cases_of, small
 from penstock.app.bench.process import CallFailed, call, nvidia_smi, require_folders, scratch, show
-from penstock.app.working import Working, working
+from penstock.app.console.working import Working, working
 from penstock.engine.machine.peaks import peak_flops
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 
 def bench_suites(

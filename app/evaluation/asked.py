@@ -11,7 +11,7 @@ from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.engine.generate.decode import Continuation, Decoding, OnToken
 from penstock.engine.generate.forecast import Estimate
 from penstock.engine.generate.streamed import SCORED_TOKENS
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 _UNKNOWN_CONTEXT = 2048
 """Tokens of a window where a model names no limit, as lm-evaluation-harness has it."""

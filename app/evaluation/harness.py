@@ -23,11 +23,11 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from penstock.app.evaluation.asked import Asked, OnDone, Pair, Requests, Writing
-from penstock.app.hub_access import is_unreachable, online
-from penstock.app.hub_names import offline_wanted
+from penstock.app.hub.access import is_unreachable, online
+from penstock.app.hub.names import offline_wanted
 from penstock.engine.data.chat import ChatTemplate
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import one_line, printable
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import one_line, printable
 
 _DEFAULT_NEW_TOKENS = 256
 _BOOTSTRAP_DRAWS = 1000

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from penstock.app.evaluation.asked import Asked, OnDone, Requests, Writing
-from penstock.app.recall_view import RecallMap
+from penstock.app.runs.recall_view import RecallMap
 from penstock.engine.data.chat import ChatTemplate
 from penstock.engine.data.retrieval import KINDS, Haystacks, Kind, Question, found_values, questions, recall
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 NAMES: dict[str, tuple[Kind, ...]] = {"needles": KINDS} | {f"needles_{kind}": (kind,) for kind in KINDS}
 """Name of a task -> what it hides."""

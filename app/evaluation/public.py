@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.app.fit import context_sizes
-from penstock.app.sampling import find_model, opened
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import printable
+from penstock.app.planning.fit import context_sizes
+from penstock.app.sampling.sample import find_model, opened
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import printable
 
 
 def evaluate(

@@ -9,15 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from penstock.app.console.printing import print_rows
+from penstock.app.console.rows import ASCII, UNICODE, Row
+from penstock.app.console.working import Working
 from penstock.app.evaluation.asked import Asked, Requests
 from penstock.app.evaluation.needles import maps
-from penstock.app.finetune_view import print_rows
-from penstock.app.recall_view import map_rows
-from penstock.app.rows import ASCII, UNICODE, Row
-from penstock.app.working import Working
+from penstock.app.runs.recall_view import map_rows
 from penstock.engine.events import Preparing
-from penstock.storage.units import bytes_text, duration_text, seconds_text
-from penstock.storage.untrusted import printable
+from penstock.storage.files.units import bytes_text, duration_text, seconds_text
+from penstock.storage.files.untrusted import printable
 
 
 class Told:

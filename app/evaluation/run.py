@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rich.console import Console
 
 import penstock
+from penstock.app.console.working import working
 from penstock.app.evaluation import needles
 from penstock.app.evaluation.asked import Asked, Model
 from penstock.app.evaluation.report import Told
 from penstock.app.evaluation.svg import heat_maps
-from penstock.app.run_files import json_text
-from penstock.app.working import working
+from penstock.app.runs.files import json_text
 from penstock.engine.data.chat import ChatTemplate
 from penstock.engine.data.retrieval import FILLERS, KINDS, Filler, Haystacks
 from penstock.engine.generate.streamed import SCORED_TOKENS
-from penstock.storage.disk import atomic_write
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import printable
+from penstock.storage.files.disk import atomic_write
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import printable
 
 if TYPE_CHECKING:
     from penstock.app.evaluation.harness import TaskNames

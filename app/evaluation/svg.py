@@ -6,8 +6,8 @@ import colorsys
 from collections.abc import Sequence
 from html import escape
 
-from penstock.app.recall_view import RecallMap
-from penstock.storage.units import tokens_text
+from penstock.app.runs.recall_view import RecallMap
+from penstock.storage.files.units import tokens_text
 
 _CELL_W, _CELL_H, _LEFT, _TOP, _GAP = 56, 34, 64, 64, 40
 _GREY = "#e4e4e4"

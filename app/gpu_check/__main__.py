@@ -23,7 +23,7 @@ from typing import IO, Any, NoReturn
 from penstock.app.bench.process import REPOSITORY, last_words, nvidia_smi, raised_by_signals, run_limited, scratch
 from penstock.app.gpu_check.commands import Command, commands
 from penstock.app.gpu_check.page import figures, page
-from penstock.storage import child
+from penstock.storage.files import child
 
 LIMIT_S = 560.0
 """The end comes inside ten minutes, the interpreter's start included."""

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from penstock.app.bench.process import REPOSITORY
-from penstock.storage import child
+from penstock.storage.files import child
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ def commands(*, small: bool) -> list[Command]:
     tiny = ["--small"] if small else []
 
     def step(case: str, about: str, limit_s: float, more: str = "") -> Command:
-        command = child.command("app.cli", "bench", "step", "--suite", case, *tiny, "--json")
+        command = child.command("app.cli.main", "bench", "step", "--suite", case, *tiny, "--json")
         return Command(case, about, command, limit_s, f"{_STEP} {more}")
 
     def plan(case: str, about: str) -> Command:
-        command = child.command("app.cli", "bench", "plan", "--case", case, *tiny, "--json")
+        command = child.command("app.cli.main", "bench", "plan", "--case", case, *tiny, "--json")
         return Command(f"plan-{case}", about, command, 60, "state bound_by tiers step_s")
 
     pytest = [sys.executable, "-P", "-m", "pytest", "-v", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
@@ -47,7 +47,7 @@ def commands(*, small: bool) -> list[Command]:
     device = child.command("app.gpu_check.device", *tiny)
     smoke = child.command("app.gpu_check.smoke", *tiny)
     size = ["--size", "64MiB", "--chunk", "1MiB"] if small else ["--size", "1GiB"]
-    storage = child.command("app.cli", "bench", "storage", ".", *size, "--rounds", "1", "--json")
+    storage = child.command("app.cli.main", "bench", "storage", ".", *size, "--rounds", "1", "--json")
     listed = [
         Command("device", "what this machine is and what works on it", device, 100, _DEVICE),
         Command("smoke", "six steps through all three tiers beside plain PyTorch", smoke, 130, _SMOKE),

@@ -123,7 +123,7 @@ def attention() -> dict[str, Any]:
 
 def reads() -> dict[str, Any]:
     """Which reader serves GPU memory, and why no better one."""
-    from penstock.storage.readers import select_readers
+    from penstock.storage.tier.readers import select_readers
 
     readers = select_readers("auto", device(), [Path.cwd()])
     gpu = readers.device.name if readers.device is not None else "none"
@@ -133,8 +133,8 @@ def reads() -> dict[str, Any]:
 def pinned() -> dict[str, Any]:
     """The most that was pinned, doubled up to a fourth of what is free while it is quick, and what it took."""
     from penstock.engine.machine.limits import free_memory
-    from penstock.storage.arena import HostArena
-    from penstock.storage.errors import BudgetError
+    from penstock.storage.files.errors import BudgetError
+    from penstock.storage.tier.arena import HostArena
 
     size, found = (64 << 20) if SMALL else (512 << 20), dict[str, Any]()
     most = size if SMALL else free_memory().free_bytes // 4

@@ -42,8 +42,8 @@ from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import FP32, PlanOptions
 from penstock.engine.train import train_step
-from penstock.storage.errors import BudgetError, UserError
-from penstock.storage.readers import select_readers
+from penstock.storage.files.errors import BudgetError, UserError
+from penstock.storage.tier.readers import select_readers
 
 STEPS = 6
 LOSS_TOLERANCE = 0.02

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from penstock.app.hub_names import offline_wanted
-from penstock.app.run_files import read_last, read_object, whole
-from penstock.app.run_log import Level
+from penstock.app.hub.names import offline_wanted
+from penstock.app.runs.files import read_last, read_object, whole
+from penstock.app.runs.log import Level
 from penstock.app.trackers.base import End
 from penstock.app.trackers.record import FOLDER
-from penstock.storage import child
-from penstock.storage.untrusted import one_line, shell
+from penstock.storage.files import child
+from penstock.storage.files.untrusted import one_line, shell
 
 FINISH_S = 10.0
 """What a run waits for its trackers at its end, for all of them together."""

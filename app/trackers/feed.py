@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.app.run_files import MOST_SECONDS
-from penstock.app.tail import JsonTail
+from penstock.app.runs.files import MOST_SECONDS
+from penstock.app.runs.tail import JsonTail
 from penstock.app.trackers.base import STREAMS, Line, Stream
 from penstock.app.trackers.figures import line_of
 

@@ -6,7 +6,7 @@ import math
 from html import escape
 from typing import Any
 
-from penstock.app.run_files import MOST_SECONDS, number
+from penstock.app.runs.files import MOST_SECONDS, number
 from penstock.app.trackers.base import Line, Stream
 
 _METRICS = {

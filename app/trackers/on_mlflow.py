@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.app.trackers.base import PROJECT, STREAMS, About, End, Line, Stream, Tracker
 from penstock.app.trackers.figures import flat, samples_text
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.untrusted import one_line
 
 _DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.app.trackers.base import About, End, Line, Tracker
 from penstock.app.trackers.figures import samples_text
-from penstock.storage.untrusted import shell
+from penstock.storage.files.untrusted import shell
 
 FOLDER = "tensorboard"
 

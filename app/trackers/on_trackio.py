@@ -12,9 +12,9 @@ import uuid
 import warnings
 from typing import Any
 
-from penstock.app.run_files import whole
+from penstock.app.runs.files import whole
 from penstock.app.trackers.base import PROJECT, About, End, Line, Stream, Tracker, TrackerError
-from penstock.storage.untrusted import one_line, shell
+from penstock.storage.files.untrusted import one_line, shell
 
 _SERVER_S = 15
 _SAID_BYTES = 2000

@@ -7,11 +7,11 @@ import re
 import uuid
 from typing import Any
 
-from penstock.app.run_files import whole
+from penstock.app.runs.files import whole
 from penstock.app.trackers.base import PROJECT, About, End, Line, Stream, Tracker, TrackerError
 from penstock.app.trackers.figures import flat, samples_html
 from penstock.app.trackers.record import FOLDER
-from penstock.storage.untrusted import one_line, shell
+from penstock.storage.files.untrusted import one_line, shell
 
 INIT_S = 30
 """Until a server that does not answer counts as one that is away."""

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from penstock.app.run_files import json_text, number, read_object, whole
+from penstock.app.runs.files import json_text, number, read_object, whole
 from penstock.app.trackers.base import STREAMS, Stream
 from penstock.app.trackers.feed import Mark
-from penstock.storage.disk import temporary_name, write_file
-from penstock.storage.untrusted import open_regular
+from penstock.storage.files.disk import temporary_name, write_file
+from penstock.storage.files.untrusted import open_regular
 
 FOLDER = "trackers"
 """Below the run directory: records, and what trackers' packages say and keep."""

@@ -12,7 +12,7 @@ import urllib.parse
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 _PACKAGES = {
     "trackio": ("trackio", (0, 40)),

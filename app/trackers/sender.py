@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, cast, get_args
 
-from penstock.app.run_files import MOST_SECONDS, read_object
-from penstock.app.rundir import read_recipe, read_status, state_of
+from penstock.app.runs.directory import read_recipe, read_status, state_of
+from penstock.app.runs.files import MOST_SECONDS, read_object
 from penstock.app.trackers.base import STREAMS, About, End, Line, Stream, Tracker, TrackerError
 from penstock.app.trackers.feed import Feed, Mark
 from penstock.app.trackers.on_mlflow import MLflow
@@ -31,8 +31,8 @@ from penstock.app.trackers.on_tensorboard import TensorBoard
 from penstock.app.trackers.on_trackio import Trackio
 from penstock.app.trackers.on_wandb import Wandb
 from penstock.app.trackers.record import FOLDER, Record, SenderLock
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import one_line, open_regular, printable
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import one_line, open_regular, printable
 
 POLL_S = 1.0
 """Between two looks at the run's files."""

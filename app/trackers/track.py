@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
-from penstock.app.run_files import read_last
-from penstock.app.rundir import require_own
+from penstock.app.runs.directory import require_own
+from penstock.app.runs.files import read_last
 from penstock.app.trackers.attach import end_sender, start_sender, words
 from penstock.app.trackers.require import require_trackers
 from penstock.engine.config.recipe import TRACKERS
-from penstock.storage.disk import require_writable
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.disk import require_writable
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import one_line
 
 
 def track(run: Path, names: Iterable[str]) -> Iterator[str]:

@@ -30,7 +30,7 @@ from penstock.engine.attention.select import attention_report as attention_repor
 from penstock.engine.attention.select import launches
 from penstock.engine.attention.select import prepare as prepare
 from penstock.engine.attention.workspace import workspace_bytes as workspace_bytes
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 NAME = "penstock"
 """What `attn_implementation` is called in transformers."""

@@ -18,7 +18,7 @@ from penstock.engine.model.shrink import shrink
 from penstock.engine.model.spec import ModelSpec, rotary_threshold
 from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.engine.model.trace import random_model
-from penstock.storage.errors import UserError, refused
+from penstock.storage.files.errors import UserError, refused
 
 _LENGTHS = (61, 35, 50, 17, 29)
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}

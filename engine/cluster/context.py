@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from penstock.engine.data.loader import MicroBatch
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import IGNORE_LABEL
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 NAME = "penstock_gathered"
 """What transformers calls attention of this rank's queries to all ranks' keys."""

@@ -37,10 +37,10 @@ from penstock.engine.hf.constants import CONSTANTS_FILE, write_constants
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.optim.base import find_optimizer
 from penstock.engine.runtime.state import arrays_of
-from penstock.storage.arena import empty_aligned
-from penstock.storage.disk import disk_error
-from penstock.storage.manifest import ArraySpec
-from penstock.storage.nvme import NvmeStore
+from penstock.storage.files.disk import disk_error
+from penstock.storage.generations.store import NvmeStore
+from penstock.storage.tier.arena import empty_aligned
+from penstock.storage.tier.manifest import ArraySpec
 
 
 class Written(NamedTuple):

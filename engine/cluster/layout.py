@@ -36,11 +36,11 @@ from penstock.engine.config import Recipe
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.optim.base import MASTER
 from penstock.engine.runtime.state import WEIGHTS
-from penstock.storage import sealed
-from penstock.storage.disk import atomic_write, fsync_dir, fsync_file
-from penstock.storage.errors import UserError
-from penstock.storage.layout import ParamSpec
-from penstock.storage.untrusted import is_whole, one_line, open_regular, parse_object, read_regular
+from penstock.storage.files import sealed
+from penstock.storage.files.disk import atomic_write, fsync_dir, fsync_file
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import is_whole, one_line, open_regular, parse_object, read_regular
+from penstock.storage.tier.layout import ParamSpec
 
 RECORD_NAME = "penstock.json"
 CHECKSUMS_NAME = "checksums.json"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 _TIMEOUT = timedelta(hours=1)
 """For a collective: one rank may be writing or reading all of a model's state meanwhile. torchrun ends the others

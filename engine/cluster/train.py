@@ -49,8 +49,8 @@ from penstock.engine.run_files import with_kept_inputs
 from penstock.engine.run_model import RunModel, adapter_start, describe_run
 from penstock.engine.runtime.failures import DivergedError
 from penstock.engine.session import run_identity, run_meta
-from penstock.storage.errors import UserError
-from penstock.storage.manifest import Manifest
+from penstock.storage.files.errors import UserError
+from penstock.storage.tier.manifest import Manifest
 
 _KEPT = 2
 """Checkpoints that stay at least: the newest, and the one before it while a newer one is written."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from penstock.engine.config.values import MOST_SIZE, MOST_STEPS, MOST_TOKENS, require, require_kinds, require_most
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import one_line
 
 Source = Literal[
     "auto",

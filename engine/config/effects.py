@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from penstock.engine.config.data import CONVERSATIONS, PATHLESS
 from penstock.engine.config.recipe import Recipe
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import one_line
 
 
 class Rule(NamedTuple):

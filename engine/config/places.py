@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.engine.config.values import MOST_STEPS, Budget, parse_budget, parse_bytes, require, require_most
-from penstock.storage.offsite_place import parse_place
+from penstock.storage.offsite.place import parse_place
 
 PART_STEP = 8192
 """storage.part_bytes is a multiple of so many bytes: whole pages of the drive in two-byte elements as well."""

@@ -19,7 +19,7 @@ from penstock.engine.config.places import BudgetConfig, StorageConfig
 from penstock.engine.config.samples import MOST_SAMPLE_TOKENS, SamplesConfig
 from penstock.engine.config.train import TrainConfig
 from penstock.engine.config.values import parse_bytes, require
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.untrusted import one_line
 
 _NAME_CHARS = 100
 """Of a run's name: with a time behind it, it is the name of a folder."""

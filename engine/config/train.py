@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.engine.config.values import MOST_SEQUENCES, MOST_STEPS, MOST_TOKENS, require, require_kinds, require_most
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.untrusted import one_line
 
 
 @dataclass(kw_only=True, slots=True)

@@ -13,9 +13,9 @@ from penstock.engine.data.tokenizer import (
     tokenizer_contents,
     write_tokenizer_files,
 )
-from penstock.storage.disk import build_folder
-from penstock.storage.errors import UserError, refused
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.disk import build_folder
+from penstock.storage.files.errors import UserError, refused
+from penstock.storage.files.untrusted import one_line
 
 FOLDER = "tokenizer-added"
 """Beside the folder of a tokenizer that was trained on the data."""

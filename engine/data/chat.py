@@ -28,9 +28,9 @@ from penstock.engine.data.sandbox import Limits
 from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.engine.data.turn_ends import THOUGHTS, turn_ends
 from penstock.engine.data.turns import MARKED, FormError, Messages, View, with_functions
-from penstock.storage.errors import UserError
-from penstock.storage.model_folder import has_model_file, read_model_file
-from penstock.storage.untrusted import one_line, parse_object, printable, read_regular, real_path
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.model_folder import has_model_file, read_model_file
+from penstock.storage.files.untrusted import one_line, parse_object, printable, read_regular, real_path
 
 _MOST_BYTES = 1 << 24
 Trained = Literal["assistant", "last", "all"]

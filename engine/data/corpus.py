@@ -36,8 +36,8 @@ from penstock.engine.data.tokenizer import (
     seal_trained,
     train_tokenizer,
 )
-from penstock.storage.disk import build_folder
-from penstock.storage.errors import UserError
+from penstock.storage.files.disk import build_folder
+from penstock.storage.files.errors import UserError
 
 _RANDOM_DOCUMENTS = 64
 

@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.engine.data.corpus_files import CORPUS_FILES, META, Origin, read_info, verify_corpus, write_info
-from penstock.storage.disk import build_folder
-from penstock.storage.errors import UserError
-from penstock.storage.user_cache import cache_folder
+from penstock.storage.files.disk import build_folder
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.user_cache import cache_folder
 
 LEAST_BYTES = 1 << 20
 """Of a corpus that is kept; a smaller one is made again in a moment."""

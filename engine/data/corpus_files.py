@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from penstock.engine.data.origins import Origins, OriginsWriter
 from penstock.engine.data.span_files import BLOCK_BYTES as BLOCK_BYTES
 from penstock.engine.data.span_files import COPY_BYTES, BlockSums, SpanFile, SpanWriter, damage, read_sums
-from penstock.storage.disk import atomic_write
-from penstock.storage.errors import UserError, ensure
-from penstock.storage.sealed import hex_crc, seal, unseal
-from penstock.storage.untrusted import Size, one_line, open_regular, parse_object, printable, read_regular, typed
+from penstock.storage.files.disk import atomic_write
+from penstock.storage.files.errors import UserError, ensure
+from penstock.storage.files.sealed import hex_crc, seal, unseal
+from penstock.storage.files.untrusted import Size, one_line, open_regular, parse_object, printable, read_regular, typed
 
 META, TOKENS, SUMS, DOCUMENTS = "meta.json", "tokens.bin", "tokens.crc32c", "documents.npy"
 WEIGHTS, WEIGHT_SUMS = "weights.bin", "weights.crc32c"

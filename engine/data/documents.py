@@ -12,8 +12,8 @@ from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.engine.events import StepDocument
 from penstock.engine.model.tokens import total_weight
 from penstock.engine.plan.plan import Chunk
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import one_line
 
 MOST_DOCUMENTS = 64
 """That are told of a step."""

@@ -17,7 +17,7 @@ from penstock.engine.data.chat import ChatTemplate, Rendered, Span, find_templat
 from penstock.engine.data.rows import BadRows, RowError
 from penstock.engine.data.samples import Completion, Conversation, Encoded, Ids, Sample, Text, content_texts
 from penstock.engine.data.tokenizer import TextTokenizer
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 _ALWAYS = ("messages", "sharegpt")
 """Sources whose every row is a conversation."""

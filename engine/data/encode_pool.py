@@ -18,8 +18,8 @@ from queue import SimpleQueue
 
 from penstock.engine.data.encode import Answer, Encoder, batches, encoded_one_by_one
 from penstock.engine.data.samples import Encoded, Sample, Text
-from penstock.storage import child
-from penstock.storage.errors import UserError
+from penstock.storage.files import child
+from penstock.storage.files.errors import UserError
 
 BATCH_CHARS = 4 * 2**20
 """Text handed to the tokenizer at once: bounds memory, feeds its threads."""

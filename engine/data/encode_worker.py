@@ -13,7 +13,7 @@ import sys
 import traceback
 
 from penstock.engine.data.encode import Answer
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 
 def main() -> None:

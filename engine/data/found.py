@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.engine.config import DataConfig
 from penstock.engine.data.formats.detect import Detected, detect
-from penstock.storage.untrusted import printable
+from penstock.storage.files.untrusted import printable
 
 AUTO = "auto"
 

@@ -10,10 +10,10 @@ from penstock.engine.config import CONVERSATIONS, DataConfig
 from penstock.engine.data.chat import ChatTemplate, find_template
 from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.engine.data.turn_ends import turn_ends
-from penstock.storage.disk import atomic_write
-from penstock.storage.errors import UserError
-from penstock.storage.sealed import seal, unseal
-from penstock.storage.untrusted import parse_object, printable, read_regular
+from penstock.storage.files.disk import atomic_write
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.sealed import seal, unseal
+from penstock.storage.files.untrusted import parse_object, printable, read_regular
 
 FILE = "chat_template.json"
 """In the folder of a run's data: the templates by name."""

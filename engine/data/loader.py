@@ -27,8 +27,8 @@ from penstock.engine.data.packing import (
     window,
 )
 from penstock.engine.model.tokens import IGNORE_LABEL
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import is_whole, one_line
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import is_whole, one_line
 
 
 @dataclass(frozen=True)

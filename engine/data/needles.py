@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from penstock.engine.config import DataConfig
 from penstock.engine.data.samples import Ids
 from penstock.engine.data.tokenizer import EOS_TOKEN, TextTokenizer, save_tokenizer
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 _DIGITS = tuple("0123456789")
 # fmt: off

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from penstock.storage.untrusted import parse_object, printable, typed
+from penstock.storage.files.untrusted import parse_object, printable, typed
 
 _MOST_NAMES = 1 << 17
 """Files whose names are kept; of documents of further ones nothing is known."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from penstock.engine.config import DataConfig
 from penstock.engine.data.corpus_files import TokenCorpus
 from penstock.engine.data.span_files import SpanFile
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 Packing = Literal["wrap", "best_fit", "none"]
 LongDocuments = Literal["split", "cut", "drop"]

@@ -13,7 +13,7 @@ from penstock.engine.data.loader import DataLoader, ValidationSet
 from penstock.engine.data.packing import split_documents
 from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.engine.model.spec import ModelSpec
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from penstock.engine.data.formats.base import FileFormat, RowFormat, find_format
 from penstock.engine.data.position import Progress
 from penstock.engine.data.rows import BadRows, RowError
 from penstock.engine.data.samples import Completion, Conversation, Ids, Sample, Text, content_texts
-from penstock.storage.errors import UserError
-from penstock.storage.links import below_data, require_of_data
-from penstock.storage.untrusted import printable
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.links import below_data, require_of_data
+from penstock.storage.files.untrusted import printable
 
 
 def source_files(config: DataConfig) -> list[Path]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 Kind = Literal["single", "multikey", "multivalue"]
 Filler = Literal["essay", "noise"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 
 class Row(NamedTuple):

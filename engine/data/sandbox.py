@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType
 
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 CPU_S = 3.0
 """For all renderings of one conversation of `_FEW_MESSAGES`, each of which takes less than a millisecond; of more, each

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from penstock.engine import preparing
 from penstock.engine.data.corpus_files import SourceFile
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import one_line
-from penstock.storage.user_cache import cache_folder, read_kept, write_kept
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import one_line
+from penstock.storage.files.user_cache import cache_folder, read_kept, write_kept
 
 _MOST_RECORDED = 1000
 """Files that a corpus names; of more, only all of them together are known."""

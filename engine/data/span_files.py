@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.storage.crc import checksum
-from penstock.storage.disk import reporting
-from penstock.storage.errors import UserError
-from penstock.storage.sealed import hex_crc
-from penstock.storage.untrusted import open_regular, read_regular
+from penstock.storage.files.crc import checksum
+from penstock.storage.files.disk import reporting
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.sealed import hex_crc
+from penstock.storage.files.untrusted import open_regular, read_regular
 
 BLOCK_BYTES = 1 << 16
 """Under one checksum. Documents are drawn at random: a larger block would read much that is not wanted."""

@@ -18,11 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from penstock.storage.disk import atomic_write, fsync_file
-from penstock.storage.errors import UserError
-from penstock.storage.model_folder import MORE_TEMPLATES, has_model_file, is_plain_name, more_templates, read_model_file
-from penstock.storage.sealed import hex_crc, seal, unseal
-from penstock.storage.untrusted import is_whole, one_line, parse_json, parse_object, read_regular
+from penstock.storage.files.disk import atomic_write, fsync_file
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.model_folder import (
+    MORE_TEMPLATES,
+    has_model_file,
+    is_plain_name,
+    more_templates,
+    read_model_file,
+)
+from penstock.storage.files.sealed import hex_crc, seal, unseal
+from penstock.storage.files.untrusted import is_whole, one_line, parse_json, parse_object, read_regular
 
 EOS_TOKEN = "<|endoftext|>"
 """The only special token of a tokenizer trained here: it ends every document."""

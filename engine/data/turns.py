@@ -20,7 +20,7 @@ from typing import Any
 from penstock.engine.data.rows import RowError, TurnsError
 from penstock.engine.data.samples import content_texts
 from penstock.engine.data.sandbox import Limits
-from penstock.storage.untrusted import one_line, printable
+from penstock.storage.files.untrusted import one_line, printable
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SHOWN_CHARS = 40  # of where two renderings differ

@@ -14,8 +14,8 @@ from penstock.engine.forecast.search import SearchResult
 from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import gib
 from penstock.engine.plan.planner import state_exceeds_disk
-from penstock.storage.errors import BudgetError, UserError
-from penstock.storage.units import least_text, size_text
+from penstock.storage.files.errors import BudgetError, UserError
+from penstock.storage.files.units import least_text, size_text
 
 _ROUNDED = "gradients kept in bfloat16, rounded once after summing"
 _TRIES = 12

@@ -36,8 +36,8 @@ from penstock.engine.machine.clusters import MOST_NODES, Cluster
 from penstock.engine.machine.peaks import mfu, peak_flops
 from penstock.engine.machine.profile import AttentionRate
 from penstock.engine.model.spec import ModelSpec, graph_key
-from penstock.storage.errors import UserError
-from penstock.storage.layout import ParamSpec
+from penstock.storage.files.errors import UserError
+from penstock.storage.tier.layout import ParamSpec
 
 BF16, FP32 = 2, 4
 UPDATE_BYTES = 32

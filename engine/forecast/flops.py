@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from penstock.engine.attention.pairs import visible_pairs
 from penstock.engine.model.spec import EMBED, AttentionShape, BlockSpec, ModelSpec, block_of
 from penstock.engine.plan.plan import Filled, Plan
-from penstock.storage.layout import ParamSpec
+from penstock.storage.tier.layout import ParamSpec
 
 BACKWARD = 2
 """A backward pass costs this many forward passes: gradients of the inputs and of the weights, as far as these are

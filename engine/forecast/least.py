@@ -15,8 +15,8 @@ from penstock.engine.forecast.choices import frugal_choices
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import PlanInput, PlanOptions
-from penstock.storage.errors import BudgetError
-from penstock.storage.units import whole_kib
+from penstock.storage.files.errors import BudgetError
+from penstock.storage.files.units import whole_kib
 
 KIB = 1024
 """Budgets of "least" are whole KiB, and so is what a refusal asks for."""

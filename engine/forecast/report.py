@@ -18,8 +18,8 @@ from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.plan.planner import frozen_bytes, generation_bytes
 from penstock.engine.plan.problem import FP32, PlanOptions
 from penstock.engine.schedule.actions import LANES
-from penstock.storage.chunk import ChunkFormat
-from penstock.storage.errors import BudgetError
+from penstock.storage.files.errors import BudgetError
+from penstock.storage.tier.chunk import ChunkFormat
 
 if TYPE_CHECKING:
     from penstock.engine.data.loader import MicroBatch

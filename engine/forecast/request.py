@@ -33,11 +33,11 @@ from penstock.engine.optim.groups import lr_factors
 from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import FP32, BufferShape, PlanInput, PlanOptions, SampleSpace
-from penstock.storage.chunk import ChunkFormat
-from penstock.storage.errors import BudgetError, UserError
-from penstock.storage.layout import part_numel_even
-from penstock.storage.offsite_place import mover_bytes
-from penstock.storage.units import bytes_text
+from penstock.storage.files.errors import BudgetError, UserError
+from penstock.storage.files.units import bytes_text
+from penstock.storage.offsite.place import mover_bytes
+from penstock.storage.tier.chunk import ChunkFormat
+from penstock.storage.tier.layout import part_numel_even
 
 
 def buffer_shapes(spec: ModelSpec, recipe: Recipe) -> tuple[BufferShape, ...]:

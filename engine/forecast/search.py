@@ -17,7 +17,7 @@ from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import GraphsAside, PlanInput, PlanOptions
-from penstock.storage.errors import BudgetError
+from penstock.storage.files.errors import BudgetError
 
 EXHAUSTIVE_OPS = 1_500
 """Steps of about so many ops are cheap to simulate: every combination is tried."""

@@ -10,7 +10,7 @@ from penstock.engine.data.tokenizer import has_tokenizer, load_tokenizer
 from penstock.engine.generate.sources import FolderSource
 from penstock.engine.hf.adapter_folder import StoredAdapter, open_start
 from penstock.engine.model.adapters import is_adapter
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 
 class AdapterSource(FolderSource):

@@ -9,7 +9,7 @@ from penstock.engine.forecast.flops import attention_flops, block_matmul
 from penstock.engine.generate.placement import KeysValuesTier, Placement, Sizes, Tier
 from penstock.engine.machine.profile import Machine
 from penstock.engine.model.spec import ModelSpec
-from penstock.storage.units import seconds_text
+from penstock.storage.files.units import seconds_text
 
 _LAYER_S = 1e-3
 """Of the host, to launch what a layer does, at least: what small models take."""

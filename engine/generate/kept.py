@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.engine.generate.attend import KeysValues, Place
 from penstock.engine.generate.placement import KeysValuesTier
 from penstock.engine.model.spec import AttentionShape, ModelSpec
-from penstock.storage.arena import HostArena
+from penstock.storage.tier.arena import HostArena
 
 
 class Kept:

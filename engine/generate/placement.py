@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.engine.model.spec import ModelSpec, layouts
-from penstock.storage.errors import UserError
-from penstock.storage.units import bytes_text, least_text, size_text
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.units import bytes_text, least_text, size_text
 
 Tier = Literal["gpu", "ram", "disk"]
 KeysValuesTier = Literal["gpu", "ram", "nowhere"]

@@ -15,7 +15,7 @@ from penstock.engine.generate.text import text_behind
 from penstock.engine.hf.generation import stop_ids
 from penstock.engine.model.anatomy import context_of
 from penstock.engine.model.spec import ModelSpec
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,13 @@ from penstock.engine.hf.weights import FLOAT_DTYPES, CheckpointLayout, read_cons
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.spec import ModelSpec, block_of, layouts
 from penstock.engine.optim.base import MASTER
-from penstock.storage.arena import empty_aligned
-from penstock.storage.checkpoints import checkpoint_folder, read_checkpoint
-from penstock.storage.errors import UserError
-from penstock.storage.layout import FlatLayout
-from penstock.storage.manifest import ArraySpec
-from penstock.storage.nvme import NvmeStore
-from penstock.storage.safetensors_io import CheckpointReader
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.safetensors import CheckpointReader
+from penstock.storage.generations.checkpoints import checkpoint_folder, read_checkpoint
+from penstock.storage.generations.store import NvmeStore
+from penstock.storage.tier.arena import empty_aligned
+from penstock.storage.tier.layout import FlatLayout
+from penstock.storage.tier.manifest import ArraySpec
 
 _THREADS = 4
 """Tensors read from a folder at once: one thread does not keep a fast drive busy."""

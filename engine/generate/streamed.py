@@ -39,9 +39,9 @@ from penstock.engine.machine.platforms import usable_cpus
 from penstock.engine.machine.precision import usual_dtype
 from penstock.engine.model.anatomy import context_of
 from penstock.engine.model.runner import ModelRunner
-from penstock.storage.errors import UserError
-from penstock.storage.model_folder import is_adapter_folder, remarks_on_weights
-from penstock.storage.units import bytes_text, params_text
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.model_folder import is_adapter_folder, remarks_on_weights
+from penstock.storage.files.units import bytes_text, params_text
 
 _LEAST_ROOM = 1024
 """Tokens of keys and values that a chat has room for at first: growing by a little moves weights each time."""

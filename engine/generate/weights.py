@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.engine.generate.placement import Placement, Sizes
 from penstock.engine.generate.sources import Source
 from penstock.engine.model.spec import layouts
-from penstock.storage.arena import HostArena, empty_aligned
+from penstock.storage.tier.arena import HostArena, empty_aligned
 
 
 @dataclass(slots=True)

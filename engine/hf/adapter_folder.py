@@ -17,12 +17,12 @@ from penstock.engine.data.tokenizer import write_tokenizer_files
 from penstock.engine.hf import generation
 from penstock.engine.model import adapters, skeleton
 from penstock.engine.model.spec import ModelSpec
-from penstock.storage.disk import atomic_write, require_writable
-from penstock.storage.errors import UserError
-from penstock.storage.model_folder import ADAPTER_CONFIG_NAME as CONFIG_NAME
-from penstock.storage.model_folder import has_model_file, read_model_file
-from penstock.storage.safetensors_io import CheckpointReader, CheckpointWriter
-from penstock.storage.untrusted import one_line, parse_object
+from penstock.storage.files.disk import atomic_write, require_writable
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.model_folder import ADAPTER_CONFIG_NAME as CONFIG_NAME
+from penstock.storage.files.model_folder import has_model_file, read_model_file
+from penstock.storage.files.safetensors import CheckpointReader, CheckpointWriter
+from penstock.storage.files.untrusted import one_line, parse_object
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."

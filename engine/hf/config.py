@@ -18,9 +18,9 @@ import transformers
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from penstock.engine.config import MOST_LAYERS, MOST_SIZE, ModelConfig, Recipe
-from penstock.storage.errors import UserError
-from penstock.storage.model_folder import read_config_file
-from penstock.storage.untrusted import one_line, parse_object, printable
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.model_folder import read_config_file
+from penstock.storage.files.untrusted import one_line, parse_object, printable
 
 _SHAPE_FIELDS = {
     "num_layers": "num_hidden_layers",

@@ -9,10 +9,10 @@ from pathlib import Path
 from safetensors.torch import load, save
 from torch import Tensor
 
-from penstock.storage.disk import atomic_write
-from penstock.storage.errors import UserError
-from penstock.storage.sealed import hex_crc
-from penstock.storage.untrusted import printable, read_regular
+from penstock.storage.files.disk import atomic_write
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.sealed import hex_crc
+from penstock.storage.files.untrusted import printable, read_regular
 
 CONSTANTS_FILE = "constants.safetensors"
 """Beside the generations."""

@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Any
 from transformers import GenerationConfig, PretrainedConfig
 
 from penstock.engine.data.tokenizer import TextTokenizer
-from penstock.storage.disk import atomic_write
-from penstock.storage.errors import UserError
-from penstock.storage.model_folder import has_model_file, read_model_file
-from penstock.storage.untrusted import is_whole, parse_object
+from penstock.storage.files.disk import atomic_write
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.model_folder import has_model_file, read_model_file
+from penstock.storage.files.untrusted import is_whole, parse_object
 
 NAME = "generation_config.json"
 _MOST_BYTES = 1 << 20

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.storage.model_folder import has_model_file, is_plain_name, read_model_file
-from penstock.storage.untrusted import parse_object
+from penstock.storage.files.model_folder import has_model_file, is_plain_name, read_model_file
+from penstock.storage.files.untrusted import parse_object
 
 _BYTES = 1 << 24
 _MOST = 64

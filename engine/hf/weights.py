@@ -23,11 +23,11 @@ from penstock.engine.model import skeleton
 from penstock.engine.model.adapters import is_adapter, plain_name
 from penstock.engine.model.anatomy import initial_constants
 from penstock.engine.model.spec import ModelSpec, block_of, buffers_of_blocks
-from penstock.storage.disk import atomic_write, require_writable
-from penstock.storage.errors import UserError, ensure
-from penstock.storage.model_folder import read_model_file
-from penstock.storage.safetensors_io import CheckpointReader, CheckpointWriter
-from penstock.storage.untrusted import one_line, parse_object
+from penstock.storage.files.disk import atomic_write, require_writable
+from penstock.storage.files.errors import UserError, ensure
+from penstock.storage.files.model_folder import read_model_file
+from penstock.storage.files.safetensors import CheckpointReader, CheckpointWriter
+from penstock.storage.files.untrusted import one_line, parse_object
 
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes of trained tensors: those that fp32 holds exactly."""

@@ -22,9 +22,9 @@ from penstock.engine.machine.limits import (
 )
 from penstock.engine.machine.platforms import WSL_PINNED_SHARE, gpu_memory, is_wsl, shares_memory
 from penstock.engine.machine.profile import Machine
-from penstock.storage.errors import UserError
-from penstock.storage.units import bytes_text
-from penstock.storage.untrusted import printable
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.units import bytes_text
+from penstock.storage.files.untrusted import printable
 
 if TYPE_CHECKING:
     import torch

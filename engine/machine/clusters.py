@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from penstock.engine.machine.architectures import peak_of
 from penstock.engine.machine.presets import GB, GIB, GPU_VISIBLE_SHARE, LINK_SHARE, MEMORY_SHARE, gpu_rates
 from penstock.engine.machine.profile import AttentionRate
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import one_line
 
 NETWORK_GBIT_PER_S = 400
 """Of each GPU, each way."""

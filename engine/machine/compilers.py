@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from penstock.engine.config import TrainConfig
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 
 class Verdict(NamedTuple):

@@ -13,8 +13,8 @@ import torch
 from penstock.engine.config import TrainConfig
 from penstock.engine.machine.platforms import gpu_memory
 from penstock.engine.machine.precision import BFLOAT16_CAPABILITY
-from penstock.storage.errors import UserError
-from penstock.storage.units import bytes_text
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.units import bytes_text
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")

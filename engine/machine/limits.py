@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from penstock.storage.errors import used_up
-from penstock.storage.filesystem import mount_of
+from penstock.storage.files.errors import used_up
+from penstock.storage.tier.filesystem import mount_of
 
 GIB = 2**30
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.machine.limits import free_memory, memory_groups
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.untrusted import one_line
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from msgspec import structs
 
 from penstock.engine.machine.architectures import Shares, architecture, peak_of
 from penstock.engine.machine.profile import AttentionRate, Drive, Machine, load_machine
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 if TYPE_CHECKING:
     import torch

@@ -28,9 +28,9 @@ from penstock.engine.machine.probe_compute import (
 )
 from penstock.engine.machine.probe_drives import BLOCK_BYTES, MOST_BYTES, check_folders, least_written, probe_drives
 from penstock.engine.machine.profile import Machine
-from penstock.storage.errors import UserError
-from penstock.storage.units import size_text
-from penstock.storage.untrusted import real_path
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.units import size_text
+from penstock.storage.files.untrusted import real_path
 
 _WRITTEN_BYTES_PER_S = 1 << 30
 """Of the time given, as much is written to each drive at most where nobody says how much."""

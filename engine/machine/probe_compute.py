@@ -20,8 +20,8 @@ from penstock.engine.machine.compilers import optimizer_compiles
 from penstock.engine.machine.precision import usual_dtype
 from penstock.engine.machine.profile import AttentionRate
 from penstock.engine.optim.base import UpdateRange, find_optimizer
-from penstock.storage.arena import HostArena
-from penstock.storage.layout import FlatLayout, ParamSpec
+from penstock.storage.tier.arena import HostArena
+from penstock.storage.tier.layout import FlatLayout, ParamSpec
 
 _COPIES = 4
 """Pairs of buffers that copies go round, so that no cache holds them."""

@@ -23,11 +23,11 @@ from msgspec import structs
 
 from penstock.engine.machine.limits import free_disk, free_memory
 from penstock.engine.machine.profile import Drive, Machine
-from penstock.storage.arena import HostArena
-from penstock.storage.disk import read_all, reporting, require_writable, write_all
-from penstock.storage.drives import READ_THREADS, WRITE_THREADS
-from penstock.storage.errors import UserError
-from penstock.storage.filesystem import existing, mount_of
+from penstock.storage.files.disk import read_all, reporting, require_writable, write_all
+from penstock.storage.files.errors import UserError
+from penstock.storage.tier.arena import HostArena
+from penstock.storage.tier.drives import READ_THREADS, WRITE_THREADS
+from penstock.storage.tier.filesystem import existing, mount_of
 
 BLOCK_BYTES = 32 << 20
 """Of one request: as long as the store's chunk files."""

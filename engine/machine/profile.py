@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, to_builtins
 
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import Count, Size, parse_json, read_regular, real_path, typed
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import Count, Size, parse_json, read_regular, real_path, typed
 
 VERSION = 1
 """Of the profile file."""

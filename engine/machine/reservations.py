@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 from penstock.engine.machine.budgets import Reserved, gpu_name, words
 from penstock.engine.machine.limits import free_memory
 from penstock.engine.machine.platforms import shares_memory
-from penstock.storage.disk import held
-from penstock.storage.errors import BudgetError
-from penstock.storage.units import bytes_text
-from penstock.storage.untrusted import is_whole, parse_object, printable
+from penstock.storage.files.disk import held
+from penstock.storage.files.errors import BudgetError
+from penstock.storage.files.units import bytes_text
+from penstock.storage.files.untrusted import is_whole, parse_object, printable
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from penstock.engine.model import skeleton
 from penstock.engine.model.adapters import MAGNITUDE, adapted_module, is_adapter, plain_name
 from penstock.engine.model.spec import ModelSpec
-from penstock.storage.errors import UserError
-from penstock.storage.layout import ParamSpec
+from penstock.storage.files.errors import UserError
+from penstock.storage.tier.layout import ParamSpec
 
 Tensors = Mapping[str, Tensor]
 """By the parameter's state-dict name in a model with the adapter."""

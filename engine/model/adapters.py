@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from penstock.engine.config import AdapterConfig
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import one_line
 
 ALL_LINEAR = "all-linear"
 NAME = "default"

@@ -37,8 +37,8 @@ from penstock.engine.model.spec import (
     rotary_tables,
 )
 from penstock.engine.model.trace import Trial, attention_shapes, run_trial
-from penstock.storage.errors import UserError, refused
-from penstock.storage.layout import FlatLayout, ParamSpec
+from penstock.storage.files.errors import UserError, refused
+from penstock.storage.tier.layout import FlatLayout, ParamSpec
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 

@@ -25,7 +25,7 @@ from penstock.engine.model.skeleton import LengthState, find_layers
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.engine.model.trace import random_model
-from penstock.storage.errors import UserError, refused
+from penstock.storage.files.errors import UserError, refused
 
 TOLERANCE = 1e-5
 """Largest relative error of the loss and of any parameter's gradient that passes."""

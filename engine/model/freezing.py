@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from penstock.engine.model import skeleton
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.optim.groups import nearest
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import one_line
 
 
 def frozen_names(names: Sequence[str], patterns: Iterable[str]) -> frozenset[str]:

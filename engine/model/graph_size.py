@@ -18,7 +18,7 @@ from penstock.engine.model import skeleton
 from penstock.engine.model.layers import LayerInputs, LayerRunner
 from penstock.engine.model.skeleton import LayerCall, Skeleton
 from penstock.engine.model.spec import ModelSpec, graph_key
-from penstock.storage.layout import FlatLayout
+from penstock.storage.tier.layout import FlatLayout
 
 _TOKENS = (64, 192)
 """Two lengths: what does not grow with the length (rotary constants, say) drops out."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 FUNCTION = "load_balancing_loss_func"
 """What a modeling module that defines such a loss calls it."""

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from penstock.engine.attention import chunk as attention
 from penstock.engine.config import AdapterConfig
 from penstock.engine.model import adapters
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 _INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "idx"})
 """Attributes in which transformers layers keep their own number; they do not make two layers different."""

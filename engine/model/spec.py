@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock.engine.config import AdapterConfig
-from penstock.storage.layout import FlatLayout, ParamSpec
+from penstock.storage.tier.layout import FlatLayout, ParamSpec
 
 EMBED = "embed"
 HEAD = "head"

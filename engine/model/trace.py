@@ -21,7 +21,7 @@ from penstock.engine.model.decay import undecayed_matrices
 from penstock.engine.model.joined import readers_of_one
 from penstock.engine.model.recompute import unread_linear
 from penstock.engine.model.sums import summed_linears
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 _TOKENS = 12
 

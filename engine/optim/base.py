@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from penstock.engine.config import TrainConfig
-from penstock.storage.errors import UserError, ensure
-from penstock.storage.layout import FlatLayout
+from penstock.storage.files.errors import UserError, ensure
+from penstock.storage.tier.layout import FlatLayout
 
 if TYPE_CHECKING:
     import torch

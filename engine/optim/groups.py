@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.engine.config import TrainConfig
 from penstock.engine.optim.base import Mode, Optimizer, UpdateRange
-from penstock.storage.errors import UserError
-from penstock.storage.layout import FlatLayout
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import one_line
+from penstock.storage.tier.layout import FlatLayout
 
 if TYPE_CHECKING:
     import torch

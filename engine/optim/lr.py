@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.engine.clock import wait_for_copies
 from penstock.engine.config import TrainConfig
-from penstock.storage.arena import pinned_empty
+from penstock.storage.tier.arena import pinned_empty
 
 DECAY_SHARE = 10
 """A wsd schedule decays in one part in so many of its steps where the recipe does not say in how many."""

@@ -37,9 +37,9 @@ from penstock.engine.plan.problem import (
     Tier,
 )
 from penstock.engine.plan.saving import Saving, fitting, spread
-from penstock.storage.chunk import ChunkFormat
-from penstock.storage.errors import BudgetError
-from penstock.storage.units import least_text
+from penstock.storage.files.errors import BudgetError
+from penstock.storage.files.units import least_text
+from penstock.storage.tier.chunk import ChunkFormat
 
 SMALL_WINDOW = 4
 """A window of keys and values is small where so many of them are no more than a layer's weights."""
@@ -478,7 +478,7 @@ class _Planner(Saving):
 
     def nvme_parts(self, buffers: dict[str, BufferPlan], spilled: set[tuple[int, int]]) -> dict[str, int]:
         """Bytes of disk by use. A trained buffer's state has two slots, wherever it lives, and a frozen one's weights
-        have one; see storage/chunk.py."""
+        have one; see storage/tier/chunk.py."""
         p = self.problem
 
         def on_disk(buffer: BufferPlan, item: int) -> int:

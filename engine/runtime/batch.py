@@ -15,7 +15,7 @@ from penstock.engine.data.loader import MicroBatch
 from penstock.engine.model.tokens import ChunkTokens, total_weight
 from penstock.engine.plan.plan import Chunk, filled_chunks
 from penstock.engine.plan.problem import BYTES_PER_TOKEN
-from penstock.storage.arena import pinned_empty
+from penstock.storage.tier.arena import pinned_empty
 
 
 @dataclass(slots=True)

@@ -20,8 +20,8 @@ from penstock.engine.runtime.handlers import handles
 from penstock.engine.runtime.views import Views
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.ops import WHOLE, Op
-from penstock.storage.arena import pinned_empty
-from penstock.storage.nvme import NvmeStore
+from penstock.storage.generations.store import NvmeStore
+from penstock.storage.tier.arena import pinned_empty
 
 
 class BlockOps:

@@ -33,8 +33,8 @@ from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import WHOLE, Op
-from penstock.storage.arena import HostArena
-from penstock.storage.layout import FlatLayout, ParamSpec
+from penstock.storage.tier.arena import HostArena
+from penstock.storage.tier.layout import FlatLayout, ParamSpec
 
 REPEATS = 8
 """Times that ops are measured after they have run once, which compiles them."""

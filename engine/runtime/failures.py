@@ -10,8 +10,8 @@ from torch import Tensor
 from penstock.engine.events import op_text
 from penstock.engine.plan.plan import Plan
 from penstock.engine.schedule.ops import WHOLE, Op
-from penstock.storage.errors import UserError, gpu_failure, used_up
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.errors import UserError, gpu_failure, used_up
+from penstock.storage.files.untrusted import one_line
 
 
 class DivergedError(UserError):

@@ -12,7 +12,7 @@ from penstock.engine.machine.limits import GIB, FreeMemory, free_memory, memory_
 from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.failures import describe
 from penstock.engine.schedule.ops import Op
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 INTERVAL_S = 0.05
 """Between two looks at free memory, over all threads."""

@@ -16,7 +16,7 @@ from penstock.engine.plan.plan import (
     window_bytes,
 )
 from penstock.engine.plan.problem import ALIGNMENT, GRAPH_SLOTS, HIDDEN_SLOTS, POOLS, SAVED_SLOTS, Pool, Tier
-from penstock.storage.arena import HostArena, empty_aligned
+from penstock.storage.tier.arena import HostArena, empty_aligned
 
 
 class DeviceArena:

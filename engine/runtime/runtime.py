@@ -27,8 +27,8 @@ from penstock.engine.runtime.state_ops import StateOps
 from penstock.engine.runtime.views import Views
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.ops import Op
-from penstock.storage.layout import FlatLayout
-from penstock.storage.nvme import NvmeStore
+from penstock.storage.generations.store import NvmeStore
+from penstock.storage.tier.layout import FlatLayout
 
 
 class Runtime:

@@ -18,7 +18,7 @@ from penstock.engine.runtime.health import require_usable
 from penstock.engine.runtime.views import Views
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.ops import Op
-from penstock.storage.nvme import NvmeStore
+from penstock.storage.generations.store import NvmeStore
 
 
 class StateOps:

@@ -18,7 +18,7 @@ from penstock.engine.runtime.calibrate import calibrate
 from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.failures import explain
 from penstock.engine.runtime.lanes import Lanes
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 COMPILE_S = 20.0
 """About what compiling a model's layers and its loss takes where none of it is in Inductor's cache."""

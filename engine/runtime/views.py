@@ -18,7 +18,7 @@ from penstock.engine.runtime.batch import Batch, EvaluationData, SampleData, Ste
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.ops import Op
-from penstock.storage.layout import FlatLayout
+from penstock.storage.tier.layout import FlatLayout
 
 
 def keys_and_values(raw: Tensor, tokens: int, shape: AttentionShape, dtype: torch.dtype) -> list[Tensor]:

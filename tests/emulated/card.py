@@ -22,7 +22,7 @@ from penstock.engine.machine.device import resolve_device
 from penstock.engine.machine.peaks import mfu
 from penstock.engine.machine.precision import usual_dtype
 from penstock.engine.train import train_step
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 CUDA = torch.device("cuda", 0)
 

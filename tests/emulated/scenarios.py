@@ -39,9 +39,9 @@ from penstock.engine.schedule.actions import LANES
 from penstock.engine.schedule.ops import Op
 from penstock.engine.train import train_step
 from penstock.engine.validation import validate
-from penstock.storage import arena as arena_module
-from penstock.storage.arena import HostArena, pinned_empty
-from penstock.storage.readers import select_readers
+from penstock.storage.tier import arena as arena_module
+from penstock.storage.tier.arena import HostArena, pinned_empty
+from penstock.storage.tier.readers import select_readers
 
 CUDA = torch.device("cuda", 0)
 DELAY_US, COPY_US = 400, 20_000

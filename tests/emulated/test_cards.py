@@ -27,7 +27,7 @@ where none is installed, and whether the peak is known."""
 
 
 def looked_at(card: str, dtype: str, folder: Path) -> dict[str, Any]:
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support"), os.environ["PYTHONPATH"]))
+    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests" / "support"), os.environ["PYTHONPATH"]))
     variables = {"PYTHONPATH": paths, "STANDIN_CARD": card, "TRITON_CACHE_DIR": str(folder / "triton")}
     variables["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     done = subprocess.run(

@@ -15,7 +15,7 @@ KINDS = "device,smoke,tests,short,plan-268m-tiers,drive,storage"
 
 @pytest.mark.long
 def test_a_command_of_each_kind_gives_its_figures(tmp_path: Path) -> None:
-    path = os.pathsep.join((str(ROOT), os.environ["PYTHONPATH"]))
+    path = os.pathsep.join((str(ROOT / "src"), os.environ["PYTHONPATH"]))
     homes = {name: str(tmp_path / "home") for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME")}
     words = ("--small", "--results", "found", "--limit-s", "3000", "--only", KINDS)
     done = subprocess.run(

@@ -16,15 +16,15 @@ import torch
 from computes import emulator
 from torch import Tensor
 
-from penstock.app.plan import recipe_task
-from penstock.app.recipe import load_recipe
+from penstock.app.planning.plan import recipe_task
+from penstock.app.recipes.recipe import load_recipe
 from penstock.engine.config import ModelConfig, Recipe, TrainConfig
 from penstock.engine.hf.config import model_config
 from penstock.engine.plan.plan import Plan
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
 from penstock.engine.validation import validate
-from penstock.storage.errors import BudgetError
+from penstock.storage.files.errors import BudgetError
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
 CUDA = torch.device("cuda", 0)

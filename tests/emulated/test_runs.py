@@ -46,7 +46,7 @@ def command(folder: Path, name: str, device: str, *overrides: str, resume: bool 
     words = "the stone turns a wheel of the mill and the mill turns a stone, "
     texts = [(words * 4)[i % 20 : 90 + 7 * (i % 13)] for i in range(60)]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    start = [sys.executable, "-m", "penstock.app.cli"]
+    start = [sys.executable, "-m", "penstock.app.cli.main"]
     if resume:
         return [*start, "resume", name]
     sets = [f"train.device={device}", f"storage.offsite={folder / ('uploads-' + name)}", *overrides]
@@ -54,7 +54,7 @@ def command(folder: Path, name: str, device: str, *overrides: str, resume: bool 
 
 
 def environment(folder: Path, delay_us: int) -> dict[str, str]:
-    path = os.pathsep.join((str(REPOSITORY), os.environ["PYTHONPATH"]))
+    path = os.pathsep.join((str(REPOSITORY / "src"), os.environ["PYTHONPATH"]))
     delays = {"STANDIN_DELAY_US": str(delay_us), "STANDIN_COPY_US": str(5 * delay_us)}
     homes = {name: str(folder / "home") for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME")}
     return os.environ | {"PYTHONPATH": path, "STANDIN_DELAY_SEED": str(delay_us)} | delays | homes

@@ -24,8 +24,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def penstock(*words: str, **settings: str) -> tuple[str, str]:
     """What a command prints, and what it says on the way."""
-    path = os.pathsep.join((str(ROOT), os.environ["PYTHONPATH"]))
-    command = [sys.executable, "-m", "penstock.app.cli", *words]
+    path = os.pathsep.join((str(ROOT / "src"), os.environ["PYTHONPATH"]))
+    command = [sys.executable, "-m", "penstock.app.cli.main", *words]
     variables = os.environ | {"PYTHONPATH": path} | settings
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

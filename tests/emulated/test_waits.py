@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from gpu_waits import REPOSITORY, WAITS, Wait
 
-from penstock.storage.disk import atomic_write
+from penstock.storage.files.disk import atomic_write
 
 SEEDS = 20
 HERE = Path(__file__).parent
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 def run(scenario: str, folder: Path, package: Path, expected: str, seeds: int) -> list[str]:
     """Results of the seeds, of a process that finds the package in `package`."""
     folder.mkdir()
-    path = (package, REPOSITORY / "tests" / "support", *os.environ["PYTHONPATH"].split(os.pathsep))
+    path = (package, REPOSITORY / "src", REPOSITORY / "tests" / "support", *os.environ["PYTHONPATH"].split(os.pathsep))
     done = subprocess.run(
         [sys.executable, str(HERE / "scenarios.py"), scenario, str(folder), expected, str(seeds)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))},

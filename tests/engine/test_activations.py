@@ -16,7 +16,7 @@ from penstock.engine.schedule.actions import UNSPILL
 from penstock.engine.schedule.ops import Op
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
-from penstock.storage.errors import BudgetError, UserError
+from penstock.storage.files.errors import BudgetError, UserError
 
 LONG: dict[str, Any] = {"m": tiny.model(num_layers=6), "d": tiny.data(sequence_length=512)}
 LONG["t"] = tiny.training(steps=1, global_batch_size=1, chunk_tokens=128)

@@ -41,11 +41,11 @@ from penstock.engine.hf.config import model_config
 from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.schedule.ops import Op
 from penstock.engine.session import Session
-from penstock.storage.checkpoints import checkpoint_folder, good_name, list_checkpoints
-from penstock.storage.errors import UserError
-from penstock.storage.manifest import Manifest
-from penstock.storage.nvme import NvmeStore
-from penstock.storage.retention import automatic_name
+from penstock.storage.files.errors import UserError
+from penstock.storage.generations.checkpoints import checkpoint_folder, good_name, list_checkpoints
+from penstock.storage.generations.retention import automatic_name
+from penstock.storage.generations.store import NvmeStore
+from penstock.storage.tier.manifest import Manifest
 
 STEPS = 5
 FEW_KILLS, BEST_KILLS = samples(1, 3), 8

@@ -27,8 +27,8 @@ from penstock.engine.export import export
 from penstock.engine.hf.config import model_config
 from penstock.engine.model.spec import layouts
 from penstock.engine.train import train_step
-from penstock.storage.errors import UserError
-from penstock.storage.nvme import NvmeStore
+from penstock.storage.files.errors import UserError
+from penstock.storage.generations.store import NvmeStore
 
 SCALED: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},

@@ -30,20 +30,20 @@ from penstock.engine.runtime.health import LARGEST, LossWatch, require_usable
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
 from penstock.engine.uploads import Uploads
-from penstock.storage import checkpoints
-from penstock.storage.checkpoints import (
+from penstock.storage.files.errors import BudgetError, UserError
+from penstock.storage.generations import checkpoints
+from penstock.storage.generations.checkpoints import (
     checkpoint_folder,
     checkpoint_names,
     list_checkpoints,
     read_checkpoint,
     resolve_checkpoint,
 )
-from penstock.storage.drives import Locks
-from penstock.storage.errors import BudgetError, UserError
-from penstock.storage.manifest import Manifest
-from penstock.storage.nvme import NvmeStore
-from penstock.storage.offsite_place import mover_bytes
-from penstock.storage.retention import Retention
+from penstock.storage.generations.retention import Retention
+from penstock.storage.generations.store import NvmeStore
+from penstock.storage.offsite.place import mover_bytes
+from penstock.storage.tier.drives import Locks
+from penstock.storage.tier.manifest import Manifest
 
 Losses, Digests = dict[int, float], dict[int, str]
 HELD_OUT = tiny.data(validation_documents=7)

@@ -36,8 +36,8 @@ from penstock.engine.schedule.actions import CLIP, HEAD, LANES
 from penstock.engine.schedule.ops import Op
 from penstock.engine.session import Session
 from penstock.engine.train import TrainResult, train_step
-from penstock.storage.checkpoints import list_checkpoints
-from penstock.storage.manifest import Manifest
+from penstock.storage.generations.checkpoints import list_checkpoints
+from penstock.storage.tier.manifest import Manifest
 
 SMALL: dict[str, Any] = {"global_batch_size": 1, "chunk_tokens": 48}
 QUICK = tiny.training(**SMALL)

@@ -22,11 +22,11 @@ from penstock.engine.machine import budgets
 from penstock.engine.machine.presets import GENERIC
 from penstock.engine.record import require_record
 from penstock.engine.train import train_step
-from penstock.storage.disk import publish
-from penstock.storage.errors import UserError
-from penstock.storage.manifest import FILE_NAME, Manifest
-from penstock.storage.nvme import NvmeStore
-from penstock.storage.retention import automatic_name
+from penstock.storage.files.disk import publish
+from penstock.storage.files.errors import UserError
+from penstock.storage.generations.retention import automatic_name
+from penstock.storage.generations.store import NvmeStore
+from penstock.storage.tier.manifest import FILE_NAME, Manifest
 
 DELAYED: list[Any] = [
     ({"chunk_tokens": 20}, *tiny.TIERS[-1]),

@@ -28,7 +28,7 @@ from penstock.engine.hf.constants import CONSTANTS_FILE, write_constants
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
 from penstock.engine.validation import due, validate
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 HELD_BY_OTHERS = ("ram-two-rows", "nvme-aside", "nvme-recomputed", "gpu-streamed-graphs", "mixed")
 """By SHORT, where the state is; two rows by OTHERS, what is computed again by FAMILIES. A validation saves nothing."""

@@ -18,14 +18,14 @@ RECIPES = sorted((HERE / "recipes").glob("*.json"))
 OLD_RUN = HERE / "old_run.tar.gz"
 EXPECTED = HERE / "digests.json"
 ENVIRONMENT = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
-ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1] / "src")}
 
 
 def state_digest(run: Path, drives: list[Path]) -> str:
     """A hash of every byte of a run's committed generation."""
     import torch
 
-    from penstock.storage.nvme import NvmeStore
+    from penstock.storage.generations.store import NvmeStore
 
     total = hashlib.sha256()
     with contextlib.closing(NvmeStore.open(run / "state", drives=drives, read_only=True)) as store:
@@ -40,9 +40,9 @@ def state_digest(run: Path, drives: list[Path]) -> str:
 
 def train(recipe_file: Path, folder: Path) -> dict[str, Any]:
     """Three steps of a recipe, then as a new session the other three."""
-    from penstock.app.launch import run_training
-    from penstock.app.recipe import apply_overrides, load_recipe, resolve_paths
-    from penstock.app.rundir import RunDir
+    from penstock.app.launch.run import run_training
+    from penstock.app.recipes.recipe import apply_overrides, load_recipe, resolve_paths
+    from penstock.app.runs.directory import RunDir
 
     recipe = resolve_paths(load_recipe(recipe_file), folder)
     path = folder / recipe_file.stem
@@ -53,9 +53,9 @@ def train(recipe_file: Path, folder: Path) -> dict[str, Any]:
 
 def go_on(path: Path) -> dict[str, Any]:
     """Three more steps of a run directory; what its state is then, and the losses of all steps."""
-    from penstock.app.launch import run_training
-    from penstock.app.recipe import apply_overrides
-    from penstock.app.rundir import RunDir
+    from penstock.app.launch.run import run_training
+    from penstock.app.recipes.recipe import apply_overrides
+    from penstock.app.runs.directory import RunDir
     from penstock.engine.config import drive_folders
 
     with RunDir.open(path) as run:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from golden_runs import ENVIRONMENT, EXPECTED, OLD_RUN, RECIPES
 
-from penstock.app.rundir import read_recipe
+from penstock.app.runs.directory import read_recipe
 from penstock.engine.config import config_digest
-from penstock.storage.nvme import NvmeStore
+from penstock.storage.generations.store import NvmeStore
 
 NAMES = [file.stem for file in RECIPES]
 FEW = ["all_on_nvme"]

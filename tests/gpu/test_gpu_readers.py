@@ -1,4 +1,4 @@
-"""The checks of tests/storage/test_readers.py on CUDA memory, through kvikio."""
+"""The checks of tests/storage/tier/test_readers.py on CUDA memory, through kvikio."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import reader_checks as checks
 import torch
 
-from penstock.storage.readers import KvikioReader, Reader, select_readers
+from penstock.storage.tier.readers import KvikioReader, Reader, select_readers
 
 pytest.importorskip("kvikio", exc_type=ImportError)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

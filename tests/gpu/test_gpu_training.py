@@ -19,7 +19,7 @@ from penstock.engine.schedule.actions import HEAD
 from penstock.engine.schedule.ops import Op
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
-from penstock.storage.manifest import Manifest
+from penstock.storage.tier.manifest import Manifest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from penstock.storage.arena import HostArena
+from penstock.storage.tier.arena import HostArena
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 
 def test_slots_are_pinned_and_copies_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.storage.arena.PIECE_BYTES", 64 << 20)
+    monkeypatch.setattr("penstock.storage.tier.arena.PIECE_BYTES", 64 << 20)
     arena = HostArena(1 << 30, budget_bytes=1 << 30)
     arena.slot("first", (64 << 20) - (16 << 20))
     slot = arena.slot("would span two pieces", 32 << 20)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build the stand-in for the torch of PYTHON into OUT, and OUT/run, which starts a command on it:
-#   build.sh PYTHON OUT     then     OUT/run PYTHON -m penstock.app.cli train RECIPE --set train.device=cuda
+#   build.sh PYTHON OUT     then     OUT/run PYTHON -m penstock.app.cli.main train RECIPE --set train.device=cuda
 #   build.sh --headers     says in one line what is missing, if anything is
 # Needs g++ and the headers of CUDA 13: those in CUDA_INCLUDE, or in CUDA_HOME (/usr/local/cuda).
 set -euo pipefail

@@ -16,7 +16,7 @@ import pytest
 from penstock.app.bench.cases import Case, Shape, cases_of
 from penstock.app.bench.suites import run_case
 from penstock.app.gpu_check.commands import commands
-from penstock.app.recipe import load_recipe
+from penstock.app.recipes.recipe import load_recipe
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.py"))
@@ -26,7 +26,7 @@ WIDER = {"70b_gh200": "1100MiB", "120b_gh200": "1600MiB", "qwen_1_5b_4gib": "120
 
 def run(*arguments: str, cwd: Path, limit_s: float | None = None, **more: str) -> subprocess.CompletedProcess[str]:
     """`more`: variables. The card is ordinary memory here: on a small one commands choose small models."""
-    path = os.pathsep.join((str(REPOSITORY), os.environ.get("PYTHONPATH", "")))
+    path = os.pathsep.join((str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")))
     env = os.environ | {"PYTHONPATH": path, "XDG_CONFIG_HOME": str(cwd / "config")} | more
     return subprocess.run(
         [sys.executable, "-m", *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=limit_s
@@ -34,7 +34,7 @@ def run(*arguments: str, cwd: Path, limit_s: float | None = None, **more: str) -
 
 
 def test_probe(tmp_path: Path) -> None:
-    done = run("penstock.app.cli", "probe", str(tmp_path), "--seconds", "20", cwd=tmp_path, limit_s=300)
+    done = run("penstock.app.cli.main", "probe", str(tmp_path), "--seconds", "20", cwd=tmp_path, limit_s=300)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "Stand-in H200" in done.stdout
 
@@ -107,7 +107,7 @@ def cut_recipe(path: Path) -> list[str]:
 @pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
 def test_a_recipe_runs_when_cut(path: Path, tmp_path: Path) -> None:
     arguments = ("train", str(path), "--from-scratch", "--run-dir", "run", *cut_recipe(path))
-    done = run("penstock.app.cli", *arguments, cwd=tmp_path, STANDIN_SUMMARY="1")
+    done = run("penstock.app.cli.main", *arguments, cwd=tmp_path, STANDIN_SUMMARY="1")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     counts = done.stderr.rpartition("[standin] ")[2].split()
     found = dict(zip(counts[::2], map(int, counts[1::2]), strict=False))

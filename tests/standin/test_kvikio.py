@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from penstock.engine.train import train_step
-from penstock.storage.readers import KvikioReader, Reader, select_readers
+from penstock.storage.tier.readers import KvikioReader, Reader, select_readers
 
 pytest.importorskip("kvikio", exc_type=ImportError)  # `make standin` installs it
 

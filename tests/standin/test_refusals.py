@@ -52,7 +52,7 @@ def test_the_ring_keeps_the_order_of_late_streams(tmp_path: Path) -> None:
     """Many pieces there, over to another stream, and back, with nothing but an event between the streams."""
     program = """
 import torch
-from penstock.storage import arena as arenas
+from penstock.storage.tier import arena as arenas
 arenas.RING_PIECE_BYTES = 64 << 10
 arena = arenas.HostArena(8 << 20, budget_bytes=8 << 20)
 here, back = arena.slot("here", 4 << 20), arena.slot("back", 4 << 20)
@@ -103,7 +103,7 @@ SETTINGS = {
 
 def penstock(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "penstock.app.cli", *arguments],
+        [sys.executable, "-m", "penstock.app.cli.main", *arguments],
         cwd=cwd,
         env=environment(XDG_CONFIG_HOME=str(cwd / "config"), **variables),
         capture_output=True,

@@ -40,7 +40,7 @@ def command(folder: Path, wanted: dict[str, Any]) -> list[str]:
 
 def environment(**changes: str) -> dict[str, str]:
     path = os.pathsep.join(
-        [str(HERE.parents[1]), str(HERE), str(HERE.parent / "support"), os.environ.get("PYTHONPATH", "")]
+        [str(HERE.parents[1] / "src"), str(HERE), str(HERE.parent / "support"), os.environ.get("PYTHONPATH", "")]
     )
     return os.environ | {"PYTHONPATH": path} | changes
 

@@ -19,7 +19,7 @@ from penstock.engine.config import SamplesConfig
 from penstock.engine.plan.plan import Plan
 from penstock.engine.schedule.actions import LANES, NORM
 from penstock.engine.train import train_step
-from penstock.storage.readers import KvikioReader
+from penstock.storage.tier.readers import KvikioReader
 
 CUDA = torch.device("cuda", 0)
 GPU_LANES = {"h2d", "compute", "d2h"}

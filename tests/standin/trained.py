@@ -20,7 +20,7 @@ import tiny
 
 from penstock.engine.config import BudgetConfig, state_folder
 from penstock.engine.train import train
-from penstock.storage.manifest import Manifest
+from penstock.storage.tier.manifest import Manifest
 
 
 def main(folder: Path, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from nvme_state import make
 
-from penstock.storage import drives
-from penstock.storage.nvme import NvmeStore
+from penstock.storage.generations.store import NvmeStore
+from penstock.storage.tier import drives
 
 
 @pytest.fixture(scope="session")
 def processes() -> ForkServerContext:
     """Children forked from a clean process that has the imports: forking this one would inherit torch's threads."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["penstock.storage.nvme", "nvme_state"])
+    context.set_forkserver_preload(["penstock.storage.generations.store", "nvme_state"])
     return context
 
 

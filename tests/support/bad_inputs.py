@@ -16,7 +16,7 @@ from bad_model_files import CONFIG, DEEP, NO_OBJECT
 from bad_run_files import at, damaged_manifests, damaged_run_files, make_run, put, unchanged
 from recipe_texts import TINY, recipe_text
 
-from penstock.app.recipe_fields import fields
+from penstock.app.recipes.fields import fields
 
 RECIPE = recipe_text()
 HOSTILE = "\x1b]0;owned\x07\x1b[2J"
@@ -38,7 +38,7 @@ class Bad:
 def faults(bad: Bad, folder: Path) -> list[str]:
     """Run the input's command in this process, in `folder`, which is empty. What is wrong with how it took its input,
     and what it printed; [] where it did well."""
-    from penstock.app.cli import main
+    from penstock.app.cli.main import main
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -172,7 +172,7 @@ def _odd_files(outside: bool = True) -> dict[str, Callable[[Path], object]]:
 
 def _recipes() -> Iterator[Bad]:
     programs: list[bytes | str] = ["", "x = 1\n", "recipe = {}\n", "recipe = (\n", b"recipe = 1\0\n", b"# \xff\xfe\n"]
-    programs += ["from penstock.app.recipe import Recipe\nrecipe = Recipe\n", "recipe = 1\n".encode("utf-16")]
+    programs += ["from penstock.app.recipes.recipe import Recipe\nrecipe = Recipe\n", "recipe = 1\n".encode("utf-16")]
     programs += ["recipe = " + "(" * 10_000 + ")" * 10_000 + "\n", "recipe = " + "-" * DEEP + "1\n", "1 / 0\n"]
     raised = ["'no'", "'a\\nb\\nc'", repr(HOSTILE), "'\\ud800'", "'x' * 10**7"]
     programs += [f"raise ValueError({text})\n" for text in raised]
@@ -181,7 +181,7 @@ def _recipes() -> Iterator[Bad]:
     programs += ["class Odd(Exception):\n    def __str__(self): return 1 / 0\nraise Odd\n"]
     programs += ["class Odd(BaseException): pass\nraise Odd('no')\n", "import sys\nsys.exit(0)\n", "quit()\n"]
     programs += ["def f(): f()\nf()\n", "import no_such_module\n", "import corpus_beside\n"]
-    programs += ["from penstock.app.recipe import Recipe\nrecipe = Recipe(name='x', modle=1)\n"]
+    programs += ["from penstock.app.recipes.recipe import Recipe\nrecipe = Recipe(name='x', modle=1)\n"]
     programs += ["from penstock.engine.config import TrainConfig\nTrainConfig(step=1)\n"]
     assigned = ["steps = 5", "name = 'a' * 500", "name = '../../x'", f"name = {HOSTILE!r}", "name = 5", "train = None"]
     assigned += ["train = recipe.data", "train.steps = 'ten'", "train.steps = True", "data.path = '\\udcff'"]

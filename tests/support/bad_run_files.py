@@ -10,9 +10,9 @@ from typing import Any
 from bad_model_files import NO_OBJECT
 from recipe_texts import tiny_recipe
 
-from penstock.app.recipe import to_json
-from penstock.storage.crc import checksum
-from penstock.storage.manifest import ArraySpec, DriveRecord, Manifest, Stored
+from penstock.app.recipes.recipe import to_json
+from penstock.storage.files.crc import checksum
+from penstock.storage.tier.manifest import ArraySpec, DriveRecord, Manifest, Stored
 
 SPAN: dict[str, Any] = {"lane": "compute", "op": "clip", "block": "all", "chunk": -1, "bytes": 0, "step": 1}
 SPAN |= {"start_s": 0.0, "end_s": 1.0}

@@ -14,12 +14,12 @@ import pytest
 from forked import PATHS, Forked, default_signals, fork_server
 from forked import REPOSITORY as REPOSITORY
 
-from penstock.app.cli import main
-from penstock.app.rundir import read_info
+from penstock.app.cli.main import main
+from penstock.app.runs.directory import read_info
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_run.py")))
 """The command line around the stand-in."""
-REAL = (sys.executable, "-m", "penstock.app.cli")
+REAL = (sys.executable, "-m", "penstock.app.cli.main")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 RECIPE = """

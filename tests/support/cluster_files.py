@@ -143,7 +143,7 @@ def scheduler(folder: Path, **commands: str) -> dict[str, str]:
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "SLURM_", "PET_"))}
     return ours | {
         "PATH": os.pathsep.join(paths),
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(REPOSITORY)])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(REPOSITORY / "src")])),
         "SLURM_NOTES": str(folder / "notes"),
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",

@@ -30,7 +30,7 @@ def main(path: Path) -> None:
     """Every rank; the first one writes what it saw to results.json."""
     import tiny
 
-    from penstock.app.recipe import from_dict
+    from penstock.app.recipes.recipe import from_dict
     from penstock.engine.cluster.ranks import joined
     from penstock.engine.cluster.train import train_cluster
 

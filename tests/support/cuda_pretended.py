@@ -367,6 +367,6 @@ def pretended(watch: Watch, device_bytes: int = 1 << 39, pinned_bytes: int = 1 <
         patch.setattr(torch.cuda, "stream", stream)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: cuda.streams[-1])
         patch.setattr(torch.cuda, "synchronize", lambda device=None: watch.settle())
-        patch.setattr("penstock.storage.arena._map_memory", reserve)
+        patch.setattr("penstock.storage.tier.arena._map_memory", reserve)
         with cuda:
             yield cuda

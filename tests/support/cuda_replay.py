@@ -21,8 +21,8 @@ from cuda_watch import PAGE, STREAMS, Watch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.app.plan import recipe_task
-from penstock.app.recipe import apply_overrides, load_recipe
+from penstock.app.planning.plan import recipe_task
+from penstock.app.recipes.recipe import apply_overrides, load_recipe
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, AttentionState, Gradients, Operands
 from penstock.engine.config import SamplesConfig, TrainConfig
@@ -48,7 +48,7 @@ from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, a
 from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import Op
-from penstock.storage.arena import HostArena
+from penstock.storage.tier.arena import HostArena
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 Tensors = Mapping[str, Tensor]
@@ -473,7 +473,7 @@ def carve(cuda: Pretended, plan: Plan, train: TrainConfig) -> RamMemory:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostArena, "slot", slot)
-        patch.setattr("penstock.storage.arena._page_in", lambda address, nbytes: None)
+        patch.setattr("penstock.storage.tier.arena._page_in", lambda address, nbytes: None)
         gradient_dtype = torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32
         ram = allocate_ram(plan, compute_dtype=compute_dtype(train), gradient_dtype=gradient_dtype)
         cuda.arena(ram.arena._bytes.data_ptr(), ram.arena.capacity_bytes)

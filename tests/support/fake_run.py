@@ -17,7 +17,7 @@ from typing import Any
 from penstock.engine.config import Recipe
 from penstock.engine.events import Progress, Span, StepMetrics, UnderWay, ValidationMetrics
 from penstock.engine.preparing import Checklist
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 PLAN = {
     "blocks": [
@@ -116,6 +116,6 @@ if __name__ == "__main__":
     if os.environ.get("FAKE_SCRIPT"):
         sys.argv = sys.argv[1:]
         runpy.run_path(sys.argv[0], run_name="__main__")
-    from penstock.app.cli import main
+    from penstock.app.cli.main import main
 
     sys.exit(main(sys.argv[1:]))

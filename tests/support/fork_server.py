@@ -23,8 +23,8 @@ from typing import Any
 NUMBER = struct.Struct("q")
 """What is told: as many bytes each, so that one read takes one."""
 
-APP = "api bench.commands cluster_commands control evaluation.command exported finetune_commands launch offsite"
-APP += " sample_command streams"
+APP = "cli.bench cli.cluster cli.eval cli.finetune cli.sample console.streams launch.api launch.run runs.control"
+APP += " runs.offsite sampling.exported"
 ENGINE = "cluster.convert export optim.adamw train"
 OTHERS = "pydantic.type_adapter rich.table transformers.convert_slow_tokenizer typer.main"
 OTHERS += " transformers.models.auto.tokenization_auto transformers.models.llama.modeling_llama"
@@ -33,8 +33,8 @@ OTHERS += " transformers.models.qwen3.modeling_qwen3"
 
 
 def load() -> None:
-    from penstock.app.hub_names import stay_offline
-    from penstock.app.loading import loading
+    from penstock.app.console.loading import loading
+    from penstock.app.hub.names import stay_offline
 
     stay_offline()
     with loading():

@@ -15,7 +15,7 @@ from typing import Any
 from fork_server import NUMBER
 
 REPOSITORY = Path(__file__).parents[2]
-PATHS = {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "100"}
+PATHS = {"PYTHONPATH": str(REPOSITORY / "src"), "COLUMNS": "100"}
 BEGUN_WITH = os.environ | PATHS
 """The fork server's environment; conftest.py sets it anew."""
 

@@ -166,14 +166,14 @@ WAITS = [
     ),
     Wait(
         name="a pinned piece is free before it is filled again",
-        file="storage/arena.py",
+        file="storage/tier/arena.py",
         code="over.synchronize()",
         orders="Where RAM is not pinned, copies go through two pinned pieces, each of which waits for its last copy.",
         scenario="unpinned",
     ),
     Wait(
         name="the probe's zeros come before the data",
-        file="storage/readers.py",
+        file="storage/tier/readers.py",
         code="torch.cuda.synchronize(out.device)  # the zeros must not arrive after the data",
         orders="kvikio writes on no stream of ours: what was there before must be over.",
         scenario="choose",

@@ -23,9 +23,9 @@ from pyarrow import ipc
 from recipe_texts import TINY, recipe_text
 from transformers import AutoModelForCausalLM
 
-from penstock.app.cli import main
+from penstock.app.cli.main import main
 from penstock.engine.cluster.layout import checksums_of
-from penstock.storage.sealed import seal
+from penstock.storage.files.sealed import seal
 
 
 class Spoil:

@@ -147,5 +147,5 @@ def main(first: int, stop: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(REPOSITORY))
+    sys.path.insert(0, str(REPOSITORY / "src"))
     main(int(sys.argv[1]), int(sys.argv[2]))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from penstock.app.recipe import apply_overrides
+from penstock.app.recipes.recipe import apply_overrides
 from penstock.engine.config import Recipe
 from penstock.engine.config.effects import ALWAYS, idle_fields
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from penstock.storage.manifest import ArraySpec
-from penstock.storage.nvme import NvmeStore
+from penstock.storage.generations.store import NvmeStore
+from penstock.storage.tier.manifest import ArraySpec
 
 SPECS = [
     ArraySpec("layers.0", "master", 2048 * 5, "float32", 4096),

@@ -18,7 +18,7 @@ from penstock.engine.config import DataConfig
 from penstock.engine.data.encode import Encoder
 from penstock.engine.data.samples import Conversation
 from penstock.engine.data.tokenizer import load_tokenizer
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 _TRL: Any = importlib.util.find_spec("trl")
 PUBLISHED = Path(_TRL.origin).parent / "chat_templates"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.storage import chunk
-from penstock.storage.arena import empty_aligned
-from penstock.storage.layout import part_ranges
-from penstock.storage.readers import Reader
+from penstock.storage.tier import chunk
+from penstock.storage.tier.arena import empty_aligned
+from penstock.storage.tier.layout import part_ranges
+from penstock.storage.tier.readers import Reader
 
 PART_BYTES = 8192
 SIZES_BYTES = [4, 2048, 4092, 4096, 4100, PART_BYTES - 4, PART_BYTES, PART_BYTES + 4, 3 * PART_BYTES]

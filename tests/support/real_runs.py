@@ -38,13 +38,14 @@ def make_root(folder: Path) -> Path:
 
 def make_corpus(folder: Path) -> None:
     (folder / "corpus").mkdir()
-    for name in ("recipe", "rundir", "launch"):
-        (folder / "corpus" / f"{name}.txt").write_text((REPOSITORY / "app" / f"{name}.py").read_text())
+    for name in ("recipes/recipe", "runs/directory", "launch/run"):
+        text = (REPOSITORY / "app" / f"{name}.py").read_text()
+        (folder / "corpus" / f"{Path(name).name}.txt").write_text(text)
 
 
 def environment() -> dict[str, str]:
     """Of the runs: one thread, this checkout."""
-    return os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+    return os.environ | {"PYTHONPATH": str(REPOSITORY / "src"), "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
 
 
 def start(root: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.app.finetune_report import Document, length_figures, sample
-from penstock.app.recipe import changes
+from penstock.app.finetune.report import Document, length_figures, sample
+from penstock.app.recipes.recipe import changes
 from penstock.engine.config import DataConfig, ModelConfig, Recipe, TrainConfig
 
 

@@ -15,8 +15,8 @@ from penstock.engine.plan.problem import (
     PlanOptions,
     SampleSpace,
 )
-from penstock.storage.errors import BudgetError
-from penstock.storage.units import least_text
+from penstock.storage.files.errors import BudgetError
+from penstock.storage.files.units import least_text
 
 KV_DIM, HEAD_DIM, HEADS, HIDDEN = 16, 8, 4, 32
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")

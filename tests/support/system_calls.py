@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from penstock.storage import drives
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
+from penstock.storage.tier import drives
 
 CHANGING = ("open", "pwrite", "pwritev", "write", "fsync", "ftruncate")
 CHANGING += ("link", "replace", "rename", "unlink", "mkdir", "rmdir")

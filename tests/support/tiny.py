@@ -49,11 +49,11 @@ from penstock.engine.schedule.actions import LANES
 from penstock.engine.schedule.ops import Op
 from penstock.engine.session import Session, run_identity, run_meta
 from penstock.engine.train import train, train_step
-from penstock.storage.checkpoints import list_checkpoints
-from penstock.storage.errors import BudgetError
-from penstock.storage.manifest import ArraySpec
-from penstock.storage.nvme import NvmeStore
-from penstock.storage.readers import select_readers
+from penstock.storage.files.errors import BudgetError
+from penstock.storage.generations.checkpoints import list_checkpoints
+from penstock.storage.generations.store import NvmeStore
+from penstock.storage.tier.manifest import ArraySpec
+from penstock.storage.tier.readers import select_readers
 
 CPU = torch.device("cpu")
 FLOOR = "floor"

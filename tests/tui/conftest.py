@@ -16,7 +16,7 @@ import real_runs
 from seen import running
 from textual.pilot import Pilot
 
-from penstock.app import fits
+from penstock.app.planning import fits
 from penstock.tui.app import PenstockApp
 from penstock.tui.data import plan_client
 from penstock.tui.widgets import form

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from textual.app import App
 from textual.pilot import Pilot
 
-from penstock.app.rows import UNICODE, Row, plain
+from penstock.app.console.rows import UNICODE, Row, plain
 from penstock.tui.app import PenstockApp
 from penstock.tui.data.spans import SpanStore, SpanView
 from penstock.tui.theme import THEMES

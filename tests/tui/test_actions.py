@@ -11,7 +11,7 @@ from seen import notices, press, running, until, widths
 from textual.pilot import Pilot
 from textual.widgets import DataTable, OptionList
 
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 from penstock.tui.actions import ACTIONS, GROUPS, actions, bindings, grouped, keys_page
 from penstock.tui.app import PenstockApp
 from penstock.tui.paths import written_path
@@ -24,7 +24,7 @@ SCREENS = [scope for scope in dict.fromkeys(action.scope for action in ACTIONS) 
 
 
 def screen_class(scope: str) -> Any:
-    return getattr(importlib.import_module(f"tui.screens.{scope}"), f"{scope.capitalize()}Screen")
+    return getattr(importlib.import_module(f"penstock.tui.screens.{scope}"), f"{scope.capitalize()}Screen")
 
 
 @pytest.mark.parametrize("scope", ["global", *SCREENS])
@@ -141,7 +141,7 @@ async def test_a_read_only_application_takes_no_action(root: Path) -> None:
 async def test_a_read_only_application_executes_no_recipe(tmp_path: Path, few_fields: None, read_only: bool) -> None:
     (tmp_path / "recipes").mkdir()
     marker = tmp_path / "executed"
-    code = f'from penstock.app.recipe import Recipe\nopen({str(marker)!r}, "w").close()\nrecipe = Recipe(name="a")\n'
+    code = f'from penstock import Recipe\nopen({str(marker)!r}, "w").close()\nrecipe = Recipe(name="a")\n'
     (tmp_path / "recipes" / "a.py").write_text(f'"""First of all."""\n{code}')
     async with running(tmp_path, read_only=read_only) as (app, pilot):
         await until(pilot, lambda: app.screen.query_one("#recipes", DataTable).row_count > 1)
@@ -169,7 +169,7 @@ NO_PATH = ["recipes/a\0b.py", "~nobody-of-that-name/a.py", "recipes/\ud800.py", 
 
 
 async def test_a_recipe_is_saved_below_the_served_folder_alone(place: Path, few_fields: None) -> None:
-    (place / "recipes" / "tiny.py").write_text('from penstock.app.recipe import Recipe\nrecipe = Recipe(name="tiny")\n')
+    (place / "recipes" / "tiny.py").write_text('from penstock import Recipe\nrecipe = Recipe(name="tiny")\n')
     before = contents(place.parent)
     async with running(place, served=True) as (app, pilot):
         app.open_configure(place / "recipes" / "tiny.py")

@@ -10,7 +10,7 @@ from seen import running, until
 from textual.app import App
 from textual.pilot import Pilot
 
-from penstock.app.rows import ASCII, UNICODE, Glyphs
+from penstock.app.console.rows import ASCII, UNICODE, Glyphs
 from penstock.tui.app import PenstockApp
 from penstock.tui.widgets.form import FieldRow
 from penstock.tui.widgets.lines import LineWidget

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from seen import append, span, widths
 
-from penstock.app.rows import ASCII, UNICODE, Glyphs, plain
+from penstock.app.console.rows import ASCII, UNICODE, Glyphs, plain
 from penstock.tui.data.blocks import BlockPlaces
 from penstock.tui.data.flow import DIRECT, LOAD, READ, STORE, WRITE, Flow, Link, Marks, Node, flow
 from penstock.tui.data.run_data import RunData

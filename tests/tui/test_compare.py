@@ -6,7 +6,7 @@ from pathlib import Path
 from seen import append, notices, until, widths
 from textual.pilot import Pilot
 
-from penstock.app.rows import ASCII, plain
+from penstock.app.console.rows import ASCII, plain
 from penstock.tui.app import PenstockApp
 from penstock.tui.data.compare import MOST_RUNS, ComparedRun, config_rows, figure_rows
 from penstock.tui.render.table import table_rows

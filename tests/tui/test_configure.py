@@ -12,10 +12,10 @@ from seen import notices, press, running, until
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
-from penstock.app.recipe import load_recipe, save_recipe
-from penstock.app.rows import plain
+from penstock.app.console.rows import plain
+from penstock.app.recipes.recipe import load_recipe, save_recipe
 from penstock.engine.config import Recipe
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 from penstock.tui.actions import ACTIONS
 from penstock.tui.app import PenstockApp
 from penstock.tui.data import plan_client
@@ -165,7 +165,7 @@ async def test_another_machine_and_random_weights_replan(
     requests = planner_log.with_suffix(".requests")  # of steps, on a machine, from scratch or not
     assert json_lines(requests)[-1][1] is None
     started: list[Recipe] = []
-    monkeypatch.setattr("penstock.app.launcher.start", lambda recipe, root: started.append(recipe) or root)
+    monkeypatch.setattr("penstock.app.launch.launcher.start", lambda recipe, root: started.append(recipe) or root)
     monkeypatch.setattr(PenstockApp, "open_run", lambda app, path: None)
     dialog = await ui.dialog(ConfirmDialog, "l")
     assert "Llama-3.1-8B does not exist" in dialog._text
@@ -185,7 +185,7 @@ async def test_every_key_of_the_table_at_any_size(
     ui: Opened, monkeypatch: pytest.MonkeyPatch, field: str, size: tuple[int, int]
 ) -> None:
     """Each does something and none of them fails, with the cursor on each kind of field."""
-    monkeypatch.setattr("penstock.app.launcher.start", lambda recipe, root: pytest.fail("launched unasked"))
+    monkeypatch.setattr("penstock.app.launch.launcher.start", lambda recipe, root: pytest.fail("launched unasked"))
     keys = [key for action in ACTIONS if action.scope == "configure" for key in action.keys.split(",")]
     keys = [key for key in keys if key not in ("q", "ctrl+q", "escape")]
     assert len(keys) > 25
@@ -304,7 +304,7 @@ async def test_launch_asks_is_told_at_once_and_begins_one_run_here(
         assert ready.wait(PATIENCE_S)
         return root / "runs" / "none"
 
-    monkeypatch.setattr("penstock.app.launcher.start", start)
+    monkeypatch.setattr("penstock.app.launch.launcher.start", start)
     await ui.type("train.chunk_tokens", "8192")
     dialog = await ui.dialog(ConfirmDialog, "l")
     assert "DOES NOT FIT" in dialog._text

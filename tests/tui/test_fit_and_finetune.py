@@ -11,10 +11,10 @@ from sample_proposal import proposal
 from seen import opened, press, running, stand_in, until, widths
 from textual.widgets import Input
 
-from penstock.app import fit
-from penstock.app.catalogue import known_model
-from penstock.app.recipe import changes, load_recipe
-from penstock.app.rows import ASCII, UNICODE, plain
+from penstock.app.console.rows import ASCII, UNICODE, plain
+from penstock.app.planning import fit
+from penstock.app.planning.catalogue import known_model
+from penstock.app.recipes.recipe import changes, load_recipe
 from penstock.tui.data import finetune_client, fit_client
 from penstock.tui.data.finetune_client import Asked, FinetuneState
 from penstock.tui.data.fit_client import FitState

@@ -13,10 +13,10 @@ from textual.app import ComposeResult
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
-from penstock.app.recipe import apply_overrides, load_recipe
-from penstock.app.recipe_fields import fields
+from penstock.app.recipes.fields import fields
+from penstock.app.recipes.recipe import apply_overrides, load_recipe
 from penstock.engine.config import Recipe
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 from penstock.tui.data.draft import Draft, choices_of, error_field, field_table, get, kind_of, value_text
 from penstock.tui.widgets.form import FieldList, FieldRow, Form
 

@@ -16,12 +16,13 @@ from seen import append, opened, press, running, until
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
 
-from penstock.app import fits, shipped
-from penstock.app.fits import Fit, fit_of, here_digest, keep_fit, read_fit
-from penstock.app.recipe import save_recipe
-from penstock.app.rows import ASCII, UNICODE, Glyphs, plain
+from penstock.app.console.rows import ASCII, UNICODE, Glyphs, plain
+from penstock.app.planning import fits
+from penstock.app.planning.fits import Fit, fit_of, here_digest, keep_fit, read_fit
+from penstock.app.recipes import shipped
+from penstock.app.recipes.recipe import save_recipe
 from penstock.engine.config import Recipe
-from penstock.storage.units import tokens_text
+from penstock.storage.files.units import tokens_text
 from penstock.tui.app import PenstockApp
 from penstock.tui.data import plan_client
 from penstock.tui.data.catalog import RunCatalog, RunEntry, plan_lines, read_run_entry

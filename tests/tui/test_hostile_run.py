@@ -14,8 +14,8 @@ from textual._compositor import CompositorUpdate
 from textual.screen import Screen
 
 import penstock.tui.app
-from penstock.app.cli import main
-from penstock.app.rows import UNICODE
+from penstock.app.cli.main import main
+from penstock.app.console.rows import UNICODE
 from penstock.tui.app import PenstockApp
 from penstock.tui.screens.pickers import PathPicker
 

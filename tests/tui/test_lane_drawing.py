@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from samples import sampled
 from seen import span, view_of, widths
 
-from penstock.app.lanes import LANES
-from penstock.app.ops import PARTS
-from penstock.app.rows import ASCII, UNICODE, Glyphs, plain
+from penstock.app.console.rows import ASCII, UNICODE, Glyphs, plain
+from penstock.app.runs.lanes import LANES
+from penstock.app.runs.ops import PARTS
 from penstock.tui.data.critical import Blockers, analyse
 from penstock.tui.data.parts import UPDATE, parts_of
 from penstock.tui.data.spans import Busy, StepWindow

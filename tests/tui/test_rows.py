@@ -12,8 +12,8 @@ from rich.cells import cell_len
 from sample_forecast import fitting, refused
 from seen import Themed, drawn, opened, running, until, widths
 
-from penstock.app.rows import ASCII, UNICODE, Glyphs, Row, plain
-from penstock.app.rundir import RunLock
+from penstock.app.console.rows import ASCII, UNICODE, Glyphs, Row, plain
+from penstock.app.runs.directory import RunLock
 from penstock.tui.data.plan_client import PlanState
 from penstock.tui.data.run_data import LogLine, Prepared, RunData
 from penstock.tui.data.tiers import Tier

@@ -14,7 +14,7 @@ import pytest
 from cli_process import json_lines
 from seen import append
 
-from penstock.app.progress import Eta
+from penstock.app.launch.progress import Eta
 from penstock.engine.events import StepMetrics
 from penstock.tui.data.alerts import alerts
 from penstock.tui.data.metrics import MetricsLog
@@ -40,7 +40,7 @@ def told(data: RunData) -> list[str]:
 @pytest.fixture
 def running(first: Path, monkeypatch: pytest.MonkeyPatch) -> Says:
     """Says what the process of `first`, which is alive, writes to its status."""
-    monkeypatch.setattr("penstock.app.rundir.is_live", lambda path: True)
+    monkeypatch.setattr("penstock.app.runs.directory.is_live", lambda path: True)
     status = {"state": "running", "step": 12, "total_steps": 99, "heartbeat": NOW}
     return lambda **more: (first / "status.json").write_text(json.dumps(status | more))
 

@@ -21,9 +21,9 @@ from textual.css.query import NoMatches
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from penstock.app.lanes import LANES
-from penstock.app.rows import plain
-from penstock.app.rundir import RunLock, is_live
+from penstock.app.console.rows import plain
+from penstock.app.runs.directory import RunLock, is_live
+from penstock.app.runs.lanes import LANES
 from penstock.tui.actions import ACTIONS
 from penstock.tui.app import PenstockApp
 from penstock.tui.data import run_data

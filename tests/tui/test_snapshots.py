@@ -13,7 +13,7 @@ from seen import running, until
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from penstock.app.rows import UNICODE
+from penstock.app.console.rows import UNICODE
 from penstock.tui.app import PenstockApp
 from penstock.tui.data.finetune_client import Asked, FinetuneState
 from penstock.tui.screens.finetune import FinetuneScreen

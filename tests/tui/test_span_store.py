@@ -15,7 +15,7 @@ from samples import sampled
 from seen import span, view_of
 
 import penstock.tui.data.steps as steps_module
-from penstock.app.lanes import LANES
+from penstock.app.runs.lanes import LANES
 from penstock.tui.data.spans import MAX_LANES, OTHER, SpanStore, StepWindow
 from penstock.tui.data.steps import StepIndex
 

@@ -15,13 +15,13 @@ from textual.pilot import Pilot
 from textual.screen import ModalScreen
 from textual.widgets import DataTable
 
-from penstock.app import control
-from penstock.app.checkpoints import checkpoint_steps
-from penstock.app.launcher import start
-from penstock.app.recipe import apply_overrides, load_recipe
-from penstock.app.rows import plain
-from penstock.app.run_files import JsonLines
-from penstock.app.rundir import read_info, read_status
+from penstock.app.console.rows import plain
+from penstock.app.launch.launcher import start
+from penstock.app.recipes.recipe import apply_overrides, load_recipe
+from penstock.app.runs import control
+from penstock.app.runs.checkpoints import checkpoint_steps
+from penstock.app.runs.directory import read_info, read_status
+from penstock.app.runs.files import JsonLines
 from penstock.tui.app import PenstockApp
 from penstock.tui.data import plan_client
 from penstock.tui.screens.configure import ConfigureScreen

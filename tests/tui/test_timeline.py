@@ -15,8 +15,8 @@ from textual.events import MouseScrollUp
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from penstock.app.lanes import LANES
-from penstock.app.rows import UNICODE
+from penstock.app.console.rows import UNICODE
+from penstock.app.runs.lanes import LANES
 from penstock.tui.app import PenstockApp
 from penstock.tui.data.spans import SpanStore
 from penstock.tui.screens.base import PenstockScreen

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from penstock.app.early_end import early_end_in
-from penstock.storage.units import duration_text, figure
+from penstock.app.runs.early_end import early_end_in
+from penstock.storage.files.units import duration_text, figure
 from penstock.tui.data.fields import number, objects, text, whole
 from penstock.tui.data.run_data import RunData
 from penstock.tui.data.tiers import FULL_SHARE, Tier, tiers

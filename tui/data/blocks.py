@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from penstock.app.ops import READ_STATE, action_of
+from penstock.app.runs.ops import READ_STATE, action_of
 from penstock.tui.data.fields import number, objects, text, whole
 
 KINDS = ("weights", "state", "gradient")

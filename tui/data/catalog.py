@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.app.run_files import number, read_object, read_tail
-from penstock.app.rundir import ATTENDED_STATES, read_info
-from penstock.app.speed import WARMUP_STEPS, speed_figure
-from penstock.storage.units import params_text
-from penstock.storage.untrusted import printable
+from penstock.app.runs.directory import ATTENDED_STATES, read_info
+from penstock.app.runs.files import number, read_object, read_tail
+from penstock.app.runs.speed import WARMUP_STEPS, speed_figure
+from penstock.storage.files.units import params_text
+from penstock.storage.files.untrusted import printable
 from penstock.tui.data.fields import get, text
 
 MOST_PLAN_BYTES = 64 << 20

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.app.run_files import read_object
-from penstock.app.rundir import read_info
-from penstock.app.speed import speed_figure
-from penstock.storage.sealed import KEY
-from penstock.storage.units import bytes_text, duration_text
+from penstock.app.runs.directory import read_info
+from penstock.app.runs.files import read_object
+from penstock.app.runs.speed import speed_figure
+from penstock.storage.files.sealed import KEY
+from penstock.storage.files.units import bytes_text, duration_text
 from penstock.tui.data.catalog import MOST_PLAN_BYTES
 from penstock.tui.data.fields import number
 from penstock.tui.data.metrics import MetricsLog, MetricsReader

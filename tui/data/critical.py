@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from penstock.app.ops import STEP_END
+from penstock.app.runs.ops import STEP_END
 from penstock.tui.data.spans import IDLE, Busy, Ints, SpanView, StepWindow
 
 EPSILON_S = 2e-6

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from penstock.app.recipe import Recipe, apply_overrides, from_dict, to_dict
-from penstock.app.recipe_fields import RecipeField, field_type, fields, parse_value
-from penstock.storage.errors import UserError
+from penstock.app.recipes.fields import RecipeField, field_type, fields, parse_value
+from penstock.app.recipes.recipe import Recipe, apply_overrides, from_dict, to_dict
+from penstock.storage.files.errors import UserError
 
 Kind = Literal["text", "choice", "switch"]
 PATHS = ("model.path", "data.path", "data.tokenizer", "storage.nvme")

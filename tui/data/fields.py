@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.app import run_files
+from penstock.app.runs import files
 
 
 def get(value: Any, *keys: str) -> Any:
@@ -18,7 +18,7 @@ def get(value: Any, *keys: str) -> Any:
 
 def number(value: Any, *keys: str) -> float | None:
     """A finite number under nested keys, of a size that something can have; None where there is none."""
-    return run_files.number(get(value, *keys))
+    return files.number(get(value, *keys))
 
 
 def whole(value: Any, *keys: str) -> int | None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.storage import child
+from penstock.storage.files import child
 from penstock.tui.data import processes
 
-COMMAND = tuple(child.command("app.cli", "finetune", "--json"))
+COMMAND = tuple(child.command("app.cli.main", "finetune", "--json"))
 _LINE_BYTES = 1 << 26
 _NO_PLACE = 127
 

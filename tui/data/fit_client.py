@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.storage import child
+from penstock.storage.files import child
 from penstock.tui.data import processes
 
-COMMAND = tuple(child.command("app.cli", "fit", "--json"))
+COMMAND = tuple(child.command("app.cli.main", "fit", "--json"))
 _LINE_BYTES = 1 << 22
 _NOTHING_FITS = 1
 _NO_PLACE = 127

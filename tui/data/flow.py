@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.app.ops import cargo_of, part_of, route_of
-from penstock.storage.units import seconds_text
+from penstock.app.runs.ops import cargo_of, part_of, route_of
+from penstock.storage.files.units import seconds_text
 from penstock.tui.data.fields import get, objects, text
 from penstock.tui.data.run_data import RunData
 from penstock.tui.data.spans import SpanView, printable

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 from penstock.tui.data.recipes import RecipeEntry
 
 if TYPE_CHECKING:
-    from penstock.app.fits import Fit
-    from penstock.app.recipe import Recipe
+    from penstock.app.planning.fits import Fit
+    from penstock.app.recipes.recipe import Recipe
 
 _NICENESS = 19
 _MOST_S = 60.0
@@ -50,7 +50,7 @@ class HomePlans:
 
     def look(self, entries: Sequence[RecipeEntry]) -> dict[Path, Fit | None]:
         """What is known of each recipe, by kept answers too. In any thread, one at a time."""
-        from penstock.app.fits import here_digest, read_fit
+        from penstock.app.planning.fits import here_digest, read_fit
 
         here = self._here
         if time.monotonic() - self._looked >= _HERE_S:
@@ -82,7 +82,7 @@ class HomePlans:
         """A plan for this machine that was made elsewhere, of the recipe of that content."""
         if not digest:
             return
-        from penstock.app.fits import fit_of, here_digest
+        from penstock.app.planning.fits import fit_of, here_digest
 
         self._keep(digest, here_digest(self._root), fit_of(forecast))
 
@@ -120,7 +120,7 @@ class HomePlans:
 
     async def _plan_one(self, client: Any, entry: RecipeEntry, limit_s: float) -> bool:
         """Whether the planner can be asked again."""
-        from penstock.app.fits import Fit, fit_of
+        from penstock.app.planning.fits import Fit, fit_of
 
         key = (entry.digest, self._here)
         try:
@@ -145,14 +145,14 @@ class HomePlans:
         return True
 
     def _keep(self, digest: str, here: str, fit: Fit) -> None:
-        from penstock.app.fits import keep_fit
+        from penstock.app.planning.fits import keep_fit
 
         self._fits[digest, here] = fit
         keep_fit(digest, here, fit)
 
     def _recipe(self, entry: RecipeEntry) -> Recipe:
         """For this machine, with absolute paths. Raises UserError."""
-        from penstock.app.recipe import apply_overrides, load_recipe, resolve_paths
+        from penstock.app.recipes.recipe import apply_overrides, load_recipe, resolve_paths
 
         recipe = self._opened[entry.path][1] if entry.is_program else load_recipe(entry.path)
         return resolve_paths(apply_overrides(recipe, ["machine="]), self._root)

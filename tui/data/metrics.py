@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.app.recall_view import RecallMap, recall_of
-from penstock.app.speed import WARMUP_STEPS
-from penstock.app.tail import JsonTail
+from penstock.app.runs.recall_view import RecallMap, recall_of
+from penstock.app.runs.speed import WARMUP_STEPS
+from penstock.app.runs.tail import JsonTail
 from penstock.tui.data.fields import get, number
 
 Floats = NDArray[np.float64]
 
 MEAN = ("mean_tokens_per_s", "mean_step_s", "mean_model_tflops_per_s")
-"""The run's mean speed up to the row, as the run's process counted it (app/speed.py)."""
+"""The run's mean speed up to the row, as the run's process counted it (app/runs/speed.py)."""
 READ = ("loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", *MEAN, "time", "model_flops")
 """Columns that a line has under the same name; NaN where it has not."""
 DERIVED = ("step", "ema", "total_tokens", "total_s", "read_bytes", "written_bytes")

@@ -6,13 +6,13 @@ import ast
 import dataclasses
 from typing import Any
 
-from penstock.app import shapes
-from penstock.app.recipe import RENAMED, Recipe
-from penstock.app.recipe_fields import sections, top_level
-from penstock.storage.errors import UserError
+from penstock.app.recipes import shapes
+from penstock.app.recipes.fields import sections, top_level
+from penstock.app.recipes.recipe import RENAMED, Recipe
+from penstock.storage.files.errors import UserError
 
 _SHAPES = ("qwen25", "llama3")
-"""Functions of app/shapes.py that a recipe may take its model from."""
+"""Functions of app/recipes/shapes.py that a recipe may take its model from."""
 
 
 def outline(tree: ast.Module) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.app.ops import PARTS, part_of
+from penstock.app.runs.ops import PARTS, part_of
 from penstock.tui.data.spans import Floats, Ints, SpanView
 
 NONE = -1

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.app.recipe import Recipe, to_dict
-from penstock.storage import child
+from penstock.app.recipes.recipe import Recipe, to_dict
+from penstock.storage.files import child
 from penstock.tui.data import processes
 
 Phase = Literal["idle", "starting", "planning", "advising", "done"]
@@ -23,7 +23,7 @@ _LINE_BYTES = 1 << 24
 _STDERR_LINES = 20
 _LAST_WORDS_S = 2.0
 """A server's reason may be read after its end; what it started may hold its stderr open for longer."""
-SERVER = tuple(child.command("app.plan_server"))
+SERVER = tuple(child.command("app.planning.server"))
 
 
 @dataclass(frozen=True, slots=True)

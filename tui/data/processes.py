@@ -8,8 +8,8 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.app import memory_limit
-from penstock.storage import child
+from penstock.app.console import memory_limit
+from penstock.storage.files import child
 
 
 async def begin(command: Sequence[str], folder: Path, *, stdin: int, line_bytes: int) -> asyncio.subprocess.Process:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.app import shipped
-from penstock.storage.untrusted import parse_object, printable, read_regular
+from penstock.app.recipes import shipped
+from penstock.storage.files.untrusted import parse_object, printable, read_regular
 from penstock.tui.data.fields import text, whole
 from penstock.tui.data.outline import outline, outline_of_json
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.app.checkpoints import checkpoint_manifests, checkpoint_steps, committed_step
-from penstock.app.run_files import examine_object, open_read
-from penstock.app.rundir import ATTENDED_STATES, ENDED_STATES, STALE_S, state_of, why_gone
-from penstock.app.tail import JsonTail
-from penstock.storage.untrusted import printable
+from penstock.app.runs.checkpoints import checkpoint_manifests, checkpoint_steps, committed_step
+from penstock.app.runs.directory import ATTENDED_STATES, ENDED_STATES, STALE_S, state_of, why_gone
+from penstock.app.runs.files import examine_object, open_read
+from penstock.app.runs.tail import JsonTail
+from penstock.storage.files.untrusted import printable
 from penstock.tui.data.blocks import BlockPlace, BlockPlaces
 from penstock.tui.data.fields import get, number, objects, text, whole
 from penstock.tui.data.metrics import MetricsLog, MetricsReader
@@ -392,7 +392,7 @@ class RunData:
 
 def _last_words(path: Path) -> str | None:
     """What a run said that was started from here, failed at once and has left nothing."""
-    from penstock.app.launcher import last_words
+    from penstock.app.launch.launcher import last_words
 
     return last_words(path)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.app.tail import JsonTail
+from penstock.app.runs.tail import JsonTail
 from penstock.tui.data.fields import get, objects, text, whole
 
 SAMPLES_BYTES = 4 << 20

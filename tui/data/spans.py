@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.app.lanes import LANES
-from penstock.app.ops import BETWEEN_STEPS, STEP_END, op_name
-from penstock.app.run_files import span_of
+from penstock.app.runs.files import span_of
+from penstock.app.runs.lanes import LANES
+from penstock.app.runs.ops import BETWEEN_STEPS, STEP_END, op_name
 
 MAX_LANES = 24
 MAX_NAMES = 20_000

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from penstock.app.ops import STEP_END
-from penstock.app.run_files import number, open_read, parse_line, span_of, whole_lines
+from penstock.app.runs.files import number, open_read, parse_line, span_of, whole_lines
+from penstock.app.runs.ops import STEP_END
 from penstock.tui.data.spans import SpanStore, SpanView, StepWindow
 
 MAX_SPANS = 400_000

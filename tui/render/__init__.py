@@ -1,1 +1,1 @@
-"""Pure renderers: figures in, rows of text out (app/rows.py); no Textual here."""
+"""Pure renderers: figures in, rows of text out (app/console/rows.py); no Textual here."""

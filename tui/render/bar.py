@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from penstock.app.rows import Glyphs, Row, merged
+from penstock.app.console.rows import Glyphs, Row, merged
 
 
 def bar(width: int, share: float | None, mark: float | None, glyphs: Glyphs, token: str) -> Row:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.app.rows import Glyphs, Row, exactly
-from penstock.storage.units import bytes_text, of_text
+from penstock.app.console.rows import Glyphs, Row, exactly
+from penstock.storage.files.units import bytes_text, of_text
 from penstock.tui.data.tiers import FULL_SHARE, Tier
 from penstock.tui.render.bar import bar
 from penstock.tui.render.ticks import fit

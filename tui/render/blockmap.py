@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from penstock.app.rows import Glyphs, Row, exactly, merged
-from penstock.storage.units import bytes_text
+from penstock.app.console.rows import Glyphs, Row, exactly, merged
+from penstock.storage.files.units import bytes_text
 from penstock.tui.data.blocks import KINDS, BlockPlace
 from penstock.tui.render.ticks import fit
 

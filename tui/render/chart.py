@@ -14,8 +14,8 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.app.rows import Glyphs, Row, merged
-from penstock.storage.units import count_text
+from penstock.app.console.rows import Glyphs, Row, merged
+from penstock.storage.files.units import count_text
 from penstock.tui.render.sparkline import sparkline as one_row
 from penstock.tui.render.ticks import linear_ticks, log_ticks, tick_texts, time_ticks
 

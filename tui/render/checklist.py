@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.app.rows import Glyphs, Row, exactly
+from penstock.app.console.rows import Glyphs, Row, exactly
 from penstock.tui.data.run_data import Prepared
 from penstock.tui.render.bars import bar
 from penstock.tui.render.ticks import fit

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.app.finetune_view import report_rows
-from penstock.app.plan_view import plan_rows
-from penstock.app.rows import Glyphs, Page, Row
+from penstock.app.console.rows import Glyphs, Page, Row
+from penstock.app.finetune.view import report_rows
+from penstock.app.planning.view import plan_rows
 from penstock.tui.data.finetune_client import FinetuneState
 
 _ABOUT = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.app.fit_view import (
+from penstock.app.console.rows import Glyphs, Page, Row, exactly
+from penstock.app.planning.fit_view import (
     changes_text,
     count_text,
     energy_text,
@@ -14,9 +15,8 @@ from penstock.app.fit_view import (
     refusal_text,
     written_text,
 )
-from penstock.app.rows import Glyphs, Page, Row, exactly
-from penstock.app.speed import speed_figure
-from penstock.storage.units import bytes_text, percent_text, seconds_text, tokens_text
+from penstock.app.runs.speed import speed_figure
+from penstock.storage.files.units import bytes_text, percent_text, seconds_text, tokens_text
 from penstock.tui.data.fit_client import Cell, FitState
 
 _NAME = 16

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from penstock.app.rows import Row, exactly
+from penstock.app.console.rows import Row, exactly
 from penstock.tui.actions import Action
 
 _LEAST_CELLS = 34

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 
-from penstock.app.rows import Glyphs, Row
-from penstock.app.speed import speed_figure
-from penstock.storage.units import duration_text, params_text, tokens_text
+from penstock.app.console.rows import Glyphs, Row
+from penstock.app.runs.speed import speed_figure
+from penstock.storage.files.units import duration_text, params_text, tokens_text
 from penstock.tui.data.catalog import RunEntry
 from penstock.tui.data.recipes import RecipeEntry
 from penstock.tui.render.bar import bar
@@ -19,7 +19,7 @@ from penstock.tui.render.names import distinct
 from penstock.tui.render.sparkline import sparkline
 
 if TYPE_CHECKING:
-    from penstock.app.fits import Fit
+    from penstock.app.planning.fits import Fit
 
 STATE_TOKENS = {
     "running": "good",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.app.rows import Glyphs, Row, exactly
+from penstock.app.console.rows import Glyphs, Row, exactly
 from penstock.tui.render.ticks import fit
 
 STATE_TOKENS = {

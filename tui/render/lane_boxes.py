@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.app.lanes import LANES
-from penstock.app.ops import op_text, place_text
-from penstock.app.rows import Glyphs, Row
+from penstock.app.console.rows import Glyphs, Row
+from penstock.app.runs.lanes import LANES
+from penstock.app.runs.ops import op_text, place_text
 from penstock.tui.data.spans import Floats, Ints, SpanView
 
 BOX_CELLS = 6

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from penstock.app.ops import PARTS, part_of
-from penstock.app.rows import Glyphs
+from penstock.app.console.rows import Glyphs
+from penstock.app.runs.ops import PARTS, part_of
 from penstock.tui.data.parts import NONE, Parts, Stretches, computed, parts_of, runs, updates
 from penstock.tui.data.spans import Floats, Ints, SpanView
 from penstock.tui.render.lane_boxes import Canvas

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.app.lanes import LANES
-from penstock.app.ops import op_text
-from penstock.app.rows import Glyphs, Row, exactly
-from penstock.storage.units import rate_text
+from penstock.app.console.rows import Glyphs, Row, exactly
+from penstock.app.runs.lanes import LANES
+from penstock.app.runs.ops import op_text
+from penstock.storage.files.units import rate_text
 from penstock.tui.data.spans import Busy, Floats, Ints, Span, SpanView, StepWindow
 from penstock.tui.render.lane_boxes import BOX_CELLS, Canvas, draw_boxes, draw_outline
 from penstock.tui.render.lane_parts import InView, has_parts, history

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len, set_cell_size
 
-from penstock.app.rows import Row
+from penstock.app.console.rows import Row
 from penstock.tui.data.run_data import LogLine
 
 _TOKENS = {"error": "bad", "warning": "warn", "info": "text", "output": "dim"}

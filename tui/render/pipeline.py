@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from penstock.app.rows import Glyphs, Row, exactly, merged
-from penstock.storage.units import of_text, rate_text
+from penstock.app.console.rows import Glyphs, Row, exactly, merged
+from penstock.storage.files.units import of_text, rate_text
 from penstock.tui.data.flow import DIRECT, LOAD, READ, STORE, WRITE, Flow, Link, Marks, Node, Route
 from penstock.tui.render.bars import bar
 from penstock.tui.render.ticks import fit

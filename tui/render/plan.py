@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.app.plan_view import fixes, machine_name, plan_rows, verdict
-from penstock.app.rows import Glyphs, Page, Row
-from penstock.app.speed import speed_figure
-from penstock.storage.units import duration_text, seconds_text
+from penstock.app.console.rows import Glyphs, Page, Row
+from penstock.app.planning.view import fixes, machine_name, plan_rows, verdict
+from penstock.app.runs.speed import speed_figure
+from penstock.storage.files.units import duration_text, seconds_text
 from penstock.tui.data.plan_client import PlanState
 
 _PHASES = {"starting": "loading the planner", "planning": "planning", "advising": "searching for changes that help"}

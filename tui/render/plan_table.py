@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.app.rows import Glyphs, Row, exactly, merged
-from penstock.storage.units import figure, percent_text
+from penstock.app.console.rows import Glyphs, Row, exactly, merged
+from penstock.storage.files.units import figure, percent_text
 
 _LABEL = 11
 _CELL = 9

@@ -6,8 +6,8 @@ import textwrap
 
 from rich.cells import cell_len, set_cell_size
 
-from penstock.app.rows import Glyphs, Page, Row
-from penstock.storage.untrusted import printable
+from penstock.app.console.rows import Glyphs, Page, Row
+from penstock.storage.files.untrusted import printable
 from penstock.tui.data.sample_log import Samples
 
 _MOST_ROWS = 2000

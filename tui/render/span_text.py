@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.app.ops import action_of
-from penstock.app.rows import Row
-from penstock.storage.units import bytes_text, rate_text, seconds_text
+from penstock.app.console.rows import Row
+from penstock.app.runs.ops import action_of
+from penstock.storage.files.units import bytes_text, rate_text, seconds_text
 from penstock.tui.data.fields import number, objects, whole
 from penstock.tui.data.spans import SpanView, printable
 from penstock.tui.render.lanes import UnderWay, lane_token, op_name

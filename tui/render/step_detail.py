@@ -7,9 +7,9 @@ from itertools import zip_longest
 
 import numpy as np
 
-from penstock.app.ops import op_text, place_text
-from penstock.app.rows import Glyphs, Row, exactly
-from penstock.storage.units import bytes_text, rate_text, seconds_text
+from penstock.app.console.rows import Glyphs, Row, exactly
+from penstock.app.runs.ops import op_text, place_text
+from penstock.storage.files.units import bytes_text, rate_text, seconds_text
 from penstock.tui.data.critical import Blockers, IdleTotal, StepAnalysis
 from penstock.tui.data.spans import Ints, SpanView
 from penstock.tui.render.lanes import SHORT, lane_token, op_name

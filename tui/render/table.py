@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.app.rows import Row, exactly
+from penstock.app.console.rows import Row, exactly
 from penstock.tui.render.ticks import fit
 
 

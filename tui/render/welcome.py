@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.app.rows import Row
+from penstock.app.console.rows import Row
 from penstock.tui.actions import actions
 
 _BEGINNINGS = {

@@ -11,8 +11,8 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import Static
 
-from penstock.app.rows import Row
-from penstock.storage.untrusted import printable
+from penstock.app.console.rows import Row
+from penstock.storage.files.untrusted import printable
 from penstock.tui.data.compare import LETTERS, MOST_RUNS, ComparedRun, config_rows, figure_rows
 from penstock.tui.data.metrics import X_COLUMNS
 from penstock.tui.render.chart import Curve, XKind, chart, next_kind

@@ -16,12 +16,12 @@ from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.widgets import Input, Static
 
-from penstock.app import shipped
-from penstock.app.plan_view import fixes
-from penstock.app.recipe import Recipe, apply_overrides, from_dict, load_recipe, resolve_paths, save_recipe
-from penstock.app.speed import speed_figure
-from penstock.storage.errors import UserError
-from penstock.storage.units import duration_text, seconds_text
+from penstock.app.planning.view import fixes
+from penstock.app.recipes import shipped
+from penstock.app.recipes.recipe import Recipe, apply_overrides, from_dict, load_recipe, resolve_paths, save_recipe
+from penstock.app.runs.speed import speed_figure
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.units import duration_text, seconds_text
 from penstock.tui.data.draft import PATHS, Draft, error_field, kind_of
 from penstock.tui.data.plan_client import PlanClient, PlanState
 from penstock.tui.data.recipes import content_digest
@@ -389,7 +389,7 @@ class ConfigureScreen(PenstockScreen):
         await self._start(recipe)
 
     async def _start(self, recipe: Recipe) -> None:
-        from penstock.app.launcher import start
+        from penstock.app.launch.launcher import start
 
         worker = self.run_worker(lambda: start(recipe, self.penstock.root), thread=True, exit_on_error=False)
         try:
@@ -435,7 +435,7 @@ def _without_machine(recipe: Recipe) -> Recipe:
 
 def _missing_weights(recipe: Recipe) -> str | None:
     """Why the recipe's model folder cannot be trained from; None where it can."""
-    from penstock.app.inputs import require_weights
+    from penstock.app.planning.inputs import require_weights
 
     try:
         require_weights(recipe)

@@ -11,9 +11,9 @@ from textual.containers import Horizontal, Vertical
 from textual.suggester import Suggester
 from textual.widgets import Input, Label
 
-from penstock.app.recipe import changes, from_dict, load_recipe, save_recipe
-from penstock.app.rows import Row
-from penstock.storage.errors import UserError
+from penstock.app.console.rows import Row
+from penstock.app.recipes.recipe import changes, from_dict, load_recipe, save_recipe
+from penstock.storage.files.errors import UserError
 from penstock.tui.data.finetune_client import Asked, FinetuneClient
 from penstock.tui.render.finetune import finetune_rows
 from penstock.tui.screens.base import PenstockScreen

@@ -9,9 +9,9 @@ from pathlib import Path
 from textual import work
 from textual.app import ComposeResult
 
-from penstock.app.recipe import from_dict, save_recipe
-from penstock.app.rows import Row
-from penstock.storage.errors import UserError
+from penstock.app.console.rows import Row
+from penstock.app.recipes.recipe import from_dict, save_recipe
+from penstock.storage.files.errors import UserError
 from penstock.tui.data.fit_client import Cell, FitClient
 from penstock.tui.render.fit import detail_rows, matrix_rows, title_row
 from penstock.tui.screens.base import PenstockScreen

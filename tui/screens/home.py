@@ -14,10 +14,10 @@ from textual.containers import Container, Vertical, VerticalScroll
 from textual.widgets import DataTable, Input, Static
 from textual.worker import Worker
 
-from penstock.app.speed import speed_figure
-from penstock.storage.errors import UserError
-from penstock.storage.units import duration_text, seconds_text
-from penstock.storage.untrusted import printable
+from penstock.app.runs.speed import speed_figure
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.units import duration_text, seconds_text
+from penstock.storage.files.untrusted import printable
 from penstock.tui.data.catalog import RunCatalog, RunEntry, plan_lines, summary_lines
 from penstock.tui.data.offers import RESUMABLE
 from penstock.tui.data.recipes import RecipeCatalog, RecipeEntry, describe, matches
@@ -29,7 +29,7 @@ from penstock.tui.theme import style, styled
 from penstock.tui.widgets.footer import Footer
 
 if TYPE_CHECKING:
-    from penstock.app.fits import Fit
+    from penstock.app.planning.fits import Fit
 
 _Read = tuple[list[RunEntry], list[RecipeEntry], "dict[Path, Fit | None]"]
 _FRAME_ROWS = 3
@@ -294,7 +294,7 @@ class HomeScreen(PenstockScreen):
 
     @work(thread=True, group="resume")
     def _resume(self, path: Path) -> None:
-        from penstock.app.launcher import resume
+        from penstock.app.launch.launcher import resume
 
         try:
             resume(path)

@@ -18,11 +18,11 @@ from textual.widgets._directory_tree import DirEntry
 from textual.widgets.option_list import Option
 from textual.widgets.tree import TreeNode
 
-from penstock.app.machines import MachineInfo, machine_infos, profile_info
-from penstock.app.rows import Glyphs, Row
-from penstock.storage.errors import UserError
-from penstock.storage.units import bytes_text
-from penstock.storage.untrusted import parse_printable, read_regular
+from penstock.app.console.rows import Glyphs, Row
+from penstock.app.planning.machines import MachineInfo, machine_infos, profile_info
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.units import bytes_text
+from penstock.storage.files.untrusted import parse_printable, read_regular
 from penstock.tui.data.draft import Difference
 from penstock.tui.host import host_of
 from penstock.tui.theme import style, styled

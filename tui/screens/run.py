@@ -15,8 +15,8 @@ from textual.binding import Binding
 from textual.containers import Container, Vertical
 from textual.widgets import Input
 
-from penstock.app.checkpoints import STEP_MARK, export_folder
-from penstock.storage.errors import UserError
+from penstock.app.runs.checkpoints import STEP_MARK, export_folder
+from penstock.storage.files.errors import UserError
 from penstock.tui.data.blocks import BlockPlace
 from penstock.tui.data.offers import refusals, why_no_ops
 from penstock.tui.data.run_data import RunData
@@ -471,7 +471,7 @@ class RunScreen(LaneKeys, PenstockScreen):
 
 def _command(args: list[str], root: Path) -> tuple[bool, str]:
     """Run a command of the command line; whether it went well, and what it said at its end."""
-    from penstock.app.launcher import command
+    from penstock.app.launch.launcher import command
 
     try:
         result = command(args, root)
@@ -482,7 +482,7 @@ def _command(args: list[str], root: Path) -> tuple[bool, str]:
 
 
 def _resume(path: Path) -> tuple[bool, str]:
-    from penstock.app.launcher import resume
+    from penstock.app.launch.launcher import resume
 
     try:
         resume(path)

@@ -13,13 +13,13 @@ from textual import work
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 
-from penstock.app.ops import STEP_END
-from penstock.app.rows import Row
-from penstock.app.run_files import read_object
-from penstock.app.trace import write_trace
-from penstock.storage.errors import UserError
-from penstock.storage.units import seconds_text
-from penstock.storage.untrusted import printable
+from penstock.app.console.rows import Row
+from penstock.app.runs.files import read_object
+from penstock.app.runs.ops import STEP_END
+from penstock.app.runs.trace import write_trace
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.units import seconds_text
+from penstock.storage.files.untrusted import printable
 from penstock.tui.data.critical import Blockers, StepAnalysis, analyse
 from penstock.tui.data.fields import number
 from penstock.tui.data.run_data import read_predicted

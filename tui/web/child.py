@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 from textual import messages
 from textual.drivers.web_driver import WebDriver
 
-from penstock.app import memory_limit
-from penstock.storage import child
+from penstock.app.console import memory_limit
+from penstock.storage.files import child
 
 MOST_MEMORY_BYTES = 4 << 30
 """Of addresses; the application takes a quarter of a GiB of them at the largest size of a window."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from penstock.storage.untrusted import parse_json, printable
+from penstock.storage.files.untrusted import parse_json, printable
 
 MOST_WIDTH, MOST_HEIGHT = 1_000, 500
 LEAST_WIDTH, LEAST_HEIGHT = 20, 5

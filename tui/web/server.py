@@ -14,7 +14,7 @@ from pathlib import Path
 import textual_serve
 from aiohttp import web
 
-from penstock.storage.untrusted import printable
+from penstock.storage.files.untrusted import printable
 from penstock.tui.web.access import SECURITY_HEADERS, Access
 from penstock.tui.web.messages import MOST_MESSAGE_BYTES, asked_size
 from penstock.tui.web.window import Window

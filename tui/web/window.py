@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import WSMsgType, web
 from textual_serve._binary_encode import load as unpack
 
-from penstock.storage.untrusted import parse_object, printable
+from penstock.storage.files.untrusted import parse_object, printable
 from penstock.tui.web.messages import MalformedError, meta, read_message
 
 log = logging.getLogger("penstock.serve")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.app.rows import Row
+from penstock.app.console.rows import Row
 from penstock.tui.data.blocks import BlockPlace
 from penstock.tui.render.blockmap import block_map
 from penstock.tui.widgets.lines import LineWidget

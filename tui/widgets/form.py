@@ -19,7 +19,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
-from penstock.app.rows import Glyphs
+from penstock.app.console.rows import Glyphs
 from penstock.tui.data.draft import PATHS, Draft, Kind, choices_of, field_table, kind_of, may_be_none
 from penstock.tui.host import host_of
 from penstock.tui.theme import style, styled

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.app.rows import Row, exactly
-from penstock.app.speed import speed_text
-from penstock.storage.units import count_text, duration_text
+from penstock.app.console.rows import Row, exactly
+from penstock.app.runs.speed import speed_text
+from penstock.storage.files.units import count_text, duration_text
 from penstock.tui.data.alerts import Alert, alerts
 from penstock.tui.data.run_data import Prepared, RunData
 from penstock.tui.render.kpi import Figure, kpi_row

@@ -10,8 +10,8 @@ import numpy as np
 from textual import events
 from textual.message import Message
 
-from penstock.app.rows import Row
-from penstock.storage.units import seconds_text
+from penstock.app.console.rows import Row
+from penstock.storage.files.units import seconds_text
 from penstock.tui.data.critical import StepAnalysis, path_busy
 from penstock.tui.data.offers import why_no_ops
 from penstock.tui.data.spans import Busy, Span, SpanStore, SpanView, StepWindow

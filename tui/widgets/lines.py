@@ -9,7 +9,7 @@ from textual.binding import Binding
 from textual.strip import Strip
 from textual.widget import Widget
 
-from penstock.app.rows import Glyphs, Row
+from penstock.app.console.rows import Glyphs, Row
 from penstock.tui.data.run_data import RunData
 from penstock.tui.host import host_of
 from penstock.tui.theme import style

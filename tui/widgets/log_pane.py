@@ -5,7 +5,7 @@ from __future__ import annotations
 from textual import events
 from textual.binding import Binding
 
-from penstock.app.rows import Row, exactly
+from penstock.app.console.rows import Row, exactly
 from penstock.tui.render.log import log_rows, matches
 from penstock.tui.widgets.lines import RunPane
 

@@ -8,9 +8,9 @@ import numpy as np
 from textual import events
 from textual.binding import Binding
 
-from penstock.app.recall_view import map_rows, map_width
-from penstock.app.rows import Row, beside, exactly
-from penstock.storage.units import count_text, figure
+from penstock.app.console.rows import Row, beside, exactly
+from penstock.app.runs.recall_view import map_rows, map_width
+from penstock.storage.files.units import count_text, figure
 from penstock.tui.data.metrics import X_COLUMNS
 from penstock.tui.render.chart import Curve, XKind, chart, sparkline
 from penstock.tui.render.checklist import checklist_rows

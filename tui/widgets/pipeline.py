@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.app.rows import Row
+from penstock.app.console.rows import Row
 from penstock.tui.data.flow import Flow, Marks, Route, flow
 from penstock.tui.data.run_data import RunData
 from penstock.tui.render.pipeline import pipeline_rows

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.app.lanes import LANES
-from penstock.app.rows import Row
+from penstock.app.console.rows import Row
+from penstock.app.runs.lanes import LANES
 from penstock.tui.data.fields import number, text
 from penstock.tui.data.run_data import RunData
 from penstock.tui.render.plan_table import StepFigures, plan_rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.app.rows import Row, exactly
+from penstock.app.console.rows import Row, exactly
 from penstock.tui.data.fields import get
 from penstock.tui.data.run_data import RunData
 from penstock.tui.data.sample_log import Samples

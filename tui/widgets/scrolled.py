@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual import events
 
-from penstock.app.rows import Row
+from penstock.app.console.rows import Row
 from penstock.tui.widgets.lines import LineWidget, row_bindings
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from penstock.app.lanes import DRIVE
-from penstock.app.rows import Row, exactly
-from penstock.storage.units import bytes_text, figure, rate_text
+from penstock.app.console.rows import Row, exactly
+from penstock.app.runs.lanes import DRIVE
+from penstock.storage.files.units import bytes_text, figure, rate_text
 from penstock.tui.data.fields import number, objects, text
 from penstock.tui.data.flow import rate_window
 from penstock.tui.data.run_data import RunData

@@ -13,8 +13,8 @@ from penstock.engine.data.files.arrow_messages import uncompressed_bytes
 from penstock.engine.data.files.arrow_sizes import ROW_BYTES, object_bytes, viewed_bytes
 from penstock.engine.data.files.columns import Make, maker
 from penstock.engine.data.rows import BadRows, Row, RowError
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import one_line, printable
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import one_line, printable
 
 COMPRESSED = False
 _MAGIC = b"ARROW1"

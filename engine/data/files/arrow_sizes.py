@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 _OBJECT_BYTES = 50
 """About what a text or a list takes beside its content."""

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, Protocol, cast
 
 from penstock.engine.data import position
 from penstock.engine.data.rows import BadRows, Row, RowError
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import one_line, open_regular, printable, real_path
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import one_line, open_regular, printable, real_path
 
 
 class Container(Protocol):

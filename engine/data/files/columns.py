@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock.storage.untrusted import one_line, parse_json
+from penstock.storage.files.untrusted import one_line, parse_json
 
 Make = Callable[[Any], Any]
 

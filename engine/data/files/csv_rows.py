@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 from penstock.engine.data.files import base
 from penstock.engine.data.rows import BadRows, Row, RowError
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import one_line, printable
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import one_line, printable
 
 COMPRESSED = True
 _MOST_COLUMNS = 10_000

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.engine.data.files import base
 from penstock.engine.data.rows import BadRows, Row, RowError
-from penstock.storage.untrusted import parse_json, printable
+from penstock.storage.files.untrusted import parse_json, printable
 
 COMPRESSED = True
 

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 from penstock.engine.data.files import base, json_lines
 from penstock.engine.data.rows import BadRows, Row, RowError
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import printable, require_sound, unique_names
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import printable, require_sound, unique_names
 
 COMPRESSED = True
 _READ_BYTES = 1 << 20

@@ -9,10 +9,10 @@ from typing import Any
 
 from penstock.engine.data.files.base import COMPRESSIONS, CONTAINERS, bare_name, container_of
 from penstock.engine.data.files.front_matter import read_configs
-from penstock.storage.errors import UserError
-from penstock.storage.links import below_data, require_of_data
-from penstock.storage.model_folder import is_plain_name
-from penstock.storage.untrusted import one_line, parse_object, printable, read_regular, real_path
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.links import below_data, require_of_data
+from penstock.storage.files.model_folder import is_plain_name
+from penstock.storage.files.untrusted import one_line, parse_object, printable, read_regular, real_path
 
 TRAIN = "train"
 _WORDS = {

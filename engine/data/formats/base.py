@@ -11,8 +11,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 from penstock.engine.data import position
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Sample, Text
-from penstock.storage.errors import UserError
-from penstock.storage.untrusted import one_line, open_regular, parse_json, real_path
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import one_line, open_regular, parse_json, real_path
 
 
 @runtime_checkable

@@ -16,9 +16,9 @@ from penstock.engine.data.formats.messages import has_messages
 from penstock.engine.data.formats.sharegpt import has_turns
 from penstock.engine.data.reading import renamed
 from penstock.engine.data.rows import BadRows
-from penstock.storage.errors import UserError
-from penstock.storage.links import below_data, require_no_entry, require_of_data
-from penstock.storage.untrusted import one_line, printable
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.links import below_data, require_no_entry, require_of_data
+from penstock.storage.files.untrusted import one_line, printable
 
 _ROWS = 20  # that are looked at
 _TEXT_FILES = 20

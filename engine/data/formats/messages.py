@@ -22,7 +22,7 @@ from penstock.engine.data.formats.base import (
 )
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Conversation, content_texts
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.untrusted import one_line
 
 FIELDS = ("messages", "tools", "functions", "system", "chat_template_kwargs", *VERDICTS)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")

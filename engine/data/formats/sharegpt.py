@@ -12,7 +12,7 @@ from penstock.engine.data.formats.base import VERDICTS, kind, list_field, unpack
 from penstock.engine.data.formats.messages import read_kwargs, read_messages, read_tools, require_answer, with_system
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Conversation
-from penstock.storage.untrusted import one_line
+from penstock.storage.files.untrusted import one_line
 
 FIELDS = ("conversations", "system", "tools", "functions", "chat_template_kwargs", *VERDICTS)
 ROLES = {

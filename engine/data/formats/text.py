@@ -8,9 +8,9 @@ from pathlib import Path
 
 from penstock.engine.data.files.base import decode_line, open_utf8
 from penstock.engine.data.samples import Text
-from penstock.storage.errors import UserError
-from penstock.storage.links import below_data
-from penstock.storage.untrusted import printable
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.links import below_data
+from penstock.storage.files.untrusted import printable
 
 NEEDS_PATH = True
 _PIECE_CHARS = 8 * 2**20  # a longer file is tokenised in pieces of this size, cut at a line's end

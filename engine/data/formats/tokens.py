@@ -12,7 +12,7 @@ from typing import Any
 from penstock.engine.data.formats.base import WEIGHTS, is_weight, list_field, required, unpacked
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Ids
-from penstock.storage.untrusted import is_whole, one_line, printable
+from penstock.storage.files.untrusted import is_whole, one_line, printable
 
 _IDS = ("input_ids", "ids", "tokens")
 _MASKS = ("weights", "loss_mask", "completion_mask", "assistant_masks")

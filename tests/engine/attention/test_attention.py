@@ -22,7 +22,7 @@ from penstock.engine.attention.chunk import attend, attend_backward, finish, mer
 from penstock.engine.attention.pairs import chunk_pairs, visible_pairs
 from penstock.engine.attention.spans import SEGMENT_ROWS, Cut, Geometry, cut, most_segments, spans
 from penstock.engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn, _on_device
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 PLACES = st.integers(0, 60)
 SPANS = st.tuples(PLACES, PLACES)

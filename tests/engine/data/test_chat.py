@@ -21,7 +21,7 @@ from penstock.engine.config import DataConfig
 from penstock.engine.data.encode import Encoder
 from penstock.engine.data.samples import Conversation, Encoded
 from penstock.engine.data.tokenizer import load_tokenizer
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 USER, BOT = {"role": "user", "content": "And 2 + 3?"}, {"role": "assistant", "content": "  It is 5 ☃, naïve!  "}
 CHAT = [{"role": "system", "content": "Be brief."}, USER, BOT, USER | {"content": "Thanks."}, BOT | {"content": "No."}]

@@ -28,8 +28,8 @@ from penstock.engine.data.tokenizer import TRAINED_ON, require_intact, train_tok
 from penstock.engine.hf.constants import read_constants_file, verify_constants, write_constants
 from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.engine.verify import verify_run_files
-from penstock.storage.errors import UserError
-from penstock.storage.sealed import seal
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.sealed import seal
 
 SUMS, DOCUMENTS, WEIGHTS = corpus_files.SUMS, corpus_files.DOCUMENTS, corpus_files.WEIGHTS
 RANDOM = DataConfig(source="random", sequence_length=8, max_documents=6)

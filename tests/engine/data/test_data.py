@@ -29,7 +29,7 @@ from penstock.engine.data.packing import split_documents
 from penstock.engine.data.reading import read_samples
 from penstock.engine.data.tokenizer import EOS_TOKEN, load_tokenizer, train_tokenizer
 from penstock.engine.model.tokens import IGNORE_LABEL
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 TEXTS = [f"def function_{i}(x):\n    return x * {i} + len('naïve ☃ {i * 37}')\n" * (1 + i % 5) for i in range(40)]
 

@@ -23,7 +23,7 @@ from penstock.engine.data.encode_pool import encode_all
 from penstock.engine.data.reading import read_samples
 from penstock.engine.data.samples import Completion, Conversation, Encoded, Ids, Sample, Text
 from penstock.engine.data.tokenizer import TextTokenizer, load_tokenizer, open_trained, train_tokenizer
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 CHAT = [{"role": "user", "content": "And 2 + 3?"}, {"role": "assistant", "content": "It is 5 ☃"}]
 

@@ -23,7 +23,7 @@ from penstock.engine.data.files.splits import find_splits, split_files
 from penstock.engine.data.formats.detect import detect
 from penstock.engine.data.reading import read_samples
 from penstock.engine.data.rows import BadRows
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 TEXT = '"naïve", ☃ {[\\]}\nanother line'
 ROWS: list[dict[str, Any]] = [{"text": f"row {i}: {TEXT}{'x' * (i % 7)}", "label": str(i)} for i in range(300)]

@@ -16,7 +16,7 @@ from penstock.engine.data.formats.detect import detect
 from penstock.engine.data.reading import read_samples
 from penstock.engine.data.rows import BadRows, RowError
 from penstock.engine.data.samples import Completion, Conversation, Ids, Sample
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}

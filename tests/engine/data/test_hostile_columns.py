@@ -16,7 +16,7 @@ from penstock.engine.data.files.arrow_sizes import object_bytes
 from penstock.engine.data.files.base import read_rows
 from penstock.engine.data.files.parquet_pages import page_bytes
 from penstock.engine.data.rows import BadRows
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 
 def write(file: Path, columns: dict[str, Any], compression: str | None = None, stream: bool = False) -> Path:

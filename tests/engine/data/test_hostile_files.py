@@ -18,7 +18,7 @@ from penstock.engine.data.files.front_matter import read_configs
 from penstock.engine.data.files.splits import find_splits
 from penstock.engine.data.reading import read_samples
 from penstock.engine.data.rows import BadRows
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 
 def readme(folder: Path, configs: str) -> Path:

@@ -10,8 +10,8 @@ from penstock.engine.config import DataConfig, ModelConfig, Recipe
 from penstock.engine.data.formats.detect import detect
 from penstock.engine.data.reading import read_samples, source_files
 from penstock.engine.run_files import run_files
-from penstock.storage.errors import UserError
-from penstock.storage.links import VARIABLE
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.links import VARIABLE
 
 
 def texts(root: Path, source: str = "text") -> list[str]:

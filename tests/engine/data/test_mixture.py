@@ -14,7 +14,7 @@ import pytest
 from corpora import loader_of, make_corpus, unique_documents
 from system_calls import failing
 
-from penstock.app.recipe import apply_overrides, from_json, resolve_paths, to_json
+from penstock.app.recipes.recipe import apply_overrides, from_json, resolve_paths, to_json
 from penstock.engine.config import DataConfig, Recipe
 from penstock.engine.data import corpus as corpus_module
 from penstock.engine.data import corpus_cache, sources
@@ -22,7 +22,7 @@ from penstock.engine.data.corpus import prepare_corpus, require_readable
 from penstock.engine.data.corpus_files import META, TOKENS, verify_corpus
 from penstock.engine.data.packing import rows_per_epoch, split_documents
 from penstock.engine.data.tokenizer import train_tokenizer
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 PART = {"path": "chats.jsonl", "source": "jsonl"}
 

@@ -22,7 +22,7 @@ from penstock.engine.data.needles import DEPTHS, NEEDLES, STAGES, TESTED, VOCABU
 from penstock.engine.data.packing import split_documents
 from penstock.engine.data.recall import Tally
 from penstock.engine.data.retrieval import KINDS, Haystacks, Question, found_values, questions, recall
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 
 def needle_config(**changes: object) -> DataConfig:

@@ -17,7 +17,7 @@ from penstock.engine.data.corpus_files import length_histogram, length_quantiles
 from penstock.engine.data.loader import ValidationSet
 from penstock.engine.data.packing import best_fit, count_rows, cut_pieces, fit_in_order, pack_rows, rows_per_epoch
 from penstock.engine.model.tokens import IGNORE_LABEL
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 PACKINGS = st.sampled_from(["best_fit", "none"])

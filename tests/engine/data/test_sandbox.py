@@ -16,7 +16,7 @@ from penstock.engine.data.samples import Conversation
 from penstock.engine.data.sandbox import Limits
 from penstock.engine.data.tokenizer import TextTokenizer, load_tokenizer
 from penstock.engine.data.turn_ends import turn_ends
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 TALK = Conversation("rows.jsonl:7", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None)
 TIME, MEMORY = r"takes more than 0\.[12]\d* s of computing", "takes more than 512 MiB of memory"

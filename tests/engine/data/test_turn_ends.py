@@ -18,7 +18,7 @@ from penstock.engine.data.kept_template import FILE, kept_template, trained_ends
 from penstock.engine.data.read_by_type import read_otherwise
 from penstock.engine.data.tokenizer import load_tokenizer, tokenizer_contents, train_tokenizer
 from penstock.engine.data.turn_ends import turn_ends
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 MORE = ["<|user|>", "<|assistant|>", "<|channel|>", "<|message|>", "<|start|>", "<|return|>", "<|call|>", "<|eom_id|>"]
 MORE += ["[INST]", "[/INST]", "</s>", "</answer>", "<tool_call>", "</tool_call>", "\n\n"]

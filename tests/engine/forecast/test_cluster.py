@@ -12,8 +12,8 @@ import tiny
 from chat_model import make_chat_model, write_talks
 from cluster_ranks import train_on_ranks
 
-from penstock.app.catalogue import known_model
-from penstock.app.recipe import to_dict
+from penstock.app.planning.catalogue import known_model
+from penstock.app.recipes.recipe import to_dict
 from penstock.engine.config import AdapterConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from penstock.engine.forecast.cluster import Recompute, cluster_forecast, collective
 from penstock.engine.hf.config import model_config
@@ -21,7 +21,7 @@ from penstock.engine.machine.clusters import CLUSTER_GPUS, Cluster, ClusterGpu, 
 from penstock.engine.machine.profile import AttentionRate
 from penstock.engine.model.anatomy import model_spec
 from penstock.engine.model.spec import ModelSpec
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 GIB = 2**30
 ATTENTION = AttentionRate(head_dim=8, chunk_tokens=64, forward_flops=1e9, backward_flops=1e9)

@@ -17,7 +17,7 @@ from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.budgets import Budgets, machine_budgets
 from penstock.engine.machine.presets import GENERIC, find_machine
-from penstock.storage.errors import BudgetError, UserError
+from penstock.storage.files.errors import BudgetError, UserError
 
 ROOMY = Budgets(1 << 40, 1 << 40, None, {})
 MODELS: list[tuple[dict[str, Any], tuple[str, ...], str]] = [

@@ -22,7 +22,7 @@ from penstock.engine.forecast.simulate import simulate
 from penstock.engine.machine.profile import AttentionRate, Drive, Machine
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import PlanInput, PlanOptions
-from penstock.storage.errors import BudgetError
+from penstock.storage.files.errors import BudgetError
 
 TIGHT: dict[str, Any] = {"gpu_budget": 500_000, "ram_budget": 600_000}
 TIGHT |= {"layers": 2, "micro_batches": 1, "row_tokens": 96}

@@ -16,7 +16,7 @@ from streams_on_cpu import streams_on_cpu
 from tiny import HYBRID, Silent, recipe, storage, train_run, training
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
-from penstock.app.sampling import opened
+from penstock.app.sampling.sample import opened
 from penstock.engine.config import BudgetConfig, parse_bytes
 from penstock.engine.export import export
 from penstock.engine.generate import streamed
@@ -28,9 +28,9 @@ from penstock.engine.machine.budgets import machine_budgets
 from penstock.engine.machine.presets import find_machine
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.spec import ModelSpec
-from penstock.storage.arena import HostArena
-from penstock.storage.errors import UserError
-from penstock.storage.units import bytes_text, seconds_text
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.units import bytes_text, seconds_text
+from penstock.storage.tier.arena import HostArena
 
 SHAPE: dict[str, Any] = adapted.SIZES | {"num_hidden_layers": 3, "vocab_size": 211, "pad_token_id": 0}
 SHAPE |= {"bos_token_id": None, "eos_token_id": None}

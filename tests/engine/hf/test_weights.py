@@ -24,8 +24,8 @@ from penstock.engine.hf.config import read_config
 from penstock.engine.hf.weights import export_folder, import_blocks, read_constants
 from penstock.engine.model import anatomy
 from penstock.engine.model.spec import ModelSpec
-from penstock.storage.errors import UserError
-from penstock.storage.safetensors_io import CheckpointReader
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.safetensors import CheckpointReader
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "max_position_embeddings": 64}

@@ -41,9 +41,9 @@ from penstock.engine.optim.adamw import PIECE_NUMEL, AdamW, adamw, scalars
 from penstock.engine.optim.base import UpdateRange
 from penstock.engine.runtime.executor import Executor
 from penstock.engine.train import train_step
-from penstock.storage.arena import HostArena
-from penstock.storage.errors import UserError
-from penstock.storage.layout import FlatLayout, ParamSpec
+from penstock.storage.files.errors import UserError
+from penstock.storage.tier.arena import HostArena
+from penstock.storage.tier.layout import FlatLayout, ParamSpec
 
 CUDA = torch.device("cuda", 1)
 WSL_RELEASE = "5.15.153.1-microsoft-standard-WSL2"

@@ -32,7 +32,7 @@ from penstock.engine.machine.presets import GENERIC, PRESETS, find_machine, gene
 from penstock.engine.machine.probe import planned_writes, probe
 from penstock.engine.machine.probe_compute import Sizes, attention_rates, matmul_flops, optimizer_params_per_s
 from penstock.engine.machine.profile import VERSION, Machine, from_json
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -338,7 +338,7 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) 
         f"say = lambda text: print(text, flush=True)\n"
         f"probe_drives([Path({str(tmp_path)!r})], 600, block_bytes={BLOCK}, most_bytes={64 * BLOCK}, say=say)"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(drives.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command, pipes = [sys.executable, "-c", script], {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
         while "filling" not in process.stdout.readline():

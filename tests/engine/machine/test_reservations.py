@@ -22,8 +22,8 @@ from penstock.engine.machine.budgets import Reserved, free_budgets, words
 from penstock.engine.machine.limits import GIB
 from penstock.engine.machine.reservations import Reservation, reserved
 from penstock.engine.preparing import Checklist
-from penstock.storage.errors import BudgetError
-from penstock.storage.units import bytes_text
+from penstock.storage.files.errors import BudgetError
+from penstock.storage.files.units import bytes_text
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def start(machine: Path, places: object) -> Iterator[Start]:
     def begin(name: str, *arguments: object) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", PROCESS, str(machine), str(machine / name), *map(str, arguments)]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY / "src")}
         processes.append(subprocess.Popen(command, env=environment, text=True, **pipes))
         return processes[-1]
 

@@ -35,7 +35,7 @@ from penstock.engine.model.shrink import shrink
 from penstock.engine.model.trace import random_model
 from penstock.engine.optim.base import MASTER
 from penstock.engine.session import Session
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 LONGROPE = {
     "rope_type": "longrope",

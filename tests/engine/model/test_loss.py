@@ -33,7 +33,7 @@ from penstock.engine.model.trace import random_model
 from penstock.engine.plan.problem import BYTES_PER_TOKEN
 from penstock.engine.runtime.batch import pack, unpack
 from penstock.engine.session import Session
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}
 BALANCED = ("nvme-recomputed", "gpu", "nvme-streamed-spilled")

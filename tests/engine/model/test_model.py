@@ -39,7 +39,7 @@ from penstock.engine.model.spec import BlockSpec, ModelSpec, graph_key
 from penstock.engine.model.sums import GradientSums
 from penstock.engine.model.tokens import ChunkTokens
 from penstock.engine.model.trace import random_model
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 VARIED = ("gemma3_text", "deepseek_v3", "qwen3_next", "llama4_text", "gpt_oss")
 FIELDS: dict[str, dict[str, Any]] = {"cohere": {"use_qk_norm": True}}

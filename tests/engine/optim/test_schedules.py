@@ -18,8 +18,8 @@ from penstock.engine.model.spec import depths
 from penstock.engine.optim.base import UpdateRange
 from penstock.engine.optim.groups import lr_factors, runs
 from penstock.engine.optim.lr import learning_rate
-from penstock.storage.errors import UserError
-from penstock.storage.layout import ALIGN_NUMEL, FlatLayout, ParamSpec
+from penstock.storage.files.errors import UserError
+from penstock.storage.tier.layout import ALIGN_NUMEL, FlatLayout, ParamSpec
 
 SHAPES: dict[str, tuple[int, ...]] = {"a.weight": (50, 100), "a.bias": (100,), "b.weight": (40, 60), "b.norm": (60,)}
 SHAPES["c.weight"] = (30, 100)

@@ -14,8 +14,8 @@ from penstock.engine.forecast.choices import dimensions
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import KV_SLOTS, PlanOptions, RamFirst
-from penstock.storage.chunk import ChunkFormat
-from penstock.storage.errors import BudgetError
+from penstock.storage.files.errors import BudgetError
+from penstock.storage.tier.chunk import ChunkFormat
 
 ORDERS: tuple[RamFirst, ...] = ("activations", "weights", "state")
 TIERS = ["gpu", "ram", "nvme"]

@@ -28,8 +28,8 @@ from penstock.engine.runtime.memory import allocate_gpu
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import WHOLE
 from penstock.engine.train import train_step
-from penstock.storage.errors import UserError
-from penstock.storage.manifest import Manifest
+from penstock.storage.files.errors import UserError
+from penstock.storage.tier.manifest import Manifest
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MOE: dict[str, Any] = {"model_type": "qwen3_moe", "overrides": EXPERTS}

@@ -29,7 +29,7 @@ from penstock.engine.schedule.actions import LANES, NORM
 from penstock.engine.schedule.ops import Op
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
-from penstock.storage.layout import FlatLayout, ParamSpec
+from penstock.storage.tier.layout import FlatLayout, ParamSpec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ASKS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "is_nonzero", "equal", "item"}

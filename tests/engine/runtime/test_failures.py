@@ -22,7 +22,7 @@ from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.schedule.actions import ACTIONS, LAYER_FORWARD, LOAD_WEIGHTS_PART, NORM
 from penstock.engine.schedule.ops import WHOLE, Op
 from penstock.engine.train import train_step
-from penstock.storage.errors import UserError
+from penstock.storage.files.errors import UserError
 
 NAN = float("nan")
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total of 23.5")

@@ -1,0 +1,280 @@
+"""The model and the data of a fine-tune as they are: what kind each is, and the corpus that a run trains on."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.app.console.loading import loading
+from penstock.app.console.printing import short_path
+from penstock.app.finetune.report import Document
+from penstock.app.planning.opened import with_found_data
+from penstock.engine.config import DataConfig, Recipe
+from penstock.engine.preparing import Checklist
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import printable
+from penstock.storage.files.user_cache import cache_folder
+
+if TYPE_CHECKING:
+    from penstock.engine.data.corpus_files import TokenCorpus
+    from penstock.engine.data.encode import Encoder
+    from penstock.engine.data.tokenizer import TextTokenizer
+    from penstock.engine.preparing import Listener
+
+_TEXT = ("text", "jsonl", "python_stdlib", "tokens")
+"""Sources of documents that may be split anywhere."""
+_TRAINED = {"assistant": "all turns of the assistant", "last": "the last turn of the assistant", "all": "all tokens"}
+_LOOKED_AT = 20
+"""Documents held out of which the first fit for a prompt is taken."""
+_BATCH = 16
+"""Samples that are encoded at once."""
+
+
+def look_at(data: DataConfig, given: Mapping[str, Any]) -> DataConfig:
+    """The data with its format, its split and its columns' names, which are looked up unless they are given."""
+    if given.get("data.source", "auto") != "auto":
+        return data
+    from penstock.app.hub.fetch import dataset_folder
+    from penstock.engine.data.formats.detect import detect
+
+    found = detect(dataset_folder(str(data.path)), given.get("data.split"), given.get("data.columns"))
+    source: Any = found.source
+    return replace(data, source=source, split=found.split, columns=found.rename)
+
+
+class ModelFacts(NamedTuple):
+    """What is said of a model."""
+
+    type: str
+    params: int
+    context: int | None
+    """Longest position that it is made for."""
+    vocab_size: int
+    path: str
+    recurrent: bool
+    """It carries a state from token to token."""
+
+
+@dataclass(slots=True)
+class Source:
+    """The data tokenised for a model, and what is known of both."""
+
+    recipe: Recipe
+    """With local folders in place of names of the hub."""
+    tokenizer: TextTokenizer
+    encoders: list[Encoder]
+    """Of the parts of a mixture, or of the one source."""
+    corpus: TokenCorpus
+    model: ModelFacts | None
+    lengths: NDArray[np.int64] = field(init=False)
+    """[documents] tokens of each."""
+    trained: NDArray[np.int64] = field(init=False)
+    """[documents] tokens of each that have a loss."""
+
+    def __post_init__(self) -> None:
+        self.lengths = np.diff(self.corpus.starts)
+        self.trained = _trained(self.corpus)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def is_text(self) -> bool:
+        return all(part.source in _TEXT for part in self.recipe.data.parts)
+
+    def documents(self) -> Iterator[Document]:
+        """The documents as they are read and encoded, one after the other."""
+        from penstock.engine.data.reading import read_samples
+
+        parts = []
+        for config, encoder in zip(self.recipe.data.parts, self.encoders, strict=True):
+            samples = read_samples(config)
+            while batch := list(itertools.islice(samples, _BATCH)):
+                for encoded in encoder.encode(batch):
+                    parts.append(encoded)
+                    if encoded.last:
+                        weights = [np.ones(len(p.ids), np.float32) if p.weights is None else p.weights for p in parts]
+                        ids = np.concatenate([part.ids for part in parts])
+                        yield Document(parts[0].where, ids, np.concatenate(weights))
+                        parts = []
+
+    def short(self, where: str) -> str:
+        """Where a document comes from, from the current folder where that is shorter."""
+        paths = [part.path for part in self.recipe.data.parts if part.path and where.startswith(part.path)]
+        return short_path(paths[0]) + where[len(paths[0]) :] if paths else where
+
+    def rows(self, data: DataConfig) -> int:
+        """Rows that an epoch fills. UserError for none."""
+        from penstock.engine.data.packing import rows_per_epoch
+
+        alone = self.model is not None and self.model.recurrent
+        found = rows_per_epoch(self.corpus, data, data.sequence_length, one_document_per_row=alone)
+        if not found:
+            raise UserError(
+                f"data.long_documents: {data.long_documents} leaves nothing to train on, as the shortest document has "
+                f"{int(self.lengths.min()):,} tokens; raise data.sequence_length {data.sequence_length:,}, or cut them"
+            )
+        return found
+
+    def prompts(self, data: DataConfig, text_tokens: int, most: int) -> Iterator[tuple[str, int]]:
+        """What comes before the first answer of documents held out, or of the first ones where none are; and the tokens
+        of that answer.
+
+        Of a text it is the beginning, and 0. A beginning of more than `most` tokens is left out.
+        """
+        from penstock.engine.data.packing import split_documents
+
+        numbers = np.arange(min(_LOOKED_AT, len(self)))
+        if data.validation_documents is not None:
+            numbers = split_documents(len(self), data.validation_documents, data.seed)[1][:_LOOKED_AT]
+        for number in numbers.tolist():
+            start, stop = (int(offset) for offset in self.corpus.starts[number : number + 2])
+            first, answer = text_tokens, 0
+            if self.corpus.weights is not None:
+                counted = self.corpus.weights[start:stop] > 0
+                if not counted[1:].all():
+                    first = int(np.argmax(counted))
+                    answer = int(np.argmin(np.append(counted[first:], False)))
+            if 1 < first <= most and first < stop - start:
+                ids = self.corpus.tokens[start : start + first].astype(np.int64).tolist()
+                if ids[0] == self.tokenizer.bos_id:  # the tokenizer puts it there again
+                    del ids[0]
+                yield self.tokenizer.decode(ids), answer
+
+    def lines(self) -> list[str]:
+        """What was found of the data, a sentence a line."""
+        from penstock.engine.data.encode import describe_specials
+        from penstock.engine.data.reading import source_files
+
+        found = []
+        for part in self.recipe.data.parts:
+            files = source_files(part)
+            place = short_path(part.path) if part.path else part.source
+            many = f", {len(files):,} files" if len(files) > 1 else ""
+            split = f", split {part.split}" if part.split else ""
+            columns = "".join(f", {name} in column {column}" for name, column in part.columns.items())
+            found.append(printable(f"{part.source}: {place}{many}{split}{columns}"))
+        data = self.recipe.data
+        templates = [
+            encoder.template
+            for part, encoder in zip(data.parts, self.encoders, strict=True)
+            if part.source not in _TEXT and encoder.template is not None
+        ]
+        if templates:
+            how = "its generation markers" if templates[0].has_markers else "rendering each turn's prefix"
+            words = [_TRAINED[data.trained_tokens], *([] if data.trained_tokens == "all" else [f"found by {how}"])]
+            name = "the tokenizer's own" if data.chat_template is None else printable(data.chat_template)
+            found.append(f"chat template: {name}; trained: {', '.join(words)}")
+        return [*found, *dict.fromkeys(describe_specials(self.tokenizer, part) for part in data.parts)]
+
+    def warnings(self, recipe: Recipe) -> list[str]:
+        """What may not be as the user thinks."""
+        found = []
+        if skipped := self.corpus.info.skipped_rows:
+            found.append(f"{skipped:,} bad {'row is' if skipped == 1 else 'rows are'} skipped (data.bad_rows)")
+        found += self.corpus.notes
+        if lost := self._lost(recipe.data):
+            found.append(
+                f"{lost:,} of the documents that are cut have no trained tokens left; raise data.sequence_length"
+            )
+        return found
+
+    def require_trainable(self, recipe: Recipe) -> None:
+        """UserError where nothing of the data has a loss once it is in rows."""
+        data = recipe.data
+        if data.long_documents == "cut" and self._lost(data) == len(self):
+            raise UserError(
+                f"data.sequence_length: every document is cut to {data.sequence_length:,} tokens, before its first "
+                f"trained token; raise it (the longest has {int(self.lengths.max()):,})"
+            )
+
+    def _lost(self, data: DataConfig) -> int:
+        """Documents of which a row's length has no token to train."""
+        if data.long_documents != "cut" or self.corpus.weights is None:
+            return 0
+        from penstock.engine.data.packing import count_trained
+
+        starts = self.corpus.starts[:-1][self.lengths > data.sequence_length]
+        left = count_trained(self.corpus.weights, starts + 1, starts + data.sequence_length)
+        return int((left == 0).sum())
+
+
+def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool = True) -> Source:
+    """Tokenise the data of a recipe with its model's tokenizer, or open what is kept of it.
+
+    `with_model` False: of the model only the tokenizer is looked at.
+    """
+    from penstock.app.hub.fetch import fetched
+    from penstock.app.planning.inputs import require_data, require_inputs
+
+    if recipe.data.source == "random":
+        raise UserError("data.source: random has no text to show; give a recipe with data")
+    recipe, _ = with_found_data(fetched(recipe, weights=with_model))
+    (require_inputs if with_model else require_data)(recipe)
+    checklist = Checklist(listener)
+    model = None
+    if with_model:
+        with checklist.step("looking at the model"):
+            model = _look_at_model(recipe)
+    with checklist.step("tokenizing the data"):
+        with loading():
+            from penstock.engine.data.encode import Encoder
+            from penstock.engine.data.prepare import prepare_data
+
+        with _place() as folder:
+            found = prepare_data(recipe, folder)
+    assert found.tokenizer is not None
+    if model is not None:
+        grown = found.tokenizer.vocab_size if recipe.model.added_tokens else 0
+        found.corpus.require_vocabulary(max(model.vocab_size, grown))
+    encoders = [Encoder(part, found.tokenizer) for part in recipe.data.parts]
+    return Source(recipe, found.tokenizer, encoders, found.corpus, model)
+
+
+@contextmanager
+def _place() -> Iterator[Path]:
+    """A folder for a corpus, which goes at the end: its files are open, and kept for this user where that is worth it
+    (engine/data/corpus_cache.py), best on the file system of what is kept."""
+    kept = cache_folder("looking")
+    with contextlib.suppress(OSError):
+        if kept is not None:
+            kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept if kept is not None and os.access(kept, os.W_OK) else None) as folder:
+        yield Path(folder)
+
+
+def _look_at_model(recipe: Recipe) -> ModelFacts:
+    from penstock.app.planning.model_cache import kept_spec
+
+    with loading():
+        from penstock.engine.hf.config import model_config, require_overrides
+        from penstock.engine.model.anatomy import model_spec
+
+    require_overrides(recipe, None)
+    config = model_config(recipe, None)
+    context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if context is not None and recipe.data.sequence_length == DataConfig().sequence_length > context:
+        recipe = replace(recipe, data=replace(recipe.data, sequence_length=context))  # nobody has said it yet
+    spec = kept_spec(recipe, lambda: model_spec(config, recipe))
+    path = short_path(str(recipe.model.path))
+    return ModelFacts(spec.model_type, spec.num_params, context, spec.vocab_size, path, spec.recurrent)
+
+
+def _trained(corpus: TokenCorpus) -> NDArray[np.int64]:
+    """[documents] tokens of each that count as targets: not the first, before which there is none."""
+    from penstock.engine.data.packing import count_trained
+
+    starts, stops = corpus.starts[:-1], corpus.starts[1:]
+    if corpus.weights is None:
+        return np.maximum(0, stops - starts - 1)
+    return count_trained(corpus.weights, starts + 1, stops)

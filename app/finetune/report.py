@@ -1,0 +1,111 @@
+"""What was found of a model's data: lengths, what is trained, and documents with their trained tokens marked.
+
+Plain figures that the command line prints, the form shows and `--json` hands to programs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.storage.files.untrusted import printable
+
+SAMPLES = 3
+_BINS = 8
+"""Most bars of the histogram."""
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the tokens, special ones too."""
+        ...
+
+
+class Document(NamedTuple):
+    """One document as training reads it."""
+
+    where: str
+    ids: NDArray[np.int64]
+    weights: NDArray[np.float32] | None
+    """One per token: how much it counts as a target; None: 1 for all."""
+
+
+class Bar(NamedTuple):
+    """Documents of `least` to `most` tokens."""
+
+    least: int
+    most: int
+    documents: int
+
+
+def histogram(lengths: NDArray[np.int64]) -> list[Bar]:
+    """Documents by length, [documents], in bars that double, so that short and long ones are both seen.
+
+    Bars at either end without a document are left out.
+    """
+    powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)  # most tokens of a bar: 2**power
+    first, last = int(powers.min()), int(powers.max())
+    first = max(first, last - _BINS + 1)
+    counts = np.bincount(np.maximum(powers, first) - first, minlength=last - first + 1)
+    found = []
+    for number, count in enumerate(counts):
+        power = first + number
+        least = int(lengths.min()) if number == 0 else 2 ** (power - 1) + 1
+        found.append(Bar(min(least, 2**power), 2**power, int(count)))
+    return found
+
+
+def length_figures(lengths: NDArray[np.int64], trained: NDArray[np.int64], row: int) -> dict[str, Any]:
+    """Tokens a document, how many of all are trained, and how many documents are longer than a `row`."""
+    median, p95, p99 = (int(value) for value in np.percentile(lengths, (50, 95, 99), method="higher"))
+    return {
+        "documents": len(lengths),
+        "tokens": int(lengths.sum()),
+        "trained_tokens": int(trained.sum()),
+        "median": median,
+        "p95": p95,
+        "p99": p99,
+        "max": int(lengths.max()),
+        "longer": int((lengths > row).sum()),
+        "histogram": [bar._asdict() for bar in histogram(lengths)],
+    }
+
+
+def sample(document: Document, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A document as people read it: its text in pieces, each with whether its tokens are trained.
+
+    The first token is never one: nothing comes before it.
+    """
+    ids = document.ids
+    trained = np.ones(len(ids), dtype=bool) if document.weights is None else document.weights > 0
+    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
+    pieces = [
+        {"text": printable(tokenizer.decode(ids[start:stop].tolist())), "trained": bool(trained[start])}
+        for start, stop in itertools.pairwise(edges)
+        if stop > start
+    ]
+    return {
+        "where": printable(document.where),
+        "tokens": len(ids),
+        "trained_tokens": int(trained.sum()),
+        "pieces": pieces,
+    }
+
+
+def token_row(document: Document, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A document as programs check it: ids, how much each counts, the text, and each token's own text."""
+    ids = document.ids.tolist()
+    weights = [1.0] * len(ids) if document.weights is None else document.weights.tolist()
+    return {
+        "where": document.where,
+        "ids": ids,
+        "weights": weights,
+        "text": tokenizer.decode(ids),
+        "tokens": [tokenizer.decode([id]) for id in ids],
+    }

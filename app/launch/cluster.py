@@ -1,0 +1,282 @@
+"""`penstock cluster` and `penstock import-dcp`: a run on several machines, and the way back to one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from penstock.app.console.loading import loading
+from penstock.app.console.printing import short_path
+from penstock.app.hub import fetch
+from penstock.app.launch.api import resolved_recipe
+from penstock.app.launch.progress import Display, summary_lines
+from penstock.app.launch.run import RunObserver
+from penstock.app.launch.signals import StopRequested, StopSignals
+from penstock.app.planning.inputs import require_inputs
+from penstock.app.recipes.recipe import change_run, from_dict
+from penstock.app.runs import control
+from penstock.app.runs.directory import RunDir, find_run, read_recipe
+from penstock.app.runs.files import JsonLines, json_text
+from penstock.app.runs.log import RunLog
+from penstock.engine.config import Recipe, dcp_folder, dcp_folders, idle_notes
+from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, Spike, StepMetrics, ValidationMetrics, Want
+from penstock.engine.preparing import Checklist
+from penstock.engine.run_files import STEP_FILES
+from penstock.storage.files.disk import atomic_write, reporting
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import shell
+
+if TYPE_CHECKING:
+    from penstock.engine.cluster.ranks import Ranks
+    from penstock.engine.cluster.train import ClusterResult
+
+
+class _Quiet:
+    """The observer of every rank but the first: it stops when its machine is told to, and says nothing."""
+
+    def __init__(self) -> None:
+        self.signals = StopSignals(lambda: None, lambda: None)
+
+    def on_prepare(self, item: Preparing) -> None: ...
+
+    def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None: ...
+
+    def on_begin(self) -> None:
+        self.signals.interrupts_main = False
+
+    def on_progress(self, progress: Progress) -> None: ...
+
+    def on_step(self, metrics: StepMetrics) -> None: ...
+
+    def on_validation(self, metrics: ValidationMetrics) -> None: ...
+
+    def on_spike(self, spike: Spike) -> None: ...
+
+    def on_sample(self, metrics: SampleMetrics) -> None: ...
+
+    def on_message(self, text: str, *, detail: bool = False) -> None: ...
+
+    def checkpoint_requests(self) -> list[str]:
+        return []
+
+    def on_checkpoint(self, name: str, step: int, error: str | None) -> None: ...
+
+    def wanted(self) -> Want:
+        return "stop" if self.signals.requested.is_set() else "run"
+
+    def on_pause(self, paused: bool) -> None: ...
+
+
+def run_cluster(
+    given: str,
+    *,
+    run_dir: Path | None,
+    overrides: Sequence[str] = (),
+    from_scratch: bool = False,
+    context_parallel: int = 1,
+) -> bool:
+    """Train a recipe, or go on with a run, with all processes that torchrun has started; False where another of them
+    says why not.
+
+    `given`: a recipe as `penstock train` takes it, or a DCP checkpoint of a run, with `run_dir` on a disk that all
+    machines share; or a run's directory. A directory that holds a run already goes on, so that a restart is the same
+    command. Raises UserError.
+    """
+    with loading():
+        from penstock.engine.cluster.ranks import SaidElsewhereError, joined
+    try:
+        with joined() as ranks:
+            recipe, path, said = ranks.first_then_all(lambda: _resolve(given, run_dir, overrides, from_scratch))
+            if ranks.first:
+                with _enter(recipe, path, Path(given), ranks) as run:
+                    _train_first(run, ranks, context_parallel, said)
+            else:
+                _run_other(recipe, path, ranks, context_parallel)
+    except SaidElsewhereError:
+        return False
+    return True
+
+
+def _resolve(
+    given: str, run_dir: Path | None, overrides: Sequence[str], from_scratch: bool
+) -> tuple[Recipe, Path, list[str]]:
+    """The recipe, the run directory, and what to tell of the recipe."""
+    if run_dir is None:
+        path = _run_named(given)
+        if from_scratch:
+            raise UserError(f"--from-scratch: {path} is a run, which already has weights; leave --from-scratch out")
+        before = read_recipe(path)
+        recipe = change_run(before, overrides, Path.cwd())
+        return recipe, path, idle_notes(recipe, before)
+    if (Path(given) / "recipe.json").is_file():
+        raise UserError(f"--run-dir: {given} is a run, which continues in its own directory; leave --run-dir out")
+    from penstock.engine.cluster.layout import RECORD_NAME, read_record
+
+    if (Path(given) / RECORD_NAME).is_file():
+        before = from_dict(read_record(Path(given)).recipe, given, is_run=True)
+        recipe = change_run(before, overrides, Path.cwd())
+        return recipe, run_dir.absolute(), idle_notes(recipe, before)
+    recipe, said = resolved_recipe(
+        given, overrides, from_scratch=from_scratch, get=lambda found: fetch.fetched(found, weights=not from_scratch)
+    )
+    require_inputs(recipe)
+    return recipe, run_dir.absolute(), said
+
+
+def _run_named(given: str) -> Path:
+    try:
+        return find_run(given).resolve()
+    except UserError as error:
+        raise UserError(
+            f"{error}. For a recipe, add --run-dir DIR, a directory on a disk that all machines share"
+        ) from None
+
+
+def _enter(recipe: Recipe, path: Path, given: Path, ranks: Ranks) -> RunDir:
+    """Make or open the run directory, which the first rank holds while all of them train."""
+    from penstock.engine.cluster.layout import RECORD_NAME, bring, read_record
+
+    def enter() -> RunDir:
+        if (path / "recipe.json").is_file():
+            run = RunDir.open(path)
+            run.recipe = recipe
+        else:
+            run = RunDir.create(recipe, path)
+        if (given / RECORD_NAME).is_file() and not dcp_folders(path):
+            to = dcp_folder(path, read_record(given).step)
+            with reporting(to, "copying the checkpoint"):
+                bring(given, to)
+        return run
+
+    return ranks.together(enter)
+
+
+def _train_first(run: RunDir, ranks: Ranks, context_parallel: int, said_before: list[str]) -> None:
+    """Rank 0: it writes to the run directory, and says what there is to say."""
+    from penstock.engine.cluster.train import train_cluster
+
+    control.forget(run.path)
+    recipe, step = run.recipe, max(dcp_folders(run.path), default=0)
+    log, display = RunLog(run.path, recipe.train.steps, step), Display(Console(), recipe.train.steps, step)
+    observer = RunObserver(run, log, display, None)
+    for line in (f"run directory {short_path(run.path)}", *said_before):
+        observer.tell(line)
+    with observer.signals:
+        try:
+            result = train_cluster(
+                recipe, ranks, run_dir=run.path, observer=observer, context_parallel=context_parallel
+            )
+            said = _outcome(run.path, result)
+            summary, last_losses, warnings = observer.conclude(_as_result(result), said)
+        except StopRequested:
+            observer.tell("stopped before the first step; the same command continues the run")
+            observer.close("stopped")
+            return
+        except BaseException as error:
+            observer.fail(error)
+            raise
+        finally:
+            display.close()
+    for warning in warnings:
+        display.message(f"warning: {warning}")
+    for line in summary_lines(summary, last_losses, observer.wall_s):
+        display.message(line)
+    display.message(said)
+
+
+def _run_other(recipe: Recipe, path: Path, ranks: Ranks, context_parallel: int) -> None:
+    from penstock.engine.cluster.train import train_cluster
+
+    ranks.together(lambda: None)  # while the first rank enters the run directory
+    observer = _Quiet()
+    with observer.signals:
+        try:
+            train_cluster(recipe, ranks, run_dir=path, observer=observer, context_parallel=context_parallel)
+        except StopRequested:
+            return
+
+
+def _outcome(path: Path, result: ClusterResult) -> str:
+    if result.folder is None:
+        if result.stopped:
+            return f"stopped after step {result.step:,}; the same command continues the run"
+        return f"finished after step {result.step:,}; nothing left to do"
+    back = shell("penstock", "import-dcp", short_path(result.folder), "--run-dir", "DIR")
+    if result.stopped:
+        return f"stopped after step {result.step:,}; the same command continues it, or on one machine: {back}"
+    return f"finished after step {result.step:,}; to export it, or to continue on one machine: {back}"
+
+
+def _as_result(result: ClusterResult) -> Any:
+    from penstock.engine.train import TrainResult
+
+    return TrainResult(
+        steps=result.step,
+        steps_done=0,
+        tokens=0,
+        first_loss=None,
+        last_loss=None,
+        tiers={},
+        lanes={},
+        drives=[],
+        gpu_memory=None,
+        attention={},
+        stopped=result.stopped,
+        early_end=result.early_end,
+    )
+
+
+def import_dcp(given: Path, *, run_dir: Path | None, overrides: Sequence[str] = ()) -> tuple[Path, int]:
+    """Make a run directory of a DCP checkpoint, or of the newest one of a run; it, and the step that it is at.
+
+    `overrides` change all but the model and the data, as those of a resumed run. Raises UserError; then nothing is
+    left.
+    """
+    with loading():
+        from penstock.engine.cluster.convert import read_dcp
+        from penstock.engine.cluster.layout import read_record
+        from penstock.engine.run_model import describe_run
+    given = given.expanduser()
+    folder = _newest(given)
+    record = read_record(folder)
+    recipe = from_dict(record.recipe, str(folder), is_run=True)
+    recipe = change_run(recipe, overrides, Path.cwd())
+    with RunDir.create(recipe, run_dir) as run:
+        try:
+            log = RunLog(run.path, recipe.train.steps, record.step)
+            display = Display(Console(stderr=True), recipe.train.steps, record.step)
+            observer = RunObserver(run, log, display, None)
+            checklist = Checklist(observer)
+            try:
+                spec = describe_run(recipe, run.path, checklist).spec
+                with checklist.step("writing the first generation"):
+                    read_dcp(folder, record, spec, recipe, run.path)
+            finally:
+                display.close()
+            _take_history(folder, run.path, record.step)
+            observer.close("stopped")
+        except BaseException:
+            run.discard()
+            raise
+        return run.path, record.step
+
+
+def _newest(given: Path) -> Path:
+    folders = dcp_folders(given)
+    if not folders and (given / "recipe.json").is_file():
+        raise UserError(f"{given}: is a run without a DCP checkpoint; continue it with penstock resume")
+    return folders[max(folders)] if folders else given
+
+
+def _take_history(folder: Path, run: Path, step: int) -> None:
+    """Copy what the run of a checkpoint, where it lies in one's directory, has told up to the checkpoint's step."""
+    source = folder.resolve().parent.parent
+    if folder.resolve() not in dcp_folders(source).values():
+        return
+    for name in STEP_FILES:
+        lines = [line for line in JsonLines(source / name).steps() if line["step"] <= step]
+        if lines:
+            atomic_write(run / name, "".join(json_text(line) for line in lines))

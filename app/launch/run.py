@@ -1,0 +1,455 @@
+"""Runs a recipe in this process: the run directory around it, signals, the terminal, what happens afterwards."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+
+from penstock.app.console.loading import loading
+from penstock.app.console.printing import short_path
+from penstock.app.console.working import working
+from penstock.app.launch.callbacks import CallbackError, Callbacks
+from penstock.app.launch.progress import Display, StepLanes, item_line, plan_line, summary_lines
+from penstock.app.launch.signals import GuestSignals, StopRequested, StopSignals
+from penstock.app.runs import control, samples_view
+from penstock.app.runs.checkpoints import CheckpointRequests, committed_step, export_folder
+from penstock.app.runs.directory import RunDir, read_info
+from penstock.app.runs.early_end import nothing_left
+from penstock.app.runs.files import JsonLines, json_text, number, whole
+from penstock.app.runs.log import Level, RunLog
+from penstock.app.runs.model_card import write_card
+from penstock.app.runs.recall_view import RecallMap, recall_of
+from penstock.app.runs.speed import MeanSpeed
+from penstock.app.trackers.attach import Trackers
+from penstock.app.trackers.require import require_trackers
+from penstock.engine.config import AfterConfig, Recipe, dcp_folders, drive_folders, parse_bytes
+from penstock.engine.events import (
+    Preparing,
+    Progress,
+    SampleMetrics,
+    Span,
+    Spike,
+    StepMetrics,
+    ValidationMetrics,
+    Want,
+    step_name,
+)
+from penstock.engine.preparing import Checklist
+from penstock.storage.files.disk import atomic_write
+from penstock.storage.files.errors import UserError, not_ours
+from penstock.storage.files.untrusted import shell
+
+if TYPE_CHECKING:
+    from penstock.engine.train import TrainResult
+
+_LAST_STEPS = 5
+
+
+class RunObserver:
+    """Passes the engine's events to the run's log and to the terminal, and what is wanted of the run to the engine."""
+
+    def __init__(self, run: RunDir, log: RunLog, display: Display, guest: Callbacks | None) -> None:
+        self.signals: StopSignals | GuestSignals = StopSignals(self._on_first_signal, self._on_abort)
+        if guest is not None:
+            self.signals = GuestSignals(self._on_guest_signal)
+        self._callbacks = guest or Callbacks()
+        self._run = run
+        self._requests = CheckpointRequests(run.path)
+        self._log = log
+        self._display = display
+        self._began = time.perf_counter()
+        self._stepped = False
+        self._first_s: float | None = None
+        self._last_s = 0.0
+        self._step_spans = StepLanes()
+        self.trackers = Trackers(run.path, run.recipe.trackers, self.tell)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the first span's start to the last span's end in this process."""
+        return self._last_s - self._first_s if self._first_s is not None else 0.0
+
+    def on_prepare(self, item: Preparing) -> None:
+        self._log.prepare(item)
+        if item.state == "done":
+            self._log.message(item_line(item))
+        self._display.prepare(item)
+        if item.state == "begun" and self._callbacks.stopping and not self._stepped:
+            raise StopRequested
+
+    def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
+        self.signals.interrupts_main = False
+        self._run.write_plan(plan, predicted)
+        self.tell(plan_line(plan))
+        self._log.watch_drives(drive_folders(self._run.path, self._run.recipe.storage))
+        self.on_begin()
+
+    def on_begin(self) -> None:
+        """All is prepared: the first step comes next."""
+        self.signals.interrupts_main = False
+        self._run.save_recipe()
+        self._log.set_state("running")
+        self.trackers.begin()
+
+    def on_progress(self, progress: Progress) -> None:
+        self._log.progress(progress)
+        for span in progress.spans:
+            self._first_s = span.start_s if self._first_s is None else min(self._first_s, span.start_s)
+            self._last_s = max(self._last_s, span.end_s)
+            self._step_spans.add(span)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        if not self._stepped:
+            self._stepped = True
+            text = f"the first step ended {time.perf_counter() - self._began:.1f} s after the start"
+            self._log.message(text)
+            self._display.detail(text)
+        mean = self._log.step(metrics)
+        self._display.step(metrics, self._step_spans.busiest(), mean.tokens_per_s)
+        self._step_spans = StepLanes()
+        self._callbacks.step(metrics)
+
+    def on_validation(self, metrics: ValidationMetrics) -> None:
+        self._log.validation(metrics)
+        self._log.message(f"step {metrics.step}: validation loss {metrics.loss:.4f} ({metrics.seconds:.1f} s)")
+        self._display.validation(metrics)
+        self._callbacks.validation(metrics)
+
+    def on_sample(self, metrics: SampleMetrics) -> None:
+        self._log.samples(metrics)
+        for sample in metrics.samples:
+            self._log.message(samples_view.sample_text(metrics.step, sample))
+        for line in samples_view.console_lines(metrics):
+            self._display.message(line)
+        self._callbacks.sample(metrics)
+
+    def on_spike(self, spike: Spike) -> None:
+        self._log.spike(spike)
+        self.tell(spike.words(), "warning")
+
+    def on_message(self, text: str, *, detail: bool = False) -> None:
+        self._log.message(text)
+        if not detail:
+            self._display.message(text)
+
+    def tell(self, text: str, level: Level = "info") -> None:
+        self._log.message(text, level)
+        self._display.message(text)
+
+    def _on_first_signal(self) -> None:
+        self.tell("stopping after this step is committed; a second signal aborts at once")
+
+    def _on_guest_signal(self, number: int) -> None:
+        self._callbacks.signal = number
+        self._on_first_signal()
+
+    def _on_abort(self) -> None:
+        self._log.set_state("stopped")
+        self._display.abandon()
+        print("aborted; the last committed generation is intact", file=sys.stderr, flush=True)
+
+    def checkpoint_requests(self) -> list[str]:
+        return self._requests.take()
+
+    def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
+        untold = self._requests.answer(name, step, error)
+        if untold is not None:
+            self.tell(untold, "warning")
+        if error is None:
+            self.tell(f"checkpoint {step_name(name, step)}: step {step}")
+        else:
+            self.tell(f"no checkpoint {step_name(name, step)}: {error}", "warning")
+
+    def wanted(self) -> Want:
+        if self.signals.requested.is_set() or self._callbacks.stopping:
+            return "stop"
+        return control.wanted(self._run.path)
+
+    def conclude(self, result: TrainResult, said: str) -> tuple[dict[str, Any], list[float], list[str]]:
+        """Say how the run has ended, and write summary.json, which `summary_of` returns."""
+        self._log.message(said)
+        self._log.flush()
+        self._log.check()
+        found = summary_of(self._run.path, result)
+        atomic_write(self._run.path / "summary.json", json_text(found[0], indent=2))
+        self.close("stopped" if result.stopped else "finished")
+        return found
+
+    def fail(self, error: BaseException) -> None:
+        """Say what has ended the run: a message for the user, or where it was."""
+        known = error if isinstance(error, UserError) else not_ours(error)
+        self._log.message(str(known) if known else traceback.format_exc(), "error")
+        self.close("failed", str(known) if known else f"{type(error).__name__}: {error}")
+
+    def close(self, state: Literal["finished", "stopped", "failed"], error: str | None = None) -> None:
+        """Tell the run's end, once the trackers have been given what is in its files."""
+        self._log.flush()
+        self.trackers.finish(state)
+        self._log.close(state, error)
+
+    def on_pause(self, paused: bool) -> None:
+        self._log.set_state("paused" if paused else "running")
+        self.tell("paused; the step is committed" if paused else "continuing")
+
+
+def run_training(
+    run: RunDir,
+    *,
+    resume: bool,
+    checkpoint: str | None = None,
+    guest: Callbacks | None = None,
+    said: Sequence[str] = (),
+) -> None:
+    """Train the run's recipe to its end, or until a signal stops it; then export and sample as the recipe says.
+
+    A resumed run goes on from its last generation, or from that of `checkpoint`. Everything that a reader of the run
+    directory may want is written on the way. Errors leave state `failed` behind and are raised again.
+
+    `guest`: the run is one in somebody else's program, which is told of it; without it, the process is the run's own.
+    `said`: what is to be told of the recipe.
+    """
+    recipe = run.recipe
+    info = read_info(run.path)
+    step = info.step if resume else 0
+    if checkpoint is not None:
+        from penstock.storage.generations.checkpoints import read_checkpoint
+
+        step = read_checkpoint(run.path / "state", checkpoint).step or 0
+    elif resume and info.state == "finished" and step >= recipe.train.steps:
+        raise UserError(f"{run.path}: has finished its {info.total_steps} steps; there is nothing to resume")
+    elif (
+        resume
+        and info.state == "finished"
+        and (why := nothing_left(run.path, step, recipe.train.early_stopping_patience)) is not None
+    ):
+        raise UserError(why)
+    if checkpoint is None:
+        _require_newest(run.path)
+    require_trackers(recipe.trackers)
+    control.forget(run.path)
+    log = RunLog(run.path, recipe.train.steps, step)
+    display = Display(Console() if guest is None else guest.console(), recipe.train.steps, step)
+
+    observer = RunObserver(run, log, display, guest)
+    for line in (f"run directory {short_path(run.path)}", *said):
+        observer.tell(line)
+    with observer.signals:
+        try:
+            result = _train(recipe, run.path, observer, resume, checkpoint)
+            go_on = f"stopped after step {result.steps}; continue with: {shell('penstock', 'resume', run.path)}"
+            said = go_on if result.stopped else f"finished after step {result.steps}"
+            summary, last_losses, warnings = observer.conclude(result, said)
+        except StopRequested:
+            observer.tell(f"stopped before the first step; continue with: {shell('penstock', 'resume', run.path)}")
+            observer.close("stopped")
+            return
+        except KeyboardInterrupt:
+            log.message("interrupted; the last committed generation is intact")
+            observer.close("stopped")
+            raise
+        except CallbackError as failed:
+            log.message(failed.text(), "error")
+            observer.close("failed", f"a callback raised {type(failed.error).__name__}: {failed.error}")
+            step, way = committed_step(run.path) or 0, shell("penstock", "resume", run.path)
+            failed.error.add_note(f"the generation of step {step:,} is intact; continue with: {way}")
+            raise failed.error from failed.error.__cause__
+        except BaseException as error:
+            observer.fail(error)
+            raise
+        finally:
+            display.close()
+    if log.dropped_spans:
+        display.message(f"{log.dropped_spans:,} spans were dropped because the disk was too slow")
+    for warning in warnings:
+        display.message(f"warning: {warning}")
+    for line in summary_lines(summary, last_losses, observer.wall_s):
+        display.message(line)
+    display.recall([RecallMap(**one) for one in summary.get("recall", [])])
+    if result.stopped:
+        display.message(go_on)
+        return
+    if recipe.after.export:
+        folder = export_folder(run.path, result.steps)
+        with working(f"exporting to {short_path(folder)}"):
+            exported = export_run(run.path, recipe, folder)
+        for line in exported:
+            display.message(line)
+        if recipe.after.sample_prompt is not None:
+            most = recipe.after.sample_tokens
+            with working("writing a sample with plain transformers"):
+                text = sample_text(folder, recipe.after.sample_prompt, most, recipe.model.path)
+            display.message(f"sample, at most {most} tokens by transformers after the prompt: {text!r}")
+        if recipe.data.source == "needles":
+            from penstock.app.sampling.haystack import haystack_line
+
+            with working("testing retrieval with plain transformers"):
+                line = haystack_line(folder, recipe.data.sequence_length, recipe.data.seed, recipe.model.path)
+            display.message(line)
+    look = shell("penstock", "watch", short_path(run.path))
+    display.message(
+        f"look closer with: {look}; all figures and messages are in its summary.json, metrics.jsonl and log.jsonl"
+    )
+
+
+def _require_newest(path: Path) -> None:
+    """UserError where the run has gone on on several machines since its last generation."""
+    folders = dcp_folders(path)
+    newest = max(folders, default=0)
+    if newest > (committed_step(path) or 0):
+        folder = folders[newest]
+        raise UserError(
+            f"{path}: was continued on several machines, up to step {newest:,}; turn that into a run with "
+            f"`{shell('penstock', 'import-dcp', folder, '--run-dir', 'DIR')}` and resume it, or continue there with "
+            "penstock cluster"
+        )
+
+
+def _train(recipe: Recipe, path: Path, observer: RunObserver, resume: bool, checkpoint: str | None) -> TrainResult:
+    from penstock.engine.data.corpus import cancel_text_ahead, prepare_text_ahead
+
+    try:
+        with Checklist(observer).step("loading PyTorch"):
+            own = recipe.model.path is None and recipe.data.tokenizer is None and not recipe.model.added_tokens
+            if own and recipe.data.source != "random":
+                prepare_text_ahead(recipe.data, path / "data")
+            if recipe.train.compile != "off":
+                from penstock.engine.machine.compilers import compile_headers
+
+                compile_headers()
+            with loading():
+                from penstock.engine.train import train
+
+        return train(recipe, run_dir=path, observer=observer, resume=resume, checkpoint=checkpoint)
+    finally:
+        cancel_text_ahead()
+
+
+def summary_of(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[float], list[str]]:
+    """summary.json, the losses of the last steps, and what to say of damaged lines.
+
+    What covers the whole run, resumed or not, comes from the log.
+    """
+    log = JsonLines(path / "metrics.jsonl")
+    losses, tokens, steps_s, last_step, mean = [], 0, [], None, MeanSpeed()
+    for line in log.steps():
+        last_step = line["step"]
+        mean.add_line(line)
+        tokens += whole(line.get("tokens")) or 0
+        if (loss := number(line.get("loss"))) is not None:
+            losses.append(loss)
+        if (step_s := number(line.get("step_s"))) is not None:
+            steps_s.append(step_s)
+    validation, maps, damaged = _validation(path)
+    samples, damaged_samples = samples_view.first_and_last(path)
+    summary = {
+        "steps": result.steps if last_step is None else last_step,
+        "tokens": tokens,
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "validation_loss": validation,
+        **({"recall": [found._asdict() for found in maps]} if maps else {}),
+        **({} if samples is None else {"samples": samples}),
+        **mean.fields(),
+        "step_s_median": statistics.median(steps_s) if steps_s else None,
+        "tiers": result.tiers,
+        "lanes": result.lanes,
+        "drives": result.drives,
+        "gpu_memory": result.gpu_memory,
+        "attention": result.attention,
+        "ended_early": None if result.early_end is None else result.early_end._asdict(),
+    }
+    warnings = (log.warning(), damaged, damaged_samples)
+    return summary, losses[-_LAST_STEPS:], [warning for warning in warnings if warning is not None]
+
+
+def _validation(path: Path) -> tuple[dict[str, Any] | None, list[RecallMap], str | None]:
+    """The last and the best validation loss, None where none was measured; the first and the last map of recall, where
+    there are any; what to say of damaged lines."""
+    lines = JsonLines(path / "validation.jsonl")
+    found: list[tuple[float, int]] = []
+    maps: list[RecallMap] = []
+    for line in lines.steps():
+        if (loss := number(line.get("loss"))) is not None:
+            found.append((loss, line["step"]))
+        if (recall := recall_of(line)) is not None:
+            maps = [*maps[:1], recall]
+    if not found:
+        return None, [], lines.warning()
+    best, best_step = min(found)
+    return {"last": found[-1][0], "best": best, "best_step": best_step}, maps, lines.warning()
+
+
+def export_run(
+    path: Path, recipe: Recipe, folder: Path, checkpoint: str | None = None, after: AfterConfig | None = None
+) -> list[str]:
+    """Write a run's last committed generation, or a checkpoint's, as a Hugging Face folder with a model card.
+
+    `after`: its dtype, its shards, whether it is merged and pushed, in place of the recipe's. What is to be said of it.
+    Nobody else may be working on the run, unless it is a checkpoint's. Raises UserError when `folder` already holds
+    something.
+    """
+    after = after or recipe.after
+    require_new_folder(folder)
+    if after.push is not None:
+        from penstock.app.hub.push import require_push
+
+        require_push(after.push)
+    with loading():
+        from penstock.engine.export import export
+
+    size = parse_bytes(after.export_shard, "after.export_shard")
+    done = export(
+        path,
+        recipe,
+        out_dir=folder,
+        checkpoint=checkpoint,
+        dtype=after.export_dtype,
+        max_shard_bytes=size,
+        merged=after.export_merged,
+    )
+    write_card(folder, path, recipe, done)
+    said = [*done.remarks, f"exported to {short_path(folder)}"]
+    if after.push is not None:
+        from penstock.app.hub.push import push_folder
+
+        said.append(push_folder(folder, after.push))
+    return said
+
+
+def require_new_folder(folder: Path) -> None:
+    """Raise UserError when `folder` already holds something."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: exists and is not empty; choose another folder for the export")
+
+
+def sample_text(folder: Path, prompt: str, num_tokens: int, base: str | None = None) -> str:
+    """`prompt` and at most `num_tokens` more, up to the end of text, drawn by plain transformers from a model folder.
+
+    `base`: the model that an adapter's folder belongs to.
+    The draw is seeded (temperature 0.7, the 40 likeliest tokens); the most likely continuation of a model that has
+    trained for minutes is a row of newlines.
+    """
+    import torch
+
+    from penstock.app.sampling.exported import load_exported
+
+    tokenizer, model = load_exported(folder, base)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        ids = model.generate(
+            **inputs,
+            max_new_tokens=num_tokens,
+            do_sample=True,
+            temperature=0.7,
+            top_k=40,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))

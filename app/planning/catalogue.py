@@ -1,0 +1,200 @@
+"""Published models that `penstock fit` plans: their shapes, and what each is made of, read without PyTorch.
+
+What a model is made of lies in catalogue.json, as taken apart by engine/model/anatomy.py: layers that are alike once.
+`python -m penstock.app.planning.catalogue` writes the file anew; a test compares it with what is really computed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.app.recipes import shipped
+from penstock.app.recipes.shapes import llama3, positions_of, qwen3, qwen25, stretched
+from penstock.engine.config import DataConfig, ModelConfig, Recipe
+from penstock.engine.model.spec import AttentionShape, ModelSpec
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import typed
+from penstock.storage.tier.layout import ParamSpec
+
+FILE = Path(__file__).with_suffix(".json")
+_LARGE_PARAMS = 60 * 10**9
+"""From so many parameters on gradients wait in bfloat16, as in the recipes of such models."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A published model."""
+
+    name: str
+    """As its publisher calls it; its folder below models/ may have a longer name."""
+    shape: ModelConfig
+    spec: ModelSpec
+    """What it is made of, without `config`."""
+
+    @property
+    def gradient_dtype(self) -> Literal["float32", "bfloat16"]:
+        """train.gradient_dtype of its plans."""
+        return "bfloat16" if self.spec.num_params >= _LARGE_PARAMS else "float32"
+
+    def reaching(self, context: int) -> ModelConfig:
+        """Its shape for so many tokens: stretched by YaRN where that is more than it reaches by itself."""
+        if not self.is_stretched(context):
+            return self.shape
+        return stretched(self.shape, context, trained=positions_of(self.shape.model_type))
+
+    def is_stretched(self, context: int) -> bool:
+        return context > (self.shape.max_position or 0)
+
+
+def _of_recipe(name: str) -> ModelConfig:
+    """The shape that a shipped recipe spells."""
+    from penstock.app.recipes.recipe import load_recipe
+
+    return load_recipe(shipped.FOLDER / f"{name}.py").model
+
+
+_SHAPES: dict[str, Callable[[], ModelConfig]] = {
+    "Llama-3.2-1B": lambda: llama3("3.2-1B"),
+    "Qwen3-4B": lambda: qwen3("4B"),
+    "Qwen2.5-7B": lambda: qwen25("7B"),
+    "Llama-3.1-8B": lambda: llama3("3.1-8B"),
+    "Qwen2.5-14B": lambda: qwen25("14B"),
+    "Qwen3-30B-A3B": lambda: qwen3("30B-A3B"),
+    "Qwen2.5-32B": lambda: qwen25("32B"),
+    "Llama-3.3-70B": lambda: llama3("3.3-70B-Instruct"),
+    "gpt-oss-120b": lambda: _of_recipe("120b_moe"),
+    "Mistral-Large-2": lambda: _of_recipe("120b_gh200"),
+}
+"""By name, the smallest first."""
+
+NAMES = tuple(_SHAPES)
+
+
+def matching(pattern: str | None) -> list[str]:
+    """The names that `pattern` matches, whole with * and ?, else as part of them; several are separated by commas.
+
+    Raises UserError where none does.
+    """
+    if pattern is None:
+        return list(NAMES)
+    words = [word.strip().lower() for word in pattern.split(",") if word.strip()]
+    tests = [word if any(char in word for char in "*?[") else f"*{word}*" for word in words]
+    found = [name for name in NAMES if any(fnmatch(name.lower(), test) for test in tests)]
+    if not found:
+        raise UserError(f"--models {pattern}: matches none of {', '.join(NAMES)}")
+    return found
+
+
+def known_model(name: str) -> KnownModel:
+    """The model of one of NAMES."""
+    return KnownModel(name, _SHAPES[name](), unpacked(_contents()[name]))
+
+
+@cache
+def _contents() -> dict[str, Any]:
+    contents: dict[str, Any] = json.loads(FILE.read_bytes())
+    return contents
+
+
+# ---------------------------------------------------------------------- catalogue.json
+
+
+def packed(spec: ModelSpec) -> dict[str, Any]:
+    """The spec as JSON, with what is alike of layers once. Its `config` is left out."""
+    whole = msgspec.to_builtins(replace(spec, config=None))
+    kinds: list[dict[str, Any]] = []
+    layers = []
+    for index in range(len(spec.attention)):
+        kind = {
+            "params": _numbered(whole["buffers"].pop(f"layers.{index}"), str(index), "{}"),
+            "attention": whole["attention"][index],
+            "unread": whole["unread"][index],
+            "summed": whole["summed"][index],
+            "joined": whole["joined"][index],
+            "returns": whole["returns"][index],
+            "counts_positions": whole["counts_positions"][index],
+            "graph_bytes": {dtype: found[index] for dtype, found in whole["graph_bytes"].items()},
+        }
+        if kind not in kinds:
+            kinds.append(kind)
+        layers.append(kinds.index(kind))
+    for name in ("attention", "unread", "summed", "joined", "returns", "counts_positions", "graph_bytes", "config"):
+        del whole[name]
+    whole["blocks"] = [block for block in whole["blocks"] if block["role"] != "layer"]
+    return whole | {"kinds": kinds, "layers": layers}
+
+
+def unpacked(values: dict[str, Any]) -> ModelSpec:
+    """The spec of what `packed` gave."""
+    kinds, layers = values["kinds"], values["layers"]
+    params = [typed(kind["params"], tuple[ParamSpec, ...]) for kind in kinds]
+    shapes = [None if kind["attention"] is None else AttentionShape(**kind["attention"]) for kind in kinds]
+    names = [f"layers.{index}" for index in range(len(layers))]
+    embed, head = values["blocks"]
+    whole = values | {
+        "config": None,
+        "blocks": [embed, *({"name": name, "role": "layer", "buffers": [name]} for name in names), head],
+        "attention": [],
+        "unread": [kinds[kind]["unread"] for kind in layers],
+        "summed": [kinds[kind]["summed"] for kind in layers],
+        "joined": [kinds[kind]["joined"] for kind in layers],
+        "returns": [kinds[kind]["returns"] for kind in layers],
+        "counts_positions": [kinds[kind]["counts_positions"] for kind in layers],
+        "graph_bytes": {
+            dtype: [kinds[kind]["graph_bytes"][dtype] for kind in layers] for dtype in kinds[0]["graph_bytes"]
+        },
+    }
+    del whole["kinds"], whole["layers"]
+    own = {
+        name: tuple(replace(param, name=param.name.replace("{}", str(index))) for param in params[kind])
+        for index, (name, kind) in enumerate(zip(names, layers, strict=True))
+    }
+    spec = typed(whole, ModelSpec)
+    ends = spec.buffers
+    buffers = {"embed": ends["embed"], **own} | ({"head": ends["head"]} if "head" in ends else {})
+    return replace(spec, attention=tuple(shapes[kind] for kind in layers), buffers=buffers)
+
+
+def _numbered(params: Sequence[dict[str, Any]], number: str, by: str) -> list[dict[str, Any]]:
+    """The parameters with `.number.` in their names replaced, once each."""
+    return [param | {"name": param["name"].replace(f".{number}.", f".{by}.", 1)} for param in params]
+
+
+def computed_spec(name: str, context: int = 8192) -> ModelSpec:
+    """What the model is made of, taken apart; loads PyTorch and transformers, and takes seconds."""
+    from penstock.engine.hf.config import model_config
+    from penstock.engine.model.anatomy import model_spec
+    from penstock.engine.model.graph_size import find_graph_bytes
+
+    shape = KnownModel(name, _SHAPES[name](), spec=None).reaching(context)  # type: ignore[arg-type]
+    recipe = Recipe(
+        name="catalogue",
+        model=replace(shape, path=None),
+        data=DataConfig(source="random", sequence_length=context),
+    )
+    spec = model_spec(model_config(recipe, recipe.data.tokenizer_vocab_size), recipe)
+    find_graph_bytes(spec, recipe.train.compute_dtype, compiled=True)
+    return replace(spec, config=None)
+
+
+def text() -> str:
+    """What catalogue.json should hold."""
+    lines = []
+    for name in NAMES:
+        found = packed(computed_spec(name))
+        kinds = found.pop("kinds")
+        inner = ",\n  ".join(json.dumps(kind) for kind in kinds)
+        lines.append(f'"{name}": {json.dumps(found)[:-1]}, "kinds": [\n  {inner}\n]}}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(text())

@@ -1,0 +1,275 @@
+"""`penstock fit`: which published models this machine can train, at which contexts, how fast and at what cost.
+
+Each cell is what `penstock plan` says of the cell's recipe on the machine, with nothing else running there: the same
+search, the same forecast. Cells are planned by a process per core; nothing of it needs PyTorch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.app.console.loading import uncollected
+from penstock.app.planning.catalogue import KnownModel, known_model, matching
+from penstock.app.planning.spread import spread
+from penstock.engine.config import (
+    MOST_STEPS,
+    MOST_TOKENS,
+    AfterConfig,
+    BudgetConfig,
+    DataConfig,
+    Recipe,
+    StorageConfig,
+    TrainConfig,
+)
+from penstock.engine.machine.platforms import usable_cpus
+from penstock.engine.machine.profile import Machine
+from penstock.storage.files.errors import BudgetError, UserError
+from penstock.storage.files.units import tokens_text
+from penstock.storage.files.untrusted import open_regular, real_path
+
+if TYPE_CHECKING:
+    from penstock.engine.forecast.request import PlanRequest
+
+STEP_TOKENS = 262_144
+"""Tokens of a step, in as many sequences; one sequence where that is longer."""
+CONTEXTS = (8_192, 65_536, 524_288, 1_048_576)
+TOKENS = 10_000_000
+_CHECKPOINT_EVERY = 25
+"""Steps, as in the shipped recipes."""
+TEXT_BYTES_PER_TOKEN = 4
+"""Of English text, about, with vocabularies of 100,000 entries and more."""
+_SAMPLE_BYTES = 1 << 22
+_BINARY = {"": 1, "k": 1024, "m": 1024**2}
+"""Of contexts."""
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_LEAST_CONTEXT = 1024
+"""Below which a shorter context is no advice."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What is asked."""
+
+    machine: Machine
+    machine_name: str
+    """Preset or profile file, as a recipe's `machine` takes it; empty for this machine."""
+    models: tuple[str, ...]
+    contexts: tuple[int, ...]
+    """Ascending."""
+    tokens: int
+    """To train on."""
+    data: str | None = None
+    """The file that they are in."""
+    source: str = ""
+    """How their number came about, in words; empty where it was given."""
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.models) * len(self.contexts)
+
+    def to_json(self) -> dict[str, Any]:
+        from penstock.engine.machine.budgets import machine_budgets
+
+        machine = self.machine
+        budgets = machine_budgets(BudgetConfig(), machine)
+        return {
+            "budgets": {"gpu": budgets.gpu, "ram": budgets.ram},
+            "machine": {"name": self.machine_name, "title": machine.name, "source": machine.source},
+            "power_w": machine.power_w,
+            "models": list(self.models),
+            "contexts": list(self.contexts),
+            "step_tokens": STEP_TOKENS,
+            "tokens": self.tokens,
+            "tokens_from": self.source,
+        }
+
+
+def ask(
+    *,
+    machine: str | None = None,
+    models: str | None = None,
+    contexts: str | None = None,
+    tokens: str | None = None,
+    data: Path | None = None,
+) -> Question:
+    """The question that a command's options make. Raises UserError for what they cannot mean."""
+    from penstock.engine.machine.here import machine_here
+    from penstock.engine.machine.presets import find_machine
+
+    if tokens is not None and data is not None:
+        raise UserError("--tokens and --data: both set the number of tokens; give only one")
+    lengths = CONTEXTS if contexts is None else context_sizes(contexts, "--contexts")
+    number = TOKENS if tokens is None else parse_count(tokens, "--tokens", _DECIMAL, MOST_STEPS)
+    source = ""
+    if data is not None:
+        number, source = count_tokens(data)
+    return Question(
+        machine=find_machine(machine) if machine else machine_here(Path.cwd()),
+        machine_name=machine or "",
+        models=tuple(matching(models)),
+        contexts=lengths,
+        tokens=number,
+        data=None if data is None else str(data),
+        source=source,
+    )
+
+
+def context_sizes(text: str, option: str) -> tuple[int, ...]:
+    """Contexts such as 8k,64k, ascending, each of at least 2 tokens. Raises UserError naming the option."""
+    found = {parse_count(one, option, _BINARY, MOST_TOKENS): one for one in text.split(",")}
+    if (least := min(found)) < 2:
+        raise UserError(f"{option} {found[least]}: a context needs at least 2 tokens")
+    return tuple(sorted(found))
+
+
+def parse_count(text: str, option: str, suffixes: dict[str, int], most: int) -> int:
+    """A number of things such as 10M, at least one. Raises UserError naming the option."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]?)\s*", text)
+    unit = suffixes.get(match.group(2).lower()) if match else None
+    number = round(float(match.group(1)) * unit) if match and unit else 0
+    if not 1 <= number <= most:
+        raise UserError(f"{option} {text}: not a number from 1 to {most:,}; write for example 8192, 64k or 10M")
+    return number
+
+
+def count_tokens(path: Path) -> tuple[int, str]:
+    """About how many tokens a file has, and how that was found. Raises UserError where it cannot be read.
+
+    Of a .jsonl file the `text` fields of its first 4 MiB say which share of it is text.
+    """
+    try:
+        with open(open_regular(real_path(path)), "rb") as file:
+            size, head = os.fstat(file.fileno()).st_size, file.read(_SAMPLE_BYTES)
+    except OSError as error:
+        raise UserError(f"--data {path}: cannot be read ({error.strerror}); give a file") from None
+    share = _text_share(head, str(path)) if path.suffix == ".jsonl" else 1.0
+    tokens = round(size * share / TEXT_BYTES_PER_TOKEN)
+    if tokens < 1:
+        raise UserError(f"--data {path}: contains no text")
+    what = "text fields" if path.suffix == ".jsonl" else "text"
+    return tokens, f"{path.name}, estimated at {TEXT_BYTES_PER_TOKEN} bytes of its {what} a token"
+
+
+def _text_share(head: bytes, where: str) -> float:
+    """Bytes of `text` fields over all bytes, of the whole lines at the start of a JSONL file. Raises UserError."""
+    import json
+
+    lines = head.splitlines(keepends=True)
+    if len(lines) > 1 and len(head) == _SAMPLE_BYTES:
+        lines.pop()
+    text = 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            found = json.loads(line)["text"] if line.strip() else ""
+            text += len(found.encode())
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise UserError(f'--data {where}: line {number} is not a JSON object with a "text"') from None
+    return text / max(1, sum(map(len, lines)))
+
+
+# ---------------------------------------------------------------------- the cells
+
+
+def cells(question: Question, processes: int | None = None) -> Iterator[dict[str, Any]]:
+    """The cells, model by model and context by context, each as soon as it and those before it are planned.
+
+    By so many processes, one for each core by default.
+    """
+    todo = [(question, model, context) for model in question.models for context in question.contexts]
+    yield from spread(_planned, todo, processes or usable_cpus())
+
+
+def cell_recipe(question: Question, model: KnownModel, context: int) -> Recipe:
+    """What is planned in a cell, and what trains it. The model's folder is looked for below models/."""
+    sequences = max(1, STEP_TOKENS // context)
+    steps = -(-question.tokens // (sequences * context))
+    return Recipe(
+        name=f"{model.name}-{tokens_text(context).replace(',', '')}".lower(),
+        machine=question.machine_name,
+        model=model.reaching(context),
+        data=DataConfig(source="jsonl", path=question.data, sequence_length=context),
+        train=TrainConfig(
+            steps=steps,
+            global_batch_size=sequences,
+            lr=1e-5,
+            warmup_steps=min(10, steps),
+            gradient_dtype=model.gradient_dtype,
+        ),
+        storage=StorageConfig(checkpoint_every=_CHECKPOINT_EVERY),
+        after=AfterConfig(export=True),
+    )
+
+
+def _planned(todo: tuple[Question, str, int]) -> dict[str, Any]:
+    with uncollected():
+        return plan_cell(*todo)
+
+
+def plan_cell(question: Question, name: str, context: int) -> dict[str, Any]:
+    """One cell: the figures of its forecast, or why it does not fit."""
+    from penstock.app.planning.plan import machine_task
+    from penstock.app.recipes.recipe import changes
+    from penstock.engine.forecast.flops import active_params
+    from penstock.engine.forecast.report import forecast
+
+    model = known_model(name)
+    recipe = cell_recipe(question, model, context)
+    task = machine_task(recipe, question.machine, model.spec)
+    cell = {
+        "model": name,
+        "context": context,
+        "params": model.spec.num_params,
+        "active_params": active_params(model.spec),
+        "tokens_per_step": context * recipe.train.global_batch_size,
+        "gradient_dtype": recipe.train.gradient_dtype,
+        "stretched": model.is_stretched(context),
+        "recipe": changes(recipe),
+    }
+    try:
+        found = task.search(question.machine)
+    except BudgetError as error:
+        return cell | {"fits": False} | _refusal(question, task, error)
+    return cell | {"fits": True} | _figures(question, forecast(task, question.machine, found))
+
+
+def _figures(question: Question, forecast: dict[str, Any]) -> dict[str, Any]:
+    """What training on all tokens takes: time, bytes written to all drives together, energy.
+
+    Hours are tokens over tokens per second. Bytes are those of whole steps, with their commits and the first
+    generation; the share of their drive's endurance is that of the drive which wears most. Energy is the GPU's board at
+    its power limit for all of that time, more than which it cannot draw: watts x hours / 1000. None: not known.
+    """
+    hours = question.tokens / forecast["tokens_per_s"] / 3600
+    drives = forecast["run"]["drives"]
+    shares = [drive["endurance_share"] for drive in drives if drive["endurance_share"] is not None]
+    power = question.machine.power_w
+    return {
+        **{name: forecast[name] for name in ("step_s", "tokens_per_s", "bound_by", "mfu", "chunk_tokens", "steps")},
+        "hours": hours,
+        "written_bytes": sum(drive["bytes_written"] for drive in drives),
+        "endurance_share": max(shares, default=None),
+        "kwh_at_most": None if power is None else power * hours / 1000,
+        "peak_bytes": {tier: found["peak_bytes"] for tier, found in forecast["tiers"].items()},
+    }
+
+
+def _refusal(question: Question, task: PlanRequest, error: BudgetError) -> dict[str, Any]:
+    """What is short; of a model's first context that does not fit, `changes` that would each make it fit."""
+    from penstock.engine.forecast import advice
+
+    found = {"tier": error.tier, "short_bytes": error.need_bytes - error.budget_bytes, "message": str(error)}
+    context = task.recipe.data.sequence_length
+    shorter = max((length for length in question.contexts if length < context), default=None)
+    if shorter is not None:
+        sequences = max(1, STEP_TOKENS // shorter)
+        before = {"data.sequence_length": shorter, "train.global_batch_size": sequences}
+        if not advice.fits(task.changed(before)):
+            return found
+    sizes = {"gpu": task.budgets.gpu, "ram": task.budgets.ram, "nvme": task.budgets.nvme or 0}
+    changes = advice.nearest(task, error, sizes, shorter or _LEAST_CONTEXT - 1)
+    return found | {"changes": [change.to_json() for change in changes]}

@@ -1,0 +1,71 @@
+"""What models are made of, kept between plans: taking one apart takes PyTorch and transformers, which take seconds.
+
+A file a model (storage/files/user_cache.py). Only a plan reads it, never a training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import msgspec
+
+from penstock import engine
+from penstock.engine.config import Recipe
+from penstock.engine.model.spec import ModelSpec
+from penstock.storage.files.model_folder import read_config_file
+from penstock.storage.files.untrusted import typed
+from penstock.storage.files.user_cache import cache_folder, code_digest, read_kept, write_kept
+
+_MOST_FILES = 64
+_CODE = ("model", "attention", "hf")
+"""Rooms of the engine whose code says what a model is made of."""
+
+
+def kept_spec(recipe: Recipe, make: Callable[[], ModelSpec], *, compiled: bool = False) -> ModelSpec:
+    """What the recipe's model is made of, without its `config`: as kept, else as `make` says, whose errors pass.
+
+    The recipe's compute dtype is decided. `make` depends on the recipe and the model's config.json alone, and on
+    whether the graphs of `compiled` layers are wanted.
+    """
+    folder, digest = cache_folder("models"), _digest(recipe, compiled)
+    spec = None if folder is None else _read(folder, digest)
+    if spec is None:
+        spec = replace(make(), config=None)
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                write_kept(folder, digest, {"spec": msgspec.to_builtins(spec)}, _MOST_FILES)
+    return spec
+
+
+def _digest(recipe: Recipe, compiled: bool) -> str:
+    """Of everything that decides what the model is made of. UserError for a config.json that cannot be read."""
+    config = None
+    if recipe.model.path is not None and (path := Path(recipe.model.path).expanduser()).exists():
+        config = hashlib.sha256(read_config_file(path)[1]).hexdigest()
+    made_of = {
+        "versions": [importlib.metadata.version(name) for name in ("penstock", "torch", "transformers")],
+        "code": code_digest(Path(engine.__path__[0]) / room for room in _CODE),
+        "model": asdict(recipe.model),
+        "adapter": asdict(recipe.adapter),
+        "freeze": recipe.train.freeze,
+        "config": config,
+        "vocab_size": recipe.data.tokenizer_vocab_size,
+        "sequence_length": recipe.data.sequence_length,
+        "compute_dtype": recipe.train.compute_dtype,
+        "compiled": compiled,
+    }
+    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+
+
+def _read(folder: Path, digest: str) -> ModelSpec | None:
+    try:
+        kept = read_kept(folder, digest)
+        return None if kept is None else typed(kept["spec"], ModelSpec)
+    except (ValueError, KeyError):
+        return None

@@ -1,0 +1,53 @@
+"""A recipe as a run or a plan opens it: what its data are is found, and what has no effect is refused or told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.app.hub.names import is_hub
+from penstock.engine.config import Recipe, idle_notes, require_effect
+from penstock.storage.files.model_folder import linked_files
+from penstock.storage.files.untrusted import printable
+
+
+class Opened(NamedTuple):
+    """A recipe with nothing left to be found."""
+
+    recipe: Recipe
+    said: list[str]
+    """Lines to tell once: what was found of the data, and fields without effect."""
+
+
+def opened(recipe: Recipe) -> Opened:
+    """The recipe with the formats that data.source=auto stands for; data on the hub that is not fetched stays as it is.
+
+    Raises UserError for data of no known format, and for a field that contradicts what is trained, as it has no effect.
+    """
+    recipe, said = with_found_data(recipe)
+    require_effect(recipe)
+    return Opened(recipe, [*said, *_linked(recipe), *idle_notes(recipe)])
+
+
+def _linked(recipe: Recipe) -> Iterator[str]:
+    """A line for each folder that lies elsewhere in part."""
+    for key, path in (("model.path", recipe.model.path), ("data.tokenizer", recipe.data.tokenizer)):
+        if path is not None and not is_hub(path) and (found := linked_files(Path(path).expanduser())):
+            name, place = next(iter(found.items()))
+            more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
+            yield printable(f"{key}: {name} ({place}){more} are read through links that lead out of the folder")
+
+
+def with_found_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """The recipe with the formats of its data, and a line for each that was found."""
+    data = recipe.data
+    sources = [part.get("source", data.source) for part in data.mixture] or [data.source]
+    paths = [part.get("path") for part in data.mixture] or [data.path]
+    if "auto" not in sources or any(map(is_hub, paths)):
+        return recipe, []
+    from penstock.engine.data.found import found_source
+
+    data, said = found_source(data)
+    return replace(recipe, data=data), said

@@ -1,0 +1,165 @@
+"""`penstock plan`: a recipe's forecast for this machine or another, from its config alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.app.console.loading import loading, uncollected
+from penstock.engine.config import Recipe, recurrent_notes
+from penstock.storage.files.errors import BudgetError
+
+if TYPE_CHECKING:
+    from penstock.engine.forecast.request import PlanRequest
+    from penstock.engine.machine.profile import Machine
+    from penstock.engine.model.spec import ModelSpec
+
+
+def plan_recipe(
+    recipe: Recipe,
+    machine: str | None = None,
+    *,
+    advice: bool = True,
+    trace: Path | None = None,
+    cluster: str | None = None,
+    said: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The forecast of a recipe: no weights are read, and nothing is written but `trace`.
+
+    `machine`: preset or profile file; None takes the recipe's, or this machine. `advice` False leaves out what is found
+    by planning again: what one change would help most, and the tokens that make it compute-bound. `trace`: file for the
+    simulated step as a Chrome trace, where the plan fits. `cluster`: nodes x GPUs, as `2x8`, for which it is planned as
+    well. `said`: lines of the recipe, which stand in `notes` before those of its model.
+    """
+    result: dict[str, Any] = {}
+    with uncollected():
+        for result in plan_stages(recipe, machine, trace=trace, cluster=cluster, said=said):
+            if result["fits"] and not advice:
+                break
+    return result
+
+
+def plan_stages(
+    recipe: Recipe,
+    machine: str | None = None,
+    *,
+    trace: Path | None = None,
+    cluster: str | None = None,
+    said: Sequence[str] = (),
+) -> Iterator[dict[str, Any]]:
+    """The forecast twice: without what is found by planning again, then with it (advice, or changes that would fit)."""
+    from penstock.app.runs.trace import write_spans
+    from penstock.engine.data.corpus import require_text
+    from penstock.engine.forecast.advice import best_change, fixes
+    from penstock.engine.forecast.cluster import cluster_forecast, require_cluster
+    from penstock.engine.forecast.extrapolate import estimate
+    from penstock.engine.forecast.report import compute_bound_tokens, forecast, refusal
+    from penstock.engine.machine.clusters import parse_cluster
+
+    several = None if cluster is None else parse_cluster(cluster)
+    if several is not None:
+        require_cluster(recipe, several)
+    if not recipe.data.lacks_path:
+        require_text(recipe.data)
+    on, task = recipe_task(recipe, machine)
+    notes = [*said, *(recurrent_notes(recipe) if task.spec.recurrent else ())]
+    result: dict[str, Any] = {"recipe": recipe.name, "notes": notes}
+    if several is not None:
+        result["cluster"] = cluster_forecast(task.spec, recipe, several, compiled=recipe.train.compile == "on")
+    folder = recipe.model.path
+    if folder is not None and not Path(folder).expanduser().exists():
+        result["note"] = f"shape from the recipe: {folder} is not there"
+    started = time.perf_counter()
+    try:
+        task = task.settled()
+        found = task.search(on)
+    except BudgetError as error:
+        result |= refusal(task, on, error)
+        yield result
+        sizes = {"gpu": on.gpu_bytes, "ram": on.ram_bytes, "nvme": on.nvme_bytes}
+        changes = [change.to_json() for change in fixes(task, sizes)]
+        yield result | {"refusal": result["refusal"] | {"changes": changes}}
+        return
+    result["search_s"] = time.perf_counter() - started
+    result |= forecast(task, on, found)
+    if trace is not None:
+        write_spans(estimate(found.plan, on, full=True).spans, f"{recipe.name}, planned", trace)
+    yield result
+    yield result | {
+        "best_change": best_change(task, on, found, result["tokens_per_step"]),
+        "compute_bound_tokens": compute_bound_tokens(task, on, found),
+    }
+
+
+def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, PlanRequest]:
+    """The machine, and what has to be planned for it."""
+    from penstock.engine.forecast.request import PlanRequest
+    from penstock.engine.machine.precision import with_compute_dtype
+    from penstock.engine.machine.presets import find_machine, this_machine
+
+    name = machine or recipe.machine
+    if name:
+        on = find_machine(name)
+        return on, machine_task(recipe, on)
+    import torch
+
+    from penstock.engine.machine.budgets import run_budgets
+    from penstock.engine.machine.reservations import reserved
+
+    where = torch.device("cuda" if torch.cuda.is_available() and recipe.train.device != "cpu" else "cpu")
+    on = this_machine(where)
+    drives = [Path(drive).expanduser() for drive in recipe.storage.drives] or [Path.cwd()]
+    budgets = run_budgets(recipe.budgets, where, drives, new=True, others=reserved())
+    recipe = replace(recipe, train=with_compute_dtype(recipe.train, where))
+    return on, PlanRequest(spec=_spec(recipe, where.type), recipe=recipe, budgets=budgets, device_type=where.type)
+
+
+def machine_task(recipe: Recipe, on: Machine, spec: ModelSpec | None = None) -> PlanRequest:
+    """What has to be planned for a machine on which nothing else runs; `spec`: of the model, where it is known."""
+    from penstock.engine.forecast.request import PlanRequest
+    from penstock.engine.machine.budgets import machine_budgets
+    from penstock.engine.machine.precision import with_compute_dtype
+
+    budgets, device = machine_budgets(recipe.budgets, on), "cpu" if on.gpu is None else "cuda"
+    recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
+    if spec is None:
+        spec = _spec(recipe, device)
+    return PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type=device)
+
+
+def forecast_or_refusal(task: PlanRequest, on: Machine) -> dict[str, Any]:
+    """The forecast of the best plan, or its refusal, without anything that is found by planning again."""
+    from penstock.engine.forecast.report import forecast, refusal
+
+    try:
+        task = task.settled()
+        return forecast(task, on, task.search(on))
+    except BudgetError as error:
+        return refusal(task, on, error)
+
+
+def _spec(recipe: Recipe, device: str) -> ModelSpec:
+    """What the recipe's model is made of, and what graphs of its layers take on that kind of device."""
+    from penstock.app.planning.model_cache import kept_spec
+
+    # A run on a GPU that compiles measures them; where nothing runs they are found.
+    compiled = device == "cuda" and recipe.train.compile != "off"
+    return kept_spec(recipe, lambda: _take_apart(recipe, compiled), compiled=compiled)
+
+
+def _take_apart(recipe: Recipe, compiled: bool) -> ModelSpec:
+    """What the recipe's model is made of; loads PyTorch and transformers."""
+    with loading():
+        from penstock.engine.hf.config import model_config, require_overrides
+        from penstock.engine.model.anatomy import model_spec
+        from penstock.engine.model.graph_size import find_graph_bytes
+
+    require_overrides(recipe, recipe.data.tokenizer_vocab_size)
+    config = model_config(recipe, recipe.data.tokenizer_vocab_size)
+    spec = model_spec(config, recipe)
+    if compiled:
+        find_graph_bytes(spec, recipe.train.compute_dtype, compiled=True)
+    return spec

@@ -1,0 +1,545 @@
+"""A forecast for people: does it fit, where everything lives, how long a step takes and why.
+
+Reads the JSON object of a forecast (`penstock plan --json`, plan.json of a run directory) and makes rows of it, which
+the command line prints on one screen and the terminal application scrolls. A figure that is not known reads n/a.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from penstock.app.console.rows import ASCII, UNICODE, Glyphs, Page, Row
+from penstock.app.planning.cluster_view import cluster_rows
+from penstock.app.runs.speed import speed_figure
+from penstock.storage.files.units import bytes_text, duration_text, of_text, params_text, percent_text, seconds_text
+
+SCREEN_LINES = 45
+BLOCK_ROWS = (9, 6, 3)
+"""Most rows of blocks: the first number with which all fits the screen."""
+TARGETS = ("weights", "state", "gradient")
+TIERS = ("gpu", "ram", "nvme")
+_PARTS = 3
+"""Largest parts of a tier that have a shade of their own."""
+_SIDE_BY_SIDE = 60
+"""Cells from which a tier's bar stands beside its figures."""
+_FULL = 0.95
+"""Of a budget: from here on a tier is shown as nearly full."""
+_STYLES = {"good": "green", "bad": "red", "warn": "yellow", "accent": "cyan", "ema": "cyan", "title": "bold"}
+_STYLES |= {"dim": "dim", "axis": "dim", "lane": "cyan", "tier": "cyan"}
+_SAVED = {"none": "graph", "selective": "attention", "full": "input"}
+"""train.activation_checkpointing -> what forward saves."""
+_POOLS = {
+    "layer": "layers",
+    "frozen layer": "frozen layers",
+    "frozen embedding and head": "frozen tables",
+    "edge": "embedding and head",
+}
+"""Pools of slots whose names in plan.json are not what people read; an older run's has `edge`."""
+_SLOTS = {
+    "weight slots": "weight_slots",
+    "gradient slots": "gradient_slots",
+    "state stages": "state_stages",
+    "part stages": "part_stages",
+    "activation stages": "activation_stages",
+}
+
+
+def print_plan(forecast: dict[str, Any], console: Console) -> None:
+    """Print the forecast in at most SCREEN_LINES lines, none wider than the console.
+
+    A console narrower than 60 columns wraps as it likes. Reasons that find no room are left out, and counted.
+    """
+    width = max(60, console.width)
+    page = Page(width, ASCII if console.options.ascii_only else UNICODE)
+    for rows in BLOCK_ROWS:
+        page.rows = []
+        _page(page, forecast, table_rows=rows)
+        if len(page.rows) <= SCREEN_LINES:
+            break
+    else:
+        if "cluster" in forecast:  # was asked for, and takes more room than blocks leave
+            page.rows = []
+            _page(page, forecast | {"blocks": []})
+    _reasons(page, forecast, SCREEN_LINES - len(page.rows))
+    for row in page.rows:
+        line = Text.assemble(*((text, _console_style(token)) for text, token in row))
+        line.rstrip()
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def plan_rows(
+    forecast: dict[str, Any], width: int, glyphs: Glyphs, *, status: str = "", advising: bool = False
+) -> list[Row]:
+    """All of the forecast for the terminal application, where keys apply what helps.
+
+    `status` stands at the right of the verdict; `advising`: what would help is still being tried.
+    """
+    page = Page(width, glyphs)
+    _page(page, forecast, keys=True, status=status, advising=advising)
+    _reasons(page, forecast)
+    return page.rows
+
+
+def fixes(forecast: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The changes of a refused recipe that a key can apply, in their order: key 1 is the first."""
+    if forecast is None or forecast["fits"]:
+        return []
+    return [change for change in forecast["refusal"].get("changes") or [] if change["set"]][:9]
+
+
+def verdict(forecast: dict[str, Any], glyphs: Glyphs) -> tuple[str, str]:
+    """Whether it fits: text and token."""
+    return (f"{glyphs.check} fits", "good bold") if forecast["fits"] else (f"{glyphs.cross} does not fit", "bad bold")
+
+
+def machine_name(forecast: dict[str, Any]) -> str:
+    """This machine has no name of its own before it is probed."""
+    name = forecast["machine"]["name"]
+    return "this machine" if name.startswith("generic") else str(name)
+
+
+def _console_style(token: str) -> str:
+    name, *extras = token.split()
+    return " ".join([_STYLES.get(name.partition(".")[0], ""), *extras]).strip()
+
+
+def _page(
+    page: Page,
+    forecast: dict[str, Any],
+    *,
+    keys: bool = False,
+    status: str = "",
+    advising: bool = False,
+    table_rows: int = 0,
+) -> None:
+    """All but the reasons.
+
+    `keys`: it is said where a key applies a change; `table_rows`: most rows of blocks, which are a map where 0.
+    """
+    _head(page, forecast, status)
+    if not forecast["fits"]:
+        _refusal(page, forecast, keys, advising)
+        cluster_rows(page, forecast)
+        return
+    _figures(page, forecast)
+    if forecast.get("tiers"):
+        page.head("memory", "planned peak, of the budget" + _given(forecast))
+    for name, tier in (forecast.get("tiers") or {}).items():
+        _tier(page, name, tier)
+    _lanes(page, forecast)
+    _help(page, forecast, keys, advising)
+    if forecast.get("blocks"):
+        if table_rows:
+            _block_table(page, forecast, table_rows)
+        else:
+            _block_map(page, forecast)
+        _slots(page, forecast)
+    _end(page, forecast)
+    cluster_rows(page, forecast)
+
+
+def _given(forecast: dict[str, Any]) -> str:
+    """Which budgets the recipe does not give as sizes."""
+    given = forecast.get("budgets_given") or {}
+    words = [f"budgets.{tier}={text}" for tier, text in given.items() if text == "least" or text.endswith("%")]
+    return f" ({', '.join(words)})" if words else ""
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def _head(page: Page, forecast: dict[str, Any], status: str) -> None:
+    machine, model = forecast["machine"], forecast.get("model")
+    recipe = f": {forecast['recipe']}" if forecast.get("recipe") else ""
+    row: Row = [verdict(forecast, page.glyphs), (" on ", "dim"), (machine_name(forecast), "text bold")]
+    page.ends([*row, (recipe, "text")], [(status, "accent")] if status else [])
+    gpu = machine.get("gpu") or "no GPU: the gpu tier is ordinary memory"
+    page.wrapped(f"{gpu}; the machine's figures: {machine['source']}", "dim")
+    if model:
+        active = model.get("active_params")
+        sparse = f" ({params_text(active)} active a token)" if active and active != model["params"] else ""
+        page.wrapped(
+            f"{model['type']}, {params_text(model['params'])} parameters{sparse}, {model['layers']} layers; "
+            f"{forecast['tokens_per_step']:,} tokens a step, context {forecast['context']:,}",
+            "text",
+        )
+    if frozen := forecast.get("frozen"):
+        page.wrapped(
+            f"frozen: {params_text(frozen['params'])} of {params_text(forecast['model']['params'])} parameters, "
+            f"weights only, {frozen['param_bytes']} bytes each instead of {frozen['trained_param_bytes']}",
+            "text",
+        )
+    for note in (*filter(None, [forecast.get("note")]), *forecast.get("notes", ())):
+        page.wrapped(f"{page.glyphs.diamond} {note}", "warn")
+
+
+def _figures(page: Page, forecast: dict[str, Any]) -> None:
+    """The figures that matter, above their units."""
+    figures = [
+        (seconds_text(forecast.get("step_s")), "a step"),
+        (speed_figure(forecast.get("tokens_per_s")), "tokens/s"),
+        (duration_text((forecast.get("run") or {}).get("seconds")), f"{forecast['steps']:,} steps"),
+        (percent_text(forecast.get("mfu")), "MFU"),
+        (percent_text(forecast.get("hfu")), "HFU"),
+    ]
+    page.head("planned")
+    least = max(len(text) for figure in figures for text in figure) + 1
+    each = max(2, min(len(figures), page.width // least))
+    for start in range(0, len(figures), each):
+        shown, room = figures[start : start + each], page.width // each
+        page.line([(f"{value:<{room}}", "accent bold") for value, _ in shown])
+        page.line([(f"{unit:<{room}}", "dim") for _, unit in shown])
+
+
+def _tier(page: Page, name: str, tier: dict[str, Any]) -> None:
+    peak, budget = tier.get("peak_bytes"), tier.get("budget_bytes")
+    share = peak / budget if peak is not None and budget else None
+    token = "text" if share is None or share < _FULL else "warn" if share <= 1 else "bad"
+    figures = of_text(peak, budget)
+    label: Row = [(f"{name:<5}", f"tier.{name} bold"), (f"{percent_text(share, 0):>5} ", f"{token} bold")]
+    parts = _largest(tier.get("parts") or {})
+    if page.width >= _SIDE_BY_SIDE:
+        label.append((f" {figures:<20} ", "text"))
+        room = page.width - sum(cell_len(text) for text, _ in label)
+        page.line([*label, *_bar(room, peak, budget, parts, name, page.glyphs)])
+    else:
+        page.line([*label, (f" {figures}", "text")])
+        page.line(_bar(page.width, peak, budget, parts, name, page.glyphs))
+    shades = _shades(page.glyphs)
+    named = [f"{shades[index]} {part} {bytes_text(size)}" for index, (part, size) in enumerate(parts)]
+    page.items(named, "  ", "dim", indent=5)
+
+
+def _shades(glyphs: Glyphs) -> str:
+    """As many as there are parts with a shade of their own, and one for the others."""
+    return "█▓▒░" if glyphs.braille else "#=+-"
+
+
+def _free(glyphs: Glyphs) -> str:
+    return "·" if glyphs.braille else "."
+
+
+def _bar(
+    width: int, peak: float | None, budget: float | None, parts: Sequence[tuple[str, int]], name: str, glyphs: Glyphs
+) -> Row:
+    """The tier's parts in shades, as far as they fill the budget; beyond it, where it does not fit, in red."""
+    if not budget or peak is None:
+        return [(_free(glyphs) * width, "axis")]
+    scale = width / max(budget, peak)
+    row: Row = []
+    ends = list(itertools.accumulate(float(size) for _, size in parts)) or [peak]
+    done = 0
+    for shade, end in zip(_shades(glyphs), ends, strict=False):
+        cells = max(round(end * scale), done + (1 if done == 0 else 0))
+        row.append((shade * (cells - done), f"tier.{name}"))
+        done = cells
+    if peak > budget:
+        inside = min(width - 1, max(1, round(budget * scale)))
+        full, mark = _shades(glyphs)[0], glyphs.vline
+        return [(full * inside, f"tier.{name}"), (mark, "title"), (full * (width - inside - 1), "bad")]
+    return [*row, (_free(glyphs) * (width - done), "axis")]
+
+
+def _largest(parts: dict[str, int]) -> list[tuple[str, int]]:
+    """The biggest parts of a tier, and the sum of the others."""
+    found = sorted(((size, name) for name, size in parts.items() if size), reverse=True)
+    named = [(name, size) for size, name in found[:_PARTS]]
+    rest = found[_PARTS:]
+    return [*named, (f"{len(rest)} more", sum(size for size, _ in rest))] if rest else named
+
+
+def _lanes(page: Page, forecast: dict[str, Any]) -> None:
+    """How busy each lane is in a step, for how long, and what it moves where there is room to say it."""
+    bound = forecast["bound_by"]
+    page.head("lanes", f"bound by {bound}", f"lane.{bound}")
+    name = max(map(len, forecast["lanes"]), default=0)
+    for lane, figures in forecast["lanes"].items():
+        share, moved = figures.get("share"), figures.get("bytes")
+        token = "text bold" if lane == bound else "text"
+        tail = f" {percent_text(share, 0):>4} {seconds_text(figures.get('busy_s')):>8}"
+        if page.width >= _SIDE_BY_SIDE:
+            tail += f" {bytes_text(moved) if moved else '-':>9}"
+        room = page.width - name - 1 - len(tail)
+        bar = _busy(share, room, page.glyphs)
+        free = _free(page.glyphs) * (room - len(bar))
+        page.line([(f"{lane:<{name}} ", token), (bar, f"lane.{lane}"), (free, "axis"), (tail, token)])
+
+
+def _busy(share: float | None, width: int, glyphs: Glyphs) -> str:
+    """A bar in eighths of a cell where the terminal has them."""
+    cells = min(1.0, max(0.0, share or 0.0)) * max(0, width)
+    if not glyphs.braille:
+        return "#" * round(cells)
+    eighths = round(cells * 8)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def _help(page: Page, forecast: dict[str, Any], keys: bool, advising: bool) -> None:
+    """What one change would bring."""
+    if "best_change" not in forecast:
+        if advising:
+            page.head("helps most")
+            page.line([(f"trying{page.glyphs.ellipsis}", "dim")])
+        return
+    best = forecast["best_change"]
+    page.head("helps most", "b applies it" if keys and best and best["set"] else "", "accent")
+    if best is None:
+        page.wrapped("no single change was found that helps", "dim")
+    else:
+        page.wrapped(best["text"] + _gain(best, forecast, page.glyphs), "good")
+        _settings(page, best["set"], keys)
+    tokens = forecast.get("compute_bound_tokens")
+    page.wrapped(f"compute-bound from {'n/a' if tokens is None else f'{tokens:,}'} tokens a step", "dim")
+
+
+def _gain(best: dict[str, Any], forecast: dict[str, Any], glyphs: Glyphs) -> str:
+    rate, now, step_s = best.get("tokens_per_s"), forecast.get("tokens_per_s"), best.get("step_s")
+    if not rate or not now:
+        return ""
+    return f" {glyphs.arrow} {seconds_text(step_s)} a step, {speed_figure(rate)} tokens/s ({rate / now - 1:+.0%})"
+
+
+def _settings(page: Page, settings: Sequence[str], keys: bool) -> None:
+    """The fields that a change sets; as ready arguments, values quoted for a shell, where no key applies it."""
+    if keys:
+        for setting in settings:
+            page.line([("  " + setting, "ema")])
+    else:
+        page.items([f"--set {shlex.quote(item)}" for item in settings], " ", "setting", indent=2)
+
+
+def _refusal(page: Page, forecast: dict[str, Any], keys: bool, advising: bool) -> None:
+    refusal = forecast["refusal"]
+    short = refusal.get("short_bytes")
+    page.line([])
+    if refusal.get("tier"):
+        by = "" if short is None else f" by {bytes_text(short)}"
+        page.wrapped(f"the {refusal['tier']} tier is too small{by}", "bad bold")
+    for name, tier in (forecast.get("tiers") or {}).items():
+        if name in TIERS:
+            _tier(page, name, tier)
+    changes = refusal.get("changes") or []
+    page.head("what would fit", "a key applies it" if keys and fixes(forecast) else "", "accent")
+    if advising:
+        page.line([(f"trying changes one by one{page.glyphs.ellipsis}", "dim")])
+    elif not changes:
+        page.wrapped("no single change was found that fits", "dim")
+    for change in changes:
+        if keys and change["set"] and change in fixes(forecast):
+            page.line([(f"{fixes(forecast).index(change) + 1} ", "accent bold"), (change["text"], "text")])
+        else:
+            page.line([("- ", "dim"), (change["text"], "dim" if keys else "text")])
+        _settings(page, change["set"], keys)
+    page.head("why")
+    page.wrapped(refusal["message"], "dim")
+
+
+def _block_map(page: Page, forecast: dict[str, Any]) -> None:
+    """One cell a block, the first at the left: in which tier its weights, state and gradient live."""
+    blocks = [_together(members) for members in by_block(forecast["blocks"]).values()]
+    marks = "█▒░" if page.glyphs.braille else "grn"  # told apart without colours
+    page.head("blocks", "  ".join(f"{mark} {tier}" for tier, mark in zip(TIERS, marks, strict=True)))
+    for target in TARGETS:
+        cells = min(len(blocks), page.width - 10)
+        row: Row = [(f"{target:<10}", "dim")]
+        places = [blocks[index * len(blocks) // cells][target] for index in range(cells)]
+        for tier, run in itertools.groupby(places):
+            mark = marks[TIERS.index(tier)] if tier in TIERS else "?" if tier else _free(page.glyphs)
+            row.append((mark * len(list(run)), f"tier.{tier}" if tier else "axis"))
+        page.line(row)
+    page.wrapped(f"saved for backward: {', '.join(_saved(forecast['blocks'], _of_group(forecast)))}", "dim")
+
+
+def by_block(blocks: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Block -> its buffers: of what is trained, and of what is frozen."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for buffer in blocks:
+        found.setdefault(buffer.get("block") or buffer["name"], []).append(buffer)
+    return found
+
+
+def _together(buffers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Where a block lives: most of its weights, and the state and gradient of what is trained; None: it has none."""
+    largest = max(buffers, key=lambda buffer: buffer["bytes"])
+    trained = next((buffer for buffer in buffers if not buffer.get("frozen")), None)
+    return {"weights": largest["weights"]} | {k: trained and trained[k] for k in ("state", "gradient")}
+
+
+def _block_table(page: Page, forecast: dict[str, Any], most: int) -> None:
+    """Where blocks live, how large they are and what is saved of them for backward, in at most `most` rows."""
+    page.head("blocks")
+    rows = [(["block", *TARGETS, "size"], ["saved for backward"])]
+    rows += [_block_row(members, _of_group(forecast), apart) for members, apart in _alike(forecast["blocks"], most)]
+    widths = [max(len(cells[column]) for cells, _ in rows) for column in range(len(TARGETS) + 2)]
+    for index, (cells, saved) in enumerate(rows):
+        *left, size = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        begin = "  ".join([*left, size.strip().rjust(widths[-1])]) + "  "
+        token = "text" if index else "title"
+        text = ", ".join(saved)
+        if len(begin + text) <= page.width:
+            page.line([(begin + text, token)])
+        else:
+            page.line([(begin, token)])
+            page.wrapped(text, token, indent=4)
+
+
+def _alike(blocks: Sequence[dict[str, Any]], most: int) -> list[tuple[list[dict[str, Any]], bool]]:
+    """Runs of blocks that are treated alike; where these are more than `most`, blocks of like placement wherever they
+    lie (True), then of all layers."""
+
+    blocks = sorted(blocks, key=lambda block: bool(block.get("frozen")))  # what is frozen comes last
+
+    def stem(block: dict[str, Any]) -> tuple[Any, ...]:
+        return (_block_name(block).rsplit(".", 1)[0], block.get("frozen"))
+
+    def place(block: dict[str, Any]) -> tuple[Any, ...]:
+        return (*stem(block), *(block[target] for target in TARGETS))
+
+    def treatment(block: dict[str, Any]) -> tuple[Any, ...]:
+        where = (block.get(key) for key in ("spilled", "saved_on_gpu", "graphs_aside"))
+        return (*place(block), tuple(_levels(block).items()), *where)
+
+    for key in (treatment, place):
+        runs = [list(members) for _, members in itertools.groupby(blocks, key=key)]
+        if len(runs) <= most:
+            return [(members, False) for members in runs]
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for key in (place, stem):
+        groups = {}
+        for block in blocks:
+            groups.setdefault(key(block), []).append(block)
+        if len(groups) <= most:
+            break
+    return [(members, True) for members in groups.values()]
+
+
+def _block_row(members: list[dict[str, Any]], chunks: int, apart: bool) -> tuple[list[str], list[str]]:
+    """The cells of a row of blocks, and what is saved of them."""
+    first, last = _block_name(members[0]), _block_name(members[-1])
+    name = first
+    if len(members) > 1:
+        end = last.rsplit(".", 1)[-1]
+        name = f"{len(members)} of {first}-{end}" if apart else f"{first} - {end}"
+    name += ", frozen" if members[0].get("frozen") else ""
+    tiers = [_joined(block[target] or "-" for block in members) for target in TARGETS]
+    return [name, *tiers, bytes_text(sum(block["bytes"] for block in members))], _saved(members, chunks)
+
+
+def _block_name(buffer: dict[str, Any]) -> str:
+    return str(buffer.get("block") or buffer["name"])
+
+
+def _joined(values: Iterable[str]) -> str:
+    return "/".join(dict.fromkeys(values))
+
+
+def _saved(members: Sequence[dict[str, Any]], chunks: int) -> list[str]:
+    """What backward finds of these blocks' chunks: `attention`, or `graph 3%, input 97%`; where it lies, unless
+    in RAM."""
+    members = [block for block in members if _levels(block)]
+    total = chunks * len(members)
+    counts: dict[str, int] = {}
+    for block in members:
+        for level, count in _levels(block).items():
+            counts[level] = counts.get(level, 0) + count
+    found = {level: count for level, count in counts.items() if count}
+    if not found:
+        return ["-"]
+    texts = [
+        _SAVED[level] if count == total else f"{_SAVED[level]} {_part(count, total)}" for level, count in found.items()
+    ]
+    places = {"spilled": "on NVMe", "saved_on_gpu": "on the GPU", "graphs_aside": "graphs that leave the GPU"}
+    for key, where in places.items():
+        if count := sum(block.get(key) or 0 for block in members):
+            texts.append(f"{_part(count, total)} {where}")
+    return texts
+
+
+def _of_group(forecast: dict[str, Any]) -> int:
+    """Chunks of one group, which is what is saved of a block at once."""
+    return int(forecast.get("group_chunks", forecast["chunks"]))
+
+
+def _groups(forecast: dict[str, Any]) -> list[str]:
+    """How the step is cut into groups of micro-batches, where it is."""
+    groups = forecast.get("groups", 1)
+    return [f"{groups:,} groups of {forecast['group_tokens']:,} tokens, one after another"] if groups > 1 else []
+
+
+def _levels(block: dict[str, Any]) -> dict[str, int]:
+    """train.activation_checkpointing -> chunks of the block, as planned."""
+    found: dict[str, int] = block.get("activation_checkpointing") or {}
+    return {level: count for level, count in found.items() if level in _SAVED}
+
+
+def _part(count: int, total: int) -> str:
+    """A share in whole percent; what is little is not nothing, and what is nearly all is not all."""
+    if count == total:
+        return "all"
+    percent = round(100 * count / total)
+    return "<1%" if percent == 0 else ">99%" if percent == 100 else f"{percent}%"
+
+
+def _slots(page: Page, forecast: dict[str, Any]) -> None:
+    """How a micro-batch is cut, and through how many buffers it streams."""
+    items = [
+        f"{forecast['chunks']:,} chunks of {forecast['chunk_tokens']:,} tokens",
+        *_groups(forecast),
+        f"keys and values {forecast['kv_window']}",
+    ]
+    for what, key in _SLOTS.items():
+        if value := forecast.get(key):
+            if isinstance(value, dict):
+                value = " + ".join(f"{count} for {_POOLS.get(pool, pool)}" for pool, count in value.items() if count)
+            items.append(f"{what}: {value or 0}")
+    page.items(items, "; ", "dim")
+
+
+def _end(page: Page, forecast: dict[str, Any]) -> None:
+    """What the whole run writes, and its validations and samples."""
+    run = forecast.get("run") or {}
+    page.head("whole run", f"{forecast['steps']:,} steps in {duration_text(run.get('seconds'))}")
+    if run.get("validations"):
+        page.wrapped(f"{run['validations']:,} validations of {seconds_text(run['validation_s'])} included", "text")
+    if samples := run.get("samples"):
+        page.wrapped(
+            f"samples: {samples['prompts']:,} x {samples['tokens']:,} tokens every {samples['every']:,} steps, about "
+            f"{seconds_text(samples['seconds'])} each",
+            "text",
+        )
+    for text, alike in itertools.groupby(map(_drive, run.get("drives") or [])):
+        count = len(list(alike))
+        page.wrapped(f"{count} drives, each {text.removeprefix('drive: ')}" if count > 1 else text, "text")
+
+
+def _drive(drive: dict[str, Any]) -> str:
+    share, endurance = drive.get("endurance_share"), drive.get("endurance_bytes")
+    worn = percent_text(share, 1 if share is None or share >= 0.01 else 3)
+    of = "" if endurance is None else f" of {bytes_text(endurance)}"
+    name = f"drive {drive['path']}" if drive.get("path") else "drive"
+    written, step = bytes_text(drive["bytes_written"]), bytes_text(drive.get("bytes_written_per_step"))
+    return f"{name}: writes {written} ({step} a step), endurance used {worn}{of}"
+
+
+def _reasons(page: Page, forecast: dict[str, Any], room: int = 10_000) -> None:
+    """The reasons that fit `room` rows under a heading, whole ones only."""
+    reasons = forecast.get("reasons") or {}
+    if not reasons or room < 3:
+        return
+    page.head("why this plan")
+    room -= 1
+    for index, (choice, text) in enumerate(reasons.items()):
+        entry = Page(page.width, page.glyphs)
+        entry.wrapped(f"{choice.replace('_', ' ')}: {text}", "dim")
+        room -= len(entry.rows)
+        if room < (1 if index + 1 < len(reasons) else 0):
+            page.line([(f"{len(reasons) - index} more with --json", "dim")])
+            return
+        page.rows += entry.rows

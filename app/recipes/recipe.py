@@ -1,0 +1,355 @@
+"""The recipe: one typed object that says everything about a run, built by a Python file and saved as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import sys
+import traceback
+import typing
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from penstock.app.hub.names import is_hub, normal, parse_hub
+from penstock.app.recipes import shipped
+from penstock.app.recipes.fields import PATHS, checked, hints, nearest, nearest_key, parse, sections, top_level
+from penstock.app.recipes.synonyms import hint
+from penstock.engine.config import RENAMED as RENAMED
+from penstock.engine.config import AfterConfig as AfterConfig
+from penstock.engine.config import Recipe as Recipe
+from penstock.engine.config import Renamed, require_effect
+from penstock.storage.files import sealed
+from penstock.storage.files.disk import prepare_file, publish
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.links import require_no_entry
+from penstock.storage.files.untrusted import one_line, parse_json, read_regular, real_path
+from penstock.storage.offsite.place import is_place
+
+_FILE_BYTES = 1 << 24
+"""Of a recipe file; those that people write have kilobytes."""
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    return dataclasses.asdict(recipe)
+
+
+def from_dict(tree: Mapping[str, Any], where: str | None = None, *, is_run: bool = False) -> Recipe:
+    """The recipe of nested dicts, every name, type and value checked.
+
+    `is_run`: of a run that goes on, in which fields without effect stay as they are.
+    Raises UserError naming `where` and the field, and the nearest valid name for an unknown one.
+    """
+    try:
+        recipe = _from_dict(_with_todays_names(tree, where or "recipe"))
+        if not is_run:
+            require_effect(recipe)
+        return recipe
+    except UserError as error:
+        raise UserError(f"{where}: {error}" if where else str(error)) from None
+
+
+def _with_todays_names(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`tree` with the fields that had another name under today's; one line on standard error says which they are."""
+    changed = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    read: list[Renamed] = []
+    for item in RENAMED:
+        section, _, old = item.old.partition(".")
+        inside = changed.get(section)
+        if isinstance(inside, dict) and old in inside:
+            new = item.new.partition(".")[2]
+            if new in inside:
+                raise UserError(f"{item.old} and {item.new} are the same field; leave out {item.old}")
+            value = inside.pop(old)
+            inside[new] = item.values.get(value, value) if isinstance(value, str) else value
+            read.append(item)
+    _tell_old_names(read, where)
+    return changed
+
+
+def _tell_old_names(read: Sequence[Renamed], where: str) -> None:
+    if read:
+        names = ", ".join(f"{item.old} is {item.new} now" for item in read)
+        print(f"{where}: read under old names: {names}", file=sys.stderr)
+
+
+def _from_dict(tree: Mapping[str, Any]) -> Recipe:
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        if name not in hints(Recipe):
+            raise UserError(f"unknown field '{name}'; {hint(name) or nearest(name, hints(Recipe))}")
+        section = sections().get(name)
+        if section is None:
+            values[name] = checked(value, hints(Recipe)[name], name)
+            continue
+        if not isinstance(value, Mapping):
+            raise UserError(f"'{name}' must be an object with the fields of {section.__name__}")
+        types = hints(section)
+        for key in value:
+            if key not in types:
+                raise UserError(f"unknown field '{name}.{key}'; {nearest_key(f'{name}.{key}')}")
+        values[name] = section(**{key: checked(item, types[key], f"{name}.{key}") for key, item in value.items()})
+    if "name" not in values:
+        raise UserError("the field 'name' is missing")
+    return Recipe(**values)
+
+
+def to_json(recipe: Recipe) -> str:
+    """The recipe as readable JSON; `from_json` gives back an equal recipe."""
+    return json.dumps(to_dict(recipe), indent=2, allow_nan=False) + "\n"
+
+
+def changes(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's name, and of its sections what differs from the defaults, as nested dicts."""
+    default = to_dict(Recipe(name=recipe.name))
+    found: dict[str, Any] = {"name": recipe.name}
+    for name, value in to_dict(recipe).items():
+        if isinstance(value, dict):
+            value = {key: item for key, item in value.items() if item != default[name][key]}
+        if value and value != default[name]:
+            found[name] = value
+    return found
+
+
+def save_recipe(path: Path, recipe: Recipe, *, overwrite: bool = False) -> None:
+    """Write the recipe's `changes` as JSON, whole or not at all.
+
+    Raises UserError where the file exists and where it cannot be written.
+    """
+    if path.suffix != ".json":
+        raise UserError(f"{path}: a recipe is saved as JSON; let its name end in .json")
+    text = json.dumps(changes(recipe), indent=2, allow_nan=False) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = prepare_file(path, text.encode())
+        if overwrite:
+            publish(written, path)
+        else:
+            _link(written, path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def _link(written: Path, path: Path) -> None:
+    try:
+        os.link(written, path)  # unlike a replacement, refused where the name is taken
+    except FileExistsError:
+        raise UserError(f"{path}: exists; choose another name") from None
+    finally:
+        written.unlink()
+
+
+def from_json(text: str, where: str = "recipe.json") -> Recipe:
+    """The recipe of `to_json`'s text, or of a run's, edited or not.
+
+    Raises UserError naming `where` for broken JSON or a wrong field.
+    """
+    return from_dict({key: value for key, value in _tree(text, where).items() if key != sealed.KEY}, where)
+
+
+def to_run_json(recipe: Recipe) -> str:
+    """What recipe.json of a run holds: the recipe, and a checksum by which `from_run_json` knows a change."""
+    return json.dumps(sealed.seal(to_dict(recipe)), indent=2, allow_nan=False) + "\n"
+
+
+def from_run_json(text: str, where: str) -> Recipe:
+    """The recipe of a run; one without a checksum is taken as it is.
+
+    Raises UserError naming `where` for broken JSON, a wrong field, or what was changed since it was written.
+    """
+    try:
+        return from_dict(sealed.unseal(_tree(text, where)).content, where, is_run=True)
+    except sealed.ChangedError as error:
+        raise UserError(
+            f"{where}: the file was changed or damaged since Penstock wrote it ({error}); restore it, and change "
+            f'fields with `penstock resume RUN --set key=value`; removing its "{sealed.KEY}" line accepts an edit'
+        ) from None
+
+
+def _tree(text: str, where: str) -> dict[str, Any]:
+    try:
+        tree = parse_json(text, most_bytes=_FILE_BYTES)
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON ({error})") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{where}: must hold one JSON object")
+    return tree
+
+
+def apply_overrides(recipe: Recipe, overrides: Sequence[str], *, is_run: bool = False) -> Recipe:
+    """A new recipe with `key=value` texts applied, for example `model.num_layers=4`; `recipe` stays as it is.
+
+    A dict field takes a JSON object, or one entry as `model.overrides.rope_theta=1e6`. All overrides are applied before
+    the whole recipe is validated again, so their order does not matter. `is_run`: as for `from_dict`.
+    Raises UserError for an unknown key (with the nearest valid one) or a value of the wrong type.
+    """
+    tree = to_dict(recipe)
+    classes = sections()
+    read: list[Renamed] = []
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        key = key.strip()
+        for item in RENAMED:
+            if key == item.old:
+                key, text = item.new, item.values.get(text, text)
+                read.append(item)
+        if not separator or not key:
+            raise UserError(f"--set {one_line(override)}: write key=value, for example --set model.num_layers=4")
+        section, _, name = key.partition(".")
+        name, _, entry = name.partition(".")
+        if key in top_level():
+            tree[key] = parse(text, hints(Recipe)[key], f"--set {key}")
+            continue
+        wanted = hints(classes[section]).get(name) if section in classes else None
+        if wanted is None or (entry and typing.get_origin(wanted) is not dict):
+            raise UserError(f"--set {one_line(override)}: no field '{one_line(key)}'; {nearest_key(key)}")
+        if entry:
+            tree[section][name][entry] = _json_or_text(text, f"--set {key}")
+        else:
+            tree[section][name] = parse(text, wanted, f"--set {key}")
+    _tell_old_names(read, "--set")
+    return from_dict(tree, is_run=is_run)
+
+
+def _json_or_text(text: str, key: str) -> Any:
+    try:
+        return parse_json(text)
+    except json.JSONDecodeError:
+        return text
+    except ValueError as error:
+        raise UserError(f"{key}: '{one_line(text, 80)}' is not a value ({error})") from None
+
+
+def change_run(recipe: Recipe, overrides: Sequence[str], folder: Path) -> Recipe:
+    """The recipe with which a run goes on: `overrides` applied, their relative paths taken from `folder`.
+
+    Raises UserError for a change of name, model or data: the run's state and its place in the data belong to these; and
+    for one after which a field has no effect.
+    """
+    changed = resolve_paths(apply_overrides(recipe, overrides, is_run=True), folder, is_run=True)
+    for section in ("name", "model", "data"):
+        if getattr(changed, section) != getattr(recipe, section):
+            raise UserError(f"--set {section}: cannot be changed in an existing run; start a new run instead")
+    require_effect(changed, before=recipe)
+    return changed
+
+
+def resolve_paths(recipe: Recipe, folder: Path, *, is_run: bool = False) -> Recipe:
+    """A new recipe whose relative paths are absolute, taken from `folder`, so that a resume works from anywhere.
+
+    A name on the hub stays one. `is_run`: as for `from_dict`.
+    """
+    tree = to_dict(recipe)
+    for section, name in PATHS:
+        value = tree[section][name]
+        if isinstance(value, list):
+            tree[section][name] = [_absolute(folder, item) for item in value]
+        elif value is not None:
+            tree[section][name] = _absolute(folder, value)
+    for part in tree["data"]["mixture"]:
+        if "path" in part:
+            part["path"] = _absolute(folder, part["path"])
+    return from_dict(tree, is_run=is_run)
+
+
+def _absolute(folder: Path, path: str) -> str:
+    if is_place(path):
+        return path
+    if is_hub(path):
+        parse_hub(path)
+        return normal(path)
+    given = Path(path) if path.startswith("~") else folder / path
+    real = real_path(given)
+    require_no_entry(real)
+    if (
+        real.name != given.name and real.is_file()
+    ):  # in the hub's cache, a link whose name says what its blob's does not
+        real = real_path(given.parent) / given.name
+    return str(real)
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """The `recipe` that a Python file builds, that of a recipe.json, or a shipped one by its name.
+
+    The file's folder is not put on `sys.path`.
+
+    What a Python file prints goes to standard error, whose reader expects no JSON. Raises UserError naming the file,
+    and the line where its code fails, ends the process or is interrupted.
+    """
+    path = shipped.find(path)
+    text = _read_recipe(path)
+    if path.suffix == ".json":
+        return from_json(text, f"recipe {path}")
+    spec = importlib.util.spec_from_loader("penstock_recipe", loader=None, origin=str(path))
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    module.__file__ = str(path)
+    try:
+        with redirect_stdout(sys.stderr):
+            exec(compile(text, str(path), "exec"), module.__dict__)
+            recipe = getattr(module, "recipe", None)
+            tree = to_dict(recipe) if isinstance(recipe, Recipe) else None
+    except BaseException as error:  # the file's own, whatever it derives from
+        raise UserError(f"recipe {path}{_line_in(path, error)}: {_explain(error)}") from error
+    if tree is None:
+        raise UserError(f"recipe {path}: must set a global named 'recipe' to a penstock.Recipe")
+    return from_dict(tree, f"recipe {path}")
+
+
+def _read_recipe(path: Path) -> str:
+    try:
+        return read_regular(real_path(path), most_bytes=_FILE_BYTES).decode("utf-8")
+    except FileNotFoundError:
+        raise UserError(
+            f"recipe {path}: no such file or shipped recipe; shipped recipes are {', '.join(shipped.names())}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"recipe {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise UserError(f"recipe {path}: cannot be read ({error.strerror}); give a file") from None
+    except UserError as error:
+        raise UserError(f"recipe {error}") from None
+    except ValueError as error:
+        raise UserError(f"recipe {path}: cannot be read ({error}); give a file") from None
+
+
+def _line_in(path: Path, error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return f", line {error.lineno}" if error.lineno else ""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f", line {lines[-1]}" if lines else ""
+
+
+_PARTS = ("app", "engine", "storage", "tui")
+"""Where recipes took Penstock's names from before there was a public API."""
+
+
+def _explain(error: BaseException) -> str:
+    """The error in one line; a misspelt field of a section comes with the nearest valid name."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, SyntaxError):
+        return one_line(error.msg)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted while the recipe was built"
+    if isinstance(error, SystemExit):
+        return "ends the process; it should only set a global named 'recipe'"
+    if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] in _PARTS:
+        return "import Penstock's names from `penstock`, as in `from penstock import Recipe, TrainConfig`"
+    try:
+        said = one_line(error)
+    except Exception:
+        said = "an error that cannot be shown"
+    match = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", said)
+    classes = {cls.__name__: cls for cls in [Recipe, *sections().values()]}
+    if match and match.group(1) in classes:
+        cls, key = classes[match.group(1)], match.group(2)
+        for item in RENAMED:
+            if item.old.endswith(f".{key}"):
+                return f"{cls.__name__} has no field '{key}' any more; it is now {item.new}"
+        return f"{cls.__name__} has no field '{key}'; {hint(key) or nearest(key, hints(cls))}"
+    return f"{type(error).__name__}: {said}"

@@ -1,0 +1,35 @@
+"""Runs that ended before their last step, as their validation loss fell no more (train.early_stopping_patience)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from penstock.app.runs.files import number, read_object, whole
+from penstock.engine.gains import EarlyEnd
+
+
+def early_end_of(path: Path) -> EarlyEnd | None:
+    """Why the run of a directory ended early, as its summary.json says; None where it did not."""
+    return early_end_in(read_object(path / "summary.json") or {})
+
+
+def early_end_in(summary: dict[str, Any]) -> EarlyEnd | None:
+    """The same of a summary."""
+    found = summary.get("ended_early")
+    if not isinstance(found, dict) or (validations := whole(found.get("validations"))) is None:
+        return None
+    best, step = number(found.get("best")), whole(found.get("best_step"))
+    if best is None or step is None:
+        best = step = None
+    return EarlyEnd(validations, best, step)
+
+
+def nothing_left(path: Path, step: int, patience: int | None) -> str | None:
+    """Why a finished run of such `train.early_stopping_patience` has nothing to go on with, though steps are left."""
+    ended = early_end_of(path)
+    if ended is None or patience is None or ended.validations < patience:
+        return None
+    return (
+        f"{path}: {ended.words(step)}; to continue it, raise train.early_stopping_patience={patience} or set it to none"
+    )

@@ -1,0 +1,407 @@
+"""The writing side of a run directory: metrics, spans, messages and status, by a thread of its own.
+
+Training costs it a queue insertion; it never waits for the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import mmap
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple, TextIO
+
+from penstock.app.runs.directory import State, spans_text
+from penstock.app.runs.files import (
+    JsonLines,
+    json_text,
+    open_append,
+    open_read,
+    parse_line,
+    read_tail,
+    remove_own,
+    span_of,
+    whole,
+    whole_lines,
+)
+from penstock.app.runs.samples_view import samples_line
+from penstock.app.runs.speed import MeanSpeed
+from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, Spike, StepMetrics, ValidationMetrics
+from penstock.storage.files.disk import disk_error, prepare_file, publish
+from penstock.storage.files.untrusted import open_regular, printable
+from penstock.storage.tier.temperature import disk_temperature
+
+HEARTBEAT_S = 0.5
+"""Between two writes of status.json."""
+
+TEMPERATURE_S = 5.0
+"""Between two looks at the drives' temperatures."""
+
+MAX_PENDING_SPANS = 500_000
+"""Spans waiting for a stalled disk before further ones are dropped (and counted): about 200 MB."""
+
+_ID_TAIL_BYTES = 4 << 20
+"""Where the largest id of earlier spans is looked for: ops end at most some thousands of lines out of order."""
+
+_MOST_ID = 2**52
+"""Ids beyond it are nobody's: a run counts from zero."""
+
+Level = Literal["info", "warning", "error"]
+
+
+class _Message(NamedTuple):
+    time: float
+    level: Level
+    text: str
+    step: int
+
+
+class _Step(NamedTuple):
+    metrics: StepMetrics
+    mean: dict[str, float | None]
+    """Fields of its line: the run's mean speed up to it."""
+
+
+_Line = _Step | Spike | ValidationMetrics | SampleMetrics
+_Item = _Line | list[Span] | _Message
+
+
+class RunLog:
+    """Writes what a run tells. Everything is on disk when `drain` or `close` returns.
+
+    Spans may come from another thread than the rest, but from one at a time.
+    """
+
+    def __init__(self, path: Path, total_steps: int, step: int = 0) -> None:
+        self._path = path
+        self._status: dict[str, Any] = {"state": "preparing", "pid": os.getpid(), "host": socket.gethostname()}
+        self._status |= {"started": time.time(), "step": step, "total_steps": total_steps}
+        self._queue: queue.SimpleQueue[_Item | threading.Event | None] = queue.SimpleQueue()
+        self._status_lock = threading.Lock()
+        self._disks: dict[str, Sequence[str]] = {}
+        self._queued_spans = 0
+        """Written by whoever hands spans over."""
+        self._written_spans = 0
+        """Written by the log's thread only."""
+        self._failure: BaseException | None = None
+        """The first thing that went wrong; `check` tells it."""
+        self._closed = False
+        self.dropped_spans = 0
+        self._files: dict[str, TextIO] = {}
+        self._preparing: tuple[tuple[Preparing, float], ...] = ()
+        """The last word on each item of the checklist, and when it came by perf_counter; replaced, never changed."""
+        self._dropped = False
+        """Whether the lines of steps that are done again have gone."""
+        self._mean: MeanSpeed | None = None
+        """Of the run up to its last step; None before the first one of this process."""
+        self._offset_s, self._offset_id = continue_spans(path)
+        self._write_status()
+        self._thread = threading.Thread(target=self._work, name="run-log", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ what the run tells
+
+    def set_state(self, state: State, error: str | None = None) -> None:
+        """Publish a new state at once."""
+        with self._status_lock:
+            self._status["state"] = state
+            if error is not None:
+                self._status["error"] = error
+        self._write_status()
+
+    def prepare(self, item: Preparing) -> None:
+        """Keep the last word on an item of the checklist; its beginning and its end are published at once."""
+        now = time.perf_counter()
+        if item.state == "begun":
+            self._preparing = (*self._preparing, (item, now))
+        else:
+            self._preparing = (*self._preparing[:-1], (item, now))
+        if item.state != "progress":
+            self._write_status()
+
+    def watch_drives(self, folders: Iterable[Path]) -> None:
+        """Tell the temperature of the drives under these folders from now on."""
+        from penstock.storage.tier.filesystem import device_of  # loads tensorstore
+
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                self._disks[str(folder)] = device_of(folder).disks
+
+    def step(self, metrics: StepMetrics) -> MeanSpeed:
+        """Hand over one step; the run's mean speed up to it. Raises like `check`."""
+        self.check()
+        if self._mean is None:
+            lines = JsonLines(self._path / "metrics.jsonl").steps()
+            self._mean = MeanSpeed.of(line for line in lines if line["step"] < metrics.step)
+        self._mean.add(metrics)
+        self._status["step"] = metrics.step
+        self._queue.put(_Step(metrics, self._mean.fields()))
+        return self._mean
+
+    def validation(self, metrics: ValidationMetrics) -> None:
+        self._queue.put(metrics)
+
+    def samples(self, metrics: SampleMetrics) -> None:
+        self._queue.put(metrics)
+
+    def spike(self, spike: Spike) -> None:
+        self._queue.put(spike)
+
+    def progress(self, progress: Progress) -> None:
+        """Hand over the spans that ended, and what is under way."""
+        spans = progress.spans
+        if self._queued_spans - self._written_spans + len(spans) > MAX_PENDING_SPANS:
+            self.dropped_spans += len(spans)
+            spans = []
+        self._queued_spans += len(spans)
+        if spans:
+            self._queue.put(spans)
+        now: dict[str, list[dict[str, Any]]] = {}
+        for op in progress.under_way:
+            start_s = None if op.start_s is None else round(op.start_s + self._offset_s, 7)
+            told = op._asdict() | {"start_s": start_s}
+            now.setdefault(told.pop("lane"), []).append(told)
+        self._status |= {"clock_s": round(progress.clock_s + self._offset_s, 7), "now": now}
+
+    def message(self, text: str, level: Level = "info") -> None:
+        """Hand over a message of log.jsonl; names of files and models in it may hold anything."""
+        self._queue.put(_Message(time.time(), level, printable(text), self._status["step"]))
+
+    def check(self) -> None:
+        """Raise what kept an earlier line or status from being written, or ended the thread that writes.
+
+        A UserError where the disk or the files are at fault, anything else as it was raised.
+        """
+        failure = self._failure
+        if isinstance(failure, OSError):
+            failure = disk_error(failure, Path(failure.filename or self._path), "writing the run's log")
+        if failure is not None:
+            raise failure
+
+    def flush(self) -> None:
+        """Return once all that was handed over is written, or the thread has ended, which `check` tells."""
+        written = threading.Event()
+        self._queue.put(written)
+        while self._thread.is_alive() and not written.wait(0.1):
+            pass
+
+    def drain(self) -> None:
+        """Write what is pending and end the thread: metrics and spans are complete."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def close(self, state: State, error: str | None = None) -> None:
+        """Drain, then publish the last state. A second call does nothing."""
+        self.drain()
+        if not self._closed:
+            self._closed = True
+            for name in ("now", "drives"):
+                self._status.pop(name, None)
+            self.set_state(state, error)
+
+    # ------------------------------------------------------------------ its thread
+
+    def _work(self) -> None:
+        """Whatever ends the thread is told by `check`, or a run would go on and leave no trace."""
+        try:
+            self._write_all()
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+
+    def _write_all(self) -> None:
+        """Lines as they come, and the status every HEARTBEAT_S."""
+        beat_at, look_at = time.monotonic() + HEARTBEAT_S, 0.0
+        while True:
+            now = time.monotonic()
+            if now >= beat_at:
+                if now >= look_at and self._disks:
+                    self._look_at_drives()
+                    look_at = now + TEMPERATURE_S
+                self._write_status()
+                beat_at = time.monotonic() + HEARTBEAT_S
+            try:
+                item = self._queue.get(timeout=max(0.0, beat_at - time.monotonic()))
+            except queue.Empty:
+                continue
+            if item is None:
+                break
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            try:
+                self._write(item)
+            except Exception as error:  # heartbeats and later lines go on, the run ends
+                self._fail(error)
+            if isinstance(item, list):
+                self._written_spans += len(item)
+        for file in self._files.values():
+            try:
+                file.close()
+            except OSError as error:
+                self._fail(error)
+
+    def _write(self, item: _Item) -> None:
+        file: TextIO | None
+        if isinstance(item, _Line):
+            if not self._dropped:
+                self._dropped = True
+                self._drop_done_again(item)
+            name, line = _line_of(item)
+            file = self._file(name)
+            file.write(json_text(_finite(line)))
+        elif isinstance(item, _Message):
+            file = self._file("log.jsonl", cut=True)
+            file.write(json_text(item._asdict()))
+        else:
+            file = self._file("spans.jsonl")
+            file.write(spans_text(item, self._offset_s, self._offset_id))
+        file.flush()
+
+    def _file(self, name: str, *, cut: bool = False) -> TextIO:
+        """The open file; another one where a backup has it by a hard link since, which is to stay as it is."""
+        path, file = self._path / name, self._files.get(name)
+        if file is not None and os.fstat(file.fileno()).st_nlink <= 1:
+            return file
+        if file is not None:
+            file.close()
+        elif cut:
+            cut_torn_line(path)
+        file = self._files[name] = os.fdopen(open_append(path), "a")
+        return file
+
+    def _drop_done_again(self, first: _Line) -> None:
+        """Drop what this process writes again, whose first line is to be `first`.
+
+        Validation and samples are of the step before the one that it begins with, and in this order.
+        """
+        step = first.metrics.step if isinstance(first, _Step) else first.step
+        begun = step + (not isinstance(first, _Step | Spike))
+        for name in ("metrics.jsonl", "spikes.jsonl"):
+            self._drop_steps(name, begun)
+        self._drop_steps("validation.jsonl", step + isinstance(first, SampleMetrics))
+        self._drop_steps("samples.jsonl", step)
+
+    def _drop_steps(self, name: str, first_step: int) -> None:
+        warning = drop_steps(self._path / name, first_step)
+        if warning is not None:
+            self._write(_Message(time.time(), "warning", warning, self._status["step"]))
+
+    def _look_at_drives(self) -> None:
+        found = {folder: {"temperature_c": disk_temperature(disks)} for folder, disks in self._disks.items()}
+        self._status["drives"] = found
+
+    def _write_status(self) -> None:
+        """Replace status.json. Not synced: after a power cut nobody needs the heartbeat of before."""
+        if not self._status_lock.acquire(timeout=1.0):  # an abort must not wait for a stalled disk
+            return
+        try:
+            temporary = self._path / "status.json.tmp"
+            status = self._status | {"heartbeat": time.time()}
+            if preparing := self._preparing:
+                status["preparing"] = [self._item(*word) for word in preparing]
+            remove_own(temporary)  # left by a killed process, and a backup's since
+            with open(open_regular(temporary, flags=os.O_WRONLY | os.O_CREAT), "w") as file:
+                file.write(json_text(status))
+            os.replace(temporary, self._path / "status.json")
+        except OSError as error:
+            self._fail(error)
+        finally:
+            self._status_lock.release()
+
+    @staticmethod
+    def _item(item: Preparing, told_at: float) -> dict[str, Any]:
+        """An item as status.json has it; one that is not done has gone on since it was told."""
+        done = item.state == "done"
+        seconds = item.seconds if done else item.seconds + time.perf_counter() - told_at
+        line: dict[str, Any] = {"name": item.name, "state": "done" if done else "running", "seconds": round(seconds, 3)}
+        if not done:
+            line |= {"detail": item.detail, "fraction": item.fraction}
+        return line
+
+
+def _line_of(item: _Line) -> tuple[str, dict[str, Any]]:
+    """The file that it goes to, and its line there."""
+    if isinstance(item, _Step):
+        return "metrics.jsonl", dataclasses.asdict(item.metrics) | item.mean
+    if isinstance(item, SampleMetrics):
+        return "samples.jsonl", samples_line(item)
+    if isinstance(item, Spike):
+        return "spikes.jsonl", dataclasses.asdict(item)
+    return "validation.jsonl", dataclasses.asdict(item)
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN or infinity: they become null."""
+    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+
+
+def drop_steps(file: Path, first_step: int) -> str | None:
+    """Drop the lines of a resumed run's steps that are done again, from `first_step` on, and a torn last line.
+
+    Damaged lines stay but for those that are too long to be read; what to tell of them, or None. UserError, OSError.
+    """
+    lines = JsonLines(file)
+    again = sum(line["step"] >= first_step for line in lines.steps())
+    if not again and not _is_torn(file):
+        return lines.warning()
+    try:
+        with open_read(file) as old:
+            publish(prepare_file(file, _kept(old, first_step)), file)
+    except OSError as error:
+        raise disk_error(error, file, "dropping the lines of steps that are done again") from error
+    return lines.warning()
+
+
+def _kept(file: BinaryIO, first_step: int) -> Iterator[bytes]:
+    """The lines that stay, as they are."""
+    for line in whole_lines(file):
+        step = whole((parse_line(line) or {}).get("step"))
+        if line is not None and (step is None or step < first_step):
+            yield line
+
+
+def _is_torn(file: Path) -> bool:
+    try:
+        with open_read(file) as lines:
+            end = lines.seek(0, os.SEEK_END)
+            lines.seek(max(0, end - 1))
+            return lines.read(1) not in (b"\n", b"")
+    except FileNotFoundError:
+        return False
+
+
+def continue_spans(path: Path) -> tuple[float, int]:
+    """What to add to the times and ids of a resumed run's spans, which start at zero, so that they follow the old ones.
+
+    The old ones stay, since their time was spent; a torn last line goes. UserError where the file is none of ours.
+    """
+    spans_path = path / "spans.jsonl"
+    try:
+        cut_torn_line(spans_path)
+    except OSError as error:
+        raise disk_error(error, spans_path, "cutting off a torn last line") from error
+    last = [span for line in read_tail(spans_path, _ID_TAIL_BYTES) if (span := span_of(line)) is not None]
+    ids = (span.id for span in last if span.id < _MOST_ID)
+    return max((span.end_s for span in last), default=0.0), max(ids, default=-1) + 1
+
+
+def cut_torn_line(path: Path) -> None:
+    """Cut off what follows the last newline of a file of lines, if there is one and it is torn. OSError."""
+    if not _is_torn(path):
+        return
+    os.close(open_append(path))  # its own from here on
+    with open(open_regular(path, flags=os.O_RDWR), "rb+") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as content:
+            end = content.rfind(b"\n") + 1
+        file.truncate(end)

@@ -1,0 +1,137 @@
+"""Reads a growing file of JSON lines a piece at a time, whatever happens to the file meanwhile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from penstock.app.runs.files import MOST_LINE_BYTES, open_read, parse_line
+
+READ_BYTES = 1 << 20
+"""Most bytes that one call reads: what it parses takes a few hundredths of a second."""
+
+_MARK_BYTES = 64
+
+
+class JsonTail:
+    """What has come to a .jsonl file since the last call.
+
+    A line without its end is not there yet. The reader stays at its beginning, so that a resumed run may cut it off
+    in place. A file that was replaced, or cut shorter than what was read, is read again from its start: `resets`
+    then counts one more, and everything read before is void.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        read_bytes: int = READ_BYTES,
+        max_line_bytes: int = MOST_LINE_BYTES,
+        start_bytes: int | None = None,
+    ) -> None:
+        self.path = path
+        self.damaged = 0
+        """Lines skipped, since the last reset, that were no JSON object or too long."""
+        self.resets = 0
+        self.began_anew = False
+        """Whether the last call did: what was read before is void."""
+        self.behind = False
+        """Whether the file held more than the last call read."""
+        self.left_out_bytes = 0
+        """Bytes before the place where reading began: see `start_bytes`."""
+        self._read_bytes = read_bytes
+        self._max_line_bytes = max_line_bytes
+        self._start_bytes = start_bytes
+        """Begin at most so far before the file's end; None: at its beginning."""
+        self._seen: tuple[int, ...] | None = None
+        self._file: tuple[int, int] | None = None
+        """Device and inode."""
+        self._offset = 0
+        """All lines before it have been read."""
+        self._mark = b""
+        """The bytes before `_offset`: they are others in another file."""
+        self._within_line = False
+        """Whether reading began within a line, or what was read of one is too long: its rest is passed over."""
+
+    @property
+    def share_read(self) -> float:
+        """Of the file as it was at the last call, 0..1."""
+        if not self.behind or self._seen is None:
+            return 1.0
+        return min(1.0, (self._offset - self.left_out_bytes) / max(1, self._seen[2] - self.left_out_bytes))
+
+    def read(self) -> list[dict[str, Any]]:
+        """The objects of the lines completed since the last call, of at most `read_bytes`; [] while there is no file.
+
+        Check `resets` after it. Never raises for what the file is or contains.
+        """
+        self.began_anew = False
+        try:
+            stat = self.path.stat()
+            seen = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            if seen == self._seen and not self.behind:
+                return []
+            with open_read(self.path) as file:
+                data = self._bytes(file.fileno())
+        except (OSError, ValueError):
+            self.behind = False
+            return []
+        self._seen = seen
+        return self._objects(data)
+
+    def _bytes(self, fd: int) -> bytes:
+        stat = os.fstat(fd)
+        if self._file is None:
+            self._begin(stat.st_size)
+        elif self._file != (stat.st_dev, stat.st_ino) or not self._is_same(fd, stat.st_size):
+            self.resets += 1
+            self.began_anew = True
+            self.damaged = 0
+            self._begin(stat.st_size)
+        self._file = (stat.st_dev, stat.st_ino)
+        data = os.pread(fd, self._read_bytes, self._offset)
+        self.behind = self._offset + len(data) < stat.st_size
+        return data
+
+    def _begin(self, size: int) -> None:
+        start = 0 if self._start_bytes is None else max(0, size - self._start_bytes)
+        self.left_out_bytes = start
+        self._offset, self._mark, self._within_line = start, b"", start > 0
+
+    def _is_same(self, fd: int, size: int) -> bool:
+        if size < self._offset:
+            return False
+        return os.pread(fd, len(self._mark), self._offset - len(self._mark)) == self._mark
+
+    def _objects(self, data: bytes) -> list[dict[str, Any]]:
+        end = data.rfind(b"\n") + 1
+        if end == 0:
+            self._without_end(data)
+            return []
+        self._advance(data[:end])
+        lines = data[: end - 1].split(b"\n")
+        if self._within_line:
+            del lines[0]
+        self._within_line = False
+        found = []
+        for line in lines:
+            value = parse_line(line) if len(line) <= self._max_line_bytes else None
+            if value is None:
+                self.damaged += 1
+            else:
+                found.append(value)
+        return found
+
+    def _without_end(self, data: bytes) -> None:
+        """A piece of one line: wait for its end, or pass over it where the line is too long already."""
+        if self._within_line:
+            self._advance(data)
+        elif len(data) > self._max_line_bytes or len(data) >= self._read_bytes:
+            self.damaged += 1
+            self._within_line = True
+            self._advance(data)
+
+    def _advance(self, data: bytes) -> None:
+        self._offset += len(data)
+        self._mark = (self._mark + data[-_MARK_BYTES:])[-_MARK_BYTES:]

@@ -1,0 +1,41 @@
+"""Asking an exported model about a haystack (engine/data/needles.py), by plain transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_AROUND = 2
+"""Words shown on either side of what was asked."""
+
+
+def haystack_line(folder: Path, length: int, seed: int, base: str | None = None) -> str:
+    """How a model folder answers a haystack of `length` tokens that the run with this `data.seed` never had, in words.
+
+    `base`: the model that an adapter's folder belongs to.
+
+    The haystack is text that the folder's own tokenizer reads; its last question is told.
+    """
+    import numpy as np
+    import torch
+
+    from penstock.app.sampling.exported import load_exported
+    from penstock.engine.data.needles import VOCABULARY, haystack
+
+    ids, weights = haystack(length, np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, length]))))
+    words = [VOCABULARY[number] for number in ids]
+    tokenizer, model = load_exported(folder, base)
+    inputs = tokenizer(" ".join(words), return_tensors="pt", return_token_type_ids=False)
+    with torch.no_grad():
+        likeliest = model(**inputs).logits[0].argmax(dim=-1).tolist()
+    asked = np.flatnonzero(weights)
+    said = [tokenizer.decode([likeliest[place - 1]]) for place in asked]
+    right = sum(answer == words[place] for answer, place in zip(said, asked, strict=True))
+    name, answer = words[asked[-1] - 1], said[-1]
+    place = words.index(name)
+    around = " ".join(words[max(0, place - _AROUND) : place + 2 + _AROUND])
+    verdict = "correct" if answer == words[asked[-1]] else f"wrong, the answer is {words[asked[-1]]}"
+    return (
+        f"plain transformers with the exported model answer {right} of {len(asked)} questions about a context of "
+        f"{length:,} tokens; '{around}' is at token {place:,}, and for '{name}' the model answers {answer}: "
+        f"{verdict}"
+    )

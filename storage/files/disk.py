@@ -1,0 +1,317 @@
+"""What a file system must give before anything is written to it, and durable writes of small files."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import os
+import resource
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import RefusedFileError, is_real_folder, refuse
+
+
+def require_writable(path: Path) -> None:
+    """Create folder `path` where it is missing and prove that a file can be made in it; UserError naming it if not."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".write-test-"):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{path}: not a writable folder ({error.strerror}); choose another folder or fix its permissions"
+        ) from error
+
+
+def require_free(path: Path, nbytes: int, what: str) -> None:
+    """Raise UserError unless the file system of existing folder `path` has `nbytes` free for `what`."""
+    with reporting(path, f"checking the free space for {what}"):
+        free = shutil.disk_usage(path).free
+    if free < nbytes:
+        raise UserError(
+            f"{path}: {what} needs {nbytes:,} bytes of disk and {free:,} are free; free some or choose another disk"
+        )
+
+
+def lock_folder(path: Path) -> int:
+    """Take existing folder `path` for this process; UserError when another process holds it.
+
+    Returns a descriptor; the folder is held until it is closed or the process ends, however it ends.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        if error.errno != errno.EWOULDBLOCK:
+            raise disk_error(error, path, "locking the folder") from error
+        raise UserError(f"{path}: in use by another process; wait until it ends, or stop it") from error
+    return fd
+
+
+_HINTS = {
+    errno.ENOSPC: "free some space on this disk",
+    errno.EDQUOT: "free some space: your quota on this disk is used up",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
+    errno.EACCES: "run as a user with write access, or change the permissions",
+    errno.EPERM: "run as a user with write access, or change the permissions",
+    errno.ENOENT: "the folder is gone: is the drive still mounted?",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "raise the machine's limit on open files (fs.file-max)",
+    errno.EROFS: "the file system is mounted read-only: check the kernel log and the disk",
+}
+
+
+def disk_error(error: OSError, path: Path, doing: str) -> UserError:
+    """The UserError for an operating system error met at `path` while `doing` something ("writing 4,096 bytes")."""
+    if isinstance(error, RefusedFileError):
+        return UserError(f"{error.filename}: {doing} failed: {error.strerror}; move it away")
+    code = error.errno or 0
+    if code == errno.EINVAL and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+        code = errno.EFBIG  # what direct I/O makes of that limit
+    hint = _HINTS.get(code, "check the disk and the kernel log")
+    return UserError(f"{path}: {doing} failed: {error.strerror or error}; {hint}")
+
+
+@contextmanager
+def reporting(path: Path, doing: str) -> Iterator[None]:
+    """What the operating system refuses inside the block is a UserError: `disk_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, path, doing) from error
+
+
+@contextmanager
+def held(fd: int) -> Iterator[int]:
+    """A descriptor that is closed when the block ends."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def make_folder(path: Path, inside: Path) -> None:
+    """Make folder `path` and what lacks above it, up to existing folder `inside`. OSError.
+
+    Never `inside` itself, as mkdir's `parents` would: it is a drive's folder, and the drive may have been unmounted.
+    """
+    folder = inside
+    for part in path.relative_to(inside).parts:
+        folder /= part
+        folder.mkdir(exist_ok=True)
+
+
+def fsync_file(path: Path) -> None:
+    """Make the data and size of an existing file durable; never waits for a pipe, never follows a link."""
+    with held(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)) as fd:
+        os.fsync(fd)
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the entries of a folder durable: files created, renamed or removed in it.
+
+    Some network and user-space file systems have no such call: there, nothing is done.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(fd)
+
+
+def temporary_name(path: Path) -> Path:
+    """Where atomic_write prepares `path`: hidden, beside it, one per process so that a crash leaves at most one."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def sweep_temporaries(path: Path) -> None:
+    """Remove what processes killed inside atomic_write(path) left behind; nobody may be writing `path` now.
+
+    Files only: what is under such a name and no file is none of ours.
+    """
+    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
+        if stat.S_ISREG(os.lstat(leftover).st_mode):
+            leftover.unlink()
+
+
+def prepare_file(path: Path, data: bytes | Iterable[bytes]) -> Path:
+    """Write and sync `data`, whole or in pieces, as the file that `publish` will make `path`.
+
+    The file is always a new one: what somebody put under its name is never written through. OSError, a refused file
+    among them, leaves nothing behind.
+    """
+    temporary = temporary_name(path)
+    fd = _create(temporary)
+    try:
+        try:
+            for piece in (data,) if isinstance(data, bytes) else data:
+                _write(fd, piece)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Replace a small file, neither synced nor atomically. OSError."""
+    path.unlink(missing_ok=True)
+    with held(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)) as fd:
+        _write(fd, content)
+
+
+def write_all(fd: int, data: list[memoryview], offset: int) -> None:
+    """Write the views of `data` one behind the other to the file at `offset`. OSError."""
+    while data := [view for view in data if view]:
+        count = os.pwritev(fd, data, offset)
+        if count == 0:
+            raise OSError(errno.EIO, "the drive accepted no data")
+        data, offset = _behind(data, count), offset + count
+
+
+def read_all(fd: int, out: list[memoryview], offset: int) -> bool:
+    """Fill the views of `out` one behind the other from the file's bytes at `offset`; False where it ends before."""
+    while out := [view for view in out if view]:
+        count = os.preadv(fd, out, offset)
+        if count == 0:
+            return False
+        out, offset = _behind(out, count), offset + count
+    return True
+
+
+def _behind(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the views behind their first `count` bytes."""
+    left = []
+    for view in views:
+        left.append(view[count:])
+        count -= min(count, len(view))
+    return left
+
+
+def _write(fd: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def _create(path: Path) -> int:
+    """A descriptor of new file `path`, in place of the one that a killed process of the same number left."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o644)
+    except FileExistsError:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            refuse(path, "in the way of a temporary file, and is not a file")
+    path.unlink()
+    return os.open(path, flags, 0o644)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Make the prepared file `path`, durably. After an OSError either content may be the one that stays."""
+    try:
+        os.replace(temporary, path)
+        fsync_dir(path.parent)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def atomic_write(path: Path, content: bytes | str) -> None:
+    """Replace file `path` by `content`, durably: after a crash it holds either the old or the new content, whole.
+
+    Raises UserError naming the file when the disk is full or fails; the old content then stays.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    with reporting(path, f"writing {len(data):,} bytes"):
+        publish(prepare_file(path, data), path)
+
+
+def fsync_ancestors(path: Path) -> None:
+    """Make the entries of the folders above existing folder `path` durable, as far as this user may read them."""
+    device = path.stat().st_dev
+    for folder in path.resolve().parents:
+        if folder.stat().st_dev != device:
+            break  # another file system, and long there
+        try:
+            fsync_dir(folder)
+        except PermissionError:
+            break
+
+
+_FICLONE = 0x40049409
+_NO_LINK = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EINVAL}
+_COPY_BYTES = 8 << 20
+
+
+def link_or_copy(source: Path, target: Path) -> Literal["link", "reflink", "copy"]:
+    """Make new file `target` with the content of `source`: a hard link, else a reflink, else a copy; says which.
+
+    A link's data is as durable as the source's; the others are synced here. Folders are the caller's to sync. OSError.
+    """
+    try:
+        os.link(source, target)
+        return "link"
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+    with (
+        held(os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)) as fd_in,
+        held(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)) as fd_out,
+    ):
+        made: Literal["reflink", "copy"] = "reflink"
+        try:
+            fcntl.ioctl(fd_out, _FICLONE, fd_in)
+        except OSError:
+            made = "copy"
+            _copy(fd_in, fd_out)
+        os.fsync(fd_out)
+    return made
+
+
+def _copy(fd_in: int, fd_out: int) -> None:
+    offset = 0
+    while data := os.pread(fd_in, _COPY_BYTES, offset):
+        rest = memoryview(data)
+        while rest:
+            count = os.pwrite(fd_out, rest, offset)
+            rest, offset = rest[count:], offset + count
+
+
+@contextmanager
+def build_folder(folder: Path) -> Iterator[Path]:
+    """A new folder to fill; it takes the place of `folder` when the block ends, and vanishes when the block fails.
+
+    Removes what processes killed in such a block left behind; nobody else may be building `folder` now. Raises
+    UserError when it cannot be made or filled, or what is no folder of ours, a link say, is in its place.
+    """
+    temporary = folder.with_name(f"{folder.name}.building-{os.getpid()}")
+    for leftover in folder.parent.glob(f"{glob.escape(folder.name)}.building-*"):
+        shutil.rmtree(leftover, ignore_errors=True)  # none through a link
+    for place, fine in ((temporary, False), (folder, is_real_folder(folder))):
+        if os.path.lexists(place) and not fine:
+            raise UserError(f"{place}: is where a folder has to be made; move it away")
+    require_writable(temporary)
+    try:
+        yield temporary
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(temporary, folder)
+        fsync_dir(folder.parent)
+    except OSError as error:
+        raise disk_error(error, Path(error.filename or temporary), f"making {folder.name}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

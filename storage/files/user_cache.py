@@ -1,0 +1,69 @@
+"""Small JSON files kept for this user between commands, a folder a kind, below XDG_CACHE_HOME.
+
+A file is named by a digest of all that decides its content. One that is damaged, or that somebody else could have
+written, counts as none, and so does a folder that cannot be used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from penstock.storage.files.sealed import seal, unseal
+from penstock.storage.files.untrusted import open_regular, parse_object
+
+_MOST_BYTES = 1 << 22
+
+
+def cache_folder(kind: str) -> Path | None:
+    """The folder of a kind of file; None where no home is known. The XDG specification has relative paths ignored."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.cache")
+    return Path(base) / "penstock" / kind if os.path.isabs(base) else None
+
+
+def code_digest(folders: Iterable[Path]) -> str:
+    """Of the Python files in these folders."""
+    found = hashlib.sha256()
+    for folder in folders:
+        for file in sorted(folder.glob("*.py")):
+            found.update(file.read_bytes())
+    return found.hexdigest()
+
+
+def read_kept(folder: Path, digest: str) -> dict[str, Any] | None:
+    """What was kept under a digest; None where there is nothing that can be believed."""
+    try:
+        with open(open_regular(folder / f"{digest}.json"), "rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                return None
+            content, sealed = unseal(parse_object(file.read(_MOST_BYTES + 1), most_bytes=_MOST_BYTES))
+        return content if sealed and content.pop("digest", None) == digest else None
+    except (OSError, ValueError):
+        return None
+
+
+def write_kept(folder: Path, digest: str, content: dict[str, Any], most_files: int) -> None:
+    """Keep `content`, and the newest `most_files` in all; nothing where it is too large. OSError."""
+    data = json.dumps(seal({"digest": digest, **content})).encode()
+    if len(data) > _MOST_BYTES:
+        return
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd, temporary = tempfile.mkstemp(dir=folder)  # not synced: what a power cut leaves of it is known by its checksum
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+        os.replace(temporary, folder / f"{digest}.json")
+    except OSError:
+        os.unlink(temporary)
+        raise
+    for old in sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime, reverse=True)[most_files:]:
+        old.unlink()

@@ -1,0 +1,1 @@
+"""Committed generations: the store that moves between two, checkpoints, ownership, copies."""

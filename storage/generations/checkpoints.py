@@ -1,0 +1,414 @@
+"""Checkpoints: generations kept under a name, beside the two that the store moves between.
+
+    root/checkpoints/NAME/manifest.json             what the checkpoint holds; written last, so that it is whole
+    DRIVE/checkpoints/NAME/drive.json, BUFFER/...   the chunk files: hard links where the file system has them
+
+A checkpoint costs no time and, until the slots are written again, no room: its files are those of the committed
+generation, and NvmeStore.write leaves a file with other links alone. NvmeStore.open reads a checkpoint like a store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.storage.files.disk import disk_error, fsync_dir, link_or_copy, make_folder, publish, reporting, write_file
+from penstock.storage.files.errors import UserError
+from penstock.storage.generations.ownership import owned, require_plain
+from penstock.storage.tier import manifest
+from penstock.storage.tier.arrays import Array, make_folders
+from penstock.storage.tier.drives import (
+    CHECKPOINTS,
+    IDENTITY_NAME,
+    Drive,
+    DriveSet,
+    Identity,
+    Locks,
+    locate,
+    read_identity,
+    record,
+    stripe,
+    write_identity,
+)
+from penstock.storage.tier.manifest import ArraySpec, Manifest, Stored, step_of
+
+CONSTANTS_NAME = "constants.safetensors"
+"""File of the store's root that a checkpoint takes along, where it is there."""
+_UNFINISHED = ".unfinished"
+"""File in a checkpoint's folder on a drive while it is made or deleted: what bears it and is not listed may go."""
+LAST_GOOD = re.compile(r"good-(\d{6,})")
+"""Names of the checkpoints of which the newest is also called last-good."""
+BEST = re.compile(r"best-(\d{6,})")
+"""Names of the checkpoints of which the newest is also called best."""
+UPLOADED = re.compile(r"offsite-(\d{6,})")
+"""Names of the checkpoints that wait for their upload to storage.offsite."""
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{,199}")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A complete checkpoint."""
+
+    name: str
+    generation: int
+    meta: dict[str, Any]
+    """As in the generation: step, data cursor, versions."""
+
+    @property
+    def step(self) -> int | None:
+        """The run's step, where the record has one."""
+        return step_of(self.meta)
+
+
+def checkpoint_folder(root: Path, name: str) -> Path:
+    """Folder of checkpoint `name` of the store in `root`, for NvmeStore.open. UserError where the name is none."""
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"checkpoint name '{name}': use at most 200 letters, digits, '.', '_' and '-', and do not begin with '.'"
+        )
+    return root / CHECKPOINTS / name
+
+
+def good_name(step: int) -> str:
+    """Name of the checkpoint that is kept as the last good one, of `step`."""
+    return f"good-{step:06}"
+
+
+def upload_name(step: int) -> str:
+    """Name of the checkpoint of `step` while it is uploaded."""
+    return f"offsite-{step:06}"
+
+
+def best_name(step: int) -> str:
+    """Name of the checkpoint that is kept as the best one, of `step`."""
+    return f"best-{step:06}"
+
+
+_MEANT = {
+    "last-good": (
+        LAST_GOOD,
+        "no generation has been confirmed good yet: that takes a later step with a normal loss and a later commit "
+        "(storage.keep_good)",
+    ),
+    "best": (BEST, "no generation was kept for its validation loss (storage.keep_best)"),
+}
+"""Name that stands for the newest of some checkpoints -> their names, and why there may be none."""
+
+
+def resolve_checkpoint(root: Path, name: str) -> str:
+    """The checkpoint that `name` stands for: itself, or of `last-good` and `best` the newest one of those.
+
+    UserError where there is none.
+    """
+    if name not in _MEANT:
+        return name
+    pattern, why = _MEANT[name]
+    there = checkpoint_names(root)
+    names = [other for other in there if pattern.fullmatch(other)]
+    if not names and name in there:  # somebody's own of that name
+        return name
+    if not names:
+        raise UserError(f"{root}: has no {name} checkpoint: {why}")
+    return max(names, key=lambda other: Manifest.read(root / CHECKPOINTS / other).generation)
+
+
+def checkpoint_names(root: Path) -> list[str]:
+    """Names of the complete checkpoints of the store in `root`, sorted; no manifest is read."""
+    return sorted(path.parent.name for path in (root / CHECKPOINTS).glob(f"*/{manifest.FILE_NAME}"))
+
+
+def list_checkpoints(root: Path) -> list[CheckpointInfo]:
+    """The complete checkpoints of the store in `root`, oldest generation first.
+
+    UserError when one has a damaged manifest.
+    """
+    found = []
+    for name in checkpoint_names(root):
+        content = Manifest.read(root / CHECKPOINTS / name)
+        found.append(CheckpointInfo(name, content.generation, content.meta))
+    return sorted(found, key=lambda info: info.generation)
+
+
+def read_checkpoint(root: Path, name: str) -> Manifest:
+    """The manifest of checkpoint `name`; UserError with the names there are when there is no such."""
+    folder = checkpoint_folder(root, name)
+    if not (folder / manifest.FILE_NAME).exists():
+        raise UserError(f"{root}: has no checkpoint '{name}'; it has {', '.join(checkpoint_names(root)) or 'none'}")
+    return Manifest.read(folder)
+
+
+def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Sequence[Array]) -> None:
+    """Keep generation `current` of `arrays` as checkpoint `name`, durably; UserError leaves nothing of it."""
+    root = drives.root
+    folder = checkpoint_folder(root, name)
+    used = list(dict.fromkeys(drive for array in arrays for drive in array.layout))
+    bases = {drive: drive.folder / CHECKPOINTS / name for drive in used}
+    for path in {folder, *bases.values()}:
+        _require_no_other(path)
+    try:
+        for path in {folder, *bases.values()}:
+            remove(path)  # what an attempt before may have left
+            path.parent.mkdir(exist_ok=True)
+            path.mkdir()
+            _mark(path)
+        jobs = [
+            (drive, path, bases[drive] / path.relative_to(drive.folder))
+            for array in arrays
+            for drive, path in _files(array)
+        ]
+        place(drives, jobs)
+        if (root / CONSTANTS_NAME).exists():
+            link_or_copy(root / CONSTANTS_NAME, folder / CONSTANTS_NAME)
+        for drive, base in bases.items():
+            write_identity(base, Identity.of(current.store, drive.id, root, name))
+        tops = {base.parent for base in bases.values()} | {drive.folder for drive in used} | {folder.parent, root}
+        inner = {parent for _, _, target in jobs for parent in _below(target, bases.values())}
+        for path in (*sorted(inner, reverse=True), *bases.values(), folder, *sorted(tops, reverse=True)):
+            fsync_dir(path)
+        records = tuple(record(drive.id, base, root, folder, active=True) for drive, base in bases.items())
+        content = replace(current, drives=records, checkpoint=name)
+        publish(content.prepare(folder), folder / manifest.FILE_NAME)
+        content.back_up(set(bases.values()) - {folder})
+        for path in {folder, *bases.values()}:
+            _unmark(path)
+        _tombstone(root, name).unlink(missing_ok=True)
+    except OSError as error:
+        _abandon(folder, bases.values())
+        place_of = Path(error.filename) if isinstance(error.filename, str) else folder
+        raise disk_error(error, place_of, f"making checkpoint '{name}' of generation {current.generation}") from error
+    except BaseException:
+        _abandon(folder, bases.values())
+        raise
+
+
+def place(drives: DriveSet, jobs: Iterable[tuple[Drive, Path, Path]]) -> None:
+    """Make (drive, source, target) hard links, reflinks or copies on the drives' threads; folders are not synced."""
+    jobs = list(jobs)
+    sources = {target: source for _, source, target in jobs}
+    owners = {target: drive for drive, _, target in jobs}
+    for folder, drive in {target.parent: drive for target, drive in owners.items()}.items():
+        with reporting(folder, "making a folder for chunk files"):
+            make_folder(folder, inside=drive.folder)
+
+    def one(target: Path) -> None:
+        target.unlink(missing_ok=True)
+        if link_or_copy(sources[target], target) == "copy":
+            size = target.stat().st_size
+            owners[target].count(read=size, written=size)
+
+    drives.sync(one, [(drive, target) for drive, _, target in jobs], "making a link or copy of a chunk file")
+
+
+def place_restored(
+    name: str, kept: Manifest, drives: DriveSet, arrays: Mapping[ArraySpec, Array]
+) -> tuple[dict[ArraySpec, Stored], list[tuple[Drive, Path]]]:
+    """Put the files of checkpoint `name`, of manifest `kept`, into the slots that no generation uses; not synced.
+
+    Returns where the arrays then lie, and the files. They stay on the drives that they are on where the store has
+    those, so that links do; fixed arrays, which no generation changes, stay as they are. UserError when a file or a
+    drive is missing, or the disk fails.
+    """
+    folder = drives.root / CHECKPOINTS / name
+    found = locate(kept, folder, [drive.folder for drive in drives])
+    stay = all(id in drives.by_id for stored in kept.arrays.values() for id in stored.drives)
+    result: dict[ArraySpec, Stored] = {}
+    jobs: list[tuple[Drive, Path, Path]] = []
+    for number, (spec, stored) in enumerate(kept.arrays.items()):
+        array = arrays[spec]
+        if spec.fixed:
+            _require_same_content(name, kept, array, stored)
+            result[spec] = array.stored()
+            continue
+        layout = tuple(drives.by_id[id] for id in stored.drives) if stay else array.target
+        result[spec] = Stored(array.next_slot(), tuple(drive.id for drive in layout), stored.crcs)
+        for part in range(len(array.parts)):
+            base = found[stored.drives[stripe(number, part, len(stored.drives))]]
+            source = base / spec.buffer / spec.kind / str(stored.slot) / f"c.{part}.0"
+            size = source.stat().st_size if source.exists() else None
+            if size != array.form.file_bytes:
+                what = "the file is missing" if size is None else f"the file has {size:,} bytes"
+                raise UserError(
+                    f"{source} (checkpoint '{name}', generation {kept.generation}): {what}; the checkpoint is damaged: "
+                    "restore another one"
+                )
+            jobs.append((*array.chunk(layout, array.next_slot(), part), source))
+    make_folders(arrays.values(), {drive for drive, _, _ in jobs})
+    place(drives, [(drive, source, target) for drive, target, source in jobs])
+    return result, [(drive, target) for drive, target, _ in jobs]
+
+
+def _require_same_content(name: str, kept: Manifest, array: Array, stored: Stored) -> None:
+    if stored.crcs != array.crcs:
+        raise UserError(
+            f"checkpoint '{name}' (generation {kept.generation}): array {array.name}, which is written only once, "
+            "belongs to another run; restore the checkpoint into the run that made it"
+        )
+
+
+def delete_checkpoint(root: Path, name: str) -> None:
+    """Delete checkpoint `name` of the store in `root`, which nobody or this process has open.
+
+    What another run directory owns on drives stays, and so does a checkpoint of this name that was made after `root`
+    was set aside as a backup. UserError when there is no such checkpoint, or another process uses it or the store.
+    """
+    root = Path(root).expanduser().absolute()
+    folder = checkpoint_folder(root, name)
+    path = folder / manifest.FILE_NAME
+    if not path.exists():
+        read_checkpoint(root, name)  # says which there are
+    locks = Locks()
+    try:
+        if not Locks.held_here(root):
+            locks.take(root)
+        require_plain([root / CHECKPOINTS])
+        locks.take(folder)
+        bases = _bases(root, name)
+        others = {base for base in bases - {folder} if _is_another(base, folder)}
+        if not bases.issuperset(_recorded(folder)):
+            write_file(_tombstone(root, name), b"")
+        bases -= others
+        for base in bases:
+            _mark(base)
+        path.unlink(missing_ok=True)
+        fsync_dir(folder)  # before the first chunk file goes: a checkpoint that is listed is whole
+        for base in bases:
+            remove(base)
+    except OSError as error:
+        raise disk_error(error, folder, "deleting the checkpoint") from error
+    finally:
+        locks.release()
+
+
+def identify(root: Path) -> None:
+    """Have the checkpoints on drives name `root` as the folder of their owner, which has moved. UserError."""
+    for name in checkpoint_names(root):
+        for base in _bases(root, name) - {root / CHECKPOINTS / name}:
+            if (identity := read_identity(base)) is not None:
+                write_identity(base, Identity.of(identity.store, identity.drive, root, name))
+
+
+def sweep_incomplete(root: Path, folders: Iterable[Path]) -> None:
+    """Remove from the drives' `folders`, the store's own, checkpoints that were not finished or not deleted.
+
+    A whole one that the store in `root` neither lists nor has deleted stays: `root` may be older than it.
+    """
+    for folder in {root, *folders}:
+        for path in (folder / CHECKPOINTS).glob("[!.]*"):
+            if (root / CHECKPOINTS / path.name / manifest.FILE_NAME).exists():
+                _unmark(path)
+            elif not _is_whole(path) or _tombstone(root, path.name).exists():
+                with contextlib.suppress(OSError):
+                    remove(path)
+
+
+def _is_whole(base: Path) -> bool:
+    return (base / IDENTITY_NAME).exists() and not (base / _UNFINISHED).exists()
+
+
+def _require_no_other(folder: Path) -> None:
+    """UserError where `folder` is a whole checkpoint that is not listed."""
+    if _is_whole(folder):
+        raise UserError(
+            f"{folder}: holds a checkpoint that this run does not list, perhaps from a newer copy of its run "
+            "directory; "
+            "choose another name, or remove the folder"
+        )
+
+
+def _tombstone(root: Path, name: str) -> Path:
+    """The file that says that checkpoint `name` was deleted while a drive of it was away."""
+    return root / CHECKPOINTS / f".deleted-{name}"
+
+
+def _unmark(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        (folder / _UNFINISHED).unlink(missing_ok=True)
+
+
+def _mark(folder: Path) -> None:
+    """Mark a checkpoint's folder, durably, as one that may go unless it is listed. OSError."""
+    write_file(folder / _UNFINISHED, b"")
+    fsync_dir(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint's folder, if it is there: first what says that it is one. OSError."""
+    (folder / IDENTITY_NAME).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+
+
+def require_same_arrays(name: str, kept: Manifest, arrays: Mapping[ArraySpec, Array]) -> None:
+    """UserError unless the checkpoint holds exactly the arrays of the store."""
+    differing = kept.arrays.keys() ^ arrays.keys()
+    if differing:
+        one = next(iter(differing))
+        raise UserError(
+            f"checkpoint '{name}': holds other state than this run: array {one.buffer}/{one.kind} differs; restore it "
+            "into the run that made it"
+        )
+
+
+def _files(array: Array) -> Iterable[tuple[Drive, Path]]:
+    """The committed files of an array, and the metadata beside them."""
+    assert array.slot is not None, array.name
+    for part in range(len(array.parts)):
+        yield array.committed(part)
+    for drive in array.layout:
+        yield drive, array.folder(drive, array.slot) / "zarr.json"
+
+
+def _below(path: Path, bases: Iterable[Path]) -> Iterable[Path]:
+    """The parents of `path` up to, and without, the one among `bases`."""
+    bases = set(bases)
+    for parent in path.parents:
+        if parent in bases:
+            return
+        yield parent
+
+
+def _bases(root: Path, name: str) -> set[Path]:
+    """The folders of a checkpoint on all drives that can be found, but for those that another run directory owns.
+
+    The others are swept when their drive is back.
+    """
+    folder = root / CHECKPOINTS / name
+    found = {folder} | _recorded(folder)
+    with contextlib.suppress(UserError):
+        found |= {root / drive.path / CHECKPOINTS / name for drive in Manifest.read(root).drives}
+    named = {base: identity for base in found - {folder} if (identity := read_identity(base)) is not None}
+    mine = owned({base: identity for base, identity in named.items() if identity.checkpoint == name}, root)
+    # Of a run directory that has moved since only the drive itself knows.
+    drives = {base.parent.parent: identity for base in mine if (identity := read_identity(base.parent.parent))}
+    others = drives.keys() - owned(drives, root)
+    return {folder} | {base for base in mine if base.parent.parent not in others}
+
+
+def _is_another(base: Path, folder: Path) -> bool:
+    """Whether `base` on a drive holds another generation than the checkpoint that `folder` lists."""
+    there = manifest.read_backup(base)
+    with contextlib.suppress(UserError):
+        return there is not None and there.generation != Manifest.read(folder).generation
+    return False
+
+
+def _recorded(folder: Path) -> set[Path]:
+    """The folders on drives that the manifest of the checkpoint in `folder` names."""
+    with contextlib.suppress(UserError):
+        return {Path(os.path.normpath(folder / drive.path)) for drive in Manifest.read(folder).drives}
+    return set()
+
+
+def _abandon(folder: Path, bases: Iterable[Path]) -> None:
+    """Remove what was made, as far as the disk lets; where its manifest stays the rest does, as it may be listed."""
+    with contextlib.suppress(OSError):
+        (folder / manifest.FILE_NAME).unlink(missing_ok=True)
+        for path in {folder, *bases}:
+            with contextlib.suppress(OSError):
+                remove(path)

@@ -1,0 +1,187 @@
+"""Gives a copied run directory a state of its own, where its manifests name drives of the run that it is a copy of."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.storage.files.disk import (
+    disk_error,
+    fsync_dir,
+    link_or_copy,
+    make_folder,
+    publish,
+)
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.units import Told, untold
+from penstock.storage.generations import ownership
+from penstock.storage.tier import manifest
+from penstock.storage.tier.chunk import ChunkFormat
+from penstock.storage.tier.drives import (
+    CHECKPOINTS,
+    WRITE_THREADS,
+    Identity,
+    Locks,
+    distinct,
+    locate,
+    read_identity,
+    record,
+    require_room,
+    stripe,
+    write_identity,
+)
+from penstock.storage.tier.layout import part_numel_even
+from penstock.storage.tier.manifest import Manifest, Stored
+
+
+def copy_state(root: Path, drives: Sequence[Path], told: Told = untold) -> int:
+    """Copy what the manifest in `root`, and those of its checkpoints, name on drives of another run directory.
+
+    The copies go to `drives` and are hard links where that is possible: whoever writes such a file leaves it to the
+    other. `told` is given the share of a generation that is copied. Returns the bytes of state that were copied, 0
+    where all of it is this run directory's own. Crash safe: what a manifest names is there, whole, before and after it
+    is replaced, and a second call does the rest.
+    UserError when the state is in use, is older than what its drive holds, is not whole or finds no room.
+    """
+    root = Path(root).expanduser().absolute()
+    targets = distinct(drives)
+    locks = Locks()
+    try:
+        locks.take(root)
+        current = Manifest.read(root)
+        found, _ = ownership.find_drives(current, root, [], to_change=False)
+        for folder in _foreign(found.values(), root):
+            locks.take(folder)  # before the first checkpoint is copied
+        ids: dict[str, Path] = {}
+        placed: _Placed = {}
+        total = 0
+        # The state itself comes last: as long as it is another's, nothing is trained here.
+        for path in (*sorted((root / CHECKPOINTS).glob(f"[!.]*/{manifest.FILE_NAME}")), root / manifest.FILE_NAME):
+            content = Manifest.read(path.parent)
+            found = locate(content, path.parent, [])
+            foreign = _foreign(found.values(), root)
+            if not foreign:
+                continue
+            for folder in foreign:
+                locks.take(folder)
+            ids = ids or _claim(targets, foreign, content.store, root, locks)
+            total += _copy(content, path.parent, root, found, ids, placed, told)
+    except OSError as error:
+        raise disk_error(error, Path(error.filename or root), "copying the state") from error
+    finally:
+        locks.release()
+    return total
+
+
+def _foreign(folders: Iterable[Path], root: Path) -> list[Path]:
+    """Those of the drives' folders that another run directory owns."""
+    named = {folder: identity for folder in folders if (identity := read_identity(folder)) is not None}
+    return sorted(named.keys() - ownership.owned(named, root))
+
+
+def _claim(targets: Sequence[Path], foreign: Sequence[Path], store: str, root: Path, locks: Locks) -> dict[str, Path]:
+    """Drive id -> folder of the drives that the copies go to, each with its identity."""
+    ids = {}
+    for folder in targets:
+        # Of a checkpoint, the drive is two folders up.
+        if any(ownership.is_same(folder, above) for other in foreign for above in (other, other.parent.parent)):
+            raise UserError(
+                f"--copy-state: {folder} holds the state of the run that this one was copied from; choose other "
+                "drives with --set storage.nvme=..., or rename this run directory"
+            )
+        ids[ownership.join(folder, store, root, locks)] = folder
+    return ids
+
+
+_Placed = dict[tuple[int, int, int], Path]
+"""(device of the copy, device and inode of its source) -> the copy."""
+
+
+def _copy(
+    content: Manifest,
+    place: Path,
+    root: Path,
+    found: Mapping[str, Path],
+    ids: Mapping[str, Path],
+    placed: _Placed,
+    told: Told,
+) -> int:
+    """Copy all that `content`, the manifest in folder `place`, names, and name the copies there; their bytes.
+
+    What generations share is copied once: `placed` has the copies so far, and gets these.
+    """
+    inner = Path() if content.checkpoint is None else Path(CHECKPOINTS, content.checkpoint)
+    bases = {id: folder / inner for id, folder in ids.items()}
+    order = tuple(ids)
+    jobs: dict[Path, Path] = {}
+    owners: dict[Path, Path] = {}
+    arrays, total = {}, 0
+    for number, (spec, stored) in enumerate(content.arrays.items()):
+        file_bytes = ChunkFormat(part_numel_even(spec.numel, spec.part_numel) * spec.item_bytes).file_bytes
+        below = Path(spec.buffer, spec.kind, str(stored.slot))
+        for part in range(len(stored.crcs)):
+            source = found[stored.drives[stripe(number, part, len(stored.drives))]] / below / f"c.{part}.0"
+            if not source.is_file() or source.stat().st_size != file_bytes:
+                raise UserError(
+                    f"{source}: is missing or incomplete, so this state cannot be copied; scrub the original run"
+                )
+            jobs[bases[order[stripe(number, part, len(order))]] / below / source.name] = source
+            total += file_bytes
+        for id, base in bases.items():
+            jobs[base / below / "zarr.json"] = found[stored.drives[0]] / below / "zarr.json"
+            owners[base / below] = ids[id]
+        arrays[spec] = Stored(stored.slot, order, stored.crcs)
+    keys = {target: _shared_key(target, source, owners) for target, source in jobs.items()}
+    jobs = {target: placed.get(keys[target], source) for target, source in jobs.items()}
+    _require_room(jobs, owners)
+    _place(jobs, owners, told)
+    placed.update((key, target) for target, key in keys.items())
+    for id, base in bases.items():
+        if content.checkpoint is not None:
+            write_identity(base, Identity.of(content.store, id, root, content.checkpoint))
+    records = tuple(record(id, base, root, place, active=True) for id, base in bases.items())
+    copied = replace(content, arrays=arrays, drives=records)
+    publish(copied.prepare(place), place / manifest.FILE_NAME)
+    copied.back_up({place, *bases.values()} if content.checkpoint is None else set(bases.values()) - {place})
+    return total
+
+
+def _shared_key(target: Path, source: Path, owners: Mapping[Path, Path]) -> tuple[int, int, int]:
+    status = source.stat()
+    return owners[target.parent].stat().st_dev, status.st_dev, status.st_ino
+
+
+def _require_room(jobs: Mapping[Path, Path], owners: Mapping[Path, Path]) -> None:
+    """UserError unless the copies that can be no links find room; `owners` are the drives of their folders."""
+    devices = {folder: folder.stat().st_dev for folder in set(owners.values())}
+    needs = dict.fromkeys(devices, 0)
+    for target, source in jobs.items():
+        folder = owners[target.parent]
+        status = source.stat()
+        needs[folder] += 0 if status.st_dev == devices[folder] else status.st_size
+    require_room(needs, "a copy of the state")
+
+
+def _place(jobs: Mapping[Path, Path], owners: Mapping[Path, Path], told: Told) -> None:
+    """Make target -> source links or copies, durably; `owners` are the drives of their folders. OSError."""
+    for parent, folder in owners.items():
+        make_folder(parent, inside=folder)
+
+    count = itertools.count(1)
+
+    def one(target: Path) -> None:
+        if not ownership.is_same(target, jobs[target]):
+            target.unlink(missing_ok=True)
+            link_or_copy(jobs[target], target)
+        told(next(count) / len(jobs), f"of {len(jobs):,} files")
+
+    with ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="copy-state") as threads:
+        list(threads.map(one, jobs))
+    # Up to a drive's folder: checkpoints/NAME/BUFFER/KIND/SLOT.
+    for folder in sorted({above for parent in owners for above in (parent, *list(parent.parents)[:5])}, reverse=True):
+        if os.access(folder, os.R_OK):
+            fsync_dir(folder)

@@ -1,0 +1,125 @@
+"""The checkpoints that a run keeps by itself: the last generations, every so many, the last good and the best one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from penstock.storage.files.errors import UserError
+from penstock.storage.generations.checkpoints import (
+    BEST,
+    LAST_GOOD,
+    best_name,
+    checkpoint_names,
+    delete_checkpoint,
+    good_name,
+    read_checkpoint,
+)
+from penstock.storage.generations.store import NvmeStore
+
+AUTOMATIC = re.compile(r"step-(\d{6,})")
+"""Names of the checkpoints that storage.keep_last and storage.keep_every call for."""
+
+Report = Callable[[str, int, str | None], None]
+"""Told of a checkpoint: its name, its step, and why it could not be made."""
+
+
+def automatic_name(step: int) -> str:
+    """Name of the checkpoint that is kept of a step without being asked for by name."""
+    return f"step-{step:06}"
+
+
+class Retention:
+    """Makes and deletes checkpoints of a store around its commits; use from one thread."""
+
+    def __init__(
+        self,
+        store: NvmeStore,
+        *,
+        checkpoint_every: int,
+        keep_last: int,
+        keep_every: int | None,
+        keep_good: bool,
+        room_for_good: bool,
+        report: Report,
+    ) -> None:
+        """The fields of a recipe's `storage`; `room_for_good`: whether the plan has room for the last good generation.
+
+        Steps that are no multiple of `checkpoint_every` are committed for another reason, and not kept.
+        """
+        self._store, self._report = store, report
+        self._checkpoint_every, self._keep_last, self._keep_every = checkpoint_every, keep_last, keep_every
+        self._keeps_good = keep_good
+        if self._keeps_good and not room_for_good:
+            self._give_up_good("the disk or budgets.nvme has no room for another generation")
+
+    def checkpoint(self, name: str) -> str | None:
+        """Make a checkpoint; why it could not be made. Training goes on without it."""
+        try:
+            self._store.checkpoint(name)
+        except UserError as error:
+            return str(error)
+        return None
+
+    def before_commit(self, *, proved: bool) -> None:
+        """Keep the committed generation as the last good one if it has `proved` good: another takes its place."""
+        if not (self._keeps_good and proved):
+            return
+        error = self._replace(LAST_GOOD, good_name(int(self._store.meta["step"])))
+        if error is not None:
+            self._give_up_good(error)
+
+    def keep_best(self) -> None:
+        """Keep the committed generation as the best one, in the place of those kept so before."""
+        step = int(self._store.meta["step"])
+        error = self._replace(BEST, best_name(step))
+        if error is not None:
+            self._report("best", step, error)
+
+    def _replace(self, pattern: re.Pattern[str], name: str) -> str | None:
+        """Make checkpoint `name` of the committed generation, and delete the others of such names; why it could not be
+        made, or None."""
+        root = self._store.root
+        old = [other for other in checkpoint_names(root) if pattern.fullmatch(other)]
+        if name in old:
+            old.remove(name)
+            if read_checkpoint(root, name).generation == self._store.generation:
+                for other in old:
+                    self._delete(other)
+                return None
+            self._delete(name)  # of steps that were done again
+        error = self.checkpoint(name)
+        if error is not None and old:
+            # What is committed now is the one to keep itself: until the next commit nothing else is needed.
+            while old:
+                self._delete(old.pop())
+            error = self.checkpoint(name)
+        for other in old:
+            self._delete(other)
+        return error
+
+    def after_commit(self, step: int) -> None:
+        """Keep the generation of `step` if the recipe says so, and delete those that need not be kept any more."""
+        every, root = self._keep_every, self._store.root
+        kept_for_good = every is not None and step % every == 0
+        if step % self._checkpoint_every or not (kept_for_good or self._keep_last > 1):
+            return
+        error = self.checkpoint(name := automatic_name(step))
+        if error is not None:
+            self._report(name, step, error)
+        steps = sorted(int(match[1]) for name in checkpoint_names(root) if (match := AUTOMATIC.fullmatch(name)))
+        for old in steps[: -self._keep_last]:
+            if every is None or old % every:
+                self._delete(automatic_name(old))
+
+    def _delete(self, name: str) -> None:
+        """Delete a checkpoint; one that somebody is reading stays until the next time."""
+        try:
+            delete_checkpoint(self._store.root, name)
+        except UserError as error:
+            self._report(name, int(self._store.meta["step"]), f"it stays for now: {error}")
+
+    def _give_up_good(self, error: str) -> None:
+        self._keeps_good = False
+        step = int(self._store.meta["step"])
+        self._report("last-good", step, f"{error} (storage.keep_good: this process keeps no good generation)")

@@ -1,0 +1,523 @@
+"""The NVMe tier: arrays in two slots each, of which a committed generation uses one.
+
+    root/manifest.json                      the committed generation (storage.manifest)
+    DRIVE/drive.json                        the drive's identity (storage.drives)
+    DRIVE/BUFFER/KIND/SLOT/                 a zarr3 array [parts, part elements], one file per part (storage.arrays)
+    DRIVE/scratch/                          what belongs to no generation, wiped when the store is opened
+
+A drive is a folder; `root` is the only one unless others are given, and parts are striped over them. Any zarr3 reader
+opens the arrays. Chunk files move by direct I/O between the drive and the caller's memory (storage.chunk), or through
+another of storage.readers.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.storage.files.disk import disk_error, fsync_dir, fsync_file, publish, reporting, require_writable
+from penstock.storage.files.errors import UserError, ensure
+from penstock.storage.files.units import Told, untold
+from penstock.storage.generations import checkpoints, ownership
+from penstock.storage.generations.tidy import sweep, tidy
+from penstock.storage.tier import chunk, manifest
+from penstock.storage.tier.arena import empty_aligned
+from penstock.storage.tier.arrays import Array, make_folders, remove_arrays
+from penstock.storage.tier.drives import (
+    READ_THREADS,
+    SCRATCH,
+    Drive,
+    DriveSet,
+    Locks,
+    OnThreadStart,
+    Traffic,
+    distinct,
+    read_identity,
+)
+from penstock.storage.tier.manifest import ArraySpec, Manifest
+from penstock.storage.tier.readers import DirectReader, Readers
+from penstock.storage.tier.room import Room
+from penstock.storage.tier.scrub import read_chunk_file, scrub
+from penstock.storage.tier.spill import Spill
+
+__all__ = ["ArraySpec", "NvmeStore", "Traffic"]
+
+
+class NvmeStore:
+    """State on disk that never tears: whatever happens, `open` finds the last committed generation, bit for bit.
+
+    Writes go to the slot that the committed generation does not use; `commit` makes them durable and moves the
+    manifest. Every method may be called from any thread. The caller orders operations on one part: reading a part
+    while it is written, or the other way round, is an assertion error.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        locks: Locks,
+        current: Manifest,
+        folders: Mapping[str, Path],
+        active: Sequence[str],
+        budget_bytes: int | None,
+        readers: Readers | None,
+        on_thread_start: OnThreadStart | None,
+        *,
+        read_only: bool = False,
+    ):
+        """Use `create` or `open`. `folders`: drive id -> folder, of which `active` are written to, in this order."""
+        self.root = root
+        self._read_only = read_only
+        self._drives = DriveSet(
+            root, current.store, locks, folders, active, writable=not read_only, on_thread_start=on_thread_start
+        )
+        self.warnings = [] if read_only else self._drives.warnings()
+        """What is doubtful about the drives, one sentence each."""
+        self._manifest = current
+        self._room = Room(self._drives, budget_bytes)
+        self._readers = readers or Readers(DirectReader(), None)
+        self._spill = Spill(self._drives)
+        self._arrays: dict[tuple[str, str], Array] = {}
+        for spec, stored in current.arrays.items():
+            array = self._add(spec, scratch=False)
+            array.slot, array.crcs = stored.slot, stored.crcs
+            array.layout = tuple(self._drives.by_id[id] for id in stored.drives)
+        self._lock = threading.Lock()
+        self._exclusive = threading.Lock()  # one at a time of commit, checkpoint, restore
+        self._reading: Counter[Path] = Counter()
+        self._writing: dict[Path, Array] = {}
+        self._committing = False
+        self._broken = ""  # why nothing more may be written
+        self._failed = False
+        self._closed = False
+
+    @staticmethod
+    def create(
+        root: Path,
+        arrays: Sequence[ArraySpec],
+        *,
+        budget_bytes: int | None,
+        drives: Sequence[Path] | None = None,
+        readers: Readers | None = None,
+        on_thread_start: OnThreadStart | None = None,
+    ) -> NvmeStore:
+        """Make an empty store with its manifest in folder `root` and chunk files on `drives` (default: in `root`).
+
+        Nothing is committed yet (generation 0). Before the first byte of state it is checked that the folders can be
+        written and hold no other state, and that two generations of all arrays, plus 5 %, fit the budget and the free
+        disk. UserError says what does not. `readers` defaults to direct I/O; `on_thread_start` is called by each thread
+        that moves chunk files, before its first one.
+        """
+        root = Path(root).expanduser().absolute()
+        folders = distinct(drives or [root])
+        require_writable(root)
+        locks = Locks()
+        try:
+            locks.take(root)
+            if (root / manifest.FILE_NAME).exists() or manifest.has_backup(root):
+                Manifest.read(root)  # says so where it is damaged or gone
+                raise UserError(f"{root}: holds the state of another run; resume that run, or choose another folder")
+            for folder in folders:
+                require_writable(folder)
+                locks.take(folder)
+                ownership.claim(folder, None, root)
+                ownership.require_plain([folder])
+            store_id = uuid.uuid4().hex
+            ids = {uuid.uuid4().hex: folder for folder in folders}
+            empty = Manifest(store_id, 0, {}, (), {})
+            store = NvmeStore(root, locks, empty, ids, list(ids), budget_bytes, readers, on_thread_start)
+            added = [store._add(spec, scratch=False) for spec in arrays]
+            ensure(len(store._arrays) == len(arrays), "an array is listed twice")
+            store._room.require_new(added, [], "two generations of the state")
+            for folder in folders:
+                if read_identity(folder) is not None:  # an aborted start
+                    remove_arrays(folder)
+                    shutil.rmtree(folder / SCRATCH, ignore_errors=True)
+            store._settle()
+        except BaseException:
+            locks.release()
+            raise
+        return store
+
+    @staticmethod
+    def open(
+        root: Path,
+        *,
+        budget_bytes: int | None = None,
+        drives: Sequence[Path] | None = None,
+        readers: Readers | None = None,
+        on_thread_start: OnThreadStart | None = None,
+        read_only: bool = False,
+    ) -> NvmeStore:
+        """Open the last committed generation of `root`; what was written after it is ignored and overwritten.
+
+        `drives`: folders that new state goes to, where they differ from the recorded ones; state that lies elsewhere
+        is read from there until it is written anew. `read_only`: nothing at all is changed, and `drives` are where the
+        recorded ones may be now; so it is with a checkpoint's folder as `root`. `readers` and `on_thread_start` as in
+        `create`. UserError when there is no generation, its manifest is unreadable, a drive that holds part of it is
+        missing, a drive knows a newer generation, another run directory owns a drive that would be changed, or another
+        process has the store open.
+        """
+        root = Path(root).expanduser().absolute()
+        given = distinct(drives or [])
+        read_only = Manifest.read(root).checkpoint is not None or read_only
+        locks = Locks()
+        try:
+            locks.take(root)
+            current = Manifest.read(root)  # again: it may have moved before the lock was ours
+            found, said = ownership.find_drives(current, root, given, to_change=not read_only)
+            active = [drive.id for drive in current.drives if drive.active and drive.id in found] or list(found)
+            if not read_only:
+                require_writable(root)
+                ids = [ownership.claim(folder, current.store, root) or uuid.uuid4().hex for folder in given]
+                for id, folder in zip(ids, given, strict=True):
+                    require_writable(folder)
+                    found[id] = folder
+                active = ids or active
+                ownership.require_plain({root, *found.values()})
+            for folder in found.values():
+                locks.take(folder)
+            if not read_only:
+                ownership.take_over(found.values(), root)  # again: another run directory may have had them meanwhile
+                ownership.require_newest(current, root, found.values())
+            store = NvmeStore(
+                root, locks, current, found, active, budget_bytes, readers, on_thread_start, read_only=read_only
+            )
+            if not read_only:
+                sweep(root, store._drives, store._arrays.values())
+                if any(array.layout != array.target for array in store._arrays.values()):
+                    store._room.require_to_write(store._arrays.values(), "the state that moves there", shared=False)
+                current.back_up({drive.folder for drive in store._drives} - {root})
+                if said:
+                    checkpoints.identify(root)
+                store._settle()
+                store._move_fixed()
+                store.warnings += said + ownership.unlisted(root, [drive.folder for drive in store._drives])
+        except BaseException:
+            locks.release()
+            raise
+        return store
+
+    def add_scratch(self, arrays: Sequence[ArraySpec]) -> None:
+        """Add arrays of no generation: one slot, never synced, wiped on open. UserError when out of room."""
+        added = [self._array(spec, scratch=True) for spec in arrays]
+        self._room.require_new(added, self._arrays.values(), "scratch space")
+        for spec in arrays:
+            ensure((spec.buffer, spec.kind) not in self._arrays, f"array {spec.buffer}/{spec.kind} exists")
+            make_folders([self._add(spec, scratch=True)], self._drives.active)
+
+    def reserve_spill(self, num_bytes: int) -> None:
+        """Set `num_bytes` aside for spilled activations, over all drives. UserError when out of room."""
+        if num_bytes:
+            self._room.reserve_spill(num_bytes, self._arrays.values())
+
+    def spill(self, key: str, src: torch.Tensor) -> Future[None]:
+        """Write activations, uint8 [n] on the CPU, of any size: read back once with `unspill`, never synced.
+
+        `src` must not change until the future is done; direct where it starts at a 4 KiB address. The future raises
+        UserError when the disk is full or fails.
+        """
+        return self._watched(self._spill.write(key, src))
+
+    def unspill(self, key: str, out: torch.Tensor, *, keep: bool = False) -> Future[None]:
+        """Read what was spilled as `key` into `out`, uint8 [n] on the CPU, and remove it from disk unless `keep`.
+
+        The future raises UserError when the file is damaged, missing or unreadable.
+        """
+        return self._watched(self._spill.read(key, out, keep=keep))
+
+    def discard(self, key: str) -> Future[None]:
+        """Remove what was spilled as `key` without reading it."""
+        return self._watched(self._spill.discard(key))
+
+    @property
+    def generation(self) -> int:
+        """Number of the committed generation; 0 before the first commit."""
+        return self._manifest.generation
+
+    @property
+    def id(self) -> str:
+        """Of the store, the same in every generation, checkpoint and copy of it."""
+        return self._manifest.store
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What was given to the commit of this generation."""
+        return self._manifest.meta
+
+    @property
+    def drives(self) -> list[Path]:
+        """Folders that new state is written to, in striping order."""
+        return self._drives.folders
+
+    def arrays(self) -> list[ArraySpec]:
+        return [array.spec for array in self._arrays.values() if not array.scratch]
+
+    def traffic(self) -> dict[Path, Traffic]:
+        """Bytes moved since the store was opened, by drive folder; padding and checksums included."""
+        return self._drives.traffic()
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(traffic.bytes_read for traffic in self.traffic().values())
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(traffic.bytes_written for traffic in self.traffic().values())
+
+    def read(self, buffer: str, kind: str, part: int, out: torch.Tensor) -> Future[None]:
+        """Read the latest state of a part into `out`, a contiguous tensor of the part's dtype and length.
+
+        Latest: what was written since the last commit, else the committed generation. Host memory is filled by
+        `readers.host`, directly and with no copy where `out` starts at a 4 KiB address (arena slots do); memory of the
+        compute device by `readers.device`. The future raises UserError naming file and generation when the chunk file
+        is missing, truncated, damaged, of another generation or unreadable.
+        """
+        array = self._arrays[buffer, kind]
+        data = _payload(array, part, out)
+        reader = self._readers.host if out.device.type == "cpu" else self._readers.device
+        assert reader is not None, f"no reader for memory of {out.device}"
+        with self._lock:
+            fresh = part in array.written
+            file = array.latest(part)
+            ensure(file.path not in self._writing, f"{file.path} is read while it is written")
+            self._reading[file.path] += 1
+        origin = "uncommitted state" if fresh else f"generation {self.generation}"
+
+        def work() -> None:
+            try:
+                read_chunk_file(reader, file, data, origin)
+            finally:
+                with self._lock:
+                    self._reading[file.path] -= 1
+                    if not self._reading[file.path]:
+                        del self._reading[file.path]
+
+        return self._watched(file.drive.readers.submit(work))
+
+    def write(
+        self, buffer: str, kind: str, part: int, src: torch.Tensor, *, check: Callable[[], None] | None = None
+    ) -> Future[None]:
+        """Write a part to the slot that the committed generation does not use; not durable before `commit`.
+
+        `src` is a contiguous CPU tensor of the part's dtype and length and must not change until the future is done;
+        direct and without a copy where it starts at a 4 KiB address. `check` comes first, in the writing thread: what
+        it raises is the future's, and nothing is written. The future raises UserError naming the file and the need when
+        the disk is full or fails; the committed generation stays readable.
+        """
+        array = self._arrays[buffer, kind]
+        ensure(src.device.type == "cpu", array.name)
+        data = _payload(array, part, src).numpy()
+        with self._lock:
+            self._require_sound()
+            ensure(array.scratch or not self._committing, f"{array.name} is written during a commit")
+            ensure(not array.lasts, f"{array.name} is written once")
+            drive, path = array.next(part)
+            ensure(path not in self._writing, f"{path} is written twice at once")
+            ensure(path not in self._reading, f"{path} is written while it is read")
+            self._writing[path] = array
+
+        def work() -> None:
+            crc: int | None = None
+            try:
+                if check is not None:
+                    check()
+                with reporting(path, f"writing {array.form.file_bytes:,} bytes"):
+                    crc = chunk.write_chunk(path, data, array.form, direct=drive.direct)
+            finally:
+                with self._lock:
+                    del self._writing[path]
+                    array.written.pop(part, None)
+                    if crc is not None:
+                        array.written[part] = crc
+            drive.count(written=array.form.file_bytes)
+
+        return self._watched(drive.writers.submit(work))
+
+    def commit(self, meta: dict[str, Any]) -> int:
+        """Make everything written since the last commit the new generation; returns its number.
+
+        Every array written since must have been written whole, and the first commit needs every array. Files, their
+        folders and the manifest are synced in this order, so that a crash at any moment leaves the old or the new
+        generation. UserError when the disk fails; the old generation then stays the committed one.
+        """
+        with self._lock:
+            ensure(not self._committing, "two commits at once")
+            for array in self._committable():
+                missing = set(range(len(array.parts))) - array.written.keys()
+                needed = array.written or array.slot is None
+                ensure(not (needed and missing), f"commit: {array.name} lacks parts {sorted(missing)[:8]}")
+            pending = [path for path, array in self._writing.items() if not array.scratch]
+            ensure(not pending, f"commit while {pending[:1]} is written")
+            self._committing = True
+        try:
+            with self._exclusive:
+                self._require_sound()
+                dirty = [array for array in self._committable() if array.written]
+                self._sync([array.next(part) for array in dirty for part in array.written])
+                self._publish({array.spec: array.stored() for array in self._committable()}, meta)
+        finally:
+            self._committing = False
+        return self.generation
+
+    def verify(self, told: Told = untold) -> int:
+        """Read all of the committed generation at the drives' speed, all drives at once; returns the bytes read.
+
+        `told` is given the share that has been read and what it is of, from any thread.
+        UserError naming every chunk file that is not what was written (the first 20 of them).
+        """
+        with self._lock:
+            committed = [array for array in self._committable() if array.slot is not None]
+            files = [array.committed_file(part) for array in committed for part in range(len(array.parts))]
+        return scrub(files, f"generation {self.generation}", READ_THREADS, told)
+
+    def checkpoint(self, name: str) -> None:
+        """Keep the committed generation as checkpoint `name` (storage.checkpoints): a link for each chunk file.
+
+        Reads and writes may go on meanwhile; a commit waits. UserError when the name is taken or is none, when there is
+        no room for the generation that the slots no longer share with it, or when the disk fails.
+        """
+        with self._exclusive:
+            self._require_sound()
+            ensure(self.generation > 0, "nothing is committed yet")
+            folder = checkpoints.checkpoint_folder(self.root, name)
+            if (folder / manifest.FILE_NAME).exists():
+                raise UserError(f"{folder}: there is a checkpoint '{name}' already; choose another name, or delete it")
+            arrays = self._committable()
+            count = len(checkpoints.checkpoint_names(self.root))
+            self._room.require_checkpoint(self._arrays.values(), count, f"checkpoint '{name}'")
+            checkpoints.write_checkpoint(name, self._manifest, self._drives, arrays)
+
+    def restore(self, name: str) -> int:
+        """Commit a generation with the content and meta of checkpoint `name`; returns its number.
+
+        What was not committed is dropped. UserError when there is no such checkpoint, it is not whole, or the disk
+        fails; the old generation then stays.
+        """
+        with self._exclusive:
+            self._require_sound()
+            ensure(not self._writing, "restore while something is written")
+            kept = checkpoints.read_checkpoint(self.root, name)
+            arrays = {array.spec: array for array in self._committable()}
+            checkpoints.require_same_arrays(name, kept, arrays)
+            with self._lock:
+                for array in arrays.values():
+                    array.written.clear()
+            stored, chunks = checkpoints.place_restored(name, kept, self._drives, arrays)
+            self._sync(chunks)
+            self._publish(stored, kept.meta)
+        return self.generation
+
+    def disk_bytes(self) -> int:
+        """Bytes of disk that the store takes now: slots, scratch, checkpoints, manifest; shared files count once."""
+        return self._drives.disk_bytes()
+
+    def peak_disk_bytes(self) -> int:
+        """The same with as many spilled activations as there were at once at most. Any thread may ask, at any time."""
+        return self._drives.disk_bytes(without=self._spill.folders()) + self._spill.peak_bytes
+
+    def close(self) -> None:
+        """Wait for operations in flight and let the folders go. What was not committed is lost, as after a crash.
+
+        Scratch is removed unless something failed; then the next `open` removes it.
+        """
+        folders = [drive.folder for drive in self._drives]
+        for drive in self._drives:
+            drive.close()
+        if not self._failed and not self._broken and not self._closed and not self._read_only:
+            for folder in folders:
+                shutil.rmtree(folder / SCRATCH, ignore_errors=True)
+        self._closed = True
+        self._drives.close()
+
+    # ---------------------------------------------------------------- inside
+
+    def _watched(self, future: Future[None]) -> Future[None]:
+        """Remember a failure: scratch is then left as it is."""
+        future.add_done_callback(lambda done: setattr(self, "_failed", self._failed or done.exception() is not None))
+        return future
+
+    def _array(self, spec: ArraySpec, *, scratch: bool) -> Array:
+        return Array.make(spec, len(self._arrays), self._drives.active, scratch=scratch)
+
+    def _add(self, spec: ArraySpec, *, scratch: bool) -> Array:
+        return self._arrays.setdefault((spec.buffer, spec.kind), self._array(spec, scratch=scratch))
+
+    def _committable(self) -> list[Array]:
+        return [array for array in self._arrays.values() if not array.scratch]
+
+    def _require_sound(self) -> None:
+        ensure(not self._read_only, "opened for reading")
+        if self._broken:
+            raise UserError(f"{self.root}: {self._broken}, so the state in memory cannot be trusted; resume the run")
+
+    def _settle(self) -> None:
+        """Give the arrays their folders on every active drive, and every drive its identity, durably."""
+        make_folders(self._arrays.values(), self._drives.active)
+        self._drives.identify()
+
+    def _move_fixed(self) -> None:
+        """Write what is fixed and lies on other drives than new state does; the next commit finds it there."""
+        for array in self._committable():
+            for part, (start, stop) in enumerate(array.parts if array.spec.fixed and not array.lasts else ()):
+                values = empty_aligned(stop - start, getattr(torch, array.spec.dtype))
+                self.read(array.spec.buffer, array.spec.kind, part, values).result()
+                self.write(array.spec.buffer, array.spec.kind, part, values).result()
+
+    def _sync(self, chunks: Iterable[tuple[Drive, Path]]) -> None:
+        """Make chunk files durable: first their data, then the entries of their folders."""
+        chunks = sorted(chunks, key=lambda chunk: chunk[1])
+        folders = {path.parent: drive for drive, path in chunks}
+        try:
+            self._drives.sync(fsync_file, chunks)
+            self._drives.sync(fsync_dir, [(drive, folder) for folder, drive in folders.items()])
+        except UserError:
+            # The kernel reports a lost write once: a second sync of the file may succeed with the data gone.
+            self._broken = self._broken or "an earlier sync failed"
+            raise
+
+    def _publish(self, arrays: Mapping[ArraySpec, manifest.Stored], meta: dict[str, Any]) -> None:
+        """Commit: from here on, the next generation consists of `arrays`, whose chunk files are durable."""
+        successor = Manifest(self._manifest.store, self.generation + 1, arrays, self._drives.records(), meta)
+        path = self.root / manifest.FILE_NAME
+        what = f"writing the manifest of generation {successor.generation}"
+        try:
+            temporary = successor.prepare(self.root)
+        except OSError as error:
+            self._failed = True
+            raise disk_error(error, path, what) from error
+        try:
+            publish(temporary, path)
+        except OSError as error:
+            # Either generation may be the one on disk: its chunk files must not be written any more.
+            self._broken = "the manifest could not be replaced"
+            raise disk_error(error, path, what) from error
+        moved = []
+        with self._lock:
+            for array in self._committable():
+                stored = arrays[array.spec]
+                layout = tuple(self._drives.by_id[id] for id in stored.drives)
+                if layout != array.layout and array.layout:
+                    moved.append(array)
+                array.slot, array.layout, array.crcs = stored.slot, layout, stored.crcs
+                array.written.clear()
+            self._manifest = successor
+        successor.back_up({self.root, *(drive.folder for drive in self._drives)})
+        if moved:
+            tidy(self.root, self._drives, self._arrays.values(), moved)
+
+
+def _payload(array: Array, part: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of `tensor`, uint8, checked to be what the array holds as part number `part`."""
+    start, stop = array.parts[part]
+    ensure(str(tensor.dtype) == f"torch.{array.spec.dtype}", f"{(array.name, tensor.dtype, array.spec.dtype)}")
+    ensure(tensor.shape == (stop - start,), f"{(array.name, part, tuple(tensor.shape), stop - start)}")
+    ensure(tensor.is_contiguous(), array.name)
+    return tensor.detach().view(torch.uint8)

@@ -1,0 +1,65 @@
+"""Removes from a store's own drives what belongs to no generation and no checkpoint of it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from penstock.storage.files.disk import sweep_temporaries
+from penstock.storage.generations import ownership
+from penstock.storage.generations.checkpoints import sweep_incomplete
+from penstock.storage.tier import drives, manifest
+from penstock.storage.tier.arrays import Array, remove_arrays, sweep_strays
+from penstock.storage.tier.drives import CHECKPOINTS, SCRATCH, DriveSet
+
+
+def sweep(root: Path, drive_set: DriveSet, arrays: Collection[Array]) -> None:
+    """Remove what a process that ended badly left behind. The drives must have been taken over (ownership)."""
+    sweep_temporaries(root / manifest.FILE_NAME)
+    sweep_temporaries(root / manifest.BACKUP_NAME)
+    for drive in drive_set:
+        sweep_temporaries(drive.folder / drives.IDENTITY_NAME)
+        sweep_temporaries(drive.folder / manifest.BACKUP_NAME)
+        shutil.rmtree(drive.folder / SCRATCH, ignore_errors=True)
+    sweep_incomplete(root, [drive.folder for drive in drive_set])
+    if len(drive_set) > 1:
+        tidy(root, drive_set, arrays, arrays)
+
+
+def remove_store(root: Path, folders: Iterable[Path]) -> None:
+    """Remove a closed store, whose manifest is in `root`, from its drives' `folders`, and those that are empty then.
+
+    A folder that is another store's, or nobody's, stays as it is: also where `root` is the place from which that
+    other one has moved. UserError where one does not say whose it is.
+    """
+    own = drives.read_identity(root)
+    for folder in folders:
+        identity = drives.read_identity(folder)
+        if identity is None or not ownership.is_same(Path(identity.root), root):
+            continue
+        if own is None and not ownership.is_aborted_start(folder, identity, root):
+            continue
+        if own is not None and (own.store != identity.store or ownership.owner(folder, identity, root) is not None):
+            continue
+        remove_arrays(folder)
+        for name in (SCRATCH, CHECKPOINTS):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for name in (manifest.BACKUP_NAME, drives.IDENTITY_NAME):
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
+
+
+def tidy(root: Path, drive_set: DriveSet, arrays: Collection[Array], moved: Collection[Array]) -> None:
+    """Remove chunk files where an older striping put those of `moved`, and all of ours from drives no longer used."""
+    for array in moved:
+        sweep_strays(array, drive_set)
+    used = {drive for array in arrays for drive in array.layout}
+    for folder in drive_set.retire(used):
+        remove_arrays(folder)
+        shutil.rmtree(folder / SCRATCH, ignore_errors=True)
+        if not (folder / CHECKPOINTS).exists() and folder != root:
+            for name in (manifest.BACKUP_NAME, drives.IDENTITY_NAME):
+                (folder / name).unlink(missing_ok=True)

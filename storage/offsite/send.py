@@ -1,0 +1,235 @@
+"""A checkpoint's way to a place off the machine: all of its objects, each seen to be there, then the manifest, then the
+index; and what may go afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from msgspec import structs
+
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.sealed import hex_crc
+from penstock.storage.generations.checkpoints import checkpoint_folder, read_checkpoint
+from penstock.storage.offsite.files import encode_files, existing, read_files
+from penstock.storage.offsite.index import (
+    FILES,
+    FIXED,
+    MANIFEST,
+    RUN_FILES,
+    Claim,
+    Entry,
+    Index,
+    array_folder,
+    new_folder,
+    one_at_a_time,
+    read_manifest,
+)
+from penstock.storage.offsite.link import Job, OffsiteError, PlaceChangedError, Told
+from penstock.storage.tier.chunk import ChunkFormat
+from penstock.storage.tier.drives import locate, stripe
+from penstock.storage.tier.layout import part_numel_even
+from penstock.storage.tier.manifest import ArraySpec, DriveRecord, Manifest, Stored
+
+_DRIVE = "offsite"
+"""Id of the one drive that a manifest at a place has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What became of an upload."""
+
+    entry: Entry
+    moved_bytes: int
+    """That went over the wire; 0 where the generation was there already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is to be written for a checkpoint."""
+
+    manifest: Manifest
+    """As it will be at the place."""
+    small: list[tuple[str, str]]
+    """(key, text) of zarr.json files."""
+    chunks: list[Job]
+    fixed: dict[str, str]
+    """BUFFER/KIND of fixed arrays that are among them -> CRC-32C of their checksums."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for _, _, size, _ in self.chunks)
+
+
+def send_checkpoint(
+    claim: Claim,
+    root: Path,
+    drives: Sequence[Path],
+    checkpoint: str,
+    files: Mapping[str, Path],
+    *,
+    name: str,
+    automatic: bool = False,
+    keep: int | None = None,
+    bytes_per_s: float | None = None,
+    waits: Callable[[], None] = lambda: None,
+    begins: Told = lambda total: None,
+    told: Told = lambda moved: None,
+) -> Sent:
+    """Write checkpoint `checkpoint` of the store in `root` to the claim's place as `name`, with the run's `files`.
+
+    `drives`: where its drives may be now. `automatic`: one that `keep` counts, so many of which stay at the place.
+    `begins` is told of all bytes that will move, `told` of those that have. Nothing is listed there before all of it
+    was seen to be there. OffsiteError where the place refuses, UserError where the checkpoint is not whole; what was
+    the newest generation at the place is so still.
+    """
+    kept = read_checkpoint(root, checkpoint)
+    with one_at_a_time(root, waits):
+        index = claim.look()
+        if index is None:
+            claim.take()
+            index = claim.index
+        there = next((entry for entry in index.entries if entry.name == name), None)
+        if there is not None and _is_same(claim, there, kept):
+            return Sent(there, 0)
+        if there is not None and not automatic:
+            raise UserError(
+                f"{claim.link.place}: has a checkpoint '{name}' of step {there.step} already; choose another name"
+            )
+        _sweep(claim)
+        folder = new_folder(name)
+        claim.change(lambda now: structs.replace(now, going=(*now.going, folder)))
+        load = load_of(kept, checkpoint_folder(root, checkpoint), drives, folder, name, claim.index.fixed)
+        moved = _write(claim, load, folder, files, bytes_per_s, begins, told)
+        text = load.manifest.encode().decode()
+        claim.link.write(f"{folder}/{MANIFEST}", text)
+        entry = Entry(
+            name=name,
+            folder=folder,
+            generation=kept.generation,
+            step=kept.step,
+            bytes=moved,
+            time=time.time(),
+            crc32c=hex_crc(text.encode()),
+            automatic=automatic,
+        )
+        try:
+            claim.change(lambda now: _with_entry(now, entry, load.fixed, keep))
+        except PlaceChangedError:
+            with contextlib.suppress(OffsiteError):  # nobody else knows of it any more
+                claim.link.delete(claim.link.keys(f"{folder}/"))
+            raise
+        _sweep(claim)
+        return Sent(entry, moved)
+
+
+def load_of(
+    kept: Manifest, place: Path, drives: Sequence[Path], folder: str, name: str, there: Mapping[str, str]
+) -> Load:
+    """What is written to `folder` for manifest `kept` of the checkpoint in `place`; `there`: fixed arrays that are
+    whole at the place. UserError where a drive is missing, or a fixed array there is another one."""
+    found = locate(kept, place, drives)
+    small: list[tuple[str, str]] = []
+    chunks: list[Job] = []
+    arrays: dict[ArraySpec, Stored] = {}
+    fixed: dict[str, str] = {}
+    for number, (spec, stored) in enumerate(kept.arrays.items()):
+        arrays[spec] = Stored(0, (_DRIVE,), stored.crcs)
+        label, digest = f"{spec.buffer}/{spec.kind}", crcs_digest(stored.crcs)
+        if spec.fixed and there.get(label) == digest:
+            continue
+        if spec.fixed and label in there:
+            raise UserError(f"{place}: array {label}, which is written only once, differs from the one already there")
+        if spec.fixed:
+            fixed[label] = digest
+        below = Path(spec.buffer, spec.kind, str(stored.slot))
+        to = array_folder(folder, spec.buffer, spec.kind, fixed=spec.fixed)
+        size = ChunkFormat(part_numel_even(spec.numel, spec.part_numel) * spec.item_bytes).file_bytes
+        small.append((f"{to}/zarr.json", (found[stored.drives[0]] / below / "zarr.json").read_text()))
+        for part, crc in enumerate(stored.crcs):
+            source = found[stored.drives[stripe(number, part, len(stored.drives))]] / below / f"c.{part}.0"
+            chunks.append((f"{to}/{source.name}", source, size, crc))
+    manifest = replace(kept, arrays=arrays, drives=(DriveRecord(_DRIVE, ".", True),), checkpoint=name)
+    return Load(manifest, small, chunks, fixed)
+
+
+def crcs_digest(crcs: Iterable[int]) -> str:
+    return hex_crc(b"".join(crc.to_bytes(4, "little") for crc in crcs))
+
+
+def _is_same(claim: Claim, entry: Entry, kept: Manifest) -> bool:
+    there = read_manifest(claim.link, entry.folder)
+    return there is not None and (there.store, there.generation, there.meta) == (
+        kept.store,
+        kept.generation,
+        kept.meta,
+    )
+
+
+def _write(
+    claim: Claim,
+    load: Load,
+    folder: str,
+    files: Mapping[str, Path],
+    bytes_per_s: float | None,
+    begins: Told,
+    told: Told,
+) -> int:
+    """Write all but the manifest; the bytes that moved."""
+    link = claim.link
+    have = {digest for pieces in _listed_files(claim).values() for digest, _ in pieces}
+    small = existing(files)
+    begins(load.num_bytes + sum(path.stat().st_size for path in small.values()))
+    if link.place.driver == "file":
+        _require_room(Path(link.place.path), load.num_bytes)
+    found = link.put_files(small, sorted(have), FILES, bytes_per_s, told)
+    link.write(f"{folder}/{RUN_FILES}", encode_files(found))
+    for key, text in load.small:
+        link.write(key, text)
+    new = {digest: size for pieces in found.values() for digest, size in pieces if digest not in have}
+    return link.put(load.chunks, bytes_per_s, told) + sum(new.values())
+
+
+def _require_room(folder: Path, num_bytes: int) -> None:
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < num_bytes:
+        raise UserError(f"storage.offsite: {folder}: the upload needs {num_bytes:,} bytes and {free:,} are free there")
+
+
+def _with_entry(index: Index, entry: Entry, fixed: Mapping[str, str], keep: int | None) -> Index:
+    """The index with a generation, without one of its name and without automatic ones beyond `keep`."""
+    entries = [other for other in index.entries if other.name != entry.name]
+    automatic = [other for other in (*entries, entry) if other.automatic]
+    gone = set() if keep is None else {other.folder for other in automatic[:-keep]}
+    gone |= {other.folder for other in index.entries if other.name == entry.name}
+    stay = tuple(other for other in (*entries, entry) if other.folder not in gone)
+    going = tuple(sorted({*index.going, *gone} - {entry.folder}))
+    return structs.replace(index, entries=stay, going=going, fixed={**index.fixed, **fixed})
+
+
+def _sweep(claim: Claim) -> None:
+    """Remove what the index says is going, and pieces of files and fixed arrays that nothing needs."""
+    going, link = claim.index.going, claim.link
+    if not going:
+        return
+    for folder in going:
+        link.delete(link.keys(f"{folder}/"))
+    needed = {f"{FILES}/{digest}" for pieces in _listed_files(claim).values() for digest, _ in pieces}
+    link.delete([key for key in link.keys(f"{FILES}/") if key not in needed])
+    fixed = tuple(f"{FIXED}/{label}/" for label in claim.index.fixed)
+    link.delete([key for key in link.keys(f"{FIXED}/") if not key.startswith(fixed)])
+    claim.change(lambda now: structs.replace(now, going=()))
+
+
+def _listed_files(claim: Claim) -> dict[tuple[str, str], list[tuple[str, int]]]:
+    """(folder, path) -> pieces of all files of the generations at the place."""
+    return {
+        (entry.folder, name): pieces
+        for entry in claim.index.entries
+        for name, pieces in read_files(claim.link, entry.folder).items()
+    }

@@ -1,0 +1,1 @@
+"""Chunk files on drives: arrays in parts, direct reads and writes, manifests, and spilled activations."""

@@ -1,0 +1,358 @@
+"""One allocation for all host memory that blocks live in, carved into slots."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+
+from penstock.storage.files.errors import BudgetError
+from penstock.storage.files.units import bytes_text
+
+PAGE_BYTES = 4096
+PIECE_BYTES = 64 << 30
+"""Pinning goes in pieces of at most this size, unless one slot is larger. Few pieces are quick to look up for every
+copy; one huge one fails as a whole."""
+MOST_BYTES = 512 << 30
+"""The driver refuses to register this much in one call, or more."""
+_STEP_BYTES = 256 << 20
+"""What one thread pages in at once."""
+_PAGE_IN_THREADS = 16
+_UNKNOWN_BYTES = 64
+_MADV_POPULATE_WRITE = 23
+RING_PIECE_BYTES = (8 << 20) - PAGE_BYTES
+"""What is copied at once through the ring of an arena that is not pinned: a third of a millisecond of a PCIe 4 link,
+beside which starting a copy takes nothing. Two each way are less than any system can pin. Less a page, as torch's
+pinned allocator rounds up to a power of two."""
+
+Progress = Callable[[int, int], None]
+"""Told how many bytes of how many are done."""
+
+
+class Registrar(Protocol):
+    """Makes ranges of host memory known to the GPU's driver, which pins them."""
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Pin a range; 0, or the driver's error code."""
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        ...
+
+
+class CudaRegistrar:
+    def register(self, address: int, nbytes: int) -> int:
+        code = int(_cudart().cudaHostRegister(address, nbytes, 0))
+        if code != 0:
+            # It is the thread's last error, too, which its next launch would be taken to have failed with.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+        return code
+
+    def unregister(self, address: int) -> None:
+        _cudart().cudaHostUnregister(address)
+
+
+class HostArena:
+    """A private anonymous mapping of `capacity_bytes`, carved into slots, then pinned for the GPU by `pin`.
+
+    Slots are carved once and live as long as the arena. torch's own pinned allocator rounds every allocation up to a
+    power of two; here a slot costs its size rounded up to a page. Nothing is resident before it is touched or pinned,
+    and nothing here touches it before. Where the driver does not pin as much, `copy` goes through pinned pieces.
+    """
+
+    def __init__(self, capacity_bytes: int, *, budget_bytes: int):
+        """Map the arena; BudgetError when `capacity_bytes` exceeds `budget_bytes`."""
+        if capacity_bytes > budget_bytes:
+            raise BudgetError(
+                f"budgets.ram: pinned RAM needs {capacity_bytes:,} bytes and the budget is {budget_bytes:,}; "
+                "raise budgets.ram, or keep more blocks on NVMe"
+            )
+        assert capacity_bytes > 0, capacity_bytes
+        self.capacity_bytes = _page_up(capacity_bytes)
+        self.slots: dict[str, int] = {}
+        self._offset = 0
+        self._map = _map_memory(self.capacity_bytes)
+        self._bytes: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._registrar: Registrar | None = None
+        self._registered: list[int] = []
+        self._ring: tuple[_Ring, _Ring] | None = None
+        """To the GPU and from it, where the arena could not be pinned."""
+        self.remark: str | None = None
+        """What of pinning is to be told."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes carved so far, page padding included."""
+        return self._offset
+
+    @property
+    def pinned(self) -> bool:
+        return bool(self._registered)
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """(offset, bytes) of what `pin` registers at once; see `cut_pieces`."""
+        return cut_pieces([_page_up(nbytes) for nbytes in self.slots.values()])
+
+    def slot(self, name: str, nbytes: int) -> torch.Tensor:
+        """Carve a slot: uint8 [nbytes], its address a multiple of 4 KiB. BudgetError when the arena is full.
+
+        Each slot is a storage of its own to torch: autograd and torch.compile take tensors that share a storage for
+        views of one another.
+        """
+        assert self._bytes is not None, "the arena is closed"
+        assert not self._registered, "the arena is pinned already"
+        assert name not in self.slots, f"slot {name} carved twice"
+        assert nbytes > 0, (name, nbytes)
+        free = self.capacity_bytes - self._offset
+        if nbytes > free:
+            raise BudgetError(
+                f"host arena: slot '{name}' needs {nbytes:,} bytes and {free:,} of {self.capacity_bytes:,} are free; "
+                "raise budgets.ram"
+            )
+        start = self._offset
+        self._offset += _page_up(nbytes)
+        self.slots[name] = nbytes
+        return torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=nbytes)
+
+    def pin(self, registrar: Registrar | None = None, on_progress: Progress | None = None) -> None:
+        """Page all slots in and register them, once all are carved; or make the ring, where the driver refuses that.
+
+        Pages come in from as many threads as the calling one has cores, and lie on its NUMA node: paging in is what
+        takes long, and the driver would do it with one thread. `registrar`: CUDA's by default.
+        """
+        assert self._bytes is not None, "the arena is closed"
+        assert not self._registered, "pinned twice"
+        self._registrar = registrar or CudaRegistrar()
+        base, total = self._bytes.data_ptr(), self._offset
+        try:
+            with _Pager(base, total, on_progress) as pager:
+                for offset, nbytes in self.pieces:
+                    pager.wait(offset + nbytes)
+                    code = self._registrar.register(base + offset, nbytes)
+                    if code != 0:
+                        pager.wait(total)
+                        self._make_ring(code, offset)
+                        break
+                    self._registered.append(base + offset)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_ring(self, code: int, pinned_bytes: int) -> None:
+        """Pieces for `copy`, in place of `pinned_bytes` that the driver has pinned before it refused the rest."""
+        self._unpin()
+        piece_bytes = min(RING_PIECE_BYTES, _page_up(max(self.slots.values())))
+        try:
+            self._ring = _Ring(piece_bytes), _Ring(piece_bytes)
+        except RuntimeError as error:
+            raise BudgetError(
+                f"cannot pin even {bytes_text(4 * piece_bytes)} of RAM (cudaHostRegister error {code}; "
+                f"{str(error).partition(chr(10))[0]}): end what else uses this GPU"
+            ) from error
+        self.remark = (
+            f"the driver cannot pin {bytes_text(self._offset)} of RAM (cudaHostRegister error {code} after "
+            f"{bytes_text(pinned_bytes)}): copies between RAM and GPU go through {bytes_text(4 * piece_bytes)} of "
+            "pinned memory, slower than planned and with more work for the CPU; a lower budget of RAM (budgets.ram, "
+            "--ram) may fit what can be pinned"
+        )
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy to or from slots in the order of the calling thread's stream: copy_(non_blocking=True) where they are
+        pinned. Through the ring the host's side of it is over when this returns; tensors are contiguous, of one dtype.
+        """
+        if self._ring is None:
+            target.copy_(source, non_blocking=True)
+        elif self._holds(target):
+            self._ring[1].to_host(_flat(target), _flat(source))
+        elif self._holds(source):
+            self._ring[0].to_gpu(_flat(target), _flat(source))
+        else:
+            target.copy_(source, non_blocking=True)
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        assert self._bytes is not None, "the arena is closed"
+        return 0 <= tensor.data_ptr() - self._bytes.data_ptr() < self.capacity_bytes
+
+    def _unpin(self) -> None:
+        for address in self._registered:
+            assert self._registrar is not None
+            self._registrar.unregister(address)
+        self._registered.clear()
+
+    def close(self) -> None:
+        """Unpin the arena and give its memory back; what slots held is lost.
+
+        The address range itself goes when the last slot's tensor does, so a view that outlives the arena reads zeros
+        and cannot crash the process.
+        """
+        if self._bytes is None:
+            return
+        self._unpin()
+        self._ring = None
+        self._map.madvise(mmap.MADV_DONTNEED)
+        self._bytes = None
+
+
+def cut_pieces(slot_bytes: Sequence[int]) -> list[tuple[int, int]]:
+    """(offset, bytes) of the ranges in which slots of these sizes, end to end, are registered with the GPU's driver.
+
+    A copy whose host range spans two registrations fails ("invalid argument"), so a range ends only where a slot ends;
+    it has at most PIECE_BYTES, unless one slot alone is larger. Nothing is skipped. BudgetError for a slot that no
+    registration can hold.
+    """
+    pieces: list[tuple[int, int]] = []
+    start = end = 0
+    for nbytes in slot_bytes:
+        if nbytes >= MOST_BYTES:
+            raise BudgetError(
+                f"one slot of host memory needs {nbytes:,} bytes, and CUDA pins less than {MOST_BYTES:,} at once; "
+                "lower train.chunk_tokens or data.sequence_length, or keep this block on NVMe"
+            )
+        if end > start and end + nbytes - start > PIECE_BYTES:
+            pieces.append((start, end - start))
+            start = end
+        end += nbytes
+    return [*pieces, (start, end - start)] if end > start else pieces
+
+
+class _Ring:
+    """Two pinned pieces, through which bytes of pageable memory go one way: while the link carries one, the host fills
+    or empties the other. Whoever copies has the ring alone.
+    """
+
+    def __init__(self, piece_bytes: int) -> None:
+        self._lock, self._size = threading.Lock(), piece_bytes
+        self._pieces = [pinned_empty(piece_bytes, torch.uint8) for _ in range(2)]
+        self._over: list[torch.cuda.Event | None] = [None, None]
+        """The last copy of each piece, on whichever stream it was."""
+
+    def to_gpu(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """uint8 [n] each; `source` has been read when this returns."""
+        with self._lock:
+            for i, (there, here) in enumerate(self._parts(target, source)):
+                self._wait(i % 2)
+                there.copy_(self._pieces[i % 2][: here.numel()].copy_(here), non_blocking=True)
+                self._mark(i % 2)
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """uint8 [n] each; `target` is complete when this returns."""
+        with self._lock:
+            parts = self._parts(target, source)
+            for i, (_, here) in enumerate(parts):
+                self._pieces[i % 2][: here.numel()].copy_(here, non_blocking=True)
+                self._mark(i % 2)
+                if i:
+                    self._empty(parts, i - 1)
+            self._empty(parts, len(parts) - 1)
+
+    def _parts(self, target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return list(zip(target.split(self._size), source.split(self._size), strict=True))
+
+    def _empty(self, parts: list[tuple[torch.Tensor, torch.Tensor]], i: int) -> None:
+        self._wait(i % 2)
+        there = parts[i][0]
+        there.copy_(self._pieces[i % 2][: there.numel()])
+
+    def _wait(self, piece: int) -> None:
+        over = self._over[piece]
+        if over is not None:
+            over.synchronize()
+
+    def _mark(self, piece: int) -> None:
+        over = self._over[piece] = self._over[piece] or torch.cuda.Event(blocking=True)
+        over.record()
+
+
+class _Pager:
+    """Makes a fresh mapping resident from several threads, in ascending order."""
+
+    def __init__(self, address: int, nbytes: int, on_progress: Progress | None) -> None:
+        self._nbytes, self._on_progress, self._reached = nbytes, on_progress, 0
+        threads = min(_PAGE_IN_THREADS, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="page-in")
+        steps = range(0, nbytes, _STEP_BYTES)
+        self._left = deque(
+            self._pool.submit(_page_in, address + start, min(_STEP_BYTES, nbytes - start)) for start in steps
+        )
+
+    def __enter__(self) -> _Pager:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def wait(self, end: int) -> None:
+        """Return once the first `end` bytes are resident."""
+        while self._reached < end:
+            self._left.popleft().result()
+            self._reached = min(self._reached + _STEP_BYTES, self._nbytes)
+            if self._on_progress is not None:
+                self._on_progress(self._reached, self._nbytes)
+
+
+def _page_in(address: int, nbytes: int) -> None:
+    """Make fresh memory resident without holding the interpreter's lock. BudgetError where there is none left."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code == errno.ENOMEM:
+        raise BudgetError(
+            f"no RAM is left that can be pinned ({os.strerror(code)}); lower budgets.ram, or stop other programs"
+        )
+    ctypes.memset(address, 0, nbytes)  # a kernel before 5.14
+
+
+def pinned_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor [numel] of pinned memory, outside any arena. Who frees it has waited for its copies.
+
+    torch's allocator notes the copies of what it pins, and asks the GPU about them when the tensor is freed; where the
+    GPU has failed by then, that ends the process. It knows memory by where it begins.
+    """
+    whole = torch.empty(_UNKNOWN_BYTES + numel * dtype.itemsize, dtype=torch.uint8, pin_memory=True)
+    return torch.from_numpy(whole.numpy()[_UNKNOWN_BYTES:]).view(dtype)
+
+
+def empty_aligned(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor [numel] that starts at a 4 KiB address, outside any arena and its budget.
+
+    torch.empty does not align to pages, and direct I/O needs it. For what happens once: import, export, verification.
+    """
+    memory = _map_memory(max(numel * dtype.itemsize, 1))
+    return torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
+
+
+def _map_memory(nbytes: int) -> mmap.mmap:
+    """Private anonymous memory, in huge pages where the kernel has them.
+
+    Direct I/O reads into huge pages twice as fast (docs/results/storage.md): a request is a list of memory segments of
+    limited length, and with pages of 4 KiB it holds 1 MiB at most.
+    """
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _page_up(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()

@@ -1,0 +1,196 @@
+"""One array of the store: its parts, where they lie on the drives, and the zarr3 metadata that describes them.
+
+DRIVE/BUFFER/KIND/SLOT/         a zarr3 array [parts, part elements]: zarr.json and the chunk files of this drive
+DRIVE/scratch/BUFFER/KIND/0/    the same for arrays of no generation
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.storage.files.disk import fsync_dir, fsync_file, make_folder, reporting, write_file
+from penstock.storage.tier.chunk import ChunkFormat
+from penstock.storage.tier.drives import CHECKPOINTS, SCRATCH, Drive, stripe
+from penstock.storage.tier.layout import part_numel_even
+from penstock.storage.tier.manifest import ArraySpec, Stored
+from penstock.storage.tier.scrub import ChunkFile
+
+_DIMENSIONS = ["part", "element"]
+
+
+@dataclass(slots=True, eq=False)
+class Array:
+    """An array and its state: one committed slot (none before the first commit) and one that is written to.
+
+    A fixed one is written once, and once more where it moves to other drives.
+    """
+
+    spec: ArraySpec
+    form: ChunkFormat
+    parts: list[tuple[int, int]]
+    number: int
+    """Where striping starts."""
+    target: tuple[Drive, ...]
+    """Drives that the next slot is written to, in striping order."""
+    scratch: bool
+    slot: int | None = None
+    """Committed slot; always None for scratch."""
+    layout: tuple[Drive, ...] = ()
+    """Drives of the committed slot, in striping order."""
+    crcs: tuple[int, ...] = ()
+    """CRC-32C of the committed parts."""
+    written: dict[int, int] = field(default_factory=dict)
+    """CRC-32C of the parts of the next slot written since the last commit."""
+
+    @staticmethod
+    def make(spec: ArraySpec, number: int, target: tuple[Drive, ...], *, scratch: bool) -> Array:
+        """An array of which nothing is committed."""
+        form = ChunkFormat(part_numel_even(spec.numel, spec.part_numel) * spec.item_bytes)
+        return Array(spec, form, spec.parts(), number, target, scratch)
+
+    @property
+    def name(self) -> str:
+        return f"{self.spec.buffer}/{self.spec.kind}"
+
+    @property
+    def lasts(self) -> bool:
+        """Whether what is committed is never written again."""
+        return self.spec.fixed and self.slot is not None and self.layout == self.target
+
+    def slots(self) -> tuple[int, ...]:
+        """The slots that need room where `target` is."""
+        if not self.scratch and not self.spec.fixed:
+            return (0, 1)
+        return (self.slot or 0,) if self.lasts else (self.next_slot(),)
+
+    def next_slot(self) -> int:
+        """The slot that no committed generation uses."""
+        return 0 if self.slot is None else 1 - self.slot
+
+    def folder(self, drive: Drive, slot: int) -> Path:
+        """Where drive `drive` keeps its chunk files of a slot."""
+        base = drive.folder / SCRATCH if self.scratch else drive.folder
+        return base / self.spec.buffer / self.spec.kind / str(slot)
+
+    def chunk(self, drives: tuple[Drive, ...], slot: int, part: int) -> tuple[Drive, Path]:
+        """The drive and the chunk file of a part when the slot is striped over `drives`."""
+        drive = drives[stripe(self.number, part, len(drives))]
+        return drive, self.folder(drive, slot) / f"c.{part}.0"
+
+    def committed(self, part: int) -> tuple[Drive, Path]:
+        """The drive and the chunk file of a committed part."""
+        if self.slot is None:
+            raise AssertionError(f"{self.name} part {part} is read before it was ever written")
+        return self.chunk(self.layout, self.slot, part)
+
+    def next(self, part: int) -> tuple[Drive, Path]:
+        """The drive and the chunk file that the part's next write goes to."""
+        return self.chunk(self.target, self.next_slot(), part)
+
+    def latest(self, part: int) -> ChunkFile:
+        """The chunk file that holds the latest state of a part, written or committed."""
+        if part not in self.written:
+            return self.committed_file(part)
+        return self._file(*self.next(part), part, self.written[part])
+
+    def committed_file(self, part: int) -> ChunkFile:
+        return self._file(*self.committed(part), part, self.crcs[part])
+
+    def _file(self, drive: Drive, path: Path, part: int, crc: int) -> ChunkFile:
+        start, stop = self.parts[part]
+        return ChunkFile(drive, path, self.form, (stop - start) * self.spec.item_bytes, crc)
+
+    def stored(self) -> Stored:
+        """The manifest's record when all that was written is committed."""
+        if self.written:
+            crcs = tuple(self.written[part] for part in range(len(self.parts)))
+            return Stored(self.next_slot(), tuple(drive.id for drive in self.target), crcs)
+        if self.slot is None:
+            raise AssertionError(f"{self.name} was never written")
+        return Stored(self.slot, tuple(drive.id for drive in self.layout), self.crcs)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot on all drives."""
+        return len(self.parts) * self.form.file_bytes
+
+    def disk_bytes(self) -> int:
+        """Bytes on all drives: two slots, or one of scratch or where it is fixed."""
+        return self.slot_bytes * (1 if self.scratch or self.spec.fixed else 2)
+
+    def zarr_json(self) -> bytes:
+        """The zarr3 metadata of one slot, the same on every drive; parts of other drives read as zeros there."""
+        item_bytes = self.spec.item_bytes
+        chunk_shape = [1, self.form.stored_bytes // item_bytes]
+        metadata = {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": [len(self.parts), self.form.part_bytes // item_bytes],
+            "data_type": self.spec.dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            "fill_value": 0,
+            "dimension_names": _DIMENSIONS,
+        }
+        return json.dumps(metadata, indent=1).encode()
+
+
+def make_folders(arrays: Iterable[Array], drives: Iterable[Drive]) -> None:
+    """Make what lacks of the arrays' slots on `drives`; durable, but for scratch. UserError when a drive fails."""
+    drives = list(drives)
+    made: set[Path] = set()
+    for array in arrays:
+        content = array.zarr_json()
+        for drive in drives:
+            for slot in array.slots():
+                folder = array.folder(drive, slot)
+                path = folder / "zarr.json"
+                with reporting(folder, "making the folder of an array"):
+                    if path.is_file() and path.read_bytes() == content:
+                        continue
+                    make_folder(folder, inside=drive.folder)
+                    write_file(path, content)
+                    if not array.scratch:
+                        fsync_file(path)
+                        made |= {folder, folder.parent, folder.parent.parent, drive.folder}
+    for folder in sorted(made, reverse=True):
+        with reporting(folder, "syncing"):
+            fsync_dir(folder)
+
+
+def remove_arrays(folder: Path) -> None:
+    """Remove all our arrays from a drive's folder and nothing else: no checkpoints, no scratch, no array of others."""
+    for path in list(_slots(folder)):
+        shutil.rmtree(path, ignore_errors=True)
+        for parent in (path.parent, path.parent.parent):
+            with contextlib.suppress(OSError):  # not empty
+                parent.rmdir()
+
+
+def sweep_strays(array: Array, drives: Iterable[Drive]) -> None:
+    """Remove chunk files of `array` that lie where its striping over other drives once put them."""
+    numbers = range(len(array.parts))
+    kept = {array.next(part)[1] for part in numbers if not array.lasts}
+    if array.slot is not None:
+        kept |= {array.committed(part)[1] for part in numbers}
+    for drive in drives:
+        for slot in (0, 1):
+            with contextlib.suppress(OSError):
+                for path in array.folder(drive, slot).glob("c.*.0"):
+                    if path not in kept:
+                        path.unlink(missing_ok=True)
+
+
+def _slots(folder: Path) -> Iterator[Path]:
+    for path in folder.glob("*/*/[01]/zarr.json"):
+        if path.parts[-4] in (SCRATCH, CHECKPOINTS):
+            continue
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if json.loads(path.read_bytes()).get("dimension_names") == _DIMENSIONS:
+                yield path.parent

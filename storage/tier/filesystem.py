@@ -1,0 +1,211 @@
+"""What lies under a folder: its file system, its drives, and what a user should know before storing state there."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from fcntl import ioctl
+from pathlib import Path
+
+from penstock.storage.files.disk import held
+from penstock.storage.tier.chunk import supports_direct
+
+_MOUNTINFO = Path("/proc/self/mountinfo")
+_SYS_BLOCK = Path("/sys/dev/block")
+_DEV = Path("/dev")
+
+_GET_UUID = 0x80111500
+"""ioctl FS_IOC_GETFSUUID: a byte with a length, and up to 16 bytes."""
+
+_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
+_NETWORK = {
+    "9p",
+    "afs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "coda",
+    "glusterfs",
+    "gpfs",
+    "lustre",
+    "ncpfs",
+    "nfs",
+    "nfs4",
+    "ocfs2",
+    "orangefs",
+    "panfs",
+    "smb3",
+    "smbfs",
+    "virtiofs",
+    "wekafs",
+}
+_LOCAL_FUSE = {"fuseblk", "fuse.ext2", "fuse.ntfs", "fuse.ntfs-3g", "fuse.exfat", "fuse.fuse-overlayfs"}
+_LAYERED = {"overlay", "aufs", "fuse.fuse-overlayfs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of /proc/self/mountinfo."""
+
+    point: Path
+    filesystem: str
+    """Type, for example ext4 or nfs4."""
+    source: str
+    """What is mounted: a device, server:/path, or a name without meaning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The block device that a folder's file system lies on."""
+
+    name: str
+    """The kernel's name, for example nvme0n1p2 or dm-0; the mount's source where there is no block device."""
+    disks: tuple[str, ...]
+    """Whole drives under it, for example nvme0n1; several under RAID or LVM, none under memory and network."""
+    filesystem: str
+    """Type of the file system."""
+    rotational: bool | None
+    """Whether any of the drives is a spinning disk; None where that is not known, as on virtual drives."""
+    model: str | None
+    """Model of the first drive; None where it tells none."""
+
+
+def mount_of(folder: Path) -> Mount:
+    """The mount that `folder` (or its nearest existing parent) lies on."""
+    return _find_mount(existing(folder), _MOUNTINFO.read_text(errors="surrogateescape"))
+
+
+def filesystem_id(folder: Path) -> str:
+    """What the file system of `folder` calls itself; "" where it has no name. A clone of it has the same one.
+
+    Its UUID, else `f_fsid` of statvfs. Neither changes with the mount point; `f_fsid` may with the device.
+    """
+    try:
+        with held(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+            told = ioctl(fd, _GET_UUID, bytes(17))
+        if any(uuid := told[1 : 1 + told[0]]):
+            return uuid.hex()
+    except OSError:  # older kernels, file systems that have none, a folder that may not be read
+        pass
+    try:
+        number = os.statvfs(folder).f_fsid
+    except OSError:
+        return ""
+    return f"{number:x}" if number else ""
+
+
+def check_folder(folder: Path) -> list[str]:
+    """What makes `folder` a doubtful place for state, one sentence each; empty for a local drive with direct I/O.
+
+    A missing folder is judged by its nearest existing parent. Writes and removes a probe file where it may.
+    """
+    mount = mount_of(folder)
+    kind = mount.filesystem
+    if kind in _MEMORY:
+        return [
+            f"{folder}: {kind} is kept in memory: files here take RAM on top of budgets.ram and are lost at reboot; "
+            "choose a folder on a drive"
+        ]
+    warnings = []
+    if kind in _NETWORK or (kind.startswith("fuse") and kind not in _LOCAL_FUSE):
+        warnings.append(
+            f"{folder}: {kind} is a network file system: locks and durability depend on the server, and speed on the "
+            "network; a local drive is safer and faster"
+        )
+    if kind in _LAYERED:
+        warnings.append(
+            f"{folder}: {kind} is a container's writable layer: it is lost with the container and slower than the "
+            "drive beneath it; mount a host folder and use that"
+        )
+    if not supports_direct(existing(folder)):
+        warnings.append(
+            f"{folder}: {kind} here does not support direct I/O: reads and writes go through the page cache, which is "
+            "slower and takes memory that budgets.ram does not count"
+        )
+    device = device_of(folder)
+    if device.rotational:
+        warnings.append(
+            f"{folder}: on a hard disk ({device.model or device.name}), which reaches a few percent of an SSD's speed"
+        )
+    return warnings
+
+
+def device_of(folder: Path) -> Device:
+    """The device under `folder` (or its nearest existing parent), followed through partitions and volumes to drives."""
+    place = existing(folder)
+    mount = mount_of(place)
+    block = _block_folder(os.stat(place).st_dev)
+    if block is None and mount.source.startswith(f"{_DEV}/"):  # btrfs: files have a device number of their own
+        try:
+            block = _block_folder(os.stat(mount.source).st_rdev)
+        except OSError:
+            block = None
+    if block is None:
+        return Device(mount.source, (), mount.filesystem, None, None)
+    disks = _disks(block)
+    flags = [flag for disk in disks if (flag := _rotational(disk)) is not None]
+    models = [text for disk in disks if (text := _read(disk / "device" / "model")) is not None]
+    return Device(
+        name=block.name,
+        disks=tuple(disk.name for disk in disks),
+        filesystem=mount.filesystem,
+        rotational=any(flags) if flags else None,
+        model=models[0] if models else None,
+    )
+
+
+def existing(folder: Path) -> Path:
+    """`folder`, or its nearest parent that is there."""
+    folder = folder.resolve()
+    while not os.path.isdir(folder):  # False where a parent may not be looked into
+        folder = folder.parent
+    return folder
+
+
+def _find_mount(folder: Path, mountinfo: str) -> Mount:
+    """The mount with the longest path that holds `folder`; of several on one path the last, which hides the others."""
+    best = Mount(Path("/"), "unknown", "unknown")
+    for line in mountinfo.splitlines():
+        fields, _, tail = line.partition(" - ")
+        point = Path(_unescape(fields.split()[4]))
+        if folder.is_relative_to(point) and len(point.parts) >= len(best.point.parts):
+            filesystem, source = tail.split()[:2]
+            best = Mount(point, filesystem, _unescape(source))
+    return best
+
+
+def _unescape(text: str) -> str:
+    """Undo mountinfo's octal escapes of space, tab, newline and backslash."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _block_folder(number: int) -> Path | None:
+    """The folder below /sys of block device `number`; None where it is no block device (memory, network, layers)."""
+    link = _SYS_BLOCK / f"{os.major(number)}:{os.minor(number)}"
+    return link.resolve() if link.exists() else None
+
+
+def _disks(block: Path) -> list[Path]:
+    """The whole drives under block device folder `block`: a partition's disk, the members of a RAID or LVM volume."""
+    if (block / "partition").exists():
+        return _disks(block.parent)
+    members = sorted((block / "slaves").iterdir()) if (block / "slaves").is_dir() else []
+    if not members:
+        return [block]
+    found = [disk for member in members for disk in _disks(member.resolve())]
+    return list(dict.fromkeys(found))
+
+
+def _rotational(disk: Path) -> bool | None:
+    if disk.name.startswith(("vd", "xvd", "loop")):  # these claim to spin, whatever is under them
+        return None
+    text = _read(disk / "queue" / "rotational")
+    return None if text is None else text == "1"
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip() or None
+    except OSError:
+        return None

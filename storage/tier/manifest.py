@@ -1,0 +1,261 @@
+"""The manifest: the one small file that says which chunk files make up the committed generation.
+
+Its content is JSON. `crc32c` at its end is the checksum of everything else, so that a flipped digit is found, and
+every chunk's checksum is recorded, so that a whole chunk file of another generation is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, to_builtins
+
+from penstock.storage.files.crc import checksum
+from penstock.storage.files.disk import prepare_file, write_file
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import MOST_WHOLE, Count, is_whole, parse_object, read_regular, typed
+from penstock.storage.tier.layout import ALIGN_NUMEL, part_numel_even, part_ranges
+
+FILE_NAME = "manifest.json"
+BACKUP_NAME = "manifest.backup.json"
+_FORMAT = "penstock-state"
+_VERSION = 2
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_RESERVED = ("", ".", "..", "scratch", "checkpoints")
+_Name = Annotated[str, Meta(pattern=r"\A(?!(scratch|checkpoints)\Z)[^./\0][^/\0]*\Z")]
+"""Of a folder beside our own ones."""
+_Text = Annotated[str, Meta(pattern=r"\A[^\0]+\Z")]
+_Crc = Annotated[str, Meta(pattern=r"\A[0-9a-f]{8}\Z")]
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """One kind of state of one flat buffer, as it is kept on disk."""
+
+    buffer: str
+    """Name of the flat buffer, for example layers.0; also a folder name."""
+    kind: str
+    """weights, master, exp_avg, exp_avg_sq or gradient; also a folder name."""
+    numel: int
+    """Elements of the flat buffer."""
+    dtype: str
+    """float32 or bfloat16."""
+    part_numel: int
+    """Most elements of one part (one chunk file), a multiple of layout.ALIGN_NUMEL."""
+    fixed: bool = False
+    """Whether it is written for the first generation and never again, so that all generations share one slot."""
+
+    def __post_init__(self) -> None:
+        assert self.dtype in _ITEM_BYTES, self.dtype
+        for name in (self.buffer, self.kind):
+            assert name not in _RESERVED, name
+            assert not set(name) & {"/", "\0"}, name
+            assert not name.startswith("."), name
+
+    @property
+    def item_bytes(self) -> int:
+        return _ITEM_BYTES[self.dtype]
+
+    def parts(self) -> list[tuple[int, int]]:
+        """The parts as (start, stop) in elements."""
+        return part_ranges(self.numel, self.part_numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where the committed state of one array lies."""
+
+    slot: int
+    """0 or 1."""
+    drives: tuple[str, ...]
+    """Ids of the drives, in striping order."""
+    crcs: tuple[int, ...]
+    """CRC-32C of each part's chunk file without its last four bytes, which hold the same value."""
+
+
+class DriveRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """A folder that holds chunk files."""
+
+    id: _Text
+    """As in the folder's own drive.json: the folder is known by it wherever it is mounted."""
+    path: _Text
+    """Where it was; relative to the manifest's folder where it lies inside the store's."""
+    active: bool
+    """Whether new state is written to it; the others hold state from before the run changed drives."""
+
+
+class _Array(Struct):
+    """An array as the file has it."""
+
+    buffer: _Name
+    kind: _Name
+    numel: Count
+    dtype: Literal["float32", "bfloat16"]
+    part_numel: Annotated[int, Meta(ge=1, le=MOST_WHOLE, multiple_of=ALIGN_NUMEL)]
+    slot: Literal[0, 1]
+    drives: Annotated[tuple[str, ...], Meta(min_length=1)]
+    crc32c: tuple[_Crc, ...]
+    fixed: bool = False
+
+
+class _File(Struct):
+    """What the file holds beside format, version and checksum."""
+
+    store: _Text
+    generation: Count
+    meta: dict[str, Any]
+    drives: tuple[DriveRecord, ...]
+    arrays: tuple[_Array, ...]
+    checkpoint: _Text | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A committed generation: where each array lies, and what the engine keeps beside the arrays."""
+
+    store: str
+    """Id of the store, the same in every drive's drive.json."""
+    generation: int
+    """1 for the first commit."""
+    arrays: Mapping[ArraySpec, Stored]
+    drives: tuple[DriveRecord, ...]
+    """Active drives in striping order, then the others."""
+    meta: dict[str, Any]
+    """The engine's own JSON object: step, data cursor, random state, versions."""
+    checkpoint: str | None = None
+    """Name of the checkpoint; None for a store."""
+
+    @property
+    def step(self) -> int | None:
+        """The run's step, where the engine's record has one."""
+        return step_of(self.meta)
+
+    def prepare(self, root: Path) -> Path:
+        """Write and sync the file that `disk.publish` makes root/manifest.json; OSError leaves the old one alone."""
+        return prepare_file(root / FILE_NAME, self.encode())
+
+    def back_up(self, folders: Iterable[Path]) -> None:
+        """Leave copies: in the manifest's folder, for the day on which somebody damages it; on the drives, so that they
+        know their newest generation. Neither synced nor an error where it fails."""
+        content = self.encode()
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                temporary = folder / f".{BACKUP_NAME}.{os.getpid()}.tmp"
+                write_file(temporary, content)
+                os.replace(temporary, folder / BACKUP_NAME)
+
+    def encode(self) -> bytes:
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "store": self.store,
+            "checkpoint": self.checkpoint,
+            "generation": self.generation,
+            "meta": self.meta,
+            "drives": to_builtins(self.drives),
+            "arrays": [
+                {
+                    **{name: value for name, value in asdict(spec).items() if name != "fixed" or value},
+                    "shape": [len(spec.parts()), part_numel_even(spec.numel, spec.part_numel)],
+                    "slot": stored.slot,
+                    "drives": stored.drives,
+                    "checksum": "crc32c",
+                    "crc32c": [f"{crc:08x}" for crc in stored.crcs],
+                }
+                for spec, stored in self.arrays.items()
+            ],
+        }
+        return json.dumps({**content, "crc32c": _own_checksum(content)}, indent=1).encode()
+
+    @staticmethod
+    def read(root: Path) -> Manifest:
+        """Read root/manifest.json; UserError naming the file when it is missing, damaged, old or of another version."""
+        path = root / FILE_NAME
+        backup = read_backup(root)
+        try:
+            manifest = decode(read_regular(path))
+        except FileNotFoundError as error:
+            if backup is None:
+                raise UserError(
+                    f"{path}: no such file: no generation was committed here, or the drive is not mounted; mount it, "
+                    "or start a new run"
+                ) from error
+            raise UserError(f"{path}: the file is missing; {_hint(root, backup)}") from error
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); {_hint(root, backup)}") from error
+        except ValueError as error:
+            raise UserError(f"{path}: not a readable manifest ({error}); {_hint(root, backup)}") from error
+        if backup is not None and backup.store == manifest.store and backup.generation > manifest.generation:
+            raise UserError(
+                f"{path}: holds generation {manifest.generation}, but generation {backup.generation} was committed: "
+                f"the file was replaced by an older manifest; {_hint(root, backup)}"
+            )
+        return manifest
+
+
+def step_of(meta: Mapping[str, Any]) -> int | None:
+    """The step in an engine's record; None where it has none."""
+    step = meta.get("step")
+    return step if is_whole(step) else None
+
+
+def has_backup(root: Path) -> bool:
+    """Whether folder `root` holds a copy of a manifest: a generation was committed there, even if that is gone."""
+    return (root / BACKUP_NAME).exists()
+
+
+def decode(data: bytes) -> Manifest:
+    """The manifest of a file's content. ValueError for anything that `Manifest.encode` does not write."""
+    content = parse_object(data)
+    if content.get("format") != _FORMAT:
+        raise ValueError(f"format is {content.get('format')!r}, not {_FORMAT!r}")
+    if content.get("version") != _VERSION:
+        raise ValueError(f"version {content.get('version')} is not version {_VERSION}, which this Penstock reads")
+    stored, found = content.pop("crc32c", None), _own_checksum(content)
+    if stored != found:
+        raise ValueError(f"checksum mismatch: the content has CRC-32C {found}, the file records {stored}")
+    # The checksum finds accidents; whoever writes a manifest can write that as well.
+    file = typed(content, _File)
+    known = {drive.id for drive in file.drives}
+    _require(len(known) == len(file.drives), "a drive is listed twice")
+    arrays = dict(_array(item, known) for item in file.arrays)
+    _require(len(arrays) == len(file.arrays), "an array is listed twice")
+    return Manifest(file.store, file.generation, arrays, file.drives, file.meta, file.checkpoint)
+
+
+def _require(ok: bool, what: str) -> None:
+    if not ok:
+        raise ValueError(what)
+
+
+def _array(item: _Array, drives: set[str]) -> tuple[ArraySpec, Stored]:
+    parts = -(-item.numel // part_numel_even(item.numel, item.part_numel))
+    sound = drives.issuperset(item.drives) and len(item.crc32c) == parts
+    _require(sound, f"array {item.buffer}/{item.kind} is on an unknown drive, or does not have one checksum per part")
+    spec = ArraySpec(item.buffer, item.kind, item.numel, item.dtype, item.part_numel, item.fixed)
+    return spec, Stored(item.slot, item.drives, tuple(int(crc, 16) for crc in item.crc32c))
+
+
+def _own_checksum(content: dict[str, Any]) -> str:
+    text = json.dumps(content, separators=(",", ":"))
+    return f"{checksum(memoryview(text.encode()), 0):08x}"
+
+
+def read_backup(root: Path) -> Manifest | None:
+    """The copy of a manifest in folder `root`; None where there is none that can be read."""
+    try:
+        return decode(read_regular(root / BACKUP_NAME))
+    except (OSError, ValueError):
+        return None
+
+
+def _hint(root: Path, backup: Manifest | None) -> str:
+    if backup is None:
+        return "restore it from a copy, or start a new run"
+    return f"{root / BACKUP_NAME} holds generation {backup.generation}: copy it to {FILE_NAME} and resume"

@@ -1,0 +1,76 @@
+"""Room on the drives and in the budget, counted before anything is written."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from pathlib import Path
+
+from penstock.storage.files.errors import BudgetError
+from penstock.storage.files.units import least_text
+from penstock.storage.tier.arrays import Array
+from penstock.storage.tier.drives import FREE_MARGIN, DriveSet, require_room
+
+
+class Room:
+    """What a store has given out of its budget, and what its drives still have."""
+
+    def __init__(self, drives: DriveSet, budget_bytes: int | None):
+        """`budget_bytes` None: as much as the drives have."""
+        self._drives = drives
+        self._budget_bytes = budget_bytes
+        self._spill_bytes = 0
+
+    def reserve_spill(self, num_bytes: int, arrays: Collection[Array]) -> None:
+        """Give out room for activations beside `arrays`."""
+        what = "room for spilled activations"
+        self._require_budget(int(num_bytes * FREE_MARGIN), self._held(arrays), what)
+        share = -(-num_bytes // len(self._drives.active))
+        require_room(dict.fromkeys(self._drives.folders, share), what)
+        self._spill_bytes += num_bytes
+
+    def require_new(self, added: Collection[Array], arrays: Collection[Array], what: str) -> None:
+        """Room for all slots of the `added` arrays beside `arrays`."""
+        need = int(sum(array.disk_bytes() for array in added) * FREE_MARGIN)
+        self._require_budget(need, self._held(arrays), what)
+        needs = self._nothing()
+        for array in added:
+            for part in range(len(array.parts)):
+                needs[array.next(part)[0].folder] += array.disk_bytes() // len(array.parts)
+        require_room(needs, what)
+
+    def require_checkpoint(self, arrays: Collection[Array], count: int, what: str) -> None:
+        """Room for one more checkpoint of the committed `arrays`, when there are `count` already."""
+        size = sum(array.slot_bytes for array in arrays if not array.scratch and not array.spec.fixed)
+        self._require_budget(size, self._held(arrays) + size * count, what)
+        self.require_to_write(arrays, what, shared=True)
+
+    def require_to_write(self, arrays: Collection[Array], what: str, *, shared: bool) -> None:
+        """Room for the files that both slots will need on the active drives and do not have, or not for themselves.
+
+        `shared`: the committed files are about to be shared with a checkpoint.
+        """
+        needs = self._nothing()
+        for array in arrays:
+            for slot in () if array.scratch or array.lasts else array.slots():
+                for part in range(len(array.parts)):
+                    drive, path = array.chunk(array.target, slot, part)
+                    with contextlib.suppress(OSError):
+                        if path.stat().st_nlink == 1 and not (shared and slot == array.slot):
+                            continue
+                    needs[drive.folder] += array.form.file_bytes
+        require_room(needs, what)
+
+    def _nothing(self) -> dict[Path, int]:
+        return dict.fromkeys(self._drives.folders, 0)
+
+    def _held(self, arrays: Collection[Array]) -> int:
+        return self._spill_bytes + sum(array.disk_bytes() for array in arrays)
+
+    def _require_budget(self, need: int, held: int, what: str) -> None:
+        if self._budget_bytes is not None and held + need > self._budget_bytes:
+            raise BudgetError(
+                f"budgets.nvme: {what} in {self._drives.root} needs {need:,} bytes on top of {held:,} already "
+                f"allocated, and the budget is {self._budget_bytes:,}; raise budgets.nvme to "
+                f"{least_text(held + need)}, or keep more blocks in RAM"
+            )
