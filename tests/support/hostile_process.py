@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    from penstock.app.cli.main import main as cli
+    from penstock.app.cli import main as cli
 
     try:
         return cli.main(sys.argv[2:])
