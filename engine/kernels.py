@@ -47,7 +47,7 @@ class Asked(NamedTuple):
 def asked(spec: ModelSpec, plan: Plan) -> Asked:
     """Everything once."""
     products: dict[tuple[int, int], None] = {}
-    for block, summed, joined in zip(spec.blocks[1:-1], spec.summed, spec.joined, strict=True):
+    for block, summed, joined in zip(spec.layers, spec.summed, spec.joined, strict=True):
         trained = [param for name in block.buffers if name not in spec.frozen for param in spec.buffers[name]]
         for names in (*((name,) for name in summed), *joined):
             ends = tuple(f".{name}.weight" for name in names)

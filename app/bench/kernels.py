@@ -92,7 +92,7 @@ def step_kernels(
         role: Counter(
             param.shape
             for block in spec.blocks
-            if block.role == role
+            if block.kind == role
             for name in block.buffers
             for param in spec.buffers[name]
             if len(param.shape) == 2
@@ -144,7 +144,7 @@ def _attention_once(
 
 def _adamw_once(spec: ModelSpec, device: torch.device, train: TrainConfig, *, compiled: bool) -> float:
     """Seconds of the engine's update of all parameters, from one layer's."""
-    layer = next(block for block in spec.blocks if block.role == "layer")
+    layer = next(block for block in spec.blocks if block.layer is not None)
     layout = layouts(spec)[layer.buffers[0]]
     optimizer_spec = find_optimizer(train)
     optimizer = optimizer_spec.make("compiled" if compiled else "fused")

@@ -187,7 +187,7 @@ def _scaled_peaks(full: Plan, share: float) -> tuple[int, int]:
     What serves one block at a time stays as it is; what the layers hold for themselves shrinks with their number, on
     the GPU by whole layers and saved graphs, so that nothing else fills what would be left over.
     """
-    layers = {name for block in full.blocks if block.role == "layer" for name in block.buffers}
+    layers = {name for block in full.blocks if block.saved_inputs for name in block.buffers}
     compute, waiting = full.problem.compute_bytes, full.problem.gradient_bytes
     sizes = {"weights": compute, "gradient": waiting, "state": len(full.problem.state_kinds) * FP32}
     resident = [full.buffers[name] for name in layers if full.buffers[name].weights == "gpu"]
@@ -213,7 +213,7 @@ def _scaled_peaks(full: Plan, share: float) -> tuple[int, int]:
     records = sum(
         full.record_bytes(index, chunk.index)
         for index, block in enumerate(full.blocks)
-        if block.role == "layer"
+        if block.saved_inputs
         for chunk in full.places
         if (index, chunk.index) not in full.spilled
     )

@@ -335,7 +335,7 @@ def _once(setup: Setup, ran: Ran) -> StepFlops:
     """FLOPs of a step that computes nothing twice."""
     plan = setup.plan
     everything = frozenset(
-        (i, c.index) for i, block in enumerate(plan.blocks) if block.role == "layer" for c in plan.chunks
+        (i, c.index) for i, block in enumerate(plan.blocks) if block.saved_inputs for c in plan.chunks
     )
     once = replace(plan, recomputed=frozenset(), streamed=False, saved_graphs=everything)
     return executed_flops(setup.spec, once, ran.lengths)

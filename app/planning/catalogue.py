@@ -128,7 +128,7 @@ def packed(spec: ModelSpec) -> dict[str, Any]:
         layers.append(kinds.index(kind))
     for name in ("attention", "unread", "summed", "joined", "returns", "counts_positions", "graph_bytes", "config"):
         del whole[name]
-    whole["blocks"] = [block for block in whole["blocks"] if block["role"] != "layer"]
+    whole["blocks"] = [block for block in whole["blocks"] if block["layer"] is None]
     return whole | {"kinds": kinds, "layers": layers}
 
 
@@ -139,9 +139,13 @@ def unpacked(values: dict[str, Any]) -> ModelSpec:
     shapes = [None if kind["attention"] is None else AttentionShape(**kind["attention"]) for kind in kinds]
     names = [f"layers.{index}" for index in range(len(layers))]
     embed, head = values["blocks"]
+    blocks = [embed]
+    for index, name in enumerate(names):
+        before = blocks[-1]["name"]
+        blocks.append({"name": name, "kind": "layer", "buffers": [name], "inputs": [before], "layer": index})
     whole = values | {
         "config": None,
-        "blocks": [embed, *({"name": name, "role": "layer", "buffers": [name]} for name in names), head],
+        "blocks": [*blocks, head],
         "attention": [],
         "unread": [kinds[kind]["unread"] for kind in layers],
         "summed": [kinds[kind]["summed"] for kind in layers],

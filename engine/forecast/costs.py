@@ -78,7 +78,7 @@ def representatives(blocks: Sequence[BlockShape]) -> list[str]:
 
 
 def _same(block: BlockShape) -> tuple[Any, ...]:
-    names = [n for n in BlockShape.__dataclass_fields__ if n not in ("name", "buffers")]
+    names = [n for n in BlockShape.__dataclass_fields__ if n not in ("name", "buffers", "inputs")]
     return tuple(getattr(block, name) for name in names)
 
 
@@ -205,7 +205,7 @@ class Costs:
         block = self._blocks[op.block]
         new = sum(self._plan.buffers[name].numel for name in block.buffers if a.zero(name) in op.flags)
         # A layer's first gradients take the place of sums that nobody reads; of other blocks they are zeroed before.
-        zeroing = (-new if block.role == "layer" else new) * FP32 / self._machine.gpu_copy_bytes_per_s
+        zeroing = (-new if op.action.work.fresh_gradients else new) * FP32 / self._machine.gpu_copy_bytes_per_s
         key = (op_kind(op, self._same[op.block]), self.tokens(op), self.pairs(op))
         if key not in self._known:
             self._known[key] = self._measured(op) or self._formula(op) * self._correction
@@ -266,15 +266,15 @@ class Costs:
         block, machine = self._blocks[op.block], self._machine
         p = self._plan.problem
         hidden = tokens * p.hidden_size * p.compute_bytes
-        if block.role == "embed":
-            return times * self._launch + 6 * hidden / machine.gpu_copy_bytes_per_s
         work, passes = op.action.work, self._matmul_passes(op, block)
+        if work.looks_up:
+            return times * self._launch + 6 * hidden / machine.gpu_copy_bytes_per_s
         seconds = passes[0] * tokens / machine.matmul_flops
         # Few tokens: reading the weights takes longer than multiplying by them.
         reads = passes[0] / block.matmul_flops_per_token if block.matmul_flops_per_token else passes[1]
         weights = times * self._numel[block.name] * p.compute_bytes * reads / machine.gpu_copy_bytes_per_s
         seconds = max(seconds, weights)
-        if block.role == "head":
+        if work.logits:
             vocabulary = block.matmul_flops_per_token // (2 * p.hidden_size)
             moved = HEAD_BYTES * vocabulary * tokens + (8 if work.sums_gradients else 2) * hidden
         else:

@@ -8,7 +8,7 @@ or three layers.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from penstock.engine.forecast.costs import Calibration, Costs, representatives
 from penstock.engine.forecast.simulate import Clocks, Simulation, simulate
 from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import BufferPlan, Chunk, Filled, Plan, cut_chunks
-from penstock.engine.plan.problem import HIDDEN_SLOTS
+from penstock.engine.plan.problem import HIDDEN_SLOTS, BlockShape
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.builder import Documents, ScheduleBuilder
 from penstock.engine.schedule.ops import Op
@@ -334,9 +334,14 @@ def _shallow(plan: Plan, blocks: list[int]) -> Plan:
     """The plan of a model that has these blocks only."""
     number = {old: new for new, old in enumerate(blocks)}
     names = {name for i in blocks for name in plan.blocks[i].buffers}
+
+    def alone(block: BlockShape) -> BlockShape:
+        """With what is left of the blocks before it in the place of those that are not."""
+        return replace(block, inputs=tuple(bisect_right(blocks, i) - 1 for i in block.inputs))
+
     problem = replace(
         plan.problem,
-        blocks=tuple(plan.blocks[i] for i in blocks),
+        blocks=tuple(alone(plan.blocks[i]) for i in blocks),
         buffers=tuple(b for b in plan.problem.buffers if b.name in names),
     )
 

@@ -83,7 +83,8 @@ def model_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
     """FLOPs of forward and backward over documents of these lengths in tokens, padding excluded."""
     lengths = list(lengths)
     backward = sum(backward_matmul(spec, index) for index in range(1, len(spec.blocks)))
-    attended = (shape for index, shape in enumerate(spec.attention, start=1) if index >= spec.lowest_trained)
+    trained = spec.blocks[spec.lowest_trained :]
+    attended = (spec.attention[block.layer] for block in trained if block.layer is not None)
     attention = attention_flops(spec, lengths) + BACKWARD * sum(pair_flops(s, lengths, 1, 1) for s in attended)
     return sum(lengths) * (matmul_flops(spec) + backward) + attention
 
@@ -117,10 +118,12 @@ def executed_flops(spec: ModelSpec, plan: Plan, lengths: Iterable[int], filled: 
     lengths = list(lengths)
     tokens = {chunk.index: chunk.end - chunk.start for chunk in plan.filled_chunks(filled)}
     layer_matmul = forward = backward = 0
-    for index, shape in enumerate(spec.attention, start=1):
-        block = spec.blocks[index]
+    for index, block in enumerate(spec.blocks):
+        if block.layer is None:
+            continue
+        shape = spec.attention[block.layer]
         once = block_matmul(spec, block)
-        again = once - unread_matmul(spec, block, spec.unread[index - 1])
+        again = once - unread_matmul(spec, block, spec.unread[block.layer])
         passes, below = (2 if index in plan.recomputed else 1), index < spec.lowest_trained
         extra = projection_matmul(spec, shape) * (passes - 1 + plan.streamed)
         for chunk, count in tokens.items():

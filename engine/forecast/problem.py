@@ -66,26 +66,30 @@ def block_shapes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> tupl
     """
     shapes, item = [], DTYPE_BYTES[dtype]
     graphs = spec.graph_bytes.get(graph_key(dtype, compiled), spec.graph_bytes[dtype])
+    numbers = {block.name: i for i, block in enumerate(spec.blocks)}
     for i, block in enumerate(spec.blocks):
-        matmul = 0 if block.role == "embed" else block_matmul(spec, block)
+        matmul = block_matmul(spec, block) if block.inputs else 0  # what begins with tokens looks them up
         plain = BlockShape(
             name=block.name,
-            role=block.role,
+            kind=block.kind,
             buffers=block.buffers,
+            inputs=tuple(numbers[name] for name in block.inputs),
+            saved_inputs=() if block.layer is None else ("x",),
             backward=i >= spec.lowest_trained,
             matmul_flops_per_token=matmul,
             frozen_flops_per_token=matmul and matmul - trained_matmul(spec, block),
         )
-        if block.role == "layer":
+        layer, shape = block.layer, None
+        if layer is not None:
+            shape = spec.attention[layer]
             plain = replace(
                 plain,
-                graph_bytes_per_token=graphs[i - 1],
+                graph_bytes_per_token=graphs[layer],
                 # What is saved of a layer that runs eagerly is what its operations hand on to one another.
-                elementwise_bytes_per_token=spec.graph_bytes[dtype][i - 1] or 0,
-                unread_flops_per_token=unread_matmul(spec, block, spec.unread[i - 1]),
-                summed_numel=summed_numel(spec, block, spec.summed[i - 1]),
+                elementwise_bytes_per_token=spec.graph_bytes[dtype][layer] or 0,
+                unread_flops_per_token=unread_matmul(spec, block, spec.unread[layer]),
+                summed_numel=summed_numel(spec, block, spec.summed[layer]),
             )
-        shape = spec.attention[i - 1] if block.role == "layer" else None
         if shape is None:
             shapes.append(plain)
             continue
@@ -143,22 +147,23 @@ def workspace_bytes(spec: ModelSpec, tokens: int, compute_bytes: int, logits_byt
     float32.
     """
     worst = 0
-    for index, block in enumerate(spec.blocks):
+    for block in spec.blocks:
         params = [param for name in block.buffers for param in spec.buffers[name]]
         trained = [param for name in block.buffers if name not in spec.frozen for param in spec.buffers[name]]
         gradients = sum(param.numel for param in trained) * compute_bytes
-        if block.role == "layer":
+        if block.layer is not None:
+            summed = spec.summed[block.layer]
             widths = sum(p.shape[0] for p in params if len(p.shape) == 2)
             widths += sum(spec.experts_per_token * p.shape[1] for p in params if len(p.shape) == 3)
-            if spec.summed[index - 1]:
+            if summed:
                 matrices = [p for p in trained if len(p.shape) == 2]
-                gradients -= summed_numel(spec, block, spec.summed[index - 1]) * compute_bytes
+                gradients -= summed_numel(spec, block, summed) * compute_bytes
                 gradients += max((p.numel for p in matrices), default=0) * compute_bytes
                 # Several projections have one input: about as many inputs as there are distinct widths, twice.
                 widths += sum({p.shape[1] for p in matrices})
             temporaries = tokens * compute_bytes * (2 * widths + 8 * spec.hidden_size)
         else:
-            logits = min(logits_bytes, tokens * spec.vocab_size * 12) if block.role == "head" else 0
+            logits = min(logits_bytes, tokens * spec.vocab_size * 12) if block is spec.blocks[-1] else 0
             temporaries = logits + 4 * tokens * spec.hidden_size * 4
         worst = max(worst, temporaries + gradients)
     return worst

@@ -70,9 +70,11 @@ def take_apart(config: PretrainedConfig, freeze: Sequence[str] = (), adapter: Ad
     structures = _structures(prefix, layers, stays)
     buffers = _split(whole, stays)
     blocks = [BlockSpec(EMBED, "embed", _own(EMBED, buffers))]
-    blocks += [BlockSpec(f"layers.{i}", "layer", _own(f"layers.{i}", buffers)) for i in range(len(layers))]
+    for i in range(len(layers)):
+        name = f"layers.{i}"
+        blocks.append(BlockSpec(name, "layer", _own(name, buffers), (blocks[-1].name,), layer=i))
     lent = [b for b in _own(EMBED, buffers) if any(param.name in shared for param in buffers[b])]
-    blocks.append(BlockSpec(HEAD, "head", (*_own(HEAD, buffers), *lent)))
+    blocks.append(BlockSpec(HEAD, "head", (*_own(HEAD, buffers), *lent), (blocks[-1].name,)))
     text = config.get_text_config(decoder=True)
     constants = {name: tuple(model.state_dict()[name].shape) for name in _persistent(model)}
     length_dependent = _length_dependent(model)

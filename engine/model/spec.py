@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from penstock.engine.config import AdapterConfig
 from penstock.storage.tier.layout import FlatLayout, ParamSpec
@@ -21,12 +21,18 @@ def frozen(block: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """A streamed unit of the model and the flat buffers it computes with: its own first, if it has parameters, that of
-    the trained ones, named as the block is, before that of the frozen ones."""
+    """A node of the model's graph, streamed as a whole."""
 
     name: str
-    role: Literal["embed", "layer", "head"]
+    kind: str
+    """How it is computed (engine/schedule/kinds.py)."""
     buffers: tuple[str, ...]
+    """Flat buffers it computes with: its own first, if it has parameters, that of the trained ones, named as the block
+    is, before that of the frozen ones."""
+    inputs: tuple[str, ...] = ()
+    """Blocks whose output it takes."""
+    layer: int | None = None
+    """Which of the model's decoder layers it computes, or a part of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +113,11 @@ class ModelSpec:
     def frozen_params(self) -> frozenset[str]:
         """Names of the parameters in frozen buffers."""
         return frozenset(param.name for name in self.frozen for param in self.buffers[name])
+
+    @property
+    def layers(self) -> tuple[BlockSpec, ...]:
+        """The blocks of the decoder layers, in order."""
+        return tuple(block for block in self.blocks if block.layer is not None)
 
     @property
     def lowest_trained(self) -> int:

@@ -236,7 +236,7 @@ class Plan:
         nothing = {"activation_checkpointing": {}, "spilled": 0, "saved_on_gpu": 0, "graphs_aside": 0}
         found: dict[str, dict[str, Any]] = {name: dict(nothing) for name in self.buffers}
         for i, block in enumerate(self.blocks):
-            if block.role == "layer" and block.backward and block.buffers:
+            if block.saved_inputs and block.backward and block.buffers:
                 rest = "full" if i in self.recomputed or not block.attends else "selective"
                 saved = {"none": kept[i], "selective": 0, "full": 0} | {rest: self.num_places - kept[i]}
                 found[block.buffers[0]] = {
@@ -276,7 +276,7 @@ class Plan:
             "groups": self.num_groups,
             "group_tokens": self.group * self.window_tokens,
             "group_chunks": self.num_places,
-            "layer_chunks": self.num_places * sum(b.role == "layer" and b.backward for b in self.blocks),
+            "layer_chunks": self.num_places * sum(bool(b.saved_inputs) and b.backward for b in self.blocks),
             "spilled_activations": {"chunks": len(self.spilled), "bytes": self.spill_bytes},
             "saved_on_gpu": {
                 "chunks": len(self.saved_on_gpu),
@@ -358,7 +358,7 @@ def record(problem: PlanInput, block: int, tokens: int, recomputed: bool, graph:
     which x and saved are part. `graph`: where that is, if it is saved. Nothing where there is no backward.
     """
     shape = problem.blocks[block]
-    if not shape.backward:
+    if not (shape.backward and shape.saved_inputs):
         return {}
     per_token = {
         "x": 0 if graph else problem.hidden_size * problem.compute_bytes,

@@ -7,7 +7,6 @@ from typing import Literal
 
 Tier = Literal["gpu", "ram", "nvme"]
 Pool = Literal["layer", "frozen layer", "embedding and head", "frozen embedding and head"]
-Role = Literal["embed", "layer", "head"]
 Checkpointing = Literal["auto", "full", "selective", "none"]
 """What forward saves of a layer for backward: its input; also keys, values, attention's output and log-sum-exp; or all
 that autograd wants, so that nothing is recomputed."""
@@ -82,10 +81,15 @@ class BlockShape:
     """One streamed unit of the model, as the planner sees it."""
 
     name: str
-    role: Role
+    kind: str
+    """How it is computed (engine/schedule/kinds.py)."""
     buffers: tuple[str, ...]
     """Flat buffers whose weights it computes with: its own, of which that of the trained parameters bears its name, and
     shared ones."""
+    inputs: tuple[int, ...] = ()
+    """Indices of the blocks whose output it takes, all of them before it."""
+    saved_inputs: tuple[str, ...] = ()
+    """Kinds of activations among its inputs that backward computes with again."""
     backward: bool = True
     """Whether backward passes through it: it or a block below it has something to be trained."""
     out_bytes_per_token: int = 0

@@ -47,7 +47,7 @@ class Saving:
         """The chunks of one group, whose saved activations those of the groups that follow take the place of."""
         self.grouped = self.group < p.micro_batches
         self.max_chunk = max(c.end - c.start for c in self.chunks)
-        self.layers = [i for i, block in enumerate(p.blocks) if block.role == "layer"]
+        self.layers = [i for i, block in enumerate(p.blocks) if block.saved_inputs]
         self.saving = [i for i in self.layers if p.blocks[i].backward]
         """Layers that save anything for a backward."""
         self.attending = [i for i in self.saving if p.blocks[i].attends]
@@ -58,7 +58,8 @@ class Saving:
         self.graphs_bytes = self.on_gpu_bytes = 0
         """Bytes on the GPU of the saved graphs and of the saved activations there."""
         self._numbers: dict[BlockShape, int] = {}
-        self._kinds = [self._numbers.setdefault(replace(b, name="", buffers=()), len(self._numbers)) for b in p.blocks]
+        alike = (replace(block, name="", buffers=(), inputs=()) for block in p.blocks)
+        self._kinds = [self._numbers.setdefault(shape, len(self._numbers)) for shape in alike]
         """Blocks of the same shape have the same number."""
         self._sizes: dict[tuple[int, int, bool, str | None], int] = {}
         self._layer_sizes: dict[tuple[int, bool], int] = {}

@@ -139,7 +139,7 @@ def _compute_ops(
         units = list(_units(plan, costs, documents))
         chosen = _chosen(units)
         if brief:
-            layers = {block.name for block in plan.blocks if block.role == "layer"}
+            layers = {block.name for block in plan.blocks if block.saved_inputs}
             chosen = [unit for unit in chosen if unit.ops[0].block in layers]
         timed = chosen + ([] if brief else _to_save(plan, units))
         for unit, times, kept_bytes in _measured(timed, runtime, 1 if brief else REPEATS):

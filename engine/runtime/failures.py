@@ -99,7 +99,7 @@ def _first_of_group(plan: Plan, losses: Tensor, marks: Tensor, first: int) -> st
         return of_chunk("the output", plan.blocks[mark[0]].name, mark[1])
     bad = (~losses.isfinite()).nonzero()
     if bad.numel():
-        return of_chunk("the loss", "head", int(bad[-1]))  # the head goes in backward's order
+        return of_chunk("the loss", plan.blocks[-1].name, int(bad[-1]))  # which goes in backward's order
     if (mark := first_mark(marks[1].flip(0, 1))) is not None:
         block, index = len(plan.blocks) - 1 - mark[0], len(losses) - 1 - mark[1]
         return of_chunk("the gradient of the input", plan.blocks[block].name, index)

@@ -59,7 +59,7 @@ class LayerOps:
     # ------------------------------------------------------------------ operands
 
     def _layer(self, op: Op) -> tuple[int, Chunk]:
-        return self._views.block_index(op.block) - 1, self._views.chunk(op)
+        return self._views.layer(op), self._views.chunk(op)
 
     def _shape(self, layer: int) -> AttentionShape:
         shape = self._shapes[layer]
@@ -375,7 +375,7 @@ class LayerOps:
             rows = aside.view(self._dtype).view(-1, self._views.runner.spec.hidden_size)
             yield self._gpu.hidden[op.slots[a.SLOT]][: rows.shape[0]], rows
         elif kind == "kv":
-            shape = self._shape(self._views.block_index(op.block) - 1)
+            shape = self._shape(self._views.layer(op))
             per_token = shape.kv_heads * (shape.qk_dim + shape.v_dim) * self._dtype.itemsize
             tokens, chunk = op.nbytes // per_token, self._plan.chunks[op.index]
             start = chunk.start

@@ -173,7 +173,7 @@ def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torc
         ram.boundary[chunk.index] = typed(f"boundary.{chunk.index}", hidden, compute_dtype).view(shape)
         for i, block in enumerate(plan.blocks):
             key = (i, chunk.index)
-            if block.role != "layer" or key in plan.spilled or key in plan.saved_on_gpu:
+            if key in plan.spilled or key in plan.saved_on_gpu:
                 continue
             sizes = plan.record(*key).items()
             ram.records[key] = {kind: ram.arena.slot(f"{kind}.{block.name}.{chunk.index}", n) for kind, n in sizes}

@@ -45,7 +45,7 @@ class SampleOps:
 
     def _kept(self, op: Op, raw: Tensor) -> list[KeysValues]:
         """Keys and values of the op's layer, by sequence, in `raw`."""
-        shape = self._runner.spec.attention[self._views.block_index(op.block) - 1]
+        shape = self._runner.spec.attention[self._views.layer(op)]
         assert shape is not None
         k, v = keys_and_values(raw, self._kept_tokens, shape, self._views.dtype)
         return [KeysValues(k[first:end], v[first:end]) for first, end in self._room]
@@ -60,7 +60,7 @@ class SampleOps:
 
     @handles(a.LAYER_GENERATE)
     def _layer(self, op: Op) -> None:
-        views, chunk, layer = self._views, self._chunk(op), self._views.block_index(op.block) - 1
+        views, chunk, layer = self._views, self._chunk(op), self._views.layer(op)
         shape, handler = self._runner.spec.attention[layer], None
         if shape is not None:
             places = [Place(row.start, len(row.ids)) for row in chunk.rows]

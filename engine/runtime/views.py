@@ -52,6 +52,12 @@ class Views:
     def block_index(self, name: str) -> int:
         return self._blocks[name][0]
 
+    def layer(self, op: Op) -> int:
+        """Which of the model's decoder layers the op's block computes."""
+        layer = self.runner.spec.blocks[self.block_index(op.block)].layer
+        assert layer is not None
+        return layer
+
     def chunk(self, op: Op, index: int | None = None) -> Chunk:
         """The op's chunk, or the one of its batch that bears `index`, as far as it holds tokens."""
         return self.batch(op).cut[op.index if index is None else index]
@@ -76,7 +82,7 @@ class Views:
             views = self._buffer_views("gradient", name, slot)
             if a.zero(name) in op.flags:
                 flat = self.flat("gradient", name, slot)
-                if block.role == "layer":
+                if op.action.work.fresh_gradients:
                     for start, end in self.layouts[name].gaps:
                         flat[start:end].zero_()
                     found.fresh |= views.keys()

@@ -85,6 +85,12 @@ class Work:
     """The pairs are those of a single chunk of keys, which the slot KEYS names."""
     sums_gradients: bool = False
     """Adds the block's gradients to their float32 sums."""
+    fresh_gradients: bool = False
+    """The first of them are put in the place of the sums, which need not be zeroed before."""
+    looks_up: bool = False
+    """Takes rows of its weights instead of multiplying by them."""
+    logits: bool = False
+    """Passes the logits of its tokens through memory."""
 
 
 Phase = Literal["", "forward", "recompute", "backward", "evaluate", "generate", "update"]
@@ -156,6 +162,11 @@ class Action:
         return "nvme" if self.lane == "nvme_read" else "ram", target
 
     @property
+    def result(self) -> str | None:
+        """Where it leaves what a pass is there to find; None for what finds nothing."""
+        return next((space for space in self.writes if space in _RESULTS), None)
+
+    @property
     def cargo(self) -> str:
         """What it moves, for people; empty for what moves nothing."""
         if self.move is not None:
@@ -167,6 +178,7 @@ class Action:
         return _CARGO["state"] if r.NVME_STATE in self.writes else ""
 
 
+_RESULTS = (r.GPU_LOSSES, r.GPU_EVALUATIONS, r.GPU_LOGITS)
 _GRADIENTS = {r.GPU_GRADIENT, r.RAM_GRADIENT, r.NVME_GRADIENT}
 _OF_UPDATE = {r.GPU_STATE, r.RAM_STATE, r.RAM_STATE_STAGE, r.NVME_STATE, r.GENERATION}
 _CARGO = {"weights": "weights", "state": "optimizer state", "gradient": "gradients"}
@@ -207,15 +219,16 @@ _read, _write = partial(_move, "nvme_read"), partial(_move, "nvme_write")
 # ---------------------------------------------------------------------- blocks on a chunk
 
 _FORWARD = Work(matmul=1)
+_LOOKS_UP = Work(looks_up=True)
 EMBED_FORWARD = _compute(
-    "embed_forward", "forward", "looks up the embeddings", _FORWARD, reads=(r.GPU_WEIGHTS,), writes=(r.GPU_HIDDEN,)
+    "embed_forward", "forward", "looks up the embeddings", _LOOKS_UP, reads=(r.GPU_WEIGHTS,), writes=(r.GPU_HIDDEN,)
 )
 EMBED_EVALUATE = _evaluation(EMBED_FORWARD, r.GPU_HIDDEN)
 EMBED_BACKWARD = _compute(
     "embed_backward",
     "backward",
     "adds the embeddings' gradients",
-    Work(sums_gradients=True),
+    Work(looks_up=True, sums_gradients=True),
     reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN),
     adds=(r.GPU_GRADIENT,),
 )
@@ -240,7 +253,7 @@ LAYER_BACKWARD = _compute(
     "layer_backward",
     "backward",
     "runs a layer backward",
-    Work(matmul=1, gradients=1, recompute=True, pairs=(6, 4), sums_gradients=True),
+    Work(matmul=1, gradients=1, recompute=True, pairs=(6, 4), sums_gradients=True, fresh_gradients=True),
     reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH_SLOT),
     writes=(r.GPU_HIDDEN,),
     adds=(r.GPU_GRADIENT, r.GPU_DKV, r.GPU_GRAPH),
@@ -275,7 +288,15 @@ LAYER_BACKWARD_TOP = _compute(
     "layer_backward_top",
     "backward",
     "runs what follows a layer's attention backward",
-    Work(matmul=1, projection=-1, gradients=1, projection_gradients=-1, recompute=True, sums_gradients=True),
+    Work(
+        matmul=1,
+        projection=-1,
+        gradients=1,
+        projection_gradients=-1,
+        recompute=True,
+        sums_gradients=True,
+        fresh_gradients=True,
+    ),
     reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SAVED),
     writes=(r.GPU_QUERIES, r.GPU_DOUT),
     adds=(r.GPU_GRADIENT, r.GPU_GRAPH),
@@ -301,7 +322,7 @@ HEAD = _compute(
     "head",
     "backward",
     "computes the loss, forward and backward",
-    Work(matmul=2, gradients=1, sums_gradients=True),
+    Work(matmul=2, gradients=1, sums_gradients=True, logits=True),
     reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN),
     writes=(r.GPU_HIDDEN, r.GPU_LOSSES),
     adds=(r.GPU_GRADIENT,),
@@ -310,7 +331,7 @@ HEAD_EVALUATE = _compute(
     "head_evaluate",
     "evaluate",
     "computes the validation loss of a chunk",
-    _FORWARD,
+    Work(matmul=1, logits=True),
     reads=HEAD.reads,
     writes=(r.GPU_EVALUATIONS,),
     measured_as="head",
@@ -321,7 +342,8 @@ def _sampling(forward: Action, says: str, writes: str, *adds: str) -> Action:
     """The same of a pass that writes samples: so few tokens that what is measured of a chunk says nothing of them."""
     name = f"{forward.name.partition('_')[0]}_generate"
     reads = (r.GPU_WEIGHTS,) if forward is EMBED_FORWARD else (r.GPU_WEIGHTS, r.GPU_HIDDEN)
-    work = Work(matmul=1, pairs=forward.work.pairs)
+    of = forward.work
+    work = Work(matmul=1, pairs=of.pairs, looks_up=of.looks_up, logits=of.logits)
     return _compute(name, "generate", f"{says}, for samples", work, reads=reads, writes=(writes,), adds=adds)
 
 

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from penstock.engine.plan.plan import Chunk, Plan, leaving_bytes
 from penstock.engine.plan.problem import DKV_SLOTS, FP32, GRAPH_SLOTS, HIDDEN_SLOTS, KV_SLOTS, SAVED_SLOTS
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
+from penstock.engine.schedule.kinds import Mode
 from penstock.engine.schedule.ops import Emitter, Slots
 from penstock.engine.schedule.resources import Resource
-
-Mode = Literal["forward", "head", "recompute", "backward", "evaluate", "generate"]
-"""The head runs forward and backward at once, so that a chunk's logits die where they are made; "recompute" computes
-the keys, values and attention of a layer that saved its input only; "evaluate" is forward with no backward to follow:
-what it would find is not saved, and hidden states wait where a step's do, none on NVMe; "generate" is the same of
-samples, whose keys and values have a place of their own (engine/schedule/samples.py)."""
 
 
 class ActivationSchedule:
@@ -49,7 +44,7 @@ class ActivationSchedule:
             for block in plan.blocks
         ]
         """Per block: kind of activation -> bytes of a token."""
-        without = {i for i, block in enumerate(plan.blocks) if not block.backward}
+        without = {i for i, block in enumerate(plan.blocks) if not (block.backward and block.attends)}
         self._unsaved = plan.recomputed | without
         """Layers whose attention is not saved: backward makes it again, or there is none."""
         self._on_nvme: set[tuple[str, int, int]] = set()
@@ -135,7 +130,7 @@ class ActivationSchedule:
         """Where a hidden state waits: a layer's saved input in its record, all else in RAM in the chunk's stream."""
         key = self.key(layer, chunk)
         block = self._plan.blocks[layer]
-        saved = kind == "x" and block.role == "layer" and block.backward
+        saved = kind in block.saved_inputs and block.backward
         if saved and key not in self._plan.spilled and key not in self._plan.saved_graphs:
             return r.record("x", *key)
         return r.place(r.RAM_BOUNDARY, key[1])
@@ -292,13 +287,19 @@ class ActivationSchedule:
         while order[turn % len(order)] % windows != chunk.micro_batch % windows:
             turn += 1
         if turn >= len(order):
-            layer -= 1
-        if layer < 1 or layer in self._unsaved:
+            layer = self._attending_before(layer)
+        if layer in self._unsaved:
             return
         following = self.streams[order[turn % len(order)]]
         behind = following[chunk.local + 1 :][::-1] if self.ends_stream(chunk) else []
         for other in [*behind, *following[chunk.local : chunk.local + 1]]:
             self.load_window(layer, other)
+
+    def _attending_before(self, layer: int) -> int:
+        """The nearest of the blocks before that attends; the first block where none does."""
+        while layer and not self._plan.blocks[layer := self._plan.blocks[layer].inputs[0]].attends:
+            pass
+        return layer
 
     # ------------------------------------------------------------------ keys and values, streamed
 

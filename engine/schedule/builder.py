@@ -16,10 +16,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
 from penstock.engine.plan.plan import Chunk, Plan
-from penstock.engine.plan.problem import LAYER_POOLS, Role
+from penstock.engine.plan.problem import LAYER_POOLS
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
-from penstock.engine.schedule.activations import ActivationSchedule, Mode
+from penstock.engine.schedule.activations import ActivationSchedule
+from penstock.engine.schedule.kinds import KINDS, ONWARD, WITH_GRADIENTS
 from penstock.engine.schedule.ops import WHOLE, Emitter, Op
 from penstock.engine.schedule.passes import Group, Operands, Task, Visit, emit_share, in_order
 from penstock.engine.schedule.resources import Resource
@@ -27,26 +28,6 @@ from penstock.engine.schedule.samples import SampleSchedule
 from penstock.engine.schedule.state import Load, StateSchedule
 
 Documents = Sequence[Sequence[int]]
-
-
-_ACTIONS: dict[tuple[Role, Mode], a.Action] = {
-    ("embed", "forward"): a.EMBED_FORWARD,
-    ("embed", "backward"): a.EMBED_BACKWARD,
-    ("embed", "evaluate"): a.EMBED_EVALUATE,
-    ("layer", "forward"): a.LAYER_FORWARD,
-    ("layer", "recompute"): a.LAYER_RECOMPUTE,
-    ("layer", "backward"): a.LAYER_BACKWARD,
-    ("layer", "evaluate"): a.LAYER_EVALUATE,
-    ("head", "head"): a.HEAD,
-    ("head", "evaluate"): a.HEAD_EVALUATE,
-    ("embed", "generate"): a.EMBED_GENERATE,
-    ("layer", "generate"): a.LAYER_GENERATE,
-    ("head", "generate"): a.HEAD_GENERATE,
-}
-"""What runs a block whole."""
-
-_RESULTS: dict[Mode, str] = {"head": r.GPU_LOSSES, "evaluate": r.GPU_EVALUATIONS, "generate": r.GPU_LOGITS}
-"""Where the head leaves what it finds."""
 
 
 class ScheduleBuilder:
@@ -66,6 +47,8 @@ class ScheduleBuilder:
         self._activations = ActivationSchedule(plan, self._emitter)
         self._samples = SampleSchedule(plan, self._emitter)
         self._documents: Documents | None = None
+        self._next = {i: number for number, block in enumerate(plan.blocks) for i in block.inputs}
+        """Block -> the one that takes its output."""
         self._last_user: dict[str, int] = {}
         """Buffer that is trained -> the block that is the last to add to its gradient."""
         for index, block in reversed(list(enumerate(plan.blocks))):
@@ -131,10 +114,10 @@ class ScheduleBuilder:
             chunks = [chunk for chunk in self._plan.places if chunk.micro_batch < len(documents)]
         self._begin(step, batch, documents, chunks)
         chunks = list(chunks)
-        head = len(self._plan.blocks) - 1
-        visits: list[Visit] = [("evaluate", layer, chunks) for layer in range(head)]
-        # The head begins with the chunk that was computed last.
-        tasks = in_order([*visits, ("evaluate", head, chunks[::-1])], Group(chunks, True))
+        last = len(self._plan.blocks) - 1
+        visits: list[Visit] = [("evaluate", block, chunks) for block in range(last)]
+        # The last block begins with the chunk that was computed last.
+        tasks = in_order([*visits, ("evaluate", last, chunks[::-1])], Group(chunks, True))
         for _ in self._passes(tasks, commit_previous):
             yield self._emitter.take()
         self._state.applied(committed=commit_previous)
@@ -161,9 +144,9 @@ class ScheduleBuilder:
         self._begin(step, batch, None, chunks)
         self._samples.begin(read_tokens, sum(chunk.end - chunk.start for chunk in chunks))
         chunks = list(chunks)
-        head = len(self._plan.blocks) - 1
-        visits: list[Visit] = [("generate", layer, chunks) for layer in range(head)]
-        visits.append(("generate", head, [chunk for chunk in chunks[::-1] if chunk.index in wanted]))
+        last = len(self._plan.blocks) - 1
+        visits: list[Visit] = [("generate", block, chunks) for block in range(last)]
+        visits.append(("generate", last, [chunk for chunk in chunks[::-1] if chunk.index in wanted]))
         for _ in self._passes(in_order(visits, Group(chunks, True)), commit_previous):
             yield self._emitter.take()
         self._state.applied(committed=commit_previous)
@@ -201,11 +184,11 @@ class ScheduleBuilder:
         return tasks
 
     def _visits(self, chunks: list[Chunk]) -> list[Visit]:
-        plan, head = self._plan, len(self._plan.blocks) - 1
-        visits: list[Visit] = [("forward", layer, chunks) for layer in range(head)]
-        # The head goes in backward's order: its last gradients are the first ones needed.
-        visits.append(("head", head, chunks[::-1]))
-        for layer in range(head - 1, -1, -1):
+        plan, last = self._plan, len(self._plan.blocks) - 1
+        visits: list[Visit] = [("forward", layer, chunks) for layer in range(last)]
+        # The loss goes in backward's order: its last gradients are the first ones needed.
+        visits.append(("loss", last, chunks[::-1]))
+        for layer in range(last - 1, -1, -1):
             if not plan.blocks[layer].backward:
                 break  # nothing is trained from here on down
             if layer not in plan.recomputed:
@@ -265,13 +248,13 @@ class ScheduleBuilder:
         if task.group is visits[0].group and task.mode not in ("recompute", "backward"):
             if block.name in block.buffers:
                 loads = self._state.update(block.name, write_through=commit)
-            if commit and block.role == "head":
+            if commit and task.layer == len(self._plan.blocks) - 1:
                 if loads:
                     loads.append(self._state.commit)
                 else:
                     self._state.commit()
         loads += self._state.fetch(block, turns)
-        if task.mode in ("head", "backward"):
+        if task.mode in WITH_GRADIENTS:
             for name in block.buffers:
                 if not self._plan.buffers[name].frozen:
                     loads += self._state.fetch_sum(name, turns)
@@ -285,7 +268,7 @@ class ScheduleBuilder:
         """
         block = self._plan.blocks[task.layer]
         self._state.release(block)
-        done = task.chunk is task.group.chunks[0] if task.mode == "backward" else task.mode == "head"
+        done = task.chunk is task.group.chunks[0] if task.mode == "backward" else task.mode == "loss"
         leaving: list[tuple[int, deque[Load]]] = []
         for name in block.buffers if done else ():
             if self._last_user.get(name) == task.layer:
@@ -308,7 +291,7 @@ class ScheduleBuilder:
         buffers = self._plan.buffers
         for later in range(visit + 1, len(visits)):
             task = visits[later]
-            users = self._plan.blocks[task.layer].buffers if task.mode in ("head", "backward") else ()
+            users = self._plan.blocks[task.layer].buffers if task.mode in WITH_GRADIENTS else ()
             if any(buffers[user].pool == pool and not buffers[user].frozen for user in users):
                 return later - 2
         return visit
@@ -325,7 +308,7 @@ class ScheduleBuilder:
             loaded[a.GRAPH] = self._activations.load_graph(layer, chunk)
         if task.mode == "generate" and task.first:
             self._samples.open(layer)
-        if block.role != "embed" and not has_graph:
+        if block.inputs and not has_graph:
             loaded[a.X] = self._activations.load_hidden("x", task.mode, layer, chunk)
         if task.mode == "backward":
             loaded[a.DY] = self._activations.load_hidden("dy", task.mode, layer, chunk)
@@ -336,12 +319,10 @@ class ScheduleBuilder:
     def _compute(self, task: Task, loaded: dict[str, int]) -> None:
         block, chunk, activations = self._plan.blocks[task.layer], task.chunk, self._activations
         operands = self._operands(task)
-        onward = task.mode in ("forward", "evaluate", "generate")
         again = task.mode in ("forward", "recompute") and block.backward
-        kind, layer = ("x", task.layer + 1) if onward else ("dy", task.layer - 1)
+        kind, layer = self._output(task)
         slots = dict(loaded)
-        wanted = 0 <= layer < len(self._plan.blocks) and (onward or self._plan.blocks[layer].backward)
-        if wanted and task.mode != "recompute":
+        if layer is not None:
             slots[a.OUT] = activations.hidden.take((kind, *activations.content(layer, chunk)))
         leaves = task.mode == "forward" and activations.key(task.layer, chunk) in self._plan.graphs_aside
         if leaves:
@@ -356,7 +337,7 @@ class ScheduleBuilder:
             self._compute_whole(task, operands, slots)
         if leaves:
             activations.store_graph(task.layer, chunk, slots[a.GRAPH])
-        if a.OUT in slots:
+        if layer is not None:
             activations.store_hidden(kind, task.mode, layer, chunk, slots[a.OUT])
         for role in loaded.keys() & {a.X, a.DY}:
             # The input of a layer is read again in backward.
@@ -366,13 +347,22 @@ class ScheduleBuilder:
         if a.GRAPH in slots:
             activations.graphs.release(slots[a.GRAPH], keep=again)
 
+    def _output(self, task: Task) -> tuple[str, int | None]:
+        """What hidden state a task makes, and for which block: the next one's input, or the gradient of an input's
+        output where that has a backward; None: none."""
+        block = self._plan.blocks[task.layer]
+        if task.mode in ONWARD:
+            return "x", self._next.get(task.layer)
+        wanted = block.inputs and task.mode in WITH_GRADIENTS and self._plan.blocks[block.inputs[0]].backward
+        return "dy", block.inputs[0] if wanted else None
+
     def _operands(self, task: Task) -> Operands:
         block, state = self._plan.blocks[task.layer], self._state
         operands = Operands([], {}, [], {}, [])
         for name in block.buffers:
             operands.weights.append(state.weights(name))
             operands.weight_slots[name] = state.weight_slot.get(name, WHOLE)
-            if task.mode in ("head", "backward") and not self._plan.buffers[name].frozen:
+            if task.mode in WITH_GRADIENTS and not self._plan.buffers[name].frozen:
                 if state.open_gradient(name):
                     operands.zero.append(a.zero(name))
                 operands.gradient_slots[a.gradient_of(name)] = state.gradient_slot[name]
@@ -392,10 +382,11 @@ class ScheduleBuilder:
     ) -> None:
         """Emit the op that runs the block on the chunk from its input to its output; `action`: only its last part."""
         block = self._plan.blocks[task.layer]
+        action = action or KINDS[block.kind][task.mode]
         reads = [*operands.weights, *(r.hidden(slots[role]) for role in (a.X, a.DY) if role in slots), *reads]
         writes = [*writes, *operands.gradients]
-        if block.role == "head":
-            writes.append(r.place(_RESULTS[task.mode]))
+        if action.result is not None:
+            writes.append(r.place(action.result))
         flags = [*flags, *operands.zero]
         if a.OUT in slots:
             writes.append(r.hidden(slots[a.OUT]))
@@ -410,7 +401,7 @@ class ScheduleBuilder:
                 else:
                     reads.append(held)
         self._emit(
-            action or _ACTIONS[block.role, task.mode],
+            action,
             block.name,
             task.chunk.index,
             reads=reads,

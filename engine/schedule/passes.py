@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.engine.plan.plan import Chunk
-from penstock.engine.schedule.activations import Mode
+from penstock.engine.schedule.kinds import Mode
 from penstock.engine.schedule.resources import Resource
 from penstock.engine.schedule.state import Load
 

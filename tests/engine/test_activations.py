@@ -31,7 +31,7 @@ def trained(session: Session) -> str:
 
 def saved_bytes(session: Session) -> int:
     """Saved activations of a step, on whatever tier."""
-    layers = [i for i, block in enumerate(session.plan.blocks) if block.role == "layer"]
+    layers = [i for i, block in enumerate(session.plan.blocks) if block.saved_inputs]
     return sum(session.plan.record_bytes(i, chunk.index) for i in layers for chunk in session.plan.chunks)
 
 
@@ -139,7 +139,7 @@ def stay(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 def test_graphs_that_leave_give_the_same_gradients(tmp_path: Path, stay: list[Any], tier: str, group: int) -> None:
     gpu, ram = TIERS[tier]
     *found, plan = digest(tmp_path / "leave", t=training(), gpu=gpu, ram=ram, group=group, graphs_aside="all")
-    layers = {i for i, block in enumerate(plan.blocks) if block.role == "layer"}
+    layers = {i for i, block in enumerate(plan.blocks) if block.saved_inputs}
     assert plan.graphs_aside == {(i, chunk.index) for i in layers for chunk in plan.places}
     assert plan.spilled == (plan.graphs_aside if tier == "nvme" else set())
     assert found == stay

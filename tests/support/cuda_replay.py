@@ -343,7 +343,7 @@ class Replay:
     def __init__(self, shapes: Planned, cuda: Pretended, layers: int | None = None) -> None:
         """`layers`: carry out the ops of so many layers, the first and the last ones; of the others it is only noted
         what they come after. What they do is alike, and every slot is looked at when it is carved."""
-        names = [block.name for block in shapes.plan.blocks if block.role == "layer"]
+        names = [block.name for block in shapes.plan.blocks if block.saved_inputs]
         half = len(names) if layers is None else layers // 2
         self._left_out = set(names[half:-half])
         self.plan, self.spec, train = shapes.plan, shapes.spec, shapes.train

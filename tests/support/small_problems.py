@@ -47,7 +47,7 @@ def problem(
 
     Of the blocks `frozen`, by index, nothing is trained, but for the last layer; of those in `halves` a page is.
     """
-    blocks = [BlockShape(name="embed", role="embed", buffers=("embed",))]
+    blocks = [BlockShape(name="embed", kind="embed", buffers=("embed",))]
     for i in range(layers):
         attention = {
             "out_bytes_per_token": HEADS * HEAD_DIM * 2,
@@ -60,8 +60,10 @@ def problem(
         }
         layer = BlockShape(
             name=f"layers.{i}",
-            role="layer",
+            kind="layer",
             buffers=(f"layers.{i}",),
+            inputs=(i,),
+            saved_inputs=("x",),
             sliding_window=20 if i in sliding else None,
             graph_bytes_per_token=graph_bytes,
             elementwise_bytes_per_token=graph_bytes or 0,
@@ -72,7 +74,7 @@ def problem(
     head = ("head",) if own_head else ()
     shared = (*head, "embed") if tied or not own_head else head
     flops = 2 * edge * 2048
-    blocks.append(BlockShape(name="head", role="head", buffers=shared, matmul_flops_per_token=flops))
+    blocks.append(BlockShape(name="head", kind="head", buffers=shared, inputs=(layers,), matmul_flops_per_token=flops))
     sizes = {"embed": edge * 2048} | {f"layers.{i}": 4 * 2048 for i in range(layers)}
     if own_head:
         sizes["head"] = 2048 if tied else edge * 2048

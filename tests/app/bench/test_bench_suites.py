@@ -171,10 +171,10 @@ def test_tiers_takes_the_largest_that_the_drive_holds(tmp_path: Path, monkeypatc
 def test_what_graphs_take_once_measured_decides_how_many_are_kept(tmp_path: Path) -> None:
     case = replace(CPU_SHORT, gpu="2MiB")
     eager, compiled = chosen(case, tmp_path), choose(case, tmp_path, {"layers.0": 1000})
-    assert {b.graph_bytes_per_token for b in eager.plan.blocks if b.role == "layer"} == {3232}
+    assert {b.graph_bytes_per_token for b in eager.plan.blocks if b.saved_inputs} == {3232}
     for plan in (compiled.plan, compiled.full_plan):
         # What is measured holds the log-sum-exp, which the plan counts apart: 4 bytes for each of 4 heads.
-        assert {b.graph_bytes_per_token for b in plan.blocks if b.role == "layer"} == {1000 - 16}
+        assert {b.graph_bytes_per_token for b in plan.blocks if b.saved_inputs} == {1000 - 16}
     assert len(compiled.plan.saved_graphs) > len(eager.plan.saved_graphs) > 0
 
 

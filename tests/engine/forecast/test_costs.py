@@ -239,7 +239,7 @@ def test_the_nearest_attention_rate_and_representatives_of_blocks() -> None:
     assert attention_rate(ROUND, 128, 4_096).forward_flops == 9e9, "the head size counts first"
     blocks = a_plan(sliding=frozenset({1})).blocks
     assert representatives(blocks) == ["embed", "layers.0", "layers.1", "layers.0", "head"]
-    twin = BlockShape(name="other", role="layer", buffers=("other",))
+    twin = BlockShape(name="other", kind="layer", buffers=("other",))
     assert representatives([twin, replace(twin, name="another", buffers=("a", "b"))]) == ["other", "other"]
 
 

@@ -108,7 +108,7 @@ def test_what_fails_without_data_really_does() -> None:
 def test_qwen3_blocks_and_buffers() -> None:
     spec = take_apart(qwen3())
     assert [block.name for block in spec.blocks] == ["embed", "layers.0", "layers.1", "layers.2", "head"]
-    assert spec.blocks[-1] == BlockSpec("head", "head", ("head",))
+    assert spec.blocks[-1] == BlockSpec("head", "head", ("head",), (spec.blocks[-2].name,))
     assert [p.name for p in spec.buffers["embed"]] == ["model.embed_tokens.weight"]
     assert {p.name: p.decay for p in spec.buffers["head"]} == {"model.norm.weight": False, "lm_head.weight": True}
     assert spec.structures == (0, 0, 0)

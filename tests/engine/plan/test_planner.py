@@ -39,7 +39,7 @@ def test_every_tier_is_within_its_budget_and_what_is_saved_of_a_chunk_in_one_pla
         assert sum(tier.parts.values()) == tier.peak_bytes <= tier.budget_bytes
     budgets = plan.tiers["gpu"].budget_bytes, plan.tiers["ram"].budget_bytes
     assert budgets == (plan.problem.gpu_budget, plan.problem.ram_budget)
-    passed = [i for i, block in enumerate(plan.blocks) if block.role == "layer" and block.backward]
+    passed = [i for i, block in enumerate(plan.blocks) if block.saved_inputs and block.backward]
     layers = {(i, c.index) for i in passed for c in plan.places}
     graphs = plan.saved_graphs - plan.graphs_aside
     assert plan.spilled <= layers
