@@ -1,0 +1,38 @@
+"""The kinds of blocks: which action computes one in which mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from penstock.engine.schedule import actions as a
+
+Mode = Literal["forward", "loss", "recompute", "backward", "evaluate", "generate"]
+"""What a visit to a block does. "loss" is forward and backward of the block that ends the graph at once, so that a
+chunk's logits die where they are made; "recompute" computes the keys, values and attention of a layer that saved its
+input only; "evaluate" is forward with no backward to follow: what it finds is not saved, and hidden states wait where a
+step's do, none on NVMe; "generate" is the same of samples, whose keys and values have memory of their own
+(engine/schedule/samples.py)."""
+
+ONWARD: frozenset[Mode] = frozenset({"forward", "evaluate", "generate"})
+"""Modes whose result is an input of the blocks that follow."""
+WITH_GRADIENTS: frozenset[Mode] = frozenset({"loss", "backward"})
+"""Modes that add to the gradients of a block's parameters."""
+
+KINDS: dict[str, Mapping[Mode, a.Action]] = {
+    "embed": {
+        "forward": a.EMBED_FORWARD,
+        "backward": a.EMBED_BACKWARD,
+        "evaluate": a.EMBED_EVALUATE,
+        "generate": a.EMBED_GENERATE,
+    },
+    "layer": {
+        "forward": a.LAYER_FORWARD,
+        "recompute": a.LAYER_RECOMPUTE,
+        "backward": a.LAYER_BACKWARD,
+        "evaluate": a.LAYER_EVALUATE,
+        "generate": a.LAYER_GENERATE,
+    },
+    "head": {"loss": a.HEAD, "evaluate": a.HEAD_EVALUATE, "generate": a.HEAD_GENERATE},
+}
+"""Kind of block -> mode -> what computes the block whole."""
