@@ -15,6 +15,7 @@ from penstock.engine.events import Sample, SampleMetrics
 from penstock.engine.generate.decode import Decoding, Row, decode
 from penstock.engine.generate.prompts import Prompts
 from penstock.engine.runtime.batch import SampleRow
+from penstock.engine.schedule.passes import sampling
 from penstock.engine.session import Session
 
 
@@ -107,14 +108,15 @@ class _Passes:
         data = session.fetch_samples(pieces, read)
         session.runtime.begin_samples(number, data)
         ends: dict[str, int] = {}
-        for ops in session.builder.generate(
+        pass_ = sampling(
+            session.plan,
             session.step,
             number,
             chunks=[one.chunk for one in data.chunks.values()],
             wanted=[i for i, one in data.chunks.items() if i == len(pieces) - 1 or any(row.wanted for row in one.rows)],
             read_tokens=sum(read.values()),
-            commit_previous=self._commit,
-        ):
+        )
+        for ops in session.builder.stream(pass_, commit_previous=self._commit):
             session.executor.submit(ops)
             ends |= {op.lane: op.id for op in ops}
         self._commit = False

@@ -28,6 +28,7 @@ from penstock.engine.preparing import Checklist
 from penstock.engine.progress import Live, memory_peaks
 from penstock.engine.runtime.failures import DivergedError, explain
 from penstock.engine.schedule.ops import Op
+from penstock.engine.schedule.passes import training
 from penstock.engine.session import Session
 from penstock.storage.files.errors import UserError
 from penstock.storage.tier.wear import percentage_used
@@ -77,7 +78,8 @@ def train_step(session: Session) -> StepMetrics:
     ops: list[Op] = []
     documents, cut = [m.documents for m in data.micro_batches], list(data.cut.values())
     commit = session.commit_due(step - 1)
-    for ops in session.builder.stream(step, commit_previous=commit, documents=documents, chunks=cut):
+    pass_ = training(session.plan, step, documents=documents, chunks=cut)
+    for ops in session.builder.stream(pass_, commit_previous=commit):
         session.executor.submit(ops)
     session.prefetch()
     session.executor.wait(ops[-1].id)  # the one synchronisation point: loss and gradient norm are known

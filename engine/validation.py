@@ -11,6 +11,7 @@ from collections import deque
 
 from penstock.engine.data.recall import Tally
 from penstock.engine.events import ValidationMetrics
+from penstock.engine.schedule.passes import evaluation
 from penstock.engine.session import Session
 
 
@@ -60,7 +61,8 @@ def validate(session: Session) -> ValidationMetrics:
         documents, cut = [m.documents for m in micro_batches], list(data.cut.values())
         ends: dict[str, int] = {}
         due_now = commit and number == 1
-        for ops in session.builder.evaluate(step, number, commit_previous=due_now, documents=documents, chunks=cut):
+        pass_ = evaluation(session.plan, step, number, documents=documents, chunks=cut)
+        for ops in session.builder.stream(pass_, commit_previous=due_now):
             session.executor.submit(ops)
             ends |= {op.lane: op.id for op in ops if op.batch == number}
         under_way.append((number, list(ends.values())))

@@ -30,6 +30,7 @@ from penstock.engine.model.runner import ModelRunner
 from penstock.engine.optim.lr import learning_rate
 from penstock.engine.schedule.actions import ACTIONS, LARGEST
 from penstock.engine.schedule.builder import ScheduleBuilder
+from penstock.engine.schedule.passes import training
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
 from penstock.storage.files.errors import UserError
@@ -204,7 +205,7 @@ def test_it_is_emitted_priced_simulated_and_carried_out(tmp_path: Path, capsys: 
     assert ACTIONS["largest"] is LARGEST
     with tiny.session(tmp_path) as session:
         plan = session.plan
-        ops = [op for op in ScheduleBuilder(plan).step(1) if op.action is LARGEST]
+        ops = [op for op in ScheduleBuilder(plan).ops(training(plan, 1)) if op.action is LARGEST]
         assert sorted(op.block for op in ops) == sorted(plan.buffers)
         costs = Costs(plan, GENERIC, None, [[0]] * len({chunk.micro_batch for chunk in plan.chunks}))
         assert all(costs.seconds(op) > 0 for op in ops)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.engine.forecast.costs import Calibration, Costs, representatives
@@ -19,8 +19,8 @@ from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import BufferPlan, Chunk, Filled, Plan, cut_chunks
 from penstock.engine.plan.problem import HIDDEN_SLOTS, BlockShape
 from penstock.engine.schedule import actions as a
-from penstock.engine.schedule.builder import Documents, ScheduleBuilder
-from penstock.engine.schedule.ops import Op
+from penstock.engine.schedule.builder import ScheduleBuilder
+from penstock.engine.schedule.passes import Documents, Pass, evaluation, sampling
 
 FULL_OPS = 1_500
 """Steps of about so many ops are simulated whole."""
@@ -82,10 +82,10 @@ def estimate_evaluation(
 ) -> float:
     """Seconds that a validation's pass over as much as a step has takes; what it updates, the next step need not."""
 
-    def emit(builder: ScheduleBuilder, documents: Documents, chunks: Sequence[Chunk]) -> Iterator[list[Op]]:
-        return builder.evaluate(1, 1, documents=documents, chunks=chunks)
+    def make(plan: Plan, documents: Documents, chunks: Sequence[Chunk]) -> Pass:
+        return evaluation(plan, 1, 1, documents=documents, chunks=chunks)
 
-    return plan.num_groups * _pass_seconds(emit, plan, machine, calibration, documents, filled, full)
+    return plan.num_groups * _pass_seconds(make, plan, machine, calibration, documents, filled, full)
 
 
 def estimate_samples(
@@ -99,20 +99,19 @@ def estimate_samples(
     prompts, so_far = sum(space.lengths) - rows * new_tokens, sum(space.lengths) - rows * new_tokens // 2
 
     def seconds(tokens: int, read_tokens: int) -> float:
-        def emit(builder: ScheduleBuilder, documents: Documents, chunks: Sequence[Chunk]) -> Iterator[list[Op]]:
-            last = chunks[-1].index
-            return builder.generate(1, -1, chunks=chunks, wanted=[last], read_tokens=read_tokens)
+        def make(plan: Plan, documents: Documents, chunks: Sequence[Chunk]) -> Pass:
+            return sampling(plan, 1, -1, chunks=chunks, wanted=[chunks[-1].index], read_tokens=read_tokens)
 
         times = -(-tokens // (window * plan.group))
         filled = [max(0, min(window, -(-tokens // times) - window * i)) for i in range(plan.problem.micro_batches)]
-        return times * _pass_seconds(emit, plan, machine, calibration, None, filled, full)
+        return times * _pass_seconds(make, plan, machine, calibration, None, filled, full)
 
     later_s = seconds(rows, so_far) if space.keeps else seconds(so_far, 0)
     return seconds(prompts, 0) + (new_tokens - 1) * later_s
 
 
 def _pass_seconds(
-    emit: Callable[[ScheduleBuilder, Documents, Sequence[Chunk]], Iterator[list[Op]]],
+    make: Callable[[Plan, Documents, Sequence[Chunk]], Pass],
     plan: Plan,
     machine: Machine,
     calibration: Calibration | None,
@@ -120,7 +119,7 @@ def _pass_seconds(
     filled: Filled | None,
     full: bool,
 ) -> float:
-    """Seconds of the pass forward that `emit` makes of documents and chunks of one group."""
+    """Seconds of the pass forward that `make` makes of documents and chunks of one group."""
     runs: list[_Run] = []
     small, joined = plan, plan.row_documents if documents is None else documents
     if full or num_ops(plan) <= FULL_OPS:
@@ -130,7 +129,7 @@ def _pass_seconds(
         more_than = HIDDEN_SLOTS
         runs, small, joined, filled, costs = _small(plan, machine, calibration, documents, filled, more_than)
     clocks, chunks = Clocks(machine), [c for c in small.filled_chunks(filled) if c.micro_batch < small.group]
-    clocks.run([op for ops in emit(ScheduleBuilder(small), joined, chunks) for op in ops], costs)
+    clocks.run(ScheduleBuilder(small).ops(make(small, joined, chunks)), costs)
     ends = {op.block: end for op, _, end in clocks.times if op.lane == "compute"}
     dropped_s = sum(run.dropped * _pace([ends[plan.blocks[i].name] for i in run.blocks], run) for run in runs)
     return clocks.times[-1][2] + dropped_s

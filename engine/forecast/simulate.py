@@ -19,6 +19,7 @@ from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.schedule.actions import LANES, Lane
 from penstock.engine.schedule.builder import ScheduleBuilder, stays_aside
 from penstock.engine.schedule.ops import Op, span_of
+from penstock.engine.schedule.passes import training
 
 BUILD_S = 1.6e-5
 """The main thread's time to build one op: docs/results/dispatch.md."""
@@ -76,12 +77,12 @@ def simulate(
     clocks = Clocks(machine)
     start = 0.0
     if settled:
-        first = builder.step(1, documents=documents, chunks=chunks)
+        first = builder.ops(training(plan, 1, documents=documents, chunks=chunks))
         clocks.run(first, costs)
         start = clocks.done_at[first[-1].id]
     else:
         builder.follow(1)
-    second = builder.step(2, documents=documents, chunks=chunks)
+    second = builder.ops(training(plan, 2, documents=documents, chunks=chunks))
     clocks.run(second, costs, from_s=start + BETWEEN_STEPS_S)
     end = clocks.done_at[second[-1].id]
     spans = clocks.spans(start)

@@ -33,6 +33,7 @@ from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import WHOLE, Op
+from penstock.engine.schedule.passes import training
 from penstock.storage.tier.arena import HostArena
 from penstock.storage.tier.layout import FlatLayout, ParamSpec
 
@@ -170,7 +171,7 @@ def _fill(gpu: GpuMemory, dtype: torch.dtype) -> None:
 def _units(plan: Plan, costs: Costs, documents: Sequence[Sequence[int]]) -> Iterator[_Unit]:
     """The compute ops of a step on chunks of full length."""
     tasks: dict[tuple[str, int], dict[str, list[Op]]] = {}
-    for op in ScheduleBuilder(plan).step(1, documents=documents):
+    for op in ScheduleBuilder(plan).ops(training(plan, 1, documents=documents)):
         if op.lane == "compute" and op.index != WHOLE and costs.tokens(op) == plan.max_chunk_tokens:
             passes = tasks.setdefault((op.block, op.index), {"forward": [], "recompute": [], "backward": []})
             # A pass through a streamed window ends with the layer's last op; what comes after it is recomputed.

@@ -1,4 +1,4 @@
-"""The schedule: one optimizer step as a list of ops with every dependency, pure data, no torch.
+"""The schedule: a pass as a list of ops with every dependency, pure data, no torch.
 
 `ScheduleBuilder` emits ops in program order. Each op names the resources (slots, regions, parts on disk) that it reads
 and writes, and its dependencies follow from them (schedule/ops.py). Slots are assigned here, statically. Any execution
@@ -12,31 +12,39 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from penstock.engine.plan.plan import Chunk, Plan
+from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import LAYER_POOLS
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.activations import ActivationSchedule
 from penstock.engine.schedule.kinds import KINDS, ONWARD, WITH_GRADIENTS
 from penstock.engine.schedule.ops import WHOLE, Emitter, Op
-from penstock.engine.schedule.passes import Group, Operands, Task, Visit, emit_share, in_order
+from penstock.engine.schedule.passes import Group, Pass, Task, tasks
 from penstock.engine.schedule.resources import Resource
 from penstock.engine.schedule.samples import SampleSchedule
 from penstock.engine.schedule.state import Load, StateSchedule
 
-Documents = Sequence[Sequence[int]]
+
+@dataclass(slots=True)
+class _Operands:
+    """What a block's compute ops read and write, whichever of them it is."""
+
+    weights: list[Resource]
+    weight_slots: dict[str, int]
+    gradients: list[Resource]
+    gradient_slots: dict[str, int]
+    zero: list[str]
+    """Flags of the gradients that begin with this chunk."""
 
 
 class ScheduleBuilder:
-    """Emits the ops of consecutive optimizer steps.
+    """Emits the ops of consecutive passes.
 
-    `step(s)` is forward and backward of step s, preceded block by block by the updates of the gradient that still
-    waits, and ends with op "clip", after which loss and gradient norm are known. `evaluate` is a forward that nothing
-    follows, behind the same updates, and ends with op "evaluate", after which its loss is known; `generate` is one that
-    ends with "take_logits", after which it is known what may follow its tokens. `finish` is the updates alone.
+    Those of a pass are preceded block by block by the updates of the gradient that still waits; `finish` is the updates
+    alone.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -46,7 +54,8 @@ class ScheduleBuilder:
         self._state = StateSchedule(plan, self._emitter)
         self._activations = ActivationSchedule(plan, self._emitter)
         self._samples = SampleSchedule(plan, self._emitter)
-        self._documents: Documents | None = None
+        self._pass = Pass(step=0, groups=[], ends=a.CLIP)
+        """The one whose ops are being emitted."""
         self._next = {i: number for number, block in enumerate(plan.blocks) for i in block.inputs}
         """Block -> the one that takes its output."""
         self._last_user: dict[str, int] = {}
@@ -59,104 +68,27 @@ class ScheduleBuilder:
         """Whether `finish` would commit anything: a gradient waits, or has been applied since the last commit."""
         return self._state.waiting is not None or self._state.uncommitted is not None
 
-    def step(
-        self,
-        step: int,
-        *,
-        commit_previous: bool = False,
-        documents: Documents | None = None,
-        chunks: Sequence[Chunk] | None = None,
-    ) -> list[Op]:
-        """Ops of step `step`. `commit_previous` commits a generation once the waiting gradient is applied.
+    def stream(self, pass_: Pass, *, commit_previous: bool = False) -> Iterator[list[Op]]:
+        """Ops of a pass block by block, so that the lanes start on the first while the rest is being built.
 
-        `documents`: per micro-batch the sorted starts of its documents; where keys and values are streamed, those that
-        no query of a chunk can see are then left out. `chunks`: what the step computes (plan.filled_chunks); None: all
-        of the plan's chunks.
+        What they find is known after the last one. `commit_previous` commits a generation once the waiting gradient is
+        applied.
         """
-        parts = self.stream(step, commit_previous=commit_previous, documents=documents, chunks=chunks)
-        return [op for ops in parts for op in ops]
-
-    def stream(
-        self,
-        step: int,
-        *,
-        commit_previous: bool = False,
-        documents: Documents | None = None,
-        chunks: Sequence[Chunk] | None = None,
-    ) -> Iterator[list[Op]]:
-        """The same ops block by block, so that the lanes start on the first while the rest is being built."""
-        chunks = self._plan.chunks if chunks is None else chunks
-        self._begin(step, 0, documents, chunks)
-        for _ in self._passes(self._tasks(chunks), commit_previous):
+        assert pass_.groups[-1].chunks[0].index == 0, "a pass goes through every block, whatever it holds"
+        self._emitter.step, self._emitter.batch = pass_.step, pass_.batch
+        self._pass = pass_
+        for _ in self._visits(tasks(pass_.groups), commit_previous):
             yield self._emitter.take()
         self._state.applied(committed=commit_previous)
-        self._state.read_ahead(step)
-        self._emit(a.CLIP, "all", reads=[r.place(r.GPU_NORMS), r.place(r.GPU_LOSSES)], writes=[r.place(r.RAM_CLIP)])
-        self._state.waiting = step
+        if pass_.trains:
+            self._state.read_ahead(pass_.step)
+            self._state.waiting = pass_.step
+        self._emit(pass_.ends, "all", reads=map(r.place, pass_.ends.reads), writes=map(r.place, pass_.ends.writes))
         yield self._emitter.take()
 
-    def evaluate(
-        self,
-        step: int,
-        batch: int,
-        *,
-        documents: Documents,
-        commit_previous: bool = False,
-        chunks: Sequence[Chunk] | None = None,
-    ) -> Iterator[list[Op]]:
-        """Ops, block by block, that find the loss of the micro-batches of `documents` as of the end of step `step`.
-
-        There are no more of them than a group has; `chunks` as for a step. Ops that look at the tokens bear the number
-        `batch`, which is above 0 and no other's after the step.
-        """
-        assert batch > 0
-        if chunks is None:
-            chunks = [chunk for chunk in self._plan.places if chunk.micro_batch < len(documents)]
-        self._begin(step, batch, documents, chunks)
-        chunks = list(chunks)
-        last = len(self._plan.blocks) - 1
-        visits: list[Visit] = [("evaluate", block, chunks) for block in range(last)]
-        # The last block begins with the chunk that was computed last.
-        tasks = in_order([*visits, ("evaluate", last, chunks[::-1])], Group(chunks, True))
-        for _ in self._passes(tasks, commit_previous):
-            yield self._emitter.take()
-        self._state.applied(committed=commit_previous)
-        self._emit(a.EVALUATE, "all", reads=[r.place(r.GPU_EVALUATIONS)], writes=[r.place(r.RAM_EVALUATION)])
-        yield self._emitter.take()
-
-    def generate(
-        self,
-        step: int,
-        batch: int,
-        *,
-        chunks: Sequence[Chunk],
-        wanted: Sequence[int],
-        read_tokens: int,
-        commit_previous: bool = False,
-    ) -> Iterator[list[Op]]:
-        """Ops, block by block, that find the logits behind tokens of samples as of the end of step `step`.
-
-        `chunks`: new tokens of all sequences, in the places of as many chunks of a group, none longer than its own;
-        `wanted`: indices of those with a token behind which the logits are wanted, at least one; `read_tokens`: how
-        many the passes before have kept keys and values of. `batch` is below 0 and no other's.
-        """
-        assert batch < 0
-        self._begin(step, batch, None, chunks)
-        self._samples.begin(read_tokens, sum(chunk.end - chunk.start for chunk in chunks))
-        chunks = list(chunks)
-        last = len(self._plan.blocks) - 1
-        visits: list[Visit] = [("generate", block, chunks) for block in range(last)]
-        visits.append(("generate", last, [chunk for chunk in chunks[::-1] if chunk.index in wanted]))
-        for _ in self._passes(in_order(visits, Group(chunks, True)), commit_previous):
-            yield self._emitter.take()
-        self._state.applied(committed=commit_previous)
-        self._emit(a.TAKE_LOGITS, "all", reads=[r.place(r.GPU_LOGITS)], writes=[r.place(r.RAM_LOGITS)])
-        yield self._emitter.take()
-
-    def _begin(self, step: int, batch: int, documents: Documents | None, chunks: Sequence[Chunk]) -> None:
-        assert chunks[0].index == 0, "a step goes through every block, whatever it holds"
-        self._emitter.step, self._emitter.batch = step, batch
-        self._documents = documents
+    def ops(self, pass_: Pass, *, commit_previous: bool = False) -> list[Op]:
+        """The same in one list."""
+        return list(itertools.chain.from_iterable(self.stream(pass_, commit_previous=commit_previous)))
 
     def follow(self, step: int) -> None:
         """Go on as if step `step` had been carried out and all of it were done: its gradient waits."""
@@ -166,42 +98,16 @@ class ScheduleBuilder:
         """Ops that apply the waiting gradient, if one waits, and, with `commit`, commit the generation."""
         self._emitter.batch = 0
         for name in self._plan.buffers:
-            emit_share(deque(self._state.update(name, write_through=commit)), 1)
+            _emit_share(deque(self._state.update(name, write_through=commit)), 1)
         if commit:
             self._state.commit()
         self._state.applied(committed=commit)
         return self._emitter.take()
 
-    # ------------------------------------------------------------------ passes over the blocks
+    # ------------------------------------------------------------------ visits
 
-    def _tasks(self, chunks: Sequence[Chunk]) -> list[Task]:
-        """Group by group, each forward and backward."""
-        tasks: list[Task] = []
-        groups = self._plan.groups(chunks)
-        for members in groups:
-            visits = self._visits(members)
-            tasks += in_order(visits, Group(members, members is groups[-1]), tasks[-1].visit + 1 if tasks else 0)
-        return tasks
-
-    def _visits(self, chunks: list[Chunk]) -> list[Visit]:
-        plan, last = self._plan, len(self._plan.blocks) - 1
-        visits: list[Visit] = [("forward", layer, chunks) for layer in range(last)]
-        # The loss goes in backward's order: its last gradients are the first ones needed.
-        visits.append(("loss", last, chunks[::-1]))
-        for layer in range(last - 1, -1, -1):
-            if not plan.blocks[layer].backward:
-                break  # nothing is trained from here on down
-            if layer not in plan.recomputed:
-                visits.append(("backward", layer, chunks[::-1]))
-                continue
-            # One micro-batch at a time: its keys and values are in the window when its backward begins.
-            for _, stream in itertools.groupby(chunks[::-1], attrgetter("micro_batch")):
-                order = list(stream)
-                visits += [("recompute", layer, order[::-1]), ("backward", layer, order)]
-        return visits
-
-    def _passes(self, tasks: list[Task], commit: bool) -> Iterator[None]:
-        """Emit the ops of all passes, with a pause after each."""
+    def _visits(self, tasks: list[Task], commit: bool) -> Iterator[None]:
+        """Emit the ops of all visits, with a pause after each."""
         visits = [task for task in tasks if task.first]
         lengths = Counter(task.visit for task in tasks)
         ends = list(itertools.accumulate(lengths[visit] for visit in range(len(visits))))
@@ -209,8 +115,8 @@ class ScheduleBuilder:
         """Gradients that leave until the next group: the visit with which they have to be gone, and what moves them."""
         weights = deque(self._prepare(visits, 0, commit, 1))
         turns = 1
-        emit_share(weights, turns)
-        self._activations.begin(tasks[0].group.chunks, self._documents)
+        _emit_share(weights, turns)
+        self._begin(tasks[0].group)
         loaded = self._load(tasks[0])
         for number, (task, following) in enumerate(zip(tasks, [*tasks[1:], None], strict=True)):
             # The next operands travel while this op computes, unless this op makes them.
@@ -221,19 +127,23 @@ class ScheduleBuilder:
             turns = turns - 1 if not task.first else max(1, lengths[task.visit] // 2)
             if task.first:
                 weights.extend(self._prepare(visits, task.visit + 1, commit, turns))
-            emit_share(weights, turns)
+            _emit_share(weights, turns)
             for until, stores in leaving:
-                emit_share(stores, ends[until] - number)
+                _emit_share(stores, ends[until] - number)
             leaving = [(until, stores) for until, stores in leaving if stores]
             if task.last:
                 assert not weights
                 leaving += self._leave(task, visits)
             if following is not None and following.group is not task.group:
-                self._activations.begin(following.group.chunks, self._documents)
+                self._begin(following.group)
             if following is not None:
                 loaded = self._load(following) if next_loaded is None else next_loaded
             if task.last:
                 yield
+
+    def _begin(self, group: Group) -> None:
+        self._activations.begin(group.chunks, self._pass.documents)
+        self._samples.begin(self._pass.read_tokens, sum(chunk.end - chunk.start for chunk in group.chunks))
 
     def _prepare(self, visits: list[Task], visit: int, commit: bool, turns: int) -> list[Load]:
         """Update, where this step has not yet, the block of `visit`, ahead of its first op.
@@ -272,14 +182,14 @@ class ScheduleBuilder:
         leaving: list[tuple[int, deque[Load]]] = []
         for name in block.buffers if done else ():
             if self._last_user.get(name) == task.layer:
-                if task.group.last:
+                if task.group is self._pass.groups[-1]:
                     self._state.close_gradient(name)
                     continue
                 stores, until = deque(self._state.suspend_gradient(name)), self._gone_by(task.visit, name, visits)
                 if until > task.visit:
                     leaving.append((until, stores))
                 else:
-                    emit_share(stores, 1)
+                    _emit_share(stores, 1)
         return leaving
 
     def _gone_by(self, visit: int, name: str, visits: list[Task]) -> int:
@@ -356,9 +266,9 @@ class ScheduleBuilder:
         wanted = block.inputs and task.mode in WITH_GRADIENTS and self._plan.blocks[block.inputs[0]].backward
         return "dy", block.inputs[0] if wanted else None
 
-    def _operands(self, task: Task) -> Operands:
+    def _operands(self, task: Task) -> _Operands:
         block, state = self._plan.blocks[task.layer], self._state
-        operands = Operands([], {}, [], {}, [])
+        operands = _Operands([], {}, [], {}, [])
         for name in block.buffers:
             operands.weights.append(state.weights(name))
             operands.weight_slots[name] = state.weight_slot.get(name, WHOLE)
@@ -372,7 +282,7 @@ class ScheduleBuilder:
     def _emit_block(
         self,
         task: Task,
-        operands: Operands,
+        operands: _Operands,
         slots: dict[str, int],
         action: a.Action | None = None,
         *,
@@ -410,14 +320,14 @@ class ScheduleBuilder:
             flags=flags,
         )
 
-    def _compute_generated(self, task: Task, operands: Operands, slots: dict[str, int]) -> None:
+    def _compute_generated(self, task: Task, operands: _Operands, slots: dict[str, int]) -> None:
         """A block on tokens of samples, whose keys and values have a place of their own."""
         kept, stage = self._samples.operands(task.layer)
         self._emit_block(task, operands, slots | stage, writes=kept)
         if task.last:
             self._samples.close(task.layer)
 
-    def _compute_whole(self, task: Task, operands: Operands, slots: dict[str, int]) -> None:
+    def _compute_whole(self, task: Task, operands: _Operands, slots: dict[str, int]) -> None:
         """A layer whose keys and values are in the window over its micro-batch."""
         layer, chunk, activations = task.layer, task.chunk, self._activations
         window, last = activations.window(chunk), activations.ends_stream(chunk)
@@ -440,7 +350,7 @@ class ScheduleBuilder:
 
     # ------------------------------------------------------------------ keys and values in pieces
 
-    def _compute_streamed(self, task: Task, operands: Operands, slots: dict[str, int]) -> None:
+    def _compute_streamed(self, task: Task, operands: _Operands, slots: dict[str, int]) -> None:
         """A layer whose keys and values pass through the compute device chunk by chunk.
 
         Its op is cut in three: up to attention, attention over each chunk of keys, and the rest.
@@ -481,7 +391,7 @@ class ScheduleBuilder:
             action = a.LAYER_FORWARD_BOTTOM if task.mode == "forward" else a.LAYER_EVALUATE_BOTTOM
             self._emit_block(task, operands, slots, action, reads=[r.saved(slots[a.SAVED])])
 
-    def _backward_streamed(self, task: Task, operands: Operands, slots: dict[str, int]) -> None:
+    def _backward_streamed(self, task: Task, operands: _Operands, slots: dict[str, int]) -> None:
         layer, chunk, activations = task.layer, task.chunk, self._activations
         name, key = self._plan.blocks[layer].name, activations.key(layer, chunk)
         has_graph = key in self._plan.saved_graphs
@@ -527,6 +437,12 @@ class ScheduleBuilder:
         sums: list[Resource] = [r.place(r.GPU_PARTIAL), r.dkv(dkv)]
         self._emit_block(task, operands, slots | {a.DKV: dkv}, a.LAYER_BACKWARD_BOTTOM, reads=sums, writes=[graph])
         activations.dkv.release(dkv)
+
+
+def _emit_share(loads: deque[Load], turns: int) -> None:
+    """Emit what falls to the next of `turns` turns."""
+    for _ in range(-(-len(loads) // max(1, turns))):
+        loads.popleft()()
 
 
 def stays_aside(plan: Plan, op: Op) -> bool:

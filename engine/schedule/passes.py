@@ -1,27 +1,120 @@
-"""A step as passes of blocks over chunks: what a schedule is built from."""
+"""Passes over the blocks of a model: a list of visits, each a block in one mode over some chunks.
+
+A training step, a validation and the samples of a run are passes; the functions here say which visits each has. The
+builder (engine/schedule/builder.py) emits the ops of any pass.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
-from penstock.engine.plan.plan import Chunk
+from penstock.engine.plan.plan import Chunk, Plan
+from penstock.engine.schedule import actions as a
+from penstock.engine.schedule.actions import Action
 from penstock.engine.schedule.kinds import Mode
-from penstock.engine.schedule.resources import Resource
-from penstock.engine.schedule.state import Load
 
 Visit = tuple[Mode, int, list[Chunk]]
-"""A pass of a block over chunks, in their order."""
+"""A mode, the index of a block, and the chunks that it computes, in their order."""
+Documents = Sequence[Sequence[int]]
+"""Per micro-batch the sorted starts of its documents."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Chunks that go forward and backward before those of the next group do."""
+    """Chunks that go through all of their visits before those of the next group do."""
 
     chunks: list[Chunk]
-    last: bool
-    """Whether gradients are complete behind it."""
+    visits: list[Visit]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """What goes through the blocks as of one step."""
+
+    step: int
+    batch: int = 0
+    """Whose tokens it is about: 0 the step's own, above 0 a validation's, below 0 those of samples."""
+    groups: Sequence[Group]
+    ends: Action
+    """What takes the result."""
+    documents: Documents | None = None
+    """Where keys and values are streamed, those that no query of a chunk can see are left out; None: each row is a
+    document."""
+    read_tokens: int = 0
+    """Of samples: how many of each layer's keys and values are there already."""
+
+    @property
+    def trains(self) -> bool:
+        return self.batch == 0
+
+
+def training(
+    plan: Plan, step: int, *, documents: Documents | None = None, chunks: Sequence[Chunk] | None = None
+) -> Pass:
+    """Forward and backward of step `step`, group by group.
+
+    `chunks`: what the step computes (plan.filled_chunks); None: all of the plan's chunks.
+    """
+    groups = plan.groups(plan.chunks if chunks is None else chunks)
+    found = [Group(members, _forward_backward(plan, members)) for members in groups]
+    return Pass(step=step, groups=found, ends=a.CLIP, documents=documents)
+
+
+def _forward_backward(plan: Plan, chunks: list[Chunk]) -> list[Visit]:
+    last = len(plan.blocks) - 1
+    visits: list[Visit] = [("forward", block, chunks) for block in range(last)]
+    # The loss goes in backward's order: its last gradients are the first ones needed.
+    visits.append(("loss", last, chunks[::-1]))
+    for block in range(last - 1, -1, -1):
+        if not plan.blocks[block].backward:
+            break  # nothing is trained from here on down
+        if block not in plan.recomputed:
+            visits.append(("backward", block, chunks[::-1]))
+            continue
+        # One micro-batch at a time: its keys and values are in the window when its backward begins.
+        for _, stream in itertools.groupby(chunks[::-1], attrgetter("micro_batch")):
+            order = list(stream)
+            visits += [("recompute", block, order[::-1]), ("backward", block, order)]
+    return visits
+
+
+def evaluation(
+    plan: Plan, step: int, batch: int, *, documents: Documents, chunks: Sequence[Chunk] | None = None
+) -> Pass:
+    """The loss of the micro-batches of `documents` as of the end of step `step`: a forward that nothing follows.
+
+    There are no more of them than a group has; `chunks` as for a step. `batch` is above 0 and no other's after the
+    step.
+    """
+    assert batch > 0
+    if chunks is None:
+        chunks = [chunk for chunk in plan.places if chunk.micro_batch < len(documents)]
+    # The last block begins with the chunk that was computed last.
+    group = _forward_only(plan, "evaluate", list(chunks), list(chunks)[::-1])
+    return Pass(step=step, batch=batch, groups=[group], ends=a.EVALUATE, documents=documents)
+
+
+def sampling(
+    plan: Plan, step: int, batch: int, *, chunks: Sequence[Chunk], wanted: Sequence[int], read_tokens: int
+) -> Pass:
+    """The logits behind tokens of samples as of the end of step `step`.
+
+    `chunks`: new tokens of all sequences, in the places of as many chunks of a group, none longer than its own;
+    `wanted`: indices of those with a token behind which the logits are wanted, at least one; `read_tokens`: how many
+    the passes before have kept keys and values of. `batch` is below 0 and no other's.
+    """
+    assert batch < 0
+    ends = [chunk for chunk in chunks[::-1] if chunk.index in wanted]
+    group = _forward_only(plan, "generate", list(chunks), ends)
+    return Pass(step=step, batch=batch, groups=[group], ends=a.TAKE_LOGITS, read_tokens=read_tokens)
+
+
+def _forward_only(plan: Plan, mode: Mode, chunks: list[Chunk], of_last: list[Chunk]) -> Group:
+    last = len(plan.blocks) - 1
+    return Group(chunks, [*((mode, block, chunks) for block in range(last)), (mode, last, of_last)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +123,7 @@ class Task:
 
     group: Group
     visit: int
-    """Number of the pass over chunks that it belongs to."""
+    """Number of the visit that it belongs to."""
     mode: Mode
     layer: int
     """Index of the block in the plan."""
@@ -39,28 +132,11 @@ class Task:
     last: bool
 
 
-@dataclass(slots=True)
-class Operands:
-    """What a block's compute ops read and write, whichever of them it is."""
-
-    weights: list[Resource]
-    weight_slots: dict[str, int]
-    gradients: list[Resource]
-    gradient_slots: dict[str, int]
-    zero: list[str]
-    """Flags of the gradients that begin with this chunk."""
-
-
-def in_order(visits: Sequence[Visit], group: Group, first: int = 0) -> list[Task]:
-    """The tasks of a group's passes, which are numbered from `first` on."""
+def tasks(groups: Sequence[Group]) -> list[Task]:
+    """All visits of a pass, chunk by chunk."""
+    visits = ((group, visit) for group in groups for visit in group.visits)
     return [
-        Task(group, visit, mode, layer, chunk, chunk is order[0], chunk is order[-1])
-        for visit, (mode, layer, order) in enumerate(visits, start=first)
+        Task(group, number, mode, block, chunk, chunk is order[0], chunk is order[-1])
+        for number, (group, (mode, block, order)) in enumerate(visits)
         for chunk in order
     ]
-
-
-def emit_share(loads: deque[Load], turns: int) -> None:
-    """Emit what falls to the next of `turns` turns."""
-    for _ in range(-(-len(loads) // max(1, turns))):
-        loads.popleft()()

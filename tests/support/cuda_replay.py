@@ -48,6 +48,7 @@ from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, a
 from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import Op
+from penstock.engine.schedule.passes import evaluation, sampling, training
 from penstock.storage.tier.arena import HostArena
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -377,7 +378,7 @@ class Replay:
         data = self._next or self._fetch()
         self.runtime.begin(number, data)
         documents = [batch.documents for batch in data.micro_batches]
-        return self.builder.stream(number, commit_previous=commit, documents=documents)
+        return self.builder.stream(training(self.plan, number, documents=documents), commit_previous=commit)
 
     def evaluate(self, step: int, batch: int) -> None:
         """As engine.validation: one pass, of one micro-batch."""
@@ -386,7 +387,8 @@ class Replay:
         data = self._carrier.evaluation(micro_batches)
         self.runtime.begin_evaluation(batch, data)
         last = 0
-        for ops in self.builder.evaluate(step, batch, documents=[m.documents for m in micro_batches]):
+        pass_ = evaluation(self.plan, step, batch, documents=[m.documents for m in micro_batches])
+        for ops in self.builder.stream(pass_):
             last = self.perform(ops)
         self.watch.wait(last)
         self.runtime.end_evaluation(batch)
@@ -403,7 +405,7 @@ class Replay:
             self.runtime.begin_samples(-batch, data)
             last: dict[str, int] = {}
             cut: dict[str, Any] = {"chunks": [data.chunks[0].chunk], "wanted": [0], "read_tokens": sum(read.values())}
-            for ops in self.builder.generate(step, -batch, **cut):
+            for ops in self.builder.stream(sampling(self.plan, step, -batch, **cut)):
                 self.perform(ops)
                 last |= {op.lane: op.id for op in ops}
             for op in last.values():

@@ -28,6 +28,7 @@ from penstock.engine.plan.problem import BlockShape, PlanOptions
 from penstock.engine.schedule.actions import ACTIONS, KEYS, SAVED_GRAPH, ZERO_DKV, zero
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import WHOLE, Op
+from penstock.engine.schedule.passes import evaluation, training
 from penstock.engine.schedule.resources import record
 from penstock.engine.train import train_step
 
@@ -247,9 +248,8 @@ def test_every_op_of_a_schedule_takes_time() -> None:
     for plan in (a_plan(), a_plan(streamed=True), a_plan(gpu_budget=1, ram_budget=1)):
         costs = Costs(plan, ROUND)
         builder = ScheduleBuilder(plan)
-        assert all(0 < costs.seconds(op) < 10 for op in builder.step(1))
-        for ops in builder.evaluate(1, 1, documents=plan.row_documents):
-            assert all(0 < costs.seconds(op) < 10 for op in ops)
+        for pass_ in (training(plan, 1), evaluation(plan, 1, 1, documents=plan.row_documents)):
+            assert all(0 < costs.seconds(op) < 10 for op in builder.ops(pass_))
 
 
 def spec(model_type: str, freeze: list[str] | None = None, **overrides: Any) -> ModelSpec:

@@ -22,6 +22,7 @@ from penstock.engine.plan.problem import PlanInput, PlanOptions
 from penstock.engine.schedule.actions import LANES, Lane
 from penstock.engine.schedule.builder import ScheduleBuilder, stays_aside
 from penstock.engine.schedule.ops import Op
+from penstock.engine.schedule.passes import evaluation, training
 
 B, D = BUILD_S, DISPATCH_S
 CPU = structs.replace(ROUND, gpu=None)
@@ -113,11 +114,11 @@ def test_busy_seconds_count_what_lies_between_the_two_times() -> None:
 def test_lanes_and_dependencies_are_respected_whatever_the_plan(plan: Plan, machine: Machine) -> None:
     """And a step takes at least as long as any of its lanes."""
     builder, costs, clocks = ScheduleBuilder(plan), Costs(plan, machine), Clocks(machine)
-    steps = [builder.step(1), builder.step(2, commit_previous=True)]
+    steps = [builder.ops(training(plan, 1)), builder.ops(training(plan, 2), commit_previous=True)]
     for number in (1, 2):
-        passes = builder.evaluate(2, number, documents=plan.row_documents[:number], commit_previous=number == 1)
-        steps.append([op for ops in passes for op in ops])
-    steps += [builder.step(3), builder.finish(commit=True)]
+        looked_at = evaluation(plan, 2, number, documents=plan.row_documents[:number])
+        steps.append(builder.ops(looked_at, commit_previous=number == 1))
+    steps += [builder.ops(training(plan, 3)), builder.finish(commit=True)]
     for ops in steps:
         clocks.run(ops, costs, from_s=max(clocks.done_at.values(), default=0.0))
     every = [op for ops in steps for op in ops]
@@ -138,7 +139,7 @@ def test_lanes_and_dependencies_are_respected_whatever_the_plan(plan: Plan, mach
     assert {span.step for span in told.spans} <= {1, 2}
     # Everything that a step computes lies within it; bytes leave the compute device or come to it, or go to a drive.
     builder = ScheduleBuilder(plan)
-    _, second = builder.step(1), builder.step(2)
+    _, second = builder.ops(training(plan, 1)), builder.ops(training(plan, 2))
     computed_s = sum(costs.seconds(op) for op in second if op.lane == "compute")
     assert told.busy_s["compute"] >= computed_s * (1 - 1e-6)
     moved = dict.fromkeys(LANES, 0)

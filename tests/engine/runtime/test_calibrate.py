@@ -27,6 +27,7 @@ from penstock.engine.runtime.lanes import Lanes
 from penstock.engine.runtime.memory import allocate_gpu
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import WHOLE
+from penstock.engine.schedule.passes import training
 from penstock.engine.train import train_step
 from penstock.storage.files.errors import UserError
 from penstock.storage.tier.manifest import Manifest
@@ -72,7 +73,7 @@ def test_every_kind_of_compute_op_is_timed(tmp_path: Path, case: str) -> None:
 
 def require_all_timed(plan: Plan, documents: list[list[int]], found: Calibration) -> None:
     costs = Costs(plan, GENERIC, None, documents)
-    ops = [op for op in ScheduleBuilder(plan).step(1, documents=documents) if op.lane == "compute"]
+    ops = [op for op in ScheduleBuilder(plan).ops(training(plan, 1, documents=documents)) if op.lane == "compute"]
     kinds = {op_kind(op, costs.representative(op.block)) for op in ops if op.index != WHOLE}
     assert kinds <= found.samples.keys()
     assert all(sample.seconds > 0 for samples in found.samples.values() for sample in samples)

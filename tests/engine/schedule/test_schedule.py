@@ -26,6 +26,7 @@ from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import Op
+from penstock.engine.schedule.passes import evaluation, sampling, training
 
 FORWARDS = {a.EMBED_FORWARD, a.LAYER_FORWARD, a.LAYER_FORWARD_BOTTOM}
 TRAINS = FORWARDS | {a.HEAD, a.LAYER_BACKWARD, a.LAYER_BACKWARD_BOTTOM, a.EMBED_BACKWARD}
@@ -61,14 +62,15 @@ def steps_of(
     ops: list[Op] = []
     for step in range(1, steps + 1):
         chunks = filled_chunks(plan.chunks, padding[step]) if step in padding else None
-        ops += builder.step(step, commit_previous=step % 2 == 1, documents=documents, chunks=chunks)
+        pass_ = training(plan, step, documents=documents, chunks=chunks)
+        ops += builder.ops(pass_, commit_previous=step % 2 == 1)
         for number, count in enumerate((passes or {}).get(step, ()), start=1):
             count = min(count, plan.group)
             looked_at = (documents or plan.row_documents)[:count]
             commit = number == 1 and count == 1 and step % 2 == 0  # else the next step commits, or the end
             chunks = filled_chunks(plan.chunks, padding[step][:count]) if step in padding else None
-            for some in builder.evaluate(step, number, documents=looked_at, commit_previous=commit, chunks=chunks):
-                ops += some
+            pass_ = evaluation(plan, step, number, documents=looked_at, chunks=chunks)
+            ops += builder.ops(pass_, commit_previous=commit)
         if plan.problem.samples is not None:
             ops += samples_of(plan, builder, step)
     ops += builder.finish(commit=True)
@@ -84,9 +86,9 @@ def samples_of(plan: Plan, builder: ScheduleBuilder, step: int) -> list[Op]:
     ops: list[Op] = []
     for number, chunks in enumerate([halves, [replace(halves[0], end=1)]], start=1):
         commit = number == 1 and step % 2 == 0 and builder.uncommitted
-        what: dict[str, Any] = {"chunks": chunks, "wanted": [len(chunks) - 1], "read_tokens": read * (number > 1)}
-        for some in builder.generate(step, -2 * step - number, **what, commit_previous=commit):
-            ops += some
+        wanted, read_tokens = [len(chunks) - 1], read * (number > 1)
+        pass_ = sampling(plan, step, -2 * step - number, chunks=chunks, wanted=wanted, read_tokens=read_tokens)
+        ops += builder.ops(pass_, commit_previous=commit)
     return ops
 
 
