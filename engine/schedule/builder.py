@@ -98,7 +98,7 @@ class ScheduleBuilder:
         """Ops that apply the waiting gradient, if one waits, and, with `commit`, commit the generation."""
         self._emitter.batch = 0
         for name in self._plan.buffers:
-            _emit_share(deque(self._state.update(name, write_through=commit)), 1)
+            _emit_share(deque(self._state.update(name, write_through=commit, fetched=False)), 1)
         if commit:
             self._state.commit()
         self._state.applied(committed=commit)
@@ -157,7 +157,7 @@ class ScheduleBuilder:
         loads: list[Load] = []
         if task.group is visits[0].group and task.mode not in ("recompute", "backward"):
             if block.name in block.buffers:
-                loads = self._state.update(block.name, write_through=commit)
+                loads = self._state.update(block.name, write_through=commit, fetched=True)
             if commit and task.layer == len(self._plan.blocks) - 1:
                 if loads:
                     loads.append(self._state.commit)

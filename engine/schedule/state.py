@@ -221,20 +221,22 @@ class StateSchedule:
 
     # ------------------------------------------------------------------ optimizer
 
-    def update(self, name: str, *, write_through: bool) -> list[Load]:
+    def update(self, name: str, *, write_through: bool, fetched: bool) -> list[Load]:
         """Apply the gradient that waits, if one does, to `name` part by part, and write back what lives on NVMe.
 
         With `write_through` all of it is written, for the generation about to be committed. Nothing of a frozen buffer.
-        Returns what is left to be emitted, as `fetch` does, where new weights go to the compute device.
+        `fetched`: its weights are fetched next; those for NVMe go to their slot from the stage that they are made in,
+        and are not read back. Returns what is left to be emitted, as `fetch` does, where new weights go to the compute
+        device.
         """
         buffer = self._plan.buffers[name]
         if buffer.frozen:
             return []
-        left = [] if self.waiting is None else self._apply(buffer, self.waiting)
+        left = [] if self.waiting is None else self._apply(buffer, self.waiting, fetched)
         step = self._newest
         if write_through and buffer.state != "nvme" and step is not None:
             left += [partial(self._write_through, buffer, part, step) for part in range(buffer.num_parts)]
-        if buffer.state == "gpu" or buffer.weights != "gpu":
+        if buffer.state == "gpu" or buffer.weights == "ram" or not fetched:
             for emit in left:
                 emit()
             left = []
@@ -250,7 +252,7 @@ class StateSchedule:
         """Step of the generation that is there once the waiting gradient is applied, unless it has been committed."""
         return self.uncommitted if self.waiting is None else self.waiting
 
-    def _apply(self, buffer: BufferPlan, step: int) -> list[Load]:
+    def _apply(self, buffer: BufferPlan, step: int, fetched: bool) -> list[Load]:
         """What applies the gradient of a step to a buffer."""
         name = buffer.name
         self._version[name] += 1
@@ -258,10 +260,19 @@ class StateSchedule:
             reads: list[Resource] = [r.place(r.GPU_GRADIENT, name), r.place(r.RAM_CLIP)]
             writes: list[Resource] = [r.place(r.GPU_STATE, name), r.place(r.GPU_WEIGHTS, name)]
             return [partial(self._emit, a.UPDATE_ON_GPU, name, reads=reads, writes=writes, step=step)]
-        return [partial(self._update_part, buffer, index, step) for index in range(buffer.num_updates)]
+        onward = fetched or buffer.weights == "gpu"
+        found: list[Load] = [partial(self._update_part, buffer, i, step, onward) for i in range(buffer.num_updates)]
+        if fetched and buffer.weights == "nvme":
+            pool = self._weights[buffer.pool]
+            slot = self.weight_slot[name] = pool.take((name, self._version[name]))
+            found.append(partial(pool.release, slot, keep=True))
+        return found
 
-    def _update_part(self, buffer: BufferPlan, part: int, step: int) -> None:
-        """Emit update op number `part`: of one part, or of several that are in RAM and need no stage."""
+    def _update_part(self, buffer: BufferPlan, part: int, step: int, onward: bool) -> None:
+        """Emit update op number `part`: of one part, or of several that are in RAM and need no stage.
+
+        `onward`: what is made in a stage goes to the compute device from there.
+        """
         name = buffer.name
         reads: list[Resource] = [r.place(r.RAM_CLIP)]
         writes: list[Resource] = []
@@ -295,9 +306,9 @@ class StateSchedule:
             if buffer.weights == "nvme":
                 file = r.place(r.NVME_WEIGHTS, name, part)
                 self._move(a.WRITE_WEIGHTS, buffer, part, made, [file], slots, item, step)
-            else:
-                target: list[Resource] = [r.place(r.GPU_WEIGHTS, name)]
-                self._move(a.LOAD_WEIGHTS_PART, buffer, part, made, target, {a.STAGE: stage, name: WHOLE}, item)
+            if onward:
+                there = {a.STAGE: stage, name: self.weight_slot.get(name, WHOLE)}
+                self._move(a.LOAD_WEIGHTS_PART, buffer, part, made, [self.weights(name)], there, item)
             self._part_stages.release(stage)
         if a.STAGE in slots:
             self._stages.release(slots[a.STAGE])

@@ -196,6 +196,20 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
     assert_generations(plan, ops, passes)
 
 
+@sampled(25, 100)
+@given(planned(), validations)
+def test_weights_that_have_just_been_made_are_not_read_back(plan: Plan, passes: dict[int, list[int]]) -> None:
+    """Between an update and the first op that computes with what it made, its weights are not read from NVMe."""
+    unused: set[str] = set()
+    users = {block.name: block.buffers for block in plan.blocks}
+    for op in steps_of(plan, passes=passes):
+        assert not (op.action in (a.READ_WEIGHTS, a.READ_WEIGHTS_WHOLE) and op.block in unused), op
+        if op.action is a.WRITE_WEIGHTS:
+            unused.add(op.block)
+        if op.action in TRAINS | EVALUATES | GENERATES:
+            unused.difference_update(users[op.block])
+
+
 def pieces_of(plan: Plan, op: Op) -> tuple[int, int]:
     buffer = plan.buffers[op.block]
     return buffer.part(op.index) if op.action is a.LOAD_WEIGHTS_PART else buffer.piece(op.index, op.slots[a.PIECES])
