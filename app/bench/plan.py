@@ -227,7 +227,7 @@ def _share(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.1%}"
 
 
-_PAGE = """# The plan against the run
+_PAGE = """# Plans compared with runs
 
 {date}, {cores} cores, {ram} RAM, {gpu}. torch {torch}, Python {python}.
 
@@ -236,7 +236,7 @@ penstock bench plan --save docs/results/planning.md
 ```
 made this page. Every case trains {steps} steps of random tokens in a process of its own. Planned is the forecast after
 calibration (`plan.json` of the run directory); measured are the peaks of `summary.json` and the median of all steps but
-the first. Ratios are measured over planned.{heap}
+the first. Peaks are given as measured over planned.{heap}
 
 | case | what | parameters | context, tokens a step | state | GPU peak | RAM peak | NVMe peak | step | bound by |
 |---|---|---|---|---|---|---|---|---|---|
@@ -250,7 +250,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     steps = max((len(row["step_times_s"]) for row in rows if "error" not in row), default=0)
     on_gpu = machine["gpu"] is not None
     head = _PAGE.format(
-        gpu=machine["gpu"] or 'no GPU: the "gpu" tier is ordinary memory, carved by the same code',
+        gpu=machine["gpu"] or "no GPU: the gpu tier is ordinary memory with the same layout",
         heap="" if on_gpu else _HEAP,
         date=report["date"],
         cores=machine["cores"],
@@ -269,8 +269,7 @@ def _markdown_row(row: Mapping[str, Any]) -> str:
     cells += [f"{row['context']:,}, {row['tokens_per_step']:,}", row["state"]]
     for name in TIERS:
         pair = row["tiers"][name]
-        measured = f"{bytes_text(pair['measured'])} of {bytes_text(pair['planned'])}"
-        cells.append(f"{measured}: {_ratio(pair)}" if pair["planned"] else "-")
+        cells.append(_ratio(pair) if pair["planned"] else "-")
     step = row["step_s"]
     cells.append(f"{seconds_text(step['measured'])} of {seconds_text(step['planned'])}: {_ratio(step)}")
     return markdown_row([*cells, row["bound_by"]])

@@ -218,70 +218,56 @@ def _progress(row: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------------- planned.md
 
 _COLUMNS = ("machine", "step", "tokens/s", "bound by", "MFU", "GPU", "RAM", "NVMe", "written per step")
-_INTRO = """# What the recipes would do elsewhere
+_INTRO = """# What the recipes would do on other machines
 
-**Planned, not measured.** {date}. Every figure of this page follows from data sheets (`machine/presets.py`) and a
-simulated step; none was measured on the machine that it names. What the same planner predicts for this machine and
-what was then measured is in [planning.md](planning.md).
+**Planned from data sheets, not measured.** {date}. How plans compare with runs is in [planning.md](planning.md).
 
 ```
 penstock bench planned
 ```
-made this page and the heat map. Sizes are binary; NVMe holds two generations of the
-state, and the last good one where there is room. "Written per step" is what a step writes to all drives together.
+made this page and the heat map. Sizes are binary; NVMe holds two generations of the state, and the last good one where
+it fits. "Written per step" is what a step writes to all drives together.
+"""
+_ELSEWHERE = """## Tokens/s on every machine
+
+"-" does not fit. `penstock plan RECIPE --machine NAME` shows the whole plan, or what is missing.
 """
 _GRID = """
 ## Models and contexts
 
 ![tokens/s by model, context and machine](planned.png)
 
-Tokens/s of a step of {step_tokens:,} tokens (of one sequence where that is longer), full precision, all parameters
-trained. The letter is what bounds the step: C compute, H host to GPU, D GPU to host, O optimizer, R NVMe reads, W
-NVMe writes. Grey: does not fit. Shapes are those of the recipes; the rotary range is taken to reach the context.
+Tokens/s of a step of {step_tokens:,} tokens (of one sequence where that is longer), all parameters trained. The letter
+is what bounds the step: C compute, H host to GPU, D GPU to host, O optimizer, R NVMe reads, W NVMe writes. Grey: does
+not fit.
 """
 _PUBLISHED = """
-## Beside published figures
+## Compared with published figures
 
-Penstock's are **planned, not measured**, with full precision (float32 master weights and moments, 14 bytes a
-parameter); theirs are as published, with bfloat16 weights updated in place (MegaTrain), everything in bfloat16, 8 bytes
-a parameter (ml_dataflow), master weights and moments in bfloat16 (LLMQ), or float32 master weights and moments in RAM
-(LLaMA-Factory on DeepSpeed ZeRO-3). Plans take the fastest attention kernel for the card to be installed. A plan that
-is faster than a measurement proves nothing until it is measured, too.
+Penstock's are **planned, not measured**, with float32 master weights and moments (14 bytes a parameter); theirs are as
+published, with bfloat16 weights updated in place (MegaTrain), everything in bfloat16 (ml_dataflow), master weights and
+moments in bfloat16 (LLMQ), or float32 master weights and moments in RAM (LLaMA-Factory on DeepSpeed ZeRO-3). A plan
+that is faster than a measurement proves nothing until it is measured, too.
 
 | case | preset | Penstock, planned tokens/s | bound by | published tokens/s | by | on | source |
 |---|---|---|---|---|---|---|---|
 """
 _SOURCES = """
-MegaTrain's tokens/s are tokens over step time of its long-context table, as three readers transcribed it; its own
-TFLOP/s count causal attention as full. Its rows of up to 128k tokens are left out: were their attention over the
-whole context, they would exceed the GPU's peak. ml_dataflow's are the rows that its author recorded
-(github.com/als244/ml_dataflow, `bench/reproduce_results/recorded_data`), with flash-attn's deterministic backward,
-which is the slower one. LLMQ's are of its last step, LLaMA-Factory's what LLMQ's author found beside it
-(github.com/IST-DASLab/llmq): 512 sequences of 1,024 tokens a step (LLaMA-Factory's 14B: 520), in micro-batches of as
-many sequences as here, on one RTX 4090 in a machine whose RAM is not stated; 256 GB is what is planned. LLMQ's
-command for 7B names products in e4m3, but its rate is far from the 4,328 tokens/s that it publishes for them. Neither
-publishes 8,192 tokens on this card: those rows have as many tokens a step, in the micro-batches that are fastest here.
+MegaTrain's tokens/s are tokens over step time of its long-context table. ml_dataflow's are the rows that its author
+recorded (github.com/als244/ml_dataflow, `bench/reproduce_results/recorded_data`), with flash-attn's slower
+deterministic backward. LLMQ's and LLaMA-Factory's are from github.com/IST-DASLab/llmq, on one RTX 4090 in a machine
+whose RAM is not stated; they are planned with 256 GB.
 """
 _MEMORY = """## With {gpu} of the GPU's memory
 
-On {machine}, with all of the GPU's memory and with {gpu} of it. Where a step has several micro-batches, what all of the
-memory reaches has become higher: graphs of a group of them fit, and nothing is recomputed, for which {gpu} is too
-little. The share that {gpu} reach is lower for it there, not what they reach: see
-[groups.md](../decisions/groups.md).
+On {machine}. Where all of the memory fits the graphs of a group of micro-batches, nothing is recomputed
+([groups.md](../decisions/groups.md)).
 """
 
 
 def markdown(report: Mapping[str, Any]) -> str:
     lines = [_INTRO.format(date=report["date"]), *_own_machines(report["recipes"])]
-    for label in dict.fromkeys(row["label"] for row in report["recipes"]):
-        rows = [row for row in report["recipes"] if row["label"] == label]
-        first = rows[0]
-        head = f"## {label}\n\nContext {first['context']:,}, {first['tokens_per_step']:,} tokens a step."
-        lines += [head + (" Its own machine first." if first["own"] else ""), ""]
-        if fitting := [row for row in rows if row["fits"]]:
-            lines += [*markdown_table(_COLUMNS, map(_cells, fitting)), ""]
-        if refused := [row for row in rows if not row["fits"]]:
-            lines += ["Does not fit: " + "; ".join(f"{row['machine']} ({row['reason']})" for row in refused) + ".", ""]
+    lines += [_ELSEWHERE, *_elsewhere(report["recipes"]), ""]
     lines.append(_GRID.format(step_tokens=report["grid_step_tokens"]).strip() + "\n")
     lines.append(_PUBLISHED.strip())
     lines += [_published_row(row) for row in report["published"]]
@@ -292,6 +278,16 @@ def markdown(report: Mapping[str, Any]) -> str:
             *_memory(report["memory"]),
         ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _elsewhere(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Tokens/s of every recipe that is written for a machine, on all machines."""
+    rates: dict[str, dict[str, str]] = {}
+    for row in rows:
+        rates.setdefault(row["label"], {})[row["machine"]] = _rate(row) if row["fits"] else "-"
+    machines = sorted({row["machine"] for row in rows})
+    own = [row["label"] for row in rows if row["own"]]
+    return markdown_table(("recipe", *machines), [(label, *map(rates[label].get, machines)) for label in own])
 
 
 def _memory(rows: Sequence[Mapping[str, Any]]) -> list[str]:

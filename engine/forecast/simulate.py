@@ -22,7 +22,7 @@ from penstock.engine.schedule.ops import Op, span_of
 from penstock.engine.schedule.passes import training
 
 BUILD_S = 1.6e-5
-"""The main thread's time to build one op: docs/results/dispatch.md."""
+"""The main thread's time to build one op: docs/decisions/host-time.md."""
 DISPATCH_S = 1.2e-5
 """A lane's time between two ops."""
 BETWEEN_STEPS_S = 1e-3

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from penstock.app.recipes.recipe import apply_overrides
 from penstock.engine.config import Recipe
-from penstock.engine.config.effects import ALWAYS, idle_fields
+from penstock.engine.config.effects import idle_fields
 
 
 class Case(NamedTuple):
@@ -96,30 +96,28 @@ def made(*settings: str) -> Recipe:
 
 
 def page() -> str:
-    """The table of the docs: field, setting, where it has no effect, and what is said."""
-    rows = []
+    """The table of the docs: fields that have no effect for one reason, the reason, and whether that is an error."""
+    rows: dict[tuple[str, str], list[str]] = {}
     for case in CASES:
         (idle,) = [idle for idle in idle_fields(made(*case.without, case.setting)) if idle.key == case.key]
-        beside = " ".join(f"`{setting}`" for setting in case.without) or "the defaults"
-        what = "refused" if idle.refused else "told once"
-        rows.append(f"| `{case.setting}` | {beside} | {what} | {idle.said} |")
-    always = ", ".join(f"`{key}`" for key in sorted(ALWAYS))
+        reason = idle.said.partition("has no effect, as ")[2].partition(";")[0]
+        keys = rows.setdefault((reason, "refused" if idle.refused else "reported"), [])
+        keys += [key for key in (f"`{case.key}`",) if key not in keys]
     head = [
         "# Fields without effect",
         "",
-        "What is said of a field that is changed from its default where it has no effect. Refused: `penstock train`, "
-        "`plan`, `finetune` and",
-        "`data`, the terminal application's form and the Python API end in this line. Told once: it is a line of the "
-        "plan, and of a run's log as it starts. A run",
-        "that was begun before a field was refused goes on; `resume --set` is refused what is new.",
+        "A field that is changed from its default where it has no effect is refused or reported. Refused: `penstock "
+        "train`, `plan`, `finetune` and",
+        "`data`, the form and the Python API end with one line, which says what would give the field an effect. "
+        "Reported: the line is part of the plan",
+        "and of the run's log. Fields that are not in the table always have an effect.",
         "",
-        "Made by `.venv/bin/python tests/support/idle_fields.py`; the rules are RULES of engine/config/effects.py, and",
-        "`test_every_field_counts_or_is_said_not_to` goes over every field.",
-        "",
-        "| set to | beside | is | said |",
-        "|---|---|---|---|",
+        "| field | has no effect, as | |",
+        "|---|---|---|",
     ]
-    return "\n".join([*head, *rows, "", f"Always count: {always}.", ""])
+    table = [f"| {', '.join(keys)} | {reason} | {what} |" for (reason, what), keys in rows.items()]
+    made_by = "Made by `python tests/support/idle_fields.py` from the rules in `engine/config/effects.py`."
+    return "\n".join([*head, *table, "", made_by, ""])
 
 
 if __name__ == "__main__":

@@ -94,12 +94,12 @@ def _cell(encoder: Encoder, plain: Any, template: str, marked: str, messages: li
     if mask["input_ids"] != ids:
         return "equal"
     if mask["assistant_masks"] == weights:
-        return "equal, TRL too"
+        return "TRL too"
     more = [token for token, theirs, ours in zip(ids, mask["assistant_masks"], weights, strict=True) if theirs > ours]
     less = [token for token, theirs, ours in zip(ids, mask["assistant_masks"], weights, strict=True) if ours > theirs]
     prompt = encoder.template.prompt(messages[:1]) if messages[0]["role"] == "user" else None
     of_prompt = prompt is None or all(plain.decode([token]).strip() in prompt for token in more)
-    return "equal, TRL more" if of_prompt and not plain.decode(less).strip() else "equal, TRL otherwise"
+    return "TRL more" if of_prompt and not plain.decode(less).strip() else "TRL otherwise"
 
 
 def _otherwise(message: dict[str, Any]) -> dict[str, Any]:
@@ -112,29 +112,31 @@ def _otherwise(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def page(cells: dict[str, dict[str, str]]) -> str:
-    """The page, of `compare` of each template."""
-    rows = [f"| {name} | " + " | ".join(cells[name][kind] for kind in KINDS) + " |" for name in cells]
+    """The page, of `compare` of each template; templates that agree share a row."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name in cells:
+        alike.setdefault(tuple(cells[name][kind] for kind in KINDS), []).append(name)
+    rows = [f"| {', '.join(names)} | {' | '.join(row)} |" for row, names in alike.items()]
     table = "\n".join(["| template | " + " | ".join(KINDS) + " |", "|---" * (len(KINDS) + 1) + "|", *rows])
-    return f"""# What published chat templates make of conversations
+    return f"""# Conversations under published chat templates
 
-{len(cells)} templates of published models, of which TRL keeps copies, and seven kinds of conversation: the tokens that
-`penstock data` shows and training reads, beside `apply_chat_template` of the row as it is and the mask that TRL trains
-by with `assistant_only_loss` (its training template where it has one).
+{len(cells)} templates of published models, of which TRL has copies, and seven kinds of conversation: the tokens that
+training reads (`penstock data` shows them), compared with `apply_chat_template` and with the mask of TRL's
+`assistant_only_loss`.
 
 | cell | meaning |
 |---|---|
 | equal | the tokens of `apply_chat_template`; TRL has no mask for these tokens |
-| equal, TRL too | and the same tokens are trained as by TRL |
-| equal, TRL more | TRL also trains tokens of the generation prompt, which the model is given |
-| equal, TRL otherwise | TRL does not train the token that begins the next message and so ends a turn |
-| other form | equal for parts joined, and arguments that are JSON text given as objects: of the row as it is \
-`apply_chat_template` shows no text, prints what Python prints, or makes JSON of JSON |
-| refused | with every way out: what a turn shows differs once more follows or behind the prompt, or is left out |
+| TRL too | and the same tokens are trained as by TRL |
+| TRL more | TRL also trains tokens of the generation prompt |
+| TRL otherwise | TRL does not train the token that ends a turn by beginning the next message |
+| other form | equal with content parts joined and JSON arguments as objects, which the template needs |
+| refused | the message lists every way out: earlier turns change once more follows, or text is left out |
 | both refuse | the template refuses the row |
 
 {table}
 
-Made by `python tests/support/published_templates.py`; `tests/engine/data/test_chat.py` holds it.
+Made by `python tests/support/published_templates.py`; `tests/engine/data/test_chat.py` checks it.
 """
 
 

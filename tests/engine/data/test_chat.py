@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_prefixes_of_published_templates_tell_what_training_ones_mark(folder: Pa
 def test_the_page_says_what_becomes_of_conversations_under_published_templates(name: str) -> None:
     cells = list(compare(name).values())
     assert "DIFFERENT" not in cells
-    assert f"| {name} | {' | '.join(cells)} |" in PAGE.read_text().splitlines()
+    assert re.search(rf"^\|[\w, ]* {name}[, ][\w, ]*\| {re.escape(' | '.join(cells))} \|$", PAGE.read_text(), re.M)
     assert len(NAMES) >= 30
     assert len(KINDS) == len(cells)
 
