@@ -255,8 +255,8 @@ that is faster than a measurement proves nothing until it is measured, too.
 _SOURCES = """
 MegaTrain's tokens/s are tokens over step time of its long-context table. ml_dataflow's are the rows that its author
 recorded (github.com/als244/ml_dataflow, `bench/reproduce_results/recorded_data`), with flash-attn's slower
-deterministic backward. LLMQ's and LLaMA-Factory's are from github.com/IST-DASLab/llmq, on one RTX 4090 in a machine
-whose RAM is not stated; they are planned with 256 GB.
+deterministic backward; its H100 has 989 TFLOP/s, the preset's PCIe card 756. LLMQ's and LLaMA-Factory's are from
+github.com/IST-DASLab/llmq, on a machine whose RAM is not stated; they are planned with 256 GB.
 """
 _MEMORY = """## With {gpu} of the GPU's memory
 

@@ -11,9 +11,7 @@ They keep another state than Penstock's 14 bytes a parameter (float32 master wei
   LLMQ's author measured it, by the difference of its first two steps.
 
 Steps of the last two have 512 sequences of 1,024 tokens (LLaMA-Factory's 14B 520), in micro-batches that are taken over
-here; how much RAM the machine had is not said, so the preset with the most is planned. Neither publishes longer
-contexts for one RTX 4090: the rows of 8,192 tokens stand beside LLMQ's figures at 1,024, with as many tokens a step, in
-the micro-batches that are fastest here: groups of them can be no smaller than one.
+here; how much RAM the machine had is not said, so the preset with the most is planned.
 """
 
 from __future__ import annotations
@@ -46,16 +44,14 @@ class Published:
 _MEGATRAIN, _PAPER, _FLOW = "MegaTrain", "arXiv 2604.05091", "ml_dataflow"
 _LLMQ, _FACTORY, _BENCHMARKS = "LLMQ", "LLaMA-Factory, ZeRO-3 offload", "llmq benchmarks/4090x1.md"
 _4090 = "RTX 4090, RAM not stated"
-_SXM = "H100 SXM5 of 80 GB, 989 TFLOP/s (the preset's PCIe card: 756)"
+_SXM = "H100 SXM5 of 80 GB"
 _GH200 = "GH200 of 96 GB, 480 GB"
-_UNKNOWN = "n/a (fits; context, batch and rate not found)"
 _8B, _32B, _H100, _5090 = "8b_8k", "32b_512k", "h100-pcie-512", "rtx5090-192"
 _7B, _14B, _RTX = "7b_512k", "14b_workstation", "rtx4090-256"
 
 PUBLISHED = (
     Published(_MEGATRAIN, _7B, "gh200-480", 262_144, 1, "1,110", _GH200, _PAPER),
     Published(_MEGATRAIN, _7B, "gh200-480", 524_288, 1, "602", _GH200, _PAPER),
-    Published(_MEGATRAIN, "120b_moe", "h200-1500", 8192, 16, _UNKNOWN, "H200 of 141 GB, 1.5 TB", _PAPER),
     Published(_FLOW, _8B, _H100, 8192, 68, "11,280", f"{_SXM}, 65 GB", "h100_8b_short_results.csv"),
     Published(
         _FLOW, _8B, _H100, 524_288, 1, "928 to 1,128", f"{_SXM}, 256 to 356 GB", "h100_8b_extra_long_results.csv"
@@ -71,6 +67,4 @@ PUBLISHED = (
     Published(_FACTORY, _7B, _RTX, 1024, 512, "2,523", _4090, _BENCHMARKS, micro_batch=32),
     Published(_LLMQ, _14B, _RTX, 1024, 512, "1,348", _4090, _BENCHMARKS, micro_batch=32),
     Published(_FACTORY, _14B, _RTX, 1024, 520, "1,135", _4090, _BENCHMARKS, micro_batch=20),
-    Published(_LLMQ, _7B, _RTX, 8192, 64, "n/a (at 1,024: 2,777)", _4090, _BENCHMARKS, micro_batch=2),
-    Published(_LLMQ, _14B, _RTX, 8192, 64, "n/a (at 1,024: 1,348)", _4090, _BENCHMARKS),
 )

@@ -126,7 +126,7 @@ WAITS = [
         file="engine/runtime/state.py",
         code="            target.copy_(rows, non_blocking=True)\n            wait_for_copies(self._device)",
         without="            target.copy_(rows, non_blocking=True)",
-        orders="As above, for weights that are never trained.",
+        orders="The same for weights that are never trained.",
         scenario="resume",
     ),
     Wait(
@@ -161,7 +161,7 @@ WAITS = [
         name="keys and values are in RAM before it goes",
         file="engine/generate/kept.py",
         code="torch.cuda.synchronize(self._device)",
-        orders="As above: unpinning memory waits for the GPU's copies, but CUDA's manual does not promise that.",
+        orders="Keys and values are in RAM before their memory is freed; CUDA does not promise that unpinning waits.",
         scenario="kept",
     ),
     Wait(
@@ -209,20 +209,15 @@ def calls() -> Iterator[tuple[str, str]]:
 
 def page() -> str:
     """docs/waits.md."""
-    rows = [f"| {wait.name} | `{wait.file}` | {wait.orders} |" for wait in WAITS]
-    return "\n".join(
-        [
-            "# Where Penstock waits for the GPU",
-            "",
-            "Everything else is ordered by its stream. Each of these was taken away in turn on the emulated GPU, and a",
-            "test noticed (`tests/emulated/test_waits.py`).",
-            "",
-            "| wait | where | what it orders |",
-            "|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
+    lines = [
+        "# Where Penstock waits for the GPU",
+        "",
+        "Everything else is ordered by its stream. `tests/emulated/test_waits.py` removes each of these in turn on the",
+        "emulated GPU; a scenario must fail.",
+    ]
+    for file in dict.fromkeys(wait.file for wait in WAITS):
+        lines += ["", f"`{file}`:", *(f"- {wait.orders}" for wait in WAITS if wait.file == file)]
+    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":
