@@ -33,7 +33,7 @@ READ_THREADS = 8
 WRITE_THREADS = 8
 """Chunk files in flight in each direction on each drive. Each call is a blocking read or write of a whole chunk file,
 which the kernel splits into a deep queue. A thread that computes a checksum has no request in flight, so that four are
-too few where other work holds the cores (docs/results/storage.md)."""
+too few where other work holds the cores (docs/decisions/nvme-io.md)."""
 
 OnThreadStart = Callable[[], None]
 """What a thread that moves chunk files calls before its first one, to bind itself to cores of its own: it would have
