@@ -21,7 +21,7 @@ from penstock.app.recipes.fields import parse_value
 from penstock.app.recipes.recipe import apply_overrides, changes, from_dict, resolve_paths, save_recipe, to_dict
 from penstock.app.recipes.text import python_text
 from penstock.app.trackers.require import require_trackers
-from penstock.engine.config import RENAMED, DataConfig, ModelConfig, Recipe
+from penstock.engine.config import DataConfig, ModelConfig, Recipe
 from penstock.storage.files.disk import atomic_write
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.model_folder import remarks_on_weights
@@ -153,7 +153,7 @@ def given_values(overrides: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for text in overrides:
         key, separator, value = text.partition("=")
-        key = next((item.new for item in RENAMED if item.old == key.strip()), key.strip())
+        key = key.strip()
         if not separator:
             raise UserError(f"--set {one_line(text)}: write key=value, for example --set train.lr=1e-5")
         if key.count(".") > 1:  # an entry of a field that is an object

@@ -14,13 +14,13 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from penstock.app.recipes import synonyms
-from penstock.engine.config import Recipe
+from penstock.engine.config import Recipe, nearest
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line, parse_json
 
@@ -50,18 +50,18 @@ class RecipeField(NamedTuple):
 def fields() -> list[RecipeField]:
     """Every settable field of a recipe, in order; the help text is the docstring under the field."""
     helps = _helps(Recipe)
-    found = [RecipeField(key, hints(Recipe)[key], _default(Recipe, key), helps[key]) for key in top_level()]
+    found = [RecipeField(key, hints(Recipe)[key], default_of(Recipe, key), helps[key]) for key in top_level()]
     for section, cls in sections().items():
         helps = _helps(cls)
         for item in dataclasses.fields(cls):
-            default = _default(cls, item.name)
+            default = default_of(cls, item.name)
             found.append(
                 RecipeField(f"{section}.{item.name}", hints(cls)[item.name], default, helps.get(item.name, ""))
             )
     return found
 
 
-def _default(cls: type, name: str) -> Any:
+def default_of(cls: type, name: str) -> Any:
     """A field's default; None where it has none."""
     item = next(item for item in dataclasses.fields(cls) if item.name == name)
     if item.default is not dataclasses.MISSING:
@@ -212,13 +212,6 @@ def _type_name(hint: Any) -> str:
 def _members(hint: Any) -> tuple[Any, ...]:
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else (hint,)
-
-
-def nearest(word: str, names: Iterable[str]) -> str:
-    """' Did you mean ...?' for the closest name, or the list of names when nothing is close."""
-    names = list(names)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else "valid names: " + ", ".join(names)
 
 
 def nearest_key(key: str) -> str:

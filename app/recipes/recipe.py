@@ -17,12 +17,11 @@ from typing import Any
 
 from penstock.app.hub.names import is_hub, normal, parse_hub
 from penstock.app.recipes import shipped
-from penstock.app.recipes.fields import PATHS, checked, hints, nearest, nearest_key, parse, sections, top_level
+from penstock.app.recipes.fields import PATHS, checked, hints, nearest_key, parse, sections, top_level
 from penstock.app.recipes.synonyms import hint
-from penstock.engine.config import RENAMED as RENAMED
 from penstock.engine.config import AfterConfig as AfterConfig
 from penstock.engine.config import Recipe as Recipe
-from penstock.engine.config import Renamed, require_effect
+from penstock.engine.config import nearest, require_effect
 from penstock.storage.files import sealed
 from penstock.storage.files.disk import prepare_file, publish
 from penstock.storage.files.errors import UserError
@@ -45,36 +44,12 @@ def from_dict(tree: Mapping[str, Any], where: str | None = None, *, is_run: bool
     Raises UserError naming `where` and the field, and the nearest valid name for an unknown one.
     """
     try:
-        recipe = _from_dict(_with_todays_names(tree, where or "recipe"))
+        recipe = _from_dict(tree)
         if not is_run:
             require_effect(recipe)
         return recipe
     except UserError as error:
         raise UserError(f"{where}: {error}" if where else str(error)) from None
-
-
-def _with_todays_names(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`tree` with the fields that had another name under today's; one line on standard error says which they are."""
-    changed = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
-    read: list[Renamed] = []
-    for item in RENAMED:
-        section, _, old = item.old.partition(".")
-        inside = changed.get(section)
-        if isinstance(inside, dict) and old in inside:
-            new = item.new.partition(".")[2]
-            if new in inside:
-                raise UserError(f"{item.old} and {item.new} are the same field; leave out {item.old}")
-            value = inside.pop(old)
-            inside[new] = item.values.get(value, value) if isinstance(value, str) else value
-            read.append(item)
-    _tell_old_names(read, where)
-    return changed
-
-
-def _tell_old_names(read: Sequence[Renamed], where: str) -> None:
-    if read:
-        names = ", ".join(f"{item.old} is {item.new} now" for item in read)
-        print(f"{where}: read under old names: {names}", file=sys.stderr)
 
 
 def _from_dict(tree: Mapping[str, Any]) -> Recipe:
@@ -189,14 +164,9 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str], *, is_run: bool = 
     """
     tree = to_dict(recipe)
     classes = sections()
-    read: list[Renamed] = []
     for override in overrides:
         key, separator, text = override.partition("=")
         key = key.strip()
-        for item in RENAMED:
-            if key == item.old:
-                key, text = item.new, item.values.get(text, text)
-                read.append(item)
         if not separator or not key:
             raise UserError(f"--set {one_line(override)}: write key=value, for example --set model.num_layers=4")
         section, _, name = key.partition(".")
@@ -211,7 +181,6 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str], *, is_run: bool = 
             tree[section][name][entry] = _json_or_text(text, f"--set {key}")
         else:
             tree[section][name] = parse(text, wanted, f"--set {key}")
-    _tell_old_names(read, "--set")
     return from_dict(tree, is_run=is_run)
 
 
@@ -324,10 +293,6 @@ def _line_in(path: Path, error: BaseException) -> str:
     return f", line {lines[-1]}" if lines else ""
 
 
-_PARTS = ("app", "engine", "storage", "tui")
-"""Where recipes took Penstock's names from before there was a public API."""
-
-
 def _explain(error: BaseException) -> str:
     """The error in one line; a misspelt field of a section comes with the nearest valid name."""
     if isinstance(error, UserError):
@@ -338,8 +303,6 @@ def _explain(error: BaseException) -> str:
         return "interrupted while the recipe was built"
     if isinstance(error, SystemExit):
         return "ends the process; it should only set a global named 'recipe'"
-    if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] in _PARTS:
-        return "import Penstock's names from `penstock`, as in `from penstock import Recipe, TrainConfig`"
     try:
         said = one_line(error)
     except Exception:
@@ -348,8 +311,5 @@ def _explain(error: BaseException) -> str:
     classes = {cls.__name__: cls for cls in [Recipe, *sections().values()]}
     if match and match.group(1) in classes:
         cls, key = classes[match.group(1)], match.group(2)
-        for item in RENAMED:
-            if item.old.endswith(f".{key}"):
-                return f"{cls.__name__} has no field '{key}' any more; it is now {item.new}"
         return f"{cls.__name__} has no field '{key}'; {hint(key) or nearest(key, hints(cls))}"
     return f"{type(error).__name__}: {said}"

@@ -15,11 +15,9 @@ from penstock.engine.config.model import ModelConfig as ModelConfig
 from penstock.engine.config.places import PART_STEP as PART_STEP
 from penstock.engine.config.places import BudgetConfig as BudgetConfig
 from penstock.engine.config.places import StorageConfig as StorageConfig
-from penstock.engine.config.recipe import RENAMED as RENAMED
 from penstock.engine.config.recipe import TRACKERS as TRACKERS
 from penstock.engine.config.recipe import AfterConfig as AfterConfig
 from penstock.engine.config.recipe import Recipe as Recipe
-from penstock.engine.config.recipe import Renamed as Renamed
 from penstock.engine.config.recipe import changed_fields as changed_fields
 from penstock.engine.config.recipe import config_digest as config_digest
 from penstock.engine.config.recipe import dcp_folder as dcp_folder
@@ -35,4 +33,5 @@ from penstock.engine.config.values import MOST_STEPS as MOST_STEPS
 from penstock.engine.config.values import MOST_TOKENS as MOST_TOKENS
 from penstock.engine.config.values import Budget as Budget
 from penstock.engine.config.values import Share as Share
+from penstock.engine.config.values import nearest as nearest
 from penstock.engine.config.values import parse_bytes as parse_bytes

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from penstock.engine.config.values import MOST_SIZE, MOST_STEPS, MOST_TOKENS, require, require_kinds, require_most
+from penstock.engine.config.values import (
+    MOST_SIZE,
+    MOST_STEPS,
+    MOST_TOKENS,
+    nearest,
+    require,
+    require_kinds,
+    require_most,
+)
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line
 
@@ -155,14 +161,14 @@ def _check_part(part: object, where: str, usual: str) -> None:
     if not isinstance(part, dict):
         raise UserError(f'{where}: must be an object such as {{"path": "chats.jsonl", "weight": 2}}')
     for key, value in part.items():
-        require(key in _PART, f"{where}: unknown field '{one_line(key, 40)}'; {_nearest(key, _PART)}")
+        require(key in _PART, f"{where}: unknown field '{one_line(key, 40)}'; {nearest(key, _PART)}")
         types, words = _PART[key]
         fits = isinstance(value, types) and not isinstance(value, bool)
         require(fits, f"{where}.{key}: {one_line(repr(value), 60)} must be {words}")
     source, sources = part.get("source", usual), [name for name in get_args(Source) if name != "random"]
     require(
         source in sources,
-        f"{where}.source: '{one_line(source, 40)}' cannot be used in a mixture; {_nearest(source, sources)}",
+        f"{where}.source: '{one_line(source, 40)}' cannot be used in a mixture; {nearest(source, sources)}",
     )
     if (source in PATHLESS) == ("path" in part):
         problem = (
@@ -177,8 +183,3 @@ def _check_part(part: object, where: str, usual: str) -> None:
         _LEAST_WEIGHT <= weight <= _MOST_WEIGHT,  # not of NaN either
         f"{where}.weight: {weight} must be from {_LEAST_WEIGHT} to {_MOST_WEIGHT:g}; to leave this data out, remove it",
     )
-
-
-def _nearest(word: object, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(word), names := list(names), n=1, cutoff=0.5)
-    return f"did you mean '{near[0]}'?" if near else "valid names: " + ", ".join(names)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from penstock.engine.config.adapter import AdapterConfig
 from penstock.engine.config.data import DataConfig
@@ -93,80 +92,28 @@ class Recipe:
         require(len({*self.trackers}) == len(self.trackers), "trackers: one is listed twice; list each once")
 
 
-class Renamed(NamedTuple):
-    """A field of a recipe that had another name, by which it is still read."""
-
-    old: str
-    new: str
-    values: Mapping[str, str] = {}
-    """Its old values -> today's, where they changed."""
-
-
-RENAMED = (
-    Renamed(
-        "train.save",
-        "train.activation_checkpointing",
-        {"input": "full", "attention": "selective", "everything": "none"},
-    ),
-    Renamed("train.sequences_per_step", "train.global_batch_size"),
-    Renamed("train.sequences_per_micro_batch", "train.micro_batch_size"),
-    Renamed("storage.chunk_bytes", "storage.part_bytes"),
-)
-
-_TRAINED = ("model", "adapter", "data", "train")
-"""Sections that decide what is trained on what."""
-_LATER_SECTIONS = ("adapter",)
-"""Those of them that did not always exist: they are left out of the digest where they say nothing."""
 _SHORT = 60
 """Characters of a value that a sentence has room for."""
-_LATER: dict[str, Any] = {
-    "validation_documents": None,
-    "validate_every": None,
-    "validation_sequences": None,
-    "validate_first": False,
-    "optimizer": "adamw",
-    "embedding_std": None,
-    "added_tokens": [],
-    "split": None,
-    "mixture": [],
-    "columns": {},
-    "chat_template": None,
-    "trained_tokens": "assistant",
-    "bad_rows": "refuse",
-    "packing": "wrap",
-    "long_documents": "split",
-    "order": "shuffled",
-    "bos": "auto",
-    "decay_steps": None,
-    "lr_groups": {},
-    "layer_lr_decay": 1.0,
-    "z_loss": 0.0,
-    "router_aux_loss": None,
-    "freeze": [],
-    "early_stopping_patience": None,
-}
-"""Fields that did not always exist, and what leaves them out of the digest, so that runs from before keep theirs."""
+
+
+def _trained(recipe: Recipe) -> dict[str, Any]:
+    """Dotted field -> value of what decides what is trained on what."""
+    return {
+        f"{section}.{name}": value
+        for section in ("model", "adapter", "data", "train")
+        for name, value in dataclasses.asdict(getattr(recipe, section)).items()
+    }
 
 
 def given_fields(recipe: Recipe) -> dict[str, Any]:
     """Dotted field -> value of what decides what is trained on what, where it is not the default."""
-    default = Recipe(name=recipe.name)
-    found: dict[str, Any] = {}
-    for section in _TRAINED:
-        values, usual = (dataclasses.asdict(getattr(one, section)) for one in (recipe, default))
-        found |= {f"{section}.{name}": value for name, value in values.items() if value != usual[name]}
-    return found
+    usual = _trained(Recipe(name="x"))
+    return {key: value for key, value in _trained(recipe).items() if value != usual[key]}
 
 
 def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What differs between two recipes' `given_fields`, in words; empty where nothing does."""
-    usual = {
-        f"{section}.{name}": value
-        for section in _TRAINED
-        for name, value in dataclasses.asdict(getattr(Recipe(name="x"), section)).items()
-    }
-    usual["data.source"] = "python_stdlib"  # a run's is found, and never auto; once it was the default
-    changed = []
+    usual, changed = _trained(Recipe(name="x")), []
     for key in sorted({*before, *now}):
         was, now_is = (json.dumps(values.get(key, usual.get(key))) for values in (before, now))
         if was != now_is:
@@ -176,24 +123,8 @@ def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def config_digest(recipe: Recipe) -> str:
-    """SHA-256, in hex, of what decides what is trained on what: equal exactly for equal values.
-
-    Fields and values go by the names that they had first, so that runs from before keep theirs.
-    """
-    trees = {section: dataclasses.asdict(getattr(recipe, section)) for section in _TRAINED}
-    for section in _LATER_SECTIONS:
-        if trees[section] == dataclasses.asdict(getattr(Recipe(name="x"), section)):
-            del trees[section]
-    for tree, (name, default) in itertools.product(trees.values(), _LATER.items()):
-        if tree.get(name, ...) == default:
-            del tree[name]
-    for item in RENAMED:
-        section, _, new = item.new.partition(".")
-        if section in trees:
-            value = trees[section].pop(new)
-            first = {now: before for before, now in item.values.items()}
-            trees[section][item.old.partition(".")[2]] = first.get(value, value)
-    text = json.dumps(list(trees.values()), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    """SHA-256, in hex, of what decides what is trained on what: equal exactly for equal values."""
+    text = json.dumps(given_fields(recipe), sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -72,6 +73,13 @@ def require(ok: bool, message: str) -> None:
     """Raise UserError unless `ok`."""
     if not ok:
         raise UserError(message)
+
+
+def nearest(word: object, names: Iterable[str]) -> str:
+    """'did you mean ...?' for the closest name, or the list of names when nothing is close."""
+    names = list(names)
+    close = difflib.get_close_matches(str(word), names, n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else "valid names: " + ", ".join(names)
 
 
 _KINDS = (

@@ -1,7 +1,6 @@
 """Eight small runs, each of six steps with a resume after the third: digests of their state, and losses, as JSON.
 
 Started as a program with its own environment (`ENVIRONMENT`), which makes torch compute the same bits on every x86 CPU.
-The recipes in recipes/ are written with the names that fields had when the digests were recorded.
 """
 
 import contextlib
@@ -9,13 +8,11 @@ import hashlib
 import json
 import os
 import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 RECIPES = sorted((HERE / "recipes").glob("*.json"))
-OLD_RUN = HERE / "old_run.tar.gz"
 EXPECTED = HERE / "digests.json"
 ENVIRONMENT = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
 ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1] / "src")}
@@ -39,25 +36,16 @@ def state_digest(run: Path, drives: list[Path]) -> str:
 
 
 def train(recipe_file: Path, folder: Path) -> dict[str, Any]:
-    """Three steps of a recipe, then as a new session the other three."""
+    """Three steps of a recipe, then as a new session the other three: the state then, and the losses of all steps."""
     from penstock.app.launch.run import run_training
     from penstock.app.recipes.recipe import apply_overrides, load_recipe, resolve_paths
     from penstock.app.runs.directory import RunDir
+    from penstock.engine.config import drive_folders
 
     recipe = resolve_paths(load_recipe(recipe_file), folder)
     path = folder / recipe_file.stem
     with RunDir.create(apply_overrides(recipe, ["train.steps=3"]), path) as run:
         run_training(run, resume=False)
-    return go_on(path)
-
-
-def go_on(path: Path) -> dict[str, Any]:
-    """Three more steps of a run directory; what its state is then, and the losses of all steps."""
-    from penstock.app.launch.run import run_training
-    from penstock.app.recipes.recipe import apply_overrides
-    from penstock.app.runs.directory import RunDir
-    from penstock.engine.config import drive_folders
-
     with RunDir.open(path) as run:
         recipe = run.recipe = apply_overrides(run.recipe, ["train.steps=6"])
         run_training(run, resume=True)
@@ -73,10 +61,6 @@ def main() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled_code")
     with contextlib.redirect_stdout(sys.stderr):
         found = {file.stem: train(file, folder) for file in RECIPES if not names or file.stem in names}
-        if not names or "old_run" in names:  # written before the engine had rooms
-            with tarfile.open(OLD_RUN) as archive:
-                archive.extractall(folder, filter="data")
-            found["old_run"] = go_on(folder / "old_run")
     print(json.dumps(found, indent=1))
 
 

@@ -10,6 +10,29 @@ from penstock.app.recipes.recipe import apply_overrides
 from penstock.engine.config import Recipe
 from penstock.engine.config.effects import idle_fields
 
+_SECTIONS_THAT_COUNT = {
+    "": ("name", "machine", "trackers"),
+    # Beside a folder, what is said of the shape must agree with it.
+    "model": (
+        *("path", "model_type", "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"),
+        *("head_dim", "vocab_size", "max_position", "tie_embeddings", "overrides"),
+    ),
+    "adapter": ("method",),
+    "data": ("mixture", "packing", "long_documents", "order", "sequence_length"),
+    "train": (
+        *("steps", "global_batch_size", "micro_batch_size", "chunk_tokens", "activation_checkpointing", "kv_window"),
+        *("optimizer", "lr", "warmup_steps", "lr_schedule", "lr_groups", "layer_lr_decay", "beta1", "beta2", "eps"),
+        *("weight_decay", "clip_norm", "z_loss", "router_aux_loss", "compute_dtype", "gradient_dtype", "compile"),
+        *("device", "calibrate", "deterministic"),
+    ),
+    "budgets": ("gpu", "ram", "nvme"),
+    "storage": ("nvme", "reader", "part_bytes", "checkpoint_every", "keep_last", "keep_good", "offsite"),
+    "samples": ("every",),
+    "after": ("export", "export_dtype", "export_shard"),  # the last two for `penstock export` as well
+}
+ALWAYS = frozenset(f"{section}.{name}".lstrip(".") for section, names in _SECTIONS_THAT_COUNT.items() for name in names)
+"""Fields that count whatever the others say."""
+
 
 class Case(NamedTuple):
     setting: str

@@ -7,8 +7,8 @@ import dataclasses
 from typing import Any
 
 from penstock.app.recipes import shapes
-from penstock.app.recipes.fields import sections, top_level
-from penstock.app.recipes.recipe import RENAMED, Recipe
+from penstock.app.recipes.fields import default_of, sections, top_level
+from penstock.app.recipes.recipe import Recipe
 from penstock.storage.files.errors import UserError
 
 _SHAPES = ("qwen25", "llama3")
@@ -24,7 +24,7 @@ def outline(tree: ast.Module) -> dict[str, Any]:
     if found is None:
         return {}
     classes = sections()
-    values = {key: default for key in top_level() if (default := _default(Recipe, key)) is not None}
+    values = {key: default for key in top_level() if (default := default_of(Recipe, key)) is not None}
     for name in classes:
         if name not in found:
             values |= _fields(name, classes[name], {})
@@ -123,25 +123,14 @@ def _shape(tree: ast.Module, call: ast.Call, function: str) -> dict[str, Any]:
 
 def _fields(name: str, kind: Any, given: dict[str, Any]) -> dict[str, Any]:
     """All fields of a section: those given where they are literals, the others by default."""
-    values = {field.name: given.get(field.name, _default(kind, field.name)) for field in dataclasses.fields(kind)}
+    values = {field.name: given.get(field.name, default_of(kind, field.name)) for field in dataclasses.fields(kind)}
     return {f"{name}.{key}": value for key, value in values.items() if value is not _COMPUTED}
-
-
-def _default(kind: Any, name: str) -> Any:
-    field = next(field for field in dataclasses.fields(kind) if field.name == name)
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else None
 
 
 def outline_of_json(tree: dict[str, Any]) -> dict[str, Any]:
     """The same of a recipe in JSON; values of any type, as anybody may have written them."""
-    values = {key: tree.get(key, _default(Recipe, key)) for key in top_level()}
+    values = {key: tree.get(key, default_of(Recipe, key)) for key in top_level()}
     for name, kind in sections().items():
         given = tree.get(name, {})
         values |= _fields(name, kind, given) if isinstance(given, dict) else {}
-    for item in RENAMED:
-        section, _, old = item.old.partition(".")
-        if isinstance(tree.get(section), dict) and old in tree[section]:
-            values.pop(item.new, None)  # not its default
     return values

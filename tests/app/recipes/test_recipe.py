@@ -2,7 +2,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ from penstock.app.recipes.recipe import (
 )
 from penstock.app.recipes.synonyms import SYNONYMS
 from penstock.app.recipes.text import python_text
-from penstock.engine.config import RENAMED, AfterConfig, DataConfig, ModelConfig, Recipe, TrainConfig, config_digest
+from penstock.engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, TrainConfig, config_digest
 from penstock.storage.files.errors import UserError
 
 
@@ -53,26 +53,6 @@ def test_json_is_exact(lr: float, steps: int, prompt: str | None, overrides: dic
     again = from_json(to_json(recipe))
     assert again == recipe
     assert config_digest(again) == config_digest(recipe)
-
-
-def test_old_names_of_fields_are_read_and_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["train.activation_checkpointing=full", "train.global_batch_size=6", "train.micro_batch_size=3"]
-    today = changed(*settings, "storage.part_bytes=16KiB")
-    assert capsys.readouterr().err == ""
-    path, old = tmp_path / "old.json", {"save": "input", "sequences_per_step": 6, "sequences_per_micro_batch": 3}
-    path.write_text(json.dumps({"name": "x", "train": old, "storage": {"chunk_bytes": "16KiB"}}))
-    told = (
-        "read under old names: train.save is train.activation_checkpointing now, train.sequences_per_step is "
-        "train.global_batch_size now, train.sequences_per_micro_batch is train.micro_batch_size now, "
-        "storage.chunk_bytes is storage.part_bytes now\n"
-    )
-    assert load_recipe(path) == today
-    assert capsys.readouterr().err == f"recipe {path}: {told}"
-    texts = [f"train.{name}={value}" for name, value in old.items()]
-    assert changed(*texts, "storage.chunk_bytes=16KiB") == today
-    assert capsys.readouterr().err == f"--set: {told}"
-    with pytest.raises(UserError, match=r"train\.save and train\.activation_checkpointing are the same field"):
-        from_json('{"name": "x", "train": {"save": "input", "activation_checkpointing": "full"}}')
 
 
 def test_relative_paths_become_absolute_one_drive_or_several_and_a_bad_list_is_named() -> None:
@@ -152,12 +132,8 @@ def test_bad_override_says_what_and_how(override: str, parts: list[str]) -> None
         assert part in str(caught.value)
 
 
-def test_old_names_and_synonyms_name_fields_that_there_are_and_none_is_a_field_itself() -> None:
+def test_synonyms_name_fields_that_there_are_and_none_is_a_field_itself() -> None:
     keys = {item.key: item for item in fields()}
-    for item in RENAMED:
-        assert item.new in keys
-        assert item.old not in keys
-        assert set(item.values.values()) <= set(get_args(keys[item.new].type))
     ends = {key.rpartition(".")[2] for key in keys}
     assert {found.key for found in SYNONYMS.values()} <= {*keys, ""}
     assert all(found.key or found.note for found in SYNONYMS.values())
@@ -186,7 +162,6 @@ BAD_CODE = {
     "recipe = Recipe(name='x', trian=3)": ["line 3", "'trian'", "'train'"],
     "TrainConfig(num_train_epochs=3)": ["line 3", "did you mean 'train.steps'?", "not epochs"],
     "TrainConfig(steps=0)": ["line 3", "train.steps", "at least 1"],
-    "TrainConfig(save='input')": ["line 3", "no field 'save' any more; it is now train.activation_checkpointing"],
     "recipe = Recipe(name='x', train=TrainConfig(lr='1e-3'))": ["line 3", "train.lr: '1e-3' must be a number"],
     "recipe = Recipe(name='x', data=DataConfig(tokenizer=3))": ["data.tokenizer", "3"],
     "recipe = Recipe(name='x', model=ModelConfig(overrides={'a': (1, 2)}))": ["model.overrides", "tuples"],
