@@ -27,16 +27,15 @@ def read(file: Path, bad: BadRows) -> Iterator[Row]:
     from pyarrow import PythonFile, ipc
 
     with base.open_bytes(file) as stream, whole(file):
-        start = stream.read(len(_MAGIC))
-        size = file.stat().st_size
-        require_modest(file, uncompressed_bytes(stream, size, in_blocks=start == _MAGIC))
-        stream.seek(0)
-        source = PythonFile(Bounded(stream), mode="r")
-        if start != _MAGIC:
-            yield from rows_of(file, ipc.open_stream(source), bad)
-            return
-        reader = ipc.open_file(source)
-        yield from rows_of(file, (reader.get_batch(index) for index in range(reader.num_record_batches)), bad)
+        begin = 0
+        if stream.read(len(_MAGIC)) == _MAGIC:  # a file: a stream behind eight bytes, then a footer that is not needed
+            begin = 8
+            stream.seek(-len(_MAGIC), os.SEEK_END)
+            if stream.read() != _MAGIC:
+                raise ValueError("its end is missing")
+        require_modest(file, uncompressed_bytes(stream, begin))
+        stream.seek(begin)
+        yield from rows_of(file, ipc.open_stream(PythonFile(Bounded(stream), mode="r")), bad)
 
 
 def require_modest(file: Path, claimed: Iterable[int]) -> None:

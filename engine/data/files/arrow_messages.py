@@ -11,24 +11,15 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 _END = b"\xff\xff\xff\xff"
-_DICTIONARIES, _RECORDS = 2, 3  # a footer's fields
 _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3  # kinds of a message
 _METADATA_BYTES = 1 << 28
 
 
-def uncompressed_bytes(stream: BinaryIO, size: int, in_blocks: bool) -> Iterator[int]:
-    """Of each message's body in turn, which has that many bytes uncompressed; nothing for what is not compressed.
-
-    `stream` is a file of `size` bytes, a stream of messages or, `in_blocks`, one whose footer says where they are. What
-    is no message ends it: the reader says what is wrong.
-    """
+def uncompressed_bytes(stream: BinaryIO, at: int) -> Iterator[int]:
+    """For each message of the stream of messages from byte `at` on: how many bytes its body has uncompressed; 0 where
+    nothing is compressed. What is no message ends it: the reader says what is wrong."""
     try:
-        if in_blocks:
-            for at in _blocks(stream, size):
-                yield _message(stream, at)[0]
-            return
-        at = 0
-        while at < size:
+        while True:
             claimed, at = _message(stream, at)
             yield claimed
     except (struct.error, ValueError, OverflowError):
@@ -66,13 +57,6 @@ def _compressed(message: _Table) -> list[tuple[int, int]]:
     if batch is None or kind not in (_DICTIONARY_BATCH, _RECORD_BATCH) or batch.table(3) is None:
         return []
     return [(begin, stored) for begin, stored in struct.iter_unpack("<qq", batch.structs(2, 16))]
-
-
-def _blocks(stream: BinaryIO, size: int) -> list[int]:
-    (count,) = struct.unpack("<i", _read(stream, size - 10, 4))
-    footer = _Table.root(_read(stream, size - 10 - count, count))
-    blocks = footer.structs(_DICTIONARIES, 24) + footer.structs(_RECORDS, 24)
-    return [begin for begin, _, _ in struct.iter_unpack("<qqq", blocks)]
 
 
 def _read(stream: BinaryIO, at: int, count: int) -> bytes:

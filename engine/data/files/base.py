@@ -57,8 +57,8 @@ FEW_BYTES = 256 << 20
 """A file that becomes more than so many times its size when it is decompressed, and more than so much, only repeats
 itself: some kilobytes can be gigabytes."""
 
-_FRAME_BYTES = 1 << 12  # decompressed at once, which may become some thousand times as much
-_BROKEN = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+_PIECE_BYTES = 1 << 20
+_BROKEN = (EOFError, OSError, zlib.error, lzma.LZMAError)
 
 
 def bare_name(file: Path) -> Path:
@@ -105,84 +105,64 @@ def open_bytes(file: Path) -> BinaryIO:
     """
     raw = open(open_regular(real_path(file)), "rb")  # noqa: SIM115
     position.opened(raw.fileno())
-    ending = file.suffix.lower()
-    if ending not in COMPRESSIONS:
-        return raw
-    return cast(BinaryIO, io.BufferedReader(_Decompressed(raw, file, ending), 1 << 20))
+    return _Made.stream(raw, _decompressed(raw, file)) if file.suffix.lower() in COMPRESSIONS else raw
 
 
-class _Decompressed(io.RawIOBase):
-    """The decompressed bytes of a file; what is wrong with it is a UserError."""
+class _Made(io.RawIOBase):
+    """The bytes of `pieces`, none of them empty, that are made of those of another stream, which is closed with it."""
 
-    def __init__(self, raw: BinaryIO, file: Path, ending: str) -> None:
-        self._raw, self._file, self._ending = raw, file, ending
-        self._errors: tuple[type[BaseException], ...] = _BROKEN
-        self._given = 0
-        self._stream: Any
-        if ending == ".gz":
-            self._stream = gzip.GzipFile(fileobj=raw)
-        elif ending == ".bz2":
-            self._stream, self._errors = bz2.BZ2File(raw), (*_BROKEN, OSError)
-        elif ending == ".xz":
-            self._stream = lzma.LZMAFile(raw)  # noqa: SIM115
-        else:
-            import zstandard
+    def __init__(self, source: BinaryIO, pieces: Iterator[bytes]) -> None:
+        self._source, self._pieces, self._ready = source, pieces, b""
 
-            self._stream = _Frames(raw)
-            self._errors = (*_BROKEN, zstandard.ZstdError)
+    @classmethod
+    def stream(cls, source: BinaryIO, pieces: Iterator[bytes]) -> BinaryIO:
+        return cast(BinaryIO, io.BufferedReader(cls(source, pieces), _PIECE_BYTES))
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        try:
-            data = self._stream.read(len(buffer))
-        except self._errors as error:
-            raise UserError(
-                f"{printable(self._file)}: not a whole {self._ending} file ({one_line(error)}); copy or download it "
-                "again"
-            ) from error
-        self._given += len(data)
-        if self._given > FEW_BYTES + MOST_TIMES * self._raw.tell():
-            raise UserError(
-                f"{printable(self._file)}: becomes more than {MOST_TIMES} times as large when it is decompressed; "
-                "if that is right, decompress it yourself"
-            )
-        buffer[: len(data)] = data
-        return len(data)
+        self._ready = self._ready or next(self._pieces, b"")
+        taken, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
+        buffer[: len(taken)] = taken
+        return len(taken)
 
     def close(self) -> None:
-        self._raw.close()
+        self._source.close()
         super().close()
 
 
-class _Frames:
-    """The content of zstandard's frames; its own reader takes half a frame for a whole one."""
+def _decompressed(raw: BinaryIO, file: Path) -> Iterator[bytes]:
+    ending, total = file.suffix.lower(), 0
+    stream = _decompressor(raw, ending)
+    while True:
+        try:
+            data = stream.read(_PIECE_BYTES)
+        except _BROKEN as error:
+            raise UserError(
+                f"{printable(file)}: not a whole {ending} file ({one_line(error)}); copy or download it again"
+            ) from error
+        if not data:
+            return
+        total += len(data)
+        if total > FEW_BYTES + MOST_TIMES * raw.tell():
+            raise UserError(
+                f"{printable(file)}: becomes more than {MOST_TIMES} times as large when it is decompressed; "
+                "if that is right, decompress it yourself"
+            )
+        yield data
 
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw, self._frame = raw, self._next()
-        self._given, self._content = b"", b""
 
-    @staticmethod
-    def _next() -> Any:
-        import zstandard
+def _decompressor(raw: BinaryIO, ending: str) -> Any:
+    if ending == ".gz":
+        return gzip.GzipFile(fileobj=raw)
+    if ending == ".bz2":
+        return bz2.BZ2File(raw)
+    if ending == ".xz":
+        return lzma.LZMAFile(raw)
+    import pyarrow
 
-        return zstandard.ZstdDecompressor().decompressobj()
-
-    def read(self, count: int) -> bytes:
-        """At most `count` bytes; none at the end. EOFError where that is within a frame."""
-        while not self._content:
-            data = self._frame.unused_data or self._raw.read(_FRAME_BYTES)
-            if self._frame.eof and data:
-                self._frame, self._given = self._next(), b""
-            if not data:
-                if self._given and not self._frame.eof:
-                    raise EOFError("it ends within a frame")
-                return b""
-            self._given = data
-            self._content = self._frame.decompress(data)
-        taken, self._content = self._content[:count], self._content[count:]
-        return taken
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
 
 
 def open_utf8(file: Path) -> BinaryIO:
@@ -198,7 +178,7 @@ def open_utf8(file: Path) -> BinaryIO:
     elif start in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
         raise UserError(f"{printable(file)}: UTF-32 text; convert it: iconv -f UTF-32 -t UTF-8 OLD > NEW")
     elif start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return cast(BinaryIO, io.BufferedReader(_FromUtf16(stream, file), 1 << 20))
+        return _Made.stream(stream, _from_utf16(stream, file))
     elif (unmarked := _UNMARKED.get(tuple(byte == 0 for byte in start))) is not None:
         raise UserError(
             f"{printable(file)}: {unmarked} text without a byte-order mark; convert it: iconv -f {unmarked} -t UTF-8 "
@@ -211,38 +191,20 @@ _UNMARKED = {(False, True, False, True): "UTF-16LE", (True, False, True, False):
 """Which of the first bytes are zero where a text begins with two characters of ASCII."""
 
 
-class _FromUtf16(io.RawIOBase):
-    """UTF-16 with a byte-order mark, as UTF-8."""
-
-    def __init__(self, stream: BinaryIO, file: Path) -> None:
-        self._stream, self._file = stream, file
-        self._decoder = codecs.getincrementaldecoder("utf-16")()
-        self._ready, self._read = b"", 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            data = self._stream.read(1 << 16)
-            try:
-                self._ready = self._decoder.decode(data, final=not data).encode()
-            except UnicodeError as error:
-                at = self._read + getattr(error, "start", 0)
-                raise UserError(
-                    f"{printable(self._file)}: not UTF-16 text around byte {at:,}, although it starts as such; save "
-                    "it as UTF-8"
-                ) from error
-            self._read += len(data)
-            if not data:
-                break
-        taken, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
-        buffer[: len(taken)] = taken
-        return len(taken)
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
+def _from_utf16(stream: BinaryIO, file: Path) -> Iterator[bytes]:
+    decoder, done, data = codecs.getincrementaldecoder("utf-16")(), 0, b"\0"
+    while data:
+        data = stream.read(_PIECE_BYTES)
+        try:
+            text = decoder.decode(data, final=not data)
+        except UnicodeError as error:
+            at = done + getattr(error, "start", 0)
+            raise UserError(
+                f"{printable(file)}: not UTF-16 text around byte {at:,}, although it starts as such; save it as UTF-8"
+            ) from error
+        done += len(data)
+        if text:
+            yield text.encode()
 
 
 def decode_line(line: bytes, where: str) -> str:

@@ -53,9 +53,11 @@ def test_no_value_is_read_from_where_it_cannot_be(tmp_path: Path, name: str, str
     file = write(tmp_path / "bad.arrow", {"x": column}, stream=stream)
     assert len(list(read_rows(file, BadRows()))) == 2
     number = f"<{len(old)}i"
-    begin, _, end = file.read_bytes().rpartition(struct.pack(number, *old))
+    content = file.read_bytes()
+    footer = 0 if stream else 10 + int.from_bytes(content[-10:-6], "little")  # which is not read
+    begin, _, end = content[: len(content) - footer].rpartition(struct.pack(number, *old))
     assert begin
-    file.write_bytes(begin + struct.pack(number, *new) + end)
+    file.write_bytes(begin + struct.pack(number, *new) + end + content[len(content) - footer :])
     with pytest.raises(UserError, match=r"bad\.arrow: not a whole \.arrow file \(.+\); copy or download it again"):
         list(read_rows(file, BadRows()))
 
@@ -161,8 +163,7 @@ def test_what_is_uncompressed_is_known_to_the_byte(tmp_path: Path) -> None:
         small = write(tmp_path / "small.arrow", {"text": texts}, compression="zstd", stream=stream)
         content = 501 * 4 + sum(map(len, texts))
         for file, wanted in ((plain, 0), (small, content)):
-            size = file.stat().st_size
-            assert sum(uncompressed_bytes(io.BytesIO(file.read_bytes()), size, not stream)) == wanted
+            assert sum(uncompressed_bytes(io.BytesIO(file.read_bytes()), 0 if stream else 8)) == wanted
     for settings in ({}, {"use_dictionary": False, "data_page_version": "2.0"}, {"row_group_size": 70}):
         pq.write_table(pa.table({"text": texts, "n": list(range(500))}), tmp_path / "a.parquet", **settings)
         metadata = pq.read_metadata(tmp_path / "a.parquet")

@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import io
 import json
 import lzma
 import time
@@ -140,9 +139,10 @@ def test_a_table_of_more_columns_than_anybody_names(tmp_path: Path) -> None:
         list(read_rows(tmp_path / "a.csv", BadRows()))
 
 
-def test_half_a_frame_is_not_a_whole_one() -> None:
-    with pytest.raises(EOFError):
-        base._Frames(io.BytesIO(zstandard.compress(b"a" * 100)[:-3])).read(1000)
+def test_half_a_frame_is_not_a_whole_one(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.zst").write_bytes(zstandard.compress(b"a" * 100)[:-3])
+    with pytest.raises(UserError, match=r"not a whole \.zst file"), base.open_bytes(tmp_path / "a.txt.zst") as stream:
+        stream.read()
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json"])
