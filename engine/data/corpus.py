@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -121,10 +121,7 @@ def prepare_tokenizer(
         stamp = {"source": _source_fingerprint(config), "vocab_size": config.tokenizer_vocab_size}
     if record is not None and {key: record.get(key) for key in stamp} == stamp:
         require_intact(folder)
-        tokenizer = open_trained(folder)
-        if "files" not in record:
-            seal_trained(folder, stamp)
-        return tokenizer
+        return open_trained(folder)
     with build_folder(folder) as temporary:
         if config.source == "needles":
             needles.write_tokenizer(temporary)
@@ -214,12 +211,7 @@ def _source_fingerprint(config: DataConfig) -> str:
     """Hex digest that changes with the source's settings or with any of its files' size or time."""
     digest = hashlib.sha256()
     for part in config.parts:
-        chosen = {"split": part.split, "columns": part.columns, "bad_rows": part.bad_rows}
-        usual = all(value == getattr(DataConfig(), name) for name, value in chosen.items())
-        made_of = [part.source, part.max_documents] if usual else [part.source, part.max_documents, chosen]
-        if part.source == "needles":
-            made_of += needles.made_of(part)
-        digest.update(json.dumps(made_of).encode())
+        digest.update(json.dumps(_settings(part) | {"path": None}).encode())
         for file in source_files(part):
             try:
                 status = file.stat()
@@ -231,8 +223,8 @@ def _source_fingerprint(config: DataConfig) -> str:
 
 
 def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -> TokenCorpus:
-    """The corpus in `folder`; where there is none, or one of another recipe, it is taken from those kept for this user,
-    or the source is tokenised.
+    """The corpus in `folder`; where there is none, or one of another recipe, it is taken from this user's cache, or the
+    source is tokenised.
 
     What is there is used whatever became of the source since, which the corpus' `notes` tell. Memory stays bounded by a
     few times 8 MiB of text. Raises UserError for an empty or malformed source, and for another tokenizer than that
@@ -241,41 +233,35 @@ def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -
     encoders = [Encoder(part, tokenizer) for part in config.parts]
     settings = _digest([_settings(part) for part in config.parts])
     made_by = _digest([tokenizer.fingerprint, *(encoder.fingerprint for encoder in encoders)])
-    if os.path.lexists(folder / META):
-        info = read_info(folder)
-        if info.settings in ("", settings):
-            if info.encoder not in ("", made_by):
-                raise UserError(
-                    f"{folder}: these tokens were made with a different tokenizer, chat template or "
-                    f"data.trained_tokens than those of {tokenizer.folder}; restore them, or delete the folder to "
-                    "tokenize the source again"
-                )
-            corpus = TokenCorpus.open(folder)
-            corpus.notes += _what_became(config, tokenizer, encoders, info)
-            return corpus
+    if os.path.lexists(folder / META) and (info := read_info(folder)).settings == settings:
+        if info.encoder != made_by:
+            raise UserError(
+                f"{folder}: these tokens were made with a different tokenizer, chat template or data.trained_tokens "
+                f"than those of {tokenizer.folder}; restore them, or delete the folder to tokenize the source again"
+            )
+        corpus = TokenCorpus(folder)
+        corpus.notes += _what_became(config, info)
+        return corpus
     files = [list(describe_files(source_files(part))) for part in config.parts]
     recorded = [file for of_part in files for file in of_part]
     origin = Origin(
-        fingerprint=_fingerprint(config, tokenizer, encoders),
-        settings=settings,
-        encoder=made_by,
-        sources=to_record(recorded),
+        fingerprint=_source_fingerprint(config), settings=settings, encoder=made_by, sources=to_record(recorded)
     )
     contents = [
         [_settings(part) | {"path": None}, [[file.sha256, Path(file.path).suffixes] for file in of_part]]
         for part, of_part in zip(config.parts, files, strict=True)
     ]
-    digest = _digest([_VERSION, made_by, contents])
+    digest = _digest([made_by, contents])
     if take_corpus(digest, folder, origin):
-        return TokenCorpus.open(folder)
+        return TokenCorpus(folder)
     sizes = {Path(file.path): file.num_bytes for file in recorded}
     with build_folder(folder) as temporary:
-        writer = CorpusWriter(temporary, _dtype(tokenizer.vocab_size))
+        writer = CorpusWriter(temporary, tokenizer.vocab_size)
         bad = [_fill(writer, part, encoder, sizes) for part, encoder in zip(config.parts, encoders, strict=True)]
         skipped, unread = sum(of_part.count for of_part in bad), set[str]().union(*(e.unread for e in encoders))
-        writer.finish(eos_id=tokenizer.eos_id, skipped_rows=skipped, unread=sorted(unread), **origin)
+        writer.finish(origin, tokenizer.eos_id, skipped_rows=skipped, unread=sorted(unread))
     keep_corpus(digest, folder)
-    corpus = TokenCorpus.open(folder)
+    corpus = TokenCorpus(folder)
     corpus.notes += [f"the first skipped row: {of_part.first}" for of_part in bad if of_part.count]
     return corpus
 
@@ -293,10 +279,6 @@ def _fill(writer: CorpusWriter, part: DataConfig, encoder: Encoder, sizes: Mappi
     return bad
 
 
-_VERSION = 4
-"""Of what is made of the same files by the same tokenizer; another one finds nothing that was kept."""
-
-
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
@@ -308,18 +290,11 @@ def _settings(part: DataConfig) -> dict[str, Any]:
     return {name: getattr(part, name) for name in names} | made
 
 
-def _fingerprint(config: DataConfig, tokenizer: TextTokenizer, encoders: Sequence[Encoder]) -> str:
-    found = (_source_fingerprint(config), tokenizer.fingerprint, *(encoder.fingerprint for encoder in encoders))
-    return hashlib.sha256(" ".join(filter(None, found)).encode()).hexdigest()
-
-
-def _what_became(
-    config: DataConfig, tokenizer: TextTokenizer, encoders: Sequence[Encoder], info: CorpusInfo
-) -> list[str]:
+def _what_became(config: DataConfig, info: CorpusInfo) -> list[str]:
     """What to say where a corpus is used whose source has changed since."""
     name = "a source of data.mixture" if config.mixture else config.path or config.source
     try:
-        if _fingerprint(config, tokenizer, encoders) == info.fingerprint:
+        if _source_fingerprint(config) == info.fingerprint:
             return []
         changed = what_changed(info.sources, [file for part in config.parts for file in source_files(part)])
         changed = changed or (None if info.sources else f"{name} has changed")
@@ -336,18 +311,13 @@ def _what_became(
 def random_corpus(config: DataConfig, vocab_size: int, folder: Path) -> TokenCorpus:
     """`max_documents` (64 when unset) documents of `sequence_length` uniformly random ids below `vocab_size`."""
     documents = config.max_documents or _RANDOM_DOCUMENTS
-    made_of = json.dumps(["random", config.seed, documents, config.sequence_length, vocab_size])
-    fingerprint = hashlib.sha256(made_of.encode()).hexdigest()
+    fingerprint = _digest(["random", config.seed, documents, config.sequence_length, vocab_size])
     if not os.path.lexists(folder / META) or read_info(folder).fingerprint != fingerprint:
         with build_folder(folder) as temporary:
-            writer = CorpusWriter(temporary, _dtype(vocab_size))
+            writer = CorpusWriter(temporary, vocab_size)
             generator = np.random.Generator(np.random.PCG64(config.seed))
             for index in range(documents):
                 ids = generator.integers(0, vocab_size, config.sequence_length)
                 writer.append(f"random document {index}", ids, True)
-            writer.finish(fingerprint, 0, settings="random")
-    return TokenCorpus.open(folder)
-
-
-def _dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    return "uint16" if vocab_size <= 2**16 else "uint32"
+            writer.finish(Origin(fingerprint=fingerprint, settings="random", encoder="", sources=[]), eos_id=0)
+    return TokenCorpus(folder)

@@ -66,7 +66,7 @@ def _parts(number: int, batch: MicroBatch, cut: Mapping[int, Chunk], losses: Map
 def _told(corpus: TokenCorpus, tokenizer: TextTokenizer | None, part: _Part) -> StepDocument:
     document = corpus.document_at(part.start)
     try:
-        found = None if corpus.origins is None else corpus.origins.where(document)
+        found = corpus.origins.where(document)
         where = None if found is None else one_line(found)
     except UserError:  # the run goes on without
         where = None

@@ -21,7 +21,7 @@ from penstock.storage.files.errors import UserError
 
 _ALWAYS = ("messages", "sharegpt")
 """Sources whose every row is a conversation."""
-_VERSION = 2  # of what the same sample is encoded to
+_VERSION = 5  # of what the same files become
 
 
 class _Ready(NamedTuple):
@@ -81,16 +81,11 @@ class Encoder:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with whatever changes the ids or weights of a sample, but for the tokenizer's own files.
-
-        Empty where texts are encoded as they were before there was anything to choose.
-        """
-        chosen: dict[str, object] = {"bos": True} if self.adds_bos and self._config.source != "tokens" else {}
+        """Changes with whatever changes the ids or weights of a sample, but for the tokenizer's own files."""
+        chosen: list[object] = [_VERSION, self.adds_bos and self._config.source != "tokens"]
         if self._config.source in CONVERSATIONS:
-            template = None if self.template is None else self.template.texts
-            chosen |= {"template": template, "trained_tokens": self._config.trained_tokens, "version": _VERSION}
-        text = json.dumps(chosen, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest() if chosen else ""
+            chosen += [None if self.template is None else self.template.texts, self._config.trained_tokens]
+        return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
 
     def noticed(self, sample: Sample) -> Sample:
         """The sample itself, looked at for `unread`."""

@@ -102,16 +102,16 @@ class DataLoader:
         self._one_document_per_row = one_document_per_row
         self._endless = endless
         self._packed = packing != "wrap" and not one_document_per_row
-        self._ways = {"packing": packing, "long_documents": long_documents, "order": order}
         self._packing, self._document_order = packing, order
         starts, stops = corpus.starts[:-1], corpus.starts[1:]
-        self._held_out = 0
+        held_out = 0 if documents is None else len(starts) - len(documents)
+        ways = {"packing": packing, "long_documents": long_documents, "order": order}
+        self._settings = {"seed": seed, "validation_documents": held_out, **ways}
         self._parts: list[Part] = []
         if weights:
             every = np.arange(len(starts)) if documents is None else documents
             self._parts = mixture_parts(every, corpus.info.part_documents, weights)
         if documents is not None:
-            self._held_out = len(starts) - len(documents)
             starts, stops = starts[documents], stops[documents]
         self._pieces = cut_pieces(starts, stops, sequence_length, long_documents, corpus.weights)
         if not len(self._pieces.starts):
@@ -151,35 +151,22 @@ class DataLoader:
     @property
     def cursor(self) -> dict[str, Any]:
         """Where the next step begins; JSON. `seek` with it gives exactly the steps that would have followed."""
-        place = {"window": self._window, "row": self._row} if self._packed else {}
-        place |= {} if self._packed else {"piece": self._index, "offset": self._offset}
-        ways = {name: value for name, value in self._ways.items() if value != _USUAL[name]}
-        return {
-            "corpus": self._corpus.info.content,
-            "seed": self._seed,
-            "held_out": self._held_out,
-            "epoch": self._epoch,
-            **place,
-            **ways,
-        }
+        names = ("window", "row") if self._packed else ("piece", "offset")
+        at = (self._window, self._row) if self._packed else (self._index, self._offset)
+        place = dict(zip(names, at, strict=True))
+        return {"corpus": self._corpus.info.content, "epoch": self._epoch, **place, **self._settings}
 
     def seek(self, cursor: dict[str, Any]) -> None:
         """Continue from a `cursor`. Raises UserError when it belongs to another corpus or order, or is none."""
-        if not _is_cursor(cursor):
-            raise self._lost("does not record the position in the data")
+        if not _is_cursor(cursor) or not self._settings.keys() <= cursor.keys():
+            raise self._lost("does not contain the position in the data")
         if cursor["corpus"] != self._corpus.info.content:
             raise UserError(
                 f"{self._corpus.folder}: these are not the tokens that the run has trained on so far (content "
                 f"{self._corpus.info.content[:12]}, expected {cursor['corpus'][:12]}); restore the data and tokenizer"
             )
-        if cursor["seed"] != self._seed:
-            raise UserError(f"data.seed: {self._seed}, but the run so far used {cursor['seed']}; set it back")
-        if (held_out := cursor.get("held_out", 0)) != self._held_out:
-            raise UserError(
-                f"data.validation_documents: {self._held_out}, but the run so far held out {held_out}; set it back"
-            )
-        for name, value in self._ways.items():
-            if (before := cursor.get(name, _USUAL[name])) != value:
+        for name, value in self._settings.items():
+            if (before := cursor[name]) != value:
                 raise UserError(f"data.{name}: {value}, but the run so far used {one_line(before, 40)}; set it back")
         if self._packed != ("row" in cursor):
             raise self._lost("is for rows that are filled differently")
@@ -310,10 +297,6 @@ class DataLoader:
             positions[:] = np.arange(length)
 
 
-_USUAL = {"packing": "wrap", "long_documents": "split", "order": "shuffled"}
-"""What a cursor does not tell: runs had nothing else before."""
-
-
 @dataclass
 class _Stream:
     """A micro-batch that is being filled: arrays of its fields, end-of-text padding where nothing is put in (the
@@ -387,10 +370,10 @@ class _Stream:
 
 
 def _is_cursor(cursor: object) -> bool:
-    if not isinstance(cursor, dict) or not isinstance(cursor.get("corpus"), str) or "seed" not in cursor:
+    if not isinstance(cursor, dict) or not isinstance(cursor.get("corpus"), str):
         return False
     places = [cursor.get(name) for name in ("epoch", *(("window", "row") if "row" in cursor else ("piece", "offset")))]
-    return all(isinstance(place, int) and is_whole(place) and place >= 0 for place in places)
+    return all(is_whole(place) and place >= 0 for place in places)
 
 
 class ValidationSet:

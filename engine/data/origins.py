@@ -1,15 +1,13 @@
 """Where each document of a corpus comes from: a file and the row or line in it, eight bytes a document.
 
-origins.npy    int64 [num_documents]: a name's number, whether rows are counted, and the number in the file
+origins.bin    int64 [num_documents]: a name's number, whether rows are counted, and the number in the file
 origins.json   the names
 """
 
 from __future__ import annotations
 
-import io
 import json
 import re
-from collections.abc import Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -18,7 +16,7 @@ from numpy.typing import NDArray
 from penstock.storage.files.untrusted import parse_object, printable, typed
 
 _MOST_NAMES = 1 << 17
-"""Files whose names are kept; of documents of further ones nothing is known."""
+"""Files whose names are stored; the origin of documents of further files is unknown."""
 _ROW_BIT, _NAME_BIT = 1 << 40, 41
 _UNKNOWN = -1
 _PLACE = re.compile(r"(?s)(.*):(row )?([0-9]{1,12})")
@@ -34,18 +32,16 @@ class OriginsWriter:
     def add(self, where: str) -> None:
         match = _PLACE.fullmatch(where)
         name, row, at = (match[1], match[2], int(match[3])) if match else (where, None, -1)
-        number = self._names.setdefault(name, len(self._names)) if self._has_room(name) else None
+        if len(self._names) < _MOST_NAMES:
+            self._names.setdefault(name, len(self._names))
+        number = self._names.get(name)
         known = number is not None and at + 1 < _ROW_BIT
         self._packed.append(((number or 0) << _NAME_BIT) | (_ROW_BIT if row else 0) | (at + 1) if known else _UNKNOWN)
 
-    def _has_room(self, name: str) -> bool:
-        return name in self._names or len(self._names) < _MOST_NAMES
-
     def finish(self) -> tuple[bytes, bytes]:
         """The content of the two files."""
-        stream = io.BytesIO()
-        np.save(stream, np.asarray(self._packed, dtype="<i8"))
-        return stream.getvalue(), json.dumps({"names": [printable(name) for name in self._names]}).encode()
+        names = json.dumps({"names": [printable(name) for name in self._names]})
+        return np.asarray(self._packed, dtype="<i8").tobytes(), names.encode()
 
 
 class _Names(Struct):
@@ -55,18 +51,12 @@ class _Names(Struct):
 class Origins:
     """Reads them."""
 
-    def __init__(self, packed: NDArray[np.int64], names: Sequence[str]) -> None:
-        self._packed, self._names = packed, names
-
-    @classmethod
-    def of(cls, packed: NDArray[np.int64] | None, names: bytes) -> Origins:
-        """Of the content of the two files. ValueError where it is none."""
-        if packed is None:
-            raise ValueError("not a number for each document")
-        return cls(packed, typed(parse_object(names), _Names).names)
+    def __init__(self, packed: NDArray[np.int64], names: bytes) -> None:
+        """`names`: the content of origins.json. ValueError where it holds none."""
+        self._packed, self._names = packed, typed(parse_object(names), _Names).names
 
     def where(self, document: int) -> str | None:
-        """`file:12`, `file:row 12` or the file alone; None where that is not known."""
+        """`file:12`, `file:row 12` or the file alone; None where that is unknown."""
         value = int(self._packed[document])
         name = value >> _NAME_BIT
         if value < 0 or name >= len(self._names):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from numpy.typing import NDArray
 from penstock.storage.files.crc import checksum
 from penstock.storage.files.disk import reporting
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.sealed import hex_crc
-from penstock.storage.files.untrusted import open_regular, read_regular
+from penstock.storage.files.untrusted import open_regular
 
 BLOCK_BYTES = 1 << 16
 """Under one checksum. Documents are drawn at random: a larger block would read much that is not wanted."""
@@ -30,10 +30,20 @@ class SpanFile:
     damaged. Read, not mapped: what a failing drive does to a mapping ends the process without a word.
     """
 
-    def __init__(self, path: Path, dtype: str, length: int, sums: NDArray[np.uint32]) -> None:
-        """`sums`: of every block. OSError where the file cannot be opened, UserError where its size is wrong."""
+    def __init__(
+        self,
+        path: Path,
+        dtype: str,
+        length: int,
+        sums: NDArray[np.uint32],
+        wrong: Callable[[NDArray[Any]], str | None],
+    ) -> None:
+        """`sums`: of every block; `wrong`: says of a block's numbers what cannot be among them.
+
+        OSError where the file cannot be opened, UserError where its size is wrong.
+        """
         self.path, self.dtype = path, np.dtype(dtype).newbyteorder("<")
-        self._length, self._sums = length, sums
+        self._length, self._sums, self._wrong = length, sums, wrong
         fd = open_regular(self.path)
         weakref.finalize(self, os.close, fd)
         self._fd = fd
@@ -82,10 +92,6 @@ class SpanFile:
         why = self._wrong(np.frombuffer(data, dtype=self.dtype))
         return None if why is None else f"{at} holds {why}"
 
-    def _wrong(self, values: NDArray[Any]) -> str | None:
-        """What cannot be among the numbers of a block."""
-        raise NotImplementedError
-
     def verify(self) -> int:
         """Read and check every block; the bytes read. UserError telling how many are damaged, and the first."""
         faults = []
@@ -109,49 +115,27 @@ def damage(path: Path, why: str) -> UserError:
     )
 
 
-def read_sums(path: Path, num_bytes: int, wanted: str) -> NDArray[np.uint32]:
-    """The checksums of the blocks of a file of `num_bytes`; `wanted` is their own."""
-    length = -(-num_bytes // BLOCK_BYTES)
-    content = read_regular(path, most_bytes=4 * length)
-    if (crc := hex_crc(content)) != wanted or len(content) != 4 * length:
-        raise damage(path, f"it has CRC-32C {crc} instead of {wanted} as written")
-    return np.frombuffer(content, dtype="<u4")
-
-
-class BlockSums:
-    """CRC-32C of each BLOCK_BYTES of what it is given; the last block may be shorter."""
-
-    def __init__(self) -> None:
-        self._sums: list[int] = []
-        self._rest = b""
-
-    def add(self, data: bytes) -> None:
-        whole = memoryview(self._rest + data)
-        end = len(whole) - len(whole) % BLOCK_BYTES
-        self._sums += [checksum(whole[at : at + BLOCK_BYTES], 0) for at in range(0, end, BLOCK_BYTES)]
-        self._rest = bytes(whole[end:])
-
-    def finish(self) -> bytes:
-        """What a file of checksums holds."""
-        last = [checksum(memoryview(self._rest), 0)] if self._rest else []
-        return np.asarray([*self._sums, *last], dtype="<u4").tobytes()
-
-
 class SpanWriter:
     """Writes a file of numbers with its checksums."""
 
     def __init__(self, path: Path) -> None:
         self._stream = path.open("wb")
-        self._digest, self._sums = hashlib.sha256(), BlockSums()
+        self._digest = hashlib.sha256()
+        self._sums: list[int] = []
+        self._rest = b""
 
     def add(self, data: bytes) -> None:
         self._digest.update(data)
-        self._sums.add(data)
         self._stream.write(data)
+        whole = memoryview(self._rest + data)
+        end = len(whole) - len(whole) % BLOCK_BYTES
+        self._sums += [checksum(whole[at : at + BLOCK_BYTES], 0) for at in range(0, end, BLOCK_BYTES)]
+        self._rest = bytes(whole[end:])
 
     def finish(self) -> tuple[str, bytes]:
-        """Make it durable; its SHA-256, and the content of its file of checksums."""
+        """Make it durable; its SHA-256, and the CRC-32C of each BLOCK_BYTES, of which the last may be shorter."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
-        return self._digest.hexdigest(), self._sums.finish()
+        last = [checksum(memoryview(self._rest), 0)] if self._rest else []
+        return self._digest.hexdigest(), np.asarray([*self._sums, *last], dtype="<u4").tobytes()

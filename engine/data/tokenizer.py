@@ -387,15 +387,12 @@ def seal_trained(folder: Path, trained_on: dict[str, Any]) -> None:
 
 
 def read_trained_on(folder: Path) -> dict[str, Any] | None:
-    """What `seal_trained` wrote, `files` with it; None where there is no such file.
-
-    An earlier version wrote no checksums, and so no `files`. Raises UserError when it is damaged.
-    """
+    """What `seal_trained` wrote, `files` with it; None where there is no such file. UserError when it is damaged."""
     path = folder / TRAINED_ON
     try:
         record, sealed = unseal(parse_object(read_regular(path, most_bytes=1 << 20)))
-        if "files" in record and not sealed:
-            raise ValueError("its own checksum is missing")
+        if not sealed or not isinstance(record.get("files"), dict):
+            raise ValueError("its own checksum is missing, or those of the files")
         return record
     except FileNotFoundError:
         return None
@@ -409,12 +406,9 @@ def require_intact(folder: Path) -> int:
     Raises UserError naming a file that is damaged, gone, or was put there by somebody else.
     """
     record = read_trained_on(folder)
-    wanted = {} if record is None else record.get("files", {})
-    if not isinstance(wanted, dict):
-        raise _damage(folder / TRAINED_ON, "'files' is not an object")
-    if not wanted:
+    if record is None:
         return 0
-    found = _checksums(folder)
+    wanted, found = record["files"], _checksums(folder)
     for name in sorted(wanted.keys() | found.keys()):
         if name not in found:
             raise _damage(folder / name, "the file is missing")

@@ -375,7 +375,7 @@ def test_origins_are_what_was_written() -> None:
     for place in places:
         writer.add(place)
     packed, names = writer.finish()
-    origins = Origins.of(np.frombuffer(packed[-8 * len(places) :], dtype="<i8"), names)
+    origins = Origins(np.frombuffer(packed[-8 * len(places) :], dtype="<i8"), names)
     assert [origins.where(number) for number in range(len(places))] == places
 
 

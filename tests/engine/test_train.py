@@ -250,7 +250,7 @@ def test_what_a_resumed_run_cannot_change_is_named(stopped: Path) -> None:
         ({"storage": tiny.storage(part_bytes="8KiB")}, r"storage\.part_bytes: .*16KiB"),
         ({"model": tiny.model(num_layers=4)}, "another model"),
         ({"data": tiny.data(validation_documents=8)},
-         r"data\.validation_documents: 8, but the run so far held out 0; set it back"),
+         r"data\.validation_documents: 8, but the run so far used 0; set it back"),
         ({"checkpoint": "x"}, r"has no checkpoint 'x'; it has good-00000\d"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=said):

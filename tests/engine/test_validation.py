@@ -399,20 +399,6 @@ def test_weights_that_are_not_finite_are_told_and_not_raised(tmp_path: Path) -> 
         assert math.isnan(validate(session).loss)
 
 
-def test_older_runs_keep_their_place_in_the_data(tmp_path: Path) -> None:
-    """Cursors had no word of documents held out."""
-    cursors = []
-    for steps in (1, 3):
-        with tiny.session(tmp_path, t=tiny.training(steps=steps, **QUICK)) as session:
-            tiny.steps(session)
-            cursor = dict(session.store.meta["cursor"])
-            assert cursor.pop("held_out") == 0
-            cursors.append(cursor)
-            session.loader.seek(cursor)
-            assert session.loader.cursor == cursor | {"held_out": 0}
-    assert cursors[0] != cursors[1]
-
-
 def test_a_setting_that_cannot_be_meant_is_refused() -> None:
     every = {"validate_every": 1, "validation_sequences": 3, "micro_batch_size": 2}
     multiple = r"train\.validation_sequences: 3 is not a multiple of train\.micro_batch_size 2"

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine.data.corpus_files import CorpusWriter, TokenCorpus
+from penstock.engine.data.corpus_files import CorpusWriter, Origin, TokenCorpus
 from penstock.engine.data.loader import DataLoader
+
+ORIGIN = Origin(fingerprint="test", settings="", encoder="", sources=[])
 
 
 def make_corpus(
@@ -19,7 +21,7 @@ def make_corpus(
 ) -> TokenCorpus:
     """A corpus of documents, `parts` of which follow one another."""
     folder.mkdir(parents=True, exist_ok=True)
-    writer = CorpusWriter(folder, "uint16")
+    writer = CorpusWriter(folder, 2**16)
     ends = list(itertools.accumulate(parts))
     for index, ids in enumerate(documents):
         weighted = None if weights is None else weights[index]
@@ -27,8 +29,8 @@ def make_corpus(
         writer.append(f"document {index}", np.asarray(ids), True, given)
         if index + 1 in ends:
             writer.end_part()
-    writer.finish("test", eos_id=0)
-    return TokenCorpus.open(folder)
+    writer.finish(ORIGIN, eos_id=0)
+    return TokenCorpus(folder)
 
 
 def loader_of(corpus: TokenCorpus, length: int, rows: int = 1, per_step: int = 1, **more: Any) -> DataLoader:

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
-from penstock.engine.data import position
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Sample, Text
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.untrusted import one_line, open_regular, parse_json, real_path
+from penstock.storage.files.untrusted import one_line, parse_json
 
 
 @runtime_checkable
@@ -70,13 +69,6 @@ def find_format(source: str) -> RowFormat | FileFormat:
     if source not in FORMATS:
         raise UserError(f"data.source: '{source}' is unknown; valid names: {', '.join([*FORMATS, 'random'])}")
     return cast("RowFormat | FileFormat", importlib.import_module(FORMATS[source]))
-
-
-def open_text(file: Path) -> int:
-    """A descriptor of a file of texts. Links are followed, as data may lie anywhere; what would wait is refused."""
-    fd = open_regular(real_path(file))
-    position.opened(fd)
-    return fd
 
 
 def required(fields: dict[str, Any], name: str, where: str) -> Any:

@@ -78,9 +78,9 @@ def damaged(here: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 FILES = [
     "recipe.json", "data/tokenizer/tokenizer.json", "data/tokenizer/tokenizer_config.json",
     "data/tokenizer/trained_on.json", "data/corpus/meta.json", "data/corpus/tokens.bin", "data/corpus/tokens.crc32c",
-    "data/corpus/documents.npy", "state/constants.safetensors", "state/manifest.json",
+    "data/corpus/documents.bin", "state/constants.safetensors", "state/manifest.json",
 ]  # fmt: skip
-ORIGINS = ["data/corpus/origins.npy", "data/corpus/origins.json"]
+ORIGINS = ["data/corpus/origins.bin", "data/corpus/origins.json"]
 """They say where documents come from, and no token: a run goes on without them, and says of a spike less."""
 
 

@@ -1,4 +1,4 @@
-"""A corpus that is damaged anywhere is refused before a wrong token is handed out; one without checksums gets them.
+"""A corpus that is damaged anywhere is refused before a wrong token is handed out.
 Weights beside the tokens: only where one is not 1, checked like the tokens, and on the label that they belong to."""
 
 import itertools
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import loader_of, make_corpus, unique_documents
+from corpora import ORIGIN, loader_of, make_corpus, unique_documents
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from samples import sampled
@@ -29,7 +29,7 @@ from penstock.engine.hf.constants import read_constants_file, verify_constants, 
 from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.engine.verify import verify_run_files
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.sealed import seal
+from penstock.storage.files.sealed import hex_crc, seal
 
 SUMS, DOCUMENTS, WEIGHTS = corpus_files.SUMS, corpus_files.DOCUMENTS, corpus_files.WEIGHTS
 RANDOM = DataConfig(source="random", sequence_length=8, max_documents=6)
@@ -50,16 +50,6 @@ def rewrite_meta(folder: Path, **changes: Any) -> None:
     """As somebody would who knows of the checksum."""
     values = json.loads((folder / META).read_text()) | changes
     (folder / META).write_text(json.dumps(seal({key: value for key, value in values.items() if key != "crc32c"})))
-
-
-def as_before(folder: Path) -> dict[str, bytes]:
-    """Make it a corpus of a version that knew no checksums; its files."""
-    values = json.loads((folder / META).read_text())
-    for name in ("sums_crc32c", "documents_crc32c", "crc32c"):
-        del values[name]
-    (folder / META).write_text(json.dumps(values, indent=2))
-    (folder / SUMS).unlink()
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def flips(file: Path, step: int = 1) -> Iterator[None]:
@@ -83,7 +73,7 @@ def test_every_flipped_byte_is_found_by_use_and_by_scrub(tmp_path: Path, name: s
     tokens, weights, folder = made.tokens[:].copy(), made.weights[:].copy(), made.folder
 
     def used() -> bool:
-        found = TokenCorpus.open(folder)
+        found = TokenCorpus(folder)
         return bool((found.tokens[:] == tokens).all() and (found.weights[:] == weights).all())
 
     for _ in flips(folder / name):
@@ -94,17 +84,17 @@ def test_every_flipped_byte_is_found_by_use_and_by_scrub(tmp_path: Path, name: s
     assert verify_corpus(folder) == sum(path.stat().st_size for path in folder.iterdir())
     (folder / name).unlink()
     with pytest.raises(UserError, match=f"{name}.*restore the file, or delete the folder"):
-        TokenCorpus.open(folder)
+        TokenCorpus(folder)
 
 
 def test_a_block_is_checked_before_its_first_token_is_handed_out_and_others_are_left_alone(tmp_path: Path) -> None:
     """Scrub counts those that are damaged."""
     folder = large(tmp_path / "corpus")
-    wanted = TokenCorpus.open(folder).tokens[:].copy()
+    wanted = TokenCorpus(folder).tokens[:].copy()
     with (folder / TOKENS).open("r+b") as file:
         file.seek(2 * BLOCK_BYTES + 5)
         file.write(b"\0\0\0\0")
-    tokens, half = TokenCorpus.open(folder).tokens, BLOCK_BYTES // 2
+    tokens, half = TokenCorpus(folder).tokens, BLOCK_BYTES // 2
     for span in (slice(0, 10), slice(half - 5, half + 5), slice(2 * half - 1, 2 * half), slice(3 * half, 100_000)):
         for _ in range(2):  # the second time it is not checked
             assert (tokens[span] == wanted[span]).all()
@@ -112,14 +102,14 @@ def test_a_block_is_checked_before_its_first_token_is_handed_out_and_others_are_
     for span in (slice(2 * half, 2 * half + 1), slice(2 * half - 1, 2 * half + 1), slice(0, 100_000)):
         with pytest.raises(UserError, match=r"tokens\.bin: damaged: block 2 \(bytes 131,072 to 196,608\) has CRC-32C"):
             tokens[span]
-    loader = DataLoader(TokenCorpus.open(folder), vocab_size=500, sequence_length=1000, global_batch_size=1)
+    loader = DataLoader(TokenCorpus(folder), vocab_size=500, sequence_length=1000, global_batch_size=1)
     with pytest.raises(UserError, match="block 2"):
         [loader.next_step() for _ in range(100)]
     content = (folder / TOKENS).read_bytes()
     (folder / TOKENS).write_bytes(content[:BLOCK_BYTES] + bytes(len(content) - BLOCK_BYTES))
     with pytest.raises(UserError, match=r"block 1 .*, one of 3 damaged blocks of 4; restore"):
         verify_corpus(folder)
-    tokens = TokenCorpus.open(folder).tokens
+    tokens = TokenCorpus(folder).tokens
     os.truncate(folder / TOKENS, BLOCK_BYTES)  # while it is in use
     assert len(tokens[:10]) == 10
     with pytest.raises(UserError, match=r"tokens\.bin: damaged: it became shorter"):
@@ -129,7 +119,7 @@ def test_a_block_is_checked_before_its_first_token_is_handed_out_and_others_are_
 def test_a_description_that_is_none_or_belies_its_tokens(corpus: Path) -> None:
     rewrite_meta(corpus, max_token_id=100)
     with pytest.raises(UserError, match="holds a token id above 100"):
-        TokenCorpus.open(corpus).tokens[:]
+        TokenCorpus(corpus).tokens[:]
     nothing = [b"", b"[1]", b"{}", b"null", b"\xff\xfe", b"[" * 100_000, b'{"fingerprint": 1}', b'{"a": "\\ud800"}']
     for content in (*nothing, None):
         (corpus / META).unlink()
@@ -137,7 +127,7 @@ def test_a_description_that_is_none_or_belies_its_tokens(corpus: Path) -> None:
             (corpus / META).symlink_to("/dev/zero")
         else:
             (corpus / META).write_bytes(content)
-        for call in (lambda: TokenCorpus.open(corpus), lambda: random_corpus(RANDOM, 300, corpus)):
+        for call in (lambda: TokenCorpus(corpus), lambda: random_corpus(RANDOM, 300, corpus)):
             with pytest.raises(UserError, match=r"meta\.json: damaged: .*; restore the file, or delete the folder"):
                 call()
 
@@ -155,16 +145,16 @@ def test_a_description_that_is_none_or_belies_its_tokens(corpus: Path) -> None:
         ({"eos_id": -5}, "eos_id: Expected `int` >= 0"),
         ({"eos_id": 70_000}, "token ids up to"),
         ({"max_token_id": 2**40}, "token ids up to"),
-        ({"sums_crc32c": ""}, "one of two"),
+        ({"checksums": {}}, "checksums of "),
         ({"num_tokens": 47}, "do not rise from 0 to 47"),
-        ({"num_documents": 5}, "not an array of 6 offsets"),
+        ({"num_documents": 5}, "larger than the limit of 48 bytes"),
         ({"dtype": "uint32"}, "it has 96 bytes instead of 192 as written"),
     ],
 )
 def test_a_description_with_its_own_checksum_is_not_believed_either(corpus: Path, changes: Any, message: str) -> None:
     rewrite_meta(corpus, **changes)
     with pytest.raises(UserError, match=f"damaged: .*{message}"):
-        TokenCorpus.open(corpus)
+        TokenCorpus(corpus)
 
 
 @pytest.mark.parametrize("name", [TOKENS, SUMS, DOCUMENTS])
@@ -179,42 +169,18 @@ def test_a_file_that_is_no_file(corpus: Path, name: str) -> None:
     ):
         make()
         with pytest.raises(UserError, match=f"{name}.*restore the file, or delete the folder"):
-            TokenCorpus.open(corpus)
+            TokenCorpus(corpus)
         unmake()
 
 
 def test_documents_that_are_no_offsets(corpus: Path) -> None:
-    starts = np.load(corpus / DOCUMENTS)
-    as_before(corpus)
-    for array in (starts[::-1], starts.astype("<f8"), starts[:, None], np.asarray([[]] * 7, dtype=object), starts + 1):
-        np.save(corpus / DOCUMENTS, array, allow_pickle=True)
-        with pytest.raises(UserError, match=r"documents\.npy: damaged"):
-            TokenCorpus.open(corpus)
-    (corpus / DOCUMENTS).write_bytes(b"\x93NUMPY\x01\x00\x10\x00" + b"(" * 16)
-    with pytest.raises(UserError, match=r"documents\.npy: damaged"):
-        TokenCorpus.open(corpus)
-
-
-def test_a_corpus_without_checksums_gets_them_once_its_content_is_known(tmp_path: Path) -> None:
-    folder = large(tmp_path / "corpus")
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    before = as_before(folder)
-    assert len(TokenCorpus.open(folder).tokens[:]) == 100_000
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
-    for name, content in before.items():
-        (folder / name).write_bytes(content)
-    (folder / TOKENS).write_bytes(bytes([before[TOKENS][0] ^ 1]) + before[TOKENS][1:])
-    with pytest.raises(UserError, match=r"tokens\.bin: damaged: it has SHA-256"):
-        TokenCorpus.open(folder)
-    assert (folder / META).read_bytes() == before[META]
-    # Where the folder cannot be written it is checked all the same.
-    (folder / TOKENS).write_bytes(before[TOKENS])
-    (folder / SUMS).unlink()
-    (folder / SUMS).mkdir()  # in the way of the checksums
-    corpus = TokenCorpus.open(folder)
-    (folder / TOKENS).write_bytes(before[TOKENS][:-2] + b"\0\0")
-    with pytest.raises(UserError, match="block 3"):
-        corpus.tokens[:]
+    starts = np.fromfile(corpus / DOCUMENTS, "<i8")
+    checksums = json.loads((corpus / META).read_text())["checksums"]
+    for array in (starts[::-1], starts[:-1], starts.astype("<f8"), starts + 1):
+        (corpus / DOCUMENTS).write_bytes(array.tobytes())
+        rewrite_meta(corpus, checksums=checksums | {DOCUMENTS: hex_crc(array.tobytes())})
+        with pytest.raises(UserError, match=r"documents\.bin: damaged"):
+            TokenCorpus(corpus)
 
 
 def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
@@ -223,7 +189,7 @@ def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
     config = DataConfig(source="text", path=str(tmp_path / "texts"), tokenizer_vocab_size=300)
     tokenizer = prepare_tokenizer(config, None, tmp_path / "tokenizer")
     corpus = prepare_corpus(config, tokenizer, tmp_path / "corpus")
-    assert corpus.info == TokenCorpus.open(corpus.folder).info
+    assert corpus.info == TokenCorpus(corpus.folder).info
     with pytest.raises(UserError, match=r"caf\ufffd\.txt: token id"):
         corpus.require_vocabulary(1)
 
@@ -249,18 +215,14 @@ def test_every_file_of_a_trained_tokenizer_is_checked(trained: tuple[DataConfig,
 
 
 def test_other_damage_of_a_trained_tokenizer(trained: tuple[DataConfig, Path]) -> None:
-    """A record that is none, and a file put beside it or taken away; one without checksums is taken over."""
+    """A record that is none, and a file put beside it or taken away."""
     config, folder = trained
     sealed = (folder / TRAINED_ON).read_text()
     for content in (b"", b"[1]", b"null", b'{"files": [1]}', b"[" * 100_000):
         (folder / TRAINED_ON).write_bytes(content)
         with pytest.raises(UserError, match=r"trained_on\.json: damaged"):
             require_intact(folder)
-    record = {key: value for key, value in json.loads(sealed).items() if key in ("source", "vocab_size")}
-    (folder / TRAINED_ON).write_text(json.dumps(record))
-    assert require_intact(folder) == 0
-    prepare_tokenizer(config, None, folder)
-    assert (folder / TRAINED_ON).read_text() == sealed
+    (folder / TRAINED_ON).write_text(sealed)
     (folder / "added_tokens.json").write_text('{"x": 5}')
     with pytest.raises(UserError, match=r"added_tokens\.json: damaged: the file was not written by Penstock"):
         prepare_tokenizer(config, None, folder)
@@ -374,10 +336,10 @@ def test_a_label_has_the_weight_of_the_token_that_it_names(tmp_path_factory, wei
 
 def test_the_token_that_ends_texts_may_be_higher_than_any_that_there_is(tmp_path):
     """Ids that somebody else made, and chats that end by another token, have none as high. Nor need the model."""
-    writer = CorpusWriter(tmp_path, "uint16")
+    writer = CorpusWriter(tmp_path, 2**16)
     writer.append("document 0", np.asarray([3, 7, 5]), True)
-    writer.finish("test", eos_id=50_256)
-    corpus = TokenCorpus.open(tmp_path)
+    writer.finish(ORIGIN, eos_id=50_256)
+    corpus = TokenCorpus(tmp_path)
     assert (corpus.info.max_token_id, corpus.info.eos_id) == (7, 50_256)
     batch = loader_of(corpus, 8, endless=False, vocab_size=8).next_micro_batch()
     assert batch.ids[:3].tolist() == [3, 7, 5]

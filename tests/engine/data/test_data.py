@@ -140,7 +140,7 @@ def test_a_corpus_is_made_once_and_used_whatever_becomes_of_its_source(tmp_path,
     other = train_tokenizer(TEXTS, 280, tmp_path / "other")
     with pytest.raises(UserError, match=r"corpus: these tokens were made with a different tokenizer.*delete the fol"):
         prepare_corpus(config, other, tmp_path / "corpus")
-    assert TokenCorpus.open(tmp_path / "corpus").info == first.info
+    assert TokenCorpus(tmp_path / "corpus").info == first.info
     monkeypatch.undo()
     fewer = dataclasses.replace(config, max_documents=1)
     assert prepare_corpus(fewer, tokenizer, tmp_path / "corpus").info.num_documents == 1, "another recipe"
