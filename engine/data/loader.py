@@ -105,8 +105,8 @@ class DataLoader:
         self._packing, self._document_order = packing, order
         starts, stops = corpus.starts[:-1], corpus.starts[1:]
         held_out = 0 if documents is None else len(starts) - len(documents)
-        ways = {"packing": packing, "long_documents": long_documents, "order": order}
-        self._settings = {"seed": seed, "validation_documents": held_out, **ways}
+        self._settings: dict[str, object] = {"seed": seed, "validation_documents": held_out}
+        self._settings |= {"packing": packing, "long_documents": long_documents, "order": order}
         self._parts: list[Part] = []
         if weights:
             every = np.arange(len(starts)) if documents is None else documents
