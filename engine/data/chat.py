@@ -16,14 +16,13 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from penstock.engine.config import DataConfig
 from penstock.engine.data.rows import RowError
-from penstock.engine.data.samples import Conversation
+from penstock.engine.data.samples import Conversation, in_parts
 from penstock.engine.data.sandbox import Limits
 from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.engine.data.turn_ends import THOUGHTS, turn_ends
@@ -36,8 +35,7 @@ _MOST_BYTES = 1 << 24
 Trained = Literal["assistant", "last", "all"]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Characters `start` to `stop` of a rendered conversation, each of whose tokens counts `weight`."""
 
     start: int
@@ -45,8 +43,7 @@ class Span:
     weight: float
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
+class Rendered(NamedTuple):
     """A conversation as text, and what of it is trained; None: all of it."""
 
     text: str
@@ -57,22 +54,21 @@ class Rendered:
 
 def find_template(config: DataConfig, tokenizer: TextTokenizer) -> ChatTemplate | None:
     """The template of `data.chat_template`, else the tokenizer's own; None where there is none."""
-    own: str | dict[str, str] | None
-    if config.chat_template is not None:
-        file = real_path(Path(config.chat_template))
-        try:
+    own, folder = tokenizer.chat_template, tokenizer.folder
+    where = f"{printable(folder)}: its chat template"
+    file = None if config.chat_template is None else real_path(Path(config.chat_template))
+    try:
+        if file is not None:
+            where = f"data.chat_template: {printable(file)}"
             text = read_regular(file, most_bytes=_MOST_BYTES).decode("utf-8")
             own = _in_json(text) if file.suffix == ".json" else text
-        except (OSError, ValueError) as error:
-            raise UserError(f"data.chat_template: {printable(file)} cannot be read: {one_line(error)}") from error
-        return ChatTemplate(own, f"data.chat_template: {printable(file)}", tokenizer)
-    own = tokenizer.chat_template
-    if own is None and has_model_file(tokenizer.folder, "chat_template.json"):
-        try:
-            own = _in_json(read_model_file(tokenizer.folder, "chat_template.json", _MOST_BYTES).decode("utf-8"))
-        except ValueError as error:
-            raise UserError(f"{tokenizer.folder}/chat_template.json: cannot be read: {one_line(error)}") from error
-    return None if own is None else ChatTemplate(own, f"{printable(tokenizer.folder)}: its chat template", tokenizer)
+        elif own is None and has_model_file(folder, "chat_template.json"):
+            own = _in_json(read_model_file(folder, "chat_template.json", _MOST_BYTES).decode("utf-8"))
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(f"{where} cannot be read: {one_line(error)}") from error
+    return None if own is None else ChatTemplate(own, where, tokenizer)
 
 
 def _in_json(text: str) -> str | dict[str, str]:
@@ -129,13 +125,6 @@ class ChatTemplate:
         """Whether generation markers tell what the assistant writes; else renderings of prefixes do."""
         return all(MARKED.search(text) for text in self.texts.values())
 
-    def _bounded(
-        self, where: str, messages: Sequence[dict[str, Any]], tools: object = ()
-    ) -> contextlib.AbstractContextManager[None]:
-        """The limits of a conversation, whose time begins when the template's ends are known."""
-        _ = self._ends
-        return self.limits.bounded(where, messages, tools)
-
     def unread(self, sample: Conversation) -> set[str]:
         """Tools, thoughts and other values of a conversation that no text of the template names."""
         given = {name for message in sample.messages for name in THOUGHTS if message.get(name)}
@@ -152,7 +141,8 @@ class ChatTemplate:
 
         `all` is every token, whatever the messages' weights.
         """
-        with self._bounded(sample.where, sample.messages, sample.tools):
+        _ = self._ends  # whose rendering takes none of the sample's time
+        with self.limits.bounded(sample.where, sample.messages, sample.tools):
             return self._rendered(sample, trained)
 
     def _rendered(self, sample: Conversation, trained: Trained) -> Rendered:
@@ -182,9 +172,10 @@ class ChatTemplate:
         """The conversation so far, up to where the assistant is to write; `goes_on`: its turn has begun, by the last
         message. Raises UserError where it is refused."""
         try:
-            with self._bounded("chat", messages):
+            _ = self._ends
+            with self.limits.bounded("chat", messages):
                 view = self._see("default", list(messages), "chat")
-                if view.unshown and (parted := self._try("default", list(map(_in_parts, messages)), "chat")):
+                if view.unshown and (parted := self._try("default", list(map(in_parts, messages)), "chat")):
                     view = view if parted.unshown else parted
                 return view.prompt(goes_on)
         except RowError as error:
@@ -211,7 +202,7 @@ class ChatTemplate:
         if isinstance(first, FormError) and best is None:
             raise first
         unshown = list(range(len(messages))) if best is None else best.unshown
-        parts = self._try(name, list(map(_in_parts, messages)), sample.where, sample)
+        parts = self._try(name, list(map(in_parts, messages)), sample.where, sample)
         if parts is not None and (lost := sorted(set(unshown) - set(parts.unshown))):
             raise FormError(
                 f"{sample.where}: messages[{lost[0]}]: the chat template reads `content` as a list of parts, and shows "
@@ -250,7 +241,7 @@ def _forms(messages: Messages) -> Iterator[Messages]:
     for named in (messages, with_tools) if with_tools != messages else (messages,):
         for contents in (named, list(map(_joined, named))) if parted else (named,):
             yield contents
-            if (calls := list(map(_with_objects, contents))) != contents:
+            if (calls := [with_functions(message, _with_object) for message in contents]) != contents:
                 yield calls
 
 
@@ -271,19 +262,8 @@ def _joined(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": "".join(part if isinstance(part, str) else part["text"] for part in content)}
 
 
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is a list of parts."""
-    if not isinstance(content := message.get("content"), str):
-        return message
-    return message | {"content": [{"type": "text", "text": content}]}
-
-
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose calls have their arguments as objects, which templates turn into JSON; OpenAI has that JSON."""
-    return with_functions(message, _with_object)
-
-
 def _with_object(function: dict[str, Any]) -> dict[str, Any]:
+    """A call's function with its arguments as an object, which templates turn into JSON; OpenAI has that JSON."""
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):

@@ -250,12 +250,6 @@ def describe_specials(tokenizer: TextTokenizer, config: DataConfig) -> str:
     return f"{begins}, {eos} ends each document"
 
 
-def encoded_one_by_one(encoder: Encoder, samples: Iterator[Sample], most_chars: int) -> Iterator[Encoded]:
-    """All of `samples`, encoded in batches of about `most_chars` characters, which bounds memory."""
-    for batch in batches(samples, most_chars):
-        yield from encoder.encode(batch)
-
-
 def batches(samples: Iterator[Sample], most_chars: int) -> Iterator[list[Sample]]:
     """The samples in batches of about so many characters."""
     batch: list[Sample] = []

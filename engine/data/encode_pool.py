@@ -16,7 +16,7 @@ from contextlib import suppress
 from itertools import chain, islice
 from queue import SimpleQueue
 
-from penstock.engine.data.encode import Answer, Encoder, batches, encoded_one_by_one
+from penstock.engine.data.encode import Answer, Encoder, batches
 from penstock.engine.data.samples import Encoded, Sample, Text
 from penstock.storage.files import child
 from penstock.storage.files.errors import UserError
@@ -50,7 +50,8 @@ def encode_all(encoder: Encoder, samples: Iterator[Sample]) -> Iterator[Encoded]
     if processes > 1 and not (isinstance(first, Text) and encoder.has_fast_tokenizer):
         yield from _in_parallel(encoder, samples, processes)
         return
-    yield from encoded_one_by_one(encoder, samples, BATCH_CHARS)
+    for batch in batches(samples, BATCH_CHARS):
+        yield from encoder.encode(batch)
 
 
 def _in_parallel(encoder: Encoder, samples: Iterator[Sample], processes: int) -> Iterator[Encoded]:

@@ -77,3 +77,10 @@ def content_texts(content: Any) -> list[str]:
     if isinstance(content, str):
         return [content]
     return [part if isinstance(part, str) else part["text"] for part in content or []]
+
+
+def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is a list of parts."""
+    if not isinstance(content := message.get("content"), str):
+        return message
+    return message | {"content": [{"type": "text", "text": content}]}

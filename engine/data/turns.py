@@ -10,10 +10,10 @@ they become there must end the whole text too, and so tells where they begin in 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -91,6 +91,13 @@ class View:
             raise RowError(f"{self._where}: the chat template refuses the conversation{of}: {refused}")
         self._limits.require_modest(texts[0], (messages, self._tools, self._special), self._where)
         return texts[0], spans[0] if self._has_markers else []
+
+    def _try(self, messages: Messages, *, prompt: bool = False) -> str | None:
+        """The text of messages; None where the template refuses them."""
+        try:
+            return self._render(messages, prompt=prompt)[0]
+        except RowError:
+            return None
 
     def prompt(self, goes_on: bool) -> str:
         """All messages, with the generation prompt behind them, or without an end of the last one's turn."""
@@ -170,7 +177,7 @@ class View:
         stop = len(upto)
         if not nested or self._is_open(upto):
             told = max((at for at in self._elsewhere(turn + 1) if at >= start), default=-1)
-            alike = len(common_prefix(upto, self.text))
+            alike = self._alike(upto)
             alike = min(self._between_tokens(text, alike) for text in (upto, self.text))
             if told > stop * nested and self._is_ending(self.text[alike:told]) and self._is_ending(upto[alike:]):
                 stop = told
@@ -187,12 +194,16 @@ class View:
         is before `start`, where the last turn begins, and gives way to a user's message."""
         if "add_generation_prompt" in self._template:
             return ""
-        try:
-            followed, _ = self._render([*self.messages, self._beginnings(empty=False)[0][0]])
-        except RowError:
+        followed = self._try([*self.messages, self._beginnings(empty=False)[0][0]])
+        if followed is None:
             return ""
-        alike = self._between_tokens(self.text, len(common_prefix(followed, self.text)))
+        alike = self._between_tokens(self.text, self._alike(followed))
         return self.text[alike:] if self.text[:start].endswith(self.text[alike:]) else ""
+
+    def _alike(self, text: str) -> int:
+        """How many characters another text has in common with this one, from the first on."""
+        pairs = zip(text, self.text, strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(self.text)))
 
     def _is_open(self, text: str) -> bool:
         """Whether no token ends a text, so that what ends its last turn may come with the next message."""
@@ -222,10 +233,9 @@ class View:
         for begin in self._beginnings(empty=not prompt):
             if begin and begin[-1]["role"] == self.messages[first]["role"]:
                 continue  # a template may make one turn of both
-            try:
-                text = self._render(begin, prompt=prompt)[0] if begin else ""
-                whole, _ = self._render([*begin, *self.messages[first:]])
-            except RowError:
+            text = self._try(begin, prompt=prompt) if begin else ""
+            whole = self._try([*begin, *self.messages[first:]])
+            if text is None or whole is None:
                 continue
             if not whole.startswith(text) and begin[-1]["role"] != "assistant":
                 text = text.removesuffix(self._special.get("eos_token") or "")  # which some write behind everything
@@ -243,7 +253,7 @@ class View:
         return [[], own or [system], [user, assistant], *behind]
 
     def _untold(self, turn: int, rendered: str, trained: str) -> TurnsError:
-        at = len(common_prefix(rendered, self.text))
+        at = self._alike(rendered)
         one, other = (repr(text[at : at + _SHOWN_CHARS]) for text in (rendered, self.text))
         return TurnsError(
             f"{self._where}: messages[{turn}]: the chat template renders it as {printable(one)} by itself and as "
@@ -255,7 +265,7 @@ class View:
         """What makes a conversation usable of which this turn cannot be told."""
         last, ways = len(self.messages) - 1, ["data.trained_tokens=all"]
         if trained != "last" and turn != last and self.messages[last]["role"] == "assistant":
-            with contextlib.suppress(RowError):
+            with suppress(RowError):
                 self._nested([last], "last")
                 ways = ["data.trained_tokens=last or all", f"`weight` of messages[{turn}] to 0"]
         return f"set {', '.join(ways)}, or data.chat_template to a template with generation markers"
@@ -266,22 +276,20 @@ class View:
         """What is wrong with the form of contents and arguments: the template prints Python's form of them, or JSON of
         JSON."""
         for number, message in enumerate(self.messages):
-            content = message.get("content")
+            content, what = message.get("content"), ""
             if isinstance(content, list) and str(content) in self.text:
-                return self._form(number, "`content` is a list of parts, which the chat template prints as Python does")
-            for arguments in _arguments(message):
+                what = "`content` is a list of parts, which the chat template prints as Python does"
+            for arguments in [call.get("arguments") for call in _calls(message)]:
                 if isinstance(arguments, str) and json.dumps(arguments, ensure_ascii=False) in self.text:
-                    return self._form(number, "the chat template makes JSON of arguments that are JSON already")
+                    what = what or "the chat template makes JSON of arguments that are JSON already"
                 if any(str(value) in self.text for value in _unlike_json(arguments)):
-                    return self._form(
-                        number,
+                    what = what or (
                         "arguments of a call are an object, which the chat template prints as Python does, or a part "
-                        "of it; give them as JSON text, or another template with data.chat_template",
+                        "of it; give them as JSON text, or another template with data.chat_template"
                     )
+            if what:
+                return FormError(f"{self._where}: messages[{number}]: {what}")
         return None
-
-    def _form(self, number: int, what: str) -> FormError:
-        return FormError(f"{self._where}: messages[{number}]: {what}")
 
     @cached_property
     def unshown(self) -> list[int]:
@@ -295,7 +303,7 @@ class View:
         tried of each sort of message as well, as what a text says may stand elsewhere.
         """
         message = self.messages[number]
-        if any(name not in rendered for name in _names(message)):
+        if any(call["name"] not in rendered for call in _calls(message)):
             return False
         content: Any = message.get("content")
         texts = content_texts(content)
@@ -305,31 +313,21 @@ class View:
             if not said or (sort in self._seen and said in rendered):
                 continue
             other = _OTHER if isinstance(content, str) else _with_text(content, index)
-            changed = [*self.messages[:number], message | {"content": other}, *self.messages[number + 1 :]]
-            try:
-                found = self._render(changed)[0]
-            except RowError:
-                continue
+            found = self._with(number, message | {"content": other})
             if found == self.text:
                 return False
-            if _OTHER in found and len(texts) == 1:
+            if found is not None and _OTHER in found and len(texts) == 1:
                 self._seen.add(sort)
-        return self._shows_arguments(number, (*sort, "arguments"))
+        if (sort, "arguments") in self._seen or not any(call.get("arguments") for call in _calls(message)):
+            return True
+        found = self._with(number, with_functions(message, _with_other_arguments))
+        if found is not None and found != self.text:
+            self._seen.add((sort, "arguments"))
+        return found != self.text
 
-    def _shows_arguments(self, number: int, sort: tuple[Any, ...]) -> bool:
-        """Whether other arguments of a message's calls make another rendering."""
-        message = self.messages[number]
-        if sort in self._seen or not any(_arguments(message)):
-            return True
-        changed = [*self.messages[:number], _with_arguments(message), *self.messages[number + 1 :]]
-        try:
-            found = self._render(changed)[0]
-        except RowError:
-            return True
-        if found == self.text:
-            return False
-        self._seen.add(sort)
-        return True
+    def _with(self, number: int, message: dict[str, Any]) -> str | None:
+        """The text of the conversation with another message in a place; None where the template refuses it."""
+        return self._try([*self.messages[:number], message, *self.messages[number + 1 :]])
 
 
 def _with_text(parts: list[Any], index: int) -> list[Any]:
@@ -338,16 +336,11 @@ def _with_text(parts: list[Any], index: int) -> list[Any]:
     return [*parts[:index], part, *parts[index + 1 :]]
 
 
-def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose calls have other arguments, of the same type."""
-
-    def changed(function: dict[str, Any]) -> dict[str, Any]:
-        if not (arguments := function.get("arguments")):
-            return function
-        other = {_OTHER: _OTHER}
-        return function | {"arguments": json.dumps(other) if isinstance(arguments, str) else other}
-
-    return with_functions(message, changed)
+def _with_other_arguments(function: dict[str, Any]) -> dict[str, Any]:
+    if not (arguments := function.get("arguments")):
+        return function
+    other = {_OTHER: _OTHER}
+    return function | {"arguments": json.dumps(other) if isinstance(arguments, str) else other}
 
 
 def with_functions(message: dict[str, Any], changed: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
@@ -361,12 +354,6 @@ def with_functions(message: dict[str, Any], changed: Callable[[dict[str, Any]], 
             for call in message["tool_calls"]
         ]
     return found
-
-
-def common_prefix(one: str, other: str) -> str:
-    """What two texts begin with."""
-    pairs = zip(one, other, strict=False)
-    return one[: next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
 
 
 def _calls(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -383,11 +370,3 @@ def _unlike_json(value: Any) -> Iterator[Any]:
             yield value
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _unlike_json(inner)
-
-
-def _names(message: dict[str, Any]) -> list[str]:
-    return [call["name"] for call in _calls(message)]
-
-
-def _arguments(message: dict[str, Any]) -> list[Any]:
-    return [call.get("arguments") for call in _calls(message)]
