@@ -8,9 +8,8 @@ from typing import Any
 
 from penstock.engine.config import state_folder
 from penstock.engine.data import kept_template
-from penstock.engine.data.added_tokens import FOLDER
 from penstock.engine.data.corpus_files import verify_corpus
-from penstock.engine.data.tokenizer import require_intact
+from penstock.engine.data.made_tokenizer import ADDED_FOLDER, require_intact
 from penstock.engine.hf.constants import CONSTANTS_FILE, verify_constants
 from penstock.storage.files.errors import UserError
 
@@ -22,7 +21,7 @@ def verify_run_files(run_dir: Path, meta: dict[str, Any]) -> int:
     Raises UserError with a line for each damaged file.
     """
     tokenizer, corpus, state = run_dir / "data" / "tokenizer", run_dir / "data" / "corpus", state_folder(run_dir)
-    added, template = run_dir / "data" / FOLDER, run_dir / "data" / kept_template.FILE
+    added, template = run_dir / "data" / ADDED_FOLDER, run_dir / "data" / kept_template.FILE
     checks: list[tuple[Path, Callable[[], int]]] = [
         (tokenizer, lambda: require_intact(tokenizer)),
         (added, lambda: require_intact(added)),

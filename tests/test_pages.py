@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import penstock.tui.commands  # noqa: F401  # the commands that the terminal application adds
 from penstock.app.cli.main import cli, main
-from penstock.engine.data.tokenizer import train_tokenizer
+from penstock.engine.data.made_tokenizer import train_tokenizer
 from penstock.engine.schedule.actions import ACTIONS
 from penstock.tui.capture import BEGIN, END, SETTINGS
 

@@ -15,27 +15,26 @@ import numpy as np
 
 from penstock.engine.config import DataConfig
 from penstock.engine.data import needles
-from penstock.engine.data.added_tokens import FOLDER as ADDED_FOLDER
-from penstock.engine.data.added_tokens import add_tokens, kept_tokens
 from penstock.engine.data.corpus_cache import keep_corpus, take_corpus
 from penstock.engine.data.corpus_files import META, CorpusInfo, CorpusWriter, Origin, TokenCorpus, read_info
 from penstock.engine.data.encode import Encoder
 from penstock.engine.data.encode_pool import encode_all
 from penstock.engine.data.kept_template import keep_template
+from penstock.engine.data.made_tokenizer import (
+    ADDED_FOLDER,
+    TRAINED_ON,
+    add_tokens,
+    make_once,
+    open_trained,
+    require_intact,
+    train_tokenizer,
+)
 from penstock.engine.data.position import Progress
 from penstock.engine.data.reading import is_empty, read_samples, source_files, texts_of
 from penstock.engine.data.rows import BadRows
 from penstock.engine.data.samples import Sample
 from penstock.engine.data.sources import describe_files, to_record, what_changed
-from penstock.engine.data.tokenizer import (
-    TextTokenizer,
-    load_tokenizer,
-    open_trained,
-    read_trained_on,
-    require_intact,
-    seal_trained,
-    train_tokenizer,
-)
+from penstock.engine.data.tokenizer import TextTokenizer, load_tokenizer
 from penstock.storage.files.disk import build_folder
 from penstock.storage.files.errors import UserError
 
@@ -115,21 +114,20 @@ def prepare_tokenizer(
             "data.tokenizer: data.source=random has no text to train a tokenizer on; set model.vocab_size and leave "
             "the tokenizer out, or name one"
         )
-    record = read_trained_on(folder)
-    stamp = {key: (record or {}).get(key) for key in ("source", "vocab_size")}
-    if record is None or not has_corpus:
-        stamp = {"source": _source_fingerprint(config), "vocab_size": config.tokenizer_vocab_size}
-    if record is not None and {key: record.get(key) for key in stamp} == stamp:
-        require_intact(folder)
-        return open_trained(folder)
-    with build_folder(folder) as temporary:
+
+    def make(temporary: Path) -> None:
         if config.source == "needles":
             needles.write_tokenizer(temporary)
-        else:
-            samples = (sample for part in config.parts for sample in _require_text(part, "training a tokenizer"))
-            texts = (text for sample in samples for text in texts_of(sample))
-            train_tokenizer(texts, config.tokenizer_vocab_size, temporary)
-        seal_trained(temporary, stamp)
+            return
+        samples = (sample for part in config.parts for sample in _require_text(part, "training a tokenizer"))
+        train_tokenizer(
+            (text for sample in samples for text in texts_of(sample)), config.tokenizer_vocab_size, temporary
+        )
+
+    stamp = None
+    if not has_corpus or not (folder / TRAINED_ON).is_file():
+        stamp = {"source": _source_fingerprint(config), "vocab_size": config.tokenizer_vocab_size}
+    make_once(folder, stamp, make)
     return open_trained(folder)
 
 
@@ -143,8 +141,8 @@ def kept_tokenizer(
     if config.source == "random":
         return None
     if added_tokens:
-        return kept_tokens(folder.parent / ADDED_FOLDER)
-    given = _given_tokenizer(config, model_folder)
+        folder = folder.parent / ADDED_FOLDER
+    given = None if added_tokens else _given_tokenizer(config, model_folder)
     if given is None:
         require_intact(folder)
     return load_tokenizer(given or folder)

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-from penstock.storage.files.disk import atomic_write, fsync_file
+from penstock.storage.files.disk import atomic_write
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.model_folder import (
     MORE_TEMPLATES,
@@ -27,8 +27,7 @@ from penstock.storage.files.model_folder import (
     more_templates,
     read_model_file,
 )
-from penstock.storage.files.sealed import hex_crc, seal, unseal
-from penstock.storage.files.untrusted import is_whole, one_line, parse_json, parse_object, read_regular
+from penstock.storage.files.untrusted import is_whole, one_line, parse_json, parse_object
 
 EOS_TOKEN = "<|endoftext|>"
 """The only special token of a tokenizer trained here: it ends every document."""
@@ -48,14 +47,8 @@ TOKENIZER_FILES = (
 )
 """Files of a Hugging Face folder that make up its tokenizer; an export copies those that exist."""
 
-TRAINED_ON = "trained_on.json"
-"""What a tokenizer was trained on, and the CRC-32C of each of its files."""
-
-_MOST_BYTES = 1 << 30
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\n")
-
-
-_FILE_BYTES = 1 << 28
+FILE_BYTES = 1 << 28
 """Of one file; the largest tokenizers have some tens of MB."""
 _MOST_GROWTH = 1 << 16
 """Times that a tokenizer may make a text longer; some replace a dozen patterns by a letter one after the other."""
@@ -70,7 +63,7 @@ def tokenizer_files(folder: Path) -> list[str]:
 def read_tokenizer_file(folder: Path, name: str) -> bytes:
     """The content of one of `tokenizer_files`. UserError where it cannot be read."""
     file = folder / name
-    return read_model_file(file.parent, file.name, _FILE_BYTES)
+    return read_model_file(file.parent, file.name, FILE_BYTES)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -128,9 +121,9 @@ class TextTokenizer:
             digest.update(name.encode() + hashlib.sha256(read_tokenizer_file(folder, name)).digest())
         self.fingerprint = digest.hexdigest()
         self.puts_bos = self._finds_bos()
-        if self.is_fast:
+        if self._fast is not None:
             # Of no more use: it adds special tokens, and in some tokenizers takes blanks out of tokens' offsets.
-            tokenizer.backend_tokenizer.post_processor = None
+            self._fast.post_processor = None
 
     @property
     def kind(self) -> str:
@@ -140,17 +133,20 @@ class TextTokenizer:
     @property
     def is_fast(self) -> bool:
         """Whether it has threads of its own."""
-        return getattr(self._tokenizer, "backend_tokenizer", None) is not None
+        return self._fast is not None
+
+    @property
+    def _fast(self) -> Any:
+        return getattr(self._tokenizer, "backend_tokenizer", None)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens and without truncation.
 
         Raises UserError where the tokenizer cannot do it, such as with a pattern that takes for ever.
         """
-        fast = getattr(self._tokenizer, "backend_tokenizer", None)
         with _refusing(f"tokenizer: {self.folder} fails on the text"):
-            if fast is not None:
-                encodings = fast.encode_batch_fast(list(texts), add_special_tokens=False)
+            if self._fast is not None:
+                encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
                 return [encoding.ids for encoding in encodings]
             batch = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
             return [list(ids) for ids in batch["input_ids"]]
@@ -160,11 +156,10 @@ class TextTokenizer:
 
         None in place of offsets where the tokenizer knows none.
         """
-        fast = getattr(self._tokenizer, "backend_tokenizer", None)
-        if fast is None:
+        if self._fast is None:
             return [(ids, None) for ids in self.encode_batch(texts)]
         with _refusing(f"tokenizer: {self.folder} fails on the text"):
-            encodings = fast.encode_batch(list(texts), add_special_tokens=False)
+            encodings = self._fast.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, _pairs(encoding.offsets)) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -231,10 +226,9 @@ def _refusing(what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
-        raise UserError(f"{what}: {one_line(error)}; use another tokenizer") from error
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # Rust's, which derives from no Exception
+        # Rust's panics derive from no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UserError(f"{what}: {one_line(error)}; use another tokenizer") from error
 
@@ -344,134 +338,3 @@ def _bare_tokenizer(file: Path) -> Any:
 
     make: Any = PreTrainedTokenizerFast
     return make(tokenizer_object=backend, eos_token=eos)
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> TextTokenizer:
-    """Train a byte-level BPE of at most `vocab_size` entries on `texts` and save it as a Hugging Face folder.
-
-    The same texts in the same order give the same files, byte for byte. A small corpus gives fewer entries.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[EOS_TOKEN],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return save_tokenizer(tokenizer, folder)
-
-
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> TextTokenizer:
-    """Write a tokenizer whose documents end with EOS_TOKEN as a Hugging Face folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": EOS_TOKEN,
-        "pad_token": EOS_TOKEN,
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return open_trained(folder)
-
-
-def seal_trained(folder: Path, trained_on: dict[str, Any]) -> None:
-    """Write what the tokenizer in `folder` was trained on beside it, with the checksums of its files. Durable."""
-    for name in tokenizer_files(folder):
-        fsync_file(folder / name)
-    record = trained_on | {"files": _checksums(folder)}
-    atomic_write(folder / TRAINED_ON, json.dumps(seal(record), indent=2) + "\n")
-
-
-def read_trained_on(folder: Path) -> dict[str, Any] | None:
-    """What `seal_trained` wrote, `files` with it; None where there is no such file. UserError when it is damaged."""
-    path = folder / TRAINED_ON
-    try:
-        record, sealed = unseal(parse_object(read_regular(path, most_bytes=1 << 20)))
-        if not sealed or not isinstance(record.get("files"), dict):
-            raise ValueError("its own checksum is missing, or those of the files")
-        return record
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise _damage(path, str(error)) from error
-
-
-def require_intact(folder: Path) -> int:
-    """Check the files of a tokenizer trained here against what was written; the bytes read.
-
-    Raises UserError naming a file that is damaged, gone, or was put there by somebody else.
-    """
-    record = read_trained_on(folder)
-    if record is None:
-        return 0
-    wanted, found = record["files"], _checksums(folder)
-    for name in sorted(wanted.keys() | found.keys()):
-        if name not in found:
-            raise _damage(folder / name, "the file is missing")
-        if name not in wanted:
-            raise _damage(folder / name, "the file was not written by Penstock")
-        if found[name] != wanted[name]:
-            raise _damage(folder / name, f"it has CRC-32C {found[name]} instead of {wanted[name]!r:.20} as written")
-    return sum((folder / name).stat().st_size for name in found)
-
-
-def _checksums(folder: Path) -> dict[str, str]:
-    sums = {}
-    for name in tokenizer_files(folder):
-        try:
-            sums[name] = hex_crc(read_regular(folder / name, most_bytes=_MOST_BYTES))
-        except (OSError, ValueError) as error:
-            raise _damage(folder / name, f"it cannot be read ({error})") from error
-    return sums
-
-
-def _damage(path: Path, why: str) -> UserError:
-    return UserError(
-        f"{path}: damaged: {why}; restore the file, or delete the folder {path.parent} and resume, which trains the "
-        "tokenizer again"
-    )
-
-
-def open_trained(folder: Path) -> TextTokenizer:
-    """The tokenizer that `train_tokenizer` saved: as `load_tokenizer` would give it, without transformers.
-
-    Raises UserError when it cannot be read.
-    """
-    try:
-        backend = Tokenizer.from_buffer(read_model_file(folder, "tokenizer.json", _FILE_BYTES))
-    except UserError:
-        raise
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise UserError(
-            f"{folder}: not a readable tokenizer ({one_line(error)}); delete it to train it again"
-        ) from error
-    return TextTokenizer(folder, _Trained(backend))
-
-
-class _Trained:
-    """What a TextTokenizer asks of transformers' tokenizers."""
-
-    bos_token_id = None
-    special_tokens_map: ClassVar[dict[str, str]] = {"eos_token": EOS_TOKEN, "pad_token": EOS_TOKEN}
-
-    def __init__(self, backend: Any) -> None:
-        self.backend_tokenizer = backend
-        self.eos_token_id = backend.token_to_id(EOS_TOKEN)
-
-    def __len__(self) -> int:
-        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
-
-    @property
-    def added_tokens_decoder(self) -> dict[int, Any]:
-        return dict(self.backend_tokenizer.get_added_tokens_decoder())
-
-    def get_vocab(self) -> dict[str, int]:
-        vocabulary: dict[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
-        return vocabulary
-
-    def decode(self, ids: list[int]) -> str:
-        return str(self.backend_tokenizer.decode(ids, skip_special_tokens=False))

@@ -24,7 +24,7 @@ from penstock.engine.data import corpus_files
 from penstock.engine.data.corpus import kept_tokenizer, prepare_corpus, prepare_tokenizer, random_corpus
 from penstock.engine.data.corpus_files import BLOCK_BYTES, META, TOKENS, CorpusWriter, TokenCorpus, verify_corpus
 from penstock.engine.data.loader import DataLoader
-from penstock.engine.data.tokenizer import TRAINED_ON, require_intact, train_tokenizer
+from penstock.engine.data.made_tokenizer import TRAINED_ON, require_intact, train_tokenizer
 from penstock.engine.hf.constants import read_constants_file, verify_constants, write_constants
 from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.engine.verify import verify_run_files

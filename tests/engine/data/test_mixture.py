@@ -20,8 +20,8 @@ from penstock.engine.data import corpus as corpus_module
 from penstock.engine.data import corpus_cache, sources
 from penstock.engine.data.corpus import prepare_corpus, require_readable
 from penstock.engine.data.corpus_files import META, TOKENS, verify_corpus
+from penstock.engine.data.made_tokenizer import train_tokenizer
 from penstock.engine.data.packing import rows_per_epoch, split_documents
-from penstock.engine.data.tokenizer import train_tokenizer
 from penstock.storage.files.errors import UserError
 
 PART = {"path": "chats.jsonl", "source": "jsonl"}

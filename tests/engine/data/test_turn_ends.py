@@ -15,8 +15,9 @@ from transformers import AddedToken, AutoTokenizer
 from penstock.engine.config import DataConfig
 from penstock.engine.data.corpus import prepare_text
 from penstock.engine.data.kept_template import FILE, kept_template, trained_ends, verify_template
+from penstock.engine.data.made_tokenizer import train_tokenizer
 from penstock.engine.data.read_by_type import read_otherwise
-from penstock.engine.data.tokenizer import load_tokenizer, tokenizer_contents, train_tokenizer
+from penstock.engine.data.tokenizer import load_tokenizer, tokenizer_contents
 from penstock.engine.data.turn_ends import turn_ends
 from penstock.storage.files.errors import UserError
 
