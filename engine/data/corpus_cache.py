@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.engine.data.corpus_files import CORPUS_FILES, META, Origin, read_info, verify_corpus, write_info
-from penstock.storage.files.disk import build_folder
+from penstock.storage.files.disk import build_folder, link_or_copy
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.user_cache import cache_folder
 
@@ -37,7 +37,7 @@ def take_corpus(digest: str, folder: Path, origin: Origin) -> bool:
         with build_folder(folder) as temporary:
             for name in CORPUS_FILES:
                 if name != META and (kept / name).exists():
-                    _link(kept / name, temporary / name)
+                    link_or_copy(kept / name, temporary / name)
             write_info(temporary, replace(read_info(kept), **origin))
             verify_corpus(temporary)
         os.utime(kept)
@@ -59,7 +59,7 @@ def keep_corpus(digest: str, folder: Path) -> None:
         temporary.mkdir(mode=0o700)
         for name in CORPUS_FILES:
             if (folder / name).exists():
-                _link(folder / name, temporary / name)
+                link_or_copy(folder / name, temporary / name)
         os.rename(temporary, kept)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -82,13 +82,6 @@ def _is_own(folder: Path) -> bool:
         and found.st_uid == os.geteuid()
         and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     )
-
-
-def _link(file: Path, to: Path) -> None:
-    try:
-        os.link(file, to, follow_symlinks=False)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(file, to, follow_symlinks=False)
 
 
 def _size(folder: Path) -> int:

@@ -209,7 +209,7 @@ class DataLoader:
         return [self.next_micro_batch() for _ in range(self._micro_batches)]
 
     def next_micro_batch(self) -> MicroBatch:
-        stream = _Stream.empty(self._rows * self._sequence_length, self._corpus)
+        stream = _Stream(self._rows * self._sequence_length, self._corpus)
         filled = None
         if self._packed:
             filled = self._fill_stream(stream)
@@ -297,33 +297,20 @@ class DataLoader:
             positions[:] = np.arange(length)
 
 
-@dataclass
 class _Stream:
-    """A micro-batch that is being filled: arrays of its fields, end-of-text padding where nothing is put in (the
-    largest token of the corpus where that is less: any token that every model of the corpus has)."""
+    """A micro-batch of so many tokens that is being filled: arrays of its fields, end-of-text padding where nothing is
+    put in (the largest token of the corpus where that is less: any token that every model of the corpus has)."""
 
-    corpus: TokenCorpus
-    ids: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    weights: NDArray[np.float32] | None
-    """[T] those of the labels; 1 where there is none."""
-    documents: list[int]
-    lengths: list[int]
-    sources: list[int]
-
-    @classmethod
-    def empty(cls, tokens: int, corpus: TokenCorpus) -> _Stream:
-        return cls(
-            corpus,
-            np.full(tokens, min(corpus.info.eos_id, corpus.info.max_token_id), dtype=np.int64),
-            np.full(tokens, IGNORE_LABEL, dtype=np.int64),
-            np.zeros(tokens, dtype=np.int64),
-            None if corpus.weights is None else np.ones(tokens, dtype=np.float32),
-            [],
-            [],
-            [],
-        )
+    def __init__(self, tokens: int, corpus: TokenCorpus) -> None:
+        self.corpus = corpus
+        self.ids = np.full(tokens, min(corpus.info.eos_id, corpus.info.max_token_id), dtype=np.int64)
+        self.labels = np.full(tokens, IGNORE_LABEL, dtype=np.int64)
+        self.positions = np.zeros(tokens, dtype=np.int64)
+        self.weights = None if corpus.weights is None else np.ones(tokens, dtype=np.float32)
+        """Those of the labels; 1 where there is none."""
+        self.documents: list[int] = []
+        self.lengths: list[int] = []
+        self.sources: list[int] = []
 
     def add(self, at: int, start: int, count: int, document_stop: int) -> None:
         """Lay `count` tokens of the corpus from `start` at `at`: a document, whose targets end at `document_stop`."""
@@ -347,7 +334,7 @@ class _Stream:
 
     def clear(self, start: int, documents: int) -> None:
         """Take out what was put in from `start` on, behind the first `documents` documents."""
-        padding = self.empty(len(self.ids) - start, self.corpus)
+        padding = _Stream(len(self.ids) - start, self.corpus)
         self.ids[start:], self.labels[start:] = padding.ids, padding.labels
         if self.weights is not None:
             self.weights[start:] = 1

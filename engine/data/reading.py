@@ -87,15 +87,12 @@ def read_file(config: DataConfig, file: Path, bad: BadRows) -> Iterator[Sample]:
     """The samples of one of `source_files`."""
     reader = find_format(config.source)
     try:
-        yield from (
-            _converted(reader, config.columns, file, bad) if isinstance(reader, RowFormat) else _texts(reader, file)
-        )
+        if isinstance(reader, RowFormat):
+            yield from _converted(reader, config.columns, file, bad)
+        else:
+            yield from reader.read(file)
     except OSError as error:
         raise UserError(f"{printable(file)}: cannot be read: {error.strerror or error}") from error
-
-
-def _texts(reader: FileFormat, file: Path) -> Iterator[Sample]:
-    yield from reader.read(file)
 
 
 def _converted(reader: RowFormat, columns: dict[str, str], file: Path, bad: BadRows) -> Iterator[Sample]:

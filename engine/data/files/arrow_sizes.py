@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,14 @@ ROW_BYTES = 50
 """What a row takes beside its columns."""
 _ENOUGH_BYTES = 1 << 34
 """More than anybody takes: nothing that large is looked into."""
+_TEXTS = "string large_string binary large_binary"
+
+
+def _is(kind: Any, names: str) -> bool:
+    """Whether a pyarrow type is one of these."""
+    from pyarrow import types
+
+    return any(getattr(types, f"is_{name}")(kind) for name in names.split())
 
 
 def object_bytes(array: Any) -> int:
@@ -23,41 +30,33 @@ def object_bytes(array: Any) -> int:
 
     Raises UserError for types that no data set for language models has: unions, views of lists, run-end encoding.
     """
-    from pyarrow import BaseExtensionType, types
+    from pyarrow import BaseExtensionType, compute
 
-    kind = array.type
+    kind, own = array.type, len(array) * _OBJECT_BYTES
     if isinstance(kind, BaseExtensionType):
         return object_bytes(array.storage)
-    for fits, measure in _measures(types):
-        if fits(kind):
-            return len(array) * _OBJECT_BYTES + measure(array)
-    if (
-        types.is_union(kind)
-        or types.is_list_view(kind)
-        or types.is_large_list_view(kind)
-        or types.is_run_end_encoded(kind)
-    ):
+    if _is(kind, f"{_TEXTS} fixed_size_binary"):
+        return own + _sum(compute.binary_length(array))
+    if _is(kind, "string_view binary_view"):
+        return own + _view_bytes(array)
+    if _is(kind, "list large_list fixed_size_list"):
+        small = 8 * _sum(compute.list_value_length(array)) < _ENOUGH_BYTES
+        return own + (object_bytes(array.flatten()) if small else _ENOUGH_BYTES)
+    if _is(kind, "map"):
+        return own + _map_bytes(array)
+    if _is(kind, "struct"):
+        return own + sum(map(object_bytes, array.flatten()))
+    if _is(kind, "dictionary"):
+        return own + _dictionary_bytes(array)
+    if _is(kind, "union list_view large_list_view run_end_encoded"):
         raise UserError(f"values of type {kind} cannot be read; write the column as texts, numbers, lists or structs")
     return len(array) * _NUMBER_BYTES
 
 
-def _measures(types: Any) -> list[tuple[Callable[[Any], bool], Callable[[Any], int]]]:
-    """Which types have content beside their objects, and how much."""
-    texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-    return [
-        *((fits, _text_bytes) for fits in (*texts, types.is_fixed_size_binary)),
-        *((fits, _view_bytes) for fits in (types.is_string_view, types.is_binary_view)),
-        *((fits, _list_bytes) for fits in (types.is_list, types.is_large_list, types.is_fixed_size_list)),
-        (types.is_map, _map_bytes),
-        (types.is_struct, lambda array: sum(map(object_bytes, array.flatten()))),
-        (types.is_dictionary, _dictionary_bytes),
-    ]
-
-
-def _text_bytes(array: Any) -> int:
+def _sum(lengths: Any) -> int:
     from pyarrow import compute
 
-    return int(compute.sum(compute.cast(compute.binary_length(array), "int64")).as_py() or 0)
+    return int(compute.sum(compute.cast(lengths, "int64")).as_py() or 0)
 
 
 def _view_bytes(array: Any) -> int:
@@ -75,7 +74,7 @@ def viewed_bytes(array: Any) -> int:
     from pyarrow import BaseExtensionType, types
 
     kind = array.type
-    if types.is_string_view(kind) or types.is_binary_view(kind):
+    if _is(kind, "string_view binary_view"):
         return _view_bytes(array)
     if isinstance(kind, BaseExtensionType):
         return viewed_bytes(array.storage)
@@ -86,13 +85,6 @@ def viewed_bytes(array: Any) -> int:
     if types.is_dictionary(kind):
         return viewed_bytes(array.dictionary)
     return viewed_bytes(array.values) if types.is_nested(kind) and hasattr(array, "values") else 0
-
-
-def _list_bytes(array: Any) -> int:
-    from pyarrow import compute
-
-    count = int(compute.sum(compute.cast(compute.list_value_length(array), "int64")).as_py() or 0)
-    return object_bytes(array.flatten()) if count * 8 < _ENOUGH_BYTES else _ENOUGH_BYTES
 
 
 def _map_bytes(array: Any) -> int:
@@ -106,12 +98,12 @@ def _map_bytes(array: Any) -> int:
 
 def _dictionary_bytes(array: Any) -> int:
     """Each value of the dictionary counts as often as it is used."""
-    from pyarrow import compute, types
+    from pyarrow import compute
 
     counts = np.bincount(array.indices.drop_null().to_numpy(zero_copy_only=False))
     used = np.flatnonzero(counts)
-    values, kind = array.dictionary.take(used), array.type.value_type
-    if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
+    values = array.dictionary.take(used)
+    if _is(array.type.value_type, _TEXTS):
         sizes = compute.fill_null(compute.binary_length(values), 0).to_numpy(zero_copy_only=False)
     else:
         sizes = [object_bytes(values.slice(at, 1)) for at in range(len(values))]

@@ -6,6 +6,7 @@ The list is decoded element by element, as far as it has been read.
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ def read(file: Path, bad: BadRows) -> Iterator[Row]:
         text = _Text(stream, printable(file))
         begin = text.next()
         if begin == "[":
+            text.skip("[")
             yield from _elements(text, bad, f"{printable(file)}:row ")
         elif begin == "{":
             yield from _object(text, bad, printable(file))
@@ -62,17 +64,16 @@ def _list_field(record: dict[str, Any]) -> str | None:
 
 
 def _object(text: _Text, bad: BadRows, name: str) -> Iterator[Row]:
-    """The rows of the one field that is a list of objects; `text` is behind the object's bracket."""
+    """The rows of the one field that is a list of objects; `text` is at the object's bracket."""
     found: str | None = None
-    text.advance()
+    text.skip("{")
     while text.next() == '"' or text.skip(","):
         key = text.value()
         if not isinstance(key, str) or not text.skip(":"):
             raise text.wrong("expected a field's name and a colon")
-        if text.next() != "[":
+        if not text.skip("["):
             text.value()
             continue
-        text.advance()
         if text.next() != "{":
             while not text.skip("]"):
                 text.value()
@@ -83,7 +84,7 @@ def _object(text: _Text, bad: BadRows, name: str) -> Iterator[Row]:
                 f"two lists of objects, '{printable(found)}' and '{printable(key)}'; keep one, or write two files"
             )
         found = key
-        yield from _elements(text, bad, f"{name}:row ", opened=True)
+        yield from _elements(text, bad, f"{name}:row ")
     if not text.skip("}"):
         raise text.wrong("an object that is not closed")
     if found is None:
@@ -92,26 +93,21 @@ def _object(text: _Text, bad: BadRows, name: str) -> Iterator[Row]:
         )
 
 
-def _elements(text: _Text, bad: BadRows, where: str, opened: bool = False) -> Iterator[Row]:
-    """The objects of a list, whose bracket is next, or `opened`."""
-    if not opened:
-        text.advance()
-    number = 0
+def _elements(text: _Text, bad: BadRows, where: str) -> Iterator[Row]:
+    """The objects of a list, whose bracket has been read."""
     if text.skip("]"):
         return
-    while True:
-        number += 1
+    for number in itertools.count(1):
         value = text.value()
         try:
             if not isinstance(value, dict):
                 raise RowError(f"{where}{number}: not a JSON object, as each row must be")
-            try:
-                require_sound(value)
-            except ValueError as error:
-                raise RowError(f"{where}{number}: {error}") from error
+            require_sound(value)
             yield Row(f"{where}{number}", value)
         except RowError as error:
             bad.add(error)
+        except ValueError as error:
+            bad.add(RowError(f"{where}{number}: {error}"))
         if text.skip("]"):
             return
         if not text.skip(","):
@@ -144,9 +140,6 @@ class _Text:
                 return self._text[self._at]
             if not self._more():
                 return ""
-
-    def advance(self) -> None:
-        self._at += 1
 
     def skip(self, character: str) -> bool:
         """Whether `character` is next; then it is taken."""
