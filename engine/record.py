@@ -21,18 +21,14 @@ from penstock.storage.generations.store import NvmeStore
 
 def require_record(store: NvmeStore) -> None:
     """Raise UserError unless the generation's record is one of `run_meta`, of a session's plan if it has one."""
-    meta = store.meta
+    meta, kinds = store.meta, {"chunk_tokens": int, "compiled": bool, "optimizer_mode": str}
+    kinds |= {field.name: type(field.default) for field in fields(PlanOptions)}
     plan = meta.get("plan", {})
-    kinds = {field.name: type(field.default) for field in fields(PlanOptions)} | {
-        "compiled": bool,
-        "optimizer_mode": str,
-        "adamw": str,
-    }
-    whole = [meta.get("step"), meta.get("tokens"), *([plan.get("chunk_tokens")] if plan else [])]
+    whole = [meta.get("step"), meta.get("tokens"), plan.get("chunk_tokens", 0)]
     if (
         not all(is_whole(value) and value >= 0 for value in whole)
         or not all(type(meta.get(name)) is kind for name, kind in (("recipe", str), ("cursor", dict)))
-        or not all(type(value) is kinds.get(name) for name, value in plan.items() if name != "chunk_tokens")
+        or (plan and {name: type(value) for name, value in plan.items()} != kinds)
         or not _are_sizes(meta.get("graph_bytes", {}))
         or ("kernels" in meta and not is_kernel_record(meta["kernels"]))
     ):
@@ -51,13 +47,13 @@ class Recorded(NamedTuple):
 
     choice: tuple[int, PlanOptions]
     """Chunk length, and what the search chose."""
-    compiled: bool | None
-    """Whether layers were compiled; None where that was not recorded yet."""
-    optimizer_mode: str | None
-    """Optimizer.mode, likewise."""
+    compiled: bool
+    """Whether layers were compiled."""
+    optimizer_mode: str
+    """Optimizer.mode."""
     graph_bytes: dict[str, int] | None
-    """PlanRequest.graph_bytes, likewise: where layers are compiled, a saved graph and one that is computed again are
-    other programs."""
+    """PlanRequest.graph_bytes: where layers are compiled, a saved graph and one that is recomputed are other
+    programs."""
 
     def lacking(self, can: Compilation) -> list[str]:
         """What was compiled and cannot be now, in words."""
@@ -69,11 +65,10 @@ class Recorded(NamedTuple):
 def recorded_of(store: NvmeStore, task: PlanRequest) -> Recorded | None:
     """What the store's generation records; None where the present recipe does not allow it."""
     recorded = dict(store.meta.get("plan", {}))
-    names = ("chunk_tokens", "compiled", "optimizer_mode", "adamw")  # the last as runs called it that are older
-    chunk, compiled, mode, old_mode = (recorded.pop(name, None) for name in names)
-    if chunk not in task.chunks:
+    if (chunk := recorded.pop("chunk_tokens", None)) not in task.chunks:
         return None
-    return Recorded((chunk, PlanOptions(**recorded)), compiled, mode or old_mode, store.meta.get("graph_bytes"))
+    compiled, mode = recorded.pop("compiled"), recorded.pop("optimizer_mode")
+    return Recorded((chunk, PlanOptions(**recorded)), compiled, mode, store.meta.get("graph_bytes"))
 
 
 def recorded_kernels(
