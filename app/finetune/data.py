@@ -27,7 +27,6 @@ from penstock.storage.files.user_cache import cache_folder
 
 if TYPE_CHECKING:
     from penstock.engine.data.corpus_files import TokenCorpus
-    from penstock.engine.data.encode import Encoder
     from penstock.engine.data.tokenizer import TextTokenizer
     from penstock.engine.preparing import Listener
 
@@ -36,8 +35,6 @@ _TEXT = ("text", "jsonl", "python_stdlib", "tokens")
 _TRAINED = {"assistant": "all turns of the assistant", "last": "the last turn of the assistant", "all": "all tokens"}
 _LOOKED_AT = 20
 """Documents held out of which the first fit for a prompt is taken."""
-_BATCH = 16
-"""Samples that are encoded at once."""
 
 
 def look_at(data: DataConfig, given: Mapping[str, Any]) -> DataConfig:
@@ -72,8 +69,6 @@ class Source:
     recipe: Recipe
     """With local folders in place of names of the hub."""
     tokenizer: TextTokenizer
-    encoders: list[Encoder]
-    """Of the parts of a mixture, or of the one source."""
     corpus: TokenCorpus
     model: ModelFacts | None
     lengths: NDArray[np.int64] = field(init=False)
@@ -93,20 +88,11 @@ class Source:
         return all(part.source in _TEXT for part in self.recipe.data.parts)
 
     def documents(self) -> Iterator[Document]:
-        """The documents as they are read and encoded, one after the other."""
-        from penstock.engine.data.reading import read_samples
-
-        parts = []
-        for config, encoder in zip(self.recipe.data.parts, self.encoders, strict=True):
-            samples = read_samples(config)
-            while batch := list(itertools.islice(samples, _BATCH)):
-                for encoded in encoder.encode(batch):
-                    parts.append(encoded)
-                    if encoded.last:
-                        weights = [np.ones(len(p.ids), np.float32) if p.weights is None else p.weights for p in parts]
-                        ids = np.concatenate([part.ids for part in parts])
-                        yield Document(parts[0].where, ids, np.concatenate(weights))
-                        parts = []
+        """The documents as training reads them, one after the other."""
+        for number, (start, stop) in enumerate(itertools.pairwise(self.corpus.starts.tolist())):
+            where = self.corpus.origins.where(number) or f"document {number:,}"
+            weights = None if self.corpus.weights is None else self.corpus.weights[start:stop]
+            yield Document(where, self.corpus.tokens[start:stop].astype(np.int64), weights)
 
     def short(self, where: str) -> str:
         """Where a document comes from, from the current folder where that is shorter."""
@@ -153,6 +139,7 @@ class Source:
 
     def lines(self) -> list[str]:
         """What was found of the data, a sentence a line."""
+        from penstock.engine.data.chat import find_template
         from penstock.engine.data.encode import describe_specials
         from penstock.engine.data.reading import source_files
 
@@ -165,11 +152,8 @@ class Source:
             columns = "".join(f", {name} in column {column}" for name, column in part.columns.items())
             found.append(printable(f"{part.source}: {place}{many}{split}{columns}"))
         data = self.recipe.data
-        templates = [
-            encoder.template
-            for part, encoder in zip(data.parts, self.encoders, strict=True)
-            if part.source not in _TEXT and encoder.template is not None
-        ]
+        found_templates = (find_template(part, self.tokenizer) for part in data.parts if part.source not in _TEXT)
+        templates = [template for template in found_templates if template is not None]
         if templates:
             how = "its generation markers" if templates[0].has_markers else "rendering each turn's prefix"
             words = [_TRAINED[data.trained_tokens], *([] if data.trained_tokens == "all" else [f"found by {how}"])]
@@ -228,7 +212,6 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
             model = _look_at_model(recipe)
     with checklist.step("tokenizing the data"):
         with loading():
-            from penstock.engine.data.encode import Encoder
             from penstock.engine.data.prepare import prepare_data
 
         with _place() as folder:
@@ -237,8 +220,7 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
     if model is not None:
         grown = found.tokenizer.vocab_size if recipe.model.added_tokens else 0
         found.corpus.require_vocabulary(max(model.vocab_size, grown))
-    encoders = [Encoder(part, found.tokenizer) for part in recipe.data.parts]
-    return Source(recipe, found.tokenizer, encoders, found.corpus, model)
+    return Source(recipe, found.tokenizer, found.corpus, model)
 
 
 @contextmanager
