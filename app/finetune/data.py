@@ -216,6 +216,7 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
 
         with _place() as folder:
             found = prepare_data(recipe, folder)
+            _ = found.corpus.origins  # read while its file is there
     assert found.tokenizer is not None
     if model is not None:
         grown = found.tokenizer.vocab_size if recipe.model.added_tokens else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -138,22 +138,21 @@ class DataLoader:
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        self._index = 0  # of the current piece in this epoch's order
-        self._offset = 0  # tokens of it already given out
         self._order = epoch_order(self._pieces, self._parts, self._seed, epoch, self._document_order)
-        self._window = self._row = 0  # the window of documents that are packed together, and its next row
+        self._at = (0, 0)
+        """Packed: a window of documents that are packed together, and its next row; else a piece of this epoch's order,
+        and its tokens that have been given out."""
         self._window_rows: tuple[NDArray[np.int64], Rows] | None = None
-        self._windows = 0
+        self._length = len(self._order)
+        """Windows, or pieces."""
         if self._packed and len(self._order):
             tokens = int(self._pieces.tokens(self._order, self._sequence_length).sum())
-            self._windows = num_windows(len(self._order), tokens, self._sequence_length)
+            self._length = num_windows(len(self._order), tokens, self._sequence_length)
 
     @property
     def cursor(self) -> dict[str, Any]:
         """Where the next step begins; JSON. `seek` with it gives exactly the steps that would have followed."""
-        names = ("window", "row") if self._packed else ("piece", "offset")
-        at = (self._window, self._row) if self._packed else (self._index, self._offset)
-        place = dict(zip(names, at, strict=True))
+        place = dict(zip(_PLACE[self._packed], self._at, strict=True))
         return {"corpus": self._corpus.info.content, "epoch": self._epoch, **place, **self._settings}
 
     def seek(self, cursor: dict[str, Any]) -> None:
@@ -171,17 +170,13 @@ class DataLoader:
         if self._packed != ("row" in cursor):
             raise self._lost("is for rows that are filled differently")
         self._start_epoch(cursor["epoch"])
-        if self._packed:
-            self._window, self._row = cursor["window"], cursor["row"]
-            left = self._windows - self._window
-            if left < 0 or self._row >= (len(self._packed_window()[1]) if left else 1):
-                raise self._lost(f"is at row {self._row:,} of window {self._window:,} of {self._windows:,}")
-            return
-        piece, offset = cursor["piece"], cursor["offset"]
-        left = 1 if piece == len(self._order) else self._piece_tokens(piece) if piece < len(self._order) else 0
-        if offset >= left:
-            raise self._lost(f"is at token {offset:,} of piece {piece:,}, and there are {len(self._order):,} pieces")
-        self._index, self._offset = piece, offset
+        self._at = first, second = tuple(cursor[name] for name in _PLACE[self._packed])
+        most = 1 if first == self._length else 0
+        if first < self._length:
+            most = len(self._packed_window()[1]) if self._packed else self._piece_tokens(first)
+        if second >= most:
+            place = ", ".join(f"{name} {at:,}" for name, at in zip(_PLACE[self._packed], self._at, strict=True))
+            raise self._lost(f"is at {place} of {self._length:,}")
 
     def _lost(self, why: str) -> UserError:
         return UserError(
@@ -203,98 +198,95 @@ class DataLoader:
 
     @property
     def _epoch_ended(self) -> bool:
-        return self._window == self._windows if self._packed else self._index == len(self._order)
+        return self._at[0] == self._length
 
     def next_step(self) -> list[MicroBatch]:
         return [self.next_micro_batch() for _ in range(self._micro_batches)]
 
     def next_micro_batch(self) -> MicroBatch:
-        stream = _Stream(self._rows * self._sequence_length, self._corpus)
-        filled = None
-        if self._packed:
-            filled = self._fill_stream(stream)
-        else:
-            for row in range(self._rows):
-                self._fill_trained_row(stream, row * self._sequence_length)
+        stream, at = _Stream(self._rows * self._sequence_length, self._corpus), 0
+        for row in range(1, self._rows + 1):
+            for span in self._next_trained_row():
+                stream.add(at, span)
+                at += span.length
+            if not self._packed:
+                stream.pad(at, row * self._sequence_length, self._sequence_length)
+                at = row * self._sequence_length
+        filled = at if at < len(stream.ids) else None
+        if filled is not None:  # padding is a document of its own at position 0, and nobody looks at it
+            stream.documents.append(at)
         return stream.micro_batch(filled)
 
-    def _fill_trained_row(self, stream: _Stream, row_start: int) -> None:
-        """Fill the row of the stream that begins at `row_start`, leaving out rows without a target."""
-        documents = len(stream.documents)
-        self._fill_row(stream, row_start)
-        while stream.weights is not None and not self.exhausted and not stream.is_trained(row_start):
-            stream.clear(row_start, documents)
-            self._fill_row(stream, row_start)
+    def _next_trained_row(self) -> list[_Span]:
+        """The next row, leaving out rows without a target; packed ones have some."""
+        row = self._next_row()
+        if self._corpus.weights is not None and not self._packed:
+            while not self.exhausted and not any(map(self._is_trained, row)):
+                row = self._next_row()
+        return row
 
-    def _fill_stream(self, stream: _Stream) -> int | None:
-        """Lay packed rows end to end; the number of tokens put in, None where they fill the stream.
+    def _is_trained(self, span: _Span) -> bool:
+        """Whether a token of a span has a target."""
+        assert self._corpus.weights is not None
+        return bool((self._corpus.weights[span.start + 1 : span.start + 1 + span.targets] > 0).any())
 
-        The padding behind them has the position 0: it is a document of its own, and nobody looks at it.
-        """
-        at = 0
-        for _ in range(self._rows):
-            if self.exhausted:
+    def _next_row(self) -> list[_Span]:
+        """The documents of the next row; none behind the end."""
+        found: list[_Span] = []
+        left = self._sequence_length
+        while left and not self.exhausted:
+            while self._epoch_ended:  # an epoch of a mixture may be empty
+                self._start_epoch(self._epoch + 1)
+            if self._packed:
+                return [self._span(piece, 0, self._sequence_length) for piece in self._next_packed()]
+            index, offset = self._at
+            span = self._span(self._order[index], offset, left)
+            found.append(span)
+            left -= span.length
+            done = offset + span.length
+            self._at = (index + 1, 0) if done == self._piece_tokens(index) else (index, done)
+            if self._one_document_per_row:
                 break
-            for piece in self._next_row():
-                start, stop = int(self._pieces.starts[piece]), int(self._pieces.stops[piece])
-                count = min(self._sequence_length, stop - start)
-                stream.add(at, start, count, stop)
-                stream.positions[at : at + count] = np.arange(count)
-                at += count
-        if at == len(stream.ids):
-            return None
-        stream.documents.append(at)
-        return at
-
-    def _next_row(self) -> NDArray[np.int64]:
-        """The pieces of the next row."""
-        while self._epoch_ended:  # an epoch of a mixture may be empty
-            self._start_epoch(self._epoch + 1)
-        members, rows = self._packed_window()
-        found = members[rows.row(self._row)]
-        self._row += 1
-        if self._row == len(rows):
-            self._window, self._row, self._window_rows = self._window + 1, 0, None
         return found
+
+    def _span(self, piece: np.int64, offset: int, most: int) -> _Span:
+        """Tokens of a piece from `offset` on, at most so many."""
+        begin, stop = int(self._pieces.starts[piece]), int(self._pieces.stops[piece])
+        start = begin + offset
+        count = min(most, min(begin + self._sequence_length, stop) - start)
+        return _Span(start, count, min(count, stop - start - 1))
+
+    def _next_packed(self) -> NDArray[np.int64]:
+        """The pieces of the next row of a window."""
+        members, rows = self._packed_window()
+        index, row = self._at
+        self._at = index, row + 1
+        if row + 1 == len(rows):
+            self._at, self._window_rows = (index + 1, 0), None
+        return members[rows.row(row)]
 
     def _packed_window(self) -> tuple[NDArray[np.int64], Rows]:
         """The pieces of the present window, and the rows that they make."""
         if self._window_rows is None:
-            members = self._order[window(self._window, self._windows, len(self._order))]
+            members = self._order[window(self._at[0], self._length, len(self._order))]
             lengths = self._pieces.tokens(members, self._sequence_length)
-            seed = np.random.SeedSequence([self._seed, self._epoch], spawn_key=(self._window,))
+            seed = np.random.SeedSequence([self._seed, self._epoch], spawn_key=(self._at[0],))
             rows = pack_rows(lengths, self._sequence_length, self._packing, self._document_order, seed)
             self._window_rows = members, rows
         return self._window_rows
 
-    def _fill_row(self, stream: _Stream, row_start: int) -> None:
-        """Fill the row of the stream that begins at `row_start`."""
-        length = self._sequence_length
-        positions = stream.positions[row_start : row_start + length]
-        filled = 0
-        while filled < length:
-            if self.exhausted:
-                break
-            while self._epoch_ended:
-                self._start_epoch(self._epoch + 1)
-            piece = self._order[self._index]
-            document_stop = int(self._pieces.stops[piece])
-            stop = min(int(self._pieces.starts[piece]) + length, document_stop)
-            start = int(self._pieces.starts[piece]) + self._offset
-            count = min(length - filled, stop - start)
-            stream.add(row_start + filled, start, count, document_stop)
-            positions[filled:] = np.arange(length - filled)
-            filled += count
-            if start + count == stop:
-                self._index += 1
-                self._offset = 0
-            else:
-                self._offset += count
-            if self._one_document_per_row:
-                break
-        if not filled:
-            stream.documents.append(row_start)
-            positions[:] = np.arange(length)
+
+_PLACE = {True: ("window", "row"), False: ("piece", "offset")}
+"""What the two numbers of a place are called in a cursor, of packed rows and of others."""
+
+
+class _Span(NamedTuple):
+    """Tokens of the corpus that are a document of a row."""
+
+    start: int
+    length: int
+    targets: int
+    """Of them, from the first on, that have a next token to predict."""
 
 
 class _Stream:
@@ -312,12 +304,12 @@ class _Stream:
         self.lengths: list[int] = []
         self.sources: list[int] = []
 
-    def add(self, at: int, start: int, count: int, document_stop: int) -> None:
-        """Lay `count` tokens of the corpus from `start` at `at`: a document, whose targets end at `document_stop`."""
-        targets = min(count, document_stop - start - 1)
-        stop = start + max(count, targets + 1)
-        tokens = self.corpus.tokens[start:stop]
+    def add(self, at: int, span: _Span) -> None:
+        """Lay tokens of the corpus at `at`: a document."""
+        start, count, targets = span
+        tokens = self.corpus.tokens[start : start + max(count, targets + 1)]
         self.ids[at : at + count] = tokens[:count]
+        self.positions[at : at + count] = np.arange(count)
         labels = self.labels[at : at + targets]
         labels[:] = tokens[1 : 1 + targets]
         if self.corpus.weights is not None and self.weights is not None:
@@ -328,18 +320,12 @@ class _Stream:
         self.lengths.append(count)
         self.sources.append(start)
 
-    def is_trained(self, start: int) -> bool:
-        """Whether a token from `start` on has a target."""
-        return bool((self.labels[start:] != IGNORE_LABEL).any())
-
-    def clear(self, start: int, documents: int) -> None:
-        """Take out what was put in from `start` on, behind the first `documents` documents."""
-        padding = _Stream(len(self.ids) - start, self.corpus)
-        self.ids[start:], self.labels[start:] = padding.ids, padding.labels
-        if self.weights is not None:
-            self.weights[start:] = 1
-        for found in (self.documents, self.lengths, self.sources):
-            del found[documents:]
+    def pad(self, at: int, end: int, length: int) -> None:
+        """Let the padding from `at` to the `end` of a row of that `length` belong to its last document, or be one."""
+        if at == end - length:
+            self.documents.append(at)
+        begin = self.documents[-1]
+        self.positions[begin:end] = np.arange(end - begin)
 
     def micro_batch(self, filled: int | None) -> MicroBatch:
         weighted = self.weights is not None and bool((self.weights != 1).any())
@@ -359,7 +345,7 @@ class _Stream:
 def _is_cursor(cursor: object) -> bool:
     if not isinstance(cursor, dict) or not isinstance(cursor.get("corpus"), str):
         return False
-    places = [cursor.get(name) for name in ("epoch", *(("window", "row") if "row" in cursor else ("piece", "offset")))]
+    places = [cursor.get(name) for name in ("epoch", *_PLACE["row" in cursor])]
     return all(is_whole(place) and place >= 0 for place in places)
 
 
