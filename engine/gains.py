@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from penstock.storage.files.untrusted import is_whole
+from penstock.storage.files.untrusted import Size, typed
 
 
 class EarlyEnd(NamedTuple):
@@ -32,25 +32,22 @@ class Gains:
 
     best: float | None = None
     """The lowest loss so far, nats."""
-    best_step: int | None = None
+    best_step: Size | None = None
     """Step whose weights had it."""
-    without: int = 0
+    without: Size = 0
     """Validations in a row since then, none of them lower."""
-    tokens: int | None = None
+    tokens: Size | None = None
     """Targets that they were measured on: losses of others cannot be compared."""
 
     @classmethod
     def of(cls, record: Any) -> Gains:
         """What a generation's record has; a new one where it has none, or nothing that `to_json` writes."""
-        if not isinstance(record, dict) or record.keys() != asdict(cls()).keys():
+        try:
+            found = typed(record, cls)
+        except ValueError:
             return cls()
-        found = cls(**record)
-        whole = [found.without, *(value for value in (found.best_step, found.tokens) if value is not None)]
-        if not all(is_whole(value) and value >= 0 for value in whole):
-            return cls()
-        best = found.best
-        sound = best is None or (isinstance(best, float) and math.isfinite(best))
-        return found if sound and (best is None) == (found.best_step is None) else cls()
+        sound = found.best is None or math.isfinite(found.best)
+        return found if sound and (found.best is None) == (found.best_step is None) else cls()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

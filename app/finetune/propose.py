@@ -18,11 +18,18 @@ from penstock.app.finetune.data import Source, look_at, open_source
 from penstock.app.finetune.defaults import SAMPLE_TOKENS, Default, Found, choose
 from penstock.app.finetune.report import SAMPLES, length_figures, sample
 from penstock.app.recipes.fields import parse_value
-from penstock.app.recipes.recipe import apply_overrides, changes, from_dict, resolve_paths, save_recipe, to_dict
+from penstock.app.recipes.recipe import (
+    apply_overrides,
+    changes,
+    from_dict,
+    resolve_paths,
+    save_recipe,
+    to_dict,
+    write_text,
+)
 from penstock.app.recipes.text import python_text
 from penstock.app.trackers.require import require_trackers
 from penstock.engine.config import DataConfig, ModelConfig, Recipe
-from penstock.storage.files.disk import atomic_write
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.model_folder import remarks_on_weights
 from penstock.storage.files.untrusted import one_line, shell
@@ -255,11 +262,7 @@ def write_recipe(proposal: Proposal, path: Path, words: Sequence[str], *, overwr
         return
     require_new(path, overwrite=overwrite)
     text = python_text(proposal.recipe, _about(proposal, path, words), {i.key: i.why for i in proposal.chosen})
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, text)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+    write_text(path, text, overwrite=overwrite)
 
 
 def require_new(path: Path, *, overwrite: bool = False) -> None:

@@ -23,7 +23,7 @@ from penstock.engine.config import AfterConfig as AfterConfig
 from penstock.engine.config import Recipe as Recipe
 from penstock.engine.config import nearest, require_effect
 from penstock.storage.files import sealed
-from penstock.storage.files.disk import prepare_file, publish
+from penstock.storage.files.disk import atomic_write
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.links import require_no_entry
 from penstock.storage.files.untrusted import one_line, parse_json, read_regular, real_path
@@ -91,31 +91,21 @@ def changes(recipe: Recipe) -> dict[str, Any]:
 
 
 def save_recipe(path: Path, recipe: Recipe, *, overwrite: bool = False) -> None:
-    """Write the recipe's `changes` as JSON, whole or not at all.
-
-    Raises UserError where the file exists and where it cannot be written.
-    """
+    """Write the recipe's `changes` as JSON; UserError as `write_text`."""
     if path.suffix != ".json":
         raise UserError(f"{path}: a recipe is saved as JSON; let its name end in .json")
-    text = json.dumps(changes(recipe), indent=2, allow_nan=False) + "\n"
+    write_text(path, json.dumps(changes(recipe), indent=2, allow_nan=False) + "\n", overwrite=overwrite)
+
+
+def write_text(path: Path, text: str, *, overwrite: bool = False) -> None:
+    """Write the text of a recipe, whole or not at all. UserError where it exists, and where it cannot be written."""
+    if os.path.lexists(path) and not overwrite:
+        raise UserError(f"{path}: exists; choose another name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        written = prepare_file(path, text.encode())
-        if overwrite:
-            publish(written, path)
-        else:
-            _link(written, path)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
-
-
-def _link(written: Path, path: Path) -> None:
-    try:
-        os.link(written, path)  # unlike a replacement, refused where the name is taken
-    except FileExistsError:
-        raise UserError(f"{path}: exists; choose another name") from None
-    finally:
-        written.unlink()
+    atomic_write(path, text)
 
 
 def from_json(text: str, where: str = "recipe.json") -> Recipe:

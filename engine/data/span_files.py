@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.storage.files.crc import checksum
-from penstock.storage.files.disk import reporting
+from penstock.storage.files.disk import read_all, reporting
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import open_regular
 
@@ -72,15 +72,12 @@ class SpanFile:
         self._checked[first:end] = True
         return np.frombuffer(data[start - begin : stop - begin], dtype=self.dtype)
 
-    def read_bytes(self, start: int, count: int) -> bytes:
+    def read_bytes(self, start: int, count: int) -> bytearray:
         """Bytes of the file as they are. UserError where the drive does not give them."""
+        data = bytearray(count)
         with reporting(self.path, f"reading {count:,} bytes"):
-            data = os.pread(self._fd, count, start)
-            while len(data) < count:
-                more = os.pread(self._fd, count - len(data), start + len(data))
-                if not more:
-                    raise damage(self.path, f"it became shorter than {start + count:,} bytes while it was in use")
-                data += more
+            if not read_all(self._fd, [memoryview(data)], start):
+                raise damage(self.path, f"it became shorter than {start + count:,} bytes while it was in use")
         return data
 
     def _fault(self, block: int, data: memoryview) -> str | None:

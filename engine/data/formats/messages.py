@@ -37,8 +37,14 @@ def matches(fields: dict[str, Any]) -> bool:
 
 
 def convert(fields: dict[str, Any], where: str) -> Conversation:
-    messages = with_system(read_messages(list_field(fields, "messages", where), where, "messages"), fields, where)
-    require_answer(messages, fields, where)
+    return conversation(list_field(fields, "messages", where), fields, where, "messages")
+
+
+def conversation(values: list[Any], fields: dict[str, Any], where: str, field: str) -> Conversation:
+    """The conversation of a row whose messages are `values`, of its `field`, with what the row has beside them."""
+    messages = with_system(read_messages(values, where, field), fields, where)
+    if is_preference(fields) and not any(message["role"] == "assistant" for message in messages):
+        raise RowError(f"{where}: {PREFERENCE}")
     return Conversation(where, messages, read_tools(fields, where), read_kwargs(fields, where))
 
 
@@ -54,12 +60,6 @@ def read_messages(values: list[Any], where: str, field: str) -> list[dict[str, A
     if not any(any(content_texts(message.get("content"))) or _calls(message) for message in messages):
         raise RowError(f"{where}: the conversation is empty: no message has any `content`")
     return messages
-
-
-def require_answer(messages: list[dict[str, Any]], fields: dict[str, Any], where: str) -> None:
-    """RowError where the answers to a conversation are the two of a preference pair."""
-    if is_preference(fields) and not any(message["role"] == "assistant" for message in messages):
-        raise RowError(f"{where}: {PREFERENCE}")
 
 
 def read_tools(fields: dict[str, Any], where: str) -> list[dict[str, Any]] | None:

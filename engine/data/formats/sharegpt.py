@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.engine.data.formats.base import VERDICTS, kind, list_field, unpacked
-from penstock.engine.data.formats.messages import read_kwargs, read_messages, read_tools, require_answer, with_system
+from penstock.engine.data.formats.messages import conversation
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Conversation
 from penstock.storage.files.untrusted import one_line
@@ -47,9 +47,7 @@ def has_turns(value: Any) -> bool:
 def convert(fields: dict[str, Any], where: str) -> Conversation:
     turns = list_field(fields, "conversations", where)
     messages = [_message(turn, f"{where}: conversations[{index}]") for index, turn in enumerate(turns)]
-    read = with_system(read_messages(messages, where, "conversations"), fields, where)
-    require_answer(read, fields, where)
-    return Conversation(where, read, read_tools(fields, where), read_kwargs(fields, where))
+    return conversation(messages, fields, where, "conversations")
 
 
 def _message(turn: Any, where: str) -> dict[str, Any]:
