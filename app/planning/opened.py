@@ -47,7 +47,7 @@ def with_found_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
     paths = [part.get("path") for part in data.mixture] or [data.path]
     if "auto" not in sources or any(map(is_hub, paths)):
         return recipe, []
-    from penstock.engine.data.found import found_source
+    from penstock.engine.data.formats.detect import found_source
 
     data, said = found_source(data)
     return replace(recipe, data=data), said

@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.engine.config import Recipe
 from penstock.engine.data.corpus import prepare_text, random_corpus
 from penstock.engine.data.corpus_files import TokenCorpus
-from penstock.engine.data.found import found_source
+from penstock.engine.data.formats.detect import found_source
 from penstock.engine.data.loader import DataLoader, ValidationSet
 from penstock.engine.data.packing import split_documents
 from penstock.engine.data.tokenizer import TextTokenizer
