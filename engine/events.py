@@ -21,10 +21,10 @@ def op_text(op: str, block: str, chunk: int) -> str:
 
     `chunk` -1: it concerns the whole block.
     """
-    return f"{op} {place_text(block, chunk)}"
+    return f"{op} {location_text(block, chunk)}"
 
 
-def place_text(block: str, chunk: int) -> str:
+def location_text(block: str, chunk: int) -> str:
     """Which block of the model, or which chunk or part of it: `layers.3`, `layers.3[2]`."""
     return f"{block}[{chunk}]" if chunk >= 0 else block
 

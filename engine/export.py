@@ -14,10 +14,10 @@ from transformers import PretrainedConfig
 
 from penstock.engine.config import AdapterConfig, DataConfig, Recipe, drive_folders, state_folder
 from penstock.engine.data.chat import ChatTemplate
-from penstock.engine.data.corpus import kept_tokenizer
-from penstock.engine.data.kept_template import FILE as TEMPLATE_FILE
-from penstock.engine.data.kept_template import kept_template, trained_ends
+from penstock.engine.data.corpus import saved_tokenizer
 from penstock.engine.data.read_by_type import read_otherwise
+from penstock.engine.data.saved_template import FILE as TEMPLATE_FILE
+from penstock.engine.data.saved_template import load_template, trained_ends
 from penstock.engine.data.tokenizer import TextTokenizer, tokenizer_contents
 from penstock.engine.hf import weights
 from penstock.engine.hf.adapter_folder import write_adapter
@@ -29,7 +29,7 @@ from penstock.engine.model.adapter_values import AdapterLayers
 from penstock.engine.model.adapters import plain_name
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.spec import ModelSpec, block_of, buffers_of_blocks, layouts
-from penstock.engine.run_files import with_kept_inputs
+from penstock.engine.run_files import with_saved_inputs
 from penstock.engine.runtime.state import read_parameters
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.safetensors import CheckpointReader
@@ -75,7 +75,7 @@ def export(
     not; and for an adapter that cannot be merged.
     """
     with reading_run(run_dir, recipe, checkpoint) as run:
-        named, recipe, is_kept = recipe.model.path, run.recipe, run.is_kept
+        named, recipe, lacks_model = recipe.model.path, run.recipe, run.lacks_model
         spec, origin, stored = run.spec, run.origin, run.stored
         adapter, constants = spec.adapter, run.constants
         flat: dict[str, FlatLayout] = layouts(spec)
@@ -99,13 +99,13 @@ def export(
             remarks: list[str] = []
         else:
             usual = "float32" if recipe.train.compute_dtype == "float32" else "bfloat16"
-            like = None if is_kept else origin
+            like = None if lacks_model else origin
             rows = stored if recipe.model.added_tokens and like is not None else None
             whole = spec
             read: weights.ReadBuffer = parameters
-            kept = {array.buffer: getattr(torch, array.dtype) for array in run.store.arrays() if array.fixed}
-            if kept and like is not None:
-                read = _unrounded(spec, parameters, kept, like, rows)
+            fixed = {array.buffer: getattr(torch, array.dtype) for array in run.store.arrays() if array.fixed}
+            if fixed and like is not None:
+                read = _unrounded(spec, parameters, fixed, like, rows)
             if adapter is not None:
                 whole = take_apart(spec.config)
                 dtypes = {} if dtype != "auto" or like is None else weights.parameter_dtypes(whole, like, rows)
@@ -126,7 +126,7 @@ def export(
                 convert=dtype != "auto",
                 max_shard_bytes=max_shard_bytes,
             )
-            if is_kept:
+            if lacks_model:
                 write_generation_config(out_dir, origin, spec.config, run.stops())
                 remarks.append(
                     f"model.path: {named} is missing here, so tensors have transformers' own names and only the text "
@@ -159,7 +159,7 @@ class RunState:
     store: NvmeStore
     recipe: Recipe
     """With what serves here in the place of what it names."""
-    is_kept: bool
+    lacks_model: bool
     """Whether of the model's folder, which is not here, there are the small files."""
     spec: ModelSpec
     constants: dict[str, Tensor]
@@ -183,8 +183,8 @@ class RunState:
                 other = self.template.texts
         if folder is None or not folder.is_dir():
             return {}
-        found = tokenizer_contents(folder, other)
-        return found | named_code(folder, found)[0]
+        result = tokenizer_contents(folder, other)
+        return result | named_code(folder, result)[0]
 
     def stops(self) -> frozenset[int]:
         """Tokens that end a text or a turn of what the run writes."""
@@ -200,7 +200,7 @@ def reading_run(run_dir: Path, recipe: Recipe, checkpoint: str | None = None) ->
 
     Raises UserError when there is no such.
     """
-    named, recipe = recipe.model.path, with_kept_inputs(recipe, run_dir)
+    named, recipe = recipe.model.path, with_saved_inputs(recipe, run_dir)
     root = state_folder(run_dir)
     folder = root
     if checkpoint is not None:
@@ -209,15 +209,15 @@ def reading_run(run_dir: Path, recipe: Recipe, checkpoint: str | None = None) ->
     store = NvmeStore.open(folder, drives=drive_folders(run_dir, recipe.storage), read_only=True)
     try:
         origin = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
-        tokenizer = kept_tokenizer(recipe.data, origin, run_dir / "data" / "tokenizer", recipe.model.added_tokens)
+        tokenizer = saved_tokenizer(recipe.data, origin, run_dir / "data" / "tokenizer", recipe.model.added_tokens)
         vocabulary = tokenizer.vocab_size if tokenizer else None
         stored = model_config(recipe, vocabulary)
         config = with_vocabulary(stored, recipe, vocabulary)
         spec = take_apart(config, recipe.train.freeze, recipe.adapter if recipe.adapter.is_used else None)
         constants = read_constants_file(root / CONSTANTS_FILE, store.meta.get("constants"), spec.constants)
         template, said = _template_of(recipe.data, tokenizer, run_dir / "data")
-        is_kept = recipe.model.path != named
-        yield RunState(store, recipe, is_kept, spec, constants, stored, origin, tokenizer, template, said)
+        lacks_model = recipe.model.path != named
+        yield RunState(store, recipe, lacks_model, spec, constants, stored, origin, tokenizer, template, said)
     finally:
         store.close()
 
@@ -230,7 +230,7 @@ def _template_of(
     if tokenizer is None:
         return None, []
     try:
-        return kept_template(data, tokenizer, folder), []
+        return load_template(data, tokenizer, folder), []
     except UserError as error:
         if (folder / TEMPLATE_FILE).exists():
             raise
@@ -240,7 +240,7 @@ def _template_of(
 def _unrounded(
     spec: ModelSpec,
     read: weights.ReadBuffer,
-    kept: Mapping[str, torch.dtype],
+    fixed: Mapping[str, torch.dtype],
     origin: Path,
     stored: PretrainedConfig | None,
 ) -> weights.ReadBuffer:
@@ -253,7 +253,7 @@ def _unrounded(
     layout = weights.CheckpointLayout(spec, reader, stored)
 
     def read_buffer(name: str) -> Mapping[str, Tensor]:
-        values, dtype = read(name), kept.get(name)
+        values, dtype = read(name), fixed.get(name)
         if dtype is None or all(torch.promote_types(dtypes[n], dtype) == dtype for n in values if n in dtypes):
             return values
         first = dict(weights.read_block(reader, layout, block_of(name)))

@@ -43,11 +43,11 @@ class Gains:
     def of(cls, record: Any) -> Gains:
         """What a generation's record has; a new one where it has none, or nothing that `to_json` writes."""
         try:
-            found = typed(record, cls)
+            result = typed(record, cls)
         except ValueError:
             return cls()
-        sound = found.best is None or math.isfinite(found.best)
-        return found if sound and (found.best is None) == (found.best_step is None) else cls()
+        sound = result.best is None or math.isfinite(result.best)
+        return result if sound and (result.best is None) == (result.best_step is None) else cls()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

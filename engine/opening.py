@@ -55,8 +55,8 @@ from penstock.engine.model.check import check_model
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.plan.plan import Plan
 from penstock.engine.preparing import Checklist
-from penstock.engine.record import Recorded, recorded_kernels, recorded_of, require_record, tell_changed
-from penstock.engine.run_files import with_kept_inputs
+from penstock.engine.record import Recorded, recorded_kernels, recorded_of, report_changed, require_record
+from penstock.engine.run_files import with_saved_inputs
 from penstock.engine.run_model import adapter_start, describe_run, remarks_on_model
 from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.failures import explain
@@ -90,7 +90,7 @@ def open_session(
     compilation = find_compilation(train, device, observer.on_message)
     checklist = Checklist(observer)
     uploads = _begin_uploads(recipe, run_dir, checklist, resume=resume)
-    given, recipe = recipe, with_kept_inputs(recipe, run_dir)
+    given, recipe = recipe, with_saved_inputs(recipe, run_dir)
     prepared, spec, new_rows = describe_run(recipe, run_dir, checklist)
     start = None if resume else adapter_start(recipe, spec, observer)
     if not resume:
@@ -217,7 +217,7 @@ def open_session(
         with checklist.step("choosing kernels", when=measured(device)):
             lost = _choose_kernels(wanted, lanes, device, train, found.plan, kernels)
         if lost:
-            tell_changed(observer, store, lost, anew=True)
+            report_changed(observer, store, lost, anew=True)
         calibration = None
         if train.calibrate:
             fixed = recorded is not None or train.deterministic

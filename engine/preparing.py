@@ -10,14 +10,14 @@ from typing import Protocol
 
 from penstock.engine.events import Preparing
 
-TELL_S = 0.25
+REPORT_S = 0.25
 """Between two words of progress on an item."""
 
 _under_way: Checklist | None = None
 """Whose item is being done in this process, if any."""
 
 
-def tell(fraction: float | None = None, detail: str | None = None) -> None:
+def report(fraction: float | None = None, detail: str | None = None) -> None:
     """`Checklist.progress` of the item that is being done in this process, for whoever works on it deep below.
 
     Says nothing where nothing is prepared: what a run prepares is prepared elsewhere too.
@@ -44,7 +44,7 @@ class Checklist:
         self._listener = listener
         self._lock = threading.Lock()
         self._item: str | None = None
-        self._began = self._told = 0.0
+        self._began = self._reported = 0.0
 
     @contextmanager
     def step(self, item: str, *, when: bool = True) -> Iterator[None]:
@@ -58,8 +58,8 @@ class Checklist:
         with self._lock:
             assert self._item is None, f"{item} begins within {self._item}"
             self._item, self._began = item, time.perf_counter()
-            self._told = self._began
-            self._tell(Preparing(item, "begun", 0.0))
+            self._reported = self._began
+            self._report(Preparing(item, "begun", 0.0))
         global _under_way
         outer, _under_way = _under_way, self
         try:
@@ -72,23 +72,23 @@ class Checklist:
             _under_way = outer
         with self._lock:
             self._item = None
-            self._tell(Preparing(item, "done", time.perf_counter() - self._began))
+            self._report(Preparing(item, "done", time.perf_counter() - self._began))
 
     def progress(self, fraction: float | None = None, detail: str | None = None) -> None:
         """How far the present item is: a `fraction` from 0 to 1, and a few words of what it is at.
 
-        Any thread may call this as often as it likes; it is told every TELL_S seconds at most. A late call, when no
+        Any thread may call this as often as it likes; it is told every REPORT_S seconds at most. A late call, when no
         item is being done any more, says nothing.
         """
         with self._lock:
             now = time.perf_counter()
-            if self._item is None or now - self._told < TELL_S:
+            if self._item is None or now - self._reported < REPORT_S:
                 return
-            self._told = now
+            self._reported = now
             if fraction is not None:
                 fraction = min(1.0, max(0.0, fraction))
-            self._tell(Preparing(self._item, "progress", now - self._began, detail, fraction))
+            self._report(Preparing(self._item, "progress", now - self._began, detail, fraction))
 
-    def _tell(self, item: Preparing) -> None:
+    def _report(self, item: Preparing) -> None:
         if self._listener is not None:
             self._listener.on_prepare(item)

@@ -15,7 +15,7 @@ from penstock.engine.events import LaneTotals, Observer, Progress, UnderWay, op_
 from penstock.engine.schedule.actions import LANES
 from penstock.engine.session import Session
 
-TELL_S = 0.25
+REPORT_S = 0.25
 """Between two words of progress."""
 
 LOOK_S = 10.0
@@ -38,7 +38,7 @@ class Live:
         self._session = session
         self._observer = observer
         self._lanes: dict[str, LaneTotals] = defaultdict(LaneTotals)
-        self._telling = threading.Lock()
+        self._reporting = threading.Lock()
         self._end = threading.Event()
         self._failure: Exception | None = None
         self._nvme_bytes = 0
@@ -54,40 +54,40 @@ class Live:
         self._end.set()
         self._thread.join(CLOSE_S)  # it may be looking at a drive that does not answer
         if kind is None:
-            self.tell()
+            self.report()
         elif self._failure is None:
             with contextlib.suppress(Exception):
-                self._tell()
+                self._report()
 
     @property
     def lanes(self) -> dict[str, dict[str, float]]:
         """Lane -> busy_s, bytes of the spans that were told."""
         return {lane: {"busy_s": self._lanes[lane].busy_s, "bytes": self._lanes[lane].bytes} for lane in LANES}
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Tell what has ended by now: what follows comes after these spans. Raises what the thread has met."""
         if self._failure is not None:
             raise self._failure
-        self._tell()
+        self._report()
 
     def tier_bytes(self) -> dict[str, int]:
         """gpu, ram, nvme -> the most bytes held so far; of NVMe as of the last look at the drives."""
         return memory_peaks(self._session) | {"nvme": self._nvme_bytes}
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         executor = self._session.executor
-        with self._telling:
+        with self._reporting:
             spans = executor.take_spans()
             for span in spans:
                 self._lanes[span.lane].add(span)
             progress = Progress(spans, *executor.under_way())
-            preparing.tell(detail=_computing(progress.under_way))
+            preparing.report(detail=_computing(progress.under_way))
             self._observer.on_progress(progress)
 
     def _work(self) -> None:
-        while not self._end.wait(TELL_S):
+        while not self._end.wait(REPORT_S):
             try:
-                self._tell()
+                self._report()
                 if time.monotonic() >= self._look_at:
                     self._look()
             except Exception as error:

@@ -83,11 +83,11 @@ def recorded_kernels(
     others = [] if kernels is None else changes(kernels, device)
     lacking = [] if recorded is None else recorded.lacking(compilation)
     if others or lacking:
-        tell_changed(observer, store, [*others, *lacking], anew=bool(others) and measured(device))
+        report_changed(observer, store, [*others, *lacking], anew=bool(others) and measured(device))
     return None if others else kernels
 
 
-def tell_changed(observer: Observer, store: NvmeStore, what: Sequence[str], *, anew: bool) -> None:
+def report_changed(observer: Observer, store: NvmeStore, what: Sequence[str], *, anew: bool) -> None:
     """Say what makes results others; `anew`: kernels as well."""
     chosen = "kernels are chosen anew, and " if anew else ""
     observer.on_message(

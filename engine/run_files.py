@@ -29,37 +29,37 @@ _SMALL = re.compile(
 
 def run_files(run_dir: Path, recipe: Recipe) -> dict[str, Path]:
     """The files by their paths within a run directory: recipe, history, data, and the small ones of what it names."""
-    found = {name: run_dir / name for name in (RECIPE, *HISTORY)}
-    found |= {f"data/{name}": path for name, path in _below(run_dir / "data")}
+    result = {name: run_dir / name for name in (RECIPE, *HISTORY)}
+    result |= {f"data/{name}": path for name, path in _below(run_dir / "data")}
     model, tokenizer, template = (
-        _there(named, run_dir / INPUTS / kept)
-        for named, kept in (
+        _there(named, run_dir / INPUTS / saved)
+        for named, saved in (
             (recipe.model.path, _MODEL),
             (recipe.data.tokenizer, _TOKENIZER),
             (recipe.data.chat_template, _template_name(recipe)),
         )
     )
-    for source, kept in ((model, _MODEL), (tokenizer, _TOKENIZER)):
+    for source, saved in ((model, _MODEL), (tokenizer, _TOKENIZER)):
         if source is not None:
-            found |= {f"{INPUTS}/{kept}/{name}": path for name, path in _small(source)}
+            result |= {f"{INPUTS}/{saved}/{name}": path for name, path in _small(source)}
     if template is not None and template.is_file():
-        found[f"{INPUTS}/{_template_name(recipe)}"] = template
-    return {name: path for name, path in found.items() if path.is_file()}
+        result[f"{INPUTS}/{_template_name(recipe)}"] = template
+    return {name: path for name, path in result.items() if path.is_file()}
 
 
-def with_kept_inputs(recipe: Recipe, run_dir: Path) -> Recipe:
+def with_saved_inputs(recipe: Recipe, run_dir: Path) -> Recipe:
     """The recipe with what was kept of its model's folder, tokenizer and chat template, where these are not here.
 
     Of the model there are no weights then: a resume needs none, and an export takes the run's own.
     """
-    kept = run_dir / INPUTS
+    saved = run_dir / INPUTS
     model, data = recipe.model, recipe.data
-    if _is_missing(model.path) and (kept / _MODEL).is_dir():
-        model = replace(model, path=str(kept / _MODEL))
-    if _is_missing(data.tokenizer) and (kept / _TOKENIZER).is_dir():
-        data = replace(data, tokenizer=str(kept / _TOKENIZER))
-    if _is_missing(data.chat_template) and (kept / _template_name(recipe)).is_file():
-        data = replace(data, chat_template=str(kept / _template_name(recipe)))
+    if _is_missing(model.path) and (saved / _MODEL).is_dir():
+        model = replace(model, path=str(saved / _MODEL))
+    if _is_missing(data.tokenizer) and (saved / _TOKENIZER).is_dir():
+        data = replace(data, tokenizer=str(saved / _TOKENIZER))
+    if _is_missing(data.chat_template) and (saved / _template_name(recipe)).is_file():
+        data = replace(data, chat_template=str(saved / _template_name(recipe)))
     return recipe if (model, data) == (recipe.model, recipe.data) else replace(recipe, model=model, data=data)
 
 
@@ -72,12 +72,12 @@ def _is_missing(path: str | None) -> bool:
     return path is not None and not Path(path).expanduser().exists()
 
 
-def _there(named: str | None, kept: Path) -> Path | None:
+def _there(named: str | None, saved: Path) -> Path | None:
     """Where what the recipe names is, or is kept; None where it names nothing, or it is nowhere."""
     if named is None:
         return None
     path = Path(named).expanduser()
-    return path if path.exists() else kept if kept.exists() else None
+    return path if path.exists() else saved if saved.exists() else None
 
 
 def _below(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -173,7 +173,7 @@ def _run(session: Session, observer: Observer) -> TrainResult:
                 break
             with checklist.step("first step", when=not steps):
                 metrics = train_step(session)
-            live.tell()
+            live.report()
             metrics.time, metrics.tier_bytes = time.time(), live.tier_bytes()
             metrics.warmup = len(steps) < WARMUP_STEPS
             observer.on_step(metrics)

@@ -35,11 +35,11 @@ from penstock.storage.offsite.place import parse_place
 from penstock.storage.offsite.send import send_checkpoint
 from penstock.storage.tier.manifest import FILE_NAME, Manifest
 
-_TOLD_S = 10.0
+_REPORT_S = 10.0
 """Between two words on an upload that the run's end waits for."""
 _POLL_S = 0.05
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Uploads:
@@ -56,7 +56,7 @@ class Uploads:
         self._messages: deque[str] = deque()
         self._news = threading.Condition()
         self._next: str | None = None
-        self._waits = self._told_waits = self._ends = False
+        self._waits = self._reported_waiting = self._ends = False
         self._sending: int | None = None
         """Step of the generation that is on its way."""
         self._moved = self._total = 0
@@ -87,7 +87,7 @@ class Uploads:
         run goes on from is sent. UserError where another run has taken the place meanwhile."""
         self._store = store
         self._claim = Claim(self._link, store.root, store.id, self._recipe.name)
-        with one_at_a_time(store.root, self._tell_of_another):
+        with one_at_a_time(store.root, self._report_another):
             known = self._claim.look()
             self._claimed_new = known is None
             self._claim.take()
@@ -99,7 +99,7 @@ class Uploads:
         step = int(store.meta["step"])
         if step != self._newest and (left or self.due(step)):
             self._taken = step
-            self._keep_next()
+            self._save_next()
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
         self._thread.start()
 
@@ -122,31 +122,31 @@ class Uploads:
         with self._news:
             if self._sending is not None or self._next is not None:
                 self._waits = True
-                if not self._told_waits:
-                    self._told_waits = True
+                if not self._reported_waiting:
+                    self._reported_waiting = True
                     self._say(
                         f"step {step} is due for upload, but the upload of step {self._sending} is still running: the "
                         "newest generation follows when it is done; uploads take longer than storage.offsite_every"
                     )
                 return
-        self._keep_next()
+        self._save_next()
 
     def take_messages(self) -> list[str]:
         """What is to be told, once each."""
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
-    def finish(self, tell: Tell) -> None:
+    def finish(self, report: Report) -> None:
         """Wait for what is due, telling how far it is."""
-        told_at = time.monotonic()
+        reported_at = time.monotonic()
         while self._is_busy():
             for message in self.take_messages():
-                tell(message)
-            if time.monotonic() - told_at > _TOLD_S:
-                told_at = time.monotonic()
-                tell(self._progress())
+                report(message)
+            if time.monotonic() - reported_at > _REPORT_S:
+                reported_at = time.monotonic()
+                report(self._progress())
             time.sleep(_POLL_S)
         for message in self.take_messages():
-            tell(message)
+            report(message)
 
     def close(self, *, began: bool = True) -> None:
         """End at once: an upload that is on its way is begun anew by the next process. `began`: whether the run has
@@ -177,7 +177,7 @@ class Uploads:
     def _say(self, text: str) -> None:
         self._messages.append(f"storage.offsite: {text}")
 
-    def _keep_next(self) -> None:
+    def _save_next(self) -> None:
         """Make the checkpoint that is sent next, of what is committed."""
         step = int(self._store.meta["step"])
         name = upload_name(step)
@@ -219,7 +219,7 @@ class Uploads:
                     self._sending = None
                     return
                 self._waits = False
-            self._keep_next()
+            self._save_next()
 
     def _send(self, name: str) -> None:
         """Upload a checkpoint of ours. UserError."""
@@ -238,21 +238,21 @@ class Uploads:
             automatic=True,
             keep=self._keep,
             bytes_per_s=self._bytes_per_s,
-            waits=self._tell_of_another,
+            waits=self._report_another,
             begins=self._begins,
-            told=self._told,
+            told=self._count,
         )
         self._newest, self._sent_any = step, True
         took_s = time.monotonic() - started
         self._say(f"step {step} is at {self._link.place}: {bytes_text(sent.moved_bytes)} in {took_s:.1f} s")
 
-    def _tell_of_another(self) -> None:
+    def _report_another(self) -> None:
         self._say("another upload of this run is in progress; waiting for it")
 
     def _begins(self, total: int) -> None:
         self._total = total
 
-    def _told(self, moved: int) -> None:
+    def _count(self, moved: int) -> None:
         self._moved += moved
 
     def _warn(self, step: int | None, error: Exception) -> None:

@@ -243,7 +243,7 @@ def _run_case(
                     order = [name for name in jobs if name.endswith(phase)]
                     for name in order if number % 2 == 0 else reversed(order):
                         done = sum(len(runs[each]) for each in jobs) / (rounds * len(jobs))
-                        preparing.tell(done, f"round {number + 1} of {rounds}, {name.replace('_', ' ')}")
+                        preparing.report(done, f"round {number + 1} of {rounds}, {name.replace('_', ' ')}")
                         runs[name].append(jobs[name]())
                         if phase == "_write" and name != "store_write":  # the same and the time to make it durable
                             written = runs[name][-1]

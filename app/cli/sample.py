@@ -101,7 +101,7 @@ def sample(
         def more(sequence: int, text: str) -> None:
             nonlocal count
             count += 1
-            preparing.tell(count / most, f"{count:,} of at most {most:,} tokens")
+            preparing.report(count / most, f"{count:,} of at most {most:,} tokens")
             if alone:
                 if sys.stdout.isatty():  # what is being written shows how far it is
                     shown.end()

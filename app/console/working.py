@@ -30,7 +30,7 @@ _active: Working | None = None
 
 
 class Working:
-    """Shows what is under way. An `engine.preparing.Listener`; `engine.preparing.tell` says how far a step is.
+    """Shows what is under way. An `engine.preparing.Listener`; `engine.preparing.report` says how far a step is.
 
     `each`: print a line each time that something is told, terminal or not.
     """

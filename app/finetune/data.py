@@ -44,9 +44,9 @@ def look_at(data: DataConfig, given: Mapping[str, Any]) -> DataConfig:
     from penstock.app.hub.fetch import dataset_folder
     from penstock.engine.data.formats.detect import detect
 
-    found = detect(dataset_folder(str(data.path)), given.get("data.split"), given.get("data.columns"))
-    source: Any = found.source
-    return replace(data, source=source, split=found.split, columns=found.rename)
+    result = detect(dataset_folder(str(data.path)), given.get("data.split"), given.get("data.columns"))
+    source: Any = result.source
+    return replace(data, source=source, split=result.split, columns=result.rename)
 
 
 class ModelFacts(NamedTuple):
@@ -104,13 +104,13 @@ class Source:
         from penstock.engine.data.packing import rows_per_epoch
 
         alone = self.model is not None and self.model.recurrent
-        found = rows_per_epoch(self.corpus, data, data.sequence_length, one_document_per_row=alone)
-        if not found:
+        result = rows_per_epoch(self.corpus, data, data.sequence_length, one_document_per_row=alone)
+        if not result:
             raise UserError(
                 f"data.long_documents: {data.long_documents} leaves nothing to train on, as the shortest document has "
                 f"{int(self.lengths.min()):,} tokens; raise data.sequence_length {data.sequence_length:,}, or cut them"
             )
-        return found
+        return result
 
     def prompts(self, data: DataConfig, text_tokens: int, most: int) -> Iterator[tuple[str, int]]:
         """What comes before the first answer of documents held out, or of the first ones where none are; and the tokens
@@ -143,14 +143,14 @@ class Source:
         from penstock.engine.data.encode import describe_specials
         from penstock.engine.data.reading import source_files
 
-        found = []
+        result = []
         for part in self.recipe.data.parts:
             files = source_files(part)
             place = short_path(part.path) if part.path else part.source
             many = f", {len(files):,} files" if len(files) > 1 else ""
             split = f", split {part.split}" if part.split else ""
             columns = "".join(f", {name} in column {column}" for name, column in part.columns.items())
-            found.append(printable(f"{part.source}: {place}{many}{split}{columns}"))
+            result.append(printable(f"{part.source}: {place}{many}{split}{columns}"))
         data = self.recipe.data
         found_templates = (find_template(part, self.tokenizer) for part in data.parts if part.source not in _TEXT)
         templates = [template for template in found_templates if template is not None]
@@ -158,20 +158,20 @@ class Source:
             how = "its generation markers" if templates[0].has_markers else "rendering each turn's prefix"
             words = [_TRAINED[data.trained_tokens], *([] if data.trained_tokens == "all" else [f"found by {how}"])]
             name = "the tokenizer's own" if data.chat_template is None else printable(data.chat_template)
-            found.append(f"chat template: {name}; trained: {', '.join(words)}")
-        return [*found, *dict.fromkeys(describe_specials(self.tokenizer, part) for part in data.parts)]
+            result.append(f"chat template: {name}; trained: {', '.join(words)}")
+        return [*result, *dict.fromkeys(describe_specials(self.tokenizer, part) for part in data.parts)]
 
     def warnings(self, recipe: Recipe) -> list[str]:
         """What may not be as the user thinks."""
-        found = []
+        result = []
         if skipped := self.corpus.info.skipped_rows:
-            found.append(f"{skipped:,} bad {'row is' if skipped == 1 else 'rows are'} skipped (data.bad_rows)")
-        found += self.corpus.notes
+            result.append(f"{skipped:,} bad {'row is' if skipped == 1 else 'rows are'} skipped (data.bad_rows)")
+        result += self.corpus.notes
         if lost := self._lost(recipe.data):
-            found.append(
+            result.append(
                 f"{lost:,} of the documents that are cut have no trained tokens left; raise data.sequence_length"
             )
-        return found
+        return result
 
     def require_trainable(self, recipe: Recipe) -> None:
         """UserError where nothing of the data has a loss once it is in rows."""
@@ -215,24 +215,24 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
             from penstock.engine.data.prepare import prepare_data
 
         with _place() as folder:
-            found = prepare_data(recipe, folder)
-            _ = found.corpus.origins  # read while its file is there
-    assert found.tokenizer is not None
+            result = prepare_data(recipe, folder)
+            _ = result.corpus.origins  # read while its file is there
+    assert result.tokenizer is not None
     if model is not None:
-        grown = found.tokenizer.vocab_size if recipe.model.added_tokens else 0
-        found.corpus.require_vocabulary(max(model.vocab_size, grown))
-    return Source(recipe, found.tokenizer, found.corpus, model)
+        grown = result.tokenizer.vocab_size if recipe.model.added_tokens else 0
+        result.corpus.require_vocabulary(max(model.vocab_size, grown))
+    return Source(recipe, result.tokenizer, result.corpus, model)
 
 
 @contextmanager
 def _place() -> Iterator[Path]:
     """A folder for a corpus, which goes at the end: its files are open, and kept for this user where that is worth it
     (engine/data/corpus_cache.py), best on the file system of what is kept."""
-    kept = cache_folder("looking")
+    cache = cache_folder("looking")
     with contextlib.suppress(OSError):
-        if kept is not None:
-            kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=kept if kept is not None and os.access(kept, os.W_OK) else None) as folder:
+        if cache is not None:
+            cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache if cache is not None and os.access(cache, os.W_OK) else None) as folder:
         yield Path(folder)
 
 

@@ -78,42 +78,42 @@ class Found:
     """The model carries a state from token to token: a row is one document."""
 
 
-def choose(found: Found, given: Mapping[str, Any], epochs: float | None = None) -> list[Default]:
+def choose(facts: Found, given: Mapping[str, Any], epochs: float | None = None) -> list[Default]:
     """The fields of a fine-tune in the order of the recipe. `given`: what the user has set, by dotted names."""
-    made = _Made(found, given)
-    _data(made, found)
-    _steps(made, found, epochs)
-    _optimizer(made, found)
+    made = _Made(facts, given)
+    _data(made, facts)
+    _steps(made, facts, epochs)
+    _optimizer(made, facts)
     _looks(made)
-    return list(made.found.values())
+    return list(made.chosen.values())
 
 
 class _Made:
     """Fields as they are chosen."""
 
-    def __init__(self, found: Found, given: Mapping[str, Any]) -> None:
-        self.given, self.found = given, dict[str, Default]()
+    def __init__(self, facts: Found, given: Mapping[str, Any]) -> None:
+        self.given, self.chosen = given, dict[str, Default]()
 
     def set(self, key: str, value: Any, why: str) -> Any:
         """The value of a field: the given one, or `value`."""
         if key in self.given:
             value, why = self.given[key], "set by you"
-        self.found[key] = Default(key, value, why)
+        self.chosen[key] = Default(key, value, why)
         return value
 
     def value(self, key: str) -> Any:
-        return self.found[key].value
+        return self.chosen[key].value
 
 
-def _data(made: _Made, found: Found) -> None:
-    count = len(found.lengths)
-    row, why = row_length(found.lengths, found.context, text=found.text, packed=not found.recurrent)
+def _data(made: _Made, facts: Found) -> None:
+    count = len(facts.lengths)
+    row, why = row_length(facts.lengths, facts.context, text=facts.text, packed=not facts.recurrent)
     made.set("data.sequence_length", row, why)
-    if found.recurrent:
+    if facts.recurrent:
         made.set("data.packing", "none", "one document per row, as the model carries a state from token to token")
     else:
         made.set("data.packing", "best_fit", "whole documents, arranged to leave little space empty")
-    if found.text:
+    if facts.text:
         made.set("data.long_documents", "split", "longer documents are split into several")
     else:
         made.set("data.long_documents", "cut", "documents longer than a row lose their end")
@@ -125,16 +125,16 @@ def _data(made: _Made, found: Found) -> None:
     made.set("data.validation_documents", held, why)
 
 
-def _steps(made: _Made, found: Found, epochs: float | None) -> None:
+def _steps(made: _Made, facts: Found, epochs: float | None) -> None:
     row = made.value("data.sequence_length")
-    rows = found.rows({key: item.value for key, item in made.found.items()})
-    wanted = STEP_TOKENS[found.num_params >= LARGE]
+    rows = facts.rows({key: item.value for key, item in made.chosen.items()})
+    wanted = STEP_TOKENS[facts.num_params >= LARGE]
     batch = _power_below(max(1, min(wanted // row, rows // LEAST_STEPS)))
     step = f"{batch * row:,} tokens a step"
     short = batch * 2 * row <= wanted and rows // LEAST_STEPS < batch * 2
     made.set("train.global_batch_size", batch, f"{step}, to have enough steps" if short else step)
     batch = made.value("train.global_batch_size")
-    tokens = int(found.lengths.sum())
+    tokens = int(facts.lengths.sum())
     if epochs is None:
         epochs = next(number for most, number in EPOCHS if tokens < most)
         usual = f", as usual for {count_text(tokens)} tokens"
@@ -144,10 +144,10 @@ def _steps(made: _Made, found: Found, epochs: float | None) -> None:
     made.set("train.steps", max(1, math.ceil(epochs * rows / batch)), named)
 
 
-def _optimizer(made: _Made, found: Found) -> None:
+def _optimizer(made: _Made, facts: Found) -> None:
     steps = made.value("train.steps")
-    rate = next(rate for most, rate in LEARNING_RATES if found.num_params < most)
-    size = params_text(found.num_params)
+    rate = next(rate for most, rate in LEARNING_RATES if facts.num_params < most)
+    size = params_text(facts.num_params)
     if made.given.get("adapter.method", "none") == "none":
         made.set("train.lr", rate, f"usual for {size} parameters, all trained")
     else:

@@ -77,7 +77,7 @@ def propose(
             "one of them out"
         )
     recipe = first_recipe(model, data, overrides, machine=machine)
-    recipe, source, told = _opened(recipe, given, listener)
+    recipe, source, fallback = _opened(recipe, given, listener)
     assert source.model is not None
     facts = Found(
         num_params=source.model.params,
@@ -87,7 +87,7 @@ def propose(
         lengths=source.lengths,
         rows=lambda values: source.rows(_with(recipe, values).data),
     )
-    chosen = [*told, *choose(facts, given, epochs)]
+    chosen = [*fallback, *choose(facts, given, epochs)]
     recipe = apply_overrides(_with(recipe, {item.key: item.value for item in chosen}), overrides)
     prompt = _prompt(source, recipe, given)
     recipe = _with(recipe, {item.key: item.value for item in prompt})
@@ -204,10 +204,10 @@ def _prompt(source: Source, recipe: Recipe, given: Mapping[str, Any]) -> list[De
     """The prompt of the sample at the end: what comes before the first answer of a document held out."""
     if not recipe.after.export or "after.sample_prompt" in given:
         return []
-    found = next(source.prompts(recipe.data, _TEXT_PROMPT_TOKENS, _PROMPT_TOKENS), None)
-    if found is None:
+    result = next(source.prompts(recipe.data, _TEXT_PROMPT_TOKENS, _PROMPT_TOKENS), None)
+    if result is None:
         return []
-    prompt, answer = found
+    prompt, answer = result
     where = "from the first validation document" if recipe.data.validation_documents else "from the first document"
     made = [Default("after.sample_prompt", prompt, where)]
     if "after.sample_tokens" not in given:

@@ -53,12 +53,12 @@ def histogram(lengths: NDArray[np.int64]) -> list[Bar]:
     first, last = int(powers.min()), int(powers.max())
     first = max(first, last - _BINS + 1)
     counts = np.bincount(np.maximum(powers, first) - first, minlength=last - first + 1)
-    found = []
+    result = []
     for number, count in enumerate(counts):
         power = first + number
         least = int(lengths.min()) if number == 0 else 2 ** (power - 1) + 1
-        found.append(Bar(min(least, 2**power), 2**power, int(count)))
-    return found
+        result.append(Bar(min(least, 2**power), 2**power, int(count)))
+    return result
 
 
 def length_figures(lengths: NDArray[np.int64], trained: NDArray[np.int64], row: int) -> dict[str, Any]:

@@ -58,11 +58,11 @@ def _lengths(page: Page, lengths: Mapping[str, Any], row: int) -> None:
     names = [_span(bar) for bar in lengths["histogram"]]
     wide = max(map(len, names))
     counts = [f"{bar['documents']:,}" for bar in lengths["histogram"]]
-    room = max(4, min(_BAR, page.width - wide - max(map(len, counts)) - 6))
+    width = max(4, min(_BAR, page.width - wide - max(map(len, counts)) - 6))
     for name, bar, count in zip(names, lengths["histogram"], counts, strict=True):
-        cells = max(round(room * bar["documents"] / most), bar["documents"] > 0)
+        cells = max(round(width * bar["documents"] / most), bar["documents"] > 0)
         over = bar["least"] > row
-        pieces = (page.glyphs.bar_full * cells, "warn" if over else "accent"), (" " * (room - cells), "text")
+        pieces = (page.glyphs.bar_full * cells, "warn" if over else "accent"), (" " * (width - cells), "text")
         page.line([(f"  {name:>{wide}} ", "text"), *pieces, (f" {count}", "text")])
     share = percent_text(lengths["trained_tokens"] / lengths["tokens"])
     page.wrapped(
@@ -89,12 +89,12 @@ def sample_rows(page: Page, samples: Sequence[Mapping[str, Any]], most: int = SA
         return
     opening, closing = marks(page.glyphs)
     page.head("as training reads them", f"trained: {opening}between marks{closing}")
-    for found in samples:
+    for result in samples:
         page.ends(
-            [(f"  {found['where']}", "dim")],
-            [(f"{found['tokens']:,} tokens, {found['trained_tokens']:,} trained", "dim")],
+            [(f"  {result['where']}", "dim")],
+            [(f"{result['tokens']:,} tokens, {result['trained_tokens']:,} trained", "dim")],
         )
-        for row in marked_rows(found["pieces"], page.width - 4, page.glyphs, most):
+        for row in marked_rows(result["pieces"], page.width - 4, page.glyphs, most):
             page.line([("    ", "text"), *row])
 
 
@@ -150,13 +150,13 @@ def chosen_rows(page: Page, chosen: Sequence[Mapping[str, Any]]) -> None:
     """Every field that is not a default, and why."""
     page.head("chosen", "all of it can be changed")
     wide = max(len(item["key"]) for item in chosen)
-    room = max(10, page.width - wide - _VALUE - 6)
+    width = max(10, page.width - wide - _VALUE - 6)
     for item in chosen:
         value = "none" if item["value"] is None else item["value"]
         text = value if isinstance(value, str) else json.dumps(value)
         token = "good bold" if item["why"] == "set by you" else "accent"
         row: Row = [(f"  {item['key']:<{wide}}  ", "text")]
-        why = textwrap.wrap(item["why"], room)
+        why = textwrap.wrap(item["why"], width)
         if len(text) > _VALUE:
             page.line([*row, (" ".join(text.split()), token)])
             row = [(" " * (wide + 4), "text")]

@@ -266,7 +266,7 @@ def _check(hub: HubName, folder: Path, files: list[_File]) -> None:
     known = (read_kept(kept, key) if kept is not None else None) or {}
     checked: dict[str, Any] = {}
     for number, file in enumerate(files):
-        preparing.tell(number / len(files), file.name)
+        preparing.report(number / len(files), file.name)
         path = folder / file.name
         status = path.stat()
         stamp = [file.blob, status.st_size, status.st_mtime_ns]

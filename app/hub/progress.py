@@ -44,7 +44,7 @@ class Fetching:
             done = min(self._total, max(self._counts.values()))
             rate = done / max(1e-9, time.monotonic() - self._began)
             words = f"{bytes_text(done)} of {bytes_text(self._total)}, {bytes_text(int(rate))}/s"
-            preparing.tell(done / self._total, words)
+            preparing.report(done / self._total, words)
 
     def bar_class(self) -> type[Any]:
         """A bar for huggingface_hub that shows nothing itself."""

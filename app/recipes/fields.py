@@ -50,15 +50,15 @@ class RecipeField(NamedTuple):
 def fields() -> list[RecipeField]:
     """Every settable field of a recipe, in order; the help text is the docstring under the field."""
     helps = _helps(Recipe)
-    found = [RecipeField(key, hints(Recipe)[key], default_of(Recipe, key), helps[key]) for key in top_level()]
+    result = [RecipeField(key, hints(Recipe)[key], default_of(Recipe, key), helps[key]) for key in top_level()]
     for section, cls in sections().items():
         helps = _helps(cls)
         for item in dataclasses.fields(cls):
             default = default_of(cls, item.name)
-            found.append(
+            result.append(
                 RecipeField(f"{section}.{item.name}", hints(cls)[item.name], default, helps.get(item.name, ""))
             )
-    return found
+    return result
 
 
 def default_of(cls: type, name: str) -> Any:
@@ -136,22 +136,22 @@ def unquoted(text: str) -> str:
 def checked(value: Any, hint: Any, key: str) -> Any:
     """`value` if it has the field's type (an int becomes a float where a float is due); UserError otherwise."""
     try:
-        found = msgspec.convert(value, hint)
+        result = msgspec.convert(value, hint)
     except msgspec.ValidationError:
         literals = [member for member in _members(hint) if typing.get_origin(member) is Literal]
         choices = [str(arg) for member in literals for arg in typing.get_args(member)]
         hinted = "; " + nearest(value, choices) if choices and isinstance(value, str) else ""
         raise UserError(f"{key}: {one_line(repr(value))} must be {_type_name(hint)}{hinted}") from None
-    if isinstance(found, float) and not math.isfinite(found):
+    if isinstance(result, float) and not math.isfinite(result):
         raise UserError(f"{key}: {one_line(value, 40)} is not a finite number")
-    if isinstance(found, dict):
-        return _checked_json(found, key)
-    for text in found if isinstance(found, list) else [found]:
+    if isinstance(result, dict):
+        return _checked_json(result, key)
+    for text in result if isinstance(result, list) else [result]:
         if isinstance(text, dict):
             _checked_json(text, key)
         if isinstance(text, str):
             _require_text(text, key)
-    return found
+    return result
 
 
 def _require_text(text: str, key: str) -> None:

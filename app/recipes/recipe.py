@@ -81,13 +81,13 @@ def to_json(recipe: Recipe) -> str:
 def changes(recipe: Recipe) -> dict[str, Any]:
     """The recipe's name, and of its sections what differs from the defaults, as nested dicts."""
     default = to_dict(Recipe(name=recipe.name))
-    found: dict[str, Any] = {"name": recipe.name}
+    result: dict[str, Any] = {"name": recipe.name}
     for name, value in to_dict(recipe).items():
         if isinstance(value, dict):
             value = {key: item for key, item in value.items() if item != default[name][key]}
         if value and value != default[name]:
-            found[name] = value
-    return found
+            result[name] = value
+    return result
 
 
 def save_recipe(path: Path, recipe: Recipe, *, overwrite: bool = False) -> None:

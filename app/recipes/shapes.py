@@ -108,8 +108,8 @@ def stretched(model: ModelConfig, positions: int, *, trained: int | None = None)
     rope = model.overrides["rope_parameters"]
     trained = trained or rope.get("original_max_position_embeddings") or model.max_position
     assert trained is not None
-    kept = {name: rope[name] for name in ("beta_fast", "beta_slow", "truncate", "rope_theta") if name in rope}
-    yarn = {"rope_type": "yarn", "factor": positions / trained, "original_max_position_embeddings": trained} | kept
+    same = {name: rope[name] for name in ("beta_fast", "beta_slow", "truncate", "rope_theta") if name in rope}
+    yarn = {"rope_type": "yarn", "factor": positions / trained, "original_max_position_embeddings": trained} | same
     others = {name: value for name, value in model.overrides.items() if name != "rope_parameters"}
     overrides = {"max_position_embeddings": positions, **others, "rope_parameters": yarn}
     return replace(model, max_position=None, overrides=overrides)

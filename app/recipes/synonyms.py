@@ -137,9 +137,9 @@ SYNONYMS: dict[str, Synonym] = {
 
 def hint(key: str) -> str | None:
     """What to say of a name that another trainer has for a field; None for all other names."""
-    found = SYNONYMS.get(key.rpartition(".")[2].strip().lower().replace("-", "_"))
-    if found is None:
+    result = SYNONYMS.get(key.rpartition(".")[2].strip().lower().replace("-", "_"))
+    if result is None:
         return None
-    if not found.key:
-        return found.note
-    return f"did you mean '{found.key}'?" + (f" ({found.note})" if found.note else "")
+    if not result.key:
+        return result.note
+    return f"did you mean '{result.key}'?" + (f" ({result.note})" if result.note else "")

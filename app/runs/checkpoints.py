@@ -200,7 +200,7 @@ def copy_state_of(run: RunDir) -> str:
 
     drives = drive_folders(run.path, run.recipe.storage)
     with working("copying the state"):
-        copied = copy_state(state_folder(run.path), drives, preparing.tell)
+        copied = copy_state(state_folder(run.path), drives, preparing.report)
     folders = ", ".join(str(folder) for folder in drives)
     return (
         f"{copied:,} bytes of state copied to {folders}"
@@ -270,7 +270,7 @@ def scrub_run(run_path: Path) -> str:
             what = "the last generation" if folder == root else f"checkpoint {folder.name}"
             state = closing(NvmeStore.open(folder, drives=drives, read_only=True))
             with shown.step(f"reading {what}"), state as store:
-                checks = [partial(store.verify, preparing.tell)]
+                checks = [partial(store.verify, preparing.report)]
                 if folder == root:
                     checks.append(partial(verify_run_files, run.path, store.meta))
                 read, found = run_checks(checks)

@@ -43,7 +43,7 @@ class _Moved:
         self._moved += moved
         rate = self._moved / max(1e-9, time.monotonic() - self._began)
         words = f"of {bytes_text(self._total)}, {bytes_text(int(rate))}/s"
-        preparing.tell(self._moved / self._total if self._total else 0.0, words)
+        preparing.report(self._moved / self._total if self._total else 0.0, words)
 
 
 def named_place(text: str) -> Place | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from penstock.engine.events import location_text as location_text
 from penstock.engine.events import op_text as op_text
-from penstock.engine.events import place_text as place_text
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.actions import ACTIONS, Action
 

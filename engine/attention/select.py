@@ -257,7 +257,7 @@ def prepare(
     cases = [(layer, case) for layer in dict.fromkeys(layers) for case in layer.cases()]
     for done, (layer, case) in enumerate(cases):
         what = f"{layer.heads} heads of {layer.qk_dim}, {case.chunk:,} queries on {case.keys:,} keys"
-        preparing.tell(done / len(cases), what)
+        preparing.report(done / len(cases), what)
         parts = spans(case.start, case.start + case.chunk, 0, case.keys, case.documents, case.window)
         x, gradients = case.operands(layer, device, dtype)
         for given in (None, gradients) if parts else ():

@@ -144,7 +144,7 @@ def read_dcp(folder: Path, record: Record, spec: ModelSpec, recipe: Recipe, run_
             for part in parts:
                 part.result()
             written += array.numel
-            preparing.tell(written / total, f"{array.buffer} {array.kind}")
+            preparing.report(written / total, f"{array.buffer} {array.kind}")
         crc = write_constants(root / CONSTANTS_FILE, _constants(folder, spec))
         store.commit({**record.meta, "constants": crc})
     finally:

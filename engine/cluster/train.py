@@ -45,7 +45,7 @@ from penstock.engine.opening import first_values
 from penstock.engine.optim.base import find_optimizer
 from penstock.engine.optim.lr import learning_rate
 from penstock.engine.preparing import Checklist
-from penstock.engine.run_files import with_kept_inputs
+from penstock.engine.run_files import with_saved_inputs
 from penstock.engine.run_model import RunModel, adapter_start, describe_run
 from penstock.engine.runtime.failures import DivergedError
 from penstock.engine.session import run_identity, run_meta
@@ -91,7 +91,7 @@ def train_cluster(
     """
     given, device = recipe, ranks.together(lambda: resolve_device(recipe.train))
     recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
-    identity, recipe = run_identity(recipe), with_kept_inputs(recipe, run_dir)
+    identity, recipe = run_identity(recipe), with_saved_inputs(recipe, run_dir)
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
     run = _open(recipe, given, identity, device, run_dir, observer, ranks, context_parallel)

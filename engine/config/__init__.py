@@ -12,9 +12,6 @@ from penstock.engine.config.effects import idle_notes as idle_notes
 from penstock.engine.config.effects import recurrent_notes as recurrent_notes
 from penstock.engine.config.effects import require_effect as require_effect
 from penstock.engine.config.model import ModelConfig as ModelConfig
-from penstock.engine.config.places import PART_STEP as PART_STEP
-from penstock.engine.config.places import BudgetConfig as BudgetConfig
-from penstock.engine.config.places import StorageConfig as StorageConfig
 from penstock.engine.config.recipe import TRACKERS as TRACKERS
 from penstock.engine.config.recipe import AfterConfig as AfterConfig
 from penstock.engine.config.recipe import Recipe as Recipe
@@ -26,6 +23,9 @@ from penstock.engine.config.recipe import drive_folders as drive_folders
 from penstock.engine.config.recipe import given_fields as given_fields
 from penstock.engine.config.recipe import state_folder as state_folder
 from penstock.engine.config.samples import SamplesConfig as SamplesConfig
+from penstock.engine.config.storage import PART_STEP as PART_STEP
+from penstock.engine.config.storage import BudgetConfig as BudgetConfig
+from penstock.engine.config.storage import StorageConfig as StorageConfig
 from penstock.engine.config.train import TrainConfig as TrainConfig
 from penstock.engine.config.values import MOST_LAYERS as MOST_LAYERS
 from penstock.engine.config.values import MOST_SIZE as MOST_SIZE

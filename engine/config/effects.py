@@ -244,21 +244,21 @@ RULES = [
 def idle_fields(recipe: Recipe) -> list[Idle]:
     """The fields that are not at their defaults and have no effect, each once, in the order of the rules; then those of
     the parts of a mixture."""
-    found: dict[str, Idle] = {}
+    result: dict[str, Idle] = {}
     for rule in RULES:
         section, _, name = rule.key.partition(".")
         values = getattr(recipe, section)
         value, usual = getattr(values, name), getattr(type(values)(), name)
         if value != usual and not rule.counts(recipe):
-            found.setdefault(rule.key, _idle(rule, recipe, rule.key, value, f"leave it at {_short(usual)}"))
+            result.setdefault(rule.key, _idle(rule, recipe, rule.key, value, f"leave it at {_short(usual)}"))
     for number, (entry, part) in enumerate(zip(recipe.data.mixture, recipe.data.parts, strict=False)):
         alone = dataclasses.replace(recipe, data=part)
         for rule in RULES:
             section, _, name = rule.key.partition(".")
             if section == "data" and entry.get(name) and not rule.counts(alone):
                 key = f"data.mixture[{number}].{name}"
-                found.setdefault(key, _idle(rule, alone, key, entry[name], "leave it out"))
-    return list(found.values())
+                result.setdefault(key, _idle(rule, alone, key, entry[name], "leave it out"))
+    return list(result.values())
 
 
 def _idle(rule: Rule, recipe: Recipe, key: str, value: Any, leave: str) -> Idle:

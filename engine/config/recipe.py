@@ -14,8 +14,8 @@ from typing import Any, Literal
 from penstock.engine.config.adapter import AdapterConfig
 from penstock.engine.config.data import DataConfig
 from penstock.engine.config.model import ModelConfig
-from penstock.engine.config.places import BudgetConfig, StorageConfig
 from penstock.engine.config.samples import MOST_SAMPLE_TOKENS, SamplesConfig
+from penstock.engine.config.storage import BudgetConfig, StorageConfig
 from penstock.engine.config.train import TrainConfig
 from penstock.engine.config.values import parse_bytes, require
 from penstock.storage.files.untrusted import one_line
@@ -145,11 +145,11 @@ def dcp_folder(run_dir: Path, step: int) -> Path:
 
 def dcp_folders(run_dir: Path) -> dict[int, Path]:
     """Step -> folder of such a run's whole checkpoints, in their order."""
-    found = {}
+    result = {}
     for path in (run_dir / "dcp").glob(f"step-*/{_DCP_INDEX}"):
         if (match := _DCP.fullmatch(path.parent.name)) is not None and not path.parent.is_symlink():
-            found[int(match[1])] = path.parent
-    return dict(sorted(found.items()))
+            result[int(match[1])] = path.parent
+    return dict(sorted(result.items()))
 
 
 def drive_folders(run_dir: Path, storage: StorageConfig) -> list[Path]:

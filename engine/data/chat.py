@@ -73,12 +73,12 @@ def find_template(config: DataConfig, tokenizer: TextTokenizer) -> ChatTemplate 
 
 def _in_json(text: str) -> str | dict[str, str]:
     """The template, or the templates by name, that a chat_template.json holds. ValueError where it holds none."""
-    found = parse_object(text).get("chat_template")
-    if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found if {"name", "template"} <= entry.keys()}
-    if not isinstance(found, str | dict):
+    result = parse_object(text).get("chat_template")
+    if isinstance(result, list):
+        result = {entry["name"]: entry["template"] for entry in result if {"name", "template"} <= entry.keys()}
+    if not isinstance(result, str | dict):
         raise ValueError("no `chat_template` in it")
-    return found
+    return result
 
 
 class ChatTemplate:
@@ -247,12 +247,12 @@ def _forms(messages: Messages) -> Iterator[Messages]:
 
 def _with_tools(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose call of a function, or a function's answer, is that of a tool."""
-    found = {name: value for name, value in message.items() if name != "function_call"}
-    if found["role"] == "function":
-        found["role"] = "tool"
+    result = {name: value for name, value in message.items() if name != "function_call"}
+    if result["role"] == "function":
+        result["role"] = "tool"
     if "function_call" in message:
-        found.setdefault("tool_calls", [{"type": "function", "function": message["function_call"]}])
-    return found
+        result.setdefault("tool_calls", [{"type": "function", "function": message["function_call"]}])
+    return result
 
 
 def _joined(message: dict[str, Any]) -> dict[str, Any]:

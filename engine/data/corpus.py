@@ -15,11 +15,10 @@ import numpy as np
 
 from penstock.engine.config import DataConfig
 from penstock.engine.data import needles
-from penstock.engine.data.corpus_cache import keep_corpus, take_corpus
+from penstock.engine.data.corpus_cache import cache_corpus, cached_corpus
 from penstock.engine.data.corpus_files import META, CorpusInfo, CorpusWriter, Origin, TokenCorpus, read_info
 from penstock.engine.data.encode import Encoder
 from penstock.engine.data.encode_pool import encode_all
-from penstock.engine.data.kept_template import keep_template
 from penstock.engine.data.made_tokenizer import (
     ADDED_FOLDER,
     TRAINED_ON,
@@ -33,6 +32,7 @@ from penstock.engine.data.position import Progress
 from penstock.engine.data.reading import is_empty, read_samples, source_files, texts_of
 from penstock.engine.data.rows import BadRows
 from penstock.engine.data.samples import Sample
+from penstock.engine.data.saved_template import save_template
 from penstock.engine.data.sources import describe_files, to_record, what_changed
 from penstock.engine.data.tokenizer import TextTokenizer, load_tokenizer
 from penstock.storage.files.disk import build_folder
@@ -67,7 +67,7 @@ def _prepare_text(
     if added_tokens:
         tokenizer = add_tokens(tokenizer, list(added_tokens), folder / ADDED_FOLDER)
     corpus = prepare_corpus(config, tokenizer, folder / "corpus")
-    keep_template(config, tokenizer, folder)
+    save_template(config, tokenizer, folder)
     return tokenizer, corpus
 
 
@@ -131,7 +131,7 @@ def prepare_tokenizer(
     return open_trained(folder)
 
 
-def kept_tokenizer(
+def saved_tokenizer(
     config: DataConfig, model_folder: Path | None, folder: Path, added_tokens: Sequence[str] = ()
 ) -> TextTokenizer | None:
     """The tokenizer that `prepare_text` gave a run; nothing is made, whatever became of the source.
@@ -197,7 +197,7 @@ def _require_text(
         if _is_ahead.is_set() and _cancelled.is_set():
             raise InterruptedError
         empty = empty and is_empty(sample)
-        progress.tell()
+        progress.report()
         yield sample
     if empty:
         more = f"; {bad.count:,} rows were skipped, the first: {bad.first}" if bad.count else ""
@@ -250,7 +250,7 @@ def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -
         for part, of_part in zip(config.parts, files, strict=True)
     ]
     digest = _digest([made_by, contents])
-    if take_corpus(digest, folder, origin):
+    if cached_corpus(digest, folder, origin):
         return TokenCorpus(folder)
     sizes = {Path(file.path): file.num_bytes for file in recorded}
     with build_folder(folder) as temporary:
@@ -258,7 +258,7 @@ def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -
         bad = [_fill(writer, part, encoder, sizes) for part, encoder in zip(config.parts, encoders, strict=True)]
         skipped, unread = sum(of_part.count for of_part in bad), set[str]().union(*(e.unread for e in encoders))
         writer.finish(origin, tokenizer.eos_id, skipped_rows=skipped, unread=sorted(unread))
-    keep_corpus(digest, folder)
+    cache_corpus(digest, folder)
     corpus = TokenCorpus(folder)
     corpus.notes += [f"the first skipped row: {of_part.first}" for of_part in bad if of_part.count]
     return corpus

@@ -28,43 +28,43 @@ MOST_KEPT = 8
 """The newest, by when they were last used."""
 
 
-def take_corpus(digest: str, folder: Path, origin: Origin) -> bool:
+def cached_corpus(digest: str, folder: Path, origin: Origin) -> bool:
     """Put the corpus kept under `digest` into `folder`, with what it says of its origin; False: none is kept."""
-    kept = _entry(digest)
-    if kept is None or not _is_own(kept):
+    entry = _entry(digest)
+    if entry is None or not _is_own(entry):
         return False
     try:
         with build_folder(folder) as temporary:
             for name in CORPUS_FILES:
-                if name != META and (kept / name).exists():
-                    link_or_copy(kept / name, temporary / name)
-            write_info(temporary, replace(read_info(kept), **origin))
+                if name != META and (entry / name).exists():
+                    link_or_copy(entry / name, temporary / name)
+            write_info(temporary, replace(read_info(entry), **origin))
             verify_corpus(temporary)
-        os.utime(kept)
+        os.utime(entry)
     except (OSError, UserError):
-        shutil.rmtree(kept, ignore_errors=True)
+        shutil.rmtree(entry, ignore_errors=True)
         return False
     return True
 
 
-def keep_corpus(digest: str, folder: Path) -> None:
+def cache_corpus(digest: str, folder: Path) -> None:
     """Keep the corpus of a run's `folder` under `digest`; nothing where it is small, large or cannot be kept."""
-    kept = _entry(digest)
+    entry = _entry(digest)
     size = _size(folder)
-    if kept is None or not LEAST_BYTES <= size <= MOST_BYTES or kept.exists():
+    if entry is None or not LEAST_BYTES <= size <= MOST_BYTES or entry.exists():
         return
-    temporary = kept.with_name(f".{digest}.{os.getpid()}")
+    temporary = entry.with_name(f".{digest}.{os.getpid()}")
     try:
-        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary.mkdir(mode=0o700)
         for name in CORPUS_FILES:
             if (folder / name).exists():
                 link_or_copy(folder / name, temporary / name)
-        os.rename(temporary, kept)
+        os.rename(temporary, entry)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
     with contextlib.suppress(OSError):
-        _prune(kept.parent)
+        _prune(entry.parent)
 
 
 def _entry(digest: str) -> Path | None:
@@ -74,13 +74,13 @@ def _entry(digest: str) -> Path | None:
 
 def _is_own(folder: Path) -> bool:
     try:
-        found = os.lstat(folder)
+        result = os.lstat(folder)
     except OSError:
         return False
     return (
-        stat.S_ISDIR(found.st_mode)
-        and found.st_uid == os.geteuid()
-        and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        stat.S_ISDIR(result.st_mode)
+        and result.st_uid == os.geteuid()
+        and not result.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     )
 
 

@@ -263,16 +263,16 @@ class CorpusWriter:
     def _append_weights(self, count: int, weights: NDArray[np.float32] | None) -> None:
         if weights is None and self._weights is None:
             return
-        found = np.ones(count, dtype="<f4") if weights is None else weights.astype("<f4")
-        ensure(len(found) == count, f"{len(found)} weights of {count} tokens")
-        ensure((np.isfinite(found) & (found >= 0)).all(), "a weight is not finite, or negative")
+        result = np.ones(count, dtype="<f4") if weights is None else weights.astype("<f4")
+        ensure(len(result) == count, f"{len(result)} weights of {count} tokens")
+        ensure((np.isfinite(result) & (result >= 0)).all(), "a weight is not finite, or negative")
         if self._weights is None:
-            if (found == 1).all():
+            if (result == 1).all():
                 return
             self._weights = SpanWriter(self._folder / WEIGHTS)
             for start in range(0, self._total, COPY_BYTES // 4):
                 self._weights.add(np.ones(min(COPY_BYTES // 4, self._total - start), dtype="<f4").tobytes())
-        self._weights.add(found.tobytes())
+        self._weights.add(result.tobytes())
 
     def end_part(self) -> None:
         """What comes now belongs to the next part of a mixture."""

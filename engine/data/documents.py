@@ -45,7 +45,7 @@ def step_documents(
     parts = [part for number, batch in enumerate(micro_batches) for part in _parts(number, batch, cut, losses)]
     parts.sort(key=lambda part: -math.inf if part.loss is None else math.inf if math.isnan(part.loss) else part.loss)
     parts.reverse()
-    return [_told(corpus, tokenizer, part) for part in parts[:MOST_DOCUMENTS]], len(parts)
+    return [_described(corpus, tokenizer, part) for part in parts[:MOST_DOCUMENTS]], len(parts)
 
 
 def _parts(number: int, batch: MicroBatch, cut: Mapping[int, Chunk], losses: Mapping[int, float]) -> list[_Part]:
@@ -55,19 +55,19 @@ def _parts(number: int, batch: MicroBatch, cut: Mapping[int, Chunk], losses: Map
             tokens = slice(chunk.start, chunk.end)
             weights = None if batch.weights is None else batch.weights[tokens]
             chunks.append((chunk, losses[index], total_weight(batch.labels[tokens], weights)))
-    found = []
+    result = []
     for at, length, source in zip(batch.documents, batch.lengths, batch.sources, strict=False):
         own = [(loss, weight) for chunk, loss, weight in chunks if chunk.start < at + length and chunk.end > at]
         weight = sum(weight for _, weight in own)
-        found.append(_Part(source, length, sum(loss for loss, _ in own) / weight if weight else None))
-    return found
+        result.append(_Part(source, length, sum(loss for loss, _ in own) / weight if weight else None))
+    return result
 
 
-def _told(corpus: TokenCorpus, tokenizer: TextTokenizer | None, part: _Part) -> StepDocument:
+def _described(corpus: TokenCorpus, tokenizer: TextTokenizer | None, part: _Part) -> StepDocument:
     document = corpus.document_at(part.start)
     try:
-        found = corpus.origins.where(document)
-        where = None if found is None else one_line(found)
+        result = corpus.origins.where(document)
+        where = None if result is None else one_line(result)
     except UserError:  # the run goes on without
         where = None
     excerpt = ""

@@ -103,21 +103,21 @@ class Encoder:
         of_text = iter(self._tokenizer.encode_batch(texts) if texts else [])
         spanned = [one.rendered.text for one in ready if isinstance(one, _Ready)]
         of_span = iter(self._tokenizer.encode_spans(spanned) if spanned else [])
-        found: list[Encoded] = []
+        result: list[Encoded] = []
         for sample, one in zip(samples, ready, strict=True):
             if isinstance(sample, Text):
-                found.append(self._text(sample, next(of_text)))
+                result.append(self._text(sample, next(of_text)))
                 continue
             try:
                 if isinstance(one, RowError):
                     raise one
                 if one is not None:
-                    found.append(_trained(self._finish(one, *next(of_span))))
+                    result.append(_trained(self._finish(one, *next(of_span))))
                 elif isinstance(sample, Ids):
-                    found.append(_trained(self._ids(sample)))
+                    result.append(_trained(self._ids(sample)))
             except RowError as error:
                 self.bad.add(error)
-        return found
+        return result
 
     def _prepare(self, sample: Sample) -> _Ready | RowError | None:
         """None for what needs no rendering; what is wrong with a bad sample."""
@@ -157,8 +157,8 @@ class Encoder:
 
     def _last(self, ids: list[int]) -> int | None:
         """The last token that is no white space."""
-        kept = (token for token in reversed(ids) if token in self._tokenizer.special_ids or self._is_text(token))
-        return next(kept, None)
+        tokens = (token for token in reversed(ids) if token in self._tokenizer.special_ids or self._is_text(token))
+        return next(tokens, None)
 
     def _is_text(self, token: int) -> bool:
         return bool(self._tokenizer.decode([token]).strip())

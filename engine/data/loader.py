@@ -152,8 +152,8 @@ class DataLoader:
     @property
     def cursor(self) -> dict[str, Any]:
         """Where the next step begins; JSON. `seek` with it gives exactly the steps that would have followed."""
-        place = dict(zip(_PLACE[self._packed], self._at, strict=True))
-        return {"corpus": self._corpus.info.content, "epoch": self._epoch, **place, **self._settings}
+        position = dict(zip(_POSITION[self._packed], self._at, strict=True))
+        return {"corpus": self._corpus.info.content, "epoch": self._epoch, **position, **self._settings}
 
     def seek(self, cursor: dict[str, Any]) -> None:
         """Continue from a `cursor`. Raises UserError when it belongs to another corpus or order, or is none."""
@@ -170,13 +170,13 @@ class DataLoader:
         if self._packed != ("row" in cursor):
             raise self._lost("is for rows that are filled differently")
         self._start_epoch(cursor["epoch"])
-        self._at = first, second = tuple(cursor[name] for name in _PLACE[self._packed])
+        self._at = first, second = tuple(cursor[name] for name in _POSITION[self._packed])
         most = 1 if first == self._length else 0
         if first < self._length:
             most = len(self._packed_window()[1]) if self._packed else self._piece_tokens(first)
         if second >= most:
-            place = ", ".join(f"{name} {at:,}" for name, at in zip(_PLACE[self._packed], self._at, strict=True))
-            raise self._lost(f"is at {place} of {self._length:,}")
+            position = ", ".join(f"{name} {at:,}" for name, at in zip(_POSITION[self._packed], self._at, strict=True))
+            raise self._lost(f"is at {position} of {self._length:,}")
 
     def _lost(self, why: str) -> UserError:
         return UserError(
@@ -232,7 +232,7 @@ class DataLoader:
 
     def _next_row(self) -> list[_Span]:
         """The documents of the next row; none behind the end."""
-        found: list[_Span] = []
+        result: list[_Span] = []
         left = self._sequence_length
         while left and not self.exhausted:
             while self._epoch_ended:  # an epoch of a mixture may be empty
@@ -241,13 +241,13 @@ class DataLoader:
                 return [self._span(piece, 0, self._sequence_length) for piece in self._next_packed()]
             index, offset = self._at
             span = self._span(self._order[index], offset, left)
-            found.append(span)
+            result.append(span)
             left -= span.length
             done = offset + span.length
             self._at = (index + 1, 0) if done == self._piece_tokens(index) else (index, done)
             if self._one_document_per_row:
                 break
-        return found
+        return result
 
     def _span(self, piece: np.int64, offset: int, most: int) -> _Span:
         """Tokens of a piece from `offset` on, at most so many."""
@@ -276,7 +276,7 @@ class DataLoader:
         return self._window_rows
 
 
-_PLACE = {True: ("window", "row"), False: ("piece", "offset")}
+_POSITION = {True: ("window", "row"), False: ("piece", "offset")}
 """What the two numbers of a place are called in a cursor, of packed rows and of others."""
 
 
@@ -345,8 +345,8 @@ class _Stream:
 def _is_cursor(cursor: object) -> bool:
     if not isinstance(cursor, dict) or not isinstance(cursor.get("corpus"), str):
         return False
-    places = [cursor.get(name) for name in ("epoch", *_PLACE["row" in cursor])]
-    return all(is_whole(place) and place >= 0 for place in places)
+    positions = [cursor.get(name) for name in ("epoch", *_POSITION["row" in cursor])]
+    return all(is_whole(position) and position >= 0 for position in positions)
 
 
 class ValidationSet:
@@ -379,8 +379,8 @@ class ValidationSet:
         self._loader.seek(self._start)
         left = self._most
         while left and not self._loader.exhausted:
-            found: list[MicroBatch] = []
-            while left and len(found) < per_pass and not self._loader.exhausted:
-                found.append(self._loader.next_micro_batch())
+            result: list[MicroBatch] = []
+            while left and len(result) < per_pass and not self._loader.exhausted:
+                result.append(self._loader.next_micro_batch())
                 left -= 1
-            yield found
+            yield result

@@ -71,15 +71,15 @@ def require_intact(folder: Path) -> int:
     record = _read_record(folder)
     if record is None:
         return 0
-    wanted, found = record["files"], _checksums(folder)
-    for name in sorted(wanted.keys() | found.keys()):
-        if name not in found:
+    wanted, result = record["files"], _checksums(folder)
+    for name in sorted(wanted.keys() | result.keys()):
+        if name not in result:
             raise _damage(folder / name, "the file is missing")
         if name not in wanted:
             raise _damage(folder / name, "the file was not written by Penstock")
-        if found[name] != wanted[name]:
-            raise _damage(folder / name, f"it has CRC-32C {found[name]} instead of {wanted[name]!r:.20} as written")
-    return sum((folder / name).stat().st_size for name in found)
+        if result[name] != wanted[name]:
+            raise _damage(folder / name, f"it has CRC-32C {result[name]} instead of {wanted[name]!r:.20} as written")
+    return sum((folder / name).stat().st_size for name in result)
 
 
 def _checksums(folder: Path) -> dict[str, str]:
@@ -188,13 +188,13 @@ def add_tokens(base: TextTokenizer, added: list[str], folder: Path) -> TextToken
             _add(base, added, temporary)
 
     make_once(folder, {"base": base.fingerprint, "added": added}, make)
-    found = load_tokenizer(folder)
-    if found.vocab_size != base.vocab_size + len(added):
+    result = load_tokenizer(folder)
+    if result.vocab_size != base.vocab_size + len(added):
         raise UserError(
             f"model.added_tokens: the tokenizer of {base.folder} does not give new tokens the next free ids; use "
             "another tokenizer"
         )
-    return found
+    return result
 
 
 def _add(base: TextTokenizer, added: list[str], folder: Path) -> None:

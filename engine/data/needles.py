@@ -63,20 +63,20 @@ TESTED = (512, 1024, 2048, 4096, 8192)
 
 
 def haystack(
-    length: int, random: np.random.Generator, *, again: bool = False
+    length: int, random: np.random.Generator, *, repeats: bool = False
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Ids and weights [length] of a haystack, which has at least 10 tokens; only the answers have weight.
 
-    `again`: a name may be asked more than once, and another not at all.
+    `repeats`: a name may be asked more than once, and another not at all.
     """
     pairs = min(NEEDLES, (length - 2) // 4)
     body = length - 2 * pairs - 2
     names = _FIRST_NAME + random.permutation(len(_NAMES))[:pairs]
     digits = _FIRST_DIGIT + random.integers(0, len(_DIGITS), pairs)
     ids = _FIRST_FILLER + random.integers(0, len(_FILLER), length)
-    places = np.sort(random.permutation(body - pairs)[:pairs]) + np.arange(pairs)
-    ids[places], ids[places + 1] = names, digits
-    order = random.integers(0, pairs, pairs) if again else random.permutation(pairs)
+    positions = np.sort(random.permutation(body - pairs)[:pairs]) + np.arange(pairs)
+    ids[positions], ids[positions + 1] = names, digits
+    order = random.integers(0, pairs, pairs) if repeats else random.permutation(pairs)
     ids[body] = _QUESTION
     ids[body + 1 : -1 : 2], ids[body + 2 : -1 : 2] = names[order], digits[order]
     ids[-1] = VOCABULARY.index(EOS_TOKEN)
@@ -125,7 +125,7 @@ def documents(config: DataConfig) -> Iterator[Ids]:
         (tested[index * len(tested) // held_out] for index in range(held_out)),
     )
     for number, length in enumerate(lengths):
-        ids, weights = haystack(length, random, again=number < trained)
+        ids, weights = haystack(length, random, repeats=number < trained)
         yield Ids(f"haystack {number}", ids.tolist(), weights.tolist())
 
 

@@ -85,16 +85,16 @@ def shuffled(seed: np.random.SeedSequence, count: int) -> Indices:
 
 def count_trained(weights: SpanFile, starts: Indices, stops: Indices) -> Indices:
     """[ranges] tokens that count as targets in the ranges from the ascending `starts` to `stops`."""
-    found = np.zeros(len(starts), dtype=np.int64)
+    result = np.zeros(len(starts), dtype=np.int64)
     first = 0
     while first < len(starts):
         begin = int(starts[first])
         last = max(first + 1, int(np.searchsorted(starts, begin + _COUNTED_TOKENS)))
         counted = weights[begin : max(begin, int(stops[first:last].max()))] > 0
         sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counted)])
-        found[first:last] = sums[np.maximum(stops, starts)[first:last] - begin] - sums[starts[first:last] - begin]
+        result[first:last] = sums[np.maximum(stops, starts)[first:last] - begin] - sums[starts[first:last] - begin]
         first = last
-    return found
+    return result
 
 
 def cut_pieces(
@@ -120,13 +120,13 @@ def cut_pieces(
     number = np.arange(first[-1]) - np.repeat(first[:-1], counts)
     begins, ends = np.repeat(starts, counts) + number * capacity, np.repeat(stops, counts)
     if weights is not None and long.any():
-        kept = np.ones(len(begins), dtype=bool)
+        used_pieces = np.ones(len(begins), dtype=bool)
         of_long = np.repeat(long, counts)
         targets = begins[of_long] + 1
-        kept[of_long] = count_trained(weights, targets, np.minimum(ends[of_long], targets + capacity)) > 0
-        before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(kept)])
-        begins, ends, first = begins[kept], ends[kept], before[first]
-        report = report._replace(untrained=int((~kept).sum()))
+        used_pieces[of_long] = count_trained(weights, targets, np.minimum(ends[of_long], targets + capacity)) > 0
+        before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(used_pieces)])
+        begins, ends, first = begins[used_pieces], ends[used_pieces], before[first]
+        report = report._replace(untrained=int((~used_pieces).sum()))
     return Pieces(begins, ends, first, report)
 
 
@@ -169,8 +169,8 @@ def epoch_order(pieces: Pieces, parts: Sequence[Part], seed: int, epoch: int, or
     count = len(pieces.starts) if chosen is None else len(chosen)
     if order == "kept":
         return np.arange(count) if chosen is None else chosen
-    places = shuffled(np.random.SeedSequence([seed, epoch]), count)
-    return places if chosen is None else chosen[places]
+    positions = shuffled(np.random.SeedSequence([seed, epoch]), count)
+    return positions if chosen is None else chosen[positions]
 
 
 def best_fit(lengths: Indices, capacity: int) -> list[int]:
@@ -180,15 +180,15 @@ def best_fit(lengths: Indices, capacity: int) -> list[int]:
     count = 0
     order = np.argsort(-lengths, kind="stable")
     for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        place = bisect_left(open_rows, length << _ROW_BITS)
-        if place == len(open_rows):
-            room, row = capacity, count
+        at = bisect_left(open_rows, length << _ROW_BITS)
+        if at == len(open_rows):
+            left, row = capacity, count
             count += 1
         else:
-            room, row = divmod(open_rows.pop(place), 1 << _ROW_BITS)
+            left, row = divmod(open_rows.pop(at), 1 << _ROW_BITS)
         rows[document] = row
-        if room > length:
-            insort(open_rows, (room - length) << _ROW_BITS | row)
+        if left > length:
+            insort(open_rows, (left - length) << _ROW_BITS | row)
     return rows
 
 
@@ -198,15 +198,15 @@ def fit_in_order(lengths: Indices, capacity: int) -> list[int]:
     open_rows: list[list[int]] = []  # room left and row, the oldest first
     count = 0
     for length in lengths.tolist():
-        fitting = [found for found in open_rows if found[0] >= length]
+        fitting = [result for result in open_rows if result[0] >= length]
         if fitting:
-            found = min(fitting)
+            result = min(fitting)
         else:
             del open_rows[: len(open_rows) + 1 - _OPEN_ROWS]
-            open_rows.append(found := [capacity, count])
+            open_rows.append(result := [capacity, count])
             count += 1
-        found[0] -= length
-        rows.append(found[1])
+        result[0] -= length
+        rows.append(result[1])
     return rows
 
 
@@ -231,12 +231,12 @@ def pack_rows(
     """The rows of a window of documents, in the order in which they are trained: shuffled by `seed` unless kept."""
     if packing == "none":
         return Rows(np.arange(len(lengths)), np.arange(len(lengths) + 1))
-    found = np.asarray((fit_in_order if order == "kept" else best_fit)(lengths, capacity), dtype=np.int64)
-    count = int(found.max()) + 1 if len(found) else 0
+    result = np.asarray((fit_in_order if order == "kept" else best_fit)(lengths, capacity), dtype=np.int64)
+    count = int(result.max()) + 1 if len(result) else 0
     if order == "shuffled" and seed is not None:
-        found = np.argsort(shuffled(seed, count), kind="stable")[found]
-    sizes = np.bincount(found, minlength=count)
-    return Rows(np.argsort(found, kind="stable"), np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)]))
+        result = np.argsort(shuffled(seed, count), kind="stable")[result]
+    sizes = np.bincount(result, minlength=count)
+    return Rows(np.argsort(result, kind="stable"), np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)]))
 
 
 def num_windows(num_pieces: int, num_tokens: int, capacity: int) -> int:
@@ -258,11 +258,11 @@ def count_rows(lengths: Indices, capacity: int, packing: Packing, order: Order) 
         return len(lengths)
     windows = num_windows(len(lengths), tokens, capacity)
     looked_at = min(windows, _LOOKED_AT)
-    found = 0
+    result = 0
     for number in range(looked_at):
-        places = window(number * windows // looked_at, windows, len(lengths))
-        found += len(pack_rows(lengths[places], capacity, packing, order, None))
-    return -(-found * windows // looked_at)
+        positions = window(number * windows // looked_at, windows, len(lengths))
+        result += len(pack_rows(lengths[positions], capacity, packing, order, None))
+    return -(-result * windows // looked_at)
 
 
 def split_documents(num_documents: int, held_out: int, seed: int, order: Order = "shuffled") -> tuple[Indices, Indices]:

@@ -36,7 +36,7 @@ class Progress:
         self._done += self._sizes.get(self._file, 0) if self._file is not None else 0
         self._file, _here.fd = file, None
 
-    def tell(self) -> None:
+    def report(self) -> None:
         fraction = None
         if self._total and self._file is not None:
             at = 0
@@ -46,4 +46,4 @@ class Progress:
                 except OSError:  # closed meanwhile
                     _here.fd = None
             fraction = (self._done + min(at, self._sizes.get(self._file, 0))) / self._total
-        preparing.tell(fraction, f"{self._what}, {self.documents:,} documents read")
+        preparing.report(fraction, f"{self._what}, {self.documents:,} documents read")

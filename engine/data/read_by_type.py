@@ -23,10 +23,10 @@ def read_otherwise(tokenizer: TextTokenizer, model_type: str) -> str | None:
         write_tokenizer_files(folder, tokenizer_contents(tokenizer.folder))
         (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
         try:
-            found = load_tokenizer(folder)
-            if found.encode_batch([_TEXT]) == tokenizer.encode_batch([_TEXT]):
+            result = load_tokenizer(folder)
+            if result.encode_batch([_TEXT]) == tokenizer.encode_batch([_TEXT]):
                 return None
-            how = f"as a {found.kind}, which cuts text otherwise"
+            how = f"as a {result.kind}, which cuts text otherwise"
         except UserError:
             how = "in a way that fails, otherwise"
     return (

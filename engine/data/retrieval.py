@@ -158,8 +158,8 @@ def _question(
         )
         return Question(kind, length, depth, text, begun, values, bands)
 
-    room = length - haystacks.new_tokens
-    if (least := measure(made([]))) > room:
+    most = length - haystacks.new_tokens
+    if (least := measure(made([]))) > most:
         raise UserError(
             f"--lengths {length:,}: too short for the hidden text, the question and the answer ({kind}); the minimum "
             f"is {least + haystacks.new_tokens:,} tokens, {haystacks.new_tokens:,} of them for the answer"
@@ -167,16 +167,16 @@ def _question(
     filler = _sentences(haystacks.filler, chance)
     sentences: list[str] = []
     total = least
-    while total < room:
+    while total < most:
         sentences.append(next(filler))
         total += size(sentences[-1])
     # Sentences end to end may have a token more or less than one by one.
-    found = made(sentences)
-    while (over := measure(found) - room) > 0:
+    result = made(sentences)
+    while (over := measure(result) - most) > 0:
         while over > 0 and sentences:
             over -= size(sentences.pop())
-        found = made(sentences)
-    return found
+        result = made(sentences)
+    return result
 
 
 def _hide(sentences: Sequence[str], needles: Sequence[tuple[str, float]], size: Callable[[str], int]) -> list[str]:

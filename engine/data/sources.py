@@ -63,18 +63,18 @@ def _is_text(name: str | Path) -> bool:
 
 def _sha256(file: Path, status: os.stat_result) -> str:
     """Of a file's content, as found before where neither its size nor its time is another. OSError."""
-    kept = None if status.st_size < _MEMO_BYTES else cache_folder("sources")
+    cache = None if status.st_size < _MEMO_BYTES else cache_folder("sources")
     stamp = {"path": os.fsencode(file).hex(), "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
     key = hashlib.sha256(repr(stamp).encode()).hexdigest()
-    if kept is not None and (found := read_kept(kept, key)) is not None and isinstance(found.get("sha256"), str):
-        return str(found["sha256"])
+    if cache is not None and (result := read_kept(cache, key)) is not None and isinstance(result.get("sha256"), str):
+        return str(result["sha256"])
     digest, done = hashlib.sha256(), 0
     with file.open("rb") as stream:
         while data := stream.read(_READ_BYTES):
             digest.update(data)
             done += len(data)
-            preparing.tell(min(1.0, done / max(1, status.st_size)), f"looking at {file.name}")
-    if kept is not None:
+            preparing.report(min(1.0, done / max(1, status.st_size)), f"looking at {file.name}")
+    if cache is not None:
         with contextlib.suppress(OSError):
-            write_kept(kept, key, {"sha256": digest.hexdigest()}, _MOST_MEMOS)
+            write_kept(cache, key, {"sha256": digest.hexdigest()}, _MOST_MEMOS)
     return digest.hexdigest()

@@ -48,9 +48,9 @@ class SpanFile:
         weakref.finalize(self, os.close, fd)
         self._fd = fd
         self._num_bytes = length * self.dtype.itemsize
-        found = os.fstat(fd).st_size
-        if found != self._num_bytes:
-            raise damage(self.path, f"it has {found:,} bytes instead of {self._num_bytes:,} as written")
+        result = os.fstat(fd).st_size
+        if result != self._num_bytes:
+            raise damage(self.path, f"it has {result:,} bytes instead of {self._num_bytes:,} as written")
         self._checked = np.zeros(len(sums), dtype=bool)
 
     def __len__(self) -> int:

@@ -73,20 +73,20 @@ def has_tokenizer(folder: Path) -> bool:
 def tokenizer_contents(folder: Path, templates: Mapping[str, str] | None = None) -> dict[str, bytes]:
     """What makes up the tokenizer of a folder, by path; `templates`: chat templates by name, `default` among them, in
     the place of its own."""
-    found = {name: read_tokenizer_file(folder, name) for name in tokenizer_files(folder)}
+    result = {name: read_tokenizer_file(folder, name) for name in tokenizer_files(folder)}
     if templates is None:
-        return found
-    found = {name: content for name, content in found.items() if "chat_template" not in name}
-    if "tokenizer_config.json" in found:
-        config = parse_object(found["tokenizer_config.json"])
+        return result
+    result = {name: content for name, content in result.items() if "chat_template" not in name}
+    if "tokenizer_config.json" in result:
+        config = parse_object(result["tokenizer_config.json"])
         if config.pop("chat_template", None) is not None:
-            found["tokenizer_config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+            result["tokenizer_config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     for name, text in templates.items():
         if not is_plain_name(f"{name}.jinja"):
             raise UserError(f"chat template '{one_line(name, 40)}': its name cannot be a file's; give it another")
         file = "chat_template.jinja" if name == "default" else f"{MORE_TEMPLATES}/{name}.jinja"
-        found[file] = text.encode()
-    return found
+        result[file] = text.encode()
+    return result
 
 
 def write_tokenizer_files(folder: Path, contents: Mapping[str, bytes]) -> None:
@@ -168,8 +168,8 @@ class TextTokenizer:
     @property
     def bos_id(self) -> int | None:
         """The begin-of-text token; None where there is none."""
-        found = self._tokenizer.bos_token_id
-        return int(found) if is_whole(found) and found >= 0 else None
+        result = self._tokenizer.bos_token_id
+        return int(result) if is_whole(result) and result >= 0 else None
 
     def _finds_bos(self) -> bool:
         if self.bos_id is None:
@@ -209,8 +209,8 @@ class TextTokenizer:
     @property
     def chat_template(self) -> str | dict[str, str] | None:
         """The tokenizer's own chat template, or several by name."""
-        found: str | dict[str, str] | None = getattr(self._tokenizer, "chat_template", None)
-        return found
+        result: str | dict[str, str] | None = getattr(self._tokenizer, "chat_template", None)
+        return result
 
 
 def _pairs(offsets: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
@@ -267,14 +267,14 @@ def _require_readable(folder: Path) -> None:
         content = read_tokenizer_file(folder, name)
         if name.endswith(".json"):
             try:
-                found = parse_json(content)
+                result = parse_json(content)
             except ValueError as error:
                 raise UserError(
                     f"tokenizer: {folder / name} cannot be read: not JSON ({error}); copy or download it again"
                 ) from None
-            if name == "tokenizer.json" and isinstance(found, dict):
+            if name == "tokenizer.json" and isinstance(result, dict):
                 for part in ("normalizer", "decoder"):
-                    if (times := _growth(found.get(part))) > _MOST_GROWTH:
+                    if (times := _growth(result.get(part))) > _MOST_GROWTH:
                         raise UserError(
                             f"tokenizer: the {part} in {folder / name} can make a text {times:.3g} times as long, and "
                             f"{_MOST_GROWTH:,} is the most that is read; use another tokenizer"
@@ -282,7 +282,8 @@ def _require_readable(folder: Path) -> None:
 
 
 def _growth(part: Any) -> float:
-    """How many times as long a part of a tokenizer.json can make a text, at most."""
+    """How many times as long a part of a tokenizer.json can make a text, at most; steps compound where one replaces
+    what another may have made."""
     times, made = 1.0, ""
     for step in _steps(part):
         texts = [text for key in ("content", "prepend") if isinstance(text := step.get(key), str)]
@@ -290,10 +291,12 @@ def _growth(part: Any) -> float:
         replaced = pattern.get("String") if isinstance(pattern, dict) else None
         if isinstance(replaced, str) and replaced:
             grows = math.prod(max(1, len(text) / len(replaced)) for text in texts)
-            again = not set(made).isdisjoint(replaced)
+            compounds = not set(made).isdisjoint(replaced)
         else:  # a regular expression may match nothing, between any two characters
-            grows, again = math.prod(1 + len(text) for text in texts), True
-        times = times * grows if again else max(times, grows)  # what it replaces may be what another made, or is not
+            grows, compounds = math.prod(1 + len(text) for text in texts), True
+        times = (
+            times * grows if compounds else max(times, grows)
+        )  # what it replaces may be what another made, or is not
         made += "".join(texts)
     return times
 

@@ -28,13 +28,13 @@ def turn_ends(templates: Mapping[str, str], tokenizer: TextTokenizer) -> frozens
     templates end differently. A token that also stands within a turn, as between thoughts and answer, is none. Empty
     where turns end with text, or the templates render none of these.
     """
-    found, inside = set[int](), set[int]()
+    result, inside = set[int](), set[int]()
     for name, text in templates.items():
         probe = _Probe(text, tokenizer, with_tools=name == "tool_use")
         with probe.limits.bounded(f"template '{name}'"):
-            found |= probe.ends()
+            result |= probe.ends()
             inside |= probe.inside()
-    return frozenset(found - inside)
+    return frozenset(result - inside)
 
 
 class _Probe:
@@ -44,33 +44,33 @@ class _Probe:
 
     def ends(self) -> set[int]:
         """What follows the last answer, an earlier one, and calls."""
-        asked, answered = _message("user", _ASKED), _message("assistant", _ANSWER)
-        last = self._added(self._behind([asked, answered], _ANSWER))
-        earlier = self._added(self._between([asked, answered, _message("user", _AGAIN)], _ANSWER, _AGAIN))
-        called = self._added(self._behind([asked, _calls(_FIRST)], _FIRST).lstrip('"}])'))
+        question, answered = _message("user", _ASKED), _message("assistant", _ANSWER)
+        last = self._added(self._behind([question, answered], _ANSWER))
+        earlier = self._added(self._between([question, answered, _message("user", _AGAIN)], _ANSWER, _AGAIN))
+        called = self._added(self._behind([question, _calls(_FIRST)], _FIRST).lstrip('"}])'))
         # An earlier turn ends as the last one does, or with the first token of what is between it and the question.
         same = [a for a, b in zip(last, earlier, strict=False) if a == b]
         return {*last[-1:], *(same[-1:] or earlier[:1]), *called[-1:]}
 
     def inside(self) -> set[int]:
         """What stands between thoughts and the answer, and between two calls."""
-        asked = _message("user", _ASKED)
+        question = _message("user", _ASKED)
         thinking = _message("assistant", _ANSWER) | dict.fromkeys(THOUGHTS, _THOUGHT)
         texts = (
-            self._between([asked, thinking], _THOUGHT, _ANSWER),
-            self._between([asked, _calls(_FIRST, _SECOND)], _FIRST, _SECOND),
+            self._between([question, thinking], _THOUGHT, _ANSWER),
+            self._between([question, _calls(_FIRST, _SECOND)], _FIRST, _SECOND),
         )
         return {token for text in texts for token in self._tokens(text)} & self._tokenizer.added_ids
 
     def _behind(self, messages: Messages, word: str) -> str:
         """The text behind the last `word`."""
-        _, found, rest = self._render(messages, word).rpartition(word)
-        return rest if found else ""
+        _, result, rest = self._render(messages, word).rpartition(word)
+        return rest if result else ""
 
     def _between(self, messages: Messages, word: str, other: str) -> str:
         """The text from the last `word` to the first `other` behind it."""
-        text, found, _ = self._behind(messages, word).partition(other)
-        return text if found else ""
+        text, result, _ = self._behind(messages, word).partition(other)
+        return text if result else ""
 
     def _render(self, messages: Messages, word: str) -> str:
         """A rendering with `word` in it, of the messages in the form that the template takes; empty: there is none."""

@@ -110,16 +110,16 @@ class View:
 
         A turn that generation markers cut has several. TurnsError where they cannot be told.
         """
-        found = self._marked(turns, counted) if self.generated is not None else self._nested(counted, trained)
+        result = self._marked(turns, counted) if self.generated is not None else self._nested(counted, trained)
         for turn in counted:
-            said = "".join(self.text[start:stop] for of, start, stop in found if of == turn)
+            said = "".join(self.text[start:stop] for of, start, stop in result if of == turn)
             if not self._shows(turn, said):
                 raise FormError(
                     f"{self._where}: the chat template leaves out what messages[{turn}] says, so the turn would be "
                     "trained without it; correct the template, name another with data.chat_template, or set the "
                     "message's weight to 0"
                 )
-        return found
+        return result
 
     def _marked(self, turns: list[int], counted: list[int]) -> list[tuple[int, int, int]]:
         """Where a turn has several pieces, or none, how many are rendered up to its end tells which are its own."""
@@ -137,14 +137,14 @@ class View:
         return [(turn, *span) for turn, begin, end in owned if turn in counted for span in spans[begin:end]]
 
     def _nested(self, counted: list[int], trained: str) -> list[tuple[int, int, int]]:
-        found = []
+        result = []
         for turn in counted:
             start = self._start(turn, trained)
             stop = self._stop(turn, start, trained)
             if start > stop:
                 raise self._untold(turn, self.text[:start], trained)
-            found.append((turn, start, stop))
-        return found
+            result.append((turn, start, stop))
+        return result
 
     def _start(self, turn: int, trained: str) -> int:
         """Where the assistant begins to write."""
@@ -157,8 +157,8 @@ class View:
             else:
                 if self.text.startswith(before):
                     return len(before)
-        if (found := max(self._elsewhere(turn, prompt=True), default=None)) is not None:
-            return found
+        if (result := max(self._elsewhere(turn, prompt=True), default=None)) is not None:
+            return result
         if turn and refused is None:
             raise self._untold(turn, before, trained)
         why = f"the chat template refuses the messages before it: {refused}" if refused else "nothing comes before it"
@@ -176,11 +176,11 @@ class View:
         nested = self.text.startswith(upto)
         stop = len(upto)
         if not nested or self._is_open(upto):
-            told = max((at for at in self._elsewhere(turn + 1) if at >= start), default=-1)
+            begin = max((at for at in self._elsewhere(turn + 1) if at >= start), default=-1)
             alike = self._alike(upto)
             alike = min(self._between_tokens(text, alike) for text in (upto, self.text))
-            if told > stop * nested and self._is_ending(self.text[alike:told]) and self._is_ending(upto[alike:]):
-                stop = told
+            if begin > stop * nested and self._is_ending(self.text[alike:begin]) and self._is_ending(upto[alike:]):
+                stop = begin
             elif not nested:
                 raise self._untold(turn, upto, trained)
         if self._is_open(self.text[:stop]):
@@ -313,17 +313,17 @@ class View:
             if not said or (sort in self._seen and said in rendered):
                 continue
             other = _OTHER if isinstance(content, str) else _with_text(content, index)
-            found = self._with(number, message | {"content": other})
-            if found == self.text:
+            result = self._with(number, message | {"content": other})
+            if result == self.text:
                 return False
-            if found is not None and _OTHER in found and len(texts) == 1:
+            if result is not None and _OTHER in result and len(texts) == 1:
                 self._seen.add(sort)
         if (sort, "arguments") in self._seen or not any(call.get("arguments") for call in _calls(message)):
             return True
-        found = self._with(number, with_functions(message, _with_other_arguments))
-        if found is not None and found != self.text:
+        result = self._with(number, with_functions(message, _with_other_arguments))
+        if result is not None and result != self.text:
             self._seen.add((sort, "arguments"))
-        return found != self.text
+        return result != self.text
 
     def _with(self, number: int, message: dict[str, Any]) -> str | None:
         """The text of the conversation with another message in a place; None where the template refuses it."""
@@ -345,15 +345,15 @@ def _with_other_arguments(function: dict[str, Any]) -> dict[str, Any]:
 
 def with_functions(message: dict[str, Any], changed: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     """A message with each of its calls' functions `changed`."""
-    found = dict(message)
+    result = dict(message)
     if "function_call" in message:
-        found["function_call"] = changed(message["function_call"])
+        result["function_call"] = changed(message["function_call"])
     if "tool_calls" in message:
-        found["tool_calls"] = [
+        result["tool_calls"] = [
             call | {"function": changed(call["function"])} if "function" in call else changed(call)
             for call in message["tool_calls"]
         ]
-    return found
+    return result
 
 
 def _calls(message: dict[str, Any]) -> Iterator[dict[str, Any]]:

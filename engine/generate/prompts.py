@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.engine.config import Recipe, SamplesConfig
 from penstock.engine.data.chat import ChatTemplate, find_template
 from penstock.engine.data.encode import Encoder
-from penstock.engine.data.kept_template import trained_ends
+from penstock.engine.data.saved_template import trained_ends
 from penstock.engine.data.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
 from penstock.engine.data.turn_ends import turn_ends
 from penstock.engine.generate.text import text_behind

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import AdapterConfig, Recipe, drive_folders, state_folder
-from penstock.engine.data.corpus import kept_tokenizer
+from penstock.engine.data.corpus import saved_tokenizer
 from penstock.engine.data.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
 from penstock.engine.hf.config import model_config, read_config, with_vocabulary
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file
@@ -131,7 +131,7 @@ class RunSource:
         self._store = NvmeStore.open(folder, drives=drive_folders(run_dir, recipe.storage), read_only=True)
         try:
             self.origin = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
-            self.tokenizer = kept_tokenizer(
+            self.tokenizer = saved_tokenizer(
                 recipe.data, self.origin, run_dir / "data" / "tokenizer", recipe.model.added_tokens
             )
             vocabulary = self.tokenizer.vocab_size if self.tokenizer else None

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.engine.config import DataConfig, Recipe, TrainConfig
 from penstock.engine.data.chat import ChatTemplate, find_template
-from penstock.engine.data.kept_template import kept_template, trained_ends
+from penstock.engine.data.saved_template import load_template, trained_ends
 from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.engine.data.turn_ends import turn_ends
 from penstock.engine.generate.adapter_source import AdapterSource
@@ -78,7 +78,7 @@ class StreamedModel:
         if isinstance(source, AdapterSource):
             self.stop_ids |= stop_ids(where, self.spec.config, self.tokenizer)
         if self.tokenizer is not None and isinstance(source, RunSource):
-            self.template = kept_template(data, self.tokenizer, where / "data")
+            self.template = load_template(data, self.tokenizer, where / "data")
             self.stop_ids |= trained_ends(data, self.tokenizer, self.template)
         elif self.tokenizer is not None:
             self.template = find_template(data, self.tokenizer)

@@ -380,7 +380,7 @@ class _Like(NamedTuple):
                 writer.write(name, reader.read(name))
             owned = buffers_of_blocks(spec)
             for number, (block, conversions) in enumerate(layout.of_block.items()):
-                preparing.tell(number / len(layout.of_block), block)
+                preparing.report(number / len(layout.of_block), block)
                 params = {name: value for buffer in owned[block] for name, value in read_buffer(buffer).items()}
                 for conversion in conversions:
                     values = {target: params[layout.canonical[target]] for target in conversion.targets}
@@ -449,7 +449,7 @@ def _export_fresh(
             writer.write(name, tensor)
         owned = buffers_of_blocks(spec)
         for number, (block, buffers) in enumerate(owned.items()):
-            preparing.tell(number / len(owned), block)
+            preparing.report(number / len(owned), block)
             values = {name: value for buffer in buffers for name, value in read_buffer(buffer).items()}
             rounded = {name: rounding(name, tensor, dtype) for name, tensor in values.items()}
             for name, tensor in transformers_layout(model, rounded).items():

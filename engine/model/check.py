@@ -128,7 +128,7 @@ def check_model(
 
 def _small_model(config: PretrainedConfig, adapter: AdapterConfig | None) -> tuple[PretrainedConfig, ModelSpec]:
     refuse_unsupported(config)
-    preparing.tell(detail="making a small copy of the model")
+    preparing.report(detail="making a small copy of the model")
     with refused("could not be reduced to a small copy"):
         small, _ = shrink(config, adapter)
         return small, take_apart(small, adapter=adapter)
@@ -155,14 +155,14 @@ def _compare(
         small._experts_implementation = "eager"  # the others compute in at most float32
         spec = replace(spec, config=small)
     source = random_model(small, seed, adapter=spec.adapter)
-    preparing.tell(detail=f"transformers' own gradients, {_name(dtype)}")
+    preparing.report(detail=f"transformers' own gradients, {_name(dtype)}")
     with refused("transformers' own forward fails"):
         reference_loss, reference = reference_gradients(small, source, documents, dtype, aux, spec.adapter)
     constants = {name: buffer for name, buffer in source.named_buffers() if name in spec.constants}
     if dtype == torch.float64:
         constants = {name: b.double() if b.is_floating_point() else b for name, b in constants.items()}
     weights = in_buffers(spec, {name: p.detach().to(dtype) for name, p in source.named_parameters()})
-    preparing.tell(detail=f"streamed gradients, {_name(dtype)}")
+    preparing.report(detail=f"streamed gradients, {_name(dtype)}")
     with refused("streaming fails"):
         runner = ModelRunner(spec, device="cpu", dtype=dtype, constants=constants, router_aux_loss=aux)
         grads = in_buffers(spec, {name: torch.zeros_like(weight) for name, weight in weights.items()})

@@ -256,7 +256,7 @@ def _measured(units: Sequence[_Unit], runtime: Runtime, repeats: int) -> Iterato
 
     kept_bytes = []
     for done, unit in enumerate(units):
-        preparing.tell(done / len(units), f"{unit.ops[0].action.name.replace('_', ' ')} of {unit.ops[0].block}")
+        preparing.report(done / len(units), f"{unit.ops[0].action.name.replace('_', ' ')} of {unit.ops[0].block}")
         runtime.layer_ops.kept_bytes = 0
         run(unit)
         kept_bytes.append(runtime.layer_ops.kept_bytes)

@@ -88,8 +88,8 @@ def fill_store(
             for future in futures:
                 future.result()
             written += end - start
-            preparing.tell(written / total, name)
-    preparing.tell(1.0, "making it durable")
+            preparing.report(written / total, name)
+    preparing.report(1.0, "making it durable")
     store.commit(meta)
 
 
@@ -110,7 +110,7 @@ def load_memory(store: NvmeStore, plan: Plan, gpu: GpuMemory, ram: RamMemory, co
                 loading.through_stages(buffer, part)
             start, end = buffer.part(part)
             asked += end - start
-            preparing.tell(asked / total, buffer.name)
+            preparing.report(asked / total, buffer.name)
     loading.finish()
 
 

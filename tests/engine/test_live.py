@@ -28,7 +28,7 @@ from penstock.engine.data.origins import Origins, OriginsWriter
 from penstock.engine.events import LaneTotals, Preparing, Progress, StepMetrics, Want
 from penstock.engine.model.check import check_model
 from penstock.engine.plan.plan import Chunk
-from penstock.engine.preparing import TELL_S, Checklist
+from penstock.engine.preparing import REPORT_S, Checklist
 from penstock.engine.progress import Live
 from penstock.engine.runtime.failures import DivergedError
 from penstock.engine.runtime.health import LossSpikes
@@ -170,7 +170,7 @@ class Waiting(tiny.Silent):
 
 
 def test_spans_are_told_within_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.engine.progress, "TELL_S", 0.01)
+    monkeypatch.setattr(penstock.engine.progress, "REPORT_S", 0.01)
     observer = Waiting()
 
     def wait(op: Op) -> None:
@@ -201,7 +201,7 @@ def test_what_ended_before_a_failure_is_told(tmp_path: Path) -> None:
 
 
 def test_a_failure_to_tell_reaches_the_training_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.engine.progress, "TELL_S", 0.001)
+    monkeypatch.setattr(penstock.engine.progress, "REPORT_S", 0.001)
 
     class Broken(tiny.Silent):
         def on_progress(self, progress: Progress) -> None:
@@ -248,10 +248,10 @@ def test_progress_is_told_every_so_often(clock: SimpleNamespace) -> None:
     checklist = Checklist(listening)
     with checklist.step("pinning 350 GB"):
         for gigabyte in range(350):
-            clock.now += TELL_S / 8
+            clock.now += REPORT_S / 8
             checklist.progress(gigabyte / 350, f"{gigabyte} GB")
     told = [item for item in listening.prepared if item.state == "progress"]
-    assert [item.seconds for item in told] == [TELL_S * count for count in range(1, 350 // 8 + 1)]
+    assert [item.seconds for item in told] == [REPORT_S * count for count in range(1, 350 // 8 + 1)]
     assert [item.fraction for item in told] == [int(str(item.detail).split()[0]) / 350 for item in told]
     # From another thread; a fraction beyond its ends is cut, and late words say nothing.
     listening.prepared.clear()
@@ -320,7 +320,7 @@ def test_a_run_tells_what_it_prepares_and_its_first_step_alone(tmp_path: Path) -
 
 
 def test_what_takes_long_says_what_it_is_at_and_how_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.engine.preparing, "TELL_S", 0.0)
+    monkeypatch.setattr(penstock.engine.preparing, "REPORT_S", 0.0)
     monkeypatch.setattr(opening, "check_model", check_model)  # which no other test has asked before
     run = tiny.Silent()
     budgets = tiny.BudgetConfig(gpu="64MiB", ram="64MiB")

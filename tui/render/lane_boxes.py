@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.app.console.rows import Glyphs, Row
 from penstock.app.runs.lanes import LANES
-from penstock.app.runs.ops import op_text, place_text
+from penstock.app.runs.ops import location_text, op_text
 from penstock.tui.data.spans import Floats, Ints, SpanView
 
 BOX_CELLS = 6
@@ -140,7 +140,7 @@ def _alone(view: SpanView, rows: Ints) -> NDArray[np.bool_]:
 def box_name(view: SpanView, row: int, width: int, ellipsis: str) -> str:
     """As much of the op's name as `width` cells hold: of its block and chunk the end, which tells them apart."""
     op, block, chunk = view.ops[view.op[row]], view.blocks[view.block[row]], int(view.chunk[row])
-    place = place_text(block, chunk)
+    place = location_text(block, chunk)
     end = ellipsis + place.rpartition(".")[2]
     for text in (op_text(op, block, chunk), f"{op} {end}", op, place, end):
         if len(text) <= width:

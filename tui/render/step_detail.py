@@ -8,7 +8,7 @@ from itertools import zip_longest
 import numpy as np
 
 from penstock.app.console.rows import Glyphs, Row, exactly
-from penstock.app.runs.ops import op_text, place_text
+from penstock.app.runs.ops import location_text, op_text
 from penstock.storage.files.units import bytes_text, rate_text, seconds_text
 from penstock.tui.data.critical import Blockers, IdleTotal, StepAnalysis
 from penstock.tui.data.spans import Ints, SpanView
@@ -61,7 +61,7 @@ def path_stretches(view: SpanView, analysis: StepAnalysis) -> list[tuple[str, st
 
 
 def _from_to(view: SpanView, rows: Sequence[int]) -> str:
-    first, last = (place_text(view.blocks[view.block[row]], int(view.chunk[row])) for row in (rows[0], rows[-1]))
+    first, last = (location_text(view.blocks[view.block[row]], int(view.chunk[row])) for row in (rows[0], rows[-1]))
     return first if first == last else f"{first} to {last}"
 
 

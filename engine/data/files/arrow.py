@@ -144,9 +144,9 @@ def _unreadable(row: Any, error: Exception) -> str:
     for name, column in zip(row.schema.names, row.columns, strict=True):
         try:
             column.to_pylist()
-        except Exception as found:
+        except Exception as result:
             kind = one_line(column.type, 100)
-            return f"column '{one_line(name)}' ({kind}) has a value that cannot be read: {one_line(found, 200)}"
+            return f"column '{one_line(name)}' ({kind}) has a value that cannot be read: {one_line(result, 200)}"
     return f"it cannot be read: {one_line(error, 200)}"
 
 

@@ -41,8 +41,8 @@ def _message(stream: BinaryIO, at: int) -> tuple[int, int]:
     claimed = 0
     for begin, stored in _compressed(table):
         if stored >= 8:
-            (found,) = struct.unpack("<q", _read(stream, body + begin, 8))
-            claimed += stored if found == -1 else max(0, found)
+            (result,) = struct.unpack("<q", _read(stream, body + begin, 8))
+            claimed += stored if result == -1 else max(0, result)
     end = body + table.long(3)
     if end < body:
         raise ValueError("a body that ends before it begins")
@@ -97,10 +97,10 @@ class _Table:
             return b""
         at += self._number("<I", at)
         count = self._number("<I", at) * size
-        found = self._content[at + 4 : at + 4 + count]
-        if len(found) < count:
+        result = self._content[at + 4 : at + 4 + count]
+        if len(result) < count:
             raise ValueError("a vector that is cut")
-        return found
+        return result
 
     def _find(self, field: int) -> int:
         names = self._at - self._number("<i", self._at)
@@ -112,5 +112,5 @@ class _Table:
     def _number(self, kind: str, at: int) -> int:
         if at < 0:
             raise ValueError("before the table")
-        found: int = struct.unpack_from(kind, self._content, at)[0]
-        return found
+        result: int = struct.unpack_from(kind, self._content, at)[0]
+        return result

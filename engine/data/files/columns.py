@@ -46,9 +46,9 @@ def _struct(value: dict[str, Any], fields: dict[str, Make | None]) -> dict[str, 
 
 
 def _map(pairs: list[tuple[Any, Any]], make: Make | None) -> dict[Any, Any]:
-    found = {key: item if make is None else make(item) for key, item in pairs}
-    if len(found) != len(pairs):
+    result = {key: item if make is None else make(item) for key, item in pairs}
+    if len(result) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key '{one_line(twice, 40)}' appears twice")
-    return found
+    return result

@@ -22,17 +22,17 @@ def read_configs(text: str) -> Any:
 
     Raises ValueError for a head that goes beyond what a list of data sets and their files has.
     """
-    found = _configs(text[: 4 * _MOST_BYTES].removeprefix("\ufeff"))
-    if not found:
+    result = _configs(text[: 4 * _MOST_BYTES].removeprefix("\ufeff"))
+    if not result:
         return None
-    if len(found) > _MOST_BYTES:
+    if len(result) > _MOST_BYTES:
         raise ValueError(f"`configs` is longer than {_MOST_BYTES >> 20} MiB")
     import yaml  # comes with huggingface_hub
 
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        _require_simple(yaml.scan(found, Loader=loader))
-        values = yaml.load(found, Loader=loader)
+        _require_simple(yaml.scan(result, Loader=loader))
+        values = yaml.load(result, Loader=loader)
     except (yaml.YAMLError, RecursionError, TypeError, AttributeError):
         return None
     return values.get("configs") if isinstance(values, dict) else None
@@ -44,8 +44,8 @@ def _configs(text: str) -> str:
     end = begin and _LINE.search(text, begin.end())
     if begin is None or end is None:
         return ""
-    found = _CONFIGS.search(text, begin.end(), end.start())
-    return found[0] if found else ""
+    result = _CONFIGS.search(text, begin.end(), end.start())
+    return result[0] if result else ""
 
 
 def _require_simple(tokens: Any) -> None:

@@ -65,7 +65,7 @@ def _list_field(record: dict[str, Any]) -> str | None:
 
 def _object(text: _Text, bad: BadRows, name: str) -> Iterator[Row]:
     """The rows of the one field that is a list of objects; `text` is at the object's bracket."""
-    found: str | None = None
+    result: str | None = None
     text.skip("{")
     while text.next() == '"' or text.skip(","):
         key = text.value()
@@ -79,15 +79,15 @@ def _object(text: _Text, bad: BadRows, name: str) -> Iterator[Row]:
                 text.value()
                 text.skip(",")
             continue
-        if found is not None:
+        if result is not None:
             raise text.wrong(
-                f"two lists of objects, '{printable(found)}' and '{printable(key)}'; keep one, or write two files"
+                f"two lists of objects, '{printable(result)}' and '{printable(key)}'; keep one, or write two files"
             )
-        found = key
+        result = key
         yield from _elements(text, bad, f"{name}:row ")
     if not text.skip("}"):
         raise text.wrong("an object that is not closed")
-    if found is None:
+    if result is None:
         raise UserError(
             f"{name}: an object without a list of objects; write a list of rows, or one object a line (.jsonl)"
         )
@@ -143,9 +143,9 @@ class _Text:
 
     def skip(self, character: str) -> bool:
         """Whether `character` is next; then it is taken."""
-        found = self.next() == character
-        self._at += found
-        return found
+        result = self.next() == character
+        self._at += result
+        return result
 
     def value(self) -> Any:
         """The next value. UserError naming the line where it is none."""

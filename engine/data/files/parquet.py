@@ -73,10 +73,10 @@ def _header(stream: BinaryIO, at: int) -> tuple[int, int, int] | None:
     """A header's length, and the two sizes; None where none begins there."""
     for count in _HEADER_BYTES:
         stream.seek(at)
-        found = _Thrift(stream.read(count))
+        result = _Thrift(stream.read(count))
         try:
-            fields = found.struct(0)
-            return found.at, fields[2], fields[3]
+            fields = result.struct(0)
+            return result.at, fields[2], fields[3]
         except IndexError:
             continue
         except (KeyError, ValueError):
@@ -92,14 +92,14 @@ class _Thrift:
 
     def struct(self, depth: int) -> dict[int, Any]:
         """Whole numbers, lists and structs of a struct by their fields."""
-        found: dict[int, Any] = {}
+        result: dict[int, Any] = {}
         field = 0
         while (byte := self._byte()) != 0:
             field = field + (byte >> 4) if byte >> 4 else self._zigzag()
             value = self._value(byte & 15, depth)
             if value is not None:
-                found[field] = value
-        return found
+                result[field] = value
+        return result
 
     def _value(self, kind: int, depth: int) -> Any:
         if depth > _MOST_DEPTH:

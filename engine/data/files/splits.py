@@ -56,13 +56,13 @@ def find_splits(root: Path) -> dict[str, list[Path]]:
             f"data.path: {printable(root)} holds {' and '.join(kinds)} files, which may hold the same rows twice; "
             "give a file, or a folder with one kind"
         )
-    found: dict[str, list[Path]] = defaultdict(list)
+    result: dict[str, list[Path]] = defaultdict(list)
     for file in files:
-        found[_split_of(file, root) or ""].append(file)
-    rest = found.pop("", [])
-    for split, listed in found.items():
+        result[_split_of(file, root) or ""].append(file)
+    rest = result.pop("", [])
+    for split, listed in result.items():
         _require_one(root, split, listed)
-    return dict(found) or ({TRAIN: rest} if rest else {})
+    return dict(result) or ({TRAIN: rest} if rest else {})
 
 
 def _named_in_readme(root: Path) -> dict[str, list[Path]] | None:
@@ -81,7 +81,7 @@ def _named_in_readme(root: Path) -> dict[str, list[Path]] | None:
             f"data.path: {printable(root)} holds several data sets: {names} (README.md); give the folder or file of "
             "one of them"
         )
-    found: dict[str, list[Path]] = {}
+    result: dict[str, list[Path]] = {}
     looks = 0
     entries = sets[0].get("data_files")
     for entry in entries if isinstance(entries, list) else [entries]:
@@ -100,8 +100,8 @@ def _named_in_readme(root: Path) -> dict[str, list[Path]] | None:
                     f"data.path: {printable(root)}/README.md lists {one_line(missing, 80)} in split "
                     f"{one_line(split, 40)}, which is not there beside the other files; download it, or name a file"
                 )
-            found.setdefault(split, []).extend(rows)
-    return found or None
+            result.setdefault(split, []).extend(rows)
+    return result or None
 
 
 def _is_pattern(text: str) -> bool:

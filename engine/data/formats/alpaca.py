@@ -32,11 +32,11 @@ def convert(fields: dict[str, Any], where: str) -> Conversation:
     history = _history(fields, where)
     question = "\n\n".join(part for part in (instruction, given) if part)
     messages = [{"role": "system", "content": system}] if system else []
-    for asked, answered in [*history, (question, output)]:
-        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    for request, answer in [*history, (question, output)]:
+        messages += [{"role": "user", "content": request}, {"role": "assistant", "content": answer}]
     prompt = f"{system or (_WITH_INPUT if given else f'{_ABOUT}.') + ' ' + _WRITE}\n\n"
-    for asked, answered in history:
-        prompt += f"### Instruction:\n{asked}\n\n### Response:\n{answered}\n\n"
+    for request, answer in history:
+        prompt += f"### Instruction:\n{request}\n\n### Response:\n{answer}\n\n"
     prompt += f"### Instruction:\n{instruction}\n\n" + (f"### Input:\n{given}\n\n" if given else "") + "### Response:\n"
     return Conversation(where, messages, plain=Completion(where, prompt, output))
 
@@ -47,4 +47,4 @@ def _history(fields: dict[str, Any], where: str) -> list[tuple[str, str]]:
     for pair in history if isinstance(history, list) else [history]:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
             raise RowError(f"{where}: `history` holds {kind(pair)}; expected a list of [question, answer]")
-    return [(asked, answered) for asked, answered in history]
+    return [(request, answer) for request, answer in history]

@@ -94,17 +94,17 @@ def _format_of(rows: list[dict[str, Any]], file: Path) -> tuple[str, dict[str, s
             return source, {}
     if any(map(is_preference, rows)):
         raise UserError(f"{printable(file)}: {PREFERENCE}")
-    found = [
+    result = [
         (source, {field: name})
         for source, field, fits in (("sharegpt", "conversations", has_turns), ("messages", "messages", has_messages))
         for name, value in rows[0].items()
         if fits(value)
     ]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = one_line(", ".join(name for _, rename in found for name in rename.values()), 300)
-        source, rename = found[0]
+    if len(result) == 1:
+        return result[0]
+    if result:
+        names = one_line(", ".join(name for _, rename in result for name in rename.values()), 300)
+        source, rename = result[0]
         raise UserError(
             f"{printable(file)}: the columns {names} all hold conversations; name the one to train on, such as "
             f"data.source={source} data.columns={json.dumps(rename)}"
@@ -166,17 +166,17 @@ def found_source(data: DataConfig) -> tuple[DataConfig, list[str]]:
         return parts[0], said
     mixture = []
     for entry, before, part in zip(data.mixture, data.parts, parts, strict=True):
-        found = {"source": part.source, "columns": part.columns, "split": part.split} if part != before else {}
-        mixture.append(entry | {name: value for name, value in found.items() if value is not None})
+        result = {"source": part.source, "columns": part.columns, "split": part.split} if part != before else {}
+        mixture.append(entry | {name: value for name, value in result.items() if value is not None})
     return (replace(data, mixture=mixture) if said else data), said
 
 
 def _found(data: DataConfig, said: list[str]) -> DataConfig:
     if data.source != "auto" or data.path is None:
         return data
-    found = detect(Path(data.path), data.split, data.columns)
-    split = f", split {found.split}" if found.split else ""
-    columns = "".join(f", {name} in column {column}" for name, column in found.rename.items())
-    said.append(printable(f"data.source=auto: {found.source} is found in {data.path}{split}{columns}"))
-    source: Any = found.source
-    return replace(data, source=source, split=found.split or data.split, columns=data.columns | found.rename)
+    result = detect(Path(data.path), data.split, data.columns)
+    split = f", split {result.split}" if result.split else ""
+    columns = "".join(f", {name} in column {column}" for name, column in result.rename.items())
+    said.append(printable(f"data.source=auto: {result.source} is found in {data.path}{split}{columns}"))
+    source: Any = result.source
+    return replace(data, source=source, split=result.split or data.split, columns=data.columns | result.rename)

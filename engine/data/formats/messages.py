@@ -110,8 +110,8 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     message = {key: item for key, item in value.items() if item is not None}
     role = message.get("role")
     if role not in ROLES:
-        found = "no `role`" if role is None else f"the role '{one_line(role, 40)}'"
-        raise RowError(f"{where} has {found}; roles are {', '.join(ROLES)}")
+        result = "no `role`" if role is None else f"the role '{one_line(role, 40)}'"
+        raise RowError(f"{where} has {result}; roles are {', '.join(ROLES)}")
     if "function_call" in message:
         message["function_call"] = _tool_calls([unpacked(message["function_call"])], where, "function_call")[0]
     if "tool_calls" in message:

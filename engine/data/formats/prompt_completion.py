@@ -37,11 +37,11 @@ def convert(fields: dict[str, Any], where: str) -> Completion | Conversation:
             f"{where}: one of `prompt` and `completion` is a text and the other a list; both must be of the same kind"
         )
     before = with_system(read_messages(prompt, where, "prompt"), fields, where)
-    asked = [message | {"weight": 0} for message in before]
+    given = [message | {"weight": 0} for message in before]
     answered = read_messages(completion, where, "completion")
     if not any(message["role"] == "assistant" for message in answered):
         raise RowError(f"{where}: `completion` has no assistant message, so there is nothing to train on")
-    return Conversation(where, asked + answered, read_tools(fields, where), read_kwargs(fields, where))
+    return Conversation(where, given + answered, read_tools(fields, where), read_kwargs(fields, where))
 
 
 def _messages_or_text(fields: dict[str, Any], name: str, where: str) -> str | list[Any]:

@@ -14,11 +14,11 @@ NEEDS_PATH = False
 
 def files(path: Path) -> list[Path]:
     """Python files of the standard library; what is installed into it, which is far more, is not walked."""
-    found: list[Path] = []
+    result: list[Path] = []
     for folder, below, names in os.walk(sysconfig.get_paths()["stdlib"]):
         below[:] = [name for name in below if name not in ("site-packages", "dist-packages")]
-        found += (path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file())
-    return found
+        result += (path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file())
+    return result
 
 
 def read(file: Path) -> Iterator[Text]:

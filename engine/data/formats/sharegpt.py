@@ -56,8 +56,8 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
     who, value = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
     role = ROLES.get(who.lower()) if isinstance(who, str) else None
     if role is None:
-        found = "no `from`" if who is None else f"`from` '{one_line(who, 40)}'"
-        raise RowError(f"{where} has {found}; known are {', '.join(ROLES)}")
+        result = "no `from`" if who is None else f"`from` '{one_line(who, 40)}'"
+        raise RowError(f"{where} has {result}; known are {', '.join(ROLES)}")
     if value is None and "from" in turn:
         raise RowError(f"{where} has no `value`; give it a text")
     message = {name: item for name, item in turn.items() if name not in ("from", "value")} | {"role": role}

@@ -76,7 +76,7 @@ def _require_alone(fields: dict[str, Any], there: list[bool], where: str) -> Non
 
 
 def _weights(fields: dict[str, Any], ids: list[int], where: str) -> list[float] | None:
-    found: list[float] | None = None
+    result: list[float] | None = None
     if fields.get("labels") is not None:
         labels = _aligned(fields, "labels", ids, where)
         for index, (token, label) in enumerate(zip(ids, labels, strict=True)):
@@ -85,7 +85,7 @@ def _weights(fields: dict[str, Any], ids: list[int], where: str) -> list[float] 
                     f"{where}: labels[{index}] is {one_line(label, 40)} where the id is {token}; labels are the ids "
                     f"themselves (not shifted), or {IGNORED}"
                 )
-        found = [float(label != IGNORED) for label in labels]
+        result = [float(label != IGNORED) for label in labels]
     for name in _MASKS:
         if fields.get(name) is None:
             continue
@@ -93,8 +93,8 @@ def _weights(fields: dict[str, Any], ids: list[int], where: str) -> list[float] 
         for index, value in enumerate(values):
             if not is_weight(value):
                 raise RowError(f"{where}: {name}[{index}] is {one_line(value, 40)}; {WEIGHTS}")
-        found = [one * value for one, value in zip(found or [1.0] * len(ids), values, strict=True)]
-    return found
+        result = [one * value for one, value in zip(result or [1.0] * len(ids), values, strict=True)]
+    return result
 
 
 def _aligned(fields: dict[str, Any], name: str, ids: list[int], where: str) -> list[Any]:

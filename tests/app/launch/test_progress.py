@@ -204,7 +204,7 @@ def test_a_line_at_most_every_ten_seconds_also_of_what_works_within(
     assert lines(capsys) == ["step 2", "step 5"]
     with working("looking"):
         clock.now += 4.9
-        preparing.tell(0.5, "half of it")
+        preparing.report(0.5, "half of it")
     assert lines(capsys) == [], "one that is quick says nothing"
     with working("planning") as outer:
         clock.now += 6.0
@@ -230,7 +230,7 @@ def test_how_far_it_is_comes_by_itself(
 
     with working("exporting"):
         clock.now += 2.0
-        preparing.tell(0.25, "layers.3")
+        preparing.report(0.25, "layers.3")
         clock.now += 4.0  # nothing is told any more: one long block
         wait_until(shown)
     assert said == ["exporting: 25%, layers.3, 6s"]

@@ -21,7 +21,7 @@ from samples import sampled
 
 from penstock.engine.config import DataConfig
 from penstock.engine.data import corpus_files
-from penstock.engine.data.corpus import kept_tokenizer, prepare_corpus, prepare_tokenizer, random_corpus
+from penstock.engine.data.corpus import prepare_corpus, prepare_tokenizer, random_corpus, saved_tokenizer
 from penstock.engine.data.corpus_files import BLOCK_BYTES, META, TOKENS, CorpusWriter, TokenCorpus, verify_corpus
 from penstock.engine.data.loader import DataLoader
 from penstock.engine.data.made_tokenizer import TRAINED_ON, require_intact, train_tokenizer
@@ -205,7 +205,7 @@ def trained(tmp_path: Path) -> tuple[DataConfig, Path]:
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", TRAINED_ON])
 def test_every_file_of_a_trained_tokenizer_is_checked(trained: tuple[DataConfig, Path], name: str) -> None:
     config, folder = trained
-    prepares = (partial(of, config, None, folder) for of in (prepare_tokenizer, kept_tokenizer))
+    prepares = (partial(of, config, None, folder) for of in (prepare_tokenizer, saved_tokenizer))
     calls = (*prepares, partial(require_intact, folder))
     for _ in flips(folder / name, max(1, (folder / name).stat().st_size // 50)):
         for call in calls:
@@ -229,7 +229,7 @@ def test_other_damage_of_a_trained_tokenizer(trained: tuple[DataConfig, Path]) -
     (folder / "added_tokens.json").unlink()
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer_config\.json: damaged: the file is missing"):
-        kept_tokenizer(config, None, folder)
+        saved_tokenizer(config, None, folder)
 
 
 def test_constants_are_checked_against_the_generations_checksum(tmp_path: Path) -> None:

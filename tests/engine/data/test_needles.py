@@ -33,9 +33,9 @@ SOME = needle_config(max_documents=70, validation_documents=2)
 
 
 @settings(deadline=None)
-@given(length=st.integers(10, 700), seed=st.integers(0, 9), again=st.booleans())
-def test_every_answer_is_what_the_haystack_says_of_its_name(length: int, seed: int, again: bool) -> None:
-    ids, weights = haystack(length, np.random.default_rng(seed), again=again)
+@given(length=st.integers(10, 700), seed=st.integers(0, 9), repeats=st.booleans())
+def test_every_answer_is_what_the_haystack_says_of_its_name(length: int, seed: int, repeats: bool) -> None:
+    ids, weights = haystack(length, np.random.default_rng(seed), repeats=repeats)
     words = [VOCABULARY[number] for number in ids]
     assert len(words) == len(weights) == length
     asked = np.flatnonzero(weights)
@@ -46,7 +46,7 @@ def test_every_answer_is_what_the_haystack_says_of_its_name(length: int, seed: i
     assert len(said) == pairs
     assert all(words[place].isdigit() and words[place] == said[words[place - 1]] for place in asked)
     assert asked[0] == end + 2
-    assert again or {words[place - 1] for place in asked} == said.keys()
+    assert repeats or {words[place - 1] for place in asked} == said.keys()
     assert words.index(VOCABULARY[0]) == length - 1
 
 

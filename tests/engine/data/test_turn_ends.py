@@ -14,9 +14,9 @@ from transformers import AddedToken, AutoTokenizer
 
 from penstock.engine.config import DataConfig
 from penstock.engine.data.corpus import prepare_text
-from penstock.engine.data.kept_template import FILE, kept_template, trained_ends, verify_template
 from penstock.engine.data.made_tokenizer import train_tokenizer
 from penstock.engine.data.read_by_type import read_otherwise
+from penstock.engine.data.saved_template import FILE, load_template, trained_ends, verify_template
 from penstock.engine.data.tokenizer import load_tokenizer, tokenizer_contents
 from penstock.engine.data.turn_ends import turn_ends
 from penstock.storage.files.errors import UserError
@@ -193,7 +193,7 @@ def test_a_run_keeps_its_template_when_the_file_changes(folder: Path, tmp_path: 
     tokenizer, _ = prepare_text(data, None, tmp_path / "data")
     for now in ("changed", None):
         file.unlink() if now is None else file.write_text(now)
-        template = kept_template(data, tokenizer, tmp_path / "data")
+        template = load_template(data, tokenizer, tmp_path / "data")
         assert template is not None
         assert template.texts == {"default": LLAMA}
         assert [tokenizer.decode([end]) for end in trained_ends(data, tokenizer, template)] == ["<|eot_id|>"]
@@ -201,7 +201,7 @@ def test_a_run_keeps_its_template_when_the_file_changes(folder: Path, tmp_path: 
     assert verify_template(kept) == kept.stat().st_size
     kept.write_text(kept.read_text().replace("eot_id", "eom_id", 1))
     with pytest.raises(UserError, match=r"chat_template\.json: damaged: its content has CRC-32C"):
-        kept_template(data, tokenizer, tmp_path / "data")
+        load_template(data, tokenizer, tmp_path / "data")
     text = DataConfig(source="text", path=str(rows), tokenizer=str(folder))
     prepare_text(text, None, tmp_path / "of text")
     assert not (tmp_path / "of text" / FILE).exists()

@@ -20,7 +20,7 @@ FILE = "chat_template.json"
 _MOST_BYTES = 1 << 26
 
 
-def keep_template(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -> None:
+def save_template(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -> None:
     """Write the template that `config` trains with, durably; nothing where its data has no conversations."""
     template = find_template(config, tokenizer) if trains_turns(config) else None
     if template is None:
@@ -30,7 +30,7 @@ def keep_template(config: DataConfig, tokenizer: TextTokenizer, folder: Path) ->
         atomic_write(folder / FILE, content)
 
 
-def kept_template(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -> ChatTemplate | None:
+def load_template(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -> ChatTemplate | None:
     """The template that was kept in a run's data folder; where there is none, that of recipe and tokenizer as they are.
 
     Raises UserError where it is damaged, and as `find_template`.
