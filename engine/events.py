@@ -1,4 +1,4 @@
-"""What a run tells the outside: spans of work as they end, one line of metrics per step, plain messages."""
+"""What a run reports: spans of work as they end, one line of metrics per step, plain messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Want = Literal["run", "pause", "stop"]
 """What is wanted of a run at its next step boundary."""
 
 STEP_MARK = "{step}"
-"""In the name of a checkpoint that is asked for: becomes the step that is kept, which nobody knows before."""
+"""In the name of a requested checkpoint: becomes its step, which is not known before."""
 
 WARMUP_STEPS = 2
 """Steps of a process that compile and fill caches: no mean and no time to the end counts them."""
@@ -43,7 +43,7 @@ class Span(NamedTuple):
     """Payload bytes the op moved; 0 for compute."""
     step: int
     id: int = -1
-    """The op's number in program order; -1 where it was not kept."""
+    """The op's number in program order; -1 where it was not stored."""
     waited: tuple[int, ...] = ()
     """Ids of the ops that were not done when the lane reached this one; none: it ran as soon as its lane was free."""
 
@@ -84,7 +84,7 @@ class Progress(NamedTuple):
     """What the lanes did since the last word of it, and what they are doing."""
 
     spans: list[Span]
-    """Of the ops that ended meanwhile; each span of a run is told once."""
+    """Of the ops that ended meanwhile; each span of a run is reported once."""
     clock_s: float
     """The spans' clock now."""
     under_way: list[UnderWay]
@@ -249,7 +249,7 @@ class Preparing(NamedTuple):
 
 
 def step_name(name: str, step: int) -> str:
-    """What a checkpoint asked for as `name` is called when it holds `step`."""
+    """What a checkpoint requested as `name` is called when it holds `step`."""
     return name.replace(STEP_MARK, str(step))
 
 
@@ -288,14 +288,14 @@ class Observer(Protocol):
         """A line worth showing to the user; `detail`: worth keeping, for whoever looks closer."""
 
     def checkpoint_requests(self) -> list[str]:
-        """Names of checkpoints asked for since the last call; each is made of the step that just ended."""
+        """Names of checkpoints requested since the last call; each is made of the step that just ended."""
         ...
 
     def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
-        """A checkpoint that was asked for as `name` exists, or could not be made for the reason in `error`."""
+        """A checkpoint that was requested as `name` exists, or could not be made for the reason in `error`."""
 
     def wanted(self) -> Want:
-        """Asked after each step: go on, commit and wait until asked otherwise, or commit and return."""
+        """Queried after each step: go on, commit and wait until that changes, or commit and return."""
         ...
 
     def on_pause(self, paused: bool) -> None:

@@ -225,8 +225,8 @@ def reading_run(run_dir: Path, recipe: Recipe, checkpoint: str | None = None) ->
 def _template_of(
     data: DataConfig, tokenizer: TextTokenizer | None, folder: Path
 ) -> tuple[ChatTemplate | None, list[str]]:
-    """The template of a run, and what is to be said where it kept none, as earlier versions did not, and its file is
-    gone. UserError for one that was kept and is damaged."""
+    """The template of a run, and a remark where none was saved with it and the recipe's cannot be read. UserError for a
+    saved one that is damaged."""
     if tokenizer is None:
         return None, []
     try:
@@ -244,7 +244,8 @@ def _unrounded(
     origin: Path,
     stored: PretrainedConfig | None,
 ) -> weights.ReadBuffer:
-    """Reads what is frozen as `origin` has it, where a run `kept` it, by buffer, in a dtype that does not hold that.
+    """Reads what is frozen as `origin` has it, where a run stores it in a dtype that does not hold that (`fixed`, by
+    buffer).
 
     What there does not round to the run's values has changed since, and is the run's.
     """

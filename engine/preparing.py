@@ -34,7 +34,7 @@ class Listener(Protocol):
 
 
 class Checklist:
-    """Tells `listener` of one item after the other; nobody, if it is None.
+    """Reports one item after the other to `listener`, if there is one.
 
     Whoever prepares something may make one: the items of several checklists follow one another, or one that is done
     within another takes its place meanwhile.
@@ -48,7 +48,7 @@ class Checklist:
 
     @contextmanager
     def step(self, item: str, *, when: bool = True) -> Iterator[None]:
-        """While entered, `item` is being done; nothing is told unless `when`. Items do not nest.
+        """While entered, `item` is being done; nothing is reported unless `when`. Items do not nest.
 
         An error passes through and leaves the item begun: it was not done.
         """
@@ -77,8 +77,8 @@ class Checklist:
     def progress(self, fraction: float | None = None, detail: str | None = None) -> None:
         """How far the present item is: a `fraction` from 0 to 1, and a few words of what it is at.
 
-        Any thread may call this as often as it likes; it is told every REPORT_S seconds at most. A late call, when no
-        item is being done any more, says nothing.
+        Any thread may call this as often as it likes; it is reported every REPORT_S seconds at most. A late call, when
+        no item is being done any more, says nothing.
         """
         with self._lock:
             now = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the lanes do, told as it happens: a step may take minutes, and its spans do not wait for its end."""
+"""What the lanes do, reported as it happens: a step may take minutes, and its spans do not wait for its end."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ CLOSE_S = 5.0
 
 
 class Live:
-    """While entered, tells the observer what a session's lanes do, from a thread that training never waits for.
+    """While entered, reports to the observer what a session's lanes do, from a thread that training never waits for.
 
-    It owns the executor's spans: each is counted in `lanes` and told once.
+    It owns the executor's spans: each is counted in `lanes` and reported once.
     """
 
     def __init__(self, session: Session, observer: Observer) -> None:
@@ -61,11 +61,11 @@ class Live:
 
     @property
     def lanes(self) -> dict[str, dict[str, float]]:
-        """Lane -> busy_s, bytes of the spans that were told."""
+        """Lane -> busy_s, bytes of the spans that were reported."""
         return {lane: {"busy_s": self._lanes[lane].busy_s, "bytes": self._lanes[lane].bytes} for lane in LANES}
 
     def report(self) -> None:
-        """Tell what has ended by now: what follows comes after these spans. Raises what the thread has met."""
+        """Report what has ended by now: what follows comes after these spans. Raises what the thread has met."""
         if self._failure is not None:
             raise self._failure
         self._report()

@@ -13,13 +13,13 @@ from penstock.storage.files.model_folder import MORE_TEMPLATES, is_followed, mor
 from penstock.storage.offsite.place import may_be_named
 
 INPUTS = "inputs"
-"""Folder of a run directory: what the recipe names elsewhere, kept for a machine that does not have it."""
+"""Folder of a run directory: what the recipe names elsewhere, saved for a machine that does not have it."""
 _MODEL, _TOKENIZER = "model", "tokenizer"
 RECIPE = "recipe.json"
 STEP_FILES = ("metrics.jsonl", "validation.jsonl", "samples.jsonl", "spikes.jsonl")
-"""What a run has told of its steps; lines of steps that a resumed run does again go when it does them."""
+"""What a run has reported of its steps; lines of steps that a resumed run repeats are removed then."""
 HISTORY = (*STEP_FILES, "log.jsonl")
-"""All that a run has told."""
+"""All that a run has reported."""
 _SMALL_BYTES = 1 << 28
 _SMALL = re.compile(
     r"((generation_|processor_|tokenizer_)?config|tokenizer|special_tokens_map|added_tokens|vocab|chat_template)\.json|"
@@ -48,7 +48,7 @@ def run_files(run_dir: Path, recipe: Recipe) -> dict[str, Path]:
 
 
 def with_saved_inputs(recipe: Recipe, run_dir: Path) -> Recipe:
-    """The recipe with what was kept of its model's folder, tokenizer and chat template, where these are not here.
+    """The recipe with what was saved of its model's folder, tokenizer and chat template, where these are not here.
 
     Of the model there are no weights then: a resume needs none, and an export takes the run's own.
     """
@@ -64,7 +64,7 @@ def with_saved_inputs(recipe: Recipe, run_dir: Path) -> Recipe:
 
 
 def _template_name(recipe: Recipe) -> str:
-    """What a chat template is called among the inputs: JSON and Jinja are told apart by the name's end."""
+    """What a chat template is called among the inputs: JSON and Jinja differ in the name's end."""
     return f"chat_template.{'json' if str(recipe.data.chat_template).endswith('.json') else 'jinja'}"
 
 
@@ -73,7 +73,7 @@ def _is_missing(path: str | None) -> bool:
 
 
 def _there(named: str | None, saved: Path) -> Path | None:
-    """Where what the recipe names is, or is kept; None where it names nothing, or it is nowhere."""
+    """Where what the recipe names is, or is saved; None where it names nothing, or it is nowhere."""
     if named is None:
         return None
     path = Path(named).expanduser()

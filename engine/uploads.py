@@ -1,6 +1,6 @@
 """Uploads of a run's generations to storage.offsite: due every so many steps, carried out beside the steps.
 
-A due generation is committed and kept as a checkpoint, which is links and takes no time; a thread has it sent by a
+A due generation is committed and saved as a checkpoint, which is links and takes no time; a thread has it sent by a
 process of its own and deletes it then. One is on its way at a time: what falls due meanwhile waits, and what is sent
 next is the newest generation there is.
 """
@@ -132,11 +132,11 @@ class Uploads:
         self._save_next()
 
     def take_messages(self) -> list[str]:
-        """What is to be told, once each."""
+        """What there is to report, once each."""
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def finish(self, report: Report) -> None:
-        """Wait for what is due, telling how far it is."""
+        """Wait for what is due, reporting how far it is."""
         reported_at = time.monotonic()
         while self._is_busy():
             for message in self.take_messages():

@@ -194,7 +194,7 @@ class Source:
 
 
 def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool = True) -> Source:
-    """Tokenise the data of a recipe with its model's tokenizer, or open what is kept of it.
+    """Tokenise the data of a recipe with its model's tokenizer, or open what is cached of it.
 
     `with_model` False: of the model only the tokenizer is looked at.
     """
@@ -226,8 +226,8 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
 
 @contextmanager
 def _place() -> Iterator[Path]:
-    """A folder for a corpus, which goes at the end: its files are open, and kept for this user where that is worth it
-    (engine/data/corpus_cache.py), best on the file system of what is kept."""
+    """A folder for a corpus, which goes at the end: its files are open, and cached for this user where that is worth it
+    (engine/data/corpus_cache.py), best on the file system of the cache."""
     cache = cache_folder("looking")
     with contextlib.suppress(OSError):
         if cache is not None:

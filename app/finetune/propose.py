@@ -120,7 +120,7 @@ def _require_ready(recipe: Recipe, source: Source) -> None:
 def _opened(
     recipe: Recipe, given: Mapping[str, Any], listener: Listener | None
 ) -> tuple[Recipe, Source, list[Default]]:
-    """The recipe and its tokenised data. Where the template does not tell earlier turns, the last one is trained."""
+    """The recipe and its tokenised data. Where the template does not show earlier turns, the last one is trained."""
     from penstock.engine.data.rows import TurnsError
 
     try:

@@ -20,7 +20,7 @@ _BINS = 8
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer."""
+    """What is needed of a tokenizer."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the tokens, special ones too."""

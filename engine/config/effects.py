@@ -294,7 +294,7 @@ def idle_notes(recipe: Recipe, before: Recipe | None = None) -> list[str]:
 
 
 def recurrent_notes(recipe: Recipe) -> list[str]:
-    """The same for a model that carries a state from token to token, which only the model tells."""
+    """The same for a model that carries a state from token to token, which only the model shows."""
     why, said = "has no effect, as the model carries a state from token to token", []
     if recipe.data.packing == "best_fit":
         said.append(f"data.packing: best_fit {why}: a row holds one document; set none")

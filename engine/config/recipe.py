@@ -1,4 +1,4 @@
-"""The recipe, what becomes of it in the end, and what tells two recipes apart."""
+"""The recipe, what becomes of it in the end, and what distinguishes two recipes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Recipe:
 
 
 _SHORT = 60
-"""Characters of a value that a sentence has room for."""
+"""Characters of a value that fit into a sentence."""
 
 
 def _trained(recipe: Recipe) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class ChatTemplate:
         return {word for text in self.texts.values() for word in re.findall(r"\w+", text)}
 
     def render(self, sample: Conversation, trained: Trained) -> Rendered:
-        """The conversation as text, and what of it is trained. RowError where neither can be told.
+        """The conversation as text, and what of it is trained. RowError where that cannot be determined.
 
         `all` is every token, whatever the messages' weights.
         """

@@ -101,7 +101,7 @@ def cancel_text_ahead() -> None:
 def prepare_tokenizer(
     config: DataConfig, model_folder: Path | None, folder: Path, *, has_corpus: bool = False
 ) -> TextTokenizer:
-    """`config.tokenizer`, else the model folder's, else one trained on the source and kept in `folder`.
+    """`config.tokenizer`, else the model folder's, else one trained on the source and saved in `folder`.
 
     Training is repeated only when the source's files or the wanted vocabulary differ from those of `folder`; never
     where there is a corpus that it has made tokens of.
@@ -187,8 +187,8 @@ def _require_text(
 ) -> Iterator[Sample]:
     """The samples of a source, which is no mixture, refusing one without any text but white space.
 
-    Whoever watches the preparation is told what is being done, how many documents have been read, and where the sizes
-    of the files are given, how much of them.
+    `preparing` reports what is being done, how many documents have been read, and where the sizes of the files are
+    given, how much of them.
     """
     bad = BadRows(config.bad_rows) if bad is None else bad
     progress = Progress(what, sizes or {})

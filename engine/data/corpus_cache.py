@@ -1,8 +1,8 @@
-"""Tokenised corpora kept for this user between runs, a folder each below XDG_CACHE_HOME/penstock/corpora.
+"""Tokenised corpora cached for this user between runs, a folder each below XDG_CACHE_HOME/penstock/corpora.
 
 A folder is named by a digest of all that decides its tokens: the content of the source's files, how rows are read and
 what made tokens of them. Its files are linked into a run's own folder, not used in place: a run stays whole by itself,
-and what is kept takes no room while a run has it. An entry that is damaged, or that somebody else could have written,
+and a cached one takes no space while a run has it. An entry that is damaged, or that somebody else could have written,
 counts as none.
 """
 
@@ -21,15 +21,15 @@ from penstock.storage.files.errors import UserError
 from penstock.storage.files.user_cache import cache_folder
 
 LEAST_BYTES = 1 << 20
-"""Of a corpus that is kept; a smaller one is made again in a moment."""
+"""Of a cached corpus; a smaller one is made again in a moment."""
 MOST_BYTES = 1 << 38
-"""Of all that are kept."""
+"""Of all cached corpora."""
 MOST_KEPT = 8
 """The newest, by when they were last used."""
 
 
 def cached_corpus(digest: str, folder: Path, origin: Origin) -> bool:
-    """Put the corpus kept under `digest` into `folder`, with what it says of its origin; False: none is kept."""
+    """Put the corpus cached under `digest` into `folder`, with what it says of its origin; False: there is none."""
     entry = _entry(digest)
     if entry is None or not _is_own(entry):
         return False
@@ -48,7 +48,7 @@ def cached_corpus(digest: str, folder: Path, origin: Origin) -> bool:
 
 
 def cache_corpus(digest: str, folder: Path) -> None:
-    """Keep the corpus of a run's `folder` under `digest`; nothing where it is small, large or cannot be kept."""
+    """Cache the corpus of a run's `folder` under `digest`, unless it is small, large or cannot be linked."""
     entry = _entry(digest)
     size = _size(folder)
     if entry is None or not LEAST_BYTES <= size <= MOST_BYTES or entry.exists():

@@ -16,7 +16,7 @@ from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line
 
 MOST_DOCUMENTS = 64
-"""That are told of a step."""
+"""Reported for a step, at most."""
 _EXCERPT_TOKENS, _EXCERPT_CHARS = 60, 120
 
 

@@ -201,7 +201,7 @@ class Encoder:
                 offsets[index] = start, start + len(own)
 
     def _offsets(self, one: _Ready, ids: list[int]) -> NDArray[np.int64]:
-        """Offsets [tokens, 2] that are right at the ends of the spans, from a tokenizer that tells none.
+        """Offsets [tokens, 2] that are right at the ends of the spans, from a tokenizer that reports none.
 
         The text up to there is tokenised by itself; where that does not begin the whole's tokens, RowError.
         """

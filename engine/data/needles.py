@@ -8,8 +8,8 @@ an answer stands says how far back the model saw, and how deep in the haystack t
 
 Attention finds an answer by two steps that it must learn together: to know the word before each, and to look for the
 one that follows the same name. Two pairs without filler teach it, sixteen do not: so documents get longer
-(`curriculum`) and are used in that order. Were every name asked once in training, a model would learn to give the
-digits that it has not given yet, and nothing more; so there some are asked again, and others not.
+(`curriculum`) and are used in that order. If every name were queried once in training, a model would learn to give
+the digits that it has not given yet, and nothing more; so in training some are queried twice, and others not at all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VOCABULARY = (EOS_TOKEN, "?", *_DIGITS, *_NAMES, *_FILLER)
 """The 53 words; a word's id is its place."""
 
 NEEDLES = 16
-"""Pairs of a haystack; fewer where it has no room for as many and their questions."""
+"""Pairs of a haystack; fewer in one that is too short for as many and their questions."""
 DEPTHS = 5
 """Bands of depth: a fifth of a haystack each, from its beginning."""
 
@@ -67,7 +67,7 @@ def haystack(
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Ids and weights [length] of a haystack, which has at least 10 tokens; only the answers have weight.
 
-    `repeats`: a name may be asked more than once, and another not at all.
+    `repeats`: a name may be queried more than once, and another not at all.
     """
     pairs = min(NEEDLES, (length - 2) // 4)
     body = length - 2 * pairs - 2
@@ -111,7 +111,7 @@ def documents(config: DataConfig) -> Iterator[Ids]:
     """`config.max_documents` haystacks, all of the curriculum's if none: those to train on, then those to hold out.
 
     These are as many of each length of TESTED up to `config.sequence_length`, shorter ones first. UserError where a
-    row has no room for a haystack.
+    row is too short for a haystack.
     """
     longest = config.sequence_length
     if longest < _SHORTEST:

@@ -31,7 +31,7 @@ WINDOW_DOCUMENTS = 1 << 13
 WINDOW_ROWS = 256
 """Rows that a window fills, at least: its last one stays partly empty."""
 _OPEN_ROWS = 16
-"""Rows that documents whose order is kept may go into: as far as one may come before another."""
+"""Rows that are open at once where documents keep their order: as far as one may come before another."""
 _LOOKED_AT = 64
 """Windows of a large epoch that `count_rows` packs."""
 _ROW_BITS = 32
@@ -174,9 +174,9 @@ def epoch_order(pieces: Pieces, parts: Sequence[Part], seed: int, epoch: int, or
 
 
 def best_fit(lengths: Indices, capacity: int) -> list[int]:
-    """The row of each document: the longest first, each into the row that it leaves the least room in."""
+    """The row of each document: the longest first, each into the row that it leaves the least space in."""
     rows = [0] * len(lengths)
-    open_rows: list[int] = []  # ascending: the room left in a row, and behind it in the low bits the row
+    open_rows: list[int] = []  # ascending: the space left in a row, and behind it in the low bits the row
     count = 0
     order = np.argsort(-lengths, kind="stable")
     for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
@@ -193,9 +193,9 @@ def best_fit(lengths: Indices, capacity: int) -> list[int]:
 
 
 def fit_in_order(lengths: Indices, capacity: int) -> list[int]:
-    """The row of each document, each into the open row that it leaves the least room in; the oldest is closed first."""
+    """The row of each document, each into the open row that it leaves least space in; the oldest is closed first."""
     rows: list[int] = []
-    open_rows: list[list[int]] = []  # room left and row, the oldest first
+    open_rows: list[list[int]] = []  # space left and row, the oldest first
     count = 0
     for length in lengths.tolist():
         fitting = [result for result in open_rows if result[0] >= length]

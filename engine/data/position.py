@@ -20,7 +20,7 @@ def opened(fd: int) -> None:
 
 
 class Progress:
-    """Of one source: tells `preparing` the share of its files' bytes that has been read, and of how many documents."""
+    """Of one source: reports to `preparing` the share of its bytes that has been read, and how many documents."""
 
     def __init__(self, what: str, sizes: Mapping[Path, int]) -> None:
         """`sizes` of all files in bytes; none: how much there is to read is not known."""

@@ -19,7 +19,7 @@ class Tally:
 
     def __init__(self) -> None:
         self._counts: dict[int, NDArray[np.int64]] = {}
-        """Length -> [2, DEPTHS]: right, asked."""
+        """Length -> [2, DEPTHS]: right, all."""
 
     def add(self, batches: Sequence[MicroBatch], right: Tensor) -> None:
         """`right`: bool [targets], whether the model finds each of the batches' targets, in order, the likeliest token.

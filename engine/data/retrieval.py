@@ -1,7 +1,7 @@
-"""Needles in text: prompts of a wanted length in which a few sentences hide numbers that the model is asked for.
+"""Needles in text: prompts of a wanted length in which a few sentences hide numbers that the model must give.
 
-As RULER (arXiv 2404.06654) defines its tasks: `single` hides one needle, `multikey` three others beside the one that is
-asked for, `multivalue` four numbers of the one key. An answer counts by the share of the wanted numbers that are
+As RULER (arXiv 2404.06654) defines its tasks: `single` hides one needle, `multikey` three others beside the one that
+counts, `multivalue` four numbers of the one key. An answer counts by the share of the wanted numbers that are
 anywhere in it. The text around them is made on the spot, of sentences that say nothing: an essay of many different
 ones, or the noise of a few that repeat.
 """
@@ -83,7 +83,7 @@ class Question(NamedTuple):
     depth: int
     """The band of depth in which the first of `values` is."""
     text: str
-    """What is hidden and what is asked."""
+    """What is hidden, and the question."""
     begun: str
     """How the answer begins; it goes on behind it."""
     values: tuple[str, ...]
@@ -103,7 +103,7 @@ class Haystacks:
     samples: int = 2
     """Questions of each kind, length and depth."""
     new_tokens: int = 128
-    """Of each length, kept for the answer."""
+    """Of each length, reserved for the answer."""
     filler: Filler = "essay"
     seed: int = 0
 
@@ -114,7 +114,7 @@ def questions(
     """The questions, shorter ones first: the same ones for the same tokenizer.
 
     `count`: tokens of a text; `measure`: of a question's whole prompt, as the model will read it. UserError for a
-    length that has no room for what is hidden and asked.
+    length that is too short for what is hidden and the question.
     """
     sizes: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""The chat template that a run trains with, kept with its data: the file that a recipe names may change or go."""
+"""The chat template that a run trains with, saved with its data: the file that a recipe names may change or go."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def save_template(config: DataConfig, tokenizer: TextTokenizer, folder: Path) ->
 
 
 def load_template(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -> ChatTemplate | None:
-    """The template that was kept in a run's data folder; where there is none, that of recipe and tokenizer as they are.
+    """The template saved in a run's data folder; where there is none, that of recipe and tokenizer as they are.
 
     Raises UserError where it is damaged, and as `find_template`.
     """

@@ -17,7 +17,7 @@ from penstock.storage.files.user_cache import cache_folder, read_kept, write_kep
 _MOST_RECORDED = 1000
 """Files that a corpus names; of more, only all of them together are known."""
 _MEMO_BYTES = 1 << 26
-"""Of a file whose SHA-256 is kept for the next time; that of a smaller one is found at once."""
+"""Of a file whose SHA-256 is cached; that of a smaller one is computed in a moment."""
 _MOST_MEMOS = 4096
 _READ_BYTES = 1 << 22
 

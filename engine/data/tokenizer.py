@@ -193,7 +193,7 @@ class TextTokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the tokens that are no text: those that `decode` of transformers leaves out where it is told to."""
+        """Ids of the tokens that are no text: those that `decode` of transformers can leave out."""
         return frozenset(number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special)
 
     def texts_of(self, ids: Iterable[int]) -> frozenset[str]:

@@ -5,7 +5,7 @@ Templates with `{% generation %}` mark the turns. For others two renderings are 
 with the generation prompt, and the messages up to its end. Each must begin the whole conversation's text; then the turn
 is what the second has more. Where one does not, because a template writes the end of a conversation's last turn another
 way or refuses a beginning of the conversation, the messages that follow are rendered behind another beginning: what
-they become there must end the whole text too, and so tells where they begin in it.
+they become there must end the whole text too, and so shows where they begin in it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class View:
     def spans(self, turns: list[int], counted: list[int], trained: str) -> list[tuple[int, int, int]]:
         """(turn, start, stop) of the assistant's turns `counted`, which are some of its `turns`.
 
-        A turn that generation markers cut has several. TurnsError where they cannot be told.
+        A turn that generation markers cut has several. TurnsError where they cannot be determined.
         """
         result = self._marked(turns, counted) if self.generated is not None else self._nested(counted, trained)
         for turn in counted:
@@ -122,7 +122,7 @@ class View:
         return result
 
     def _marked(self, turns: list[int], counted: list[int]) -> list[tuple[int, int, int]]:
-        """Where a turn has several pieces, or none, how many are rendered up to its end tells which are its own."""
+        """Where a turn has several pieces, or none, how many are rendered up to its end shows which are its own."""
         spans = self.generated or []
         if len(spans) == len(turns):
             return [(turn, *span) for turn, span in zip(turns, spans, strict=True) if turn in counted]
@@ -190,7 +190,7 @@ class View:
         return stop
 
     def _prompt_behind(self, start: int) -> str:
-        """The generation prompt at the end of the text, from a template that writes it whether it is asked or not: what
+        """The generation prompt at the end of the text, from a template that always writes it: what
         is before `start`, where the last turn begins, and gives way to a user's message."""
         if "add_generation_prompt" in self._template:
             return ""
@@ -262,7 +262,7 @@ class View:
         )
 
     def _ways_out(self, turn: int, trained: str) -> str:
-        """What makes a conversation usable of which this turn cannot be told."""
+        """What makes a conversation usable of which this turn cannot be determined."""
         last, ways = len(self.messages) - 1, ["data.trained_tokens=all"]
         if trained != "last" and turn != last and self.messages[last]["role"] == "assistant":
             with suppress(RowError):

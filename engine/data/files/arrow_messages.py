@@ -1,4 +1,4 @@
-"""What the compressed messages of an Arrow file become, before anything makes room for it.
+"""What the compressed messages of an Arrow file become, before any memory is allocated for it.
 
 The layout is that of Arrow's IPC format: a message is a length, a FlatBuffers table of so many bytes, and a body; each
 compressed buffer of the body begins with its uncompressed length.

@@ -38,8 +38,8 @@ def read(file: Path, bad: BadRows) -> Iterator[Row]:
 def page_bytes(stream: BinaryIO, size: int) -> Iterator[tuple[bool, int]]:
     """Of each page of a file of `size` bytes: whether it is a dictionary, which others repeat; its uncompressed bytes.
 
-    What cannot be made out is left out: the reader says what is wrong. pyarrow is not asked where a column is, as that
-    ends the process where the column's metadata is damaged.
+    What cannot be parsed is left out: the reader says what is wrong. pyarrow is not queried for a column's
+    place, as that ends the process where the column's metadata is damaged.
     """
     stream.seek(max(0, size - 8))
     length = int.from_bytes(stream.read(4), "little")

@@ -29,9 +29,9 @@ _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state
 
 
 def find_splits(root: Path) -> dict[str, list[Path]]:
-    """Split -> its files, sorted; `train` alone where nothing tells splits apart. Empty for a folder without rows.
+    """Split -> its files, sorted; `train` alone where nothing distinguishes splits. Empty for a folder without rows.
 
-    Splits are what `datasets` saved as such or a hub's README.md lists; else they are told by the hub's names of files,
+    Splits are what `datasets` saved as such or a hub's README.md lists; else they follow from the hub's names of files,
     or by a word such as train, val or test in a file's name or its folder's. UserError for a folder with rows in
     several kinds of files.
     """
@@ -173,7 +173,7 @@ def _is_rows(file: Path, root: Path) -> bool:
 
 
 def _split_of(file: Path, root: Path) -> str | None:
-    """The split that a file's name tells, or else that of a folder on the way to it."""
+    """The split that a file's name says, or else that of a folder on the way to it."""
     name = bare_name(file).stem
     if (shard := _SHARD.fullmatch(name)) is not None:
         return shard[1]
