@@ -184,7 +184,7 @@ def test_whoever_watches_is_told_how_much_of_the_files_has_been_read(tmp_path, t
             content = "".join(json.dumps({"text": line}) + "\n" for line in lines).encode()
             file.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
     told = []
-    monkeypatch.setattr(preparing, "tell", lambda fraction=None, detail=None: told.append((fraction, detail)))
+    monkeypatch.setattr(preparing, "report", lambda fraction=None, detail=None: told.append((fraction, detail)))
     config = DataConfig(source=kind.partition(".")[0], path=str(tmp_path / "source"))
     documents = prepare_corpus(config, tokenizer, tmp_path / "corpus").info.num_documents
     fractions = [fraction for fraction, detail in told if detail and detail.startswith("tokenizing")]
