@@ -186,7 +186,8 @@ class DataLoader:
 
     def _piece_tokens(self, index: int) -> int:
         """Tokens of a piece of this epoch's order."""
-        return int(self._pieces.tokens(self._order[index : index + 1], self._sequence_length)[0])
+        piece = self._order[index]
+        return min(self._sequence_length, int(self._pieces.stops[piece] - self._pieces.starts[piece]))
 
     @property
     def corpus(self) -> TokenCorpus:
