@@ -17,25 +17,25 @@ _MOST_DEPTH = 12
 _MOST_TOKENS = 200_000
 
 
-def read_configs(text: str) -> Any:
-    """The value of `configs` in the head of a README.md; None where there is none or it is not YAML.
+def read_configs(text: str) -> list[Any]:
+    """The list `configs` in the head of a README.md; empty where there is none or it is not YAML.
 
     Raises ValueError for a head that goes beyond what a list of data sets and their files has.
     """
-    result = _configs(text[: 4 * _MOST_BYTES].removeprefix("\ufeff"))
-    if not result:
-        return None
-    if len(result) > _MOST_BYTES:
+    lines = _configs(text[: 4 * _MOST_BYTES].removeprefix("\ufeff"))
+    if not lines:
+        return []
+    if len(lines) > _MOST_BYTES:
         raise ValueError(f"`configs` is longer than {_MOST_BYTES >> 20} MiB")
     import yaml  # comes with huggingface_hub
 
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        _require_simple(yaml.scan(result, Loader=loader))
-        values = yaml.load(result, Loader=loader)
-    except (yaml.YAMLError, RecursionError, TypeError, AttributeError):
-        return None
-    return values.get("configs") if isinstance(values, dict) else None
+        _require_simple(yaml.scan(lines, Loader=loader))
+        configs = yaml.load(lines, Loader=loader)["configs"]
+    except (yaml.YAMLError, RecursionError, TypeError, AttributeError, KeyError):
+        return []
+    return configs if isinstance(configs, list) else []
 
 
 def _configs(text: str) -> str:

@@ -73,8 +73,6 @@ def _named_in_readme(root: Path) -> dict[str, list[Path]] | None:
     sets = _data_sets(root)
     if len(sets) > 1:
         sets = [one for one in sets if one.get("default") is True or one.get("config_name") == "default"] or sets
-    if not sets:
-        return None
     if len(sets) > 1:
         names = ", ".join(printable(one.get("config_name")) for one in sets)
         raise UserError(
@@ -83,11 +81,11 @@ def _named_in_readme(root: Path) -> dict[str, list[Path]] | None:
         )
     result: dict[str, list[Path]] = {}
     looks = 0
-    entries = sets[0].get("data_files")
+    entries = sets[0]["data_files"] if sets else []
     for entry in entries if isinstance(entries, list) else [entries]:
         split, paths = (entry.get("split"), entry.get("path")) if isinstance(entry, dict) else (TRAIN, entry)
         patterns = [text for text in (paths if isinstance(paths, list) else [paths]) if isinstance(text, str)]
-        looks += sum(map(_is_pattern, patterns))
+        looks += sum(not {"*", "?", "["}.isdisjoint(text) for text in patterns)
         if looks > _MOST_PATTERNS or any(text.count("**") > 2 for text in patterns):
             raise UserError(
                 f"data.path: {printable(root)}/README.md: more patterns of names than any data set needs; give a file"
@@ -104,16 +102,11 @@ def _named_in_readme(root: Path) -> dict[str, list[Path]] | None:
     return result or None
 
 
-def _is_pattern(text: str) -> bool:
-    return not {"*", "?", "["}.isdisjoint(text)
-
-
 def _matching(root: Path, pattern: str) -> list[Path]:
     """Files of rows below `root`; none for a pattern that leaves it, or is none."""
-    if ".." in pattern:
-        return []
     try:
-        return [file for file in root.glob(pattern) if file.is_file() and container_of(file) is not None]
+        files = [] if ".." in pattern else root.glob(pattern)
+        return [file for file in files if file.is_file() and container_of(file) is not None]
     except (ValueError, NotImplementedError):
         return []
 
@@ -134,9 +127,7 @@ def _data_sets(root: Path) -> list[dict[str, Any]]:
             f"data.path: {printable(root)}/README.md: {error}, so it does not tell the splits of the files; give a "
             "file, or a folder without that README.md"
         ) from error
-    return (
-        [one for one in listed if isinstance(one, dict) and one.get("data_files")] if isinstance(listed, list) else []
-    )
+    return [one for one in listed if isinstance(one, dict) and one.get("data_files")]
 
 
 def _require_one(root: Path, split: str, files: list[Path]) -> None:
