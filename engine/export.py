@@ -27,7 +27,7 @@ from penstock.engine.hf.generation import stop_ids, write_generation_config
 from penstock.engine.hf.named_code import named_code
 from penstock.engine.model.adapter_values import AdapterLayers
 from penstock.engine.model.adapters import plain_name
-from penstock.engine.model.anatomy import take_apart
+from penstock.engine.model.anatomy import spec_of_recipe, take_apart
 from penstock.engine.model.spec import ModelSpec, block_of, buffers_of_blocks, layouts
 from penstock.engine.run_files import with_saved_inputs
 from penstock.engine.runtime.state import read_parameters
@@ -213,7 +213,7 @@ def reading_run(run_dir: Path, recipe: Recipe, checkpoint: str | None = None) ->
         vocabulary = tokenizer.vocab_size if tokenizer else None
         stored = model_config(recipe, vocabulary)
         config = with_vocabulary(stored, recipe, vocabulary)
-        spec = take_apart(config, recipe.train.freeze, recipe.adapter if recipe.adapter.is_used else None)
+        spec = spec_of_recipe(config, recipe)
         constants = read_constants_file(root / CONSTANTS_FILE, store.meta.get("constants"), spec.constants)
         template, said = _template_of(recipe.data, tokenizer, run_dir / "data")
         lacks_model = recipe.model.path != named

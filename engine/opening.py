@@ -374,7 +374,13 @@ def _describe(
 
 def _refuse_unless_exact(spec: ModelSpec, train: TrainConfig, plan: Plan, observer: Observer) -> None:
     """The self-check: a model is trained only if its streamed gradients are those of transformers."""
-    result = check_model(spec.config, pieces=plan.streamed, router_aux_loss=train.router_aux_loss, adapter=spec.adapter)
+    result = check_model(
+        spec.config,
+        pieces=plan.streamed,
+        router_aux_loss=train.router_aux_loss,
+        adapter=spec.adapter,
+        expert_blocks=train.expert_blocks,
+    )
     if not result.ok:
         raise UserError(f"self-check of model type {result.model_type} failed, so it is not trained: {result.reason}")
     observer.on_message(

@@ -126,7 +126,8 @@ def packed(spec: ModelSpec) -> dict[str, Any]:
         if kind not in kinds:
             kinds.append(kind)
         layers.append(kinds.index(kind))
-    for name in ("attention", "unread", "summed", "joined", "returns", "counts_positions", "graph_bytes", "config"):
+    of_layers = ("attention", "unread", "summed", "joined", "returns", "counts_positions", "graph_bytes")
+    for name in (*of_layers, "expert_modules", "config"):
         del whole[name]
     whole["blocks"] = [block for block in whole["blocks"] if block["layer"] is None]
     return whole | {"kinds": kinds, "layers": layers}

@@ -54,6 +54,7 @@ def _digest(recipe: Recipe, compiled: bool) -> str:
         "model": asdict(recipe.model),
         "adapter": asdict(recipe.adapter),
         "freeze": recipe.train.freeze,
+        "expert_blocks": recipe.train.expert_blocks,
         "config": config,
         "vocab_size": recipe.data.tokenizer_vocab_size,
         "sequence_length": recipe.data.sequence_length,

@@ -18,7 +18,7 @@ from penstock.engine.hf.config import model_config, read_config, with_vocabulary
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file
 from penstock.engine.hf.conversion import Conversion
 from penstock.engine.hf.weights import FLOAT_DTYPES, CheckpointLayout, read_constants, require_same_twice
-from penstock.engine.model.anatomy import take_apart
+from penstock.engine.model.anatomy import spec_of_recipe, take_apart
 from penstock.engine.model.spec import ModelSpec, block_of, layouts
 from penstock.engine.optim.base import MASTER
 from penstock.storage.files.errors import UserError
@@ -136,8 +136,7 @@ class RunSource:
             )
             vocabulary = self.tokenizer.vocab_size if self.tokenizer else None
             config = with_vocabulary(model_config(recipe, vocabulary), recipe, vocabulary)
-            adapter = recipe.adapter if recipe.adapter.is_used else None
-            self.spec = take_apart(config, recipe.train.freeze, adapter)
+            self.spec = spec_of_recipe(config, recipe)
             checksum = self._store.meta.get("constants")
             self.constants = read_constants_file(root / CONSTANTS_FILE, checksum, self.spec.constants)
         except BaseException:

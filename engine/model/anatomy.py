@@ -20,12 +20,14 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from penstock.engine.config import AdapterConfig, Recipe
 from penstock.engine.model import adapters, skeleton
 from penstock.engine.model.adapters import is_adapter, plain_name
+from penstock.engine.model.experts import find_experts
 from penstock.engine.model.freezing import frozen_names, require_rows_trained, require_some_trained
 from penstock.engine.model.graph_size import find_graph_bytes
 from penstock.engine.model.router import own_coefficient
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.spec import (
     EMBED,
+    EXPERTS,
     FROZEN,
     HEAD,
     AttentionShape,
@@ -43,13 +45,19 @@ from penstock.storage.tier.layout import FlatLayout, ParamSpec
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def take_apart(config: PretrainedConfig, freeze: Sequence[str] = (), adapter: AdapterConfig | None = None) -> ModelSpec:
+def take_apart(
+    config: PretrainedConfig,
+    freeze: Sequence[str] = (),
+    adapter: AdapterConfig | None = None,
+    *,
+    expert_blocks: bool = False,
+) -> ModelSpec:
     """Take the model of `config` apart, without its weights; with an `adapter` its layers are part of it.
 
     `freeze`: patterns of the names of parameters that are never trained (TrainConfig.freeze); beside an adapter that is
-    all of the base. Raises UserError for what cannot be trained: unknown, encoder-decoder or quantised models, active
-    dropout, models whose layers cannot be found or are connected by more than the hidden state; and for patterns that
-    fit nothing, or leave nothing to be trained.
+    all of the base. `expert_blocks`: each layer's experts are a block of their own. Raises UserError for what cannot be
+    trained: unknown, encoder-decoder or quantised models, active dropout, models whose layers cannot be found or are
+    connected by more than the hidden state; and for patterns that fit nothing, or leave nothing to be trained.
     """
     refuse_unsupported(config)
     if adapter is not None:
@@ -65,6 +73,10 @@ def take_apart(config: PretrainedConfig, freeze: Sequence[str] = (), adapter: Ad
     returns = [trial.returns[i] for i in stand_ins]
     attends = [trial.attends[i] for i in stand_ins]
     whole, shared = _buffers(model, prefix, layers, trial, stand_ins)
+    modules = tuple(find_experts(layer) for layer in layers) if expert_blocks else (None,) * len(layers)
+    if expert_blocks and not any(modules):
+        raise UserError(f"train.expert_blocks: {kind} has no experts that can be a block of their own; leave it out")
+    whole = _with_experts_apart(whole, prefix, modules)
     names = [param.name for params in whole.values() for param in params]
     stays = frozen_names(names, freeze) if adapter is None else frozenset(n for n in names if not is_adapter(n))
     structures = _structures(prefix, layers, stays)
@@ -73,6 +85,9 @@ def take_apart(config: PretrainedConfig, freeze: Sequence[str] = (), adapter: Ad
     for i in range(len(layers)):
         name = f"layers.{i}"
         blocks.append(BlockSpec(name, "layer", _own(name, buffers), (blocks[-1].name,), layer=i))
+        if modules[i] is not None:
+            experts = name + EXPERTS
+            blocks.append(BlockSpec(experts, "experts", _own(experts, buffers), (name,), experts_of=i))
     lent = [b for b in _own(EMBED, buffers) if any(param.name in shared for param in buffers[b])]
     blocks.append(BlockSpec(HEAD, "head", (*_own(HEAD, buffers), *lent), (blocks[-1].name,)))
     text = config.get_text_config(decoder=True)
@@ -105,6 +120,7 @@ def take_apart(config: PretrainedConfig, freeze: Sequence[str] = (), adapter: Ad
         ),
         returns=tuple(returns),
         counts_positions=tuple(trial.counts_positions[i] for i in stand_ins),
+        expert_modules=modules if expert_blocks else (),
         frozen=frozenset(name for name in buffers if name.endswith(FROZEN)),
         adapter=adapter,
         router_aux_loss=own_coefficient(config),
@@ -113,9 +129,15 @@ def take_apart(config: PretrainedConfig, freeze: Sequence[str] = (), adapter: Ad
     return spec
 
 
+def spec_of_recipe(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
+    """The model taken apart as a run of the recipe trains it."""
+    adapter = recipe.adapter if recipe.adapter.is_used else None
+    return take_apart(config, recipe.train.freeze, adapter, expert_blocks=recipe.train.expert_blocks)
+
+
 def model_spec(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
     """The model taken apart. Raises UserError when it cannot be trained or does not reach the context."""
-    spec = take_apart(config, recipe.train.freeze, recipe.adapter if recipe.adapter.is_used else None)
+    spec = spec_of_recipe(config, recipe)
     for shape in spec.attention:
         # transformers accepts such a config, and kernels divide by the zero that comes of it.
         if shape is not None and shape.heads % shape.kv_heads:
@@ -222,9 +244,11 @@ class Initializer:
 
         Raises UserError naming one that the model does not initialise.
         """
-        block = block_of(buffer)
+        block = block_of(buffer).removesuffix(EXPERTS)
         digest = hashlib.sha256(f"{self._seed}/{block}".encode()).digest()
-        members = [param for name in buffers_of_blocks(self._spec)[block] for param in self._spec.buffers[name]]
+        owned = buffers_of_blocks(self._spec)
+        names = [*owned.get(block, ()), *owned.get(block + EXPERTS, ())]
+        members = [param for name in names for param in self._spec.buffers[name]]
         params = sorted((p for p in members if not is_adapter(p.name)), key=lambda param: param.name)
         places = [self._sites[plain_name(param.name)][0] for param in params]
         on_meta = [module._parameters[key] for module, key in places]
@@ -324,6 +348,22 @@ def _split(whole: dict[str, tuple[ParamSpec, ...]], stays: frozenset[str]) -> di
         found[block] = tuple(param for param in params if param.name not in stays)
         found[frozen(block)] = tuple(param for param in params if param.name in stays)
     return {name: params for name, params in found.items() if params}
+
+
+def _with_experts_apart(
+    whole: dict[str, tuple[ParamSpec, ...]], prefix: str, modules: Sequence[str | None]
+) -> dict[str, tuple[ParamSpec, ...]]:
+    """Block -> its parameters, those of the experts that are a block of their own in that."""
+    found: dict[str, tuple[ParamSpec, ...]] = {}
+    own = {f"layers.{i}": f"{prefix}.{i}.{name}." for i, name in enumerate(modules) if name is not None}
+    for block, params in whole.items():
+        start = own.get(block)
+        if start is None:
+            found[block] = params
+            continue
+        found[block] = tuple(param for param in params if not param.name.startswith(start))
+        found[block + EXPERTS] = tuple(param for param in params if param.name.startswith(start))
+    return found
 
 
 def _own(block: str, buffers: dict[str, tuple[ParamSpec, ...]]) -> tuple[str, ...]:

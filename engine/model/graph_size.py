@@ -71,7 +71,7 @@ def _measure(spec: ModelSpec, dtype: torch.dtype, compiled: bool) -> tuple[int |
     found: dict[int, int | None] = {}
     for index in sorted(set(spec.structures)):
         weights: dict[str, Tensor] = {}
-        for name in spec.blocks[index + 1].buffers:
+        for name in spec.layers[index].buffers:
             flat = FlatLayout.build(spec.buffers[name])
             weights |= flat.views(torch.empty(flat.numel, dtype=dtype, device=META))
         try:

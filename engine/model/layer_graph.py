@@ -43,6 +43,8 @@ class LayerGraph:
     names: Sequence[str]
     """State-dict names of the layer's trained parameters."""
     parameters: Sequence[Tensor]
+    sent: Sequence[Tensor] = ()
+    """Further outputs: what a router sent to experts that are a block of their own."""
     products: Sequence[Product] = ()
     """What the gradients of other trained parameters are products of, named as in a state dict."""
     projection: Projection | None = None
@@ -57,9 +59,16 @@ class LayerGraph:
     """Makes the projection again, with a graph of its own down to x, and the products in it."""
     _dx: Tensor | None = None
 
-    def top(self, weights: Mapping[str, Tensor], dy: Tensor, grads: Mapping[str, Tensor]) -> Tensor | None:
-        """Backward of what follows attention, for dy [n, hidden]; the gradient of attention's output."""
-        if self.projection is not None and _nodes([self._tensor(self.y)]) & _nodes(self.projection[:3]):
+    def top(
+        self,
+        weights: Mapping[str, Tensor],
+        dy: Tensor,
+        grads: Mapping[str, Tensor],
+        dsent: Sequence[Tensor] = (),
+    ) -> Tensor | None:
+        """Backward of what follows attention, for dy [n, hidden] and the gradients of `sent`; the gradient of
+        attention's output."""
+        if self.projection is not None and _nodes([self._tensor(self.y), *self.sent]) & _nodes(self.projection[:3]):
             # What leads to attention leads past it too: this backward frees it, so the other needs a graph of its own.
             assert self._project is not None
             with torch.enable_grad():
@@ -67,7 +76,8 @@ class LayerGraph:
         else:
             again = self.products
         wanted = self._wanted() if self.out is None else [*self._wanted(), self.out]
-        found = self._backward([self.y], [dy], wanted, weights)
+        given = [gradient.to(sent.dtype) for gradient, sent in zip(dsent, self.sent, strict=True)]
+        found = self._backward([self.y, *self.sent], [dy, *given], wanted, weights)
         self._dx = found[0]
         self._add(found[1 : len(self._wanted())], grads)
         self.products = again

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, AttentionState
 from penstock.engine.model import skeleton
+from penstock.engine.model.experts import Outbox, Routed, Sender
 from penstock.engine.model.joined import JoinedTwin
 from penstock.engine.model.layer_graph import LayerGraph, Projection, SavedTensors
 from penstock.engine.model.recompute import for_backward
@@ -174,11 +175,11 @@ class LayerRunner:
         """
         self._spec, self._layers, self._device, self._dtype = spec, layers, device, dtype
         self._prefixes = [f"{prefix}.{index}." for index in range(len(layers))]
-        stays = spec.frozen_params
+        stays, self._outbox = spec.frozen_params, Outbox()
         self._buffers = [dict(layer.named_buffers()) for layer in layers]
         self._templates = {
             index: _Template(
-                copy.deepcopy(layers[index]),
+                self._without_experts(layers[index], index),
                 spec.unread[index],
                 spec.summed[index],
                 spec.joined[index],
@@ -189,11 +190,20 @@ class LayerRunner:
             )
             for index in sorted(set(spec.structures))
         }
+        self.sent: Routed | None = None
+        """What the router of the layer that was run last sent, where experts are a block of their own."""
         self.balance = balance
         if balance is not None:
             for template in self._templates.values():
                 for module in set(template.modules):
                     balance.listen(module)
+
+    def _without_experts(self, layer: nn.Module, index: int) -> nn.Module:
+        """A copy of the layer, with a stand-in for experts that are a block of their own."""
+        layer, modules = copy.deepcopy(layer), self._spec.expert_modules
+        if modules and modules[index] is not None:
+            layer.set_submodule(str(modules[index]), Sender(self._outbox))
+        return layer
 
     def compile(self, compiled: Compiled) -> None:
         for template in self._templates.values():
@@ -278,19 +288,21 @@ class LayerRunner:
         grads: Mapping[str, Tensor],
         *,
         keys: Sequence[tuple[int, int]] | None = None,
+        dsent: Sequence[Tensor] = (),
     ) -> Tensor:
         """Gradient [n, hidden] of layer `index`'s input for dy [n, hidden]; adds to `grads`.
 
         The layer is recomputed from its input x around the attention output saved in `state`. Chunks of one stream come
-        in reverse order. `keys`: as in `forward`.
+        in reverse order. `keys`: as in `forward`. `dsent`: the gradients of what its router sent, where experts are a
+        block of their own.
         """
         if state is None or keys is None:
             handler = None if state is None else attention.backward_handler(self.in_blocks(index, state))
             graph = self._graph(index, weights, x, inputs, handler, keep=False)
-            graph.top(weights, dy, grads)
+            graph.top(weights, dy, grads, dsent)
             return graph.dx()
         graph = self.graph(index, weights, x, inputs, lambda p: state.out, keep=False)
-        dout = graph.top(weights, dy, grads)
+        dout = graph.top(weights, dy, grads, dsent)
         assert dout is not None
         assert graph.projection is not None
         q, call = graph.projection.q.detach(), graph.projection.call
@@ -431,6 +443,7 @@ class LayerRunner:
         return LayerGraph(
             x=x,
             y=y,
+            sent=() if self.sent is None else (self.sent.hidden, self.sent.shares),
             names=names,
             parameters=parameters,
             products=products,
@@ -480,6 +493,7 @@ class LayerRunner:
         else:
             with attention.use(self._with_window(index, handler)):
                 output = run(x, *call.args, **call.kwargs)
+        self.sent = self._outbox.take()
         y: Tensor = output[0] if isinstance(output, tuple) else output
         return y.squeeze(0)  # an index would copy the gradient on the way back
 

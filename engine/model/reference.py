@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.engine.attention.chunk import AttentionState
 from penstock.engine.config import TrainConfig
+from penstock.engine.model.experts import Routed
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import EMBED, HEAD, ModelSpec, depths, layouts
@@ -113,8 +114,10 @@ def forward_backward(
         layers.balance.begin()
     inputs: list[list[Tensor]] = []
     attended: list[list[AttentionState | None]] = []
+    sent: list[list[Routed | None]] = [[] for _ in range(num_layers)]
+    """What routers sent to experts that are a block of their own."""
     for layer in range(num_layers):
-        here = _of_block(runner, f"layers.{layer}", weights)
+        here = _of_layer(runner, layer, weights)
         inputs.append(hidden)
         states = (layers.states(layer, s.documents, cuts) for s, cuts in zip(streams, ranges, strict=True))
         attended.append([state for of_stream in states for state in of_stream])
@@ -122,7 +125,9 @@ def forward_backward(
         for x, chunk, state in zip(hidden, chunks, attended[layer], strict=True):
             if layers.balance is not None:
                 layers.balance.watch(len(x), counting=True)
-            outputs.append(layers.forward(layer, here, x, chunk.inputs, state, keys=chunk.keys))
+            y = layers.forward(layer, here, x, chunk.inputs, state, keys=chunk.keys)
+            sent[layer].append(layers.sent)
+            outputs.append(y if layers.sent is None else y + runner.experts.forward(layer, here, layers.sent))
         hidden = outputs
     if layers.balance is not None:
         layers.balance.settle(sum(len(stream.ids) for stream in streams))
@@ -139,16 +144,24 @@ def forward_backward(
     # trained; with nothing frozen that is the embedding.
     lowest = runner.spec.lowest_trained
     for layer in range(max(0, lowest - 1), num_layers)[::-1]:
-        here, sums = (_of_block(runner, f"layers.{layer}", tensors) for tensors in (weights, gradients))
+        here, sums = (_of_layer(runner, layer, tensors) for tensors in (weights, gradients))
         for i in backwards:
             x, state, chunk = inputs[layer][i], attended[layer][i], chunks[i]
             if layers.balance is not None:
                 layers.balance.watch(len(x), counting=False)
-            hidden[i] = layers.backward(layer, here, x, hidden[i], chunk.inputs, state, sums, keys=chunk.keys)
+            routed, dy = sent[layer][i], hidden[i]
+            dsent = () if routed is None else runner.experts.backward(layer, here, routed, dy, sums)
+            hidden[i] = layers.backward(layer, here, x, dy, chunk.inputs, state, sums, keys=chunk.keys, dsent=dsent)
     here, sums = _of_block(runner, EMBED, weights), _of_block(runner, EMBED, gradients)
     for i in backwards if lowest == 0 else ():
         runner.embed_backward(here, chunks[i].tokens, hidden[i], sums)
     return mean_by_weight(float(losses.double().sum()), total)
+
+
+def _of_layer(runner: ModelRunner, layer: int, tensors: Tensors) -> dict[str, Tensor]:
+    """Those that a decoder layer computes with, its experts included."""
+    blocks = [block.name for block in runner.spec.blocks if layer in (block.layer, block.experts_of)]
+    return {name: tensor for block in blocks for name, tensor in _of_block(runner, block, tensors).items()}
 
 
 def _of_block(runner: ModelRunner, block: str, tensors: Tensors) -> dict[str, Tensor]:

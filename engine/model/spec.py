@@ -10,6 +10,8 @@ from penstock.storage.tier.layout import FlatLayout, ParamSpec
 
 EMBED = "embed"
 HEAD = "head"
+EXPERTS = ".experts"
+"""Ends the name of a block of experts, behind that of their layer."""
 FROZEN = ".frozen"
 """Ends the name of a buffer that is never trained."""
 
@@ -32,7 +34,9 @@ class BlockSpec:
     inputs: tuple[str, ...] = ()
     """Blocks whose output it takes."""
     layer: int | None = None
-    """Which of the model's decoder layers it computes, or a part of."""
+    """Which of the model's decoder layers it computes, all of it but experts that are a block of their own."""
+    experts_of: int | None = None
+    """Of which decoder layer it computes the experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,8 @@ class ModelSpec:
     """Per layer: 0 if it returns a tensor, else the length of the tuple it returns."""
     counts_positions: tuple[bool, ...] = field(default=(), repr=False)
     """Per layer: whether it counts the positions of its tokens by a cache (model/skeleton.py: TokensBefore)."""
+    expert_modules: tuple[str | None, ...] = ()
+    """Per layer: its module of experts, where they are a block of their own (model/experts.py)."""
     frozen: frozenset[str] = frozenset()
     """Buffers of which there are weights only, in the compute dtype: no master weights, moments, gradients or writes.
     Each is called `frozen(block)`."""
@@ -157,9 +163,12 @@ def buffers_of_blocks(spec: ModelSpec) -> dict[str, list[str]]:
 
 
 def depths(spec: ModelSpec) -> dict[str, int]:
-    """Trained parameter -> blocks from the head down to its own: 0 in the head, 1 in the last layer, most in the
+    """Trained parameter -> layers from the head down to its own: 0 in the head, 1 in the last layer, most in the
     embedding, whether or not the head shares it."""
-    numbers = {block.name: len(spec.blocks) - 1 - i for i, block in enumerate(spec.blocks)}
+    layers = len(spec.attention)
+    numbers = {block.name: layers - block.layer for block in spec.layers if block.layer is not None}
+    numbers |= {block.name: layers - block.experts_of for block in spec.blocks if block.experts_of is not None}
+    numbers |= {spec.blocks[0].name: layers + 1, spec.blocks[-1].name: 0}
     trained = ((numbers[buffer], params) for buffer, params in spec.buffers.items() if buffer not in spec.frozen)
     return {param.name: number for number, params in trained for param in params}
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
 
+from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.plan.problem import (
     ALIGNMENT,
     DKV_SLOTS,
@@ -354,18 +355,16 @@ def where_graph_is(key: tuple[int, int], saved: Container[tuple[int, int]], asid
 def record(problem: PlanInput, block: int, tokens: int, recomputed: bool, graph: Graph) -> dict[str, int]:
     """Kind -> bytes, in whole pages, of what is put aside for backward of `tokens` tokens of a layer.
 
-    x: its input; saved: attention's output and log-sum-exp; kv: keys and values; graph: all that its graph holds, of
-    which x and saved are part. `graph`: where that is, if it is saved. Nothing where there is no backward.
+    x, routed: its inputs; saved: attention's output and log-sum-exp; kv: keys and values; graph: all that its graph
+    holds, of which x and saved are part. `graph`: where that is, if it is saved. Nothing where there is no backward.
     """
     shape = problem.blocks[block]
     if not (shape.backward and shape.saved_inputs):
         return {}
-    per_token = {
-        "x": 0 if graph else problem.hidden_size * problem.compute_bytes,
-        "saved": 0 if graph or recomputed else shape.saved_bytes_per_token,
-        "kv": 0 if recomputed else shape.kv_bytes_per_token,
-    }
-    found = {kind: aligned(tokens * size) for kind, size in per_token.items() if size}
+    kinds = () if graph else shape.saved_inputs
+    if shape.attends and not recomputed:
+        kinds += ("kv",) if graph else ("saved", "kv")
+    found = {kind: aligned(tokens * ACTIVATIONS[kind].bytes_per_token(problem, shape)) for kind in kinds}
     return found | ({"graph": aligned(leaving_bytes(shape, tokens))} if graph == "aside" else {})
 
 
@@ -384,6 +383,11 @@ def graph_slot_bytes(problem: PlanInput, max_chunk: int) -> int:
     """Bytes of a slot on the compute device for any layer's graph of one chunk on its way."""
     shapes = [block for block in problem.blocks if block.graph_bytes_per_token is not None]
     return aligned(max(leaving_bytes(block, max_chunk) for block in shapes))
+
+
+def routed_bytes(problem: PlanInput, tokens: int) -> int:
+    """Bytes, in whole pages, of what any router of the model sends of `tokens` tokens; 0 without blocks of experts."""
+    return aligned(tokens * _widest(problem.blocks, "routed_bytes_per_token"))
 
 
 def gib(nbytes: int) -> str:

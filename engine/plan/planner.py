@@ -18,6 +18,7 @@ from penstock.engine.plan.plan import (
     gib,
     graph_slot_bytes,
     part_stage_bytes,
+    routed_bytes,
     sample_regions,
     state_part_numel,
     window_bytes,
@@ -29,6 +30,7 @@ from penstock.engine.plan.problem import (
     LAST_GOOD,
     LAYER_POOLS,
     POOLS,
+    ROUTED_SLOTS,
     SAVED_SLOTS,
     BufferShape,
     PlanInput,
@@ -139,7 +141,8 @@ class _Planner(Saving):
             "gradient slots": sum(gradients[k] * aligned(numel[k] * FP32) for k in pools),
             "K/V window": sum(map(sum, window_bytes(p, self.max_chunk, self.streamed, self.windows).values())),
             "activation slots": HIDDEN_SLOTS * aligned(self.max_chunk * p.hidden_size * p.compute_bytes)
-            + SAVED_SLOTS * aligned(self.max_chunk * saved),
+            + SAVED_SLOTS * aligned(self.max_chunk * saved)
+            + ROUTED_SLOTS * routed_bytes(p, self.max_chunk),
             "saved activations": self.on_gpu_bytes,
             "saved graphs": self.graphs_bytes,
             "workspace": p.workspace_bytes + allocator_bytes(p),
@@ -241,9 +244,10 @@ class _Planner(Saving):
     # ------------------------------------------------------------------ RAM
 
     def stream_bytes(self) -> int:
-        """The chunks of one block boundary: the hidden states going up, their gradients coming down."""
-        hidden = self.problem.hidden_size * self.problem.compute_bytes
-        return sum(aligned((chunk.end - chunk.start) * hidden) for chunk in self.places)
+        """The chunks of one block boundary: activations going up, their gradients coming down."""
+        p, hidden = self.problem, self.problem.hidden_size * self.problem.compute_bytes
+        tokens = [chunk.end - chunk.start for chunk in self.places]
+        return sum(aligned(n * hidden) + routed_bytes(p, n) for n in tokens)
 
     def stage_bytes(self, grad_on_nvme: bool) -> tuple[int, int]:
         """Bytes of one state stage and of one part stage."""

@@ -49,6 +49,8 @@ what is trained, have slots of their own."""
 LAYER_POOLS: tuple[Pool, ...] = ("layer", "frozen layer")
 HIDDEN_SLOTS = 6
 """Activations of one chunk on the GPU: x, dy and dx or y of the running op, x and dy of the next, one leaving."""
+ROUTED_SLOTS = 4
+"""What routers send of one chunk on the GPU: the running op's and its gradient, the next one's, one leaving."""
 SAVED_SLOTS = 3
 """Attention outputs of one chunk on the GPU: the running op's, the next one's, one leaving."""
 GRAPH_SLOTS = 3
@@ -88,8 +90,12 @@ class BlockShape:
     shared ones."""
     inputs: tuple[int, ...] = ()
     """Indices of the blocks whose output it takes, all of them before it."""
+    input_kinds: tuple[str, ...] = ("x",)
+    """Kinds of activations (plan/activations.py) that it takes from them."""
     saved_inputs: tuple[str, ...] = ()
-    """Kinds of activations among its inputs that backward computes with again."""
+    """Those of them that backward computes with again."""
+    routed_bytes_per_token: int = 0
+    """The hidden state that a router sends to a block of experts, and where to: of both blocks."""
     backward: bool = True
     """Whether backward passes through it: it or a block below it has something to be trained."""
     out_bytes_per_token: int = 0

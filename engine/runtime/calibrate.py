@@ -166,6 +166,8 @@ def _fill(gpu: GpuMemory, dtype: torch.dtype) -> None:
             piece.copy_(source[: piece.numel()])
     for raw in (*(slot for each in gpu.window.values() for slot in each), *gpu.saved):
         raw.zero_()
+    for raw in gpu.routed:  # all tokens to the first experts, with no share
+        raw.zero_()
 
 
 def _units(plan: Plan, costs: Costs, documents: Sequence[Sequence[int]]) -> Iterator[_Unit]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -142,6 +142,8 @@ class LayerOps:
             else:
                 y = self._layers.forward(layer, weights, x, inputs, self._state(op, *self._saved(op, shape)))
         views.hidden(op.slots[a.OUT], chunk).copy_(y)
+        if a.ROUTED in op.slots:
+            views.send(op.slots[a.ROUTED], chunk, self._layers.sent)
 
     def _keep(self, op: Op) -> Tensor:
         """Run a layer forward and save its graph until backward; its output."""
@@ -227,9 +229,16 @@ class LayerOps:
         else:
             x, inputs = views.hidden(op.slots[a.X], chunk), views.layer_inputs(op, chunk)
             state = None if shape is None else self._state(op, *self._saved(op, shape))
-            dx = self._layers.backward(layer, weights, x, dy, inputs, state, gradients)
+            dx = self._layers.backward(layer, weights, x, dy, inputs, state, gradients, dsent=self._dsent(op))
         gradients.settle()
         self._hand_down(op, dx)
+
+    def _dsent(self, op: Op) -> Sequence[Tensor]:
+        """The gradients of what the layer's router sent, where experts are a block of their own."""
+        if a.DROUTED not in op.slots:
+            return ()
+        sent = self._views.routed(op.slots[a.DROUTED], self._views.chunk(op))
+        return sent.hidden, sent.shares
 
     def _hand_down(self, op: Op, dx: Tensor) -> None:
         """The gradient of a layer's input to its slot, unless nothing below is trained."""
@@ -301,7 +310,7 @@ class LayerOps:
             x, inputs = views.hidden(op.slots[a.X], chunk), views.layer_inputs(op, chunk)
             out = self._saved(op, shape)[0]
             graph = self._layers.graph(layer, weights, x, inputs, lambda p: out, keep=False)
-        dout = graph.top(weights, views.hidden(op.slots[a.DY], chunk), gradients)
+        dout = graph.top(weights, views.hidden(op.slots[a.DY], chunk), gradients, self._dsent(op))
         gradients.settle()
         assert dout is not None
         assert graph.projection is not None
@@ -385,8 +394,10 @@ class LayerOps:
                 here = [window[start : start + tokens] for window in self._window("kv", shape, chunk.micro_batch)]
             yield from zip(here, keys_and_values(aside, tokens, shape, self._dtype), strict=True)
         else:
-            slots = {"saved": self._gpu.saved, "graph": self._gpu.graphs}.get(kind) or self._gpu.window[kind]
-            yield slots[op.slots[kind]][: op.nbytes], aside
+            gpu = self._gpu
+            slots = {a.SAVED: gpu.saved, a.GRAPH: gpu.graphs, a.ROUTED: gpu.routed, a.DROUTED: gpu.routed}
+            found = slots.get(kind) or gpu.window[kind]
+            yield found[op.slots[a.SLOT if kind in (a.ROUTED, a.DROUTED) else kind]][: op.nbytes], aside
 
     @handles(*a.LOAD.values(), *a.STORE.values())
     def _copy(self, op: Op) -> None:

@@ -12,10 +12,20 @@ from penstock.engine.plan.plan import (
     Plan,
     attention_regions,
     graph_slot_bytes,
+    routed_bytes,
     sample_regions,
     window_bytes,
 )
-from penstock.engine.plan.problem import ALIGNMENT, GRAPH_SLOTS, HIDDEN_SLOTS, POOLS, SAVED_SLOTS, Pool, Tier
+from penstock.engine.plan.problem import (
+    ALIGNMENT,
+    GRAPH_SLOTS,
+    HIDDEN_SLOTS,
+    POOLS,
+    ROUTED_SLOTS,
+    SAVED_SLOTS,
+    Pool,
+    Tier,
+)
 from penstock.storage.tier.arena import HostArena, empty_aligned
 
 
@@ -63,6 +73,8 @@ class GpuMemory:
     """Gradient slots, float32."""
     hidden: list[Tensor] = field(default_factory=list)
     """Activation slots, compute dtype [max chunk tokens, hidden]."""
+    routed: list[Tensor] = field(default_factory=list)
+    """What a router sends of one chunk to experts, or its gradient, uint8."""
     saved: list[Tensor] = field(default_factory=list)
     """Log-sum-exp and attention output of one chunk, uint8."""
     graphs: list[Tensor] = field(default_factory=list)
@@ -89,6 +101,8 @@ class RamMemory:
     """Buffer -> its gradient as it waits between groups, float32."""
     boundary: dict[int, Tensor] = field(default_factory=dict)
     """place -> hidden state between two blocks, or its gradient [tokens, hidden]."""
+    routed: dict[int, Tensor] = field(default_factory=dict)
+    """place -> what a router sends of it to experts, or its gradient, uint8."""
     window: dict[str, list[Tensor]] = field(default_factory=dict)
     """For each chunk of a micro-batch what one block's pass needs beside the records, uint8: see
     engine.plan.plan.attention_regions."""
@@ -138,6 +152,8 @@ def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -
     tokens = plan.max_chunk_tokens
     shape = (tokens, problem.hidden_size)
     gpu.hidden = [typed(tokens * problem.hidden_size, compute_dtype).view(shape) for _ in range(HIDDEN_SLOTS)]
+    if routed := routed_bytes(problem, tokens):
+        gpu.routed = [gpu.arena.slot(routed) for _ in range(ROUTED_SLOTS)]
     saved = max(b.saved_bytes_per_token for b in plan.blocks)
     gpu.saved = [gpu.arena.slot(tokens * saved) for _ in range(SAVED_SLOTS)]
     if "graph slots" in parts:
@@ -171,6 +187,8 @@ def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torc
         shape = (tokens, problem.hidden_size)
         hidden = tokens * problem.hidden_size
         ram.boundary[chunk.index] = typed(f"boundary.{chunk.index}", hidden, compute_dtype).view(shape)
+        if routed := routed_bytes(problem, tokens):
+            ram.routed[chunk.index] = ram.arena.slot(f"routed.{chunk.index}", routed)
         for i, block in enumerate(plan.blocks):
             key = (i, chunk.index)
             if key in plan.spilled or key in plan.saved_on_gpu:

@@ -19,6 +19,7 @@ from penstock.engine.optim.base import Optimizer
 from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.batch import EvaluationData, SampleData, StepData
 from penstock.engine.runtime.block_ops import BlockOps
+from penstock.engine.runtime.expert_ops import ExpertOps
 from penstock.engine.runtime.handlers import handlers_of
 from penstock.engine.runtime.layer_ops import LayerOps
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
@@ -53,7 +54,9 @@ class Runtime:
         self.layer_ops = LayerOps(self._views)
         self._block_ops = BlockOps(self._views, optimizer, store, train, logits_bytes)
         state_ops = StateOps(self._views, optimizer, store, commit)
-        self.handlers = handlers_of(self._block_ops, self.layer_ops, state_ops, SampleOps(self._views))
+        self.handlers = handlers_of(
+            self._block_ops, self.layer_ops, ExpertOps(self._views), state_ops, SampleOps(self._views)
+        )
 
     def perform(self, op: Op) -> Future[Any] | None:
         """Carry out `op`; a Future means that it goes on in the background."""

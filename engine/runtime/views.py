@@ -7,6 +7,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
+from penstock.engine.model.experts import Routed
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import AttentionShape
@@ -58,8 +59,16 @@ class Views:
         assert layer is not None
         return layer
 
+    def experts_of(self, op: Op) -> int:
+        """Of which decoder layer the op's block computes the experts."""
+        layer = self.runner.spec.blocks[self.block_index(op.block)].experts_of
+        assert layer is not None
+        return layer
+
     def chunk(self, op: Op, index: int | None = None) -> Chunk:
         """The op's chunk, or the one of its batch that bears `index`, as far as it holds tokens."""
+        if op.batch < 0:
+            return self.samples[op.batch].chunks[op.index].chunk
         return self.batch(op).cut[op.index if index is None else index]
 
     # ------------------------------------------------------------------ buffers
@@ -145,6 +154,24 @@ class Views:
         """Activation [tokens, hidden] in a slot on the compute device."""
         return self.gpu.hidden[slot][: chunk.end - chunk.start]
 
+    def routed(self, slot: int, chunk: Chunk) -> Routed:
+        """What a router sends of a chunk, or its gradient, in a slot on the compute device; experts as int32."""
+        tokens, per_token = chunk.end - chunk.start, self.runner.spec.experts_per_token
+        raw, found = self.gpu.routed[slot], []
+        start = 0
+        sizes = (self.plan.problem.hidden_size, per_token, per_token)
+        for width, dtype in zip(sizes, (self.dtype, torch.int32, torch.float32), strict=True):
+            end = start + tokens * width * dtype.itemsize
+            found.append(raw[start:end].view(dtype).view(tokens, width))
+            start = end
+        return Routed(*found)
+
+    def send(self, slot: int, chunk: Chunk, sent: Routed | None) -> None:
+        """Put what a layer's router has sent of a chunk into a slot."""
+        assert sent is not None
+        for target, source in zip(self.routed(slot, chunk), sent, strict=True):
+            target.copy_(source)
+
     def aside(self, op: Op) -> Tensor:
         """Where an activation of the op's block and chunk is put aside, uint8: its stage, its record, the place of its
         chunk in one block's pass, or the boundary between two blocks."""
@@ -158,5 +185,5 @@ class Views:
         elif kind in self.ram.window:
             region = self.ram.window[kind][self.plan.chunks[op.index].local]
         else:
-            region = self.ram.boundary[place]
+            region = (self.ram.routed if kind in (a.ROUTED, a.DROUTED) else self.ram.boundary)[place]
         return region.view(torch.uint8).view(-1)[: op.nbytes]

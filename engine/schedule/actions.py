@@ -6,12 +6,13 @@ calibration, traces and the terminal application read what an action is from her
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Literal
 
+from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.schedule import resources as r
 
 Lane = Literal["nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"]
@@ -19,6 +20,7 @@ LANES: tuple[Lane, ...] = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "n
 
 # Slots of an op, by role.
 X, DY, OUT, SAVED, KV, DKV, GRAPH = "x", "dy", "out", "saved", "kv", "dkv", "graph"
+ROUTED, DROUTED = "routed", "drouted"
 SLOT = "slot"
 """Of a copy: the slot that it fills or empties."""
 STAGE, WEIGHTS_STAGE = "stage", "weights"
@@ -142,7 +144,7 @@ class Action:
     @property
     def part(self) -> StepPart:
         """The part of a step whose work it is; empty where that depends on the op, as weights are read for several."""
-        if self.phase or self.kind in (DY, DKV):
+        if self.phase or self.kind in _GRADIENT_KINDS:
             return _PART_OF.get(self.phase, "backward")
         touched = {*self.reads, *self.writes, *self.adds}
         if touched & _OF_UPDATE or r.NVME_WEIGHTS in self.writes:
@@ -174,10 +176,11 @@ class Action:
         if r.RAM_SAMPLE_KV in (*self.reads, *self.writes):
             return "activations"
         if self.kind and (self.reads or self.adds):  # else it only removes a file
-            return "activation gradients" if self.kind in (DY, DKV) else "activations"
+            return "activation gradients" if self.kind in _GRADIENT_KINDS else "activations"
         return _CARGO["state"] if r.NVME_STATE in self.writes else ""
 
 
+_GRADIENT_KINDS = (DY, DKV, DROUTED)
 _RESULTS = (r.GPU_LOSSES, r.GPU_EVALUATIONS, r.GPU_LOGITS)
 _GRADIENTS = {r.GPU_GRADIENT, r.RAM_GRADIENT, r.NVME_GRADIENT}
 _OF_UPDATE = {r.GPU_STATE, r.RAM_STATE, r.RAM_STATE_STAGE, r.NVME_STATE, r.GENERATION}
@@ -238,9 +241,9 @@ LAYER_FORWARD = _compute(
     "runs a layer forward",
     Work(matmul=1, pairs=(2, 2)),
     reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_KV),
-    writes=(r.GPU_HIDDEN, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH, r.GPU_GRAPH_SLOT),
+    writes=(r.GPU_HIDDEN, r.GPU_ROUTED, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH, r.GPU_GRAPH_SLOT),
 )
-LAYER_EVALUATE = _evaluation(LAYER_FORWARD, r.GPU_HIDDEN, r.GPU_KV, r.GPU_SAVED)
+LAYER_EVALUATE = _evaluation(LAYER_FORWARD, r.GPU_HIDDEN, r.GPU_ROUTED, r.GPU_KV, r.GPU_SAVED)
 LAYER_RECOMPUTE = _compute(
     "layer_recompute",
     "recompute",
@@ -254,7 +257,7 @@ LAYER_BACKWARD = _compute(
     "backward",
     "runs a layer backward",
     Work(matmul=1, gradients=1, recompute=True, pairs=(6, 4), sums_gradients=True, fresh_gradients=True),
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH_SLOT),
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_ROUTED, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH_SLOT),
     writes=(r.GPU_HIDDEN,),
     adds=(r.GPU_GRADIENT, r.GPU_DKV, r.GPU_GRAPH),
 )
@@ -281,9 +284,9 @@ LAYER_FORWARD_BOTTOM = _compute(
     "runs what follows a layer's attention",
     _FORWARD,
     reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SAVED),
-    writes=(r.GPU_HIDDEN, r.GPU_GRAPH),
+    writes=(r.GPU_HIDDEN, r.GPU_ROUTED, r.GPU_GRAPH),
 )
-LAYER_EVALUATE_BOTTOM = _evaluation(LAYER_FORWARD_BOTTOM, r.GPU_HIDDEN)
+LAYER_EVALUATE_BOTTOM = _evaluation(LAYER_FORWARD_BOTTOM, r.GPU_HIDDEN, r.GPU_ROUTED)
 LAYER_BACKWARD_TOP = _compute(
     "layer_backward_top",
     "backward",
@@ -297,7 +300,7 @@ LAYER_BACKWARD_TOP = _compute(
         sums_gradients=True,
         fresh_gradients=True,
     ),
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SAVED),
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_ROUTED, r.GPU_SAVED),
     writes=(r.GPU_QUERIES, r.GPU_DOUT),
     adds=(r.GPU_GRADIENT, r.GPU_GRAPH),
 )
@@ -314,9 +317,27 @@ LAYER_BACKWARD_BOTTOM = _compute(
     "backward",
     "runs a layer's projections backward",
     Work(projection=1, projection_gradients=1),
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_PARTIAL, r.GPU_DKV),
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_ROUTED, r.GPU_PARTIAL, r.GPU_DKV),
     writes=(r.GPU_HIDDEN,),
     adds=(r.GPU_GRADIENT, r.GPU_GRAPH),
+)
+EXPERTS_FORWARD = _compute(
+    "experts_forward",
+    "forward",
+    "runs a layer's experts",
+    _FORWARD,
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_ROUTED),
+    writes=(r.GPU_HIDDEN,),
+)
+EXPERTS_EVALUATE = _evaluation(EXPERTS_FORWARD, r.GPU_HIDDEN)
+EXPERTS_BACKWARD = _compute(
+    "experts_backward",
+    "backward",
+    "runs a layer's experts backward",
+    Work(matmul=1, gradients=1, recompute=True, sums_gradients=True, fresh_gradients=True),
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_ROUTED),
+    writes=(r.GPU_HIDDEN, r.GPU_ROUTED),
+    adds=(r.GPU_GRADIENT,),
 )
 HEAD = _compute(
     "head",
@@ -338,18 +359,18 @@ HEAD_EVALUATE = _compute(
 )
 
 
-def _sampling(forward: Action, says: str, writes: str, *adds: str) -> Action:
+def _sampling(forward: Action, says: str, writes: tuple[str, ...], *adds: str) -> Action:
     """The same of a pass that writes samples: so few tokens that what is measured of a chunk says nothing of them."""
-    name = f"{forward.name.partition('_')[0]}_generate"
-    reads = (r.GPU_WEIGHTS,) if forward is EMBED_FORWARD else (r.GPU_WEIGHTS, r.GPU_HIDDEN)
-    of = forward.work
+    name, of = f"{forward.name.partition('_')[0]}_generate", forward.work
+    reads = tuple(space for space in forward.reads if space in (r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_ROUTED))
     work = Work(matmul=1, pairs=of.pairs, looks_up=of.looks_up, logits=of.logits)
-    return _compute(name, "generate", f"{says}, for samples", work, reads=reads, writes=(writes,), adds=adds)
+    return _compute(name, "generate", f"{says}, for samples", work, reads=reads, writes=writes, adds=adds)
 
 
-EMBED_GENERATE = _sampling(EMBED_FORWARD, EMBED_FORWARD.says, r.GPU_HIDDEN)
-LAYER_GENERATE = _sampling(LAYER_FORWARD, LAYER_FORWARD.says, r.GPU_HIDDEN, r.GPU_SAMPLE_KV)
-HEAD_GENERATE = _sampling(HEAD, "computes what may follow", r.GPU_LOGITS)
+EMBED_GENERATE = _sampling(EMBED_FORWARD, EMBED_FORWARD.says, (r.GPU_HIDDEN,))
+LAYER_GENERATE = _sampling(LAYER_FORWARD, LAYER_FORWARD.says, (r.GPU_HIDDEN, r.GPU_ROUTED), r.GPU_SAMPLE_KV)
+EXPERTS_GENERATE = _sampling(EXPERTS_FORWARD, EXPERTS_FORWARD.says, (r.GPU_HIDDEN,))
+HEAD_GENERATE = _sampling(HEAD, "computes what may follow", (r.GPU_LOGITS,))
 
 # ---------------------------------------------------------------------- whole buffers on the compute device
 
@@ -368,53 +389,43 @@ UPDATE_ON_GPU = _action(
 
 # ---------------------------------------------------------------------- activations on their way
 
-_NAMES = {
-    "x": "a layer's input",
-    "dy": "the gradient of a layer's output",
-    "saved": "attention's output",
-    "kv": "keys and values",
-    "dkv": "gradients of keys and values",
-    "graph": "a layer's saved graph",
-}
-_ON_GPU = {
-    "x": (r.GPU_HIDDEN,),
-    "dy": (r.GPU_HIDDEN,),
-    "saved": (r.GPU_SAVED,),
-    "kv": (r.GPU_KV,),
-    "dkv": (r.GPU_DKV,),
-    "graph": (r.GPU_GRAPH_SLOT,),
-}
-_IN_RAM = {
-    "x": (r.RECORD_X, r.RAM_BOUNDARY, r.RAM_ACTIVATION_STAGE),
-    "dy": (r.RAM_BOUNDARY,),
-    "saved": (r.RECORD_SAVED, r.RAM_WINDOW_SAVED, r.RAM_ACTIVATION_STAGE),
-    "kv": (r.RECORD_KV, r.RAM_WINDOW_KV, r.RAM_ACTIVATION_STAGE),
-    "dkv": (r.RAM_WINDOW_DKV,),
-    "graph": (r.RECORD_GRAPH, r.RAM_ACTIVATION_STAGE),
-}
-_ON_NVME = {"x": (r.NVME_X,), "saved": (r.NVME_SAVED,), "kv": (r.NVME_KV,), "graph": (r.NVME_GRAPH,)}
+_SAVED = [kind for kind, row in ACTIVATIONS.items() if row.saved]
+
+
+def _on_gpu(kind: str) -> tuple[str, ...]:
+    return (ACTIVATIONS[kind].gpu,)
+
+
+def _in_ram(kind: str) -> tuple[str, ...]:
+    row = ACTIVATIONS[kind]
+    waiting = () if row.ram is None else (row.ram,)
+    return (r.RECORD[kind], *waiting, r.RAM_ACTIVATION_STAGE) if row.saved else waiting
+
+
+def _on_nvme(kind: str) -> tuple[str, ...]:
+    return (r.SPILLED[kind],)
 
 
 def _of_kinds(
-    verb: str, lane: Lane, says: str, kinds: Iterable[str], **spaces: Mapping[str, tuple[str, ...]]
+    verb: str, lane: Lane, says: str, kinds: Iterable[str], **spaces: Callable[[str], tuple[str, ...]]
 ) -> dict[str, Action]:
     """Kind -> the action that does this to activations of that kind."""
 
     def one(kind: str) -> Action:
-        where = {access: of[kind] for access, of in spaces.items()}
-        return _action(f"{verb}_{kind}", lane, _MOVES[lane], says.format(_NAMES[kind]), kind=kind, **where)
+        where = {access: of(kind) for access, of in spaces.items()}
+        return _action(f"{verb}_{kind}", lane, _MOVES[lane], says.format(ACTIVATIONS[kind].says), kind=kind, **where)
 
     return {kind: one(kind) for kind in kinds}
 
 
-LOAD = _of_kinds("load", "h2d", "copies {} to the GPU", _NAMES, reads=_IN_RAM, writes=_ON_GPU)
-STORE = _of_kinds("store", "d2h", "copies {} from the GPU", _NAMES, reads=_ON_GPU, writes=_IN_RAM)
-SPILL = _of_kinds("spill", "nvme_write", "writes {} to NVMe", _ON_NVME, reads=_IN_RAM, writes=_ON_NVME)
+LOAD = _of_kinds("load", "h2d", "copies {} to the GPU", ACTIVATIONS, reads=_in_ram, writes=_on_gpu)
+STORE = _of_kinds("store", "d2h", "copies {} from the GPU", ACTIVATIONS, reads=_on_gpu, writes=_in_ram)
+SPILL = _of_kinds("spill", "nvme_write", "writes {} to NVMe", _SAVED, reads=_in_ram, writes=_on_nvme)
 UNSPILL = _of_kinds(
-    "unspill", "nvme_read", "reads {} from NVMe for the last time", _ON_NVME, writes=_IN_RAM, adds=_ON_NVME
+    "unspill", "nvme_read", "reads {} from NVMe for the last time", _SAVED, writes=_in_ram, adds=_on_nvme
 )
-PEEK = _of_kinds("peek", "nvme_read", "reads {} from NVMe", ["x"], reads=_ON_NVME, writes=_IN_RAM)
-DISCARD = _of_kinds("discard", "nvme_read", "removes {} from NVMe", _ON_NVME, writes=_ON_NVME)
+PEEK = _of_kinds("peek", "nvme_read", "reads {} from NVMe", ["x"], reads=_on_nvme, writes=_in_ram)
+DISCARD = _of_kinds("discard", "nvme_read", "removes {} from NVMe", _SAVED, writes=_on_nvme)
 
 LOAD_SAMPLE_KV = _load(
     "load_sample_kv",

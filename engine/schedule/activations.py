@@ -11,8 +11,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.plan.plan import Chunk, Plan, leaving_bytes
-from penstock.engine.plan.problem import DKV_SLOTS, FP32, GRAPH_SLOTS, HIDDEN_SLOTS, KV_SLOTS, SAVED_SLOTS
+from penstock.engine.plan.problem import DKV_SLOTS, GRAPH_SLOTS, HIDDEN_SLOTS, KV_SLOTS, ROUTED_SLOTS, SAVED_SLOTS
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.kinds import Mode
@@ -28,22 +29,11 @@ class ActivationSchedule:
         self._emitter = emitter
         self._emit = emitter.emit
         self.hidden = Slots("gpu.hidden", HIDDEN_SLOTS)
+        self.routed = Slots("gpu.routed", ROUTED_SLOTS)
         self.saved = Slots("gpu.saved", SAVED_SLOTS)
         self.graphs = Slots("gpu.graph_slot", GRAPH_SLOTS)
         self._num_places = plan.num_places
         self._stages = Slots("ram.activation_stage", plan.activation_stages)
-        hidden = plan.problem.hidden_size * plan.problem.compute_bytes
-        self._bytes_per_token = [
-            {
-                "x": hidden,
-                "dy": hidden,
-                "saved": block.saved_bytes_per_token,
-                "kv": block.kv_bytes_per_token,
-                "dkv": block.kv_numel_per_token * FP32,
-            }
-            for block in plan.blocks
-        ]
-        """Per block: kind of activation -> bytes of a token."""
         without = {i for i, block in enumerate(plan.blocks) if not (block.backward and block.attends)}
         self._unsaved = plan.recomputed | without
         """Layers whose attention is not saved: backward makes it again, or there is none."""
@@ -94,46 +84,53 @@ class ActivationSchedule:
         if action.kind == a.GRAPH:
             nbytes = leaving_bytes(block, tokens)
         else:
-            nbytes = tokens * self._bytes_per_token[layer][action.kind]
+            nbytes = tokens * ACTIVATIONS[action.kind].bytes_per_token(self._plan.problem, block)
         self._emit(action, block.name, chunk.index, reads=reads, writes=writes, nbytes=nbytes, slots=slots)
 
-    # ------------------------------------------------------------------ hidden states
+    # ------------------------------------------------------------------ between two blocks
 
-    def load_hidden(self, kind: str, mode: Mode, layer: int, chunk: Chunk) -> int:
-        """Slot with activation `kind` ("x", "dy") of a layer's chunk, loaded unless it is still there."""
-        content = (kind, *self.content(layer, chunk))
-        slot = self.hidden.find(content)
+    def pool(self, kind: str) -> Slots:
+        """The slots of an activation that goes from block to block."""
+        return self.hidden if ACTIVATIONS[kind].gpu == r.GPU_HIDDEN else self.routed
+
+    def load(self, kind: str, mode: Mode, layer: int, chunk: Chunk) -> int:
+        """Slot with input `kind` of a block's chunk, or the gradient of its output, loaded unless it is still there."""
+        content, pool = (kind, *self.content(layer, chunk)), self.pool(kind)
+        slot = pool.find(content)
         last_use = mode == "backward"
         if slot is None:
-            slot = self.hidden.take(content)
+            slot = pool.take(content)
             slots = {a.SLOT: slot}
-            if mode in ("recompute", "backward") and kind == "x" and self.key(layer, chunk) in self._plan.spilled:
-                slots[a.STAGE] = self._unspill("x", layer, chunk, keep=not last_use)
+            saved = kind in self._plan.blocks[layer].saved_inputs and mode in ("recompute", "backward")
+            if saved and self.key(layer, chunk) in self._plan.spilled:
+                slots[a.STAGE] = self._unspill(kind, layer, chunk, keep=not last_use)
                 source: Resource = r.place(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
             else:
-                source = self._hidden_region(kind, layer, chunk)
-            self._move(a.LOAD[kind], layer, chunk, [source], [r.hidden(slot)], slots)
+                source = self._region(kind, layer, chunk)
+            self._move(a.LOAD[kind], layer, chunk, [source], [r.activation(kind, slot)], slots)
         elif last_use:
             self._discard(kind, layer, chunk)
         return slot
 
-    def store_hidden(self, kind: str, mode: Mode, layer: int, chunk: Chunk, slot: int) -> None:
-        """A hidden state leaves for where its next reader finds it."""
-        region = self._hidden_region(kind, layer, chunk)
-        self._move(a.STORE[kind], layer, chunk, [r.hidden(slot)], [region], {a.SLOT: slot})
-        self.hidden.release(slot, keep=True)
+    def store(self, kind: str, mode: Mode, layer: int, chunk: Chunk, slot: int) -> None:
+        """What a block has made leaves for where its next reader finds it."""
+        region = self._region(kind, layer, chunk)
+        self._move(a.STORE[kind], layer, chunk, [r.activation(kind, slot)], [region], {a.SLOT: slot})
+        self.pool(kind).release(slot, keep=True)
         key, plan = self.key(layer, chunk), self._plan
-        if kind == "x" and mode == "forward" and key in plan.spilled and key not in plan.saved_graphs:
-            self._spill("x", layer, chunk, region, {})
+        saved = kind in plan.blocks[layer].saved_inputs and mode == "forward"
+        if saved and key in plan.spilled and key not in plan.saved_graphs:
+            self._spill(kind, layer, chunk, region, {})
 
-    def _hidden_region(self, kind: str, layer: int, chunk: Chunk) -> Resource:
-        """Where a hidden state waits: a layer's saved input in its record, all else in RAM in the chunk's stream."""
-        key = self.key(layer, chunk)
-        block = self._plan.blocks[layer]
+    def _region(self, kind: str, layer: int, chunk: Chunk) -> Resource:
+        """Where it waits: an input that is saved with what else is saved of the chunk, all else by the chunk."""
+        key, block = self.key(layer, chunk), self._plan.blocks[layer]
         saved = kind in block.saved_inputs and block.backward
         if saved and key not in self._plan.spilled and key not in self._plan.saved_graphs:
-            return r.record("x", *key)
-        return r.place(r.RAM_BOUNDARY, key[1])
+            return r.record(kind, *key)
+        space = ACTIVATIONS[kind].ram
+        assert space is not None
+        return r.place(space, key[1])
 
     # ------------------------------------------------------------------ NVMe
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from penstock.engine.plan.activations import GRADIENT_OF
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import LAYER_POOLS
 from penstock.engine.schedule import actions as a
@@ -26,6 +27,19 @@ from penstock.engine.schedule.passes import Group, Pass, Task, tasks
 from penstock.engine.schedule.resources import Resource
 from penstock.engine.schedule.samples import SampleSchedule
 from penstock.engine.schedule.state import Load, StateSchedule
+
+_BETWEEN = (*GRADIENT_OF, *GRADIENT_OF.values())
+"""Kinds of activations that go from block to block."""
+
+
+def _role(kind: str) -> str:
+    """Role of the slot for what an op makes: of hidden states it has inputs of the same kinds."""
+    return a.OUT if kind in (a.X, a.DY) else kind
+
+
+def _read(slots: Mapping[str, int], made: Container[str]) -> list[Resource]:
+    """What an op with these slots reads of activations between blocks, but for what it makes."""
+    return [r.activation(kind, slots[kind]) for kind in _BETWEEN if kind in slots and kind not in made]
 
 
 @dataclass(slots=True)
@@ -218,22 +232,25 @@ class ScheduleBuilder:
             loaded[a.GRAPH] = self._activations.load_graph(layer, chunk)
         if task.mode == "generate" and task.first:
             self._samples.open(layer)
-        if block.inputs and not has_graph:
-            loaded[a.X] = self._activations.load_hidden("x", task.mode, layer, chunk)
+        kinds = block.saved_inputs if task.mode == "backward" else block.input_kinds if block.inputs else ()
         if task.mode == "backward":
-            loaded[a.DY] = self._activations.load_hidden("dy", task.mode, layer, chunk)
-            if block.attends and not has_graph:
-                loaded[a.SAVED] = self._activations.load_saved(layer, chunk)
+            of_output = self._plan.blocks[self._next[layer]].input_kinds
+            kinds = (*(() if has_graph else kinds), *(GRADIENT_OF[kind] for kind in of_output))
+        for kind in kinds:
+            loaded[kind] = self._activations.load(kind, task.mode, layer, chunk)
+        if task.mode == "backward" and block.attends and not has_graph:
+            loaded[a.SAVED] = self._activations.load_saved(layer, chunk)
         return loaded
 
     def _compute(self, task: Task, loaded: dict[str, int]) -> None:
         block, chunk, activations = self._plan.blocks[task.layer], task.chunk, self._activations
         operands = self._operands(task)
         again = task.mode in ("forward", "recompute") and block.backward
-        kind, layer = self._output(task)
+        outputs, other = self._outputs(task)
         slots = dict(loaded)
-        if layer is not None:
-            slots[a.OUT] = activations.hidden.take((kind, *activations.content(layer, chunk)))
+        for kind in outputs:
+            pool = activations.pool(kind)
+            slots[_role(kind)] = pool.take((kind, *activations.content(other, chunk)))
         leaves = task.mode == "forward" and activations.key(task.layer, chunk) in self._plan.graphs_aside
         if leaves:
             slots[a.GRAPH] = activations.graphs.take(activations.content(task.layer, chunk))
@@ -247,24 +264,26 @@ class ScheduleBuilder:
             self._compute_whole(task, operands, slots)
         if leaves:
             activations.store_graph(task.layer, chunk, slots[a.GRAPH])
-        if layer is not None:
-            activations.store_hidden(kind, task.mode, layer, chunk, slots[a.OUT])
-        for role in loaded.keys() & {a.X, a.DY}:
-            # The input of a layer is read again in backward.
-            activations.hidden.release(loaded[role], keep=role == a.X and again)
+        for kind in outputs:
+            activations.store(kind, task.mode, other, chunk, slots[_role(kind)])
+        for kind in loaded.keys() & _BETWEEN:
+            # What is saved of a block's inputs is read again in backward.
+            activations.pool(kind).release(loaded[kind], keep=kind in block.saved_inputs and again)
         if a.SAVED in slots:
             activations.saved.release(slots[a.SAVED], keep=again)
         if a.GRAPH in slots:
             activations.graphs.release(slots[a.GRAPH], keep=again)
 
-    def _output(self, task: Task) -> tuple[str, int | None]:
-        """What hidden state a task makes, and for which block: the next one's input, or the gradient of an input's
-        output where that has a backward; None: none."""
+    def _outputs(self, task: Task) -> tuple[Sequence[str], int]:
+        """Which activations a task makes, and of which block: the next one's inputs, or the gradients of an input's
+        output where that has a backward."""
         block = self._plan.blocks[task.layer]
-        if task.mode in ONWARD:
-            return "x", self._next.get(task.layer)
-        wanted = block.inputs and task.mode in WITH_GRADIENTS and self._plan.blocks[block.inputs[0]].backward
-        return "dy", block.inputs[0] if wanted else None
+        if task.mode in ONWARD and task.layer in self._next:
+            following = self._next[task.layer]
+            return self._plan.blocks[following].input_kinds, following
+        if block.inputs and task.mode in WITH_GRADIENTS and self._plan.blocks[block.inputs[0]].backward:
+            return [GRADIENT_OF[kind] for kind in block.input_kinds], block.inputs[0]
+        return (), task.layer
 
     def _operands(self, task: Task) -> _Operands:
         block, state = self._plan.blocks[task.layer], self._state
@@ -293,13 +312,12 @@ class ScheduleBuilder:
         """Emit the op that runs the block on the chunk from its input to its output; `action`: only its last part."""
         block = self._plan.blocks[task.layer]
         action = action or KINDS[block.kind][task.mode]
-        reads = [*operands.weights, *(r.hidden(slots[role]) for role in (a.X, a.DY) if role in slots), *reads]
-        writes = [*writes, *operands.gradients]
+        made = {_role(kind): kind for kind in self._outputs(task)[0]}
+        reads = [*operands.weights, *_read(slots, made), *reads]
+        writes = [*writes, *operands.gradients, *(r.activation(kind, slots[role]) for role, kind in made.items())]
         if action.result is not None:
             writes.append(r.place(action.result))
         flags = [*flags, *operands.zero]
-        if a.OUT in slots:
-            writes.append(r.hidden(slots[a.OUT]))
         key = self._activations.key(task.layer, task.chunk)
         if not self._emitter.batch and key in self._plan.saved_graphs:
             writes.append(r.saved_graph(*key))
@@ -399,7 +417,7 @@ class ScheduleBuilder:
             activations.restore_window(layer, chunk)
         graph = r.saved_graph(*key) if has_graph else r.place(r.GPU_GRAPH)
         saved: list[Resource] = [] if has_graph else [r.saved(slots[a.SAVED])]
-        inputs: list[Resource] = [r.hidden(slots[role]) for role in (a.X, a.DY) if role in slots]
+        inputs = _read(slots, {_role(kind) for kind in self._outputs(task)[0]})
         self._emit(
             a.LAYER_BACKWARD_TOP,
             name,

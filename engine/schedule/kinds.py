@@ -33,6 +33,12 @@ KINDS: dict[str, Mapping[Mode, a.Action]] = {
         "evaluate": a.LAYER_EVALUATE,
         "generate": a.LAYER_GENERATE,
     },
+    "experts": {
+        "forward": a.EXPERTS_FORWARD,
+        "backward": a.EXPERTS_BACKWARD,
+        "evaluate": a.EXPERTS_EVALUATE,
+        "generate": a.EXPERTS_GENERATE,
+    },
     "head": {"loss": a.HEAD, "evaluate": a.HEAD_EVALUATE, "generate": a.HEAD_GENERATE},
 }
 """Kind of block -> mode -> what computes the block whole."""

@@ -5,6 +5,8 @@ A resource is a tuple whose first item is its space: all pieces of one kind.
 
 from __future__ import annotations
 
+from penstock.engine.plan.activations import ACTIVATIONS
+
 Resource = tuple[str | int, ...]
 
 GPU_WEIGHTS = "gpu.weights"
@@ -12,6 +14,7 @@ GPU_GRADIENT = "gpu.gradient"
 GPU_STATE = "gpu.state"
 GPU_HIDDEN = "gpu.hidden"
 GPU_SAVED = "gpu.saved"
+GPU_ROUTED = "gpu.routed"
 GPU_KV = "gpu.kv"
 GPU_DKV = "gpu.dkv"
 GPU_QUERIES = "gpu.q"
@@ -31,6 +34,7 @@ RAM_STATE_STAGE = "ram.state_stage"
 RAM_PART_STAGE = "ram.part_stage"
 RAM_ACTIVATION_STAGE = "ram.activation_stage"
 RAM_BOUNDARY = "ram.boundary"
+RAM_ROUTED = "ram.routed"
 RAM_WINDOW_SAVED = "ram.window_saved"
 RAM_WINDOW_KV = "ram.window_kv"
 RAM_WINDOW_DKV = "ram.window_dkv"
@@ -38,23 +42,16 @@ RAM_CLIP = "ram.clip"
 RAM_EVALUATION = "ram.evaluation"
 RAM_LOGITS = "ram.logits"
 RAM_SAMPLE_KV = "ram.sample_kv"
-RECORD_X = "record.x"
-RECORD_SAVED = "record.saved"
-RECORD_KV = "record.kv"
-RECORD_GRAPH = "record.graph"
 NVME_WEIGHTS = "nvme.weights"
 NVME_GRADIENT = "nvme.gradient"
 NVME_STATE = "nvme.state"
-NVME_X = "nvme.x"
-NVME_SAVED = "nvme.saved"
-NVME_KV = "nvme.kv"
-NVME_GRAPH = "nvme.graph"
 GENERATION = "generation"
 
-RECORDS = (RECORD_X, RECORD_SAVED, RECORD_KV, RECORD_GRAPH)
-"""What is put aside of a layer's chunk for its backward, wherever it waits; block and place follow."""
-_RECORD = {"x": RECORD_X, "saved": RECORD_SAVED, "kv": RECORD_KV, "graph": RECORD_GRAPH}
-_SPILLED = {"x": NVME_X, "saved": NVME_SAVED, "kv": NVME_KV, "graph": NVME_GRAPH}
+RECORD = {kind: f"record.{kind}" for kind, row in ACTIVATIONS.items() if row.saved}
+"""Kind of activation -> what is saved of it of a block's chunk for its backward; block and place follow."""
+SPILLED = {kind: f"nvme.{kind}" for kind in RECORD}
+"""The same on NVMe."""
+RECORDS = frozenset(RECORD.values())
 
 
 def place(space: str, *where: str | int) -> Resource:
@@ -71,6 +68,11 @@ def place(space: str, *where: str | int) -> Resource:
 def weight_slot(pool: str, slot: int) -> Resource:
     """Weights in a slot on the compute device."""
     return (GPU_WEIGHTS, pool, slot)
+
+
+def activation(kind: str, slot: int) -> Resource:
+    """An activation of a chunk in a slot on the compute device."""
+    return (ACTIVATIONS[kind].gpu, slot)
 
 
 def hidden(slot: int) -> Resource:
@@ -105,9 +107,9 @@ def graph_slot(slot: int) -> Resource:
 
 def record(kind: str, block: int, place: int) -> Resource:
     """Part `kind` of the record of a layer's chunk."""
-    return (_RECORD[kind], block, place)
+    return (RECORD[kind], block, place)
 
 
 def spilled(kind: str, block: int, place: int) -> Resource:
     """Part `kind` of a record on NVMe."""
-    return (_SPILLED[kind], block, place)
+    return (SPILLED[kind], block, place)

@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec import structs
 
+from penstock.engine.plan.activations import GRADIENT_OF
 from penstock.engine.plan.plan import Chunk, Plan
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
@@ -61,7 +62,9 @@ class Replay:
     def _move(self, verb: str, kind: str, op: Op) -> None:
         content = self._content(kind, op)
         assert verb == "discard" or self._nbytes.setdefault(content, op.nbytes) == op.nbytes, "cut in between"
-        assert not op.batch or (verb in ("load", "store") and kind in ("x", "kv")), "a validation saves nothing"
+        assert not op.batch or (verb in ("load", "store") and kind in ("x", "routed", "kv")), (
+            "a validation saves nothing"
+        )
         if verb in ("unspill", "discard"):  # the file goes with its content
             assert self.held[op.writes[0]] == content
             self.held[op.writes[0]] = None
@@ -129,10 +132,19 @@ class Replay:
         assert generates == (op.batch < 0)
         assert not (op.batch and any(place[0] == r.GPU_GRAPH for place in op.writes))
         assert has_graph == (a.SAVED_GRAPH in op.flags)
-        self._hidden("x", op)
-        self._hidden("dy", op)
-        assert op.block == "embed" or has_graph or a.X in op.slots
-        assert not backward or a.DY in op.slots
+        number = self._number[op.block]
+        shape = self.plan.blocks[number]
+        following = next((i for i, other in enumerate(self.plan.blocks) if number in other.inputs), None)
+        taken = shape.input_kinds if shape.inputs else ()
+        if backward:
+            taken = () if has_graph else shape.saved_inputs
+        for kind in taken:
+            self._wants(r.activation(kind, op.slots[kind]), self._content(kind, op), op)
+        if backward:
+            assert following is not None
+            for kind in self.plan.blocks[following].input_kinds:
+                gradient = GRADIENT_OF[kind]
+                self._wants(r.activation(gradient, op.slots[gradient]), self._content(gradient, op), op)
         if has_graph:
             self.graphs += -1 if backward else 1
         assert (a.GRAPH in op.slots) == (has_graph and key in self.plan.graphs_aside)
@@ -153,16 +165,25 @@ class Replay:
                 self._wants(place, self._content("kv", op, chunk), op)
             if not has_graph:
                 self._wants(r.saved(op.slots[a.SAVED]), self._content("saved", op), op)
-        block = self._number[op.block]
         batch = (op.step, op.batch)
         if op.action in (a.HEAD_EVALUATE, a.HEAD_GENERATE):
             assert a.OUT not in op.slots
         elif op.action.phase in ("forward", "evaluate", "generate"):
-            self.held[r.hidden(op.slots[a.OUT])] = ("x", block + 1, op.index, batch)
-        elif block == 0 or not self.plan.blocks[block - 1].backward:
+            assert following is not None
+            self._make(
+                op, {kind: (kind, following, op.index, batch) for kind in self.plan.blocks[following].input_kinds}
+            )
+        elif not shape.inputs or not self.plan.blocks[shape.inputs[0]].backward:
             assert a.OUT not in op.slots
         else:
-            self.held[r.hidden(op.slots[a.OUT])] = ("dy", block - 1, op.index, batch)
+            made = (GRADIENT_OF[kind] for kind in shape.input_kinds)
+            self._make(op, {kind: (kind, shape.inputs[0], op.index, batch) for kind in made})
+
+    def _make(self, op: Op, contents: Mapping[str, tuple[Any, ...]]) -> None:
+        for kind, content in contents.items():
+            place = r.activation(kind, op.slots[a.OUT if kind in (a.X, a.DY) else kind])
+            assert place in op.writes
+            self.held[place] = content
 
     def _add(self, op: Op, *, begins: bool = False) -> None:
         """The op's gradients join the sums in their places; `begins`: those of the rest of its chunk follow."""

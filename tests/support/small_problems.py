@@ -19,6 +19,8 @@ from penstock.storage.files.errors import BudgetError
 from penstock.storage.files.units import least_text
 
 KV_DIM, HEAD_DIM, HEADS, HIDDEN = 16, 8, 4, 32
+ROUTED = 2 * HIDDEN + 16
+"""Bytes of a token that a router sends to experts which are a block of their own."""
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 TIERS = {"gpu": "gpu_budget", "ram": "ram_budget", "nvme": "nvme_budget"}
 """Tier -> the field of PlanInput that is its budget."""
@@ -41,11 +43,13 @@ def problem(
     graph_bytes: int | None = 700,
     frozen: frozenset[int] = frozenset(),
     halves: frozenset[int] = frozenset(),
+    experts: frozenset[int] = frozenset(),
     **more: Any,
 ) -> PlanInput:
     """A small model with four pages of parameters per layer and `edge` of them in embedding and head.
 
-    Of the blocks `frozen`, by index, nothing is trained, but for the last layer; of those in `halves` a page is.
+    Of the blocks `frozen`, by index, nothing is trained, but for the last layer; of those in `halves` a page is. The
+    layers in `experts` have those as a block of their own.
     """
     blocks = [BlockShape(name="embed", kind="embed", buffers=("embed",))]
     for i in range(layers):
@@ -62,23 +66,38 @@ def problem(
             name=f"layers.{i}",
             kind="layer",
             buffers=(f"layers.{i}",),
-            inputs=(i,),
+            inputs=(len(blocks) - 1,),
             saved_inputs=("x",),
             sliding_window=20 if i in sliding else None,
-            graph_bytes_per_token=graph_bytes,
+            graph_bytes_per_token=None if i in experts else graph_bytes,
+            routed_bytes_per_token=ROUTED if i in experts else 0,
             elementwise_bytes_per_token=graph_bytes or 0,
             matmul_flops_per_token=2 * 4 * 2048,
             unread_flops_per_token=2 * 1024,
         )
         blocks.append(layer if i in without_attention else replace(layer, **attention))
+        if i in experts:
+            own = BlockShape(
+                name=f"layers.{i}.experts",
+                kind="experts",
+                buffers=(f"layers.{i}.experts",),
+                inputs=(len(blocks) - 1,),
+                input_kinds=("x", "routed"),
+                saved_inputs=("routed",),
+                routed_bytes_per_token=ROUTED,
+                matmul_flops_per_token=2 * 2 * 2048,
+            )
+            blocks.append(own)
     head = ("head",) if own_head else ()
     shared = (*head, "embed") if tied or not own_head else head
     flops = 2 * edge * 2048
-    blocks.append(BlockShape(name="head", kind="head", buffers=shared, inputs=(layers,), matmul_flops_per_token=flops))
-    sizes = {"embed": edge * 2048} | {f"layers.{i}": 4 * 2048 for i in range(layers)}
+    blocks.append(
+        BlockShape(name="head", kind="head", buffers=shared, inputs=(len(blocks) - 1,), matmul_flops_per_token=flops)
+    )
+    sizes = {"embed": edge * 2048} | {block.name: 4 * 2048 for block in blocks[1:-1]}
     if own_head:
         sizes["head"] = 2048 if tied else edge * 2048
-    blocks, buffers = _freeze(blocks, sizes, frozen - {layers}, halves)
+    blocks, buffers = _freeze(blocks, sizes, frozen - {len(blocks) - 2}, halves)
     return PlanInput(blocks=tuple(blocks), buffers=tuple(buffers), state_kinds=STATE_KINDS, **SIZES | more)
 
 
@@ -121,6 +140,7 @@ BOTH = {
     "activation_checkpointing": st.sampled_from(["auto", "full", "selective"]),
     "graph_bytes": st.sampled_from([None, 300, 3000]),
     "samples": spaces,
+    "experts": some_blocks,
     "frozen": some_blocks,
     "halves": some_blocks,
 }

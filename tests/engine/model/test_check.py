@@ -330,6 +330,10 @@ MIXED: dict[str, Any] = {"gpu": 1_000_000, "ram": 1_500_000}
 SOME_FROZEN: dict[str, Any] = {"gpu": 700_000, "ram": 420_000}
 RECORDS: dict[str, Any] = {"gpu": 620_000, "ram": tiny.FLOOR, "gpu_first": "records"}
 LEAVING: dict[str, Any] = {"gpu": tiny.FLOOR, "group": 1, "graphs_aside": "all"}
+STREAMED: dict[str, Any] = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR, "streamed": True}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MOE = tiny.model(model_type="qwen3_moe", num_layers=2, overrides=EXPERTS)
+APART = {"expert_blocks": True}
 HALF_FROZEN = {"freeze": ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]}
 """Half of every layer, and of the lowest blocks everything."""
 TOP = {"freeze": ["*embed_tokens*", "*.layers.*"]}
@@ -360,11 +364,15 @@ CASES = {
     "joined, graphs leave": Case({"activation_checkpointing": "auto"}, LEAVING, WIDE),
     "joined, recomputed": Case({"activation_checkpointing": "full"}, model=WIDE),
     "records on the GPU, not clipped": Case({"clip_norm": None}, RECORDS),
+    "experts apart": Case(APART, model=MOE),
+    "experts apart on two tiers, bfloat16": Case(APART | BFLOAT16, {"gpu": 1_000_000, "ram": 1_500_000}, MOE),
+    "experts apart, recomputed, streamed": Case(APART | {"activation_checkpointing": "full"}, STREAMED, MOE),
+    "experts apart, frozen": Case(APART | {"freeze": ["*.experts.*"]}, model=MOE),
     "joined, graphs, bfloat16": Case({"activation_checkpointing": "none"} | BFLOAT16, {}, WIDE),
 }
-CHECKED_OFTEN = ("some on every tier, tied, bfloat16", "halves frozen, tied, bfloat16", "joined, graphs leave",
-         "joined, graphs, bfloat16", "joined, recomputed", "records on the GPU, not clipped",
-         "halves frozen, graphs leave", "frozen but for the head")  # fmt: skip
+CHECKED_OFTEN = ("experts apart", "experts apart on two tiers, bfloat16", "some on every tier, tied, bfloat16",
+         "halves frozen, tied, bfloat16", "joined, graphs leave", "joined, graphs, bfloat16", "joined, recomputed",
+         "records on the GPU, not clipped", "halves frozen, graphs leave", "frozen but for the head")  # fmt: skip
 
 
 def reference(session: Session, steps: int) -> tuple[Training, list[tuple[float, float]]]:

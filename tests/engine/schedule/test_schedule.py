@@ -18,6 +18,7 @@ from penstock.engine.plan.plan import Plan, cut_chunks, filled_chunks
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import ALIGNMENT, DKV_SLOTS, KV_SLOTS, POOLS, SAMPLE_STAGES, PlanOptions, SampleSpace
 from penstock.engine.runtime.block_ops import BlockOps
+from penstock.engine.runtime.expert_ops import ExpertOps
 from penstock.engine.runtime.handlers import handlers_of, handles
 from penstock.engine.runtime.layer_ops import LayerOps
 from penstock.engine.runtime.sample_ops import SampleOps
@@ -28,11 +29,11 @@ from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import Op
 from penstock.engine.schedule.passes import evaluation, sampling, training
 
-FORWARDS = {a.EMBED_FORWARD, a.LAYER_FORWARD, a.LAYER_FORWARD_BOTTOM}
-TRAINS = FORWARDS | {a.HEAD, a.LAYER_BACKWARD, a.LAYER_BACKWARD_BOTTOM, a.EMBED_BACKWARD}
+FORWARDS = {a.EMBED_FORWARD, a.LAYER_FORWARD, a.LAYER_FORWARD_BOTTOM, a.EXPERTS_FORWARD}
+TRAINS = FORWARDS | {a.HEAD, a.LAYER_BACKWARD, a.LAYER_BACKWARD_BOTTOM, a.EXPERTS_BACKWARD, a.EMBED_BACKWARD}
 """What takes a chunk through a block to its output, in a step; in a validation:"""
-EVALUATES = {a.EMBED_EVALUATE, a.LAYER_EVALUATE, a.LAYER_EVALUATE_BOTTOM, a.HEAD_EVALUATE}
-GENERATES = {a.EMBED_GENERATE, a.LAYER_GENERATE, a.HEAD_GENERATE}
+EVALUATES = {a.EMBED_EVALUATE, a.LAYER_EVALUATE, a.LAYER_EVALUATE_BOTTOM, a.EXPERTS_EVALUATE, a.HEAD_EVALUATE}
+GENERATES = {a.EMBED_GENERATE, a.LAYER_GENERATE, a.EXPERTS_GENERATE, a.HEAD_GENERATE}
 validations = st.dictionaries(st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=3))
 """Step after which a validation is made -> micro-batches of its passes, as far as a step has so many."""
 Documents = list[list[int]]
@@ -336,8 +337,9 @@ def test_chunks_cover_a_batch(micro_batches: int, rows: int, row_tokens: int, ch
 SCARCE = {"gpu_budget": 1, "ram_budget": 1}
 AUTO = {"activation_checkpointing": "auto"}
 LONG = {"micro_batches": 1, "row_tokens": 512}
+SAMPLES = {"samples": SampleSpace(lengths=(9, 4), keeps=True, vocabulary=50)}
 PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
-    "on the GPU, with samples": ({"samples": SampleSpace(lengths=(9, 4), keeps=True, vocabulary=50)}, PlanOptions()),
+    "on the GPU, with samples": (SAMPLES, PlanOptions()),
     "in RAM": ({"gpu_budget": 1}, PlanOptions()),
     "on NVMe": (SCARCE, PlanOptions()),
     "on NVMe, read through RAM": (SCARCE | {"device_reads": False}, PlanOptions()),
@@ -345,13 +347,15 @@ PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "on NVMe, one chunk": (SCARCE | {"row_tokens": 64, "micro_batches": 1}, PlanOptions()),
     "on NVMe, streamed": (SCARCE | LONG, PlanOptions(streamed=True)),
     "in groups, graphs in RAM": (AUTO | {"gpu_budget": 300_000}, PlanOptions(group=1, graphs_aside="all")),
+    "experts": (SAMPLES | {"experts": frozenset({0, 2})}, PlanOptions()),
+    "experts on NVMe": (SCARCE | {"experts": frozenset({0, 1, 2})}, PlanOptions()),
     "graphs on NVMe": (AUTO | SCARCE, PlanOptions(graphs_aside="all")),
 }
 """Problems and choices in which every action has its place."""
 
 
 def test_every_action_has_one_handler() -> None:
-    owners = [object.__new__(owner) for owner in (BlockOps, LayerOps, StateOps, SampleOps)]
+    owners = [object.__new__(owner) for owner in (BlockOps, LayerOps, ExpertOps, StateOps, SampleOps)]
     assert handlers_of(*owners).keys() == set(a.ACTIONS.values())
     assert all(name == action.name and action.lane in a.LANES for name, action in a.ACTIONS.items())
 
