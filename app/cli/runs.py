@@ -243,6 +243,9 @@ def track(
 
     path = find_run(run)
     with working("sending to trackers") as shown:
-        for line in send(path, to or read_recipe(path).trackers):
+
+        def say(line: str) -> None:
             shown.clear()
             typer.echo(printable(line))
+
+        send(path, to or read_recipe(path).trackers, say)

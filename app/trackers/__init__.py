@@ -2,6 +2,6 @@
 
 The run's process starts these processes and reads what they say (`attach`), and does nothing else for a tracker: it
 imports none, calls none and waits for none but some seconds at its end. A sender (`sender`) reads the run directory as
-everybody does (`feed`), hands what is new to one tracker (`on_wandb` and its neighbours) and keeps in the run directory
-what has been sent (`record`), so that whoever comes next goes on there.
+everybody does, hands what is new to one tracker (`on_wandb` and its neighbours) and keeps in the run directory what has
+been sent (`record`), so that whoever comes next goes on there.
 """

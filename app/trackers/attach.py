@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.app.hub.names import offline_wanted
-from penstock.app.runs.files import read_last, read_object, whole
+from penstock.app.runs.files import read_last, whole
 from penstock.app.runs.log import Level
-from penstock.app.trackers.base import End
-from penstock.app.trackers.record import FOLDER
+from penstock.app.trackers.base import ANSWER_S, CLOSING_S, End
+from penstock.app.trackers.record import FOLDER, Mark, read_entries
 from penstock.storage.files import child
 from penstock.storage.files.untrusted import one_line, shell
 
@@ -44,14 +44,24 @@ def start_sender(run: Path, name: str, *, once: bool = False) -> subprocess.Pope
     )
 
 
-def words(process: subprocess.Popen[bytes]) -> Iterable[dict[str, Any]]:
-    """What a sender says, until it has ended."""
+def listen(process: subprocess.Popen[bytes], tell: Tell, *, once: bool = False) -> str | None:
+    """Tell what a sender says until it has ended; why it failed, None where all was sent."""
     assert process.stdout is not None
+    problem = ""
     for line in process.stdout:
-        with contextlib.suppress(ValueError):
-            word = json.loads(line)
-            if isinstance(word, dict):
-                yield word
+        word: dict[str, Any] = json.loads(line)
+        if "done" in word:
+            return None if process.wait() == 0 else "its process failed at its end"
+        if "error" in word:
+            problem = one_line(word["error"])
+        elif "at" in word:
+            tell(one_line(word["at"]), "info")
+        elif "remark" in word:
+            tell(one_line(word["remark"]), "warning")
+    code = process.wait()
+    if code == -signal.SIGALRM:
+        return f"it has not answered for {CLOSING_S if once else ANSWER_S} s"
+    return problem or (f"its process was ended by signal {-code}" if code < 0 else f"its process ended with {code}")
 
 
 def end_sender(process: subprocess.Popen[bytes]) -> None:
@@ -60,37 +70,27 @@ def end_sender(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-class _Attached:
-    """One tracker of a running run."""
+class _Attached(threading.Thread):
+    """One tracker of a running run: sends to it, again and again where that fails, until the run has ended."""
 
     def __init__(self, run: Path, name: str, tell: Tell) -> None:
-        self.name = name
-        self.done = False
-        """Whether all was sent and the tracker's run is closed."""
-        self.problem = ""
-        """Why it failed at last."""
-        self._run, self._tell = run, tell
+        super().__init__(name=f"tracker-{name}", daemon=True)
+        self.problem: str | None = "its process has not begun"
+        """Why it failed at last; None: all was sent and the tracker's run is closed."""
+        self._run_path, self._tracker, self._tell = run, name, tell
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._begun = threading.Event()
-        self._ended = threading.Event()
         self._end: End | None = None
+        self._ended = threading.Event()
         self._killed = False
-        self._warned = False
-        self._told: set[str] = set()
-        self.thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
-        self.thread.start()
-
-    def begin(self) -> None:
-        self._begun.set()
+        self._reported: set[str] = set()
 
     def end(self, end: End) -> None:
-        """Tell the process how the run has ended; without one that has begun there is nothing to send."""
+        """Tell the process how the run has ended."""
         with self._lock:
             self._end = end
-            self._ended.set()
             self._say_end()
-        self._begun.set()
+        self._ended.set()
 
     def kill(self) -> None:
         with self._lock:
@@ -98,71 +98,39 @@ class _Attached:
             if self._process is not None:
                 end_sender(self._process)
 
-    def _work(self) -> None:
-        self._begun.wait()
-        if self._ended.is_set():
-            self.done = True
-            return
+    def run(self) -> None:
         pause_s = _PAUSE_S
         while True:
             last = self._ended.is_set()
             try:
-                self._follow()
+                with self._lock:
+                    if self._killed:
+                        return
+                    self._process = process = start_sender(self._run_path, self._tracker)
+                    self._say_end()
+                self.problem = listen(process, self.tell)
             except OSError as error:
                 self.problem = f"its process cannot be started: {error.strerror}"
-            if self.done or last or self._killed:
+            if self.problem is None or last or self._killed:
                 return
-            if not self._ended.is_set():
-                self._warn()
+            if pause_s == _PAUSE_S and not self._ended.is_set():  # told once: it is tried as long as the run runs
+                log = f"{self._run_path.name}/{FOLDER}/{self._tracker}.log"
+                more = f"it will be tried again, and the run continues without it ({log} has its own messages)"
+                self.tell(f"{self.problem}; {more}", "warning")
             self._ended.wait(pause_s)
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
-    def _follow(self) -> None:
-        """One process, from its start to its end."""
-        self.problem = ""
-        with self._lock:
-            if self._killed:
-                return
-            self._process = process = start_sender(self._run, self.name)
-            self._say_end()
-        for word in words(process):
-            self._hear(word)
-        code = process.wait()
-        if not self.done and not self.problem:
-            self.problem = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with {code}"
+    def tell(self, text: str, level: Level) -> None:
+        """Each text once."""
+        if text not in self._reported:
+            self._reported.add(text)
+            self._tell(f"tracker {self._tracker}: {text}", level)
 
     def _say_end(self) -> None:
-        if self._process is None or self._process.stdin is None or self._end is None:
-            return
-        with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(f"{self._end}\n".encode())
-            self._process.stdin.close()
-
-    def _hear(self, word: dict[str, Any]) -> None:
-        if "at" in word:
-            self._once(f"tracker {self.name}: {one_line(word['at'])}", "info")
-        elif "remark" in word:
-            self._once(f"tracker {self.name}: {one_line(word['remark'])}", "warning")
-        elif "error" in word:
-            self.problem = one_line(word["error"])
-        elif "done" in word:
-            self.done = True
-
-    def _once(self, text: str, level: Level) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            self._tell(text, level)
-
-    def _warn(self) -> None:
-        """The first failure alone is told: it is tried again as long as the run runs."""
-        if self._warned:
-            return
-        self._warned = True
-        self._tell(
-            f"tracker {self.name}: {self.problem}; it will be tried again, and the run continues without it "
-            f"({self._run.name}/{FOLDER}/{self.name}.log has its own messages)",
-            "warning",
-        )
+        if self._process is not None and self._process.stdin is not None and self._end is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._process.stdin.write(f"{self._end}\n".encode())
+                self._process.stdin.close()
 
 
 class Trackers:
@@ -170,52 +138,42 @@ class Trackers:
 
     def __init__(self, run: Path, names: Iterable[str], tell: Tell) -> None:
         """`tell`: from threads of these trackers, each message once."""
-        self._run, self._tell = run, tell
-        self._all = [_Attached(run, name, tell) for name in names]
+        self._run = run
+        self._all = {name: _Attached(run, name, tell) for name in names}
         self._begun = False
 
     def begin(self) -> None:
         """Start their processes; returns at once."""
         self._begun = True
-        for tracker in self._all:
-            tracker.begin()
+        for tracker in self._all.values():
+            tracker.start()
 
     def finish(self, end: End) -> None:
         """Let them send what is left, for FINISH_S at most, and tell what was not sent."""
-        for tracker in self._all:
+        if not self._begun:
+            return
+        for tracker in self._all.values():
             tracker.end(end)
         deadline = time.monotonic() + FINISH_S
-        for tracker in self._all:
-            tracker.thread.join(max(0.0, deadline - time.monotonic()))
-            if tracker.thread.is_alive():
-                tracker.problem = tracker.problem or f"it did not accept everything within {FINISH_S:.0f} s"
+        for name, tracker in self._all.items():
+            tracker.join(max(0.0, deadline - time.monotonic()))
+            problem = tracker.problem
+            if tracker.is_alive():
+                problem = f"it did not accept everything within {FINISH_S:.0f} s"
                 tracker.kill()
-            if self._begun and not tracker.done:
-                self._tell_unsent(tracker)
-        self._all = []
-
-    def _tell_unsent(self, tracker: _Attached) -> None:
-        again = shell("penstock", "track", self._run)
-        what = unsent(self._run, tracker.name) or "the last data may not have arrived"
-        self._tell(
-            f"tracker {tracker.name}: {what} ({tracker.problem}); nothing is lost, send it with: {again}", "warning"
-        )
+            if problem is not None:
+                what = unsent(self._run, name) or "the last data may not have arrived"
+                again = shell("penstock", "track", self._run)
+                tracker.tell(f"{what} ({problem}); nothing is lost, send it with: {again}", "warning")
+        self._all = {}
 
 
 def unsent(run: Path, name: str) -> str | None:
     """Which steps of a run a tracker has not got yet; None where it has got them all."""
     last = whole((read_last(run / "metrics.jsonl") or {}).get("step"))
-    if last is None:
+    marks = (entry.sent.get("metrics", Mark()) for entry in read_entries(run, name).values())
+    first = max((mark.step for mark in marks), default=-1) + 1
+    if last is None or first > last:
         return None
-    sent = -1
-    content = read_object(run / FOLDER / f"{name}.json") or {}
-    places = content.get("places")
-    for entry in places.values() if isinstance(places, dict) else ():
-        marks = entry.get("sent") if isinstance(entry, dict) else None
-        mark = marks.get("metrics") if isinstance(marks, dict) else None
-        if isinstance(mark, list) and mark:
-            sent = max(sent, whole(mark[0]) or -1)
-    if sent >= last:
-        return None
-    first = max(sent + 1, 1)
+    first = max(first, 1)
     return f"step {last:,} was not sent" if first == last else f"steps {first:,} to {last:,} were not sent"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from penstock.app.runs.files import MOST_SECONDS, number
 
 Stream = Literal["metrics", "validation", "samples"]
 STREAMS: tuple[Stream, ...] = ("metrics", "validation", "samples")
@@ -15,6 +18,25 @@ End = Literal["finished", "stopped", "failed", "crashed"]
 
 PROJECT = "penstock"
 """Where a tracker sorts runs by projects and its environment names none."""
+
+ANSWER_S = 120
+"""A tracker that has not come back for so long does not answer."""
+CLOSING_S = 900
+"""The same where nobody waits for it but the user, who has Ctrl-C: all of a run may be under way."""
+
+_FIGURES: dict[Stream, dict[str, str]] = {
+    "metrics": {
+        "loss": "train/loss",
+        "grad_norm": "train/grad_norm",
+        "lr": "train/learning_rate",
+        "tokens": "train/tokens",
+        "tokens_per_s": "train/tokens_per_second",
+        "step_s": "train/step_seconds",
+    },
+    "validation": {"loss": "validation/loss", "accuracy": "validation/accuracy"},
+    "samples": {},
+}
+"""Field of a line -> name in a tracker."""
 
 
 class TrackerError(Exception):
@@ -30,27 +52,54 @@ class Line(NamedTuple):
     """Unix seconds."""
     values: dict[str, float]
     """Finite figures by the names that trackers show."""
-    samples: list[dict[str, Any]]
-    """`prompt`, `text` and `ended` of each; of the stream of samples alone."""
+    samples: list[tuple[str, str]]
+    """(prompt, text) of each; of the stream of samples alone."""
 
 
-class About(NamedTuple):
-    """The run that is sent."""
+def line_of(stream: Stream, line: dict[str, Any]) -> Line | None:
+    """What is sent of a line; None where it has no step."""
+    step, time = number(line.get("step")), number(line.get("time")) or 0.0
+    if step is None or step != int(step) or step < 0:
+        return None
+    found: dict[str, object] = {shown: line.get(name) for name, shown in _FIGURES[stream].items()}
+    if isinstance(tiers := line.get("tier_bytes"), dict):
+        found |= {f"memory/{tier}_bytes": tiers.get(tier) for tier in ("gpu", "ram", "nvme")}
+    for way in ("read", "written"):
+        if isinstance(drives := line.get(f"nvme_{way}_bytes"), dict) and drives:
+            found[f"drives/{way}_bytes"] = sum(number(value) or 0.0 for value in drives.values())
+    values = {name: value for name, given in found.items() if (value := number(given)) is not None}
+    if (loss := values.get("validation/loss")) is not None and loss < math.log(1e30):
+        values["validation/perplexity"] = math.exp(loss)
+    given = line.get("samples") if stream == "samples" else None
+    samples = [
+        (one["prompt"], one["text"] + ("" if one.get("ended") is True else " ..."))
+        for one in (given if isinstance(given, list) else ())
+        if isinstance(one, dict) and isinstance(one.get("prompt"), str) and isinstance(one.get("text"), str)
+    ]
+    return Line(stream, int(step), min(max(time, 0.0), MOST_SECONDS), values, samples)
 
-    path: Path
-    name: str
-    """The run directory's."""
-    config: dict[str, Any]
-    """The recipe, as JSON."""
-    made_with: dict[str, str]
-    """Versions of the packages, and of the folder in git that the run was started in."""
-    summary: dict[str, Any] | None = None
-    """summary.json, of a run that has ended."""
+
+def samples_text(samples: list[tuple[str, str]]) -> str:
+    """Samples as Markdown that shows their characters as they are, each behind its prompt."""
+
+    def plain(text: str) -> str:
+        return "".join(f"\\{char}" if char in "\\`*_{}[]<>#|" else char for char in text)
+
+    return "\n---\n\n".join(f"**{plain(prompt)}**\n\n{plain(text)}\n" for prompt, text in samples)
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts by dotted names; lists and nulls are leaves."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        found |= flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return found
 
 
 class Tracker(ABC):
     """One tracker, which takes its settings from its own environment variables. Any exception of a method means that
-    what was handed over since the last `flush` is sent again, by a new process.
+    what was handed over since the last `send` that returned is sent again, by a new process.
 
     Its package is imported by `open`, not before.
     """
@@ -58,20 +107,22 @@ class Tracker(ABC):
     name: str
     """As a recipe names it: the package's name."""
     rewinds = False
-    """Whether steps that are done again replace those that it has."""
+    """Whether steps that are done again replace those that it has, when they are sent, and `open` voids what it has of
+    the first step and later ones."""
     local = False
     """Whether it lies in the run directory, and is copied with it."""
 
-    def __init__(self, about: About, known: dict[str, Any]) -> None:
-        self.about = about
-        self.known = known
+    def __init__(self, path: Path, name: str, config: dict[str, Any]) -> None:
+        """`config`: the recipe as JSON, and `made_with`: versions of packages, the commit of the folder in git."""
+        self.path, self.run_name, self.config = path, name, config
+        self.known: dict[str, Any] = {}
         """What the run directory keeps of the tracker's run: `id`, `at`, words that say where it is to be seen, and
         what a tracker adds. Empty: it has none yet."""
         self.remarks: list[str] = []
         """What went wrong without anything being lost but for the tracker's own comfort; told once each."""
 
     @abstractmethod
-    def place(self) -> str:
+    def location(self) -> str:
         """Where it sends to, by its environment; nothing is contacted."""
 
     @abstractmethod
@@ -88,16 +139,10 @@ class Tracker(ABC):
 
     @abstractmethod
     def send(self, lines: list[Line]) -> None:
-        """Hand over lines, in the order of their steps."""
-
-    def flush(self) -> None:
-        """Return once all that was handed over would survive a kill of this process."""
-        return
-
-    def rewind(self, step: int) -> None:
-        """Void what it has of `step` and later ones; where it `rewinds`."""
-        raise NotImplementedError
+        """Hand over lines, in the order of their steps; they survive a kill of this process once it returns. Steps that
+        go back are done again."""
 
     @abstractmethod
-    def close(self, end: End) -> None:
-        """End the tracker's run; what is under way has arrived when it returns."""
+    def close(self, end: End, summary: dict[str, Any] | None) -> None:
+        """End the tracker's run; what is under way has arrived when it returns. `summary`: summary.json of a run that
+        has ended by itself."""

@@ -6,8 +6,7 @@ import json
 import os
 from typing import Any
 
-from penstock.app.trackers.base import PROJECT, STREAMS, About, End, Line, Stream, Tracker
-from penstock.app.trackers.figures import flat, samples_text
+from penstock.app.trackers.base import PROJECT, STREAMS, End, Line, Stream, Tracker, flat, samples_text
 from penstock.storage.files.untrusted import one_line
 
 _DEFAULTS = {
@@ -30,16 +29,10 @@ class MLflow(Tracker):
     """Each request has arrived when it returns."""
 
     name = "mlflow"
+    _client: Any = None
 
-    def __init__(self, about: About, known: dict[str, Any]) -> None:
-        super().__init__(about, known)
-        for name, value in _DEFAULTS.items():
-            os.environ.setdefault(name, value)
-        self._client: Any = None
-
-    def place(self) -> str:
-        where = os.environ.get("MLFLOW_TRACKING_URI") or os.getcwd()
-        return f"{where} {self._experiment}"
+    def location(self) -> str:
+        return f"{os.environ.get('MLFLOW_TRACKING_URI') or os.getcwd()} {self._experiment}"
 
     @property
     def _experiment(self) -> str:
@@ -50,35 +43,27 @@ class MLflow(Tracker):
         return str(self.known["id"])
 
     def open(self, first_step: int) -> None:
-        from mlflow import MlflowClient
+        for name, value in _DEFAULTS.items():
+            os.environ.setdefault(name, value)
+        import mlflow
+        from mlflow.entities import Param
 
-        self._client = MlflowClient()
+        self._client = mlflow.MlflowClient()
         if self.known:
             self._client.update_run(self._run, status="RUNNING")
             return
-        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID") or self._experiment_id()
-        made = {f"penstock.{name}": value for name, value in self.about.made_with.items()}
-        name = os.environ.get("MLFLOW_RUN_NAME") or self.about.name
-        run = self._client.create_run(experiment, run_name=name, tags=made).info
-        self.known |= {"id": run.run_id, "at": self._at(run)}
-        self._params()
-
-    def _experiment_id(self) -> str:
-        found = self._client.get_experiment_by_name(self._experiment)
-        return str(self._client.create_experiment(self._experiment) if found is None else found.experiment_id)
-
-    def _at(self, run: Any) -> str:
-        import mlflow
-
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if not experiment:
+            found = self._client.get_experiment_by_name(self._experiment)
+            experiment = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+        made = {f"penstock.{name}": value for name, value in self.config["made_with"].items()}
+        run_name = os.environ.get("MLFLOW_RUN_NAME") or self.run_name
+        id = self._client.create_run(experiment, run_name=run_name, tags=made).info.run_id
         uri = mlflow.get_tracking_uri()
-        if uri.startswith("http"):
-            return f"{uri.rstrip('/')}/#/experiments/{run.experiment_id}/runs/{run.run_id}"
-        return f"run {run.run_id} at {uri}"
-
-    def _params(self) -> None:
-        from mlflow.entities import Param
-
-        params = [Param(name, str(value)[:_PARAM_CHARS]) for name, value in flat(self.about.config).items()]
+        page = f"{uri.rstrip('/')}/#/experiments/{experiment}/runs/{id}"
+        self.known |= {"id": id, "at": page if uri.startswith("http") else f"run {id} at {uri}"}
+        recipe = {name: value for name, value in self.config.items() if name != "made_with"}
+        params = [Param(name, str(value)[:_PARAM_CHARS]) for name, value in flat(recipe).items()]
         for start in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(self._run, params=params[start : start + _MOST_PARAMS])
 
@@ -87,28 +72,21 @@ class MLflow(Tracker):
         return {stream: int(tags.get(f"{_MARK}{stream}", -1)) for stream in STREAMS if stream != "samples"}
 
     def send(self, lines: list[Line]) -> None:
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric, RunTag
 
         batch: list[Any] = []
         marks: dict[str, str] = {}
-        for line in lines:
-            if len(batch) + len(line.values) > _MOST_METRICS:
-                self._log(batch, marks)
+        for line in [*lines, None]:
+            if batch and (line is None or len(batch) + len(line.values) > _MOST_METRICS):
+                self._client.log_batch(self._run, metrics=batch, tags=[RunTag(*mark) for mark in marks.items()])
                 batch, marks = [], {}
-            at = int(line.time * 1000)
-            batch += [Metric(name, value, at, line.step) for name, value in line.values.items()]
-            if line.stream != "samples":
+            if line is not None and line.stream != "samples":
+                at = int(line.time * 1000)
+                batch += [Metric(name, value, at, line.step) for name, value in line.values.items()]
                 marks[f"{_MARK}{line.stream}"] = str(line.step)
-        self._log(batch, marks)
         for line in lines:
             if line.samples:
                 self._text(samples_text(line.samples), f"samples/step-{line.step}.md")
-
-    def _log(self, metrics: list[Any], marks: dict[str, str]) -> None:
-        from mlflow.entities import RunTag
-
-        if metrics:
-            self._client.log_batch(self._run, metrics=metrics, tags=[RunTag(*mark) for mark in marks.items()])
 
     def _text(self, text: str, name: str) -> None:
         """Write an artifact, which has a store of its own: figures arrive without it too."""
@@ -117,7 +95,7 @@ class MLflow(Tracker):
         except Exception as error:
             self.remarks.append(f"its artifact store does not accept samples and summary ({one_line(error, 200)})")
 
-    def close(self, end: End) -> None:
-        if self.about.summary is not None:
-            self._text(json.dumps(self.about.summary, indent=1), "summary.json")
+    def close(self, end: End, summary: dict[str, Any] | None) -> None:
+        if summary is not None:
+            self._text(json.dumps(summary, indent=1), "summary.json")
         self._client.set_terminated(self._run, _ENDS[end])

@@ -13,7 +13,7 @@ import warnings
 from typing import Any
 
 from penstock.app.runs.files import whole
-from penstock.app.trackers.base import PROJECT, About, End, Line, Stream, Tracker, TrackerError
+from penstock.app.trackers.base import PROJECT, End, Line, Stream, Tracker, TrackerError
 from penstock.storage.files.untrusted import one_line, shell
 
 _SERVER_S = 15
@@ -27,43 +27,46 @@ class Trackio(Tracker):
     take waits in that database and is sent by trackio when it comes back."""
 
     name = "trackio"
+    _run: Any = None
 
-    def __init__(self, about: About, known: dict[str, Any]) -> None:
-        super().__init__(about, known)
-        self._run: Any = None
-        self._space = os.environ.get("TRACKIO_SPACE_ID") or ""
-        self._server = "" if self._space else os.environ.get("TRACKIO_SERVER_URL") or ""
-        self._project = os.environ.get("TRACKIO_PROJECT") or PROJECT
+    @property
+    def _where(self) -> tuple[str, str]:
+        """The Space, or else the server; both are empty where it is this machine."""
+        space = os.environ.get("TRACKIO_SPACE_ID") or ""
+        return space, "" if space else os.environ.get("TRACKIO_SERVER_URL") or ""
 
-    def place(self) -> str:
-        where = self._space or self._server.partition("?")[0] or os.environ.get("TRACKIO_DIR") or "trackio"
+    @property
+    def _project(self) -> str:
+        return os.environ.get("TRACKIO_PROJECT") or PROJECT
+
+    def location(self) -> str:
+        space, server = self._where
+        where = space or server.partition("?")[0] or os.environ.get("TRACKIO_DIR") or "trackio"
         return f"{where} {self._project}"
 
     def open(self, first_step: int) -> None:
         self._require_server()
         import trackio
 
-        warnings.showwarning = self._warned  # type: ignore[assignment]  # what it does not raise, it warns of
-        name = str(self.known.get("id") or f"{self.about.name}-{uuid.uuid4().hex[:6]}")
+        # What it does not raise, it warns of.
+        warnings.showwarning = lambda message, *_, **__: self.remarks.append(one_line(message, 300))
+        name = str(self.known.get("id") or f"{self.run_name}-{uuid.uuid4().hex[:6]}")
         self._run = trackio.init(
             project=self._project,
             name=name,
             resume="allow",
-            config={**self.about.config, "made_with": self.about.made_with},
+            config=self.config,
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        self.known |= {"id": name, "at": self._at()}
-
-    def _at(self) -> str:
-        if self._space:
-            return f"https://huggingface.co/spaces/{self._space}"
-        return self._server.partition("?")[0] or f"see it with: {shell('trackio', 'show', '--project', self._project)}"
+        space, server = self._where
+        at = f"https://huggingface.co/spaces/{space}" if space else server.partition("?")[0]
+        self.known |= {"id": name, "at": at or f"see it with: {shell('trackio', 'show', '--project', self._project)}"}
 
     def received(self) -> dict[Stream, int]:
         following = getattr(self._run, "_next_step", None)
-        return {} if self._space or self._server or not isinstance(following, int) else {"metrics": following - 1}
+        return {} if any(self._where) or not isinstance(following, int) else {"metrics": following - 1}
 
     def send(self, lines: list[Line]) -> None:
         import trackio
@@ -72,35 +75,29 @@ class Trackio(Tracker):
         for line in lines:
             values: dict[str, Any] = dict(line.values)
             if line.samples:
-                rows = [[one["prompt"], one["text"]] for one in line.samples]
-                values["samples"] = trackio.Table(columns=["prompt", "text"], data=rows)
+                values["samples"] = trackio.Table(columns=["prompt", "text"], data=[list(one) for one in line.samples])
             self._run.log(values, step=line.step)
-
-    def flush(self) -> None:
         deadline = time.monotonic() + _DRAIN_S
         while getattr(self._run, "_queued_logs", None) or getattr(self._run, "_sending_batch", None):
             if time.monotonic() > deadline:
                 raise TrackerError(f"it has not written in {_DRAIN_S} s what it was given")
             time.sleep(0.05)
 
-    def close(self, end: End) -> None:
-        if self.about.summary is not None:
+    def close(self, end: End, summary: dict[str, Any] | None) -> None:
+        if summary is not None:
             import trackio
 
-            text = f"{end}\n\n```json\n{json.dumps(self.about.summary)}\n```"
-            step = whole(self.about.summary.get("steps"))  # its own next one would be taken for a step that it has
+            text = f"{end}\n\n```json\n{json.dumps(summary)}\n```"
+            step = whole(summary.get("steps"))  # its own next one would be taken for a step that it has
             self._run.log({"summary": trackio.Markdown(text)}, step=0 if step is None else step)
         self._run.finish()
-
-    def _warned(self, message: Warning | str, *_: Any) -> None:
-        self.remarks.append(one_line(message, 300))
 
     def _require_server(self) -> None:
         """Raise where the server of TRACKIO_SERVER_URL does not take what is sent, an empty list: trackio would keep
         figures to itself."""
-        if not self._server:
+        if not (server := self._where[1]):
             return
-        parts = urllib.parse.urlsplit(self._server)
+        parts = urllib.parse.urlsplit(server)
         token = dict(urllib.parse.parse_qsl(parts.query)).get("write_token") or os.environ.get("TRACKIO_WRITE_TOKEN")
         request = urllib.request.Request(
             f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}/api/bulk_log",
@@ -108,8 +105,7 @@ class Trackio(Tracker):
             headers={"Content-Type": "application/json", "X-Trackio-Write-Token": token or ""},
         )
         try:
-            with urllib.request.urlopen(request, timeout=_SERVER_S) as answer:
-                answer.read()
+            urllib.request.urlopen(request, timeout=_SERVER_S).close()
         except urllib.error.HTTPError as error:
             said = one_line(error.read(_SAID_BYTES).decode(errors="replace"))
             if error.code in (401, 403) or "write_token" in said:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import uuid
+from html import escape
 from typing import Any
 
 from penstock.app.runs.files import whole
-from penstock.app.trackers.base import PROJECT, About, End, Line, Stream, Tracker, TrackerError
-from penstock.app.trackers.figures import flat, samples_html
-from penstock.app.trackers.record import FOLDER
+from penstock.app.trackers.base import PROJECT, End, Line, Stream, Tracker, TrackerError, flat
 from penstock.storage.files.untrusted import one_line, shell
 
 INIT_S = 30
@@ -38,12 +37,9 @@ class Wandb(Tracker):
     """wandb's own process keeps what is handed over in files and sends it, again and again where it has to."""
 
     name = "wandb"
+    _run: Any = None
 
-    def __init__(self, about: About, known: dict[str, Any]) -> None:
-        super().__init__(about, known)
-        self._run: Any = None
-
-    def place(self) -> str:
+    def location(self) -> str:
         names = ("WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_PROJECT")
         return " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name)) or "wandb"
 
@@ -56,11 +52,11 @@ class Wandb(Tracker):
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or PROJECT,
-                name=os.environ.get("WANDB_NAME") or self.about.name,
+                name=os.environ.get("WANDB_NAME") or self.run_name,
                 id=own_id,
                 resume="allow",
-                dir=os.environ.get("WANDB_DIR") or str(self.about.path / FOLDER),
-                config={**self.about.config, "made_with": self.about.made_with},
+                dir=os.environ.get("WANDB_DIR") or str(self.path / "trackers"),
+                config=self.config,
                 settings=wandb.Settings(**own),
                 allow_val_change=True,
             )
@@ -71,18 +67,15 @@ class Wandb(Tracker):
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
         # wandb counts what it was sent; offline it does not know what it was sent before.
-        rows = max(self._run.step, self._run.starting_step)
+        rows, at = max(self._run.step, self._run.starting_step), str(self._run.url)
         if self._offline:
             rows = max(rows, whole(self.known.get("rows")) or 0)
-        self.known |= {"id": own_id, "at": self._at(), "rows": rows}
+            at = f"offline; send it with: {shell('wandb', 'sync', os.path.dirname(self._run.dir))}"
+        self.known |= {"id": own_id, "at": at, "rows": rows}
 
     @property
     def _offline(self) -> bool:
         return bool(self._run.settings.mode not in ("online", "shared", "run"))
-
-    def _at(self) -> str:
-        folder = os.path.dirname(self._run.dir)
-        return f"offline; send it with: {shell('wandb', 'sync', folder)}" if self._offline else str(self._run.url)
 
     def received(self) -> dict[Stream, int]:
         if self._offline:
@@ -95,12 +88,13 @@ class Wandb(Tracker):
 
         for line in lines:
             values: dict[str, Any] = {**line.values, _STEP: line.step}
-            if line.samples:
-                values["samples"] = wandb.Html(samples_html(line.samples))  # a table would be an artifact of its own
+            if line.samples:  # a table would be an artifact of its own
+                shown = (f"<b>{escape(prompt)}</b>{escape(text)}" for prompt, text in line.samples)
+                values["samples"] = wandb.Html(f'<div style="white-space: pre-wrap">{"<hr>".join(shown)}</div>')
             self._run.log(values, step=self.known["rows"])
             self.known["rows"] += 1
 
-    def close(self, end: End) -> None:
-        if self.about.summary is not None:
-            self._run.summary.update({f"summary/{key}": value for key, value in flat(self.about.summary).items()})
+    def close(self, end: End, summary: dict[str, Any] | None) -> None:
+        if summary is not None:
+            self._run.summary.update({f"summary/{key}": value for key, value in flat(summary).items()})
         self._run.finish(exit_code=0 if end in ("finished", "stopped") else 1)

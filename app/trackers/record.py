@@ -1,101 +1,128 @@
-"""RUN/trackers/NAME.json: which run of its own a tracker has for this one, and what of it has been sent."""
+"""What a tracker has of a run: RUN/trackers/NAME.json, and what is new in the run's files behind that."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, NamedTuple
 
-from penstock.app.runs.files import json_text, number, read_object, whole
-from penstock.app.trackers.base import STREAMS, Stream
-from penstock.app.trackers.feed import Mark
+import msgspec
+
+from penstock.app.runs.files import json_text, read_object
+from penstock.app.runs.tail import JsonTail
+from penstock.app.trackers.base import STREAMS, Line, Stream, line_of
 from penstock.storage.files.disk import temporary_name, write_file
 from penstock.storage.files.untrusted import open_regular
 
 FOLDER = "trackers"
 """Below the run directory: records, and what trackers' packages say and keep."""
-_ID = re.compile(r"[\w.-]{1,200}")
 
 
-class Record:
-    """What is known of one tracker of a run, by the place that was sent to: other settings are another place.
+class Mark(NamedTuple):
+    """The last line of a stream that was handed out. -1: none."""
 
-    A copy of a run directory knows nothing but where the tracker itself lies in it: it is another run.
+    step: int = -1
+    time: float = 0.0
+    """Unix seconds of that line: one of an earlier step that is younger is of a step that was done again."""
+
+
+class Entry(msgspec.Struct, kw_only=True):
+    """What is known of a tracker's run at one place: other settings are another place."""
+
+    run: tuple[int, int]
+    """Device and inode of the run directory: a copy is another run, but where the tracker lies in it."""
+    id: Annotated[str, msgspec.Meta(pattern=r"^[\w.-]{1,200}$")]
+    known: dict[str, Any]
+    """What the tracker keeps of its run."""
+    sent: dict[Stream, Mark] = {}
+    """The last line of each stream that was sent."""
+    ended: str | None = None
+    """How the run had ended when the tracker's run was closed; None: it is open."""
+
+
+def read_entries(run: Path, name: str) -> dict[str, Entry]:
+    """Place -> entry; a damaged file holds none."""
+    try:
+        return msgspec.convert(read_object(run / FOLDER / f"{name}.json") or {}, dict[str, Entry])
+    except msgspec.ValidationError:
+        return {}
+
+
+def directory_id(run: Path) -> tuple[int, int]:
+    status = os.stat(run)
+    return status.st_dev, status.st_ino
+
+
+def write_entries(run: Path, name: str, entries: Mapping[str, Entry]) -> None:
+    """Replace the file. Not synced: what a power cut voids is sent again, or known by the tracker. OSError."""
+    path = run / FOLDER / f"{name}.json"
+    temporary = temporary_name(path)
+    write_file(temporary, json_text(msgspec.to_builtins(entries), indent=1).encode())
+    os.replace(temporary, path)
+
+
+def lock_sender(run: Path, name: str, wait_s: float) -> bool:
+    """Whether this process, until it ends, is the one that sends the run to the tracker."""
+    file = open_regular(run / FOLDER / f"{name}.lock", flags=os.O_RDWR | os.O_CREAT)
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+
+
+class Feed:
+    """Reads the run's files as they grow, from the marks on, in the order of steps; a missing file holds nothing.
+
+    A resumed run drops the lines of steps that it does again, and writes them anew. These are known by their time:
+    they are handed out once more where `again`, and else left out, of which `repeated` tells.
     """
 
-    def __init__(self, run: Path, name: str, place: str, *, local: bool = False) -> None:
-        self.path = run / FOLDER / f"{name}.json"
-        self._place = place
-        self._content = read_object(self.path) or {}
-        places = self._content.get("places")
-        self._places: dict[str, Any] = places if isinstance(places, dict) else {}
-        status = os.stat(run)
-        self._run = [status.st_dev, status.st_ino]
-        entry = self._places.get(place)
-        own = isinstance(entry, dict) and (local or entry.get("run") == self._run)
-        self._entry: dict[str, Any] = entry if own and isinstance(entry, dict) else {}
+    def __init__(self, run: Path, marks: Mapping[Stream, Mark], *, again: bool = False) -> None:
+        self.marks: dict[Stream, Mark] = {stream: marks.get(stream, Mark()) for stream in STREAMS}
+        self.repeated = False
+        self._again = again
+        self._tails = {stream: JsonTail(run / f"{stream}.jsonl") for stream in STREAMS}
+        self._seen = dict(self.marks)
+        """As the marks, of what was read."""
+        self._held: list[Line] = []
+        """Validations and samples of steps whose metrics have not been read yet."""
+        self._read_step = -1
 
     @property
-    def known(self) -> dict[str, Any]:
-        """What the tracker keeps of its run; {} where it has none."""
-        known = self._entry.get("known")
-        if not isinstance(known, dict) or _ID.fullmatch(str(known.get("id"))) is None:
-            return {}
-        return known
+    def behind(self) -> bool:
+        """Whether the files held more than the last call read."""
+        return bool(self._held) or any(tail.behind for tail in self._tails.values())
 
-    @property
-    def ended(self) -> str | None:
-        """How the run had ended when the tracker's run was closed; None: it is open."""
-        ended = self._entry.get("ended")
-        return ended if isinstance(ended, str) else None
-
-    @property
-    def marks(self) -> dict[Stream, Mark]:
-        """The last line of each stream that was sent."""
-        sent = self._entry.get("sent")
-        found: dict[Stream, Mark] = {}
-        for stream in STREAMS:
-            mark = sent.get(stream) if isinstance(sent, dict) and self.known else None
-            if isinstance(mark, list) and len(mark) == 2 and (step := whole(mark[0])) is not None:
-                found[stream] = Mark(step, number(mark[1]) or 0.0)
+    def read(self) -> list[Line]:
+        """Lines that have come since, at most some thousands; the marks are set behind them."""
+        lines = self._held + [line for stream in STREAMS for line in self._new(stream)]
+        last = self._read_step if self._tails["metrics"].behind else float("inf")
+        found = [line for line in lines if line.stream == "metrics" or line.step <= last]
+        self._held = [line for line in lines if line.stream != "metrics" and line.step > last]
+        found.sort(key=lambda line: (line.step, STREAMS.index(line.stream)))
+        for line in found:
+            self.marks[line.stream] = Mark(line.step, line.time)
         return found
 
-    def save(
-        self, *, known: Mapping[str, Any], marks: Mapping[Stream, Mark], ended: str | None = None, problem: str = ""
-    ) -> None:
-        """Replace the file. Not synced: what a power cut voids is sent again, or known by the tracker. OSError."""
-        sent = {stream: list(mark) for stream, mark in marks.items() if mark.step >= 0}
-        self._entry = {"run": self._run, "known": dict(known), "sent": sent, "ended": ended}
-        if problem:
-            self._entry["problem"] = problem
-        self._places[self._place] = self._entry
-        self._content["places"] = self._places
-        temporary = temporary_name(self.path)
-        write_file(temporary, json_text(self._content, indent=1).encode())
-        os.replace(temporary, self.path)
-
-
-class SenderLock:
-    """One process at a time sends a run to a tracker; held until it is left or the process ends."""
-
-    def __init__(self, run: Path, name: str) -> None:
-        folder = run / FOLDER
-        folder.mkdir(exist_ok=True)
-        self._fd = open_regular(folder / f"{name}.lock", flags=os.O_RDWR | os.O_CREAT)
-
-    def take(self) -> bool:
-        """Whether it is this process's now."""
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        os.close(self._fd)
+    def _new(self, stream: Stream) -> list[Line]:
+        found = []
+        for read in self._tails[stream].read():
+            if (line := line_of(stream, read)) is None:
+                continue
+            if stream == "metrics":
+                self._read_step = line.step
+            mark = self._seen[stream]
+            if line.step > mark.step or (self._again and line.time > mark.time):
+                self._seen[stream] = Mark(line.step, line.time)
+                found.append(line)
+            elif line.time > mark.time:
+                self.repeated = True
+        return found

@@ -5,7 +5,8 @@
 It follows the run's files until a line on standard input says how the run has ended, or standard input ends without
 one: the run's process is gone. With --once it sends what is there. What it says is one JSON object a line on standard
 output: `at` (where the tracker's run is to be seen), `remark` and `error` (text, the last word before it fails),
-`done`. What the tracker's package prints goes to RUN/trackers/NAME.log.
+`done`. What the tracker's package prints goes to RUN/trackers/NAME.log. SIGALRM ends it where the tracker does not
+come back.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import select
+import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,23 +26,27 @@ from typing import Any, NoReturn, cast, get_args
 
 from penstock.app.runs.directory import read_recipe, read_status, state_of
 from penstock.app.runs.files import MOST_SECONDS, read_object
-from penstock.app.trackers.base import STREAMS, About, End, Line, Stream, Tracker, TrackerError
-from penstock.app.trackers.feed import Feed, Mark
+from penstock.app.trackers.base import ANSWER_S, CLOSING_S, STREAMS, End, Stream, Tracker, TrackerError
 from penstock.app.trackers.on_mlflow import MLflow
 from penstock.app.trackers.on_tensorboard import TensorBoard
 from penstock.app.trackers.on_trackio import Trackio
 from penstock.app.trackers.on_wandb import Wandb
-from penstock.app.trackers.record import FOLDER, Record, SenderLock
+from penstock.app.trackers.record import (
+    FOLDER,
+    Entry,
+    Feed,
+    Mark,
+    directory_id,
+    lock_sender,
+    read_entries,
+    write_entries,
+)
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line, open_regular, printable
 
 POLL_S = 1.0
 """Between two looks at the run's files."""
-ANSWER_S = 120.0
-"""A tracker that has not come back for so long does not answer."""
-CLOSING_S = 900.0
-"""The same where nobody waits for it but the user, who has Ctrl-C: all of a run may be under way."""
-LAST_S = 10.0
+LAST_S = 10
 """What a sender takes at most once the run's process is gone."""
 LOCK_S = 15.0
 """Until the sender of a killed process has ended."""
@@ -54,165 +60,105 @@ Say = Callable[[dict[str, Any]], None]
 _KINDS: dict[str, type[Tracker]] = {kind.name: kind for kind in (TensorBoard, Trackio, Wandb, MLflow)}
 
 
-class Ending:
-    """How the run has ended, as soon as that is known."""
-
-    def __init__(self) -> None:
-        self.end: End | None = None
-        self.known = threading.Event()
-
-    def set(self, end: End) -> None:
-        self.end = end
-        self.known.set()
-
-    def read(self, stdin: int) -> None:
-        """Wait for the word on standard input, or its end."""
-        word = b""
-        while not word.endswith(b"\n") and (data := os.read(stdin, 64)):
-            word += data
-        said = word.decode(errors="replace").strip()
-        self.set(cast(End, said) if said in get_args(End) else "crashed")
-
-
 class Sender:
     """Hands what is new to the tracker and keeps what was sent. Any failure is raised: the next process begins where
     the record says."""
 
     def __init__(self, run: Path, name: str, say: Say, made_with: dict[str, str]) -> None:
-        recipe = read_recipe(run)
-        config = read_object(run / "recipe.json", 1 << 24) or {"name": recipe.name}
+        config = read_object(run / "recipe.json", 1 << 24) or {"name": read_recipe(run).name}
         config.pop("crc32c", None)
-        self._about = About(run, printable(run.name), config, made_with)
-        self._tracker = _KINDS[name](self._about, {})
-        self._record = Record(run, name, self._tracker.place(), local=self._tracker.local)
-        self._tracker.known = dict(self._record.known)
-        self._feed = Feed(run, self._record.marks)
-        self._say = say
+        self._run, self._say = run, say
+        self._tracker = _KINDS[name](run, printable(run.name), config | {"made_with": made_with})
+        self._location = self._tracker.location()
+        self._entry = read_entries(run, name).get(self._location)
+        if self._entry is not None and not self._tracker.local and self._entry.run != directory_id(run):
+            self._entry = None
+        if self._entry is not None:
+            self._tracker.known = {**self._entry.known, "id": self._entry.id}
+        self._feed = Feed(run, self._sent, again=self._tracker.rewinds)
         self._open = False
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
+
+    @property
+    def _sent(self) -> dict[Stream, Mark]:
+        return {} if self._entry is None else self._entry.sent
 
     def send(self) -> bool:
         """Send what has come; whether there may be more at once."""
         lines = self._feed.read()
-        again = self._feed.redone
-        if again is not None and self._tracker.rewinds:
-            lines = [line for line in lines if line.step < again]
-        elif again is not None:
-            self._feed.redone, again = None, None
-            self._remark("some steps were repeated; it keeps what it was sent first")
         if lines and not self._open:
             self._begin(lines[0].step)
             return True
-        if again is not None:
-            self._feed.rewind(again)
-            if self._open:
-                self._tracker.rewind(again)
+        if self._feed.repeated:
+            self._tracker.remarks.append("some steps were repeated; it keeps what it was sent first")
         if lines:
-            self._hand_over(lines)
-        return again is not None or self._feed.behind
+            self._tracker.send(lines)
+            self._keep(self._feed.marks)
+        return self._feed.behind
 
     def end(self, end: End, summary: dict[str, Any] | None) -> None:
         """Close the tracker's run, unless it has none or is closed already."""
-        if not self._open and (not self._record.known or self._record.ended == end):
+        if not self._open and (self._entry is None or self._entry.ended == end):
             return
         if not self._open:
-            self._begin(max((mark.step for mark in self._record.marks.values()), default=-1) + 1)
+            self._begin(max((mark.step for mark in self._sent.values()), default=-1) + 1)
             while self.send():
                 pass
-        self._tracker.about = self._about._replace(summary=summary)
-        self._tracker.close(end)
-        self._remarks()
-        self._record.save(known=self._tracker.known, marks=self._feed.marks, ended=end)
+        self._tracker.close(end, summary)
+        self._keep(self._feed.marks, end)
 
     def _begin(self, first_step: int) -> None:
         """Open the tracker's run; what was read before is read again, from where the tracker is."""
-        kept = dict(self._record.marks)
+        marks = dict(self._sent)
         self._tracker.open(first_step)
         self._open = True
-        if self._tracker.rewinds and kept:
-            kept = {stream: _before(mark, first_step) for stream, mark in kept.items()}
+        if self._tracker.rewinds:
+            marks = {stream: Mark(min(step, first_step - 1), time) for stream, (step, time) in marks.items()}
         if received := self._tracker.received():
-            kept = _reconciled(kept, received)
-        self._feed = Feed(self._about.path, kept)
-        self._record.save(known=self._tracker.known, marks=kept)
+            most = received.get("metrics")
+            for stream in STREAMS:
+                mark = marks.get(stream, Mark())
+                step = received.get(stream, mark.step if most is None else min(mark.step, most))
+                marks[stream] = mark if step == mark.step else Mark(step, MOST_SECONDS)
+        self._feed = Feed(self._run, marks, again=self._tracker.rewinds)
+        self._keep(marks)
         self._say({"at": self._tracker.known["at"]})
-        self._remarks()
 
-    def _hand_over(self, lines: list[Line]) -> None:
-        self._tracker.send(lines)
-        self._tracker.flush()
-        self._remarks()
-        self._record.save(known=self._tracker.known, marks=self._feed.marks)
-
-    def _remarks(self) -> None:
+    def _keep(self, marks: dict[Stream, Mark], ended: End | None = None) -> None:
+        """Write what the tracker has got, and say what it remarks."""
+        known, name = self._tracker.known, self._tracker.name
+        sent = {stream: mark for stream, mark in marks.items() if mark.step >= 0}
+        self._entry = Entry(run=directory_id(self._run), id=known["id"], known=known, sent=sent, ended=ended)
+        write_entries(self._run, name, read_entries(self._run, name) | {self._location: self._entry})
         for remark in self._tracker.remarks:
-            self._remark(remark)
+            if remark not in self._reported:
+                self._reported.add(remark)
+                self._say({"remark": remark})
         self._tracker.remarks.clear()
 
-    def _remark(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            self._say({"remark": text})
+
+def heard(wait_s: float) -> End | None:
+    """How the run has ended, by the word on standard input; its end without one is a crash. None: it runs."""
+    if not select.select([0], [], [], wait_s)[0]:
+        return None
+    word = os.read(0, 64).decode(errors="replace").strip()
+    return cast(End, word) if word in get_args(End) else "crashed"
 
 
-def _before(mark: Mark, step: int) -> Mark:
-    return mark if mark.step < step else Mark(step - 1, mark.time)
-
-
-def _reconciled(kept: dict[Stream, Mark], received: dict[Stream, int]) -> dict[Stream, Mark]:
-    """Marks of what a tracker has, by its own word where it has one."""
-    found = {}
-    most = received.get("metrics")
-    for stream in STREAMS:
-        mark = kept.get(stream, Mark())
-        step = received.get(stream, mark.step if most is None else min(mark.step, most))
-        found[stream] = mark if step == mark.step else Mark(step, MOST_SECONDS)
-    return found
-
-
-def follow(sender: Sender, run: Path, ending: Ending, alive: Callable[[], None]) -> None:
-    """Send until the run has ended and all of it is sent; `alive` is called between two steps of that."""
+def follow(sender: Sender, run: Path, end: End | None, answer_s: int) -> None:
+    """Send until the run has ended and all of it is sent; a tracker that does not come back ends the process."""
     while True:
-        ended = ending.end  # before the files are read: what came until then is in them
+        end = end or heard(0)  # before the files are read: what came until then is in them
+        gone = end == "crashed" and answer_s == ANSWER_S
+        signal.alarm(LAST_S if gone else answer_s)
         while sender.send():
-            alive()
-        alive()
-        if ended is not None:
-            sender.end(ended, read_object(run / "summary.json") if ended in ("finished", "stopped") else None)
+            if not gone:
+                signal.alarm(answer_s)
+        if end is not None:
+            sender.end(end, read_object(run / "summary.json") if end in ("finished", "stopped") else None)
             return
-        ending.known.wait(POLL_S)
-
-
-class Watchdog:
-    """Ends the process where the tracker does not come back, or where the run's process has gone and time is up."""
-
-    def __init__(self, say: Say, ending: Ending, *, answer_s: float, last_s: float) -> None:
-        self._say, self._ending = say, ending
-        self._answer_s, self._last_s = answer_s, last_s
-        self._alive_at = time.monotonic()
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-
-    def alive(self) -> None:
-        self._alive_at = time.monotonic()
-
-    def _watch(self) -> None:
-        gone_at: float | None = None
-        while True:
-            now = time.monotonic()
-            if self._ending.end == "crashed":
-                gone_at = gone_at or now
-            if now - self._alive_at > self._answer_s:
-                self._say({"error": f"it has not answered for {self._answer_s:.0f} s"})
-                os._exit(1)
-            if gone_at is not None and now - gone_at > self._last_s:
-                os._exit(1)
-            time.sleep(0.2)
-
-
-def ended_as(run: Path) -> End:
-    """How a run that nobody follows has ended; one that is running counts as stopped."""
-    state = state_of(run, read_status(run), time.time())
-    return cast(End, state) if state in get_args(End) else "stopped"
+        signal.alarm(0)
+        end = heard(POLL_S)
 
 
 def made_with(folder: Path) -> dict[str, str]:
@@ -223,26 +169,16 @@ def made_with(folder: Path) -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit:
-        found["git_commit"] = commit
-        found["git_changed"] = "yes" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "no"
-    return found
-
-
-def _git(folder: Path, *words: str) -> str:
-    """What git says; "" where it says nothing, or is not there."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_GIT_S,
-            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
-        )
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_S, env=environment)
     except (OSError, subprocess.SubprocessError):
-        return ""
-    return one_line(done.stdout.decode(errors="replace")) if done.returncode == 0 else ""
+        return found
+    if done.returncode == 0:
+        commit, _, dirty = one_line(done.stdout.decode(errors="replace")).partition("-")
+        found |= {"git_commit": commit, "git_changed": "yes" if dirty else "no"}
+    return found
 
 
 def describe(error: BaseException) -> str:
@@ -256,33 +192,20 @@ def describe(error: BaseException) -> str:
 
 def work(run: Path, name: str, *, once: bool, say: Say) -> int:
     """Send until all is sent; exit code."""
-    ending = Ending()
-    if once:
-        ending.set(ended_as(run))
-    else:
-        threading.Thread(target=ending.read, args=(0,), name="ending", daemon=True).start()
+    end: End | None = None
+    if once:  # nobody follows it: one that is running counts as stopped
+        state = state_of(run, read_status(run), time.time())
+        end = cast(End, state) if state in get_args(End) else "stopped"
     try:
-        with SenderLock(run, name) as lock:
-            if not _taken(lock, 0 if once else LOCK_S):
-                raise TrackerError("another process is sending this run to it")
-            answer_s, last_s = (CLOSING_S, float("inf")) if once else (ANSWER_S, LAST_S)
-            watchdog = Watchdog(say, ending, answer_s=answer_s, last_s=last_s)
-            sender = Sender(run, name, say, {} if once else made_with(Path.cwd()))
-            follow(sender, run, ending, watchdog.alive)
+        if not lock_sender(run, name, 0 if once else LOCK_S):
+            raise TrackerError("another process is sending this run to it")
+        sender = Sender(run, name, say, {} if once else made_with(Path.cwd()))
+        follow(sender, run, end, CLOSING_S if once else ANSWER_S)
     except Exception as error:
         say({"error": describe(error)})
         return 1
     say({"done": True})
     return 0
-
-
-def _taken(lock: SenderLock, wait_s: float) -> bool:
-    deadline = time.monotonic() + wait_s
-    while not lock.take():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def main() -> NoReturn:

@@ -39,7 +39,7 @@ def warnings(run: Path, tracker: str) -> list[str]:
 
 def of_place(record: Path) -> dict[str, Any]:
     """What a run keeps of a tracker with one place."""
-    (place,) = json.loads(record.read_text())["places"].values()
+    (place,) = json.loads(record.read_text()).values()
     return dict(place)
 
 

@@ -21,10 +21,9 @@ from tracker_servers import SERVERS, MlflowServer, StandIn, TrackioServer, Wandb
 from penstock.app.cli.main import main
 from penstock.app.runs.directory import RunDir
 from penstock.app.trackers import attach
-from penstock.app.trackers.attach import Trackers, end_sender, start_sender, words
+from penstock.app.trackers.attach import Trackers, end_sender, listen, start_sender
 from penstock.app.trackers.base import Line
-from penstock.app.trackers.feed import Feed, Mark
-from penstock.app.trackers.record import Record
+from penstock.app.trackers.record import Entry, Feed, Mark, directory_id, read_entries, write_entries
 from penstock.app.trackers.require import require_trackers
 from penstock.app.trackers.sender import Sender
 from penstock.engine.config import Recipe
@@ -110,42 +109,44 @@ def test_lines_come_once_in_the_order_of_steps(tmp_path: Path) -> None:
     write_steps(run, [12])
     assert places(feed.read()) == [(12, "metrics")]
     assert places(Feed(run, feed.marks).read()) == []
-    assert feed.redone is None
 
 
 def test_steps_that_were_done_again_are_known_by_their_time(run: Path) -> None:
-    feed = Feed(run, {})
-    all_of(feed)
+    feeds = [Feed(run, {}, again=again) for again in (False, True)]
+    for feed in feeds:
+        all_of(feed)
     drop_steps(run, 15)
-    assert (feed.read(), feed.redone) == ([], None)
+    assert [feed.read() for feed in feeds] == [[], []]
     write_steps(run, range(15, 23), began=1.9e9)
-    for reader in (feed, Feed(run, feed.marks)):
-        lines = reader.read()
-        assert (places(lines)[0], reader.redone) == ((21, "metrics"), 15)
-        reader.rewind(15)
-        assert [step for step, stream in places(all_of(reader)) if stream == "metrics"] == list(range(15, 23))
-        assert reader.redone is None
+    for feed in (*feeds, *(Feed(run, feed.marks, again=feed._again) for feed in feeds)):
+        metrics = [step for step, stream in places(all_of(feed)) if stream == "metrics"]
+        assert metrics == list(range(15, 23) if feed._again else range(21, 23))
+        assert feed.repeated != feed._again
 
 
 def test_a_copy_of_a_run_or_another_place_is_another_run_and_a_damaged_record_is_none(
-    run: Path, tmp_path: Path
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run / "trackers").mkdir()
-    Record(run, "wandb", "here").save(known={"id": "x"}, marks={"metrics": Mark(5, 1.0)})
 
-    def kept(path: Path, place: str) -> tuple[object, object]:
-        return Record(path, "wandb", place).known, Record(path, "wandb", place).marks
+    def knows(path: Path, name: str) -> bool:
+        return Sender(path, name, lambda word: None, {})._entry is not None
 
+    for name in ("wandb", "tensorboard"):
+        entry = Entry(run=directory_id(run), id="x", known={}, sent={"metrics": Mark(5, 1.0)})
+        write_entries(run, name, {name: entry})
+        assert read_entries(run, name) == {name: entry}
     shutil.copytree(run, tmp_path / "copy")
-    assert kept(run, "here") == ({"id": "x"}, {"metrics": Mark(5, 1.0)})
-    assert kept(run, "there") == kept(tmp_path / "copy", "here") == ({}, {})
-    assert Record(tmp_path / "copy", "wandb", "here", local=True).known == {"id": "x"}
+    assert (knows(run, "wandb"), knows(tmp_path / "copy", "wandb")) == (True, False)
+    assert knows(tmp_path / "copy", "tensorboard")
+    monkeypatch.setenv("WANDB_PROJECT", "other")
+    assert not knows(run, "wandb")
+    monkeypatch.delenv("WANDB_PROJECT")
     os.rename(run, tmp_path / "moved")
-    assert Record(tmp_path / "moved", "wandb", "here").known == {"id": "x"}
-    for content in ("", "[]", '{"places": 3}', '{"places": {"tensorboard": {"sent": 4, "known": []}}}'):
+    assert knows(tmp_path / "moved", "wandb")
+    for content in ("", "[]", '{"places": 3}', '{"tensorboard": {"sent": 4, "known": []}}'):
         (tmp_path / "moved" / "trackers" / "tensorboard.json").write_text(content)
-        damaged = Record(tmp_path / "moved", "tensorboard", "tensorboard", local=True)
-        assert (damaged.known, damaged.marks, damaged.ended) == ({}, {}, None)
+        assert not knows(tmp_path / "moved", "tensorboard")
 
 
 def test_a_tensorboard_has_every_step_once_and_as_it_was_done_last(run: Path) -> None:
@@ -241,7 +242,7 @@ def track(run: Path, name: str, lost: bool = True) -> None:
     record = run / "trackers" / f"{name}.json"
     assert main(["track", str(run), "--to", name]) == 0
     known = json.loads(record.read_text())
-    (place,) = known["places"].values()
+    (place,) = known.values()
     place["sent"]["metrics"] = [18, place["sent"]["metrics"][1] - 2]
     if lost:
         record.write_text(json.dumps(known))
@@ -312,7 +313,9 @@ def test_trackio_has_all_of_it(run: Path, tmp_path: Path, monkeypatch: pytest.Mo
     config, rows = json.loads(done.stdout)
     losses([(row["step"], row["train/loss"]) for row in rows if "train/loss" in row])
     assert [row["step"] for row in rows if "validation/loss" in row] == [10, 20]
-    assert [row["samples"]["_value"][0]["text"] for row in rows if "samples" in row][-1] == " after 20 steps\nit rained"
+    assert [row["samples"]["_value"][0]["text"] for row in rows if "samples" in row][
+        -1
+    ] == " after 20 steps\nit rained ..."
     assert config["train"]["steps"] == 100
 
 
@@ -332,14 +335,15 @@ def test_one_sender_at_a_time_and_what_a_tracker_has_all_of_is_not_sent_again(
 ) -> None:
     """One that follows the run, and whose run's process goes without a word."""
     follower = attach.start_sender(run, "tensorboard")
-    assert "at" in next(iter(words(follower)))
+    assert follower.stdout is not None
+    assert "at" in json.loads(follower.stdout.readline())
     error = refusal(capsys, "track", str(run), "--to", "tensorboard")
     assert "tensorboard: another process is sending this run to it" in error
     assert follower.stdin is not None
     follower.stdin.close()
     assert follower.wait(PATIENCE_S) == 0
     record = json.loads((run / "trackers" / "tensorboard.json").read_text())
-    assert record["places"]["tensorboard"]["ended"] == "crashed"
+    assert record["tensorboard"]["ended"] == "crashed"
     assert main(["track", str(run), "--to", "tensorboard"]) == 0
     before = [(file, file.stat().st_mtime_ns) for file in (run / "tensorboard").iterdir()]
     assert main(["track", str(run), "--to", "tensorboard"]) == 0
@@ -388,18 +392,21 @@ def test_a_killed_sender_is_started_again_and_told_of_once(run: Path, monkeypatc
     more = {2: range(21, 23), 3: range(23, 26)}
     third = threading.Event()
 
-    def words_and_kill(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+    def listen_and_kill(process: subprocess.Popen[bytes], tell: attach.Tell) -> str | None:
         begun.append(process)
         if len(begun) in more:
             write_steps(run, more[len(begun)])
-        for word in words(process):
+
+        def heard(text: str, level: Any) -> None:
             if len(begun) < 3:
                 end_sender(process)
             else:
                 third.set()
-            yield word
+            tell(text, level)
 
-    monkeypatch.setattr(attach, "words", words_and_kill)
+        return listen(process, heard)
+
+    monkeypatch.setattr(attach, "listen", listen_and_kill)
     told: list[tuple[str, str]] = []
     trackers = Trackers(run, ["tensorboard"], lambda text, level: told.append((level, text)))
     trackers.begin()
@@ -409,6 +416,6 @@ def test_a_killed_sender_is_started_again_and_told_of_once(run: Path, monkeypatc
         "tracker tensorboard: its process was ended by signal 9; it will be tried again, and the run continues without "
         "it (run/trackers/tensorboard.log has its own messages)"
     ]
-    record = json.loads((run / "trackers" / "tensorboard.json").read_text())["places"]["tensorboard"]
+    record = json.loads((run / "trackers" / "tensorboard.json").read_text())["tensorboard"]
     assert (record["sent"]["metrics"][0], record["ended"]) == (25, "finished")
     assert [event.step for event in tensorboard(run).Scalars("train/loss")] == STEPS
