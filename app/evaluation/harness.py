@@ -22,8 +22,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from penstock.app.evaluation.asked import Asked, OnDone, Pair, Requests, Writing
-from penstock.app.hub.access import is_unreachable, online
+from penstock.app.evaluation.queried import OnDone, Pair, QueriedModel, Requests, Writing
+from penstock.app.hub.access import is_unreachable, online, replaced
 from penstock.app.hub.names import offline_wanted
 from penstock.engine.data.chat import ChatTemplate
 from penstock.storage.files.errors import UserError
@@ -98,7 +98,7 @@ def find_tasks(names: Sequence[str], include_path: Path | None, others: Sequence
 
 
 def ask_tasks(
-    asked: Asked,
+    queried: QueriedModel,
     index: TaskNames,
     options: TaskOptions,
     *,
@@ -111,7 +111,7 @@ def ask_tasks(
     `tell` hears once what will be asked, before anything is; `say` of data that is fetched; `on_done` of requests that
     are done. Raises UserError for tasks that there are not or that cannot be asked.
     """
-    model = HarnessModel(asked, options.chat, tell, on_done)
+    model = HarnessModel(queried, options.chat, tell, on_done)
     with _seeded(), _silent():
         loaded = _load(index, say)
         tasks = loaded["tasks"]
@@ -140,7 +140,7 @@ def ask_tasks(
 def _load(index: TaskNames, say: Callable[[str], None]) -> Any:
     """Tasks with their data: local and cached data asks nobody; what is on the hub is fetched if the user lets it."""
     try:
-        with _offline():
+        with _offline(True):
             return index.manager.load(index.names)
     except Exception as error:
         if not _is_offline(error):
@@ -153,7 +153,7 @@ def _load(index: TaskNames, say: Callable[[str], None]) -> Any:
             ) from error
     say(f"fetching the data of {wanted} from the hub")
     try:
-        with online(), _datasets_offline(False):
+        with online(), _offline(False):
             return index.manager.load(index.names)
     except Exception as error:
         raise _no_task(index.names, error) from error
@@ -170,28 +170,13 @@ def _is_offline(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def _offline() -> Iterator[None]:
+def _offline(value: bool) -> Iterator[None]:
+    """Whether the hub's libraries ask it."""
+    from datasets import config
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = True
-    try:
-        with _datasets_offline(True):
-            yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
-
-
-@contextlib.contextmanager
-def _datasets_offline(value: bool) -> Iterator[None]:
-    from datasets import config
-
-    before = config.HF_HUB_OFFLINE
-    config.HF_HUB_OFFLINE = value
-    try:
+    with replaced(constants, HF_HUB_OFFLINE=value), replaced(config, HF_HUB_OFFLINE=value):
         yield
-    finally:
-        config.HF_HUB_OFFLINE = before
 
 
 @contextlib.contextmanager
@@ -286,33 +271,33 @@ class HarnessModel(TemplateLM):
     """What lm-evaluation-harness asks: texts, as its own `hf` model reads them, log-likelihoods and continuations."""
 
     def __init__(
-        self, asked: Asked, chat: ChatTemplate | None, tell: Callable[[Requests], None], on_done: OnDone
+        self, queried: QueriedModel, chat: ChatTemplate | None, tell: Callable[[Requests], None], on_done: OnDone
     ) -> None:
         super().__init__()
-        self._asked, self._chat, self._tell, self._on_done = asked, chat, tell, on_done
-        self._told = False
+        self._queried, self._chat, self._tell, self._on_done = queried, chat, tell, on_done
+        self._announced = False
         self.tasks: list[Any] = []
         self.asking = False
         """Whether the model itself is being asked, or failed when it was."""
 
     @property
     def eot_token_id(self) -> int:
-        return self._asked.end_id
+        return self._queried.end_id
 
     @property
     def prefix_token_id(self) -> int:
-        return self._asked.prefix_id
+        return self._queried.prefix_id
 
     @property
     def max_length(self) -> int:
-        return self._asked.context
+        return self._queried.context
 
     @property
     def tokenizer_name(self) -> str:
-        return self._asked.tokenizer.fingerprint
+        return self._queried.tokenizer.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return self._asked.encode(string, special=add_special_tokens is not False)
+        return self._queried.encode(string, special=add_special_tokens is not False)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return None if self._chat is None else self._chat.texts["default"]
@@ -337,14 +322,14 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         self._announce()
         with self._asks():
-            return self._asked.loglikelihoods([(context, ids) for _, context, ids in requests], self._on_done)
+            return self._queried.loglikelihoods([(context, ids) for _, context, ids in requests], self._on_done)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         self._announce()
         windows = [self._windows(request.args[0]) for request in requests]
         totals = []
         with self._asks():
-            found = iter(self._asked.loglikelihoods([pair for pairs in windows for pair in pairs], lambda _: None))
+            found = iter(self._queried.loglikelihoods([pair for pairs in windows for pair in pairs], lambda _: None))
             for pairs in windows:
                 totals.append(sum(next(found)[0] for _ in pairs))
                 self._on_done(1)
@@ -359,14 +344,14 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         self._announce()
         groups: dict[Writing, list[int]] = {}
-        for place, request in enumerate(requests):
-            groups.setdefault(self._writing(request), []).append(place)
+        for number, request in enumerate(requests):
+            groups.setdefault(self._writing(request), []).append(number)
         found: dict[int, str] = {}
         with self._asks():
-            for writing, places in groups.items():
-                prompts = [self.tok_encode(requests[place].args[0]) or [self.prefix_token_id] for place in places]
-                found |= dict(zip(places, self._asked.write(prompts, writing, self._on_done), strict=True))
-        return [found[place] for place in range(len(requests))]
+            for writing, numbers in groups.items():
+                prompts = [self.tok_encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers]
+                found |= dict(zip(numbers, self._queried.write(prompts, writing, self._on_done), strict=True))
+        return [found[number] for number in range(len(requests))]
 
     def _writing(self, request: Any) -> Writing:
         settings: Any = dict(normalize_gen_kwargs(request.args[1], _DEFAULT_NEW_TOKENS))
@@ -380,7 +365,7 @@ class HarnessModel(TemplateLM):
                 f"--tasks {printable(request.task_name)}: its generation_kwargs ask for {printable(min(unknown))}, "
                 "which is not done here"
             )
-        until = tuple(stop for stop in [*until, self._asked.tokenizer.decode([self.eot_token_id])] if stop)
+        until = tuple(stop for stop in [*until, self._queried.tokenizer.decode([self.eot_token_id])] if stop)
         if not sampled:
             return Writing(new_tokens, until)
         return Writing(new_tokens, until, float(settings["temperature"]), float(settings.get("top_p", 1.0)))
@@ -393,16 +378,16 @@ class HarnessModel(TemplateLM):
 
     def _announce(self) -> None:
         """Count what all tasks ask, before the first of it is asked."""
-        if self._told:
+        if self._announced:
             return
-        self._told = True
+        self._announced = True
         likelihoods = likelihood_tokens = texts = prompt_tokens = new_tokens = 0
         for request in (request for task in self.tasks for request in task.instances):
             if request.request_type == "generate_until":
                 texts += request.repeats
-                prompt_tokens += request.repeats * len(self._asked.encode(request.args[0]))
+                prompt_tokens += request.repeats * len(self._queried.encode(request.args[0]))
                 new_tokens = max(new_tokens, self._writing(request).new_tokens)
             else:
                 likelihoods += request.repeats
-                likelihood_tokens += request.repeats * len(self._asked.encode("".join(request.args)))
+                likelihood_tokens += request.repeats * len(self._queried.encode("".join(request.args)))
         self._tell(Requests(likelihoods, likelihood_tokens, texts, prompt_tokens, new_tokens))

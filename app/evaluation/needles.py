@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from penstock.app.evaluation.asked import Asked, OnDone, Requests, Writing
+from penstock.app.evaluation.queried import OnDone, QueriedModel, Requests, Writing
 from penstock.app.runs.recall_view import RecallMap
 from penstock.engine.data.chat import ChatTemplate
 from penstock.engine.data.retrieval import KINDS, Haystacks, Kind, Question, found_values, questions, recall
@@ -23,33 +23,33 @@ def default_lengths(context: int) -> tuple[int, ...]:
 
 
 def make_questions(
-    asked: Asked, haystacks: Haystacks, chat: ChatTemplate | None, system: str | None
+    queried: QueriedModel, haystacks: Haystacks, chat: ChatTemplate | None, system: str | None
 ) -> list[tuple[Question, list[int]]]:
     """The questions and their prompts as token ids, behind a `system` message or text.
 
     Raises UserError where a length is more than the model's context, or has no room for a question.
     """
-    if asked.limit is not None and (longest := max(haystacks.lengths)) > asked.limit:
-        raise UserError(f"--lengths {longest:,}: exceeds the model's context of {asked.limit:,} tokens")
-    if haystacks.new_tokens >= asked.context:
+    if queried.limit is not None and (longest := max(haystacks.lengths)) > queried.limit:
+        raise UserError(f"--lengths {longest:,}: exceeds the model's context of {queried.limit:,} tokens")
+    if haystacks.new_tokens >= queried.context:
         raise UserError(
-            f"--answer-tokens {haystacks.new_tokens:,}: leaves no room in a context of {asked.context:,}; give fewer"
+            f"--answer-tokens {haystacks.new_tokens:,}: leaves no room in a context of {queried.context:,}; give fewer"
         )
 
     def prompt(question: Question) -> list[int]:
         if chat is None:
-            return asked.encode("".join([f"{system}\n\n" if system else "", question.text, "\n", question.begun]))
+            return queried.encode("".join([f"{system}\n\n" if system else "", question.text, "\n", question.begun]))
         messages = [{"role": "system", "content": system}] if system else []
-        return asked.encode(chat.prompt([*messages, {"role": "user", "content": question.text}]) + question.begun)
+        return queried.encode(chat.prompt([*messages, {"role": "user", "content": question.text}]) + question.begun)
 
     made = questions(
-        haystacks, lambda text: len(asked.encode(text, special=False)), lambda question: len(prompt(question))
+        haystacks, lambda text: len(queried.encode(text, special=False)), lambda question: len(prompt(question))
     )
     return [(question, prompt(question)) for question in made]
 
 
 def ask_needles(
-    asked: Asked,
+    queried: QueriedModel,
     haystacks: Haystacks,
     chat: ChatTemplate | None,
     system: str | None,
@@ -59,10 +59,10 @@ def ask_needles(
 ) -> dict[str, Any]:
     """Ask for the needles; JSON: of each kind its `recall` and, by length and depth, the values that were `right` and
     all that were `asked`. An answer is not gone on with once all of its values are in it."""
-    made = make_questions(asked, haystacks, chat, system)
+    made = make_questions(queried, haystacks, chat, system)
     asks = [question for question, _ in made]
     tell(Requests(0, 0, len(made), sum(len(ids) for _, ids in made), haystacks.new_tokens))
-    answers = asked.write(
+    answers = queried.write(
         [ids for _, ids in made],
         Writing(haystacks.new_tokens),
         on_done,
@@ -79,16 +79,16 @@ def _scores(haystacks: Haystacks, kind: Kind, asks: list[Question], answers: lis
     for question, answer in zip(asks, answers, strict=True):
         if question.kind != kind:
             continue
-        right, asked = rows[question.length]
+        right, queried = rows[question.length]
         for depth, found in zip(question.depths, found_values(question, answer), strict=True):
             right[depth] += found
-            asked[depth] += 1
+            queried[depth] += 1
         scores[question.length].append(recall(question, answer))
     by_length = [sum(found) / len(found) for found in scores.values()]
     return {
         "lengths": list(rows),
         "right": [right for right, _ in rows.values()],
-        "asked": [asked for _, asked in rows.values()],
+        "asked": [queried for _, queried in rows.values()],
         "recall_by_length": by_length,
         "recall": sum(by_length) / len(by_length),
     }

@@ -44,7 +44,7 @@ def evaluate(
     what may be used of each.
     Results of a run are kept in its evals/, and written to `out`; heat maps to `svg`. Raises UserError.
     """
-    from penstock.app.evaluation.run import Wanted, ask_all, described, keep, require_possible
+    from penstock.app.evaluation.run import Wanted, ask_all, described, require_possible, save
     from penstock.engine.generate.streamed import SCORED_TOKENS
 
     wanted = Wanted(
@@ -70,7 +70,7 @@ def evaluate(
         return opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram, device=device)
 
     found = described(ask_all(ask, wanted), wanted, str(where), checkpoint)
-    return found | {"files": [str(file) for file in keep(found, run, *files)]}
+    return found | {"files": [str(file) for file in save(found, run, *files)]}
 
 
 def _new_file(file: str | Path, option: str) -> Path:

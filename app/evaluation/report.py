@@ -12,16 +12,16 @@ from rich.table import Table
 from penstock.app.console.printing import print_rows
 from penstock.app.console.rows import ASCII, UNICODE, Row
 from penstock.app.console.working import Working
-from penstock.app.evaluation.asked import Asked, Requests
 from penstock.app.evaluation.needles import maps
+from penstock.app.evaluation.queried import QueriedModel, Requests
 from penstock.app.runs.recall_view import map_rows
 from penstock.engine.events import Preparing
 from penstock.storage.files.units import bytes_text, duration_text, seconds_text
 from penstock.storage.files.untrusted import printable
 
 
-class Told:
-    """Tells people what is asked and how far it is."""
+class Reporter:
+    """Tells people what is evaluated and how far it is."""
 
     def __init__(self, console: Console, shown: Working) -> None:
         self._console, self._shown = console, shown
@@ -36,11 +36,11 @@ class Told:
         for text in texts:
             self.say(text)
 
-    def asks(self, asked: Asked, requests: Requests) -> None:
+    def asks(self, queried: QueriedModel, requests: Requests) -> None:
         """Say what will be asked and about how long it takes."""
         self._total, self._done = requests.total, 0
         self._began = time.perf_counter()
-        self.say(before_line(asked, requests))
+        self.say(before_line(queried, requests))
         self._show()
 
     def done(self, count: int) -> None:
@@ -56,16 +56,16 @@ class Told:
         self._shown.on_prepare(Preparing("evaluating", "progress", took_s, detail, share))
 
 
-def before_line(asked: Asked, requests: Requests) -> str:
+def before_line(queried: QueriedModel, requests: Requests) -> str:
     """How much will be asked, how long that takes about, what that is bound by and where the weights are."""
     what, seconds, estimates = [], 0.0, []
     if requests.likelihoods:
         what.append(f"{requests.likelihoods:,} log-likelihoods, {requests.likelihood_tokens:,} tokens")
-        estimates.append(asked.estimate(requests.likelihoods, requests.likelihood_tokens, 0))
+        estimates.append(queried.estimate(requests.likelihoods, requests.likelihood_tokens, 0))
     if requests.texts:
         written = f"{requests.texts:,} texts of at most {requests.new_tokens:,} tokens"
         what.append(f"{written} after prompts of {requests.prompt_tokens:,} tokens")
-        estimates.append(asked.estimate(requests.texts, requests.prompt_tokens, requests.new_tokens))
+        estimates.append(queried.estimate(requests.texts, requests.prompt_tokens, requests.new_tokens))
     if not estimates:
         return "nothing to evaluate"
     seconds, (_, one) = sum(found for found, _ in estimates), estimates[-1]
@@ -74,7 +74,7 @@ def before_line(asked: Asked, requests: Requests) -> str:
     most = " at most" if requests.texts else ""
     return (
         f"evaluating {' and '.join(what)}: about {seconds_text(seconds)}{most}, bound by {one.bound_by}{guess}; "
-        f"up to {asked.batch_tokens:,} tokens per pass, about {seconds_text(one.first_s)} each; "
+        f"up to {queried.batch_tokens:,} tokens per pass, about {seconds_text(one.first_s)} each; "
         f"weights: {where or 'n/a'}"
     )
 

@@ -18,8 +18,8 @@ from rich.console import Console
 import penstock
 from penstock.app.console.working import working
 from penstock.app.evaluation import needles
-from penstock.app.evaluation.asked import Asked, Model
-from penstock.app.evaluation.report import Told
+from penstock.app.evaluation.queried import Model, QueriedModel
+from penstock.app.evaluation.report import Reporter
 from penstock.app.evaluation.svg import heat_maps
 from penstock.app.runs.files import json_text
 from penstock.engine.data.chat import ChatTemplate
@@ -62,8 +62,8 @@ class Wanted:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Of needles that are asked for."""
-        asked = {kind for name in self.tasks for kind in needles.NAMES.get(name, ())}
-        return tuple(kind for kind in KINDS if kind in asked)
+        queried = {kind for name in self.tasks for kind in needles.NAMES.get(name, ())}
+        return tuple(kind for kind in KINDS if kind in queried)
 
     @property
     def harness(self) -> list[str]:
@@ -110,33 +110,33 @@ def ask_all(open_model: Opener, wanted: Wanted) -> dict[str, Any]:
     found: dict[str, Any] = {"tasks": {}, "groups": {}, "needles": None}
     began = time.perf_counter()
     with working("opening the model") as shown, open_model() as model:
-        told = Told(Console(file=sys.stderr), shown)
-        told.say_all(model.take_remarks())
-        asked = Asked(model, batch_tokens=wanted.batch_tokens, seed=wanted.seed)
-        chat = _template(asked) if wanted.chat else None
+        reporter = Reporter(Console(file=sys.stderr), shown)
+        reporter.say_all(model.take_remarks())
+        queried = QueriedModel(model, batch_tokens=wanted.batch_tokens, seed=wanted.seed)
+        chat = _template(queried) if wanted.chat else None
         if wanted.kinds:
-            haystacks = _haystacks(wanted, asked.context)
+            haystacks = _haystacks(wanted, queried.context)
             found["needles"] = needles.ask_needles(
-                asked,
+                queried,
                 haystacks,
                 chat,
                 wanted.system,
-                tell=lambda requests: told.asks(asked, requests),
-                on_done=told.done,
+                tell=lambda requests: reporter.asks(queried, requests),
+                on_done=reporter.done,
             )
         if index is not None:
             from penstock.app.evaluation.harness import TaskOptions, ask_tasks
 
             options = TaskOptions(limit=wanted.limit, num_fewshot=wanted.num_fewshot, chat=chat, system=wanted.system)
             found |= ask_tasks(
-                asked,
+                queried,
                 index,
                 options,
-                tell=lambda requests: told.asks(asked, requests),
-                say=told.say,
-                on_done=told.done,
+                tell=lambda requests: reporter.asks(queried, requests),
+                say=reporter.say,
+                on_done=reporter.done,
             )
-        told.say_all(model.take_remarks())
+        reporter.say_all(model.take_remarks())
     return found | {"seconds": round(time.perf_counter() - began, 1)}
 
 
@@ -152,10 +152,10 @@ def _haystacks(wanted: Wanted, context: int) -> Haystacks:
     )
 
 
-def _template(asked: Asked) -> ChatTemplate:
-    if asked.template is None:
-        raise UserError(f"--chat: {printable(asked.tokenizer.folder)} has no chat template; leave --chat out")
-    return asked.template
+def _template(queried: QueriedModel) -> ChatTemplate:
+    if queried.template is None:
+        raise UserError(f"--chat: {printable(queried.tokenizer.folder)} has no chat template; leave --chat out")
+    return queried.template
 
 
 def file_name(tasks: Sequence[str]) -> str:
@@ -164,7 +164,7 @@ def file_name(tasks: Sequence[str]) -> str:
     return f"{words}-{datetime.now():%Y%m%d-%H%M%S}.json"
 
 
-def keep(found: dict[str, Any], run: Path | None, out: Path | None, svg: Path | None) -> list[Path]:
+def save(found: dict[str, Any], run: Path | None, out: Path | None, svg: Path | None) -> list[Path]:
     """Write results to the run's evals/ and to `out`, and the heat maps to `svg`; the files that were written.
 
     Of one that cannot be written stderr is told: the results are still to be shown.

@@ -6,6 +6,8 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from penstock.app.hub.names import HubName, Kind
 from penstock.storage.files.errors import UserError
@@ -34,19 +36,21 @@ def elsewhere(hub: HubName, kind: Kind) -> str:
 
 
 @contextlib.contextmanager
-def online() -> Iterator[None]:
-    """The hub may be asked: Penstock keeps its libraries offline otherwise (`stay_offline`)."""
-    from huggingface_hub import constants
-
-    names = {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_TELEMETRY": True}
-    before = {name: getattr(constants, name) for name in names}
-    for name, value in names.items():
-        setattr(constants, name, value)
+def replaced(module: ModuleType, **values: Any) -> Iterator[None]:
+    """Names of a module have these values meanwhile."""
+    before = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(constants, name, value)
+        vars(module).update(before)
+
+
+def online() -> contextlib.AbstractContextManager[None]:
+    """The hub may be asked: Penstock keeps its libraries offline otherwise (`stay_offline`)."""
+    from huggingface_hub import constants
+
+    return replaced(constants, HF_HUB_OFFLINE=False, HF_HUB_DISABLE_TELEMETRY=True)
 
 
 @contextlib.contextmanager

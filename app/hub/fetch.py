@@ -230,7 +230,7 @@ def _fetch(hub: HubName, kind: Kind, chosen: tuple[str, list[_File]]) -> Path:
     missing = [file for file in files if not (blobs / file.blob).is_file()]
     need = sum(file.size for file in missing)
     if missing:
-        _require_room(hub, need)
+        _require_space(hub, need)
         number = f"{len(missing)} file" + ("s" if len(missing) > 1 else "")
         say(f"fetching {hub} ({commit[:12]}): {number}, {bytes_text(need)}, into {repo_folder(hub, kind)}")
     with quiet(), Fetching(hub, need if missing else 0) as progress:
@@ -248,14 +248,14 @@ def _fetch(hub: HubName, kind: Kind, chosen: tuple[str, list[_File]]) -> Path:
     return folder
 
 
-def _require_room(hub: HubName, need: int) -> None:
-    place = cache()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+def _require_space(hub: HubName, need: int) -> None:
+    folder = cache()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
     if need > free:
         raise UserError(
-            f"{hub}: needs {bytes_text(need)} and {place} has {bytes_text(free)} free; free some, or set HF_HOME to a "
+            f"{hub}: needs {bytes_text(need)} and {folder} has {bytes_text(free)} free; free some, or set HF_HOME to a "
             "folder on a larger disk"
         )
 

@@ -24,8 +24,8 @@ from small_tasks import TASKS, make_tasks
 import penstock
 from penstock.app.cli.main import main
 from penstock.app.evaluation import harness
-from penstock.app.evaluation.asked import Asked, Requests, Writing
 from penstock.app.evaluation.harness import HarnessModel, TaskOptions, ask_tasks, find_tasks
+from penstock.app.evaluation.queried import QueriedModel, Requests, Writing
 from penstock.app.runs.directory import RunDir
 from penstock.engine.generate.streamed import StreamedModel
 from penstock.storage.files.errors import UserError
@@ -60,13 +60,13 @@ def test_a_model_that_says_the_numbers_finds_them(folder: Path, monkeypatch: Pat
     """Its recall is the share of them that it says, and it is not asked for more once it has said them."""
     told: list[int] = []
 
-    def write(self: Asked, prompts: Any, writing: Any, on_done: Any, enough: Any) -> list[str]:
+    def write(self: QueriedModel, prompts: Any, writing: Any, on_done: Any, enough: Any) -> list[str]:
         texts = [self.decode(ids) for ids in prompts]
         numbers = [[word.strip(".") for word in text.split() if word.strip(".").isdigit()] for text in texts]
         told.extend(enough(place, " ".join(each)) for place, each in enumerate(numbers))
         return [" ".join(each[:2]) for each in numbers]
 
-    monkeypatch.setattr(Asked, "write", write)
+    monkeypatch.setattr(QueriedModel, "write", write)
     found = penstock.evaluate(folder, ["needles_multivalue", "needles_single"], lengths=[800], depths=2, samples=2)
     kinds = found["needles"]["kinds"]
     assert (kinds["single"]["recall"], kinds["multivalue"]["recall"]) == (1.0, 0.5)
@@ -163,8 +163,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("chat", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_every_metric_is_the_harness_s(model: StreamedModel, narrow: Path, tasks: Path, chat: bool) -> None:
     """And nobody is asked for local tasks."""
-    asked, names = Asked(model, batch_tokens=400), ["fruits", "fruit_text"]
-    options = TaskOptions(num_fewshot=2, limit=5, chat=asked.template if chat else None)
+    queried, names = QueriedModel(model, batch_tokens=400), ["fruits", "fruit_text"]
+    options = TaskOptions(num_fewshot=2, limit=5, chat=queried.template if chat else None)
     told: list[Requests] = []
     done: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -172,7 +172,7 @@ def test_every_metric_is_the_harness_s(model: StreamedModel, narrow: Path, tasks
         patch.setattr(socket, "getaddrinfo", refuse)
         patch.setattr(socket.socket, "connect", refuse)
         index = find_tasks(names, tasks)
-        found = ask_tasks(asked, index, options, tell=told.append, say=pytest.fail, on_done=done.append)
+        found = ask_tasks(queried, index, options, tell=told.append, say=pytest.fail, on_done=done.append)
         refuse.assert_not_called()
     theirs = HFLM(pretrained=str(narrow), dtype="float32", device="cpu", batch_size=3)
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
@@ -207,9 +207,9 @@ def test_likelihoods_and_texts_are_those_of_the_harness_own_model(model: Streame
         return [Instance(kind, {}, given, 0) for given in arguments]
 
     hf = HFLM(pretrained=str(narrow), dtype="float32", device="cpu", batch_size=2)
-    ours = HarnessModel(Asked(model), None, lambda _: None, lambda _: None)
-    asked: dict[str, Any] = {"loglikelihood": pairs, "loglikelihood_rolling": [(words,), ("fig",)]}
-    for kind, arguments in (asked | {"generate_until": texts}).items():
+    ours = HarnessModel(QueriedModel(model), None, lambda _: None, lambda _: None)
+    queried: dict[str, Any] = {"loglikelihood": pairs, "loglikelihood_rolling": [(words,), ("fig",)]}
+    for kind, arguments in (queried | {"generate_until": texts}).items():
         wanted = getattr(hf, kind)(requests(kind, arguments))
         got = getattr(ours, kind)(requests(kind, arguments))
         if kind == "loglikelihood":
@@ -223,20 +223,20 @@ def test_likelihoods_and_texts_are_those_of_the_harness_own_model(model: Streame
 
 
 def test_weights_stream_by_once_for_a_batch(model: StreamedModel) -> None:
-    asked = Asked(model, batch_tokens=54)
+    queried = QueriedModel(model, batch_tokens=54)
     done: list[int] = []
-    found = asked.loglikelihoods([([1, 2, 3], [4] * size) for size in (1, 50, 20, 20, 3)], done.append)
+    found = queried.loglikelihoods([([1, 2, 3], [4] * size) for size in (1, 50, 20, 20, 3)], done.append)
     assert done == [1, 3, 1]
     assert model.passes == 3
     assert found[1][0] < found[2][0] == found[3][0] < found[4][0] < found[0][0] < 0
 
 
 def test_a_text_that_is_enough_is_not_gone_on_with(model: StreamedModel) -> None:
-    asked = Asked(model)
-    prompts = [asked.encode("The apple is"), asked.encode("What colour")]
-    whole = asked.write(prompts, Writing(12), lambda _: None)
+    queried = QueriedModel(model)
+    prompts = [queried.encode("The apple is"), queried.encode("What colour")]
+    whole = queried.write(prompts, Writing(12), lambda _: None)
     passes = model.passes
-    some = asked.write(prompts, Writing(12), lambda _: None, lambda place, text: len(text) > 2 * place)
+    some = queried.write(prompts, Writing(12), lambda _: None, lambda place, text: len(text) > 2 * place)
     assert [len(text) > 2 * place for place, text in enumerate(some)] == [True, True]
     assert all(text.startswith(part) and len(part) < len(text) for text, part in zip(whole, some, strict=True))
     assert model.passes - passes < passes
@@ -260,9 +260,9 @@ def test_the_harness_own_tasks_are_found() -> None:
 
 
 def test_what_is_not_done_is_refused_in_a_line(model: StreamedModel, tasks: Path, monkeypatch: Patch) -> None:
-    asked = Asked(model)
+    queried = QueriedModel(model)
     with pytest.raises(UserError, match="200 new tokens leave no room for a prompt in a context of 160"):
-        asked.write([[1, 2]], Writing(200), lambda _: None)
+        queried.write([[1, 2]], Writing(200), lambda _: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("PENSTOCK_OFFLINE_BY_DEFAULT", raising=False)  # as if the command line had not been imported
     lost = "task: lost\ndataset_path: json\ndataset_kwargs: {data_files: nowhere.jsonl}\noutput_type: multiple_choice\n"
@@ -274,4 +274,4 @@ def test_what_is_not_done_is_refused_in_a_line(model: StreamedModel, tasks: Path
         (tasks / f"{name}.yaml").write_text(text)
         index = find_tasks([name], tasks)
         with pytest.raises(UserError, match=message):
-            ask_tasks(asked, index, TaskOptions(), tell=pytest.fail, say=pytest.fail, on_done=lambda _: None)
+            ask_tasks(queried, index, TaskOptions(), tell=pytest.fail, say=pytest.fail, on_done=lambda _: None)

@@ -75,8 +75,8 @@ class Requests(NamedTuple):
         return self.likelihoods + self.texts
 
 
-class Asked:
-    """A model that is asked texts.
+class QueriedModel:
+    """A model with its tokenizer.
 
     Attributes: `tokenizer`, `template` (of chats; None: there is none), `limit` (tokens that the model takes; None: not
     known), `context` (tokens of a window), `prefix_id` (what stands before a text without context),
@@ -143,12 +143,12 @@ class Asked:
     ) -> list[str]:
         """Continue each prompt, until `enough` says so of (which prompt, its text so far); one that leaves no room
         loses its beginning. Raises UserError where the new tokens alone have no room."""
-        room = self.context - writing.new_tokens
-        if room < 1:
+        space = self.context - writing.new_tokens
+        if space < 1:
             raise UserError(
                 f"{writing.new_tokens:,} new tokens leave no room for a prompt in a context of {self.context:,} tokens"
             )
-        cut = [list(ids[-room:]) for ids in prompts]
+        cut = [list(ids[-space:]) for ids in prompts]
         decoding = Decoding(
             new_tokens=writing.new_tokens,
             temperature=writing.temperature,
@@ -167,38 +167,40 @@ class Asked:
 class Ends:
     """Ends sequences in which a text of `until` has come, or of which `enough` says so: an OnToken."""
 
-    def __init__(self, asked: Asked, places: Sequence[int], until: Sequence[str], enough: Enough | None) -> None:
-        """`places`: which prompt each sequence continues, as `enough` counts them."""
-        self._asked, self._places, self._until, self._enough = asked, places, until, enough
-        self._ids: list[list[int]] = [[] for _ in places]
+    def __init__(
+        self, model: QueriedModel, numbers: Sequence[int], until: Sequence[str], enough: Enough | None
+    ) -> None:
+        """`numbers`: which prompt each sequence continues, as `enough` counts them."""
+        self._model, self._numbers, self._until, self._enough = model, numbers, until, enough
+        self._ids: list[list[int]] = [[] for _ in numbers]
         self._tail = max(map(len, until), default=0) + _TAIL_TOKENS
 
     def __call__(self, sequence: int, token: int) -> bool:
         ids = self._ids[sequence]
         ids.append(token)
-        if self._enough is not None and self._enough(self._places[sequence], self._asked.decode(ids)):
+        if self._enough is not None and self._enough(self._numbers[sequence], self._model.decode(ids)):
             return True
         return self._has_one(ids[-self._tail :]) and (len(ids) <= self._tail or self._has_one(ids))
 
     def _has_one(self, ids: Sequence[int]) -> bool:
-        text = self._asked.decode(ids) if self._until else ""
+        text = self._model.decode(ids) if self._until else ""
         return any(stop in text for stop in self._until)
 
 
 def before(text: str, until: Sequence[str]) -> str:
     """The text up to the first of `until`."""
-    return text[: min((place for stop in until if (place := text.find(stop)) >= 0), default=len(text))]
+    return text[: min((at for stop in until if (at := text.find(stop)) >= 0), default=len(text))]
 
 
 def batches(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Places of `sizes`, larger ones first, in groups that add up to `most` at most, or of one that is larger."""
+    """Indices of `sizes`, larger ones first, in groups that add up to `most` at most, or of one that is larger."""
     group: list[int] = []
     total = 0
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        if group and total + sizes[place] > most:
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        if group and total + sizes[number] > most:
             yield group
             group, total = [], 0
-        group.append(place)
-        total += sizes[place]
+        group.append(number)
+        total += sizes[number]
     if group:
         yield group
