@@ -63,10 +63,10 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@ $(VENV)/.installed
 
 screens: $(VENV)/.installed
-	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m penstock.tui.capture docs/screens
+	PYTHONPATH=src $(BIN)/python -m benchmarks screens
 
 gpu-check:
-	PYTHONPATH=src $(PYTHON) -m penstock.app.gpu_check $(if $(RESULTS),--results "$(RESULTS)") $(ARGS)
+	PYTHONPATH=src $(PYTHON) -m benchmarks gpu_check $(if $(RESULTS),--results "$(RESULTS)") $(ARGS)
 
 define on_standin
 	@if ! tests/standin/build.sh --headers; then exit 0; fi; \

@@ -19,10 +19,10 @@ from cli_process import REPOSITORY as ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import penstock.tui.commands  # noqa: F401  # the commands that the terminal application adds
+from benchmarks.screens import BEGIN, END, SETTINGS
 from penstock.app.cli.main import cli, main
 from penstock.engine.data.made_tokenizer import train_tokenizer
 from penstock.engine.schedule.actions import ACTIONS
-from penstock.tui.capture import BEGIN, END, SETTINGS
 
 LEAST = {"README.md": 5, "docs/guide.md": 25, "docs/cluster.md": 9, "docs/evaluate.md": 4, "docs/guide/100b.md": 4}
 """Commands of pages that have many."""
@@ -44,7 +44,8 @@ def parsed(file: Path) -> ast.Module:
 
 
 def code() -> list[Path]:
-    return [file for package in ("app", "engine", "storage", "tui") for file in (ROOT / package).rglob("*.py")]
+    packages = ("app", "benchmarks", "engine", "storage", "tui")
+    return [file for package in packages for file in (ROOT / package).rglob("*.py")]
 
 
 def block(page: str, containing: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.app.cli.help_groups import LOOK
-from penstock.app.cli.main import bench_cli, cli
+from penstock.app.cli.main import cli
 from penstock.app.cli.options import RunArgument
 from penstock.app.runs.directory import find_run
 
@@ -41,15 +41,3 @@ def serve(
     from penstock.tui.serve import serve_browsers
 
     serve_browsers(Path.cwd(), host, port, allow_remote=allow_remote, read_only=read_only)
-
-
-@bench_cli.command("tui", hidden=True, epilog="Example: penstock bench tui --minutes 10 --save docs/results/tui.md")
-def bench_tui_command(
-    minutes: Annotated[float, typer.Option(help="How long to watch; the first half minute is warm-up.")] = 10.0,
-    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results page to FILE.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Measure the CPU time and memory of the terminal application while it watches a simulated run."""
-    from penstock.tui.bench import bench_tui
-
-    bench_tui(minutes, save=save, json_output=as_json)

@@ -1,13 +1,9 @@
-"""What the kernels of a step reach alone: attention at the step's own chunks, matrix products of its layers' shapes.
-
-`step_kernels` runs as many of them as a step needs, and AdamW; nothing that trains takes less time than they do.
-Attention's FLOPs are counted as in attention.chunk.COUNTS: two products of a visible pair forward, five backward.
-"""
+"""What the kernels of a step reach alone: matrix products of its layers' shapes, attention, AdamW."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,58 +18,6 @@ from penstock.engine.clock import clock
 from penstock.engine.config import TrainConfig
 from penstock.engine.model.spec import AttentionShape, ModelSpec, layouts
 from penstock.engine.optim.base import UpdateRange, find_optimizer
-
-_HEAD_ROWS = 4096
-
-
-def matmul_rates(
-    spec: ModelSpec, chunk_tokens: int, device: torch.device, dtype: torch.dtype, seconds: float
-) -> dict[str, float]:
-    """TFLOP/s of the products of one layer's matrices and of the head's with a chunk: forward and both gradients."""
-    shapes = {
-        "layer": [p.shape for name in spec.blocks[1].buffers for p in spec.buffers[name] if len(p.shape) == 2],
-        "head": [(spec.vocab_size, spec.hidden_size)],
-    }
-    rows = {"layer": chunk_tokens, "head": min(chunk_tokens, _HEAD_ROWS)}
-    rates = {}
-    for name, matrices in shapes.items():
-        total_s = flops = 0.0
-        for out_features, in_features in matrices:
-            weight = _random((out_features, in_features), device, dtype)
-            x, dy = (_random((rows[name], width), device, dtype) for width in (in_features, out_features))
-            products: tuple[Callable[[], Tensor], ...] = (
-                lambda x=x, w=weight: x @ w.t(),  # type: ignore[misc]
-                lambda dy=dy, w=weight: dy @ w,  # type: ignore[misc]
-                lambda x=x, dy=dy: dy.t() @ x,  # type: ignore[misc]
-            )
-            for product in products:
-                total_s += clock(lambda p=product: _drop(p()), device, seconds / (3 * len(matrices)))  # type: ignore[misc]
-                flops += 2 * rows[name] * out_features * in_features
-        rates[name] = flops / total_s / 1e12
-    return rates
-
-
-def attention_rates(
-    spec: ModelSpec, row_tokens: int, chunk_tokens: int, device: torch.device, dtype: torch.dtype, seconds: float
-) -> dict[str, Any]:
-    """TFLOP/s, forward and backward, of the kernels that the engine takes for a sequence cut into chunks.
-
-    Time grows linearly from a sequence's first chunk to its last, so the two ends stand for all: their FLOPs over their
-    time is the rate of the whole.
-    """
-    shape = next(shape for shape in spec.attention if shape is not None)
-    tokens = min(chunk_tokens, row_tokens)
-    starts = sorted({0, (row_tokens - 1) // tokens * tokens})
-    flops, times, names = {"forward": 0.0, "backward": 0.0}, {"forward": 0.0, "backward": 0.0}, dict[str, str]()
-    for start in starts:
-        end = min(start + tokens, row_tokens)
-        for direction, (pairs, seconds_once, name) in _chunk(shape, start, end, device, dtype, seconds).items():
-            per_pair = (1, 1) if direction == "forward" else (3, 2)
-            flops[direction] += 2 * shape.heads * (per_pair[0] * shape.qk_dim + per_pair[1] * shape.v_dim) * pairs
-            times[direction] += seconds_once
-            names[direction] = name
-    rates: dict[str, Any] = {direction: flops[direction] / times[direction] / 1e12 for direction in flops}
-    return rates | {"kernels": names}
 
 
 def step_kernels(
@@ -100,12 +44,9 @@ def step_kernels(
         for role in ("layer", "head")
     }
     for role, shapes in matrices.items():
-        for (out_features, in_features), count in shapes.items():
-            weight = _random((out_features, in_features), device, dtype)
-            x, dy = (_random((tokens, width), device, dtype) for width in (in_features, out_features))
-            y, dx, dw = (torch.empty_like(like) for like in (dy, x, weight))
-            for left, right, out in ((x, weight.t(), y), (dy, weight, dx), (dy.t(), x, dw)):
-                times[f"{role}_products"] += count * _once(partial(torch.mm, left, right, out=out), device)
+        for matrix, count in shapes.items():
+            for product in products_of(matrix, tokens, device, dtype):
+                times[f"{role}_products"] += count * _once(product, device)
     attention = Counter(shape for shape in spec.attention if shape is not None)
     if measured(device):
         prepare(
@@ -121,12 +62,26 @@ def step_kernels(
     return times
 
 
+def products_of(
+    matrix: tuple[int, ...], rows: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[Callable[[], object]]:
+    """A matrix's product with rows [rows, in_features], and those that give its gradient and theirs.
+
+    `matrix`: its (out_features, in_features). Results go into memory that is there already.
+    """
+    out_features, in_features = matrix
+    weight = _random((out_features, in_features), device, dtype)
+    x, dy = (_random((rows, width), device, dtype) for width in (in_features, out_features))
+    for left, right, like in ((x, weight.t(), dy), (dy, weight, x), (dy.t(), x, weight)):
+        yield partial(torch.mm, left, right, out=torch.empty_like(like))
+
+
 def _attention_once(
     shape: AttentionShape, rows: int, row_tokens: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[float, float]:
     """Seconds forward and backward of a layer's attention over whole rows: of the engine's kernels row by row or of
     torch's own for all rows, whichever take less."""
-    engine = _chunk(shape, 0, row_tokens, device, dtype, 0.0)
+    engine = attention_of_chunk(shape, 0, row_tokens, device, dtype, 0.0)
     found = [(rows * engine["forward"][1], rows * engine["backward"][1])]
     if shape.window is None and shape.qk_dim == shape.v_dim:
         q, k, v = (
@@ -161,7 +116,7 @@ def _once(work: Callable[[], object], device: torch.device) -> float:
     return clock(lambda: _drop(work()), device, 0.0)
 
 
-def _chunk(
+def attention_of_chunk(
     shape: AttentionShape, start: int, end: int, device: torch.device, dtype: torch.dtype, seconds: float
 ) -> dict[str, tuple[int, float, str]]:
     """Direction -> pairs, seconds and kernels' names of the chunk start..end of one document."""

@@ -9,7 +9,6 @@ allocates and compiles.
 from __future__ import annotations
 
 import json as json_module
-import math
 import os
 import platform
 import statistics
@@ -25,14 +24,14 @@ from typing import Any
 import torch
 
 from penstock.app.bench.plan_cases import CASES, CUDA_CASES, PlanCase, small
-from penstock.app.bench.process import CallFailed, call, markdown_row, require_folders, scratch, show
+from penstock.app.bench.process import CallFailed, call, markdown_table, require_folders, scratch, show
 from penstock.app.console.working import working
 from penstock.app.launch.run import run_training
 from penstock.app.runs.directory import RunDir
 from penstock.app.runs.files import JsonLines
 from penstock.engine.machine.limits import machine_memory
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.units import bytes_text, seconds_text
+from penstock.storage.files.units import seconds_text
 
 PEAK_TOLERANCE = 0.05
 STEP_TOLERANCE = 0.15
@@ -57,32 +56,24 @@ def train_case(case: dict[str, Any], run_dir: str) -> None:
 def bench_plan(
     *,
     json: bool = False,
-    save: Path | None = None,
     folder: Path | None = None,
     cases: Sequence[PlanCase] | None = None,
     run: RunCase = run_case,
-    time_limit_s: float = math.inf,
 ) -> dict[str, Any]:
-    """Run every case that begins within `time_limit_s`; print what kept its promise, or JSON; `save`: write the page.
+    """Run every case and print what was planned beside what was measured, as a table or JSON.
 
     `cases` default to those of this machine. Returns the report. Run directories are below `folder` (the current one
     when none) and removed. A case that fails stops no other. Raises UserError for a folder that is not there.
     """
-    require_folders(folder, None if save is None else save.parent)
-    if cases is None:
-        cases = cases_here()
+    require_folders(folder)
+    cases = cases_here() if cases is None else cases
     rows = []
-    begun = time.monotonic()
     for number, case in enumerate(cases, start=1):
-        if time.monotonic() - begun > time_limit_s:
-            break
         with working(f"case {number} of {len(cases)}: {case.name}"):
             rows.append(row_of(case, folder, run))
         print(f"{number}/{len(cases)} {progress(rows[-1])}", file=sys.stderr, flush=True)
     report = report_of(rows)
-    if save is not None:
-        save.write_text(markdown(report))
-    show(report, "; ".join(_verdict(report)), as_json=json)
+    show(report, table(report), as_json=json)
     return report
 
 
@@ -95,7 +86,7 @@ def row_of(case: PlanCase, folder: Path | None, run: RunCase = run_case) -> dict
             run(case, Path(path) / "run")
             row |= compare(Path(path) / "run")
         except CallFailed as error:
-            row |= {"error": str(error), "output": error.output, "ended": error.ended}
+            row |= {"error": str(error), "output": error.output}
         except UserError as error:
             row["error"] = str(error)
     return row | {"process_s": time.monotonic() - started}
@@ -227,44 +218,19 @@ def _share(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.1%}"
 
 
-_PAGE = """# Plans compared with runs
-
-{date}, {cores} cores, {ram} RAM, {gpu}. torch {torch}, Python {python}.
-
-```
-penstock bench plan --save docs/results/planning.md
-```
-made this page. Every case trains {steps} steps of random tokens in a process of its own. Planned is the forecast after
-calibration (`plan.json` of the run directory); measured are the peaks of `summary.json` and the median of all steps but
-the first. Peaks are given as measured over planned.{heap}
-
-| case | what | parameters | context, tokens a step | state | GPU peak | RAM peak | NVMe peak | step | bound by |
-|---|---|---|---|---|---|---|---|---|---|
-"""
-_HEAP = """ GPU peaks are without the temporaries of one op, which come from torch's
-heap here and cannot be counted."""
+_COLUMNS: tuple[str, ...] = ("case", "what", "parameters", "context, tokens a step", "state")
+_COLUMNS += ("GPU peak", "RAM peak", "NVMe peak", "step", "bound by")
 
 
-def markdown(report: Mapping[str, Any]) -> str:
-    machine, rows = report["machine"], report["cases"]
-    steps = max((len(row["step_times_s"]) for row in rows if "error" not in row), default=0)
-    on_gpu = machine["gpu"] is not None
-    head = _PAGE.format(
-        gpu=machine["gpu"] or "no GPU: the gpu tier is ordinary memory with the same layout",
-        heap="" if on_gpu else _HEAP,
-        date=report["date"],
-        cores=machine["cores"],
-        ram=bytes_text(machine["ram_bytes"]),
-        torch=machine["torch"],
-        python=machine["python"],
-        steps=steps,
-    )
-    return head + "\n".join([*map(_markdown_row, rows), "", *(f"- {line}" for line in _verdict(report))]) + "\n"
+def table(report: Mapping[str, Any]) -> str:
+    """Markdown: a row for every case, then how many kept their promise."""
+    lines = markdown_table(_COLUMNS, map(_cells, report["cases"]))
+    return "\n".join([*lines, "", *(f"- {line}" for line in _verdict(report))])
 
 
-def _markdown_row(row: Mapping[str, Any]) -> str:
+def _cells(row: Mapping[str, Any]) -> list[str]:
     if "error" in row:
-        return f"| {row['case']} | {row['about']} | failed: {row['error']} | | | | | | | |"
+        return [row["case"], row["about"], f"failed: {row['error']}", *[""] * (len(_COLUMNS) - 3)]
     cells = [row["case"], row["about"], f"{row['params'] / 1e6:.1f}M"]
     cells += [f"{row['context']:,}, {row['tokens_per_step']:,}", row["state"]]
     for name in TIERS:
@@ -272,4 +238,4 @@ def _markdown_row(row: Mapping[str, Any]) -> str:
         cells.append(_ratio(pair) if pair["planned"] else "-")
     step = row["step_s"]
     cells.append(f"{seconds_text(step['measured'])} of {seconds_text(step['planned'])}: {_ratio(step)}")
-    return markdown_row([*cells, row["bound_by"]])
+    return [*cells, row["bound_by"]]

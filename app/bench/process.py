@@ -6,7 +6,7 @@ A child process ends at its time limit, with everything that it started, and wit
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -21,19 +21,19 @@ from typing import IO, Any
 
 from penstock.storage.files import child
 from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import real_path
 
-REPOSITORY = Path(__file__).parents[2]
 _ANSWER = "answer: "
 """Before what a child hands over, in a line of its own; libraries may write before and after it."""
 _OUTPUT_LINES = 60
 
 
 class CallFailed(UserError):
-    """A child broke, or met its limit (`ended`); the message is one line, `output` the end of what it wrote."""
+    """A child broke or met its limit; the message is one line, `output` the end of what it wrote."""
 
-    def __init__(self, reason: str, output: str = "", *, ended: bool = False) -> None:
+    def __init__(self, reason: str, output: str = "") -> None:
         super().__init__(reason)
-        self.output, self.ended = output, ended
+        self.output = output
 
 
 def call(
@@ -44,14 +44,15 @@ def call(
     `more`: variables of its environment; `what` names the work in messages. Raises UserError of one line with the words
     of the function's own UserError, and CallFailed for any other end.
     """
+    command = child.command("app.bench.process", work, json.dumps(arguments))
     with tempfile.TemporaryFile("w+") as output:
-        code = run_limited(command_of(work, *arguments), limit_s, stdout=output, stderr=output, more=more)
+        code = run_limited(command, limit_s, stdout=output, stderr=output, more=more)
         output.seek(0)
         lines = output.read().strip().splitlines()
     said = what and f"{what}: "
     text = "\n".join(lines[-_OUTPUT_LINES:])
     if code is None:
-        raise CallFailed(f"{said}not done after {limit_s:.0f} s, so it was stopped", text, ended=True)
+        raise CallFailed(f"{said}not done after {limit_s:.0f} s, so it was stopped", text)
     handed = [line.removeprefix(_ANSWER) for line in lines if line.startswith(_ANSWER)]
     answer = json.loads(handed[-1]) if handed else {}
     if "refusal" in answer:
@@ -71,11 +72,6 @@ def last_words(output: str) -> str:
 
 
 _TRACEBACK = "Traceback (most recent call last):"
-
-
-def command_of(work: str, *arguments: Any) -> list[str]:
-    """The command that carries out a function, as module:name, in a process of its own."""
-    return child.command("app.bench.process", work, json.dumps(arguments))
 
 
 def scratch(folder: Path | None = None) -> tempfile.TemporaryDirectory[str]:
@@ -100,17 +96,9 @@ def raised_by_signals(end: Callable[[int], BaseException], *numbers: int) -> Ite
 
 def require_folders(*folders: Path | None) -> None:
     """UserError for the first that is named and not there."""
-    from penstock.storage.files.untrusted import real_path  # imports packages, which gpu-check does without
-
     for folder in folders:
         if folder is not None and not real_path(folder).is_dir():
             raise UserError(f"{folder}: no such folder; create it first")
-
-
-def require_matplotlib(what: str) -> None:
-    """UserError where matplotlib is not installed, which `what` needs."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError(f"{what} needs matplotlib: pip install 'penstock[dev]'")
 
 
 def resident_bytes(field: str) -> int:
@@ -118,16 +106,6 @@ def resident_bytes(field: str) -> int:
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024
-
-
-def nvidia_smi(*fields: str) -> str | None:
-    """What the driver says of the first GPU; None where it says nothing."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-        return done.stdout.splitlines()[0].strip()
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return None
 
 
 def show(report: Any, line: str, *, as_json: bool) -> None:
@@ -143,11 +121,6 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> lis
     return [markdown_row(head), "|---" * len(head) + "|", *map(markdown_row, rows)]
 
 
-def environment() -> dict[str, str]:
-    """The parent's, offline."""
-    return child.environment(USE_HUB_KERNELS="0", HF_HUB_OFFLINE="1", NO_COLOR="1")
-
-
 def run_limited(
     command: Sequence[str],
     limit_s: float,
@@ -158,7 +131,7 @@ def run_limited(
     cwd: str | None = None,
     grace_s: float = 0.0,
 ) -> int | None:
-    """The exit code of `command`, None where it was ended after `limit_s` seconds.
+    """The exit code of `command`, offline, None where it was ended after `limit_s` seconds.
 
     `more`: further variables of its environment; `cwd`: the folder that it runs in. At the limit it may have `grace_s`
     after an interrupt to say what it has found. Raises OSError where the command cannot be started.
@@ -166,7 +139,7 @@ def run_limited(
     # A session of its own: what it starts (compilers) ends with it.
     process = subprocess.Popen(
         command,
-        env=environment() | (more or {}),
+        env=child.environment(USE_HUB_KERNELS="0", HF_HUB_OFFLINE="1", NO_COLOR="1") | (more or {}),
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=stdout,

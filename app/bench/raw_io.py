@@ -1,29 +1,21 @@
-"""What drives give without Penstock: direct writes and reads of existing files, with fio or with a loop of our own."""
+"""What drives give without Penstock: direct writes and reads of existing files."""
 
 from __future__ import annotations
 
-import json
 import os
-import resource
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from penstock.storage.files.disk import fsync_file, write_file
-from penstock.storage.files.errors import UserError
 from penstock.storage.tier.drives import READ_THREADS, WRITE_THREADS
 
 LOOP_THREADS = max(READ_THREADS, WRITE_THREADS)
-"""Files that the own loop keeps in flight on each drive: as many as the store."""
-FIO_DEPTH = 8
-"""Requests of one file each that fio keeps in flight on each drive; the kernel splits each into many."""
+"""Files that are in flight on each drive: as many as the store keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +65,8 @@ class RawFiles:
             fsync_file(path)
 
 
-class OwnLoop:
+class RawLoop:
     """Threads that each write or read one whole file at a time, as many for a drive as the store uses."""
-
-    key = "loop"
-    name = f"own O_DIRECT loop, {LOOP_THREADS} threads for each drive"
 
     def __init__(self, slots: Sequence[torch.Tensor]):
         """`slots` uint8 [file_bytes] each, from an arena: LOOP_THREADS for each drive are written from and read into.
@@ -113,68 +102,6 @@ class OwnLoop:
                     future.result()
 
             return timed(sum(drive.total_bytes for drive in drives), work)
-
-
-class Fio:
-    """The fio tool, one job for each drive, the whole of a file in each request."""
-
-    key = "fio"
-
-    def __init__(self, tool: str, engine: str, version: str):
-        self._tool = tool
-        self._engine = engine
-        self.name = f"{version} --direct=1 --ioengine={engine} --iodepth={FIO_DEPTH}"
-
-    @staticmethod
-    def find(folder: Path) -> Fio | None:
-        """fio with the first engine that works in `folder`; None where it is not installed or none does."""
-        tool = shutil.which("fio")
-        if tool is None:
-            return None
-        version = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout.strip()
-        probe = RawFiles(folder / "fio-probe", 1, 1 << 20)
-        probe.create(torch.zeros(1 << 20, dtype=torch.uint8))
-        try:
-            for engine in ("io_uring", "libaio"):
-                fio = Fio(tool, engine, version)
-                try:
-                    fio.run([probe], write=False)
-                except UserError:
-                    continue
-                return fio
-        finally:
-            shutil.rmtree(probe.folder)
-        return None
-
-    def run(self, drives: Sequence[RawFiles], *, write: bool) -> Timed:
-        """Overwrite or read every file, all drives at once, unsynced; fio's own time, which leaves its start out."""
-        kind = "write" if write else "read"
-        command = [self._tool, "--output-format=json", f"--rw={kind}", "--direct=1", f"--ioengine={self._engine}"]
-        command += [f"--iodepth={FIO_DEPTH}", "--thread", "--overwrite=1", "--file_service_type=sequential"]
-        for number, drive in enumerate(drives):
-            command += [
-                f"--name=drive{number}",
-                f"--directory={_escaped(drive.folder)}",
-                "--filename_format=raw.$filenum",
-            ]
-            command += [f"--nrfiles={drive.count}", f"--filesize={drive.file_bytes}", f"--bs={drive.file_bytes}"]
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        process = subprocess.run(command, capture_output=True, text=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        try:
-            jobs: list[dict[str, Any]] = json.loads(process.stdout[process.stdout.index("{") :])["jobs"]
-            moved = sum(int(job[kind]["io_bytes"]) for job in jobs)
-            seconds = max(float(job[kind]["runtime"]) for job in jobs) / 1e3
-        except (ValueError, LookupError):
-            raise UserError(f"fio failed: {process.stderr.strip()[-500:] or process.stdout.strip()[-500:]}") from None
-        expected = sum(drive.total_bytes for drive in drives)
-        if process.returncode != 0 or moved != expected:
-            raise UserError(f"fio moved {moved:,} of {expected:,} bytes: {process.stderr.strip()[-500:]}")
-        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        return Timed(moved, max(seconds, 1e-3), cpu)
-
-
-RawTool = OwnLoop | Fio
 
 
 def sync_files(paths: Sequence[Path]) -> float:
@@ -214,7 +141,3 @@ def _read(fd: int, out: memoryview) -> None:
         count = os.preadv(fd, [out[offset:]], offset)
         assert count, "the file is shorter than it was written"
         offset += count
-
-
-def _escaped(folder: Path) -> str:
-    return str(folder).replace(":", "\\:")  # fio splits folders at colons

@@ -1,8 +1,8 @@
 """`penstock bench storage`: the NVMe tier's reads and writes against what the drives give without it, in the same run.
 
-Raw: direct writes and reads of existing, initialised files of the chunk files' size, not synced, by fio where it is
-installed and by a loop of our own; the faster of the two in each round counts. Store: `NvmeStore.write` of every part
-from arena slots and the commit that makes them durable, all of it timed; `NvmeStore.read` into arena slots, cold.
+Raw: direct writes and reads of existing, initialised files of the chunk files' size, not synced, by as many threads as
+the store has. Store: `NvmeStore.write` of every part from arena slots and the commit that makes them durable, all of it
+timed; `NvmeStore.read` into arena slots, cold.
 
 Raw and store take turns and each round gives one ratio, so that a change in the machine's load or in the drive's mood
 meets both. Every second round runs the other way round: a drive (or a host's cache under a virtual one) reads faster
@@ -30,10 +30,8 @@ import torch
 from penstock.app.bench.process import raised_by_signals, scratch, show
 from penstock.app.bench.raw_io import (
     LOOP_THREADS,
-    Fio,
-    OwnLoop,
     RawFiles,
-    RawTool,
+    RawLoop,
     Timed,
     drop_cached,
     sync_files,
@@ -57,7 +55,7 @@ _SLOTS = 2 * LOOP_THREADS
 """Parts that the caller keeps in flight on each drive: twice the store's threads, so that none waits for work."""
 _MIN_PARTS = 4
 """Parts on each drive below which nothing is measured."""
-_ROOM = 3.3
+_CAPACITY = 3.3
 """Disk needed, times the size: two generations and as many raw files, with the store's margin."""
 _ARRAY = ("bench", "master")
 
@@ -93,7 +91,7 @@ def bench_storage(
 ) -> dict[str, Any]:
     """Measure the folders `paths`, one on each drive: each by itself and, if several, all together.
 
-    `size_bytes` is moved in each direction per measurement (less where room is short), in chunk files of `part_bytes`
+    `size_bytes` is moved in each direction per measurement (less where space is short), in chunk files of `part_bytes`
     of payload, `rounds` times. Prints the ratios, or JSON with `json`, and returns the figures: `read_ratio` and
     `write_ratio` are store over raw, medians of the rounds' ratios, of all drives together. Everything is made in
     hidden folders below `paths` and removed, also when interrupted. UserError on a folder that cannot be used.
@@ -117,19 +115,18 @@ def bench_storage(
         if len(folders) > 1:
             plans.append(_Plan("all drives", tuple(folders), parts_per_drive * len(folders), part_bytes))
         readers, skipped = _readers(list(places.values()))
-        fio = Fio.find(places[folders[0]])
         load_before = os.getloadavg()[0]
         cases = []
         for plan in plans:
             with working(f"measuring {plan.name}"):
-                cases.append(_run_case(plan, places, fio, readers, rounds))
+                cases.append(_run_case(plan, places, readers, rounds))
     figures: dict[str, Any] = {
         "read_ratio": cases[-1]["ratios"]["direct_read"],
         "write_ratio": cases[-1]["ratios"]["store_write"],
         "write_ratio_raw_synced": cases[-1]["ratios"]["store_write_raw_synced"],
         "part_bytes": part_bytes,
         "rounds": rounds,
-        "raw_tools": {tool.key: tool.name for tool in (fio, OwnLoop) if tool},
+        "raw": f"O_DIRECT, {LOOP_THREADS} threads for each drive",
         "skipped_readers": skipped,
         "load_average": [load_before, os.getloadavg()[0]],
         "drives": {
@@ -169,16 +166,16 @@ def _checked(paths: Sequence[Path]) -> list[Path]:
 
 
 def _parts_that_fit(folders: Sequence[Path], size_bytes: int, part_bytes: int) -> tuple[int, str | None]:
-    """Parts on each drive, and a remark where they are fewer than asked for; UserError when too few fit."""
+    """Parts on each drive, and a remark where they are fewer than wanted; UserError when too few fit."""
     wanted = max(_MIN_PARTS, size_bytes // (len(folders) * part_bytes))
     fitting, where = wanted, folders[0]
     for folder in folders:
         sharing = sum(os.stat(other).st_dev == os.stat(folder).st_dev for other in folders)
-        parts = int(shutil.disk_usage(folder).free / (sharing * _ROOM * part_bytes))
+        parts = int(shutil.disk_usage(folder).free / (sharing * _CAPACITY * part_bytes))
         if parts < fitting:
             fitting, where = parts, folder
     if fitting < _MIN_PARTS:
-        need = int(_MIN_PARTS * _ROOM * part_bytes)
+        need = int(_MIN_PARTS * _CAPACITY * part_bytes)
         free = shutil.disk_usage(where).free
         raise UserError(
             f"{where}: the benchmark needs {need:,} bytes for each folder on this disk and {free:,} are free"
@@ -200,9 +197,7 @@ def _readers(folders: Sequence[Path]) -> tuple[dict[str, Reader], dict[str, str]
     return readers | {"kvikio": chosen.device}, {}
 
 
-def _run_case(
-    plan: _Plan, places: dict[Path, Path], fio: Fio | None, readers: dict[str, Reader], rounds: int
-) -> dict[str, Any]:
+def _run_case(plan: _Plan, places: dict[Path, Path], readers: dict[str, Reader], rounds: int) -> dict[str, Any]:
     """Measure one set of drives; everything made for it is gone afterwards."""
     num_drives, part_numel = len(plan.folders), plan.part_bytes // 4
     raw = [
@@ -215,7 +210,6 @@ def _run_case(
     for index, slot in enumerate(memory):  # real data is not compressible, and a drive might compress
         slot.random_(generator=torch.Generator().manual_seed(index))
     slots = [slot[: plan.part_bytes] for slot in memory]
-    tools: list[RawTool] = [OwnLoop(memory), fio] if fio else [OwnLoop(memory)]
     switch, device = _Switch(readers["direct"]), readers.get("kvikio")
     stores = [places[folder] / "store" for folder in plan.folders]
     try:
@@ -236,7 +230,7 @@ def _run_case(
                 str(folder): sum(path.stat().st_size for path in chunk_files if path.is_relative_to(place))
                 for folder, place in zip(plan.folders, stores, strict=True)
             }
-            jobs = _jobs(plan, store, raw, tools, slots, switch, readers, chunk_files)
+            jobs = _jobs(plan, store, raw, RawLoop(memory), slots, switch, readers, chunk_files)
             runs: dict[str, list[Timed]] = {name: [] for name in jobs}
             for number in range(rounds):
                 for phase in ("_write", "_read"):
@@ -245,10 +239,10 @@ def _run_case(
                         done = sum(len(runs[each]) for each in jobs) / (rounds * len(jobs))
                         preparing.report(done, f"round {number + 1} of {rounds}, {name.replace('_', ' ')}")
                         runs[name].append(jobs[name]())
-                        if phase == "_write" and name != "store_write":  # the same and the time to make it durable
+                        if name == "raw_write":  # the same and the time to make it durable
                             written = runs[name][-1]
                             seconds = written.seconds + sync_files([path for files in raw for path in files.paths()])
-                            runs.setdefault(f"{name}_synced", []).append(replace(written, seconds=seconds))
+                            runs.setdefault("raw_write_synced", []).append(replace(written, seconds=seconds))
         finally:
             store.close()
     finally:
@@ -256,9 +250,6 @@ def _run_case(
         for folder in plan.folders:
             for child in places[folder].iterdir():
                 shutil.rmtree(child, ignore_errors=True)
-    for what in ("write", "write_synced", "read"):
-        of_tools = (runs[f"{tool.key}_{what}"] for tool in tools)
-        runs[f"raw_{what}"] = [max(pair, key=lambda run: run.gbps) for pair in zip(*of_tools, strict=True)]
     return {
         "name": plan.name,
         "drives": [str(folder) for folder in plan.folders],
@@ -273,7 +264,7 @@ def _jobs(
     plan: _Plan,
     store: NvmeStore,
     raw: Sequence[RawFiles],
-    tools: Sequence[RawTool],
+    loop: RawLoop,
     slots: Sequence[torch.Tensor],
     switch: _Switch,
     readers: dict[str, Reader],
@@ -283,9 +274,9 @@ def _jobs(
     payload_bytes = plan.num_parts * plan.part_bytes
     raw_paths = [path for files in raw for path in files.paths()]
 
-    def raw_read(tool: RawTool) -> Timed:
+    def raw_read() -> Timed:
         drop_cached(raw_paths)
-        return tool.run(raw, write=False)
+        return loop.run(raw, write=False)
 
     def store_read(reader: Reader) -> Timed:
         drop_cached(chunk_files)
@@ -296,11 +287,12 @@ def _jobs(
             torch.cuda.synchronize()
         return timed(payload_bytes, lambda: _stream(plan, into, store.read))
 
-    jobs: dict[str, Callable[[], Timed]] = {f"{tool.key}_write": partial(tool.run, raw, write=True) for tool in tools}
-    jobs["store_write"] = lambda: timed(payload_bytes, lambda: _write_store(store, plan, slots))
-    jobs |= {f"{tool.key}_read": partial(raw_read, tool) for tool in tools}
-    jobs |= {f"{name}_read": partial(store_read, reader) for name, reader in readers.items()}
-    return jobs
+    return {
+        "raw_write": partial(loop.run, raw, write=True),
+        "store_write": lambda: timed(payload_bytes, lambda: _write_store(store, plan, slots)),
+        "raw_read": raw_read,
+        **{f"{name}_read": partial(store_read, reader) for name, reader in readers.items()},
+    }
 
 
 def _write_store(store: NvmeStore, plan: _Plan, slots: Sequence[torch.Tensor]) -> None:
@@ -346,5 +338,4 @@ def _summary(timings: Sequence[Timed]) -> dict[str, Any]:
 def _against_sum(cases: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Speed of all drives together over the sum of each by itself."""
     *single, together = (case["measured"] for case in cases)
-    names = [name for name in together if not name.startswith(("fio_", "loop_"))]
-    return {name: together[name]["gbps"] / sum(case[name]["gbps"] for case in single) for name in names}
+    return {name: one["gbps"] / sum(case[name]["gbps"] for case in single) for name, one in together.items()}

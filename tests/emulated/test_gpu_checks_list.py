@@ -15,11 +15,11 @@ KINDS = "device,smoke,tests,short,plan-268m-tiers,drive,storage"
 
 @pytest.mark.long
 def test_a_command_of_each_kind_gives_its_figures(tmp_path: Path) -> None:
-    path = os.pathsep.join((str(ROOT / "src"), os.environ["PYTHONPATH"]))
+    path = os.pathsep.join((str(ROOT / "src"), str(ROOT), os.environ["PYTHONPATH"]))
     homes = {name: str(tmp_path / "home") for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME")}
     words = ("--small", "--results", "found", "--limit-s", "3000", "--only", KINDS)
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "penstock.app.gpu_check", *words],
+        [sys.executable, "-P", "-m", "benchmarks", "gpu_check", *words],
         cwd=tmp_path,
         env=os.environ | homes | {"PYTHONPATH": path, "STANDIN_GPU_GIB": "8"},
         capture_output=True,

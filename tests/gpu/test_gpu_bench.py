@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.app.bench.cases import SUITES, TINY
-from penstock.app.bench.kernels import attention_rates, matmul_rates
-from penstock.app.bench.setup import shape_model
-from penstock.app.bench.suite_worker import _profiled, measure
+from benchmarks.parts.cases import CASES, TINY
+from benchmarks.parts.setup import choose, random_model
+from benchmarks.shapes import attention_rates, matmul_rates, measure, profiled
 from penstock.engine.clock import clock
-from penstock.engine.config import DataConfig, Recipe
 from penstock.engine.machine.peaks import peak_flops
 from penstock.engine.machine.probe import probe
 
@@ -39,7 +37,7 @@ def test_gaps_between_kernels_are_seen(tmp_path: Path) -> None:
 
     dense()
     torch.cuda.synchronize()
-    busy, idle = _profiled(dense, tmp_path / "dense.json"), _profiled(sparse, tmp_path / "sparse.json")
+    busy, idle = profiled(dense, tmp_path / "dense.json"), profiled(sparse, tmp_path / "sparse.json")
     if busy is None or idle is None:
         pytest.skip("the profiler does not work here")
     assert 0 <= busy < 0.2 < 0.7 < idle < 1
@@ -50,8 +48,7 @@ def test_kernels_alone(emulated: bool) -> None:
     a = torch.randn(size, size, device=CUDA, dtype=torch.bfloat16)
     once = clock(lambda: a @ a, CUDA, 0.05)
     assert 1e-6 < once < 1e-2
-    recipe = Recipe(name="x", data=DataConfig(source="random", sequence_length=1024))
-    _, spec = shape_model(recipe, replace(TINY, head_dim=64), 2)
+    _, spec = random_model(replace(TINY, head_dim=64, num_layers=2), 1024, 1)
     for rates in (
         matmul_rates(spec, tokens, CUDA, torch.bfloat16, 0.05),
         attention_rates(spec, 4 * tokens, tokens, CUDA, torch.bfloat16, 0.05),
@@ -60,9 +57,9 @@ def test_kernels_alone(emulated: bool) -> None:
 
 
 def test_a_small_case_whole(tmp_path: Path, emulated: bool) -> None:
-    shape = TINY if emulated else replace(TINY, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64)
+    shape = TINY if emulated else replace(TINY, hidden_size=256, intermediate_size=512, head_dim=64)
     tokens = 128 if emulated else 512
-    case = replace(SUITES["cpu"][1], name="small", shapes=(shape,), row_tokens=4 * tokens, chunk_tokens=tokens)
+    case = replace(CASES["cpu-long"], shapes={"small": shape}, row_tokens=4 * tokens, chunk_tokens=tokens)
     case = replace(case, gpu="4GiB", ram="4GiB", needs_cuda=True, kernel_gaps=True)
     row = measure(case, tmp_path, tmp_path / "trace.json")
     assert row["tokens_per_s"] * row["step_s"] == pytest.approx(row["tokens"])
@@ -70,7 +67,7 @@ def test_a_small_case_whole(tmp_path: Path, emulated: bool) -> None:
     assert row["attention_executed_over_once"]["forward"] == pytest.approx(1.0)
     assert all(0 <= share <= 1 for share in (*row["busy"].values(), row["exposed_io"], row["compute_idle"]))
     # Compiled graphs are smaller than the eager ones that the first plan counts with.
-    assert row["plan"]["kept_chunks"] >= row["plan"]["kept_chunks_uncalibrated"]
+    assert row["saved_graphs"] >= len(choose(case, tmp_path).plan.saved_graphs)
     assert row["kernel_idle"] is None or 0 <= row["kernel_idle"] < 1
     assert 0 < row["tiers"]["gpu"]["peak_bytes"] <= row["tiers"]["gpu"]["budget_bytes"]
 

@@ -7,16 +7,18 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.app.bench.cases import Case, Shape, cases_of
-from penstock.app.bench.suites import run_case
-from penstock.app.gpu_check.commands import commands
+from benchmarks import shapes
+from benchmarks.gpu_check import commands
+from benchmarks.parts.cases import CASES, Case
+from benchmarks.parts.process import call
 from penstock.app.recipes.recipe import load_recipe
+from penstock.engine.config import ModelConfig
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.py"))
@@ -26,7 +28,7 @@ WIDER = {"70b_gh200": "1100MiB", "120b_gh200": "1600MiB", "qwen_1_5b_4gib": "120
 
 def run(*arguments: str, cwd: Path, limit_s: float | None = None, **more: str) -> subprocess.CompletedProcess[str]:
     """`more`: variables. The card is ordinary memory here: on a small one commands choose small models."""
-    path = os.pathsep.join((str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")))
+    path = os.pathsep.join((str(REPOSITORY / "src"), str(REPOSITORY), os.environ.get("PYTHONPATH", "")))
     env = os.environ | {"PYTHONPATH": path, "XDG_CONFIG_HOME": str(cwd / "config")} | more
     return subprocess.run(
         [sys.executable, "-m", *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=limit_s
@@ -42,7 +44,7 @@ def test_probe(tmp_path: Path) -> None:
 def gpu_check(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     """Records by name."""
     options = ("--results", "found", "--limit-s", "3000", *arguments)
-    done = run("penstock.app.gpu_check", *options, cwd=folder, limit_s=3100, STANDIN_GPU_GIB="8")
+    done = run("benchmarks", "gpu_check", *options, cwd=folder, limit_s=3100, STANDIN_GPU_GIB="8")
     assert done.returncode == 1, done.stderr[-4000:]
     records = json.loads((folder / "found" / "gpu-check.json").read_text())["commands"]
     return {record["name"]: record for record in records}
@@ -62,21 +64,24 @@ def test_gpu_check(tmp_path: Path) -> None:
     assert device["pinned"]["most_bytes"] >= 512 << 20
 
 
-CASES = list({case.name: case for _, case in cases_of("gpu")}.values())
+NAMES = [command.name for command in commands(small=False) if command.name in CASES]
 
 
-def cut(shape: Shape) -> Shape:
+def cut(shape: ModelConfig) -> ModelConfig:
     """A fourth of the width, with heads as wide as they are, and fewer words."""
-    smaller = replace(shape, hidden=shape.hidden // 4, intermediate=shape.intermediate // 4, vocab=8192)
-    return replace(smaller, heads=shape.heads // 4, kv_heads=max(1, shape.kv_heads // 4))
+    smaller = replace(
+        shape, hidden_size=shape.hidden_size // 4, intermediate_size=shape.intermediate_size // 4, vocab_size=8192
+    )
+    return replace(smaller, num_heads=shape.num_heads // 4, num_kv_heads=max(1, shape.num_kv_heads // 4))
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_a_suite_case_cut_to_size(case: Case, tmp_path: Path) -> None:
-    """Every case of gpu-check's suites through its own worker: fewer tokens, a fourth of the width, a small GPU."""
-    small = replace(case, shapes=(cut(case.shapes[-1]),), layers=(2,), rows=2, gpu="2GiB")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_case_cut_to_size(name: str, tmp_path: Path) -> None:
+    """Every shape of gpu-check through its own worker: fewer tokens, a fourth of the width, a small GPU."""
+    case: Case = CASES[name]
+    small = replace(case, shapes={"cut": cut([*case.shapes.values()][-1])}, layers=(2,), rows=2, gpu="2GiB")
     small = replace(small, row_tokens=min(case.row_tokens, 8192), chunk_tokens=min(case.chunk_tokens, 2048))
-    outcome = run_case(small, tmp_path, None, 400.0)
+    outcome = call(shapes.run, asdict(small), str(tmp_path), None)
     assert outcome["status"] == "done", outcome.get("reason")
     assert outcome["step_s"] > 0
 

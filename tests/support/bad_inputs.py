@@ -375,12 +375,10 @@ def _machines() -> Iterator[Bad]:
 def _arguments() -> Iterator[Bad]:
     commands = {
         "train": 1, "plan": 1, "resume": 1, "pause": 1, "stop": 1, "checkpoint": 1, "scrub": 1, "lanes": 1, "check": 1,
-        "export": 2, "trace": 1, "runs": 0, "probe": 0, "bench step": 0, "bench memory": 0, "bench attention": 0,
-        "bench storage": 1, "bench plan": 0, "bench planned": 0, "bench packing": 0,
+        "export": 2, "trace": 1, "runs": 0, "probe": 0, "bench step": 0, "bench storage": 1, "bench plan": 0,
     }  # fmt: skip
     wrong = [["nonsense"], ["bench", "nonsense"], ["--nonsense"], ["plan", "tiny.py", "--set"]]
     wrong += [["probe", "--seconds", "soon"], ["probe", "--seconds", "0"], ["bench", "storage", ".", "--rounds", "0"]]
-    wrong += [["bench", "attention", "--tokens", "many"], ["bench", "plan", "--time-limit", "soon"]]
     usages = {" ".join(arguments): arguments for arguments in wrong}
     for command, required in commands.items():
         usages[f"{command} --nonsense"] = [*command.split(), "--nonsense"]
@@ -397,7 +395,7 @@ def _arguments() -> Iterator[Bad]:
     others = [["train", "\udcff.py"]]
     sizes = ("0", "-1", "big", "9" * 30, "nan")
     others += [["bench", "storage", ".", option, text] for option in ("--size", "--chunk") for text in sizes]
-    others += [["bench", "step", "--suite", name] for name in ("nonsense", "gpu,nonsense", ",")]
+    others += [["bench", "plan", "--case", name] for name in ("nonsense", "29m-ram,nonsense", ",")]
     batches = ("512", "2x", "0x512", "2x1", "axb", "2x512x1", "9" * 30 + "x2")
     others += [["bench", "step", "--batch", text] for text in batches]
     yield from each("arguments", {" ".join(arguments): arguments for arguments in others}, words)

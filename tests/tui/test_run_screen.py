@@ -21,6 +21,7 @@ from textual.css.query import NoMatches
 from textual.pilot import Pilot
 from textual.widgets import Input
 
+from benchmarks.parts.synthetic import Writer
 from penstock.app.console.rows import plain
 from penstock.app.runs.directory import RunLock, is_live
 from penstock.app.runs.lanes import LANES
@@ -30,7 +31,6 @@ from penstock.tui.data import run_data
 from penstock.tui.data.spans import SpanStore
 from penstock.tui.screens.run import PANES, RunScreen
 from penstock.tui.screens.timeline import TimelineScreen
-from penstock.tui.synthetic import Writer
 from penstock.tui.widgets.kpi_bar import AlertBar, KpiBar
 from penstock.tui.widgets.pipeline import PipelineBar
 

@@ -87,9 +87,13 @@ def screen_lines(written: str) -> list[str]:
 
 
 def picture(lines: Sequence[str], title: str, width: int) -> str:
-    """The lines as SVG, without the fonts that it would load from elsewhere."""
+    """The lines as SVG."""
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     for line in lines:
         console.print(Text.from_ansi(line), overflow="fold", highlight=False)
-    svg = console.export_svg(title=title, unique_id="penstock")
+    return without_fonts(console.export_svg(title=title, unique_id="penstock"))
+
+
+def without_fonts(svg: str) -> str:
+    """A picture without the fonts that it would load from elsewhere."""
     return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL).replace("Fira Code", "ui-monospace, Menlo")

@@ -1,4 +1,4 @@
-"""A model trained for six steps with its state in all three tiers, against plain PyTorch on this card.
+"""A model trained for six steps with its state in all three tiers, beside plain PyTorch on this card: for gpu-check.
 
 Both start from the same drawn weights and train on the same rows, the same ones at every step, so that the loss falls
 by much more than rounding moves it. Both compute in bfloat16 with float32 master weights, moments and sums of
@@ -25,13 +25,11 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.app.bench.cases import LADDER, TINY, Shape
+from benchmarks.parts.cases import QWEN3_600M, TINY, shape
+from benchmarks.parts.session import DrawnState, loader_of, open_drawn
+from benchmarks.parts.setup import Setup, plan_request, random_model
 from penstock.app.bench.plain import PlainBatch, plain_steps
-from penstock.app.bench.setup import Setup, plan_request, random_recipe, shape_model
-from penstock.app.bench.state import DrawnState
-from penstock.app.bench.suite_worker import open_case
-from penstock.engine.config import Recipe, TrainConfig
-from penstock.engine.data.prepare import make_loader, prepare_data
+from penstock.engine.config import ModelConfig, Recipe, TrainConfig
 from penstock.engine.forecast.least import need
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.machine.budgets import free_budgets
@@ -56,43 +54,43 @@ TIERS = ("gpu", "ram", "nvme")
 class Smoke:
     """A model and its batch."""
 
-    shape: Shape
-    rows: int
-    row_tokens: int
-    chunk_tokens: int
-    lr: float
+    name: str
+    model: ModelConfig
+    parameters: int
+    """About so many."""
+    rows: int = 2
+    row_tokens: int = 4096
+    chunk_tokens: int = 2048
+    lr: float = 2e-4
     part: str = "32MiB"
     """storage.part_bytes."""
 
     @property
     def plain_bytes(self) -> int:
         """GPU memory that plain PyTorch takes: weights, masters, moments, gradients twice, one row's logits."""
-        return 24 * self.shape.params + 16 * self.row_tokens * self.shape.vocab + (2 << 30)
+        assert self.model.vocab_size is not None
+        return 24 * self.parameters + 16 * self.row_tokens * self.model.vocab_size + (2 << 30)
 
 
-QWEN25_1_5B = Shape("Qwen2.5-1.5B", "qwen2", 28, 1536, 8960, 12, 2, 128, 151936, tied=True)
-_LARGE = Smoke(shape=QWEN25_1_5B, rows=2, row_tokens=4096, chunk_tokens=2048, lr=2e-4)
+QWEN25_1_5B = shape("qwen2", 28, 1536, 8960, (12, 2), 128, 151936, tie_embeddings=True)
+_70M = replace(QWEN3_600M, num_layers=12, hidden_size=512, intermediate_size=1536, vocab_size=32768)
 SMOKES = (
-    _LARGE,
-    replace(_LARGE, shape=LADDER[-1]),
-    replace(
-        _LARGE,
-        shape=replace(LADDER[-1], name="Qwen3 shape, 70M", layers=12, hidden=512, intermediate=1536, vocab=32768),
-        row_tokens=1024,
-        chunk_tokens=512,
-    ),
+    Smoke(name="Qwen2.5-1.5B", model=QWEN25_1_5B, parameters=1_550_000_000),
+    Smoke(name="Qwen3-0.6B", model=QWEN3_600M, parameters=600_000_000),
+    Smoke(name="Qwen3 shape, 70M", model=_70M, parameters=70_000_000, row_tokens=1024, chunk_tokens=512),
 )
 """Largest first; the first that this machine holds is run."""
 SMALL = Smoke(
-    shape=replace(TINY, layers=4, hidden=128, intermediate=384, vocab=1024, head_dim=32),
-    rows=2,
+    name="tiny",
+    model=replace(TINY, num_layers=4, hidden_size=128, intermediate_size=384, vocab_size=1024, head_dim=32),
+    parameters=850_000,
     row_tokens=128,
     chunk_tokens=64,
     lr=1e-3,
     part="64KiB",
 )
 CHOICE = PlanOptions(gpu_first="blocks", ram_first="state")
-ROOM = {"gpu": 0.5, "ram": 0.6}
+CAPACITY = {"gpu": 0.5, "ram": 0.6}
 """Of all state's bytes, what a tier has beside what the plan needs there at least: for state, and in RAM before that
 for weights and gradients of what is not on the GPU."""
 
@@ -106,7 +104,7 @@ def choose(folder: Path, device: torch.device) -> Setup:
     """The largest that GPU, RAM and drive hold. Raises UserError where none is."""
     free, disk = free_budgets(device), free_disk(folder)
     for smoke in SMOKES:
-        if smoke.plain_bytes <= free.gpu and 24 * smoke.shape.params <= disk:
+        if smoke.plain_bytes <= free.gpu and 24 * smoke.parameters <= disk:
             with suppress(BudgetError):
                 return prepare(smoke, folder, device)
     raise UserError(f"no smoke test fits {free.gpu:,} bytes of GPU, {free.ram:,} of RAM, {disk:,} of disk")
@@ -114,7 +112,8 @@ def choose(folder: Path, device: torch.device) -> Setup:
 
 def modelled(smoke: Smoke, device: torch.device, compile: str = "auto") -> tuple[Recipe, ModelSpec]:
     """Its recipe and model."""
-    recipe = random_recipe(
+    return random_model(
+        smoke.model,
         smoke.row_tokens,
         smoke.rows,
         part_bytes=smoke.part,
@@ -125,14 +124,13 @@ def modelled(smoke: Smoke, device: torch.device, compile: str = "auto") -> tuple
         device=device.type,
         compile=compile,
     )
-    return shape_model(recipe, smoke.shape, smoke.shape.layers)
 
 
 def placed(task: PlanRequest) -> Plan:
-    """A plan with state in each tier, by ROOM. Raises BudgetError where GPU or RAM has less than that."""
+    """A plan with state in each tier, by CAPACITY. Raises BudgetError where GPU or RAM has less than that."""
     problem = task.problem(task.chunks[-1])
     state = sum(len(problem.state_kinds) * FP32 * buffer.numel for buffer in problem.buffers)
-    for tier, share in ROOM.items():
+    for tier, share in CAPACITY.items():
         least = need(problem, CHOICE, tier)
         if least is None:
             break
@@ -149,13 +147,13 @@ def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "au
     recipe, spec = modelled(smoke, device, compile)
     readers = select_readers("auto", device, [folder])
     plan = placed(plan_request(recipe, spec, free_budgets(device), device, readers))
-    return Setup(smoke.shape, spec, spec, plan, plan, recipe, device, readers)
+    return Setup(name=smoke.name, recipe=recipe, spec=spec, plan=plan, device=device, readers=readers)
 
 
 def penstock(setup: Setup, folder: Path) -> dict[str, Any]:
     """Losses, gradient norms and seconds of the steps."""
     steps = []
-    with open_case(setup, folder)[1] as session:
+    with open_drawn(setup, folder)[1] as session:
         for _ in range(STEPS):
             metrics = train_step(session)
             steps.append((metrics.loss, metrics.grad_norm, metrics.step_s))
@@ -165,8 +163,8 @@ def penstock(setup: Setup, folder: Path) -> dict[str, Any]:
 
 
 def plain(setup: Setup, folder: Path) -> dict[str, Any]:
-    """The same of plain PyTorch, from the weights that `open_case` draws, float32, by the model's own names."""
-    loader = make_loader(prepare_data(setup.recipe, folder / "data").corpus, setup.spec, setup.recipe)
+    """The same of plain PyTorch, from the weights that `open_drawn` draws, float32, by the model's own names."""
+    loader = loader_of(setup, folder)
     batches = [[PlainBatch(batch.ids, batch.labels) for batch in loader.next_step()] for _ in range(STEPS)]
     flat, drawn = layouts(setup.spec), DrawnState(setup.plan, layouts(setup.spec))
     weights = {name: values for buffer in flat for name, values in drawn.weights(buffer).items()}
@@ -211,7 +209,7 @@ def state_bytes(plan: Plan) -> dict[str, int]:
 def check(setup: Setup, folder: Path) -> dict[str, Any]:
     """Everything: figures, and in `wrong` what is not as it should be."""
     held = state_bytes(setup.plan)
-    tell(model=setup.shape.name, parameters=setup.spec.num_params, state_bytes=held)
+    tell(model=setup.name, parameters=setup.spec.num_params, state_bytes=held)
     ours = penstock(setup, folder)
     gc.collect()
     if setup.device.type == "cuda":
@@ -221,18 +219,10 @@ def check(setup: Setup, folder: Path) -> dict[str, Any]:
     return {"penstock": ours, "plain": theirs, "wrong": wrong}
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(small: bool = False) -> None:
     """Check this card in the current folder. Exits with words where something is wrong, or nothing fits."""
     device, folder = resolve_device(TrainConfig()), Path.cwd()
-    try:
-        setup = prepare(SMALL, folder, device) if "--small" in arguments else choose(folder, device)
-        wrong = check(setup, folder)["wrong"]
-    except UserError as error:
-        sys.exit(str(error))
+    wrong = check(prepare(SMALL, folder, device) if small else choose(folder, device), folder)["wrong"]
     tell(wrong=wrong)
     if wrong:
         sys.exit(f"{len(wrong)} figures beyond the tolerance, the first: {wrong[0]}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from textual.widgets import Input
 
+from benchmarks.screens import session
 from penstock.app.launch.launcher import start
 from penstock.app.recipes.recipe import from_dict
-from penstock.tui import session
 from penstock.tui.app import PenstockApp
 from penstock.tui.screens.finetune import FinetuneScreen
 

@@ -1,7 +1,6 @@
-"""What this machine is, what works on it, and the few rates that everything else rests on.
+"""What this machine is, what works on it, and the few rates that everything else rests on: for gpu-check.
 
-Prints each finding at once as a JSON object. What raises is a finding too: not measured, and why. `--small` takes
-operands that any machine computes with in seconds.
+Prints each finding at once as a JSON object. What raises is a finding too: not measured, and why.
 """
 
 from __future__ import annotations
@@ -18,36 +17,37 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.app.bench.process import nvidia_smi
+from benchmarks.parts.process import nvidia_smi
 
 if TYPE_CHECKING:
     import torch
 
     from penstock.engine.machine.probe_compute import Sizes
 
-SMALL = "--small" in sys.argv
 PACKAGES = "torch triton transformers tensorstore crc32c kvikio-cu13 flash-attn flash-attn-3 flash-attn-4"
 PACKAGES += " nvidia-cudnn-cu13 pytest"
-_SAMPLE_S = 0.05 if SMALL else 0.6
 _LONG_S = 5.0
 _NODES = Path("/sys/devices/system/node")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def device() -> torch.device:
-    from penstock.engine.config import TrainConfig
-    from penstock.engine.machine.device import resolve_device
+def main(small: bool = False, drive: bool = False) -> None:
+    """All findings, or with --drive that of the drive alone, which fails where it cannot be measured.
 
-    return resolve_device(TrainConfig())
+    --small takes operands that any machine computes with in seconds.
+    """
+    if drive:
+        print(json.dumps({"drives": drives(small)}))
+        return
+    for find in FINDINGS:
+        try:
+            value = find(small)
+        except Exception as error:  # what does not work here is what this is for
+            value = f"not measured: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        print(json.dumps({find.__name__: value}), flush=True)
 
 
-def sizes(**more: Any) -> Sizes:
-    from penstock.engine.machine.probe_compute import CPU_SIZES, GPU_SIZES
-
-    return replace(CPU_SIZES, rows=64, copy_bytes=1 << 20) if SMALL else replace(GPU_SIZES, **more)
-
-
-def packages() -> dict[str, str]:
+def packages(small: bool) -> dict[str, str]:
     """Versions."""
     found = {"python": platform.python_version()}
     for name in PACKAGES.split():
@@ -58,7 +58,7 @@ def packages() -> dict[str, str]:
     return found
 
 
-def machine() -> dict[str, Any]:
+def machine(small: bool) -> dict[str, Any]:
     """GPU, driver, CUDA, compilers, cores, NUMA nodes."""
     import torch
 
@@ -80,38 +80,50 @@ def machine() -> dict[str, Any]:
     }
 
 
-def memory() -> dict[str, int]:
+def memory(small: bool) -> dict[str, int]:
     """What this process may take of RAM."""
     from penstock.engine.machine.limits import free_memory, machine_memory
 
     return {"ram_bytes": machine_memory(), "ram_available_bytes": free_memory().free_bytes}
 
 
-def matmul_flops() -> float:
+def _probe(small: bool) -> tuple[torch.device, Sizes, float]:
+    """The device, and what and how long engine.machine.probe_compute measures there."""
+    from penstock.engine.config import TrainConfig
+    from penstock.engine.machine.device import resolve_device
+    from penstock.engine.machine.probe_compute import CPU_SIZES, GPU_SIZES
+
+    sizes = replace(GPU_SIZES, rows=8192, copy_bytes=64 << 20)
+    if small:
+        sizes = replace(CPU_SIZES, rows=64, copy_bytes=1 << 20)
+    return resolve_device(TrainConfig()), sizes, 0.05 if small else 0.6
+
+
+def matmul_flops(small: bool) -> float:
     """FLOP/s of a layer's products in bfloat16."""
     from penstock.engine.machine import probe_compute
 
-    return probe_compute.matmul_flops(device(), sizes(rows=8192), _SAMPLE_S)
+    return probe_compute.matmul_flops(*_probe(small))
 
 
-def links() -> dict[str, float]:
+def links(small: bool) -> dict[str, float]:
     """Bytes/s between pinned RAM and the GPU, each way alone and the share of their sum at once."""
     from penstock.engine.machine.probe_compute import link_rates
 
-    rates = link_rates(device(), sizes(copy_bytes=64 << 20), _SAMPLE_S)
+    rates = link_rates(*_probe(small))
     return {"h2d_bytes_per_s": rates.h2d, "d2h_bytes_per_s": rates.d2h, "duplex_share": rates.duplex_share}
 
 
-def attention() -> dict[str, Any]:
+def attention(small: bool) -> dict[str, Any]:
     """TFLOP/s of every attention kernel that loads and is right, and why the others are not, by direction."""
     import torch
 
     from penstock.engine.attention import chunk
 
     layer = chunk.Attends(heads=32, kv_heads=8, qk_dim=128, v_dim=128, chunk=8192, total=32768)
-    if SMALL:
+    if small:
         layer = chunk.Attends(heads=4, kv_heads=2, qk_dim=64, v_dim=64, chunk=128, total=512)
-    chunk.prepare(device(), torch.bfloat16, [layer])
+    chunk.prepare(_probe(small)[0], torch.bfloat16, [layer])
     found: dict[str, Any] = {}
     for direction in ("forward", "backward"):
         # Of all kinds the one with the most keys is where time goes.
@@ -121,23 +133,23 @@ def attention() -> dict[str, Any]:
     return found
 
 
-def reads() -> dict[str, Any]:
+def reads(small: bool) -> dict[str, Any]:
     """Which reader serves GPU memory, and why no better one."""
     from penstock.storage.tier.readers import select_readers
 
-    readers = select_readers("auto", device(), [Path.cwd()])
+    readers = select_readers("auto", _probe(small)[0], [Path.cwd()])
     gpu = readers.device.name if readers.device is not None else "none"
     return {"host": readers.host.name, "device": gpu, "warning": readers.warning or "none"}
 
 
-def pinned() -> dict[str, Any]:
+def pinned(small: bool) -> dict[str, Any]:
     """The most that was pinned, doubled up to a fourth of what is free while it is quick, and what it took."""
     from penstock.engine.machine.limits import free_memory
     from penstock.storage.files.errors import BudgetError
     from penstock.storage.tier.arena import HostArena
 
-    size, found = (64 << 20) if SMALL else (512 << 20), dict[str, Any]()
-    most = size if SMALL else free_memory().free_bytes // 4
+    size, found = (64 << 20) if small else (512 << 20), dict[str, Any]()
+    most = size if small else free_memory().free_bytes // 4
     while size <= most and found.get("took_s", 0.0) < _LONG_S:
         arena, begun = HostArena(size, budget_bytes=size), time.perf_counter()
         arena.slot("all", size)
@@ -151,7 +163,7 @@ def pinned() -> dict[str, Any]:
     return found
 
 
-def compile_s() -> dict[str, float]:
+def compile_s(small: bool) -> dict[str, float]:
     """Seconds to compile and run a pass over memory, on the GPU and on the CPU."""
     import torch
 
@@ -163,33 +175,16 @@ def compile_s() -> dict[str, float]:
     return took
 
 
-def drives() -> Any:
+def drives(small: bool) -> Any:
     """What the drive of the current folder gives. Raises UserError."""
     import msgspec
 
     from penstock.engine.machine.probe_drives import probe_drives
 
-    rates = probe_drives([Path.cwd()], 1.0 if SMALL else 12.0, say=lambda text: print(text, file=sys.stderr))
+    rates = probe_drives([Path.cwd()], 1.0 if small else 12.0, say=lambda text: print(text, file=sys.stderr))
     return msgspec.to_builtins(rates)["drives"]
 
 
-FINDINGS: tuple[Callable[[], Any], ...]
+FINDINGS: tuple[Callable[[bool], Any], ...]
 FINDINGS = (machine, packages, memory, matmul_flops, links, attention, reads, pinned, compile_s)
 """In order of weight."""
-
-
-def main() -> None:
-    """All findings; `--drive`: that of the drive alone, which fails where it cannot be measured."""
-    if "--drive" in sys.argv:
-        print(json.dumps({"drives": drives()}))
-        return
-    for find in FINDINGS:
-        try:
-            value = find()
-        except Exception as error:  # what does not work here is what this is for
-            value = f"not measured: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        print(json.dumps({find.__name__: value}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

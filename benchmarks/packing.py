@@ -1,4 +1,4 @@
-"""`penstock bench packing`: short conversations packed into long rows against one of them per row, the rest padding.
+"""Short conversations packed into long rows beside one of them per row, the rest padding: docs/results/packing.md.
 
 The same documents in the same order make a step of either, on the same model with the same chunks: packed they fill one
 row or a few, apart each has a row of its own, whose padding is at its end. Both are trained by `train_step`, in turn.
@@ -7,6 +7,7 @@ What a trained token costs in one over what it costs in the other is the ratio: 
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from pathlib import Path
@@ -14,10 +15,10 @@ from typing import Any, cast
 
 import torch
 
-from penstock.app.bench.cases import Shape
+from benchmarks.parts.cases import shape
+from benchmarks.parts.session import open_drawn
+from benchmarks.parts.setup import Setup, plan_request, random_model
 from penstock.app.bench.process import scratch, show
-from penstock.app.bench.setup import Setup, plan_request, random_recipe, shape_model
-from penstock.app.bench.suite_worker import open_case
 from penstock.app.console.working import Working
 from penstock.engine.data.loader import DataLoader, MicroBatch
 from penstock.engine.machine.budgets import Budgets
@@ -28,66 +29,56 @@ from penstock.engine.train import train_step
 from penstock.storage.files.errors import UserError
 from penstock.storage.tier.readers import select_readers
 
-CONTEXT, DOCUMENT = 32_768, 512
-CHUNK_TOKENS = 2048
-SHAPE = Shape("2 layers of width 128", "qwen3", 2, 128, 256, 4, 2, 32, 512)
+VOCAB = 512
+MODEL = shape("qwen3", 2, 128, 256, (4, 2), 32, VOCAB)
 _BUDGETS = Budgets(1 << 40, 1 << 40, None, {})
 """More than either needs: everything stays in memory, and pages that padding would have filled are never touched."""
 
 
-def bench_packing(
-    *,
-    context: int = CONTEXT,
-    document: int = DOCUMENT,
-    chunk_tokens: int = CHUNK_TOKENS,
+def main(
+    context: int = 32_768,
+    document: int = 512,
+    chunk: int = 2048,
     rounds: int = 3,
     json: bool = False,
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Time `rounds` steps of each over one packed row's documents; print the ratio, or JSON with `json`.
+    """Time --rounds steps of each over one packed row's documents; print the ratio of seconds per trained token.
 
-    Returns `ratio` (seconds per trained token, one per row over packed; median of the rounds), `cpu_ratio` (the same in
-    seconds of the processor, which other work on the machine does not lengthen), the seconds of a step of each, and the
-    tokens that either computes. Raises UserError where a row holds no two documents.
+    `cpu_ratio` is in seconds of the processor, which other work on the machine does not lengthen.
     """
     if context < 2 * document or document < 2:
         raise UserError(f"--context {context}: give room for two documents of {document} tokens, of at least 2 each")
-    with scratch(folder) as path, Working() as shown:
-        rows = {"packed": 1, "apart": context // document}
-        opened: dict[str, Session] = {}
-        try:
-            with shown.step("preparing"):
-                for name, count in rows.items():
-                    opened[name] = _open(Path(path) / name, context, document, chunk_tokens, count)
-            times: dict[str, list[float]] = {name: [] for name in opened}
-            cpu_times: dict[str, list[float]] = {name: [] for name in opened}
-            with shown.step("the first steps, which are not timed"):
-                tokens = {name: train_step(session).tokens for name, session in opened.items()}  # touches the memory
-            for number in range(1, rounds + 1):
-                for name, session in opened.items():
-                    with shown.step(f"round {number} of {rounds}: a step of rows that are {name}"):
-                        before_s = time.process_time()
-                        times[name].append(train_step(session).step_s)
-                        cpu_times[name].append(time.process_time() - before_s)
-            computed = {name: _computed(session) for name, session in opened.items()}
-        finally:
-            for session in opened.values():
-                session.close()
+    rows = {"packed": 1, "apart": context // document}
+    with scratch(folder) as path, contextlib.ExitStack() as stack, Working() as shown:
+        with shown.step("preparing"):
+            opened = {
+                name: stack.enter_context(_open(Path(path) / name, context, document, chunk, count))
+                for name, count in rows.items()
+            }
+        times: dict[str, list[float]] = {name: [] for name in opened}
+        cpu_times: dict[str, list[float]] = {name: [] for name in opened}
+        with shown.step("the first steps, which are not timed"):
+            tokens = {name: train_step(session).tokens for name, session in opened.items()}  # touches the memory
+        for number in range(1, rounds + 1):
+            for name, session in opened.items():
+                with shown.step(f"round {number} of {rounds}: a step of rows that are {name}"):
+                    before_s = time.process_time()
+                    times[name].append(train_step(session).step_s)
+                    cpu_times[name].append(time.process_time() - before_s)
+        computed = {name: _computed(session) for name, session in opened.items()}
     assert len(set(tokens.values())) == 1, "both train the same documents"
     seconds = {name: statistics.median(found) for name, found in times.items()}
     cpu_seconds = {name: statistics.median(found) for name, found in cpu_times.items()}
     report = {
         "ratio": statistics.median(a / p for a, p in zip(times["apart"], times["packed"], strict=True)),
         "cpu_ratio": cpu_seconds["apart"] / cpu_seconds["packed"],
-        "context": context,
-        "document": document,
         "documents": rows["apart"],
         "trained_tokens": tokens["packed"],
-        **{f"{name}_step_s": value for name, value in seconds.items()},
-        **{f"{name}_steps_s": value for name, value in times.items()},
-        **{f"{name}_cpu_s": value for name, value in cpu_seconds.items()},
-        **{f"{name}_computed_tokens": value for name, value in computed.items()},
-        "apart_padded_tokens": rows["apart"] * (context - document),
+        "steps_s": times,
+        "cpu_s": cpu_seconds,
+        "computed_tokens": computed,
+        "padded_tokens": rows["apart"] * (context - document),
     }
     line = (
         f"{rows['apart']} conversations of {document:,} tokens: one per row of {context:,} costs {report['ratio']:.2f} "
@@ -102,9 +93,8 @@ class _Conversations:
     """A loader of steps of the same random documents, packed into rows or each in one of its own."""
 
     def __init__(self, loader: DataLoader, context: int, document: int, rows: int) -> None:
-        self._loader, self._context, self._document, self._rows = loader, context, document, rows
-        documents = context // document
-        self._ids = torch.randint(SHAPE.vocab, (documents, document), generator=torch.Generator().manual_seed(0))
+        self._loader, self._context, self._rows = loader, context, rows
+        self._ids = torch.randint(VOCAB, (context // document, document), generator=torch.Generator().manual_seed(0))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -124,12 +114,11 @@ class _Conversations:
         positions = torch.arange(self._context)
         positions[:filled] %= tokens
         positions[filled:] -= filled
-        starts = list(range(0, min(filled + 1, self._context), tokens))
         return MicroBatch(
             ids=ids,
             labels=labels,
             positions=positions,
-            documents=starts,
+            documents=list(range(0, min(filled + 1, self._context), tokens)),
             num_targets=count * (tokens - 1),
             lengths=[tokens] * count,
             filled=filled if filled < self._context else None,
@@ -138,7 +127,8 @@ class _Conversations:
 
 def _open(folder: Path, context: int, document: int, chunk_tokens: int, rows: int) -> Session:
     folder.mkdir()
-    recipe = random_recipe(
+    recipe, spec = random_model(
+        MODEL,
         context,
         2,
         steps=10**6,
@@ -150,12 +140,11 @@ def _open(folder: Path, context: int, document: int, chunk_tokens: int, rows: in
         activation_checkpointing="selective",
         kv_window="whole",
     )
-    recipe, spec = shape_model(recipe, SHAPE, SHAPE.layers)
     device = torch.device("cpu")
     readers = select_readers("auto", device, [folder])
     plan = plan_request(recipe, spec, _BUDGETS, device, readers).plan(PlanOptions())
-    setup = Setup(SHAPE, spec, spec, plan, plan, recipe, device, readers)
-    session = open_case(setup, folder)[1]
+    setup = Setup(name="small", recipe=recipe, spec=spec, plan=plan, device=device, readers=readers)
+    session = open_drawn(setup, folder)[1]
     session.loader = cast(DataLoader, _Conversations(session.loader, context, document, rows))
     return session
 

@@ -1,4 +1,4 @@
-"""`penstock bench precision`: what a learning rate of 1e-6 teaches weights in bfloat16, with and without masters.
+"""What a learning rate of 1e-6 teaches weights in bfloat16, with and without masters: docs/results/precision.md.
 
 A small model learns Python from the interpreter's library, which gives its weights the magnitudes of a trained
 model's; rounded to bfloat16, as models are published, it then goes on at a low rate on another kind of text, the
@@ -11,9 +11,7 @@ out documents, computed in float32 by transformers, so that no way is marked by 
 
 from __future__ import annotations
 
-import json as json_module
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.app.bench.process import call, require_folders, require_matplotlib, scratch, show
+from benchmarks.parts.process import call, require_matplotlib, two_plots
+from benchmarks.parts.process import save as save_plots
+from benchmarks.parts.session import NOBODY
+from penstock.app.bench.process import require_folders, scratch
 from penstock.app.console.working import Working
 from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
 from penstock.engine.data.prepare import make_loader, make_validation, prepare_data
-from penstock.engine.events import Observer, Want
 from penstock.engine.export import export
 from penstock.engine.hf.config import model_config
 from penstock.engine.model.anatomy import model_spec
@@ -45,7 +45,6 @@ CASES = {
 """What is measured, and what the plot calls it."""
 RUNS = ("float32", "penstock", "stochastic", "in_place")
 """Ways to go on; all but penstock, of which weights and masters are measured, name what is measured of them."""
-STEPS, BEFORE_STEPS, EVERY, LR = 300, 300, 25, 1e-6
 ROW_TOKENS, ROWS = 256, 4
 _HELD_OUT, _VALIDATION_ROWS = 12, 32
 
@@ -53,42 +52,37 @@ Weights = dict[str, Tensor]
 """By the parameter's state-dict name."""
 
 
-def bench_precision(
-    *,
-    steps: int = STEPS,
-    before_steps: int = BEFORE_STEPS,
-    every: int = EVERY,
-    lr: float = LR,
-    json: bool = False,
-    save: Path | None = None,
+def main(
+    save: Path,
+    steps: int = 300,
+    before_steps: int = 300,
+    every: int = 25,
+    lr: float = 1e-6,
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Train for `before_steps`, go on for `steps` at `lr` in every way, and print how much each learns of what float32
-    does (JSON with `json`); with `save` write SAVE.json and the plot SAVE.svg.
+    """Train for --before-steps, go on for --steps at --lr in every way and measure each --every steps.
 
-    Returns the report: per case its rows of step, loss and share of weights that differ from the start's.
+    Writes SAVE.json (of each way its rows of step, loss and share of weights that differ from the start's) and their
+    plot SAVE.svg. Some minutes on a CPU.
     """
-    require_folders(folder, None if save is None else save.parent)
+    require_folders(folder, save.parent)
+    require_matplotlib()
     with scratch(folder) as path, Working() as shown:
         with shown.step(f"{before_steps} steps on Python"):
-            begin = "penstock.app.bench.precision:begin"
-            call(begin, path, before_steps, what="bench precision, the model to start from")
+            call(begin, path, before_steps, what="the model to start from")
         cases: dict[str, list[dict[str, float]]] = {}
         for run in RUNS:
             with shown.step(f"{steps} steps at {lr:g}, {run}"):
-                cases |= call(
-                    "penstock.app.bench.precision:go_on", run, path, steps, every, lr, what=f"bench precision, {run}"
-                )
+                cases |= call(go_on, run, path, steps, every, lr, what=run)
     cases = {case: cases[case] for case in CASES}
-    for case, rows in cases.items():
-        print(f"{CASES[case]}: {_row(rows)}", file=sys.stderr, flush=True)
-    shares = learnt(cases)
-    report: dict[str, Any] = {"lr": lr, "steps": steps, "before_steps": before_steps, "cases": cases, "learnt": shares}
-    if save is not None:
-        save.with_suffix(".json").write_text(json_module.dumps(report, indent=1) + "\n")
-        plot(report, save.with_suffix(".svg"))
-    told = ", ".join(f"{CASES[case]} {share:.0%}" for case, share in shares.items())
-    show(report, f"{steps} steps at {lr:g}, learnt of what float32 learns: {told}", as_json=json)
+    report: dict[str, Any] = {"lr": lr, "steps": steps, "before_steps": before_steps, "cases": cases}
+    report["learnt"] = learnt(cases)
+    save_plots(report, plotted(report), save)
+    print(f"{steps} steps at {lr:g}, learnt of what float32 learns:")
+    for case, share in report["learnt"].items():
+        first, last = cases[case][0], cases[case][-1]
+        moved = f"loss {first['loss']:.4f} to {last['loss']:.4f}, {last['changed']:.1%} of the weights changed"
+        print(f"{CASES[case]}: {share:.0%}, {moved}")
     return report
 
 
@@ -98,19 +92,9 @@ def learnt(cases: dict[str, list[dict[str, float]]]) -> dict[str, float]:
     return {case: one / fallen["float32"] for case, one in fallen.items()}
 
 
-def _row(rows: Sequence[dict[str, float]]) -> str:
-    return f"loss {rows[0]['loss']:.4f} -> {rows[-1]['loss']:.4f}, {rows[-1]['changed']:.1%} of the weights changed"
-
-
-def plot(report: dict[str, Any], file: Path) -> None:
-    require_matplotlib("the plot")
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "penstock", "svg.fonttype": "none"}
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), sharex=True)
+def plotted(report: dict[str, Any]) -> Any:
+    """The figure: loss and changed weights over the steps."""
+    figure, axes = two_plots("loss on documents held out", "share of the weights that changed")
     styles = {"float32": ("0.75", "-", 5.0), "weights": ("C0", "-", 1.8), "masters": ("C0", ":", 1.8)}
     styles |= {"stochastic": ("C2", "--", 1.5), "in_place": ("C3", "-", 1.8)}
     for case, rows in report["cases"].items():
@@ -118,28 +102,13 @@ def plot(report: dict[str, Any], file: Path) -> None:
         for axis, key in zip(axes, ("loss", "changed"), strict=True):
             x, y = [row["step"] for row in rows], [row[key] for row in rows]
             axis.plot(x, y, line, color=color, linewidth=width, label=CASES[case])
-    for axis, title in zip(axes, ("loss on documents held out", "share of the weights that changed"), strict=True):
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel(f"steps at a learning rate of {report['lr']:g}")
-        axis.grid(alpha=0.3)
+            axis.set_xlabel(f"steps at a learning rate of {report['lr']:g}")
     axes[1].yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
-    pyplot.close(figure)
+    return figure
 
 
 # ---------------------------------------------------------------------- what is trained, each in a process of its own
-
-
-class _Nobody(Observer):
-    """Is told of a run and says nothing."""
-
-    def checkpoint_requests(self) -> list[str]:
-        return []
-
-    def wanted(self) -> Want:
-        return "run"
 
 
 def begin(folder: str, steps: int) -> None:
@@ -164,7 +133,7 @@ def begin(folder: str, steps: int) -> None:
         budgets=BudgetConfig(gpu="1GiB", ram="1GiB"),
         storage=StorageConfig(checkpoint_every=10**9),
     )
-    train(recipe, run_dir=root / "begin", observer=_Nobody(), resume=False)  # type: ignore[abstract]
+    train(recipe, run_dir=root / "begin", observer=NOBODY, resume=False)
     export(root / "begin", recipe, out_dir=root / "model")
     from pydoc_data.topics import topics
 
@@ -251,7 +220,7 @@ class _Judge:
 
 def _penstock(recipe: Recipe, run_dir: Path, every: int) -> Iterable[dict[str, Weights]]:
     """Weights and masters of every `every` steps of a run."""
-    with open_session(recipe, run_dir=run_dir, observer=_Nobody(), resume=False) as session:  # type: ignore[abstract]
+    with open_session(recipe, run_dir=run_dir, observer=NOBODY, resume=False) as session:
         for step in range(1, recipe.train.steps + 1):
             train_step(session)
             if step % every == 0:

@@ -1,4 +1,4 @@
-"""The documentation's pictures of the screens, what the pictured run printed, and the list of keys: `make screens`.
+"""`make screens`: the documentation's pictures, what the pictured run printed, and the list of keys.
 
 Trains three times in a folder of its own, the third time while the pictures are taken: a model whose compute is small
 and whose state is on NVMe, so that every lane works, on any machine.
@@ -9,21 +9,21 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.screens.film import film
+from benchmarks.screens.finetune import fill_form, make_chat, tune
+from benchmarks.screens.session import without_fonts
 from penstock.app.launch.launcher import start
 from penstock.app.recipes import shipped
 from penstock.app.recipes.recipe import apply_overrides, load_recipe
 from penstock.app.runs.directory import RunInfo, is_live, read_info
 from penstock.tui.actions import keys_page
 from penstock.tui.app import PenstockApp
-from penstock.tui.capture_finetune import fill_form, make_chat, tune
-from penstock.tui.film import film
 from penstock.tui.screens.finetune import FinetuneScreen
 from penstock.tui.screens.fit import FitScreen
 from penstock.tui.screens.home import HomeScreen
@@ -150,11 +150,10 @@ def _is_planned(app: PenstockApp) -> bool:
 
 
 def _picture(app: PenstockApp) -> str:
-    svg = app.export_screenshot(title="penstock", simplify=True)
-    return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL).replace("Fira Code", "ui-monospace, Menlo")
+    return without_fonts(app.export_screenshot(title="penstock", simplify=True))
 
 
-def tell(live: Path, guide: Path) -> None:
+def print_into(live: Path, guide: Path) -> None:
     """Put the pictured run's command and what it printed into the guide, between its marks."""
     command = " ".join(["penstock train", RECIPE, *(f"--set {text}" for text in SETTINGS)])
     printed = f"{BEGIN}\n```\n$ {command}\n{(live / 'output.log').read_text()}```\n"
@@ -162,9 +161,12 @@ def tell(live: Path, guide: Path) -> None:
     guide.write_text(before + printed + END + rest.partition(END)[2])
 
 
-def main() -> None:
-    out = Path(sys.argv[1]).resolve()
-    wanted = sys.argv[2:]
+def main(out: Path = Path("docs/screens"), only: str = "") -> None:
+    """Write pictures (all, or those of --only NAME[,NAME...]) to --out.
+
+    Beside that folder keys.md is written, and into guide.md what the pictured run printed.
+    """
+    out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     (out.parent / "keys.md").write_text(keys_page())
     os.environ["TEXTUAL_ANIMATIONS"] = "none"
@@ -175,16 +177,13 @@ def main() -> None:
         os.chdir(root)
         make_chat(root, lambda run: _wait(run, lambda info: info.state == "finished" and _is_exported(run), 600))
         tune(root, out)
-        if wanted and all("finetune" in name for name in wanted):
+        names = only.split(",") if only else []
+        if names and all("finetune" in name for name in names):
             asyncio.run(take(FORM, root, out))
             return
         live, finished = make_runs(root)
         for shot in shots(root, live, finished):
-            if not wanted or shot.name in wanted:
+            if not names or shot.name in names:
                 asyncio.run(take(shot, root, out))
         _wait(live, lambda info: info.state == "finished", 600)
-        tell(live, out.parent / "guide.md")
-
-
-if __name__ == "__main__":
-    main()
+        print_into(live, out.parent / "guide.md")

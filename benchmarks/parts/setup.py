@@ -1,4 +1,4 @@
-"""What a case of the step suites runs on this machine: the largest model and depth that fit, and its plan.
+"""What a benchmark of a step runs on this machine: for a case the largest model and depth that fit, and its plan.
 
 A model cut to some of its layers is planned as the whole one would be: with as much memory for one block's work, and
 with what is left over scaled to its depth, so that the same share of the layers is resident or kept.
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from penstock.app.bench.cases import Case, Shape
+from benchmarks.parts.cases import Case
 from penstock.engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.hf.config import model_config
@@ -38,18 +38,25 @@ class Skip(Exception):
     """This machine is smaller than the case needs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What is run for a case: a shape, whole and cut to `layers`, and the cut one's plan."""
+    """What is run."""
 
-    shape: Shape
-    spec: ModelSpec
-    full_spec: ModelSpec
-    full_plan: Plan
-    plan: Plan
+    name: str
+    """The model's."""
     recipe: Recipe
+    spec: ModelSpec
+    plan: Plan
     device: torch.device
     readers: Readers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut(Setup):
+    """A model cut to some of its layers, and the whole one."""
+
+    full_spec: ModelSpec
+    full_plan: Plan
 
     @property
     def depth(self) -> float:
@@ -57,39 +64,36 @@ class Setup:
         return len(self.full_spec.attention) / len(self.spec.attention)
 
 
-def choose(case: Case, folder: Path, graph_bytes: Mapping[str, int] | None = None) -> Setup:
+def choose(case: Case, folder: Path, graph_bytes: Mapping[str, int] | None = None) -> Cut:
     """The first shape and depth that the machine holds. Raises Skip saying why none fits.
 
-    graph_bytes: Calibration.graph_bytes_per_token, once there is one; without it kept graphs count as eager ones.
+    graph_bytes: Calibration.graph_bytes_per_token, once there is one; without it saved graphs count as eager ones.
     """
     reasons = []
-    for shape in case.shapes:
+    for name, model in case.shapes.items():
         try:
-            return _fit(case, shape, folder, graph_bytes)
+            return _fit(case, name, model, folder, graph_bytes)
         except Skip as reason:
-            reasons.append(f"{shape.name}: {reason}" if len(case.shapes) > 1 else str(reason))
+            reasons.append(f"{name}: {reason}" if len(case.shapes) > 1 else str(reason))
     raise Skip("; ".join(reasons))
 
 
-def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] | None) -> Setup:
-    on_gpu = case.needs_cuda
-    if on_gpu and not torch.cuda.is_available():
+def _fit(case: Case, name: str, model: ModelConfig, folder: Path, graph_bytes: Mapping[str, int] | None) -> Cut:
+    if case.needs_cuda and not torch.cuda.is_available():
         raise Skip("needs CUDA, and torch sees no device")
-    recipe = random_recipe(
+    recipe, full_spec = random_model(
+        model,
         case.row_tokens,
         max(4, case.rows),
         steps=10**6,
         global_batch_size=case.rows,
         chunk_tokens=case.chunk_tokens,
-        device="cuda" if on_gpu else "cpu",
-        compile="auto" if on_gpu or case.compiled else "off",
+        device="cuda" if case.needs_cuda else "cpu",
+        compile="auto" if case.needs_cuda or case.compiled else "off",
     )
     device = resolve_device(recipe.train)
-    given = {
-        tier: None if size is None else parse_bytes(size, tier) for tier, size in (("gpu", case.gpu), ("ram", case.ram))
-    }
-    free = free_budgets(device, gpu=given["gpu"], ram=given["ram"])
-    full_spec = shape_model(recipe, shape, shape.layers)[1]
+    gpu, ram = (None if size is None else parse_bytes(size, "budgets") for size in (case.gpu, case.ram))
+    free = free_budgets(device, gpu=gpu, ram=ram)
     # A whole model that needs more RAM than there is only limits the cases that measure such a one.
     whole = Budgets(free.gpu, free.ram if case.spill_state else _EVERYTHING, None, {})
     readers = select_readers("auto", device, [folder])
@@ -100,10 +104,10 @@ def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] 
     full_plan = _plan([task(full_spec, whole)], device)
     if case.spill_state:
         _require_disk(full_plan, recipe.train, folder, whole_state=case.layers is not None)
-    reasons = []
-    for layers in case.layers or (shape.layers,):
-        cut, spec = shape_model(recipe, shape, layers)
-        share = layers / shape.layers
+    total, reasons = len(full_spec.attention), []
+    for layers in case.layers or (total,):
+        cut, spec = with_model(recipe, replace(model, num_layers=layers))
+        share = layers / total
         gpu, ram = _scaled_peaks(full_plan, share)
         # Where all fits the GPU, a share of next to no RAM may be too little for a block's pass.
         rams = (ram, free.ram) if case.spill_state and share < 1 else (free.ram,)
@@ -117,36 +121,36 @@ def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] 
         gpu_tier = replace(plan.tiers["gpu"], budget_bytes=full_plan.tiers["gpu"].budget_bytes)
         plan = replace(plan, tiers=plan.tiers | {"gpu": gpu_tier})
         if not case.spill_state and (lacking := _not_in_ram(plan)):
-            reasons.append(f"{layers} layers of {shape.name} need {lacking}, and budgets.ram is {gib(free.ram)}")
+            reasons.append(f"{layers} layers of {name} need {lacking}, and budgets.ram is {gib(free.ram)}")
             continue
-        return Setup(shape, spec, full_spec, full_plan, plan, cut, device, readers)
+        return Cut(
+            name=name,
+            recipe=cut,
+            spec=spec,
+            plan=plan,
+            device=device,
+            readers=readers,
+            full_spec=full_spec,
+            full_plan=full_plan,
+        )
     raise Skip(reasons[-1])
 
 
-def random_recipe(context: int, documents: int, *, part_bytes: str = "32MiB", lr: float = 1e-5, **train: Any) -> Recipe:
-    """A recipe without a model that trains on so many documents of random tokens and commits nothing."""
-    return Recipe(
+def random_model(
+    model: ModelConfig, context: int, documents: int, *, part_bytes: str = "32MiB", lr: float = 1e-5, **train: Any
+) -> tuple[Recipe, ModelSpec]:
+    """A recipe that trains `model` on so many documents of random tokens and commits nothing, and the model's spec."""
+    recipe = Recipe(
         name="bench",
         data=DataConfig(source="random", sequence_length=context, max_documents=documents),
         train=TrainConfig(lr=lr, lr_schedule="constant", **train),
         storage=StorageConfig(checkpoint_every=10**9, part_bytes=part_bytes),
     )
+    return with_model(recipe, model)
 
 
-def shape_model(recipe: Recipe, shape: Shape, layers: int) -> tuple[Recipe, ModelSpec]:
-    """The recipe with the shape of so many layers as its model, and that model."""
-    model = ModelConfig(
-        model_type=shape.model_type,
-        num_layers=layers,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab,
-        tie_embeddings=shape.tied,
-        overrides=shape.overrides,
-    )
+def with_model(recipe: Recipe, model: ModelConfig) -> tuple[Recipe, ModelSpec]:
+    """The recipe with another model, and that one's spec."""
     recipe = replace(recipe, model=model)
     return recipe, model_spec(model_config(recipe, None), recipe)
 

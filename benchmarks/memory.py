@@ -1,10 +1,10 @@
-"""`penstock bench memory`: the compute device's memory against the sequence's length, measured on the CPU.
+"""The compute device's memory against the sequence's length, measured on the CPU: docs/results/memory-law.md.
 
 A step is run for every length, depth and treatment of the K/V window, each in a process of its own. Two things are
 measured: what the arena of the "gpu" tier handed out, and the process's own peak resident memory, less what it was
 before the session and less what does not belong to the tier: RAM tier, the step's own tokens, Python's objects (queued
 ops, spans). Budgets are the least that the planner accepts, so that nothing of what is left over becomes resident
-blocks or kept activations, and malloc gives back what is freed.
+blocks or saved activations, and malloc gives back what is freed.
 
 The law is 12 x kv_heads x head_dim bytes per token (K and V in bfloat16, their gradients in float32) and a constant,
 which is taken from the shortest sequence. Documents are short, so that 131,072 tokens take seconds on two cores: the
@@ -14,11 +14,11 @@ window spans the whole sequence wherever documents end.
 from __future__ import annotations
 
 import gc
-import json as json_module
 import os
 import re
 import sys
 import tempfile
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +26,12 @@ from typing import Any
 
 import torch
 
-from penstock.app.bench.cases import Shape
-from penstock.app.bench.process import call, require_folders, require_matplotlib, resident_bytes, scratch, show
-from penstock.app.bench.setup import Setup, random_recipe, shape_model
-from penstock.app.bench.suite_worker import open_case
+from benchmarks.parts.cases import shape
+from benchmarks.parts.process import call, require_matplotlib, two_plots
+from benchmarks.parts.process import save as save_plots
+from benchmarks.parts.session import open_drawn
+from benchmarks.parts.setup import Setup, random_model
+from penstock.app.bench.process import require_folders, resident_bytes, scratch
 from penstock.app.console.working import Working
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.machine.budgets import Budgets
@@ -45,44 +47,42 @@ from penstock.storage.tier.readers import select_readers
 LENGTHS = (4096, 8192, 16_384, 32_768, 65_536, 131_072)
 DEPTHS = {"whole": (1, 3), "streamed": (1, 2)}
 """By window; the longest streamed sequences at the first depth only, see `wanted`."""
-CHUNK_TOKENS = 1024
-DOCUMENT_TOKENS = 2048
-SHAPE = Shape("narrow, with the keys and values of Qwen2.5-7B", "qwen3", 1, 128, 256, 4, 4, 128, 512)
-
+MODEL = shape("qwen3", 1, 128, 256, (4, 4), 128, 512)
+"""Narrow, with the keys and values of Qwen2.5-7B."""
+BYTES_PER_TOKEN = 12 * 4 * 128
 _MEASURED = ("arena_bytes", "resident_bytes")
 _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 """glibc's malloc returns freed memory at once: else temporaries of many sizes leave holes that look like use."""
 
 
-def bench_memory(
-    *,
+def main(save: Path) -> None:
+    """Measure at 4k to 128k tokens, ten minutes; write the figures to SAVE.json and their plot to SAVE.svg."""
+    measure(save)
+
+
+def measure(
+    save: Path,
     lengths: Sequence[int] = LENGTHS,
     depths: Mapping[str, Sequence[int]] = DEPTHS,
-    document_tokens: int = DOCUMENT_TOKENS,
-    chunk_tokens: int = CHUNK_TOKENS,
-    json: bool = False,
-    save: Path | None = None,
+    document_tokens: int = 2048,
+    chunk_tokens: int = 1024,
 ) -> dict[str, Any]:
-    """Measure, print how near the law is (JSON with `json`), and with `save` write SAVE.json and the plot SAVE.svg.
-
-    Returns the report of `report_of`.
-    """
-    require_folders(None if save is None else save.parent)
+    """Measure and write SAVE.json and SAVE.svg; print how near the law is."""
+    require_folders(save.parent)
+    require_matplotlib()
     rows = []
     cases = list(wanted(lengths, depths, chunk_tokens))
     with Working() as shown:
         for number, (tokens, depth, window) in enumerate(cases, start=1):
             about = f"{tokens:,} tokens, {depth} layers, K/V window {window}"
             with shown.step(f"measurement {number} of {len(cases)}: {about}"):
-                rows.append(_measured(tokens, depth, window, document_tokens, chunk_tokens))
-            print(_row(rows[-1]), file=sys.stderr, flush=True)
-    report = report_of(rows, document_tokens, chunk_tokens)
-    if save is not None:
-        save.with_suffix(".json").write_text(json_module.dumps(report, indent=1) + "\n")
-        plot(report, save.with_suffix(".svg"))
+                given = (tokens, depth, window, document_tokens, chunk_tokens)
+                rows.append(call(measure_here, *given, more=_GIVE_BACK, what=about))
+            print(f"{about}: {bytes_text(rows[-1]['arena_bytes'])}", file=sys.stderr, flush=True)
+    report = report_of(rows)
+    save_plots(report, plotted(report), save)
     off = ", ".join(f"{window} {share:.2%}" for window, share in report["deviation"]["arena_bytes"].items())
-    line = f"{report['bytes_per_token']:,} bytes a token; the arena is off by at most, K/V window {off}"
-    show(report, line, as_json=json)
+    print(f"{BYTES_PER_TOKEN:,} bytes a token; the arena is off by at most, K/V window {off}")
     return report
 
 
@@ -102,25 +102,17 @@ def wanted(
                     yield tokens, depth, window
 
 
-def report_of(rows: Sequence[dict[str, Any]], document_tokens: int, chunk_tokens: int) -> dict[str, Any]:
+def report_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The rows, and how far they are from the law and from one another."""
-    per_token = 12 * SHAPE.kv_heads * SHAPE.head_dim
     windows = sorted({row["window"] for row in rows}, reverse=True)
-    return {
-        "bytes_per_token": per_token,
-        "chunk_tokens": chunk_tokens,
-        "document_tokens": document_tokens,
-        "rows": rows,
-        "deviation": {
-            key: {window: deviation(rows, window, key, per_token) for window in windows} for key in _MEASURED
-        },
-        "depth_difference": {
-            key: {window: depth_difference(rows, window, key) for window in windows} for key in _MEASURED
-        },
+    differences = {"deviation": deviation, "depth_difference": depth_difference}
+    return {"bytes_per_token": BYTES_PER_TOKEN, "rows": rows} | {
+        name: {key: {window: difference(rows, window, key) for window in windows} for key in _MEASURED}
+        for name, difference in differences.items()
     }
 
 
-def deviation(rows: Sequence[dict[str, Any]], window: str, key: str, per_token: int) -> float:
+def deviation(rows: Sequence[dict[str, Any]], window: str, key: str, per_token: int = BYTES_PER_TOKEN) -> float:
     """Largest distance of a size from the law (whole) or from a constant (streamed), as a share of it."""
     worst = 0.0
     for depth in {row["depth"] for row in rows if row["window"] == window}:
@@ -142,40 +134,22 @@ def depth_difference(rows: Sequence[dict[str, Any]], window: str, key: str) -> f
     return worst
 
 
-def _row(row: dict[str, Any]) -> str:
-    return (
-        f"{row['window']:<9}{row['depth']:>6}{row['tokens']:>9,}{bytes_text(row['arena_bytes']):>12}"
-        f"{bytes_text(row['resident_bytes']):>12}{bytes_text(row['process_bytes']):>12}{row['step_s']:>8.1f}"
+def plotted(report: dict[str, Any]) -> Any:
+    """The figure: both sizes over the length, and the law."""
+    figure, axes = two_plots(
+        '"gpu" tier, as its arena counts it', "the process, less RAM tier, batch and Python objects"
     )
-
-
-def plot(report: dict[str, Any], file: Path) -> None:
-    require_matplotlib("the plot")
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "penstock", "svg.fonttype": "none"}
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), sharex=True)
-    rows, per_token = report["rows"], report["bytes_per_token"]
-    for axis, key, title in zip(
-        axes,
-        _MEASURED,
-        ('"gpu" tier, as its arena counts it', "the process, less RAM tier, batch and Python objects"),
-        strict=True,
-    ):
+    rows = report["rows"]
+    for axis, key in zip(axes, _MEASURED, strict=True):
         for window, depth in sorted({(row["window"], row["depth"]) for row in rows}, reverse=True):
             found = sorted((r["tokens"], r[key]) for r in rows if (r["window"], r["depth"]) == (window, depth))
             x, y = [tokens for tokens, _ in found], [size / 2**20 for _, size in found]
-            mark = "o" if depth == max(row["depth"] for row in rows if row["window"] == window) else "x"
-            layers = f"{depth} layer{'s' if depth > 1 else ''}"
-            axis.plot(
-                x, y, mark, color="C0" if window == "whole" else "C1", fillstyle="none", label=f"{window}, {layers}"
-            )
-            if window == "whole" and depth == min(row["depth"] for row in rows):
-                law = [(y[0] * 2**20 + per_token * (tokens - x[0])) / 2**20 for tokens in x]
-                axis.plot(x, law, "-", color="C0", linewidth=0.8, label=f"{per_token:,} bytes a token")
+            color, mark = "C0" if window == "whole" else "C1", "x" if depth == 1 else "o"
+            label = f"{window}, {depth} layer{'s' if depth > 1 else ''}"
+            axis.plot(x, y, mark, color=color, fillstyle="none", label=label)
+            if (window, depth) == ("whole", 1):
+                law = [y[0] + BYTES_PER_TOKEN * (tokens - x[0]) / 2**20 for tokens in x]
+                axis.plot(x, law, "-", color=color, linewidth=0.8, label=f"{BYTES_PER_TOKEN:,} bytes a token")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
         ticks = sorted({row["tokens"] for row in rows})
@@ -183,22 +157,11 @@ def plot(report: dict[str, Any], file: Path) -> None:
         axis.set_xlabel("tokens of the sequence")
         axis.set_ylabel("MiB")
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.set_title(title, fontsize=10)
-        axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
-    pyplot.close(figure)
+    return figure
 
 
 # ---------------------------------------------------------------------- one measurement, in a process of its own
-
-
-def _measured(tokens: int, depth: int, window: str, document_tokens: int, chunk_tokens: int) -> dict[str, Any]:
-    what = f"bench memory, {tokens:,} tokens, {depth} layers, {window} window"
-    work = "penstock.app.bench.memory:measure_here"
-    row: dict[str, Any] = call(work, tokens, depth, window, document_tokens, chunk_tokens, more=_GIVE_BACK, what=what)
-    return row
 
 
 def measure_here(tokens: int, depth: int, window: str, document_tokens: int, chunk_tokens: int) -> dict[str, Any]:
@@ -269,8 +232,9 @@ def _batch_bytes(session: Session) -> int:
 
 def _session(tokens: int, depth: int, window: str, document_tokens: int, chunk_tokens: int, folder: Path) -> Session:
     """A session on the least GPU budget that the planner accepts, everything else in RAM."""
-    shape, device = replace(SHAPE, layers=depth), torch.device("cpu")
-    recipe = random_recipe(
+    device = torch.device("cpu")
+    recipe, spec = random_model(
+        replace(MODEL, num_layers=depth),
         tokens,
         1,
         steps=1,
@@ -280,7 +244,6 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, chunk_t
         activation_checkpointing="selective",
         kv_window=window,
     )
-    recipe, spec = shape_model(recipe, shape, depth)
 
     def plan(gpu_bytes: int) -> Plan | None:
         try:
@@ -290,12 +253,8 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, chunk_t
         except BudgetError:
             return None
 
-    low, high = 0, 1 << 40  # refused, accepted
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if plan(middle) else (middle, high)
-    least = plan(high)
+    least = plan(bisect_left(range(1 << 40), True, key=lambda size: plan(size) is not None))
     assert least is not None
     readers = select_readers("direct", device, [folder])
-    setup = Setup(shape, spec, spec, least, least, recipe, device, readers)
-    return open_case(setup, folder, short_steps=1, document_tokens=document_tokens)[1]
+    setup = Setup(name="narrow", recipe=recipe, spec=spec, plan=least, device=device, readers=readers)
+    return open_drawn(setup, folder, short_steps=1, document_tokens=document_tokens)[1]

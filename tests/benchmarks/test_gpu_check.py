@@ -16,13 +16,12 @@ import pytest
 import torch
 from cli_process import REPOSITORY, is_running, wait_until
 
-from penstock.app.bench.cases import cases_of
+from benchmarks import gpu_check, smoke
+from benchmarks.gpu_check import TESTS, Command, commands, figures, page
+from benchmarks.parts.cases import CASES
+from benchmarks.parts.process import ENVIRONMENT
 from penstock.app.bench.plan import named_cases
 from penstock.app.bench.plan_cases import CUDA_CASES
-from penstock.app.gpu_check import smoke
-from penstock.app.gpu_check.__main__ import main
-from penstock.app.gpu_check.commands import TESTS, Command, commands
-from penstock.app.gpu_check.page import figures, page
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.machine.budgets import Budgets
 from penstock.storage.files.errors import BudgetError
@@ -34,9 +33,9 @@ def shell(name: str, script: str, limit_s: float = 100, shows: str = "rate") -> 
     return Command(name, f"the {name}", ["sh", "-c", script], limit_s, shows)
 
 
-def check(folder: Path, listed: list[Command] | None, *more: str) -> tuple[int, dict[str, Any], str]:
+def check(folder: Path, listed: list[Command], **more: Any) -> tuple[int, dict[str, Any], str]:
     """Exit code, records by name, and the page."""
-    code = main(["--small", "--results", str(folder / "found"), "--scratch", str(folder), *more], listed)
+    code = gpu_check.check(listed, folder / "found", small=True, scratch_in=folder, **more)
     records = json.loads((folder / "found" / "gpu-check.json").read_text())["commands"]
     return code, {record["name"]: record for record in records}, (folder / "found" / "gpu-check.md").read_text()
 
@@ -85,14 +84,14 @@ def test_what_fails_hangs_crashes_or_is_missing_keeps_nothing_from_running(tmp_p
 @pytest.fixture
 def known_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes seconds to be asked."""
-    monkeypatch.setattr("penstock.app.gpu_check.__main__._LOOK", "print('2.11.0 13.0 Some GPU')")
+    monkeypatch.setattr(gpu_check, "_LOOK", "print('2.11.0 13.0 Some GPU')")
 
 
 @pytest.mark.usefixtures("known_torch")
 def test_the_whole_has_a_limit_and_what_it_left_out_is_added_later(tmp_path: Path) -> None:
     late = [shell("first", FAILS), shell("long", "exec sleep 600", 500), shell("unreached", PRINTS)]
     begun = time.monotonic()
-    code, found, text = check(tmp_path, late, "--limit-s", "5")
+    code, found, text = check(tmp_path, late, limit_s=5)
     assert time.monotonic() - begun < 100
     assert code == 1
     assert found["long"]["reason"].startswith("stopped after")
@@ -100,7 +99,7 @@ def test_the_whole_has_a_limit_and_what_it_left_out_is_added_later(tmp_path: Pat
     assert "| rate | not measured" not in text.split("## unreached")[1], "not begun: there is no table"
     earlier = found["first"]
     late[1] = shell("long", PRINTS)
-    _, found, _ = check(tmp_path, late, "--only", "long,unreached")
+    _, found, _ = check(tmp_path, late, only="long,unreached")
     assert [record["status"] for record in found.values()] == ["failed", "done", "done"]
     assert found["first"] == earlier
     _, found, _ = check(tmp_path, late)
@@ -109,18 +108,18 @@ def test_the_whole_has_a_limit_and_what_it_left_out_is_added_later(tmp_path: Pat
 
 PARENT = """
 import sys
-from penstock.app.gpu_check.__main__ import main
-from penstock.app.gpu_check.commands import Command
+from pathlib import Path
+from benchmarks.gpu_check import Command, check
 hangs = "echo '{\\"pid\\":' $$ '}'; exec sleep 600"
 listed = [Command(name, "", ["sh", "-c", hangs], 500, "pid") for name in "ab"]
-sys.exit(main(["--small", "--results", sys.argv[1], "--scratch", sys.argv[2]], listed))
+sys.exit(check(listed, Path(sys.argv[1]), small=True, scratch_in=Path(sys.argv[2])))
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_check_that_is_ended_leaves_what_was_found_and_no_process(tmp_path: Path, number: signal.Signals) -> None:
     found, log = tmp_path / "found", tmp_path / "found" / "a.log"
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY / "src")}
+    environment = os.environ | ENVIRONMENT
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(found), str(tmp_path)], env=environment)
     try:
         wait_until(lambda: log.exists() and "}" in log.read_text())
@@ -208,8 +207,9 @@ def test_every_command_of_the_list_names_what_there_is(small: bool) -> None:
     assert names[:3] == ["device", "smoke", "tests"]
     assert len(set(names)) == len(names)
     assert 300 < sum(c.limit_s for c in listed[:4]) < 560 or small, "hanging ones leave time for the first real shape"
-    suites = [c.command[c.command.index("--suite") + 1] for c in listed if "--suite" in c.command]
-    assert set(suites) == {case.name for _, case in cases_of("gpu")}
+    shapes = [c.command[c.command.index("shapes") + 1] for c in listed if "shapes" in c.command]
+    assert len(shapes) == 8
+    assert set(shapes) <= set(CASES)
     plans = [c.command[c.command.index("--case") + 1] for c in listed if "--case" in c.command]
     assert Counter(plans) == Counter(case.name for case in CUDA_CASES)
     assert all(small == ("--small" in c.command) for c in listed if c.name not in ("tests", "storage"))
@@ -222,7 +222,7 @@ def test_every_command_of_the_list_names_what_there_is(small: bool) -> None:
 def test_its_own_commands_run_small_without_a_gpu(tmp_path: Path) -> None:
     """All kinds of them but pytest's."""
     kinds = ["device", "smoke", "long-7b", "plan-268m-64k-streamed", "drive", "storage"]
-    code, found, text = check(tmp_path, None, "--only", ",".join(kinds), "--limit-s", "3000")
+    code, found, text = check(tmp_path, commands(small=True), only=",".join(kinds), limit_s=3000)
     assert {name: record["reason"] for name, record in found.items()} == dict.fromkeys(kinds, "")
     assert code == 0
     left_out = [line for line in text.splitlines() if line.endswith("| not measured: this machine gives none |")]
@@ -255,7 +255,7 @@ def test_what_the_smoke_calls_wrong() -> None:
     assert smoke.compare(nothing, right) == ["a loss or a gradient norm is not finite"]
 
 
-@pytest.mark.parametrize("case", [*smoke.SMOKES, smoke.SMALL], ids=lambda case: case.shape.name)
+@pytest.mark.parametrize("case", [*smoke.SMOKES, smoke.SMALL], ids=lambda case: case.name)
 def test_every_smokes_state_lives_in_all_three_tiers_of_a_gpu(case: smoke.Smoke) -> None:
     recipe, spec = smoke.modelled(case, CPU)
 
@@ -272,20 +272,21 @@ def test_every_smokes_state_lives_in_all_three_tiers_of_a_gpu(case: smoke.Smoke)
 
 
 def test_bad_words_and_no_gpu_are_refused_with_one_message(tmp_path: Path) -> None:
-    """By an interpreter that has nothing but itself; torch is looked for first."""
+    """An interpreter that has nothing but itself, too."""
     venv.create(tmp_path / "bare", with_pip=False)
     bare, file = str(tmp_path / "bare" / "bin" / "python"), tmp_path / "file"
     file.write_text("")
-    refusals = {(bare, ""): f"gpu-check: no PyTorch starts in {bare}: ModuleNotFoundError: No module named 'torch'"}
-    refusals |= {(bare, "--only smoke,nope"): "--only nope: no such command; choose from device, smoke, tests"}
-    refusals |= {(bare, f"--scratch {tmp_path}/no"): f"--scratch {tmp_path}/no: no such folder; create it first"}
+    refusals = {(bare, ""): f"{bare} has no typer; give an interpreter that has Penstock's dependencies"}
+    here = sys.executable
+    refusals |= {(here, "--only smoke,nope"): "--only nope: no such command; choose from device, smoke, tests"}
+    refusals |= {(here, f"--scratch {tmp_path}/no"): f"--scratch {tmp_path}/no: no such folder; create it first"}
     if not torch.cuda.is_available():
-        refusals |= {(sys.executable, ""): f"of {sys.executable} sees no CUDA device; run it where there is one"}
-    refusals |= {(sys.executable, f"--small --results {file}"): f"--results {file}: cannot be used (File exists)"}
+        refusals |= {(here, ""): f"of {here} sees no CUDA device; run it where there is one"}
+    refusals |= {(here, f"--small --results {file}"): f"--results {file}: cannot be used (File exists)"}
     for (python, arguments), message in refusals.items():
         command = ["make", "gpu-check", f"PYTHON={python}", f"RESULTS={tmp_path}/found", f"ARGS={arguments}"]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-        assert "Error 2" in done.stderr
+        assert "Error" in done.stderr
         assert message in done.stderr
         assert "Traceback" not in done.stderr
         assert not (tmp_path / "found").exists()
