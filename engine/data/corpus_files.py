@@ -3,8 +3,8 @@
 `tokens.bin` holds the ids of all documents end to end, `documents.bin` where each begins (int64), `tokens.crc32c` the
 CRC-32C (uint32) of every BLOCK_BYTES of tokens.bin. Where some token does not count 1 as a target there is
 `weights.bin` too, float32 per token, with `weights.crc32c`. `origins.bin` and `origins.json` say where each document
-comes from (engine.data.origins). All are little-endian. `meta.json` says what they are, with the checksums of all but
-the first and weights.bin, and one of its own.
+comes from. All are little-endian. `meta.json` says what they are, with the checksums of all but the first and
+weights.bin, and one of its own.
 """
 
 from __future__ import annotations
