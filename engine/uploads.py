@@ -137,16 +137,15 @@ class Uploads:
 
     def finish(self, report: Report) -> None:
         """Wait for what is due, reporting how far it is."""
-        reported_at = time.monotonic()
-        while self._is_busy():
+        reported_at, busy = time.monotonic(), True
+        while busy:
+            busy = self._is_busy()
             for message in self.take_messages():
                 report(message)
-            if time.monotonic() - reported_at > _REPORT_S:
+            if busy and time.monotonic() - reported_at > _REPORT_S:
                 reported_at = time.monotonic()
                 report(self._progress())
-            time.sleep(_POLL_S)
-        for message in self.take_messages():
-            report(message)
+            time.sleep(_POLL_S * busy)
 
     def close(self, *, began: bool = True) -> None:
         """End at once: an upload that is on its way is begun anew by the next process. `began`: whether the run has

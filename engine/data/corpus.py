@@ -44,8 +44,10 @@ _RANDOM_DOCUMENTS = 64
 _Text = tuple[TextTokenizer, TokenCorpus]
 _preparing = threading.Lock()
 _ahead: dict[Path, tuple[DataConfig, _Text]] = {}
-_is_ahead, _cancelled = threading.Event(), threading.Event()
+_cancelled = threading.Event()
 _threads: list[threading.Thread] = []
+_AHEAD = "tokenize"
+"""Name of the thread of `prepare_text_ahead`."""
 
 
 def prepare_text(
@@ -80,14 +82,10 @@ def prepare_text_ahead(config: DataConfig, folder: Path) -> None:
 
     def work() -> None:
         with suppress(Exception), _preparing:
-            _is_ahead.set()
-            try:
-                _ahead[folder] = (config, _prepare_text(config, None, folder))
-            finally:
-                _is_ahead.clear()
+            _ahead[folder] = (config, _prepare_text(config, None, folder))
 
     _cancelled.clear()
-    _threads.append(thread := threading.Thread(target=work, name="tokenize"))
+    _threads.append(thread := threading.Thread(target=work, name=_AHEAD))
     thread.start()
 
 
@@ -194,7 +192,7 @@ def _require_text(
     progress = Progress(what, sizes or {})
     empty = True
     for sample in read_samples(config, bad, progress):
-        if _is_ahead.is_set() and _cancelled.is_set():
+        if _cancelled.is_set() and threading.current_thread().name == _AHEAD:
             raise InterruptedError
         empty = empty and is_empty(sample)
         progress.report()

@@ -151,11 +151,16 @@ def _question(
     hidden += [(key, value, chance.random()) for key, value in zip(keys[1:], numbers[len(values) :], strict=True)]
     needles = [(f"One of the secret numbers of the {key} is {value}.", at) for key, value, at in hidden]
 
+    what, are = ("numbers", "are") if len(values) > 1 else ("number", "is")
+
     def made(sentences: Sequence[str]) -> Question:
-        text = _prompt(keys[0], values, _hide(sentences, needles, size), "\n" if haystacks.filler == "noise" else " ")
-        begun = (
-            f"The secret numbers of the {keys[0]} are" if len(values) > 1 else f"The secret number of the {keys[0]} is"
+        text = _prompt(
+            f"the secret {what} of the {keys[0]}",
+            are,
+            _hide(sentences, needles, size),
+            "\n" if haystacks.filler == "noise" else " ",
         )
+        begun = f"The secret {what} of the {keys[0]} {are}"
         return Question(kind, length, depth, text, begun, values, bands)
 
     most = length - haystacks.new_tokens
@@ -189,16 +194,10 @@ def _hide(sentences: Sequence[str], needles: Sequence[tuple[str, float]], size: 
     return placed
 
 
-def _words(values: Sequence[str]) -> tuple[str, str]:
-    return ("numbers", "are") if len(values) > 1 else ("number", "is")
-
-
-def _prompt(key: str, values: Sequence[str], sentences: Sequence[str], between: str) -> str:
-    what, are = _words(values)
+def _prompt(what: str, are: str, sentences: Sequence[str], between: str) -> str:
     return (
-        f"Somewhere in the text below it says what the secret {what} of the {key} {are}. Read it with care: there will "
-        f"be a question about it.\n\n{between.join(sentences)}\n\n"
-        f"What {are} the secret {what} of the {key} in the text above?"
+        f"Somewhere in the text below it says what {what} {are}. Read it with care: there will be a question about it."
+        f"\n\n{between.join(sentences)}\n\nWhat {are} {what} in the text above?"
     )
 
 
