@@ -62,7 +62,7 @@ def test_questions_are_samples_that_are_trained_on(tmp_path: Path) -> None:
     data = DataConfig(source="questions", path=str(file), tokenizer_vocab_size=300, sequence_length=48)
     assert len(list(read_samples(data))) == 200
     found = detect(file)
-    assert (found.source, found.num_files) == ("questions", 1)
+    assert found.source == "questions"
     with tiny.session(tmp_path / "run", d=data) as session:
         losses = [train_step(session).loss for _ in range(2)]
     assert losses[1] < losses[0]

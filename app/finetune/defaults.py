@@ -80,7 +80,7 @@ class Found:
 
 def choose(facts: Found, given: Mapping[str, Any], epochs: float | None = None) -> list[Default]:
     """The fields of a fine-tune in the order of the recipe. `given`: what the user has set, by dotted names."""
-    made = _Made(facts, given)
+    made = _Made(given)
     _data(made, facts)
     _steps(made, facts, epochs)
     _optimizer(made, facts)
@@ -91,7 +91,7 @@ def choose(facts: Found, given: Mapping[str, Any], epochs: float | None = None) 
 class _Made:
     """Fields as they are chosen."""
 
-    def __init__(self, facts: Found, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, Any]) -> None:
         self.given, self.chosen = given, dict[str, Default]()
 
     def set(self, key: str, value: Any, why: str) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.engine.config import DataConfig
 from penstock.engine.data.files.base import container_of, open_utf8, read_rows
@@ -26,21 +26,13 @@ _TEXT_FILES = 20
 _TEXT_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Detected:
-    """What a path holds: what to put into the data section of a recipe, and what to tell."""
+class Detected(NamedTuple):
+    """What a path holds: what to put into the data section of a recipe."""
 
     source: str
-    """For data.source."""
     split: str | None
-    """The split that is read; None where there are none."""
-    splits: list[str]
-    """All that there are."""
-    num_files: int
-    """Of the split."""
-    columns: list[str]
-    """Names of the fields in the first rows; none for plain text."""
-    rename: dict[str, str] = field(default_factory=dict)
+    """None where there are none."""
+    rename: dict[str, str]
     """For data.columns: where the format has another name for a field."""
 
 
@@ -70,10 +62,9 @@ def detect(path: Path, split: str | None = None, columns: Mapping[str, str] | No
         raise UserError(f"data.path: {error.filename or root} cannot be read: {error.strerror}") from error
     if not first:
         raise UserError(bad.first or f"{printable(files[0])}: it has no rows; give a file that has some")
-    names = list(dict.fromkeys(name for fields in first for name in fields))
     given = dict(columns or {})
     source, rename = _format_of([renamed(fields, given) for fields in first], files[0])
-    return Detected(source, chosen if len(splits) > 1 else None, list(splits), len(files), names, rename)
+    return Detected(source, chosen if len(splits) > 1 else None, rename)
 
 
 def _format_of(rows: list[dict[str, Any]], file: Path) -> tuple[str, dict[str, str]]:
@@ -152,7 +143,7 @@ def _plain_text(root: Path) -> Detected:
                 f"data.path: {printable(file)} is neither a supported file of rows (.json, .jsonl, .csv, .tsv, "
                 ".parquet, .arrow) nor UTF-8 text; convert it, or name another path"
             )
-    return Detected("text", None, [], len(files), [])
+    return Detected("text", None, {})
 
 
 def found_source(data: DataConfig) -> tuple[DataConfig, list[str]]:

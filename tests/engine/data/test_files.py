@@ -230,7 +230,8 @@ def test_splits_that_a_readme_lists(tmp_path: Path) -> None:
         write(tmp_path / "raw" / f"{name}.jsonl", json.dumps({"text": name}))
     write(tmp_path / "README.md", HEAD.format(more=""))
     found = detect(tmp_path)
-    assert (found.split, found.splits, found.num_files) == ("train", ["train", "holdout"], 2)
+    assert found.split == "train"
+    assert {split: len(files) for split, files in find_splits(tmp_path).items()} == {"train": 2, "holdout": 1}
     assert split_files(tmp_path, "holdout") == [tmp_path / "raw" / "b.jsonl"]
     second = "- config_name: extra\n  data_files: raw/other.jsonl\n"
     write(tmp_path / "README.md", HEAD.format(more=second))
@@ -313,7 +314,8 @@ def test_data_sets_that_were_saved_to_disk(tmp_path: Path) -> None:
     assert rows("dict", None) == rows("one", None) == ROWS[:200]
     assert rows("dict", "test") == ROWS[200:]
     found = detect(tmp_path / "dict")
-    assert (found.source, found.split, found.splits, found.num_files) == ("jsonl", "train", ["train", "test"], 3)
+    assert (found.source, found.split) == ("jsonl", "train")
+    assert {split: len(files) for split, files in find_splits(tmp_path / "dict").items()} == {"train": 3, "test": 1}
     (tmp_path / "one" / "data-00000-of-00001.arrow").unlink()
     with pytest.raises(UserError, match=r"names the file data-00000-of-00001\.arrow, which is not there"):
         split_files(tmp_path / "one", None)
