@@ -124,7 +124,7 @@ class StepMetrics:
 
 @dataclass(kw_only=True, slots=True)
 class Recall:
-    """Answers found in haystacks (engine/data/needles.py)."""
+    """Answers found in haystacks (engine/data/needles)."""
 
     lengths: list[int]
     """Tokens of the haystacks, rising."""

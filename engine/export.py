@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from penstock.engine.config import AdapterConfig, DataConfig, Recipe, drive_folders, state_folder
-from penstock.engine.data.chat import ChatTemplate
-from penstock.engine.data.corpus import saved_tokenizer
-from penstock.engine.data.read_by_type import read_otherwise
-from penstock.engine.data.saved_template import FILE as TEMPLATE_FILE
-from penstock.engine.data.saved_template import load_template, trained_ends
-from penstock.engine.data.tokenizer import TextTokenizer, tokenizer_contents
+from penstock.engine.data.corpus.prepare import saved_tokenizer
+from penstock.engine.data.text.chat import ChatTemplate
+from penstock.engine.data.text.read_by_type import read_otherwise
+from penstock.engine.data.text.saved_template import FILE as TEMPLATE_FILE
+from penstock.engine.data.text.saved_template import load_template, trained_ends
+from penstock.engine.data.text.tokenizer import TextTokenizer, tokenizer_contents
 from penstock.engine.hf import weights
 from penstock.engine.hf.adapter_folder import write_adapter
 from penstock.engine.hf.config import model_config, with_vocabulary

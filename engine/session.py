@@ -20,7 +20,7 @@ import transformers
 from penstock.engine.config import Recipe, config_digest, given_fields
 from penstock.engine.data.documents import step_documents
 from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
-from penstock.engine.data.tokenizer import TextTokenizer
+from penstock.engine.data.text.tokenizer import TextTokenizer
 from penstock.engine.events import Spike, ValidationMetrics, step_name
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.gains import EarlyEnd, Gains

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.config import state_folder
-from penstock.engine.data import saved_template
-from penstock.engine.data.corpus_files import verify_corpus
-from penstock.engine.data.made_tokenizer import ADDED_FOLDER, require_intact
+from penstock.engine.data.corpus.files import verify_corpus
+from penstock.engine.data.text import saved_template
+from penstock.engine.data.text.made_tokenizer import ADDED_FOLDER, require_intact
 from penstock.engine.hf.constants import CONSTANTS_FILE, verify_constants
 from penstock.storage.files.errors import UserError
 

@@ -6,7 +6,7 @@ NVMe   100 MB, any disk
 Model  none: random weights, and a tokenizer of 53 words
 Use    a first look; `penstock train quickstart` is the same run without the kill -9 of `python recipes/quickstart.py`
 
-Sixteen names, each with a digit, are hidden in a haystack, and asked at its end: engine/data/needles.py. Documents get
+Sixteen names, each with a digit, are hidden in a haystack, and asked at its end: engine/data/needles. Documents get
 longer as it learns, from 10 tokens, 819 of which share a row, to all 8,192. The budgets are the least with which it
 can be trained, so that the model's state really streams: weights, master weights and moments come from disk.
 """

@@ -17,7 +17,7 @@ from recipe_texts import settings
 from transformers import AutoModelForCausalLM
 
 from penstock.app.recipes.recipe import apply_overrides, load_recipe
-from penstock.engine.data.made_tokenizer import train_tokenizer
+from penstock.engine.data.text.made_tokenizer import train_tokenizer
 from penstock.engine.hf.config import model_config
 
 GUIDES = sorted((REPOSITORY / "docs" / "guide").glob("*.md"))

@@ -23,6 +23,8 @@ GROUND = ["config", "events", "clock", "preparing"]
 """Modules of the engine below its rooms, and the recipe's; its other modules are above them all."""
 ROOMS = ["plan", "attention", "optim", "schedule", "model", "machine", "data", "hf", "forecast", "generate", "runtime"]
 """From the ground up; a room imports itself and those before it."""
+DATA = ["files", "text", "needles", "formats", "corpus"]
+"""Rooms of engine/data from the ground up, above its rows, samples and position; its other modules are above them."""
 ABOVE = "cluster"
 """The room above engine's own files, which are above all others."""
 PLANNING = ("engine.plan", "engine.schedule", "engine.forecast")
@@ -111,6 +113,19 @@ def test_rooms_of_the_engine_import_one_way() -> None:
         assert not upward, f"{module} imports {upward}"
 
 
+def test_rooms_of_the_data_import_one_way() -> None:
+    def data_floor(module: str) -> int:
+        room = module.split(".")[3]
+        if room in ("rows", "samples", "position"):
+            return 0
+        return 1 + (DATA.index(room) if room in DATA else len(DATA))
+
+    for module in inside("engine.data"):
+        ours = [name for name in imports()[module] if name.startswith("penstock.engine.data.")]
+        upward = [name for name in ours if data_floor(name) > data_floor(module)]
+        assert not upward, f"{module} imports {upward}"
+
+
 def test_no_circle() -> None:
     try:
         TopologicalSorter({module: names - {module} for module, names in imports().items()}).prepare()
@@ -123,7 +138,7 @@ def test_readers_planning_screens_help_and_preparing_data_load_no_torch() -> Non
     for module in inside(*PLANNING):
         assert not {name.partition(".")[0] for name in imports()[module]} & HEAVY, module
     assert loaded([*LIGHT, *inside("tui", *PLANNING)], HEAVY) == []
-    assert loaded(["penstock.engine.data.corpus"], {"torch", "transformers"}) == []
+    assert loaded(["penstock.engine.data.corpus.prepare"], {"torch", "transformers"}) == []
     code = f"import sys; from penstock.app.cli.main import main; main(['--help']); print({HEAVY!r} & set(sys.modules))"
     assert done(started(REPOSITORY, sys.executable, "-c", code)).stdout.endswith("set()\n")
 

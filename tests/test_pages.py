@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import penstock.tui.commands  # noqa: F401  # the commands that the terminal application adds
 from benchmarks.screens import BEGIN, END, SETTINGS
 from penstock.app.cli.main import cli, main
-from penstock.engine.data.made_tokenizer import train_tokenizer
+from penstock.engine.data.text.made_tokenizer import train_tokenizer
 from penstock.engine.schedule.actions import ACTIONS
 
 LEAST = {"README.md": 5, "docs/guide.md": 25, "docs/cluster.md": 9, "docs/evaluate.md": 4, "docs/guide/100b.md": 4}

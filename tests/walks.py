@@ -19,7 +19,7 @@ from penstock.app.recipes.recipe import apply_overrides
 from penstock.engine.attention.select import attention_report, forget
 from penstock.engine.config import DataConfig
 from penstock.engine.data.formats.detect import detect
-from penstock.engine.data.reading import read_samples
+from penstock.engine.data.formats.reading import read_samples
 from penstock.engine.forecast.costs import Costs
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.forecast.report import predict

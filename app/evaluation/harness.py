@@ -25,7 +25,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from penstock.app.evaluation.queried import OnDone, Pair, QueriedModel, Requests, Writing
 from penstock.app.hub.access import is_unreachable, online, replaced
 from penstock.app.hub.names import offline_wanted
-from penstock.engine.data.chat import ChatTemplate
+from penstock.engine.data.text.chat import ChatTemplate
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line, printable
 

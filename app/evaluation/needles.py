@@ -1,4 +1,4 @@
-"""The built-in tasks: needles in text (engine/data/retrieval.py), by length and depth."""
+"""The built-in tasks: needles in text (engine/data/needles/retrieval.py), by length and depth."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from penstock.app.evaluation.queried import OnDone, QueriedModel, Requests, Writing
 from penstock.app.runs.recall_view import RecallMap
-from penstock.engine.data.chat import ChatTemplate
-from penstock.engine.data.retrieval import KINDS, Haystacks, Kind, Question, found_values, questions, recall
+from penstock.engine.data.needles.retrieval import KINDS, Haystacks, Kind, Question, found_values, questions, recall
+from penstock.engine.data.text.chat import ChatTemplate
 from penstock.storage.files.errors import UserError
 
 NAMES: dict[str, tuple[Kind, ...]] = {"needles": KINDS} | {f"needles_{kind}": (kind,) for kind in KINDS}

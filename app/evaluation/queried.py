@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from penstock.engine.data.chat import ChatTemplate
-from penstock.engine.data.tokenizer import TextTokenizer
+from penstock.engine.data.text.chat import ChatTemplate
+from penstock.engine.data.text.tokenizer import TextTokenizer
 from penstock.engine.generate.decode import Continuation, Decoding, OnToken
 from penstock.engine.generate.forecast import Estimate
 from penstock.engine.generate.streamed import SCORED_TOKENS

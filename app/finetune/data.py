@@ -26,8 +26,8 @@ from penstock.storage.files.untrusted import printable
 from penstock.storage.files.user_cache import cache_folder
 
 if TYPE_CHECKING:
-    from penstock.engine.data.corpus_files import TokenCorpus
-    from penstock.engine.data.tokenizer import TextTokenizer
+    from penstock.engine.data.corpus.files import TokenCorpus
+    from penstock.engine.data.text.tokenizer import TextTokenizer
     from penstock.engine.preparing import Listener
 
 _TEXT = ("text", "jsonl", "python_stdlib", "tokens")
@@ -139,9 +139,9 @@ class Source:
 
     def lines(self) -> list[str]:
         """What was found of the data, a sentence a line."""
-        from penstock.engine.data.chat import find_template
-        from penstock.engine.data.encode import describe_specials
-        from penstock.engine.data.reading import source_files
+        from penstock.engine.data.formats.reading import source_files
+        from penstock.engine.data.text.chat import find_template
+        from penstock.engine.data.text.encode import describe_specials
 
         result = []
         for part in self.recipe.data.parts:
@@ -227,7 +227,7 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
 @contextmanager
 def _place() -> Iterator[Path]:
     """A folder for a corpus, which goes at the end: its files are open, and cached for this user where that is worth it
-    (engine/data/corpus_cache.py), best on the file system of the cache."""
+    (engine/data/corpus/cache.py), best on the file system of the cache."""
     cache = cache_folder("looking")
     with contextlib.suppress(OSError):
         if cache is not None:

@@ -312,7 +312,7 @@ def _require_newest(path: Path) -> None:
 
 
 def _train(recipe: Recipe, path: Path, observer: RunObserver, resume: bool, checkpoint: str | None) -> TrainResult:
-    from penstock.engine.data.corpus import cancel_text_ahead, prepare_text_ahead
+    from penstock.engine.data.corpus.prepare import cancel_text_ahead, prepare_text_ahead
 
     try:
         with Checklist(observer).step("loading PyTorch"):

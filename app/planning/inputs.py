@@ -93,7 +93,7 @@ def require_data(recipe: Recipe) -> None:
 
     Of its files none is read further than to the first text.
     """
-    from penstock.engine.data.corpus import require_readable
+    from penstock.engine.data.corpus.prepare import require_readable
 
     data = recipe.data
     if data.source == "random" and recipe.model.path is None and recipe.model.vocab_size is None:

@@ -52,7 +52,7 @@ def plan_stages(
 ) -> Iterator[dict[str, Any]]:
     """The forecast twice: without what is found by planning again, then with it (advice, or changes that would fit)."""
     from penstock.app.runs.trace import write_spans
-    from penstock.engine.data.corpus import require_text
+    from penstock.engine.data.corpus.prepare import require_text
     from penstock.engine.forecast.advice import best_change, fixes
     from penstock.engine.forecast.cluster import cluster_forecast, require_cluster
     from penstock.engine.forecast.extrapolate import estimate

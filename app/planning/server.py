@@ -35,7 +35,7 @@ _LOADED = (
     "penstock.app.launch.run",
     "penstock.app.runs.trace",
     "penstock.engine.forecast.advice",
-    "penstock.engine.data.corpus",
+    "penstock.engine.data.corpus.prepare",
     "penstock.engine.forecast.report",
     "penstock.engine.forecast.request",
     "penstock.engine.hf.config",

@@ -152,7 +152,7 @@ def other_programs(folder: Path | str, adapter: dict[str, Any] | None = None) ->
 
 
 def _facts(run_path: Path, recipe: Recipe, exported: Exported) -> list[tuple[str, str]]:
-    from penstock.engine.data.corpus_files import read_info
+    from penstock.engine.data.corpus.files import read_info
 
     facts = [("steps", f"{'unknown' if exported.step is None else f'{exported.step:,}'} of {recipe.train.steps:,}")]
     where = recipe.data.path or ", ".join(str(part.get("path")) for part in recipe.data.mixture) or recipe.data.source

@@ -1,4 +1,4 @@
-"""What a model finds in haystacks (engine/data/needles.py), by length and depth: a heat map on console and screen."""
+"""What a model finds in haystacks (engine/data/needles), by length and depth: a heat map on console and screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asking an exported model about a haystack (engine/data/needles.py), by plain transformers."""
+"""Asking an exported model about a haystack (engine/data/needles), by plain transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def haystack_line(folder: Path, length: int, seed: int, base: str | None = None)
     import torch
 
     from penstock.app.sampling.exported import load_exported
-    from penstock.engine.data.needles import VOCABULARY, haystack
+    from penstock.engine.data.needles.haystacks import VOCABULARY, haystack
 
     ids, weights = haystack(length, np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, length]))))
     words = [VOCABULARY[number] for number in ids]

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.engine.data.corpus_files import TokenCorpus
+from penstock.engine.data.corpus.files import TokenCorpus
 from penstock.engine.data.packing import (
     LongDocuments,
     Order,

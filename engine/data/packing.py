@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.config import DataConfig
-from penstock.engine.data.corpus_files import TokenCorpus
-from penstock.engine.data.span_files import SpanFile
+from penstock.engine.data.corpus.files import TokenCorpus
+from penstock.engine.data.corpus.spans import SpanFile
 from penstock.storage.files.errors import UserError
 
 Packing = Literal["wrap", "best_fit", "none"]

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.engine.config import Recipe
-from penstock.engine.data.corpus import prepare_text, random_corpus
-from penstock.engine.data.corpus_files import TokenCorpus
+from penstock.engine.data.corpus.files import TokenCorpus
+from penstock.engine.data.corpus.prepare import prepare_text, random_corpus
 from penstock.engine.data.formats.detect import found_source
 from penstock.engine.data.loader import DataLoader, ValidationSet
 from penstock.engine.data.packing import split_documents
-from penstock.engine.data.tokenizer import TextTokenizer
+from penstock.engine.data.text.tokenizer import TextTokenizer
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.files.errors import UserError
 

@@ -1,4 +1,4 @@
-"""Counting a model's answers about haystacks (engine/data/needles.py)."""
+"""Counting a model's answers about haystacks (engine/data/needles)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engine.data.loader import MicroBatch
-from penstock.engine.data.needles import DEPTHS
+from penstock.engine.data.needles.haystacks import DEPTHS
 from penstock.engine.events import Recall
 from penstock.engine.model.tokens import IGNORE_LABEL
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from penstock.engine.data.tokenizer import has_tokenizer, load_tokenizer
+from penstock.engine.data.text.tokenizer import has_tokenizer, load_tokenizer
 from penstock.engine.generate.sources import FolderSource
 from penstock.engine.hf.adapter_folder import StoredAdapter, open_start
 from penstock.engine.model.adapters import is_adapter

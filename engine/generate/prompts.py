@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.engine.config import Recipe, SamplesConfig
-from penstock.engine.data.chat import ChatTemplate, find_template
-from penstock.engine.data.encode import Encoder
-from penstock.engine.data.saved_template import trained_ends
-from penstock.engine.data.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
-from penstock.engine.data.turn_ends import turn_ends
+from penstock.engine.data.text.chat import ChatTemplate, find_template
+from penstock.engine.data.text.encode import Encoder
+from penstock.engine.data.text.saved_template import trained_ends
+from penstock.engine.data.text.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
+from penstock.engine.data.text.turn_ends import turn_ends
 from penstock.engine.generate.text import text_behind
 from penstock.engine.hf.generation import stop_ids
 from penstock.engine.model.anatomy import context_of

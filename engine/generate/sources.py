@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import AdapterConfig, Recipe, drive_folders, state_folder
-from penstock.engine.data.corpus import saved_tokenizer
-from penstock.engine.data.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
+from penstock.engine.data.corpus.prepare import saved_tokenizer
+from penstock.engine.data.text.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
 from penstock.engine.hf.config import model_config, read_config, with_vocabulary
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file
 from penstock.engine.hf.conversion import Conversion

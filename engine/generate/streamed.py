@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.engine.config import DataConfig, Recipe, TrainConfig
-from penstock.engine.data.chat import ChatTemplate, find_template
-from penstock.engine.data.saved_template import load_template, trained_ends
-from penstock.engine.data.tokenizer import TextTokenizer
-from penstock.engine.data.turn_ends import turn_ends
+from penstock.engine.data.text.chat import ChatTemplate, find_template
+from penstock.engine.data.text.saved_template import load_template, trained_ends
+from penstock.engine.data.text.tokenizer import TextTokenizer
+from penstock.engine.data.text.turn_ends import turn_ends
 from penstock.engine.generate.adapter_source import AdapterSource
 from penstock.engine.generate.attend import Place
 from penstock.engine.generate.decode import Continuation, Decoding, OnToken, Row, decode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.engine.data.tokenizer import TextTokenizer
+from penstock.engine.data.text.tokenizer import TextTokenizer
 
 _BEFORE = 8
 """Tokens of the prompt that the first new one is decoded behind: some tokenizers drop a text's first space."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import AdapterConfig
-from penstock.engine.data.tokenizer import write_tokenizer_files
+from penstock.engine.data.text.tokenizer import write_tokenizer_files
 from penstock.engine.hf import generation
 from penstock.engine.model import adapters, skeleton
 from penstock.engine.model.spec import ModelSpec

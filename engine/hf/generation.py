@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig
 
-from penstock.engine.data.tokenizer import TextTokenizer
+from penstock.engine.data.text.tokenizer import TextTokenizer
 from penstock.storage.files.disk import atomic_write
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.model_folder import has_model_file, read_model_file

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from penstock.engine import preparing
-from penstock.engine.data.tokenizer import TOKENIZER_FILES, write_tokenizer_files
+from penstock.engine.data.text.tokenizer import TOKENIZER_FILES, write_tokenizer_files
 from penstock.engine.hf import generation
 from penstock.engine.hf.config import with_floats, without_floats, without_ways
 from penstock.engine.hf.conversion import Conversion, ConversionPlan, Stored, transformers_layout

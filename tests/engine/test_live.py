@@ -22,9 +22,9 @@ import penstock.engine.runtime.executor
 import penstock.engine.train
 from penstock.engine import opening
 from penstock.engine.config import DataConfig
-from penstock.engine.data.corpus import prepare_text
+from penstock.engine.data.corpus.origins import Origins, OriginsWriter
+from penstock.engine.data.corpus.prepare import prepare_text
 from penstock.engine.data.documents import MOST_DOCUMENTS, step_documents
-from penstock.engine.data.origins import Origins, OriginsWriter
 from penstock.engine.events import LaneTotals, Preparing, Progress, StepMetrics, Want
 from penstock.engine.model.check import check_model
 from penstock.engine.plan.plan import Chunk

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine.data.corpus_files import CorpusWriter, Origin, TokenCorpus
+from penstock.engine.data.corpus.files import CorpusWriter, Origin, TokenCorpus
 from penstock.engine.data.loader import DataLoader
 
 ORIGIN = Origin(fingerprint="test", settings="", encoder="", sources=[])

@@ -105,7 +105,7 @@ if __name__ == "__main__":
         setattr(fake, name, function)
     # What is begun beside the imports of the real one has nothing to do here.
     beside = {
-        "penstock.engine.data.corpus": ("prepare_text_ahead", "cancel_text_ahead", "require_readable"),
+        "penstock.engine.data.corpus.prepare": ("prepare_text_ahead", "cancel_text_ahead", "require_readable"),
         "penstock.engine.machine.compilers": ("compile_headers",),
     }
     trains = os.environ.get("FAKE_SCRIPT") or sys.argv[1] in ("train", "resume")

@@ -15,9 +15,9 @@ from chat_templates import make_tokenizer
 from transformers import AutoTokenizer
 
 from penstock.engine.config import DataConfig
-from penstock.engine.data.encode import Encoder
 from penstock.engine.data.samples import Conversation
-from penstock.engine.data.tokenizer import load_tokenizer
+from penstock.engine.data.text.encode import Encoder
+from penstock.engine.data.text.tokenizer import load_tokenizer
 from penstock.storage.files.errors import UserError
 
 _TRL: Any = importlib.util.find_spec("trl")

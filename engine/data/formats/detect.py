@@ -14,8 +14,8 @@ from penstock.engine.data.files.base import container_of, open_utf8, read_rows
 from penstock.engine.data.files.splits import find_splits, split_files
 from penstock.engine.data.formats.base import FORMATS, PREFERENCE, RowFormat, find_format, is_preference
 from penstock.engine.data.formats.messages import has_messages
+from penstock.engine.data.formats.reading import renamed
 from penstock.engine.data.formats.sharegpt import has_turns
-from penstock.engine.data.reading import renamed
 from penstock.engine.data.rows import BadRows
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.links import below_data, require_no_entry, require_of_data

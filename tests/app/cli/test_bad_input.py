@@ -25,7 +25,7 @@ import penstock.app.cli.main
 from penstock.app.cli.main import main
 from penstock.app.runs.directory import find_run
 from penstock.engine.config import DataConfig
-from penstock.engine.data.corpus import random_corpus, require_text
+from penstock.engine.data.corpus.prepare import random_corpus, require_text
 from penstock.engine.model.anatomy import take_apart, validate_context
 from penstock.engine.runtime.failures import explain
 from penstock.storage.files.errors import UserError

@@ -25,7 +25,7 @@ from penstock.app.planning.inputs import from_scratch, require_inputs, require_w
 from penstock.app.recipes.recipe import from_json, to_json
 from penstock.app.runs.directory import RunDir
 from penstock.engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
-from penstock.engine.data.made_tokenizer import train_tokenizer
+from penstock.engine.data.text.made_tokenizer import train_tokenizer
 from penstock.engine.hf.config import model_config, require_overrides
 from penstock.engine.model.anatomy import take_apart
 from penstock.storage.files.errors import UserError

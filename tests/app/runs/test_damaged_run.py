@@ -28,7 +28,7 @@ from penstock.app.recipes.recipe import from_json, from_run_json, to_dict, to_js
 from penstock.app.runs.directory import RunDir, read_recipe
 from penstock.app.runs.lanes import lanes_report
 from penstock.engine.config import DataConfig
-from penstock.engine.data.reading import read_samples
+from penstock.engine.data.formats.reading import read_samples
 from penstock.engine.hf.config import read_config
 from penstock.engine.machine.presets import GENERIC
 from penstock.engine.machine.profile import load_machine

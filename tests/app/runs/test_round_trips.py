@@ -20,7 +20,7 @@ import penstock
 from penstock import AdapterConfig, AfterConfig, BudgetConfig, DataConfig, ModelConfig, Recipe, TrainConfig
 from penstock.app.launch.run import export_run
 from penstock.app.runs.directory import read_recipe
-from penstock.engine.data.tokenizer import load_tokenizer
+from penstock.engine.data.text.tokenizer import load_tokenizer
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.trace import random_model
 from penstock.storage.generations.store import NvmeStore

@@ -19,9 +19,9 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
 from penstock.engine.config import DataConfig
-from penstock.engine.data.encode import Encoder
 from penstock.engine.data.samples import Conversation, Encoded
-from penstock.engine.data.tokenizer import load_tokenizer
+from penstock.engine.data.text.encode import Encoder
+from penstock.engine.data.text.tokenizer import load_tokenizer
 from penstock.storage.files.errors import UserError
 
 USER, BOT = {"role": "user", "content": "And 2 + 3?"}, {"role": "assistant", "content": "  It is 5 ☃, naïve!  "}

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from samples import sampled
 
 from penstock.engine.config import DataConfig
-from penstock.engine.data import corpus_files
-from penstock.engine.data.corpus import prepare_corpus, prepare_tokenizer, random_corpus, saved_tokenizer
-from penstock.engine.data.corpus_files import BLOCK_BYTES, META, TOKENS, CorpusWriter, TokenCorpus, verify_corpus
+from penstock.engine.data.corpus import files as corpus_files
+from penstock.engine.data.corpus.files import BLOCK_BYTES, META, TOKENS, CorpusWriter, TokenCorpus, verify_corpus
+from penstock.engine.data.corpus.prepare import prepare_corpus, prepare_tokenizer, random_corpus, saved_tokenizer
 from penstock.engine.data.loader import DataLoader
-from penstock.engine.data.made_tokenizer import TRAINED_ON, require_intact, train_tokenizer
+from penstock.engine.data.text.made_tokenizer import TRAINED_ON, require_intact, train_tokenizer
 from penstock.engine.hf.constants import read_constants_file, verify_constants, write_constants
 from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.engine.verify import verify_run_files

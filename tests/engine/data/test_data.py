@@ -20,15 +20,15 @@ from transformers import AutoTokenizer
 
 from penstock.engine import preparing
 from penstock.engine.config import DataConfig
-from penstock.engine.data import corpus as corpus_module
-from penstock.engine.data.corpus import prepare_corpus, prepare_text, prepare_tokenizer, random_corpus
-from penstock.engine.data.corpus_files import TokenCorpus
+from penstock.engine.data.corpus import prepare as corpus_module
+from penstock.engine.data.corpus.files import TokenCorpus
+from penstock.engine.data.corpus.prepare import prepare_corpus, prepare_text, prepare_tokenizer, random_corpus
 from penstock.engine.data.formats import text as text_format
+from penstock.engine.data.formats.reading import read_samples
 from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
-from penstock.engine.data.made_tokenizer import train_tokenizer
 from penstock.engine.data.packing import split_documents
-from penstock.engine.data.reading import read_samples
-from penstock.engine.data.tokenizer import EOS_TOKEN, load_tokenizer
+from penstock.engine.data.text.made_tokenizer import train_tokenizer
+from penstock.engine.data.text.tokenizer import EOS_TOKEN, load_tokenizer
 from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.storage.files.errors import UserError
 

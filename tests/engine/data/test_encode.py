@@ -16,14 +16,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, pro
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from penstock.engine.config import DataConfig
-from penstock.engine.data import encode_pool
-from penstock.engine.data.corpus import prepare_corpus
-from penstock.engine.data.encode import Encoder, describe_specials
-from penstock.engine.data.encode_pool import encode_all
-from penstock.engine.data.made_tokenizer import open_trained, train_tokenizer
-from penstock.engine.data.reading import read_samples
+from penstock.engine.data.corpus.prepare import prepare_corpus
+from penstock.engine.data.formats.reading import read_samples
 from penstock.engine.data.samples import Completion, Conversation, Encoded, Ids, Sample, Text
-from penstock.engine.data.tokenizer import TextTokenizer, load_tokenizer
+from penstock.engine.data.text import encode_pool
+from penstock.engine.data.text.encode import Encoder, describe_specials
+from penstock.engine.data.text.encode_pool import encode_all
+from penstock.engine.data.text.made_tokenizer import open_trained, train_tokenizer
+from penstock.engine.data.text.tokenizer import TextTokenizer, load_tokenizer
 from penstock.storage.files.errors import UserError
 
 CHAT = [{"role": "user", "content": "And 2 + 3?"}, {"role": "assistant", "content": "It is 5 ☃"}]

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.config import DataConfig, ModelConfig, Recipe
 from penstock.engine.data.formats.detect import detect
-from penstock.engine.data.reading import read_samples, source_files
+from penstock.engine.data.formats.reading import read_samples, source_files
 from penstock.engine.run_files import run_files
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.links import VARIABLE

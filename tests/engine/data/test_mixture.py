@@ -16,12 +16,13 @@ from system_calls import failing
 
 from penstock.app.recipes.recipe import apply_overrides, from_json, resolve_paths, to_json
 from penstock.engine.config import DataConfig, Recipe
-from penstock.engine.data import corpus as corpus_module
-from penstock.engine.data import corpus_cache, sources
-from penstock.engine.data.corpus import prepare_corpus, require_readable
-from penstock.engine.data.corpus_files import META, TOKENS, verify_corpus
-from penstock.engine.data.made_tokenizer import train_tokenizer
+from penstock.engine.data.corpus import cache as corpus_cache
+from penstock.engine.data.corpus import prepare as corpus_module
+from penstock.engine.data.corpus import sources
+from penstock.engine.data.corpus.files import META, TOKENS, verify_corpus
+from penstock.engine.data.corpus.prepare import prepare_corpus, require_readable
 from penstock.engine.data.packing import rows_per_epoch, split_documents
+from penstock.engine.data.text.made_tokenizer import train_tokenizer
 from penstock.storage.files.errors import UserError
 
 PART = {"path": "chats.jsonl", "source": "jsonl"}

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from penstock.engine.config import DataConfig
-from penstock.engine.data import needles
-from penstock.engine.data.corpus import prepare_text
-from penstock.engine.data.corpus_files import TokenCorpus
+from penstock.engine.data.corpus.files import TokenCorpus
+from penstock.engine.data.corpus.prepare import prepare_text
 from penstock.engine.data.loader import DataLoader
-from penstock.engine.data.needles import DEPTHS, NEEDLES, STAGES, TESTED, VOCABULARY, haystack
+from penstock.engine.data.needles import haystacks
+from penstock.engine.data.needles.haystacks import DEPTHS, NEEDLES, STAGES, TESTED, VOCABULARY, haystack
+from penstock.engine.data.needles.retrieval import KINDS, Haystacks, Question, found_values, questions, recall
 from penstock.engine.data.packing import split_documents
 from penstock.engine.data.recall import Tally
-from penstock.engine.data.retrieval import KINDS, Haystacks, Question, found_values, questions, recall
 from penstock.storage.files.errors import UserError
 
 
@@ -52,17 +52,17 @@ def test_every_answer_is_what_the_haystack_says_of_its_name(length: int, seed: i
 
 def test_documents_get_longer_and_those_held_out_are_of_all_lengths() -> None:
     config = needle_config(sequence_length=1024, validation_documents=6)
-    lengths = [len(sample.ids) for sample in needles.documents(config)]
+    lengths = [len(sample.ids) for sample in haystacks.documents(config)]
     below = [(length, rows) for length, rows in STAGES if length < 1024]
     expected = [length for length, rows in below for _ in range(rows * (1024 // length))]
     assert lengths[: len(expected)] == expected
     assert set(lengths[len(expected) : -6]) == {1024}
     assert lengths[-6:] == [512] * 3 + [1024] * 3
     assert max(TESTED) == max(length for length, _ in STAGES) == 8192
-    few = list(needles.documents(needle_config(max_documents=5, validation_documents=2)))
+    few = list(haystacks.documents(needle_config(max_documents=5, validation_documents=2)))
     assert [len(sample.ids) for sample in few] == [10, 10, 10, 128, 128]
     with pytest.raises(UserError, match=r"data\.sequence_length: 9 is too short for a haystack; set at least 10"):
-        next(needles.documents(needle_config(sequence_length=9)))
+        next(haystacks.documents(needle_config(sequence_length=9)))
 
 
 def rows_of(corpus: TokenCorpus, documents: NDArray[np.int64], *, endless: bool = True) -> DataLoader:

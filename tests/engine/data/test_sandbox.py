@@ -10,12 +10,12 @@ import pytest
 from chat_templates import make_tokenizer
 
 from penstock.engine.config import DataConfig
-from penstock.engine.data import sandbox
-from penstock.engine.data.chat import ChatTemplate, find_template
 from penstock.engine.data.samples import Conversation
-from penstock.engine.data.sandbox import Limits
-from penstock.engine.data.tokenizer import TextTokenizer, load_tokenizer
-from penstock.engine.data.turn_ends import turn_ends
+from penstock.engine.data.text import sandbox
+from penstock.engine.data.text.chat import ChatTemplate, find_template
+from penstock.engine.data.text.sandbox import Limits
+from penstock.engine.data.text.tokenizer import TextTokenizer, load_tokenizer
+from penstock.engine.data.text.turn_ends import turn_ends
 from penstock.storage.files.errors import UserError
 
 TALK = Conversation("rows.jsonl:7", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None)

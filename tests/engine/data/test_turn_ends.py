@@ -13,12 +13,12 @@ from samples import cases
 from transformers import AddedToken, AutoTokenizer
 
 from penstock.engine.config import DataConfig
-from penstock.engine.data.corpus import prepare_text
-from penstock.engine.data.made_tokenizer import train_tokenizer
-from penstock.engine.data.read_by_type import read_otherwise
-from penstock.engine.data.saved_template import FILE, load_template, trained_ends, verify_template
-from penstock.engine.data.tokenizer import load_tokenizer, tokenizer_contents
-from penstock.engine.data.turn_ends import turn_ends
+from penstock.engine.data.corpus.prepare import prepare_text
+from penstock.engine.data.text.made_tokenizer import train_tokenizer
+from penstock.engine.data.text.read_by_type import read_otherwise
+from penstock.engine.data.text.saved_template import FILE, load_template, trained_ends, verify_template
+from penstock.engine.data.text.tokenizer import load_tokenizer, tokenizer_contents
+from penstock.engine.data.text.turn_ends import turn_ends
 from penstock.storage.files.errors import UserError
 
 MORE = ["<|user|>", "<|assistant|>", "<|channel|>", "<|message|>", "<|start|>", "<|return|>", "<|call|>", "<|eom_id|>"]

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
-from penstock.engine.data.made_tokenizer import train_tokenizer
-from penstock.engine.data.tokenizer import tokenizer_contents
+from penstock.engine.data.text.made_tokenizer import train_tokenizer
+from penstock.engine.data.text.tokenizer import tokenizer_contents
 from penstock.engine.hf.config import read_config
 from penstock.engine.hf.weights import export_folder, import_blocks, read_constants
 from penstock.engine.model import anatomy

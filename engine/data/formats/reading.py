@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.config import DataConfig
-from penstock.engine.data import needles
 from penstock.engine.data.files.base import read_rows
 from penstock.engine.data.files.splits import split_files
 from penstock.engine.data.formats.base import FileFormat, RowFormat, find_format, require_wanted
+from penstock.engine.data.needles import haystacks
 from penstock.engine.data.position import Progress
 from penstock.engine.data.rows import BadRows, RowError
 from penstock.engine.data.samples import Completion, Conversation, Ids, Sample, Text, content_texts
@@ -66,7 +66,7 @@ def read_samples(config: DataConfig, bad: BadRows | None = None, progress: Progr
     bad = bad or BadRows(config.bad_rows)
     for part in config.parts:
         if part.source == "needles":
-            yield from needles.documents(part)
+            yield from haystacks.documents(part)
         documents = 0
         for file in source_files(part):
             if progress is not None:

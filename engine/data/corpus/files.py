@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.data.origins import Origins, OriginsWriter
-from penstock.engine.data.span_files import BLOCK_BYTES as BLOCK_BYTES
-from penstock.engine.data.span_files import COPY_BYTES, SpanFile, SpanWriter, damage
+from penstock.engine.data.corpus.origins import Origins, OriginsWriter
+from penstock.engine.data.corpus.spans import BLOCK_BYTES as BLOCK_BYTES
+from penstock.engine.data.corpus.spans import COPY_BYTES, SpanFile, SpanWriter, damage
 from penstock.storage.files.disk import atomic_write
 from penstock.storage.files.errors import UserError, ensure
 from penstock.storage.files.sealed import hex_crc, seal, unseal

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from penstock.engine import preparing
-from penstock.engine.data.corpus_files import SourceFile
+from penstock.engine.data.corpus.files import SourceFile
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line
 from penstock.storage.files.user_cache import cache_folder, read_kept, write_kept

@@ -19,7 +19,7 @@ from typing import Any
 
 from penstock.engine.data.rows import RowError, TurnsError
 from penstock.engine.data.samples import content_texts
-from penstock.engine.data.sandbox import Limits
+from penstock.engine.data.text.sandbox import Limits
 from penstock.storage.files.untrusted import one_line, printable
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 from penstock.engine.config import CONVERSATIONS, DataConfig
-from penstock.engine.data.chat import ChatTemplate, find_template
-from penstock.engine.data.tokenizer import TextTokenizer
-from penstock.engine.data.turn_ends import turn_ends
+from penstock.engine.data.text.chat import ChatTemplate, find_template
+from penstock.engine.data.text.tokenizer import TextTokenizer
+from penstock.engine.data.text.turn_ends import turn_ends
 from penstock.storage.files.disk import atomic_write
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.sealed import seal, unseal

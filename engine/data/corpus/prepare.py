@@ -14,12 +14,17 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.config import DataConfig
-from penstock.engine.data import needles
-from penstock.engine.data.corpus_cache import cache_corpus, cached_corpus
-from penstock.engine.data.corpus_files import META, CorpusInfo, CorpusWriter, Origin, TokenCorpus, read_info
-from penstock.engine.data.encode import Encoder
-from penstock.engine.data.encode_pool import encode_all
-from penstock.engine.data.made_tokenizer import (
+from penstock.engine.data.corpus.cache import cache_corpus, cached_corpus
+from penstock.engine.data.corpus.files import META, CorpusInfo, CorpusWriter, Origin, TokenCorpus, read_info
+from penstock.engine.data.corpus.sources import describe_files, to_record, what_changed
+from penstock.engine.data.formats.reading import is_empty, read_samples, source_files, texts_of
+from penstock.engine.data.needles import haystacks
+from penstock.engine.data.position import Progress
+from penstock.engine.data.rows import BadRows
+from penstock.engine.data.samples import Sample
+from penstock.engine.data.text.encode import Encoder
+from penstock.engine.data.text.encode_pool import encode_all
+from penstock.engine.data.text.made_tokenizer import (
     ADDED_FOLDER,
     TRAINED_ON,
     add_tokens,
@@ -28,13 +33,8 @@ from penstock.engine.data.made_tokenizer import (
     require_intact,
     train_tokenizer,
 )
-from penstock.engine.data.position import Progress
-from penstock.engine.data.reading import is_empty, read_samples, source_files, texts_of
-from penstock.engine.data.rows import BadRows
-from penstock.engine.data.samples import Sample
-from penstock.engine.data.saved_template import save_template
-from penstock.engine.data.sources import describe_files, to_record, what_changed
-from penstock.engine.data.tokenizer import TextTokenizer, load_tokenizer
+from penstock.engine.data.text.saved_template import save_template
+from penstock.engine.data.text.tokenizer import TextTokenizer, load_tokenizer
 from penstock.storage.files.disk import build_folder
 from penstock.storage.files.errors import UserError
 
@@ -115,7 +115,7 @@ def prepare_tokenizer(
 
     def make(temporary: Path) -> None:
         if config.source == "needles":
-            needles.write_tokenizer(temporary)
+            haystacks.write_tokenizer(temporary)
             return
         samples = (sample for part in config.parts for sample in _require_text(part, "training a tokenizer"))
         train_tokenizer(
@@ -282,7 +282,7 @@ def _digest(value: Any) -> str:
 def _settings(part: DataConfig) -> dict[str, Any]:
     """The fields that say what is read; `Encoder.fingerprint` has those that say what becomes of it."""
     names = ("source", "path", "split", "columns", "max_documents", "bad_rows")
-    made = {"needles": needles.made_of(part)} if part.source == "needles" else {}
+    made = {"needles": haystacks.made_of(part)} if part.source == "needles" else {}
     return {name: getattr(part, name) for name in names} | made
 
 

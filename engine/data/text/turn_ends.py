@@ -12,9 +12,9 @@ from typing import Any
 
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import in_parts
-from penstock.engine.data.sandbox import Limits
-from penstock.engine.data.tokenizer import TextTokenizer
-from penstock.engine.data.turns import Messages, View, with_functions
+from penstock.engine.data.text.sandbox import Limits
+from penstock.engine.data.text.tokenizer import TextTokenizer
+from penstock.engine.data.text.turns import Messages, View, with_functions
 
 _ASKED, _AGAIN, _ANSWER, _THOUGHT, _FIRST, _SECOND = (f"qzk{word}" for word in ("a", "e", "i", "o", "u", "y"))
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")

@@ -15,7 +15,7 @@ import stat
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.engine.data.corpus_files import CORPUS_FILES, META, Origin, read_info, verify_corpus, write_info
+from penstock.engine.data.corpus.files import CORPUS_FILES, META, Origin, read_info, verify_corpus, write_info
 from penstock.storage.files.disk import build_folder, link_or_copy
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.user_cache import cache_folder

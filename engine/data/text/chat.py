@@ -23,10 +23,10 @@ from typing import Any, Literal, NamedTuple
 from penstock.engine.config import DataConfig
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Conversation, in_parts
-from penstock.engine.data.sandbox import Limits
-from penstock.engine.data.tokenizer import TextTokenizer
-from penstock.engine.data.turn_ends import THOUGHTS, turn_ends
-from penstock.engine.data.turns import MARKED, FormError, Messages, View, with_functions
+from penstock.engine.data.text.sandbox import Limits
+from penstock.engine.data.text.tokenizer import TextTokenizer
+from penstock.engine.data.text.turn_ends import THOUGHTS, turn_ends
+from penstock.engine.data.text.turns import MARKED, FormError, Messages, View, with_functions
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.model_folder import has_model_file, read_model_file
 from penstock.storage.files.untrusted import one_line, parse_object, printable, read_regular, real_path

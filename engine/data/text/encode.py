@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.config import CONVERSATIONS, DataConfig
-from penstock.engine.data.chat import ChatTemplate, Rendered, Span, find_template
 from penstock.engine.data.rows import BadRows, RowError
 from penstock.engine.data.samples import Completion, Conversation, Encoded, Ids, Sample, Text, content_texts
-from penstock.engine.data.tokenizer import TextTokenizer
+from penstock.engine.data.text.chat import ChatTemplate, Rendered, Span, find_template
+from penstock.engine.data.text.tokenizer import TextTokenizer
 from penstock.storage.files.errors import UserError
 
 _ALWAYS = ("messages", "sharegpt")

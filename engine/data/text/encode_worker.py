@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 
-from penstock.engine.data.encode import Answer
+from penstock.engine.data.text.encode import Answer
 from penstock.storage.files.errors import UserError
 
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from penstock.engine.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_contents, write_tokenizer_files
+from penstock.engine.data.text.tokenizer import TextTokenizer, load_tokenizer, tokenizer_contents, write_tokenizer_files
 from penstock.storage.files.errors import UserError
 
 _TEXT = "It's 12345 o'clock:\n\n  the  naïve Ünicode\t“text” 한국어, and x_1 = f(2.50)\r\n  SHOUTED don'T\n"

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from penstock.engine.config import DataConfig
-from penstock.engine.data.made_tokenizer import save_tokenizer
 from penstock.engine.data.samples import Ids
-from penstock.engine.data.tokenizer import EOS_TOKEN, TextTokenizer
+from penstock.engine.data.text.made_tokenizer import save_tokenizer
+from penstock.engine.data.text.tokenizer import EOS_TOKEN, TextTokenizer
 from penstock.storage.files.errors import UserError
 
 _DIGITS = tuple("0123456789")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from penstock.engine.data.tokenizer import (
+from penstock.engine.data.text.tokenizer import (
     EOS_TOKEN,
     FILE_BYTES,
     TextTokenizer,

@@ -16,8 +16,8 @@ from contextlib import suppress
 from itertools import chain, islice
 from queue import SimpleQueue
 
-from penstock.engine.data.encode import Answer, Encoder, batches
 from penstock.engine.data.samples import Encoded, Sample, Text
+from penstock.engine.data.text.encode import Answer, Encoder, batches
 from penstock.storage.files import child
 from penstock.storage.files.errors import UserError
 
@@ -102,7 +102,7 @@ class _Worker:
     def __init__(self, encoder: bytes) -> None:
         self._unsent = encoder
         self._process = subprocess.Popen(
-            child.command("engine.data.encode_worker"),
+            child.command("engine.data.text.encode_worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
