@@ -44,12 +44,16 @@ class Span(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """A conversation as text, and what of it is trained; None: all of it."""
+    """A sample as text, and what of it is trained; None: all of it."""
 
     text: str
     spans: list[Span] | None
     end_weight: float
     """How much an end-of-text token would count behind it; 0 where no assistant's turn that is trained ends it."""
+    bos: bool = False
+    """Whether the begin-of-text token comes before it."""
+    eos: bool = False
+    """Whether the end-of-text token follows; else only where no special token ends a turn of that weight."""
 
 
 def find_template(config: DataConfig, tokenizer: TextTokenizer) -> ChatTemplate | None:

@@ -24,16 +24,6 @@ _ALWAYS = ("messages", "sharegpt")
 _VERSION = 5  # of what the same files become
 
 
-class _Ready(NamedTuple):
-    """A sample that is one text to tokenise."""
-
-    where: str
-    rendered: Rendered
-    bos: bool
-    eos: bool | None
-    """Whether the end-of-text token follows; None: where no special token ends the text."""
-
-
 class Answer(NamedTuple):
     """What became of a batch that another process encoded."""
 
@@ -101,7 +91,7 @@ class Encoder:
         ready = [self._prepare(sample) for sample in samples]
         texts = [sample.text for sample in samples if isinstance(sample, Text)]
         of_text = iter(self._tokenizer.encode_batch(texts) if texts else [])
-        spanned = [one.rendered.text for one in ready if isinstance(one, _Ready)]
+        spanned = [one.text for one in ready if isinstance(one, Rendered)]
         of_span = iter(self._tokenizer.encode_spans(spanned) if spanned else [])
         result: list[Encoded] = []
         for sample, one in zip(samples, ready, strict=True):
@@ -112,20 +102,19 @@ class Encoder:
                 if isinstance(one, RowError):
                     raise one
                 if one is not None:
-                    result.append(_trained(self._finish(one, *next(of_span))))
+                    result.append(_trained(self._finish(sample.where, one, *next(of_span))))
                 elif isinstance(sample, Ids):
                     result.append(_trained(self._ids(sample)))
             except RowError as error:
                 self.bad.add(error)
         return result
 
-    def _prepare(self, sample: Sample) -> _Ready | RowError | None:
+    def _prepare(self, sample: Sample) -> Rendered | RowError | None:
         """None for what needs no rendering; what is wrong with a bad sample."""
         try:
             if isinstance(sample, Conversation):
                 if self.template is not None:
-                    rendered = self.template.render(sample, self._config.trained_tokens)
-                    return _Ready(sample.where, rendered, False, None)
+                    return self.template.render(sample, self._config.trained_tokens)
                 if sample.plain is None:
                     raise UserError(
                         f"data.chat_template: {sample.where} is a conversation, and the tokenizer has no chat "
@@ -139,7 +128,7 @@ class Encoder:
             return error
         start, stop = len(sample.prompt), len(sample.prompt) + len(sample.completion)
         spans = None if self._config.trained_tokens == "all" else [Span(start, stop, 1.0)]
-        return _Ready(sample.where, Rendered(sample.prompt + sample.completion, spans, 1.0), self.adds_bos, True)
+        return Rendered(sample.prompt + sample.completion, spans, 1.0, self.adds_bos, True)
 
     def _text(self, sample: Text, ids: list[int]) -> Encoded:
         begin = self._begin(ids) if self.adds_bos and sample.first else []
@@ -173,23 +162,21 @@ class Encoder:
         weights = None if sample.weights is None else np.asarray(sample.weights, dtype=np.float32)
         return Encoded(sample.where, ids, weights, True)
 
-    def _finish(self, one: _Ready, ids: list[int], offsets: NDArray[np.int64] | None) -> Encoded:
-        rendered = one.rendered
+    def _finish(self, where: str, one: Rendered, ids: list[int], offsets: NDArray[np.int64] | None) -> Encoded:
         weights = None
-        if rendered.spans is not None:
-            offsets = self._offsets(one, ids) if offsets is None else offsets
-            self._narrow(rendered.text, ids, offsets)
+        if one.spans is not None:
+            offsets = self._offsets(where, one, ids) if offsets is None else offsets
+            self._narrow(one.text, ids, offsets)
             weights = np.zeros(len(ids), dtype=np.float32)
-            for span in rendered.spans:
+            for span in one.spans:
                 weights[(offsets[:, 0] < span.stop) & (offsets[:, 1] > span.start)] = span.weight
         begin = self._begin(ids) if one.bos else []
-        eos = one.eos if one.eos is not None else rendered.end_weight > 0 and self._last(ids) not in self._turn_ends
-        end = self._end(ids) if eos else []
+        end = self._end(ids) if one.eos or (one.end_weight > 0 and self._last(ids) not in self._turn_ends) else []
         if weights is not None:
             weights = np.concatenate(
-                [np.zeros(len(begin), np.float32), weights, np.full(len(end), rendered.end_weight, np.float32)]
+                [np.zeros(len(begin), np.float32), weights, np.full(len(end), one.end_weight, np.float32)]
             )
-        return Encoded(one.where, np.asarray([*begin, *ids, *end], dtype=np.int64), weights, True)
+        return Encoded(where, np.asarray([*begin, *ids, *end], dtype=np.int64), weights, True)
 
     def _narrow(self, text: str, ids: list[int], offsets: NDArray[np.int64]) -> None:
         """Take the white space that added tokens swallow out of their offsets [tokens, 2]: whether such a token is
@@ -200,21 +187,21 @@ class Encoder:
                 start = text.index(own, start)
                 offsets[index] = start, start + len(own)
 
-    def _offsets(self, one: _Ready, ids: list[int]) -> NDArray[np.int64]:
+    def _offsets(self, where: str, one: Rendered, ids: list[int]) -> NDArray[np.int64]:
         """Offsets [tokens, 2] that are right at the ends of the spans, from a tokenizer that reports none.
 
         The text up to there is tokenised by itself; where that does not begin the whole's tokens, RowError.
         """
-        spans = one.rendered.spans or []
-        ends = sorted({0, len(one.rendered.text), *(at for span in spans for at in (span.start, span.stop))})
+        spans = one.spans or []
+        ends = sorted({0, len(one.text), *(at for span in spans for at in (span.start, span.stop))})
         starts = np.zeros(len(ids), dtype=np.int64)
         stops = np.zeros(len(ids), dtype=np.int64)
         done = 0
         for begin, end in itertools.pairwise(ends):
-            part = self._tokenizer.encode_batch([one.rendered.text[:end]])[0]
+            part = self._tokenizer.encode_batch([one.text[:end]])[0]
             if part != ids[: len(part)]:
                 raise RowError(
-                    f"{one.where}: the tokenizer merges trained with untrained text (around character {end:,}) and "
+                    f"{where}: the tokenizer merges trained with untrained text (around character {end:,}) and "
                     "reports no offsets; use a tokenizer with a tokenizer.json, or data.trained_tokens=all"
                 )
             starts[done : len(part)], stops[done : len(part)] = begin, end
