@@ -7,12 +7,10 @@ and needs no device.
 from penstock.engine.config.adapter import AdapterConfig as AdapterConfig
 from penstock.engine.config.data import CONVERSATIONS as CONVERSATIONS
 from penstock.engine.config.data import DataConfig as DataConfig
-from penstock.engine.config.data import Source as Source
 from penstock.engine.config.effects import idle_notes as idle_notes
 from penstock.engine.config.effects import recurrent_notes as recurrent_notes
 from penstock.engine.config.effects import require_effect as require_effect
 from penstock.engine.config.model import ModelConfig as ModelConfig
-from penstock.engine.config.recipe import TRACKERS as TRACKERS
 from penstock.engine.config.recipe import AfterConfig as AfterConfig
 from penstock.engine.config.recipe import Recipe as Recipe
 from penstock.engine.config.recipe import changed_fields as changed_fields

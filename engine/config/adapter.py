@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.engine.config.values import MOST_SIZE, require, require_kinds, require_most
+from penstock.engine.config.values import MOST_SIZE, require, require_counts, require_kinds
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,8 +27,7 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         require_kinds("adapter", self)
-        require(self.rank >= 1, f"adapter.rank: {self.rank} must be at least 1")
-        require_most("adapter", self, ("rank",), MOST_SIZE)
+        require_counts("adapter", self, ("rank",), MOST_SIZE)
         require(self.alpha > 0, f"adapter.alpha: {self.alpha} must be above 0")
         require(bool(self.targets), "adapter.targets: the list is empty; name modules, or write all-linear")
 

@@ -11,8 +11,8 @@ from penstock.engine.config.values import (
     MOST_TOKENS,
     nearest,
     require,
+    require_counts,
     require_kinds,
-    require_most,
 )
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line
@@ -94,21 +94,15 @@ class DataConfig:
             self.path is None or not self.mixture,
             f"data.path: {self.path} cannot be used with data.mixture; add it to the mixture, or leave one of them out",
         )
-        require(self.sequence_length >= 2, f"data.sequence_length: {self.sequence_length} must be at least 2")
         require(
             self.tokenizer_vocab_size > 256,
             f"data.tokenizer_vocab_size: {self.tokenizer_vocab_size} must be above 256, the number of bytes",
         )
-        require_most("data", self, ("sequence_length",), MOST_TOKENS)
-        require_most("data", self, ("tokenizer_vocab_size",), MOST_SIZE)
-        require_most("data", self, ("max_documents", "validation_documents"), MOST_STEPS)
+        require_counts("data", self, ("sequence_length",), MOST_TOKENS, least=2)
+        require_counts("data", self, ("tokenizer_vocab_size",), MOST_SIZE)
+        require_counts("data", self, ("max_documents", "validation_documents"), MOST_STEPS)
         require(0 <= self.seed < 2**63, f"data.seed: {self.seed} must be from 0 to 2^63 - 1")
-        most = self.max_documents
-        require(most is None or most >= 1, f"data.max_documents: {most} must be at least 1; none reads all")
-        held = self.validation_documents
-        require(
-            held is None or held >= 1, f"data.validation_documents: {held} must be at least 1; none holds out nothing"
-        )
+        most, held = self.max_documents, self.validation_documents
         require(
             held is None or most is None or held < most,
             f"data.validation_documents: {held} leaves no documents to train on, as data.max_documents is {most}",

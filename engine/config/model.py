@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.config.values import MOST_LAYERS, MOST_SIZE, require, require_kinds, require_most
+from penstock.engine.config.values import MOST_LAYERS, MOST_SIZE, require, require_counts, require_kinds
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,13 +48,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         require_kinds("model", self)
         sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
-        for name in (*sizes, "vocab_size", "max_position"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"model.{name}: {value} must be at least 1")
         std = self.embedding_std
         require(std is None or std > 0, f"model.embedding_std: {std} must be above 0")
-        require_most("model", self, ("num_layers",), MOST_LAYERS)
-        require_most("model", self, (*sizes, "vocab_size", "max_position"), MOST_SIZE)
+        require_counts("model", self, ("num_layers",), MOST_LAYERS)
+        require_counts("model", self, (*sizes, "vocab_size", "max_position"), MOST_SIZE)
         if self.num_heads and self.num_kv_heads:
             require(
                 self.num_heads % self.num_kv_heads == 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.engine.config.values import MOST_STEPS, require, require_kinds, require_most
+from penstock.engine.config.values import MOST_STEPS, require, require_counts, require_kinds
 
 MOST_SAMPLE_TOKENS = 2**20
 
@@ -30,8 +30,7 @@ class SamplesConfig:
 
     def __post_init__(self) -> None:
         require_kinds("samples", self)
-        require(self.every is None or self.every >= 1, f"samples.every: {self.every} must be at least 1")
-        require_most("samples", self, ("every",), MOST_STEPS)
+        require_counts("samples", self, ("every",), MOST_STEPS)
         require(
             self.every is None or bool(self.prompts),
             f"samples.every: {self.every}, but there are no prompts; set samples.prompts, or leave samples.every out",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.engine.config.values import MOST_STEPS, Budget, parse_budget, parse_bytes, require, require_most
+from penstock.engine.config.values import MOST_STEPS, Budget, parse_budget, parse_bytes, require, require_counts
 from penstock.storage.offsite.place import parse_place
 
 PART_STEP = 8192
@@ -74,19 +74,15 @@ class StorageConfig:
     def __post_init__(self) -> None:
         size = parse_bytes(self.part_bytes, "storage.part_bytes")
         require(size % PART_STEP == 0, f"storage.part_bytes: {size} is not a multiple of 8 KiB")
-        require(self.checkpoint_every >= 1, f"storage.checkpoint_every: {self.checkpoint_every} must be at least 1")
-        require_most(
+        require_counts(
             "storage",
             self,
             ("checkpoint_every", "keep_last", "keep_every", "offsite_every", "offsite_keep"),
             MOST_STEPS,
         )
-        require(
-            self.keep_last >= 1, f"storage.keep_last: {self.keep_last} must be at least 1, for the newest generation"
-        )
         every = self.keep_every
         require(
-            every is None or (every >= 1 and every % self.checkpoint_every == 0),
+            every is None or every % self.checkpoint_every == 0,
             f"storage.keep_every: {every} is not a multiple of storage.checkpoint_every {self.checkpoint_every}; only "
             "committed generations can be kept",
         )
@@ -95,8 +91,6 @@ class StorageConfig:
         require(self.nvme != [], "storage.nvme: the list is empty; name a folder, or leave it out")
         if self.offsite is not None:
             parse_place(self.offsite, "storage.offsite")
-        require(self.offsite_every >= 1, f"storage.offsite_every: {self.offsite_every} must be at least 1 step")
-        require(self.offsite_keep >= 1, f"storage.offsite_keep: {self.offsite_keep} must be at least 1, for the newest")
         if self.offsite_bandwidth is not None:
             rate = parse_bytes(self.offsite_bandwidth, "storage.offsite_bandwidth")
             require(

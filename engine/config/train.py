@@ -6,7 +6,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.engine.config.values import MOST_SEQUENCES, MOST_STEPS, MOST_TOKENS, require, require_kinds, require_most
+from penstock.engine.config.values import (
+    MOST_SEQUENCES,
+    MOST_STEPS,
+    MOST_TOKENS,
+    require,
+    require_counts,
+    require_kinds,
+)
 from penstock.storage.files.untrusted import one_line
 
 
@@ -106,13 +113,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require_kinds("train", self)
-        counts = ("steps", "global_batch_size", "micro_batch_size", "chunk_tokens")
-        for name in (*counts, "validate_every", "validation_sequences", "early_stopping_patience"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"train.{name}: {value} must be at least 1")
-        require_most("train", self, ("steps", "validate_every", "early_stopping_patience"), MOST_STEPS)
-        require_most("train", self, ("global_batch_size", "micro_batch_size", "validation_sequences"), MOST_SEQUENCES)
-        require_most("train", self, ("chunk_tokens",), MOST_TOKENS)
+        steps = ("steps", "validate_every", "early_stopping_patience", "decay_steps")
+        require_counts("train", self, steps, MOST_STEPS)
+        require_counts("train", self, ("global_batch_size", "micro_batch_size", "validation_sequences"), MOST_SEQUENCES)
+        require_counts("train", self, ("chunk_tokens",), MOST_TOKENS)
         for name in ("global_batch_size", "validation_sequences"):
             value = getattr(self, name)
             require(
@@ -143,7 +147,6 @@ class TrainConfig:
             not self.steps == self.warmup_steps == 1 or (self.lr_schedule == "wsd" and self.min_lr_ratio > 0),
             "train.warmup_steps: 1 would leave the only step a learning rate of zero; set 0, or more train.steps",
         )
-        require(given is None or given >= 1, f"train.decay_steps: {given} must be at least 1")
         require(
             given is None or given <= left,
             f"train.decay_steps: {given} exceeds the {left} steps that remain of train.steps after train.warmup_steps",

@@ -113,8 +113,10 @@ MOST_STEPS = 10**12
 MOST_SEQUENCES = 2**20
 
 
-def require_most(section: str, config: object, names: Sequence[str], most: int) -> None:
-    """Raise UserError for a number of the section beyond `most`, with which a plan would take for ever."""
+def require_counts(section: str, config: object, names: Sequence[str], most: int, least: int = 1) -> None:
+    """Raise UserError for a number of the section below `least`, or beyond `most`, with which a plan would take for
+    ever."""
     for name in names:
         value = getattr(config, name)
+        require(value is None or value >= least, f"{section}.{name}: {value} must be at least {least}")
         require(value is None or value <= most, f"{section}.{name}: {value} exceeds the maximum of {most:,}")
