@@ -44,10 +44,8 @@ _RANDOM_DOCUMENTS = 64
 _Text = tuple[TextTokenizer, TokenCorpus]
 _preparing = threading.Lock()
 _ahead: dict[Path, tuple[DataConfig, _Text]] = {}
-_cancelled = threading.Event()
+_is_ahead, _cancelled = threading.Event(), threading.Event()
 _threads: list[threading.Thread] = []
-_AHEAD = "tokenize"
-"""Name of the thread of `prepare_text_ahead`."""
 
 
 def prepare_text(
@@ -82,10 +80,14 @@ def prepare_text_ahead(config: DataConfig, folder: Path) -> None:
 
     def work() -> None:
         with suppress(Exception), _preparing:
-            _ahead[folder] = (config, _prepare_text(config, None, folder))
+            _is_ahead.set()  # tokenizers read texts in a thread of their own
+            try:
+                _ahead[folder] = (config, _prepare_text(config, None, folder))
+            finally:
+                _is_ahead.clear()
 
     _cancelled.clear()
-    _threads.append(thread := threading.Thread(target=work, name=_AHEAD))
+    _threads.append(thread := threading.Thread(target=work, name="tokenize"))
     thread.start()
 
 
@@ -192,7 +194,7 @@ def _require_text(
     progress = Progress(what, sizes or {})
     empty = True
     for sample in read_samples(config, bad, progress):
-        if _cancelled.is_set() and threading.current_thread().name == _AHEAD:
+        if _is_ahead.is_set() and _cancelled.is_set():
             raise InterruptedError
         empty = empty and is_empty(sample)
         progress.report()
