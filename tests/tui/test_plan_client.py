@@ -11,6 +11,7 @@ import real_runs
 from cli_process import json_lines
 
 from penstock.engine.config import Recipe, TrainConfig
+from penstock.tui.data import processes
 from penstock.tui.data.plan_client import PlanClient, PlanState
 
 FAKE = Path(__file__).parents[1] / "support" / "fake_planner.py"
@@ -91,14 +92,14 @@ async def test_a_server_that_dies_is_started_again_once(client: Watched) -> None
 async def test_a_server_that_dies_twice_is_given_up_until_asked(
     client: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = client._read_stderr
+    read = processes.read_lines
 
-    async def late(stream: asyncio.StreamReader) -> None:
-        """Last words that are read after the end are told, too."""
-        await asyncio.sleep(0.2)
-        await read(stream)
+    async def late(stream: asyncio.StreamReader, take: Callable[[bytes], None]) -> None:
+        """The reason is reported even if it is read after the end."""
+        await asyncio.sleep(0.2 * (take != client._take))
+        await read(stream, take)
 
-    monkeypatch.setattr(client, "_read_stderr", late)
+    monkeypatch.setattr(processes, "read_lines", late)
     client.request(recipe(5), None)
     assert "MemoryError: no room" in await client.given_up()
     assert client.num_starts == 2

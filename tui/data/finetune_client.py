@@ -1,33 +1,27 @@
-"""Runs `penstock finetune --json` beside the application, and keeps what it found and chose."""
+"""Runs `penstock finetune --json` beside the application, and keeps its report."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from penstock.storage.files import child
-from penstock.tui.data import processes
+from penstock.tui.data.processes import Client
 
 COMMAND = tuple(child.command("app.cli.main", "finetune", "--json"))
-_LINE_BYTES = 1 << 26
-_NO_PLACE = 127
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is looked at."""
+    """What is inspected; what is empty is chosen by the command."""
 
     model: str = ""
     data: str = ""
     epochs: str = ""
-    """Empty: chosen."""
     context: str = ""
-    """Tokens of a row; empty: chosen."""
+    """Tokens of a row."""
 
     def arguments(self) -> list[str]:
         """As the command takes them."""
@@ -53,46 +47,28 @@ class FinetuneState:
         return self.report is not None or self.trouble is not None
 
 
-class FinetuneClient(processes.OneAtATime):
-    """One command at a time, the newest. `changed` is called in the event loop whenever `state` says more."""
+class FinetuneClient(Client):
+    """Inspects a model and data."""
 
-    def __init__(self, root: Path, changed: Callable[[], None]) -> None:
-        super().__init__()
-        self.state = FinetuneState()
-        self._root, self._changed = root, changed
+    state = FinetuneState()
 
     async def ask(self, asked: Asked) -> None:
         """Begin anew."""
         await self.close()
         self.state = FinetuneState(asked)
         self._changed()
-        self._read_in_task(self._read(self.state, asked))
+        self._begin(self._read(self.state, asked))
 
     async def _read(self, state: FinetuneState, asked: Asked) -> None:
-        code, printed = await self._run(state, [*COMMAND, *asked.arguments()])
-        with contextlib.suppress(ValueError):
-            state.report = json.loads(printed)
-        if state.report is None:
-            state.trouble = state.doing.removeprefix("error: ") or f"exit code {code}"
-        self._changed()
+        printed: list[bytes] = []
 
-    async def _run(self, state: FinetuneState, command: Sequence[str]) -> tuple[int, bytes]:
-        """Carry out the command; its exit code and what it printed. Its last line on stderr is what it is at."""
-        try:
-            process = self._process = await processes.begin(
-                command, self._root, stdin=asyncio.subprocess.DEVNULL, line_bytes=_LINE_BYTES
-            )
-        except OSError as error:
-            state.doing = str(error)
-            return _NO_PLACE, b""
-        assert process.stdout is not None
-        assert process.stderr is not None
-        stdout = asyncio.get_running_loop().create_task(process.stdout.read())
-        try:
-            while line := await process.stderr.readline():
-                if text := line.decode(errors="replace").strip():
-                    state.doing = text
-                    self._changed()
-            return await process.wait(), await stdout
-        finally:
-            stdout.cancel()
+        def told(text: str) -> None:
+            state.doing = text
+            self._changed()
+
+        _, said = await self._run([*COMMAND, *asked.arguments()], printed.append, told)
+        with contextlib.suppress(ValueError):
+            state.report = json.loads(b"".join(printed))
+        if state.report is None:
+            state.trouble = said.removeprefix("error: ")
+        self._changed()
