@@ -201,7 +201,7 @@ class PenstockApp(App[None]):
         return [
             action
             for action in actions(scope)
-            if action.scope == "global" or screen.check_action(action.id, ()) is not False
+            if action.scope == "global" or screen.check_action(action.name, ()) is not False
         ]
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:

@@ -1,19 +1,19 @@
-"""The recipes that there are, shipped and the user's own, listed from their text without running it."""
+"""The recipes that there are, shipped and the user's own. A program of the user's is listed by its docstring and not
+run: nothing is known of its fields.
+"""
 
 from __future__ import annotations
 
 import ast
 import hashlib
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from penstock.app.recipes import shipped
-from penstock.storage.files.untrusted import parse_object, printable, read_regular
-from penstock.tui.data.fields import text, whole
-from penstock.tui.data.outline import outline, outline_of_json
+from penstock.app.recipes.recipe import Recipe, load_recipe
+from penstock.storage.files.errors import UserError
+from penstock.storage.files.untrusted import printable, read_regular
 
 _NEEDS = re.compile(r"(GPU|RAM|NVMe|Model|Use) {2,}(\S.*)")
 _SIZE = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BM])(?![A-Za-z0-9])", re.IGNORECASE)
@@ -29,19 +29,21 @@ class RecipeEntry:
 
     path: Path
     name: str
-    title: str
-    """The first paragraph of its docstring, in one line."""
-    needs: dict[str, str]
-    """GPU, RAM, NVMe, Model, Use -> what its docstring says."""
-    text: str
-    """The docstring."""
     own: bool
     """Whether it is the user's, not shipped."""
+    text: str = ""
+    """The docstring."""
+    needs: dict[str, str] = field(default_factory=dict)
+    """GPU, RAM, NVMe, Model, Use -> what its docstring says."""
     problem: str | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted name -> value, as far as its text says them in plain literals."""
     digest: str = ""
     """Of its content; empty where it cannot be read."""
+    recipe: Recipe | None = None
+
+    @property
+    def title(self) -> str:
+        """The first paragraph of its docstring, in one line."""
+        return self.text.split("\n\n")[0].replace("\n", " ")
 
     @property
     def is_program(self) -> bool:
@@ -51,13 +53,14 @@ class RecipeEntry:
     @property
     def size_text(self) -> str:
         """The model's size as the name of its folder has it: 7B; empty where it has none."""
-        match = _SIZE.search((text(self.fields, "model.path") or "").rpartition("/")[2])
+        path = (self.recipe.model.path or "") if self.recipe else ""
+        match = _SIZE.search(path.rpartition("/")[2])
         return f"{match[1]}{match[2].upper()}" if match else ""
 
     @property
     def context(self) -> int | None:
-        """Tokens of a sequence, where the text says them."""
-        return whole(self.fields, "data.sequence_length")
+        """Tokens of a sequence."""
+        return self.recipe.data.sequence_length if self.recipe else None
 
 
 _Stamp = tuple[int, int]
@@ -111,24 +114,19 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def read_recipe_entry(path: Path, *, own: bool) -> RecipeEntry:
-    """A recipe file's entry from its text; `problem` says why where it cannot be read."""
+    """A recipe file's entry; `problem` says why where it cannot be read."""
     name = printable(path.stem)
     try:
         content = read_regular(path.resolve(), most_bytes=_RECIPE_BYTES)
-        digest = hashlib.sha256(content).hexdigest()
-        if path.suffix == ".json":
-            fields = outline_of_json(parse_object(content.decode()))
-            return RecipeEntry(path, name, _SAVED, {}, _SAVED, own, fields=fields, digest=digest)
-        tree = ast.parse(content.decode())
-        fields = outline(tree)
-    except (OSError, ValueError, SyntaxError, RuntimeError, MemoryError) as error:
+        is_json = path.suffix == ".json"
+        about = _SAVED if is_json else printable(ast.get_docstring(ast.parse(content.decode())) or "")
+        recipe = load_recipe(path) if is_json or not own else None
+    except (OSError, ValueError, SyntaxError, RuntimeError, MemoryError, UserError) as error:
         reason = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
-        return RecipeEntry(path, name, "", {}, "", own, printable(f"{path.name} cannot be read: {reason}"))
-    about = printable(ast.get_docstring(tree) or "")
+        return RecipeEntry(path, name, own, problem=printable(f"{path.name} cannot be read: {reason}"))
     found = (_NEEDS.fullmatch(line.strip()) for line in about.splitlines())
     needs = {match[1]: match[2] for match in found if match}
-    title = about.split("\n\n")[0].replace("\n", " ")
-    return RecipeEntry(path, name, title, needs, about, own, fields=fields, digest=digest)
+    return RecipeEntry(path, name, own, about, needs, digest=hashlib.sha256(content).hexdigest(), recipe=recipe)
 
 
 def content_digest(path: Path) -> str:
@@ -139,22 +137,21 @@ def content_digest(path: Path) -> str:
         return ""
 
 
-def describe(entry: RecipeEntry) -> dict[str, str]:
-    """What a recipe trains, as text by label, as far as its text says it in plain literals."""
-    fields, found = entry.fields, {}
-    if "model.path" in fields and "model.model_type" in fields:
-        layers, width = whole(fields, "model.num_layers"), whole(fields, "model.hidden_size")
-        shape = "shape of the folder" if layers is None or width is None else f"{layers} layers, width {width:,}"
-        found["model"] = f"{fields['model.path'] or fields['model.model_type']}, {shape}"
-    context, batch = entry.context, whole(fields, "train.global_batch_size")
-    if context is not None:
-        found["context"] = f"{context:,} tokens"
-    if context is not None and batch is not None and (steps := whole(fields, "train.steps")) is not None:
-        found["batch"] = f"{context * batch:,} tokens a step, {steps:,} steps"
-    if (source := text(fields, "data.source")) is not None and "data.path" in fields:
-        found["data"] = f"{'' if source == 'auto' else source} {fields['data.path'] or ''}".strip() or "none"
-    if (machine := text(fields, "machine")) is not None:
-        found["machine"] = machine or "any"
+def describe(recipe: Recipe) -> dict[str, str]:
+    """What a recipe trains, as text by label."""
+    model, data, train = recipe.model, recipe.data, recipe.train
+    shape = "shape of the folder"
+    if model.num_layers is not None and model.hidden_size is not None:
+        shape = f"{model.num_layers} layers, width {model.hidden_size:,}"
+    tokens = data.sequence_length * train.global_batch_size
+    source = f"{'' if data.source == 'auto' else data.source} {data.path or ''}".strip()
+    found = {
+        "model": f"{model.path or model.model_type}, {shape}",
+        "context": f"{data.sequence_length:,} tokens",
+        "batch": f"{tokens:,} tokens a step, {train.steps:,} steps",
+        "data": source or "none",
+        "machine": recipe.machine or "any",
+    }
     return {label: printable(value) for label, value in found.items()}
 
 

@@ -88,10 +88,10 @@ class PenstockScreen(Screen[None]):
         for action in ACTIONS:
             if action.scope != self.SCOPE or event.key not in action.keys.split(","):
                 continue
-            if self.check_action(action.id, ()) is False:
+            if self.check_action(action.name, ()) is False:
                 if action.acts and self.penstock.read_only:
                     self.penstock.refuses()
-                elif text := self.why_not(action.id):
+                elif text := self.why_not(action.name):
                     self.say(text)
 
     # ------------------------------------------------------------------ threads

@@ -183,11 +183,8 @@ class ConfigureScreen(PenstockScreen):
         else:
             self.form.cycle(1)
 
-    def action_next_choice(self) -> None:
-        self.form.cycle(1)
-
-    def action_previous_choice(self) -> None:
-        self.form.cycle(-1)
+    def action_cycle(self, by: int) -> None:
+        self.form.cycle(by)
 
     def action_reset(self) -> None:
         self.form.reset()
@@ -204,11 +201,8 @@ class ConfigureScreen(PenstockScreen):
         self.remove_class("-planning")
         self.form.begin_filter()
 
-    def action_next_section(self) -> None:
-        self.form.move_section(1)
-
-    def action_previous_section(self) -> None:
-        self.form.move_section(-1)
+    def action_section(self, by: int) -> None:
+        self.form.move_section(by)
 
     @work
     async def action_browse(self) -> None:

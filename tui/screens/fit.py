@@ -90,23 +90,11 @@ class FitScreen(PenstockScreen):
 
     # ------------------------------------------------------------------ keys
 
-    def _move(self, rows: int, columns: int) -> None:
+    def action_move(self, rows: int, columns: int) -> None:
         state = self.client.state
         self._row = max(0, min(self._row + rows, len(state.models) - 1))
         self._column = max(0, min(self._column + columns, len(state.contexts) - 1))
         self._show()
-
-    def action_model_up(self) -> None:
-        self._move(-1, 0)
-
-    def action_model_down(self) -> None:
-        self._move(1, 0)
-
-    def action_context_left(self) -> None:
-        self._move(0, -1)
-
-    def action_context_right(self) -> None:
-        self._move(0, 1)
 
     @work
     async def action_machine(self) -> None:

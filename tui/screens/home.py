@@ -389,7 +389,7 @@ def _run_text(run: RunEntry, dark: bool, eighths: str, width: int) -> Text:
 def _recipe_text(recipe: RecipeEntry, fit: Fit | None, dark: bool) -> Text:
     text = Text(recipe.problem or recipe.text)
     if recipe.problem is None:
-        found = describe(recipe) | _fit_text(fit)
+        found = (describe(recipe.recipe) if recipe.recipe else {}) | _fit_text(fit)
         text.append("\n" if found else "")
         for label, value in found.items():
             text.append(f"\n{label:<8} ", style("dim", dark))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from functools import partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +58,7 @@ def _always(data: RunData) -> bool:
 
 
 class Pane(NamedTuple):
-    """One pane; its key is in tui/actions.py, as `pane_NAME`."""
+    """One pane; its key is in tui/actions.py, as `pane('NAME')`."""
 
     make: Callable[[RunData], LineWidget]
     side: bool
@@ -320,7 +319,7 @@ class RunScreen(LaneKeys, PenstockScreen):
 
     # ------------------------------------------------------------------ panes
 
-    def _go_to(self, name: str) -> None:
+    def action_pane(self, name: str) -> None:
         """Focus a pane; again: alone, or back."""
         pane = self.pane(name)
         if self.maximised == name:
@@ -382,29 +381,23 @@ class RunScreen(LaneKeys, PenstockScreen):
     def action_timeline(self) -> None:
         self.penstock.open_timeline(self.data.path, self.loss.cursor_step())
 
-    def action_samples_older(self) -> None:
-        self._samples(lambda pane: pane.go(-1), "these are the oldest samples")
+    def action_samples(self, by: int) -> None:
+        self._samples(lambda pane: pane.go(by), f"these are the {'oldest' if by < 0 else 'newest'} samples")
 
-    def action_samples_newer(self) -> None:
-        self._samples(lambda pane: pane.go(1), "these are the newest samples")
-
-    def action_prompt_next(self) -> None:
-        self._samples(lambda pane: pane.next_prompt(1), "there is only one prompt")
-
-    def action_prompt_previous(self) -> None:
-        self._samples(lambda pane: pane.next_prompt(-1), "there is only one prompt")
+    def action_prompt(self, by: int) -> None:
+        self._samples(lambda pane: pane.next_prompt(by), "there is only one prompt")
 
     def _samples(self, move: Callable[[SamplesPane], bool], why_not: str) -> None:
         """Move in the samples, which come up where they are not seen."""
         pane = self.query_one(SamplesPane)
         if not pane.display and self.data.samples:
-            self._go_to("samples")
+            self.action_pane("samples")
         elif not move(pane):
             self.say(why_not if self.data.samples else pane.nothing)
 
     def action_filter_log(self) -> None:
         if not self.log_pane.display:
-            self._go_to("log")
+            self.action_pane("log")
         field = self.query_one("#filter", FilterInput)
         field.display = True
         field.focus()
@@ -489,7 +482,3 @@ def _resume(path: Path) -> tuple[bool, str]:
     except (UserError, OSError) as error:
         return False, str(error)
     return True, "the run continues in a process of its own"
-
-
-for _name in PANES:
-    setattr(RunScreen, f"action_pane_{_name}", partialmethod(RunScreen._go_to, _name))

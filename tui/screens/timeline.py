@@ -221,13 +221,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
     def on_lane_view_selected(self) -> None:
         self._redraw()
 
-    def action_previous_step(self) -> None:
-        self._go(-1)
-
-    def action_next_step(self) -> None:
-        self._go(1)
-
-    def _go(self, by: int) -> None:
+    def action_go(self, by: int) -> None:
         shown = self._loading if self._loading is not None else self.step.spans.window.step if self.step else None
         if shown is None or self._bounds is None:
             return
@@ -272,7 +266,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             self.notify(f"no op of this step matches {text}")
         self._redraw()
 
-    def move_span(self, by: int) -> None:
+    def action_span(self, by: int) -> None:
         """Along the ops found, else those of the lane."""
         if self.step is None:
             return

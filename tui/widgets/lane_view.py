@@ -23,10 +23,10 @@ LAG_S = 1.0
 """Live, the right edge is so long ago: by then the spans of all lanes have arrived, and no cell changes any more."""
 
 _SHORTEST_S = 2e-5
-ZOOM = 0.5
-"""A key's zoom: how much of the time stays in view."""
-PAN = 0.25
-"""A key's way, as a share of what is in view."""
+_ZOOM = 0.5
+"""The wheel's zoom: how much of the time stays in view."""
+_PAN = 0.125
+"""The wheel's way, as a share of what is in view."""
 _MARGIN = 0.02
 """How far before and behind a step one can look, as a share of it."""
 _HISTORY_STEPS = 24
@@ -433,19 +433,19 @@ class LaneView(LineWidget, can_focus=True):
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
         """Zoom in where the pointer is; with shift or ctrl, back."""
-        self._wheel(event, ZOOM, -PAN / 2)
+        self._wheel(event, _ZOOM, -_PAN)
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
         """Zoom out; with shift or ctrl, on."""
-        self._wheel(event, 1 / ZOOM, PAN / 2)
+        self._wheel(event, 1 / _ZOOM, _PAN)
 
     def on_mouse_scroll_left(self, event: events.MouseScrollLeft) -> None:
         event.stop()
-        self.pan(-PAN / 2)
+        self.pan(-_PAN)
 
     def on_mouse_scroll_right(self, event: events.MouseScrollRight) -> None:
         event.stop()
-        self.pan(PAN / 2)
+        self.pan(_PAN)
 
     def _wheel(self, event: events.MouseEvent, factor: float, share: float) -> None:
         event.stop()
