@@ -126,6 +126,15 @@ _TABLE: dict[str, list[tuple[str, str, str, str] | tuple[str, str, str, str, int
     "finetune: the recipe": [
         ("configure", "enter", "Configure", "Save the recipe and configure it.", FOOTER | ACTS),
     ],
+    "run: display": [
+        ("freeze", "space", "Freeze", "Freeze the display; the run keeps running.", FOOTER),
+        ("timeline", "t", "Timeline", "Inspect any step of this run, op by op.", FOOTER),
+        ("predicted", "p", "Predicted", "Show the planned step beside the real one."),
+        ("log_scale", "y", "Log scale", "Draw the loss on a logarithmic axis."),
+        ("outliers", "o", "Outliers", "Clip outliers off the loss axis, or show the full range."),
+        ("axis", "x", "Axis", "Plot the loss over steps, tokens or time."),
+        ("filter_log", "slash", "Filter log", "Show log lines that contain a word; !word hides them."),
+    ],
     "run: the run": [
         (
             "save_checkpoint",
@@ -138,15 +147,6 @@ _TABLE: dict[str, list[tuple[str, str, str, str] | tuple[str, str, str, str, int
         ("resume", "R", "Resume", "Resume a paused, stopped, failed or crashed run.", FOOTER | ACTS),
         ("stop", "S", "Stop", "Stop the run once its step is committed; asks first.", FOOTER | ACTS),
         ("export", "e", "Export", "Export the model as a Hugging Face folder; asks first.", FOOTER | ACTS),
-    ],
-    "run: display": [
-        ("freeze", "space", "Freeze", "Freeze the display; the run keeps running.", FOOTER),
-        ("timeline", "t", "Timeline", "Inspect any step of this run, op by op.", FOOTER),
-        ("predicted", "p", "Predicted", "Show the planned step beside the real one."),
-        ("log_scale", "y", "Log scale", "Draw the loss on a logarithmic axis."),
-        ("outliers", "o", "Outliers", "Clip outliers off the loss axis, or show the full range."),
-        ("axis", "x", "Axis", "Plot the loss over steps, tokens or time."),
-        ("filter_log", "slash", "Filter log", "Show log lines that contain a word; !word hides them."),
     ],
     "run: panes": [
         ("pane('loss')", "1", "Loss", "Focus the loss; again: toggle full screen."),

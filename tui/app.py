@@ -211,7 +211,8 @@ class PenstockApp(App[None]):
                 run = partial(self.run_action, action.id, where)
                 yield SystemCommand(f"{action.label} ({action.shown_key})", action.help, run)
         yield SystemCommand("Choose a theme", "Penstock's own and Textual's.", self.action_change_theme)
-        yield SystemCommand("Screenshot", "Save the screen as an SVG file.", self.deliver_screenshot)
+        if not self.served:
+            yield SystemCommand("Screenshot", "Save the screen as an SVG file.", self.deliver_screenshot)
 
     def action_help(self) -> None:
         from penstock.tui.screens.help import HelpScreen

@@ -21,7 +21,7 @@ from penstock.tui.web import window as web_window
 from penstock.tui.web.access import SECURITY_HEADERS, Access
 from penstock.tui.web.server import MOST_CONNECTIONS, MOST_WINDOWS, STATIC, WebServer
 
-ROUTES = ["/", "/ws", "/download/0123", "/static/textual.js", "/nosuch"]
+ROUTES = ["/", "/ws", "/static/textual.js", "/nosuch"]
 
 
 async def raw(server: Served, *lines: str) -> str:
@@ -106,7 +106,7 @@ async def test_nobody_else_is_let_in(place: Path, tmp_path: Path) -> None:
             assert (await fooled.get(f"{base}/?token={token}", headers={"Host": evil})).status == 403
             assert (await fooled.get(f"{base}/ws")).status == 403  # every browser names the page's origin
             assert (await fooled.post(base, data=b"x", headers=own)).status == 405
-            for path in ("/static/", "/static", "/download/0123", "/static/textual.js/.."):
+            for path in ("/static/", "/static", "/static/textual.js/.."):
                 assert (await fooled.get(base + path)).status in (403, 404)
         asking = (f"Host: localhost:{server.port}", *(f"{key}: {text}" for key, text in let_in.items()))
         for path in ("../server.py", "..%2fserver.py", "/etc/passwd", "%2e%2e/access.py"):
@@ -180,15 +180,6 @@ while True:
     os.write(2, b"said")
     with open(sys.argv[1], "ab") as file:
         file.write(b".")
-"""
-FILES = r"""
-put(b"M", b'{"type": "deliver_file_start", "key": "k1", "path": "/tmp/a b\\r\\nX: y.svg"}')
-asked = 0
-while data := os.read(0, 4096):
-    if b"deliver_chunk_request" in data:
-        from textual._binary_encode import dump
-        put(b"P", dump(("deliver_chunk", "k1", [b"first ", b"second", b""][asked])))
-        asked += 1
 """
 
 
@@ -305,21 +296,6 @@ async def test_what_a_client_does_not_read_stays_with_the_application(tmp_path: 
             before, same = size, same + 1 if size == before else 0
         ws._conn.transport.abort()
         await until(lambda: is_gone(pid))
-
-
-async def test_a_file_reaches_the_browser_once_and_its_name_breaks_no_header() -> None:
-    async with serving(FILES) as (base, session), window(session, base) as ws:
-        file = f"{base}/download/k1"
-        await hello(ws)
-        assert (await ws.receive_json(timeout=60)) == ["deliver_file_start", "k1"]
-        async with aiohttp.ClientSession() as stranger:
-            assert (await stranger.get(file)).status == 403
-        answer = await session.get(file)
-        assert await answer.read() == b"first second"
-        assert answer.headers["Content-Disposition"] == 'attachment; filename="a_b__X__y.svg"'
-        assert answer.content_type == "application/octet-stream"
-        assert "X" not in answer.headers
-        assert (await session.get(file)).status == 404
 
 
 async def test_connections_that_ask_for_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from rich.text import Text
+from collections.abc import Sequence
+
+from rich.console import Group
+from rich.table import Table
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import VerticalScroll
+from textual.containers import ItemGrid, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from penstock.tui.actions import Action, grouped
-from penstock.tui.render.help import help_rows
 from penstock.tui.theme import styled
 
-_FRAME_CELLS = 7
-"""Border, padding and scroll bar."""
+_COLUMN_CELLS = 34
+"""A narrower column would break every sentence."""
 
 
 class HelpScreen(ModalScreen[None]):
-    """Keys and what they do."""
+    """Keys and what they do, in as many columns as fit."""
 
     BINDINGS = [Binding("escape,q,question_mark,f1", "dismiss", "Close")]
     DEFAULT_CSS = """
@@ -26,6 +28,7 @@ class HelpScreen(ModalScreen[None]):
         width: 100%; height: auto; max-height: 100%; padding: 0 2; background: $surface;
         border: round $primary; border-title-color: $primary;
     }
+    HelpScreen ItemGrid { grid-gutter: 1 3; }
     App.-ascii HelpScreen .help { border: ascii $primary; }
     """
     SCOPED_CSS = False
@@ -39,11 +42,18 @@ class HelpScreen(ModalScreen[None]):
         with VerticalScroll(classes="help") as box:
             box.border_title = f"keys: {self._scope}"
             box.border_subtitle = "esc closes"
-            yield Static(id="keys", markup=False)
+            with ItemGrid(min_column_width=_COLUMN_CELLS):
+                for title, found in grouped(self._found).items():
+                    yield Static(self._group(title, found), markup=False)
 
-    def on_resize(self) -> None:
-        """Textual's hook: as many columns as fit now."""
+    def _group(self, title: str, found: Sequence[Action]) -> Group:
+        """Keys, and beside them what they do."""
         dark = self.app.current_theme.dark
-        rows = help_rows(grouped(self._found), max(20, self.size.width - _FRAME_CELLS))
-        lines = [styled(row, dark, no_wrap=True) for row in rows]
-        self.query_one("#keys", Static).update(Text("\n").join(lines))
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(max_width=9)
+        for action in found:
+            keys = action.shown_keys
+            shown = " ".join(keys) if len(keys) <= 3 else f"{keys[0]} to {keys[-1]}"
+            help = styled([(action.label, "good bold"), (f"  {action.help}", "text")], dark)
+            table.add_row(styled([(shown, "title")], dark), help)
+        return Group(styled([(title, "accent bold")], dark), table)

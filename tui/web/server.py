@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import html
 import logging
 import socket
@@ -66,7 +65,6 @@ class WebServer:
             [
                 web.get("/", self._index),
                 web.get("/ws", self._websocket),
-                web.get("/download/{key}", self._download),
                 web.get("/static/{name}", self._static),
             ]
         )
@@ -176,32 +174,6 @@ class WebServer:
             await window.close("the session has ended")
             if transport is not None and transport.get_write_buffer_size():
                 transport.abort()  # nobody reads it: what waits for them would be kept
-        return answer
-
-    async def _download(self, request: web.Request) -> web.StreamResponse:
-        key = request.match_info["key"]
-        for window in self._windows:
-            name = window.take_download(key)
-            if name is not None:
-                break
-        else:
-            raise web.HTTPNotFound
-        answer = web.StreamResponse(
-            headers={
-                "Content-Type": "application/octet-stream",
-                "Content-Disposition": f'attachment; filename="{name}"',
-            }
-        )
-        await answer.prepare(request)
-        try:
-            async with contextlib.aclosing(window.download(key)) as pieces:
-                async for piece in pieces:
-                    await answer.write(piece)
-            await answer.write_eof()
-        except (OSError, TimeoutError) as error:
-            log.warning("%s: a file was not given whole: %s", window.name, printable(error) or type(error).__name__)
-            if request.transport is not None:
-                request.transport.abort()
         return answer
 
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
-from collections.abc import AsyncGenerator, Sequence
-from pathlib import PurePath
-from typing import Any
+from collections.abc import Sequence
 
 from aiohttp import WSMsgType, web
-from textual_serve._binary_encode import load as unpack
 
 from penstock.storage.files.untrusted import parse_object, printable
 from penstock.tui.web.messages import MalformedError, meta, read_message
@@ -22,12 +18,11 @@ _FIRST_BYTES = b"__GANGLION__\n"
 _MOST_PACKET_BYTES = 64 << 20
 """The largest frame of the largest terminal takes 25 MB."""
 _MOST_MALFORMED = 20
-_MOST_DOWNLOADS = 8
 _CHUNK_BYTES = 1 << 16
 _SAID_BYTES = 4096
 """Of the end of what the process says of its own end."""
 _TAKE_S = 10.0
-"""An application that has taken no input, or given no part of a file, for so long is ended."""
+"""An application that has taken no input for so long is ended."""
 _QUIT_S = 3.0
 _TERMINATE_S = 2.0
 _CLOSE_S = 3.0
@@ -41,8 +36,6 @@ class Window:
         self.name = name
         self._socket = socket
         self._command = command
-        self._downloads: dict[str, str] = {}
-        self._chunks: dict[str, asyncio.Queue[bytes]] = {}
         self._said = b""
         self._input: asyncio.StreamWriter
         """Of the process; likewise what it shows and what it says."""
@@ -147,33 +140,10 @@ class Window:
                 payload = await stream.readexactly(size)
                 if head[:1] == b"D":
                     await self._socket.send_bytes(payload)
-                elif head[:1] == b"P":
-                    self._take_chunk(payload)
-                elif head[:1] == b"M" and not await self._take_meta(payload):
-                    return
+                elif head[:1] == b"M" and parse_object(payload).get("type") == "exit":
+                    return  # all else, as addresses to open and files, is not passed on
         except asyncio.IncompleteReadError:
             return
-
-    async def _take_meta(self, payload: bytes) -> bool:
-        """False where the application says that it ends. Addresses to open are not passed on."""
-        value = parse_object(payload)
-        if value.get("type") == "exit":
-            return False
-        key = value.get("key")
-        if (
-            value.get("type") == "deliver_file_start"
-            and isinstance(key, str)
-            and len(self._downloads) < _MOST_DOWNLOADS
-        ):
-            self._downloads[key] = _plain_name(str(value.get("path", "")))
-            await self._socket.send_json(["deliver_file_start", key])
-        return True
-
-    def _take_chunk(self, payload: bytes) -> None:
-        packed: Any = unpack(payload)
-        kind, key, chunk = packed
-        if kind == "deliver_chunk" and key in self._chunks:
-            self._chunks[key].put_nowait(chunk.encode() if isinstance(chunk, str) else chunk)
 
     async def _listen(self) -> None:
         while data := await self._errors.read(_CHUNK_BYTES):
@@ -182,25 +152,3 @@ class Window:
     async def _read_all(self) -> None:
         while await self._output.read(_CHUNK_BYTES):
             pass
-
-    def take_download(self, key: str) -> str | None:
-        """The name of a file that the application has for the browser, once; None where there is none."""
-        return self._downloads.pop(key, None)
-
-    async def download(self, key: str) -> AsyncGenerator[bytes, None]:
-        """The file's pieces. Raises TimeoutError where they stay away."""
-        self._chunks[key] = asyncio.Queue()
-        try:
-            while True:
-                await self._send(meta({"type": "deliver_chunk_request", "key": key, "size": _CHUNK_BYTES}))
-                chunk = await asyncio.wait_for(self._chunks[key].get(), _TAKE_S)
-                if not chunk:
-                    return
-                yield chunk
-        finally:
-            del self._chunks[key]
-
-
-def _plain_name(path: str) -> str:
-    """A file name that a header takes as it is."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", PurePath(path).name)[-100:] or "file"
