@@ -23,7 +23,7 @@ from penstock.tui.render.checklist import checklist_rows
 from penstock.tui.render.kpi import Figure, kpi_row
 from penstock.tui.render.log import log_rows, matches
 from penstock.tui.render.plan import state_rows, summary_row
-from penstock.tui.render.plan_table import StepFigures, plan_rows
+from penstock.tui.render.plan_table import StepFigures, figure_rows
 from penstock.tui.render.ticks import linear_ticks, log_ticks, tick_texts, time_ticks
 from penstock.tui.screens.run import RunScreen
 from penstock.tui.widgets.kpi_bar import KpiBar
@@ -271,7 +271,7 @@ def test_rows_are_as_wide_as_asked_whatever_they_show(glyphs: Glyphs) -> None:
         assert {cell_len(plain([row])) for row in rows} == {width}
         assert "\x1b" not in plain(rows)
         for each in (StepFigures(), StepFigures(NAN, 0.0, 1.0, "x" * 50, {"compute": NAN})):
-            assert widths(plan_rows(each, each, ("compute",), width, 9, glyphs)) == {width}
+            assert widths(figure_rows(each, each, ("compute",), width, 9, glyphs)) == {width}
         assert widths(checklist_rows(items, width, 20, glyphs, live=True)) == {width}
         for forecast in (fitting(), refused(), None):
             wrong = PlanState("done", forecast, stale=True, error="no\nroom " * 30, trouble="it ended")

@@ -406,8 +406,8 @@ async def test_minutes_at_rate_hold_no_more_than_one(tmp_path: Path, monkeypatch
                 for _ in range(60 // LOOK_S):
                     now += LOOK_S
                     num_spans += writer.advance(LOOK_S, now)
-                    while (update := screen._poll()) and (update.changed - {"tick"} or screen.data.behind):
-                        screen._show(update)
+                    while (changed := set(screen._poll())) and (changed - {"tick", "now"} or screen.data.behind):
+                        screen._show(changed)
                         if not screen.data.behind:
                             break
                     if now % 10 == 0:

@@ -49,7 +49,7 @@ def kept_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def picture(app: PenstockApp, pilot: Pilot[None], expected: str) -> str:
     """That is expected, once it is there; where it does not come, the last one."""
     found, deadline = "", time.monotonic() + (3 if UPDATE else WAIT_S)
-    while not found or found != expected and time.monotonic() < deadline:
+    while not found or (found != expected and time.monotonic() < deadline):
         await pilot.pause(0.05)
         # Without the number that is new in each.
         found = re.sub(r"terminal-\d+", "terminal", app.export_screenshot(title="penstock", simplify=True))

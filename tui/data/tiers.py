@@ -27,6 +27,11 @@ class Tier:
         held = self.planned_bytes if self.held_bytes is None else self.held_bytes
         return held / self.budget_bytes if held is not None and self.budget_bytes else None
 
+    @property
+    def planned_share(self) -> float | None:
+        """The planned peak as a share of the budget."""
+        return self.planned_bytes / self.budget_bytes if self.planned_bytes and self.budget_bytes else None
+
 
 def tiers(data: RunData) -> list[Tier]:
     """The tiers of the plan: budget, planned peak, and what was held at most as far as the run says."""

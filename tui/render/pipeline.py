@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.app.console.rows import Glyphs, Row, exactly, merged
-from penstock.storage.files.units import of_text, rate_text
+from penstock.storage.files.units import rate_text
 from penstock.tui.data.flow import DIRECT, LOAD, READ, STORE, WRITE, Flow, Link, Marks, Node, Route
-from penstock.tui.render.bars import bar
+from penstock.tui.render.bars import tier_bar, tier_text
 from penstock.tui.render.ticks import fit
 
 TOKENS = {READ: "lane.nvme_read", LOAD: "lane.h2d", STORE: "lane.d2h", WRITE: "lane.nvme_write"}
@@ -128,20 +128,16 @@ def _strip(stop: int, gap: int, now: Flow, offsets: Mapping[Route, int], glyphs:
         above.append((f" {node.name}{percent.rjust(stop - 2 - len(node.name))} ", f"box.tier.{name}"))
         edges = ("", "") if glyphs.braille else ("[", "]")
         token = f"tier.{name}"
-        below += [(edges[0], token), *_fill(node, name, stop - 2 * len(edges[0]), glyphs), (edges[1], token)]
+        below += [(edges[0], token), *_fill(node, stop - 2 * len(edges[0]), glyphs), (edges[1], token)]
         if index < len(_GAPS):
             for row, route in zip((above, below), _GAPS[index], strict=True):
                 row += _arrow(gap, route, now, offsets, glyphs, _carries(now.links[route], gap - 4, glyphs))
     return [above, below]
 
 
-def _fill(node: Node, name: str, width: int, glyphs: Glyphs) -> Row:
+def _fill(node: Node, width: int, glyphs: Glyphs) -> Row:
     """The bar of a tier against its budget."""
-    tier = node.tier
-    if tier is None:
-        return [(" " * width, "text")]
-    planned = tier.planned_bytes / tier.budget_bytes if tier.planned_bytes and tier.budget_bytes else None
-    return bar(width, tier.share if tier.held_bytes is not None else None, planned, glyphs, f"tier.{name}")
+    return tier_bar(node.tier, width, glyphs) if node.tier else [(" " * width, "text")]
 
 
 def _now_row(now: Flow, glyphs: Glyphs, width: int) -> Row:
@@ -192,15 +188,11 @@ def _box(node: Node, name: str, width: int, height: int, glyphs: Glyphs) -> list
     token, tier, inner = f"tier.{name}", node.tier, width - 4
     share = tier.share if tier else None
     percent = "" if share is None else f" {share:4.0%}"
-    figures = "no plan yet"
-    if tier is not None:
-        measured = tier.held_bytes is not None
-        size = of_text(tier.held_bytes if measured else tier.planned_bytes, tier.budget_bytes)
-        figures = size if measured else f"planned {size}"
+    figures = "no plan yet" if tier is None else tier_text(tier)
     holds = _listed("stores ", node.holds, inner, glyphs)
     doing: Row = [(node.doing, f"{token} bold")]
     content: list[Row] = [
-        [*_fill(node, name, inner - len(percent), glyphs), (percent, "bold")],
+        [*_fill(node, inner - len(percent), glyphs), (percent, "bold")],
         [(figures, "text")],
         doing if node.doing else [(node.note or holds, "dim")],
     ]

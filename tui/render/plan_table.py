@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.app.console.rows import Glyphs, Row, exactly, merged
+from penstock.app.runs.lanes import LANES
 from penstock.storage.files.units import figure, percent_text
+from penstock.tui.data.fields import number, text
+from penstock.tui.data.run_data import RunData
 
 _LABEL = 11
 _CELL = 9
@@ -27,7 +31,30 @@ class StepFigures:
     """Lane -> share of the step in which it was busy."""
 
 
-def plan_rows(
+def planned_step(plan: dict[str, Any]) -> StepFigures:
+    """What plan.json promised."""
+    shares = {lane: share for lane in LANES if (share := number(plan, "lanes", lane, "share")) is not None}
+    step_s, tokens_per_s, mfu = (number(plan, name) for name in ("step_s", "tokens_per_s", "mfu"))
+    return StepFigures(step_s, tokens_per_s, mfu, text(plan, "bound_by"), shares)
+
+
+def real_step(data: RunData) -> StepFigures:
+    """The run's mean; lanes of the last step."""
+    metrics, view = data.metrics, data.spans.view
+    shares = {}
+    if steps := view.steps():
+        _, start_s, end_s = steps[-1]
+        shares = {lane: view.busy_s(lane, start_s, end_s) / (end_s - start_s) for lane in LANES}
+    bound_by = max(shares, key=lambda lane: shares[lane], default=None)
+    return StepFigures(metrics.last("mean_step_s"), metrics.last("mean_tokens_per_s"), data.mfu, bound_by, shares)
+
+
+def plan_rows(data: RunData, width: int, height: int, glyphs: Glyphs) -> list[Row]:
+    """What was planned of a step beside what came of it."""
+    return figure_rows(planned_step(data.plan), real_step(data), LANES, width, height, glyphs)
+
+
+def figure_rows(
     planned: StepFigures, real: StepFigures, lanes: Sequence[str], width: int, height: int, glyphs: Glyphs
 ) -> list[Row]:
     """A row a figure: planned, mean of the run, and by how much they differ; then the lanes of the last step."""

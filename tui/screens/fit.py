@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from textual import work
 from textual.app import ComposeResult
 
-from penstock.app.console.rows import Row
+from penstock.app.console.rows import Glyphs, Row
 from penstock.app.recipes.recipe import from_dict, save_recipe
 from penstock.storage.files.errors import UserError
 from penstock.tui.data.fit_client import Cell, FitClient
@@ -17,20 +16,9 @@ from penstock.tui.render.fit import detail_rows, matrix_rows, title_row
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.screens.pickers import MachinePicker
 from penstock.tui.widgets.footer import Footer
-from penstock.tui.widgets.lines import LineWidget
+from penstock.tui.widgets.lines import Drawn
 
 THIS_MACHINE = "this machine"
-
-
-class _Pane(LineWidget):
-    """What `draw` makes of the state, in so many cells."""
-
-    def __init__(self, draw: Callable[[int, int], list[Row]], *, id: str, classes: str = "") -> None:
-        super().__init__(id=id, classes=classes)
-        self._draw = draw
-
-    def rows(self, width: int, height: int) -> list[Row]:
-        return self._draw(width, height)
 
 
 class FitScreen(PenstockScreen):
@@ -51,9 +39,9 @@ class FitScreen(PenstockScreen):
         self._row = self._column = 0
 
     def compose(self) -> ComposeResult:
-        yield _Pane(self._title, id="title")
-        yield _Pane(self._matrix, id="matrix", classes="pane")
-        yield _Pane(self._detail, id="detail", classes="pane")
+        yield Drawn(self._title, id="title")
+        yield Drawn(self._matrix, id="matrix", classes="pane")
+        yield Drawn(self._detail, id="detail", classes="pane")
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
@@ -73,19 +61,19 @@ class FitScreen(PenstockScreen):
             return None
         return models[min(self._row, len(models) - 1)], contexts[min(self._column, len(contexts) - 1)]
 
-    def _title(self, width: int, height: int) -> list[Row]:
+    def _title(self, width: int, height: int, glyphs: Glyphs) -> list[Row]:
         name = Path(self.machine).name or THIS_MACHINE
-        return [title_row(self.client.state, name, width, self.penstock.glyphs)]
+        return [title_row(self.client.state, name, width, glyphs)]
 
-    def _matrix(self, width: int, height: int) -> list[Row]:
-        return matrix_rows(self.client.state, self.chosen, width, height, self.penstock.glyphs)
+    def _matrix(self, width: int, height: int, glyphs: Glyphs) -> list[Row]:
+        return matrix_rows(self.client.state, self.chosen, width, height, glyphs)
 
-    def _detail(self, width: int, height: int) -> list[Row]:
-        return detail_rows(self.client.state, self.chosen, width, self.penstock.glyphs)
+    def _detail(self, width: int, height: int, glyphs: Glyphs) -> list[Row]:
+        return detail_rows(self.client.state, self.chosen, width, glyphs)
 
     def _show(self) -> None:
         if self.is_attached:
-            for pane in self.query(_Pane):
+            for pane in self.query(Drawn):
                 pane.redraw()
 
     # ------------------------------------------------------------------ keys

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,21 +20,21 @@ from penstock.storage.files.errors import UserError
 from penstock.tui.data.blocks import BlockPlace
 from penstock.tui.data.offers import refusals, why_no_ops
 from penstock.tui.data.run_data import RunData
+from penstock.tui.render.bars import tier_pane_rows
+from penstock.tui.render.blockmap import block_map
 from penstock.tui.render.chart import next_kind
 from penstock.tui.render.pipeline import height_for
+from penstock.tui.render.plan_table import plan_rows
 from penstock.tui.screens.base import PenstockScreen
-from penstock.tui.widgets.block_map import BlockMap
 from penstock.tui.widgets.footer import Footer
 from penstock.tui.widgets.kpi_bar import AlertBar, KpiBar
 from penstock.tui.widgets.lane_keys import LaneKeys
 from penstock.tui.widgets.lane_view import LaneView
-from penstock.tui.widgets.lines import LineWidget
+from penstock.tui.widgets.lines import Drawn, LineWidget
 from penstock.tui.widgets.log_pane import LogPane
 from penstock.tui.widgets.loss_chart import LossChart
 from penstock.tui.widgets.pipeline import PipelineBar
-from penstock.tui.widgets.plan_table import PlanTable
 from penstock.tui.widgets.samples_pane import SamplesPane
-from penstock.tui.widgets.tier_gauges import TierGauges
 
 
 class Room(NamedTuple):
@@ -53,77 +54,67 @@ class Room(NamedTuple):
         return not self.wide and self.height >= 44
 
 
-def _always(data: RunData) -> bool:
-    return True
-
-
 class Pane(NamedTuple):
     """One pane; its key is in tui/actions.py, as `pane('NAME')`."""
 
-    make: Callable[[RunData], LineWidget]
-    side: bool
-    """Stands beside the main panes, not among them."""
-    fits: Callable[[Room], bool]
-    """Whether there is room for it."""
+    make: Callable[[RunScreen], LineWidget]
     height: Callable[[Room], int | str]
-    """Cells, or a share as Textual writes it."""
-    news: frozenset[str] = frozenset()
-    """What RunData.poll may have found that it is drawn again for, where `_show` has no rule of its own."""
-    has_what: Callable[[RunData], bool] = _always
-    """Whether the run has what it shows, in a height that is a number of cells; without, it is there only alone."""
+    """Cells, or a share as Textual writes it; 0 where there is no room for it."""
+    news: frozenset[str]
+    """It is drawn again when RunData.poll has found any of these."""
+    side: bool = False
+    """Stands beside the main panes, not among them."""
+
+
+def _tiers_height(room: Room) -> int:
+    return min(10, max(6, room.height // 3)) if room.wide or room.stacked else 0
+
+
+def _blocks_height(room: Room) -> int | str:
+    return ("1fr" if room.height >= 20 else 0) if room.wide else 9 if room.stacked else 0
 
 
 PANES = {
-    "loss": Pane(LossChart, False, lambda room: True, lambda room: "1fr"),
+    "loss": Pane(lambda screen: LossChart(screen.data), lambda room: "1fr", frozenset({"metrics", "checkpoints"})),
     "lanes": Pane(
-        lambda data: LaneView(data.spans),
-        False,
-        lambda room: room.height >= 14,
-        lambda room: 11 if room.height < 34 else 12 if room.height < 44 else 19,
+        lambda screen: LaneView(screen.data.spans),
+        lambda room: 0 if room.height < 14 else 11 if room.height < 34 else 12 if room.height < 44 else 19,
+        frozenset(),
     ),
     "tiers": Pane(
-        TierGauges, True, lambda room: room.wide or room.stacked, lambda room: min(10, max(6, room.height // 3))
+        lambda screen: Drawn(partial(tier_pane_rows, screen.data)),
+        _tiers_height,
+        frozenset({"metrics", "plan", "spans", "tick"}),
+        side=True,
     ),
     "blocks": Pane(
-        lambda data: BlockMap(),
-        True,
-        lambda room: (room.wide and room.height >= 20) or room.stacked,
-        lambda room: "1fr" if room.wide else 9,
+        lambda screen: Drawn(lambda *size: block_map(screen.blocks, *size)),
+        _blocks_height,
+        frozenset({"blocks"}),
+        side=True,
     ),
     "log": Pane(
-        LogPane,
-        False,
-        lambda room: room.height >= 28,
-        lambda room: 5 if room.height < 34 else 7 if room.height < 48 else 12,
-        news=frozenset({"log"}),
+        lambda screen: LogPane(screen.data),
+        lambda room: 0 if room.height < 28 else 5 if room.height < 34 else 7 if room.height < 48 else 12,
+        frozenset({"log"}),
     ),
     "plan": Pane(
-        PlanTable,
-        True,
-        lambda room: room.wide and room.height >= 34,
-        lambda room: 13,
-        news=frozenset({"metrics", "plan"}),
+        lambda screen: Drawn(partial(plan_rows, screen.data)),
+        lambda room: 13 if room.wide and room.height >= 34 else 0,
+        frozenset({"metrics", "plan"}),
+        side=True,
     ),
     "samples": Pane(
-        SamplesPane,
-        False,
-        lambda room: room.height >= 40,
-        lambda room: 7 if room.height < 48 else 10,
-        news=frozenset({"samples", "plan"}),
-        has_what=lambda data: bool(data.samples),
+        lambda screen: SamplesPane(screen.data),
+        lambda room: 0 if room.height < 40 else 7 if room.height < 48 else 10,
+        frozenset({"samples", "plan"}),
     ),
 }
-"""In the order of their keys, 1 to 7, and of their places in their column."""
+"""In the order of their keys, 1 to 7, and of their places in their column. Lanes have a rule of their own. Samples,
+which not every run has, take their height from the other panes."""
 
 _TICK_S = 0.5
 """What only time changes (time to the end, drive rates, silence) is drawn so often."""
-
-
-class _Update(NamedTuple):
-    """What the feed found."""
-
-    changed: set[str]
-    blocks: list[BlockPlace] | None
 
 
 class FilterInput(Input):
@@ -145,6 +136,7 @@ class RunScreen(LaneKeys, PenstockScreen):
     """Panes of one run; see PANES."""
 
     SCOPE = "run"
+    data: RunData
     DEFAULT_CSS = """
     RunScreen #body { height: 1fr; }
     RunScreen #main { width: 1fr; height: 1fr; }
@@ -159,6 +151,7 @@ class RunScreen(LaneKeys, PenstockScreen):
         self.frozen = False
         self.maximised: str | None = None
         """The pane that has the screen for itself."""
+        self.blocks: list[BlockPlace] = []
         self._had_samples = False
         self._ticked_at = 0.0
         self._draws_blocks = True
@@ -182,8 +175,9 @@ class RunScreen(LaneKeys, PenstockScreen):
     def _made(self, *, side: bool) -> Iterator[LineWidget]:
         for name, pane in PANES.items():
             if pane.side == side:
-                widget = pane.make(self.data)
+                widget = pane.make(self)
                 widget.id = name
+                widget.can_focus = True
                 widget.add_class("pane")
                 yield widget
 
@@ -210,28 +204,24 @@ class RunScreen(LaneKeys, PenstockScreen):
     def _arrange(self) -> None:
         """Which panes there is room for, and how high they are."""
         room = Room(*self.app.size)
-        shown = {
-            name: pane.fits(room) and pane.has_what(self.data) if self.maximised is None else name == self.maximised
-            for name, pane in PANES.items()
-        }
-        # What not every run has takes its height from the panes that all have.
-        added = {name: pane.height(room) for name, pane in PANES.items() if pane.has_what is not _always}
-        rest = room._replace(height=room.height - sum(int(cells) for name, cells in added.items() if shown[name]))
-        for name, pane in PANES.items():
-            widget = self.pane(name)
-            widget.display = shown[name]
-            widget.styles.height = "1fr" if name == self.maximised else pane.height(room if name in added else rest)
-        had_room, self._draws_blocks = self._draws_blocks, shown["blocks"]
-        if shown["blocks"] and not had_room:
+        samples = int(PANES["samples"].height(room)) if self.data.samples else 0
+        rest = room._replace(height=room.height - (0 if self.maximised else samples))
+        heights = {name: samples if name == "samples" else pane.height(rest) for name, pane in PANES.items()}
+        if self.maximised is not None:
+            heights = dict.fromkeys(PANES, 0) | {self.maximised: "1fr"}
+        for name, height in heights.items():
+            self.pane(name).display = height != 0
+            self.pane(name).styles.height = height
+        had_room, self._draws_blocks = self._draws_blocks, heights["blocks"] != 0
+        if self._draws_blocks and not had_room:
             self._unshown.add("plan")  # what was known while there was no room
-        pipeline = self.query_one("#pipeline", PipelineBar)
+        pipeline, side, main = (self.query_one(f"#{name}") for name in ("pipeline", "side", "main"))
         rows = height_for(*room)
         pipeline.display = rows > 0 and self.maximised is None
         pipeline.styles.height = rows or 1
-        side = self.query_one("#side")
-        main = self.query_one("#main")
-        side.display = any(shown[name] for name, pane in PANES.items() if pane.side)
-        main.display = any(shown[name] for name, pane in PANES.items() if not pane.side)
+        side.display, main.display = (
+            any(heights[name] for name, pane in PANES.items() if pane.side == is_side) for is_side in (True, False)
+        )
         alone = not main.display or not room.wide
         self.query_one("#body").styles.layout = "horizontal" if room.wide else "vertical"
         side.styles.width = "1fr" if alone else max(38, min(60, room.width // 3))
@@ -241,45 +231,42 @@ class RunScreen(LaneKeys, PenstockScreen):
 
     # ------------------------------------------------------------------ feed
 
-    def _poll(self) -> _Update | None:
+    def _poll(self) -> set[str]:
         """What is new, or was not shown when it was, in the feed's thread."""
         self._unshown |= self.data.poll()
         now = time.monotonic()
-        if now - self._ticked_at >= _TICK_S:
+        if now - self._ticked_at >= _TICK_S and self.data.is_live:
             self._ticked_at = now
             self._unshown.add("tick")
-        if self.frozen or (not self._unshown and not self.data.now):
-            return None
+        if self.frozen:
+            return set()
         wanted = self._unshown & {"spans", "plan", "status"} and self._draws_blocks
-        return _Update(set(self._unshown), self.data.blocks() if wanted else None)
+        if wanted and (blocks := self.data.blocks()) != self.blocks:
+            self.blocks = blocks
+            self._unshown.add("blocks")
+        return self._unshown | ({"now"} if self.data.now else set())
 
-    def _show(self, update: _Update) -> None:
+    def _show(self, changed: set[str]) -> None:
         """Redraw what changed, in the UI's thread."""
         if self.frozen or not self.is_mounted:
             return
-        self._unshown -= update.changed
-        changed, data = update.changed, self.data
+        self._unshown -= changed
+        if not self.data.metrics.rows and "status" in changed:
+            changed = changed | {"metrics"}  # before the first step the loss pane shows what is prepared
         if changed & {"status", "metrics", "tick", "plan"}:
             self.query_one("#kpi", KpiBar).redraw()
             self.query_one("#alerts", AlertBar).update()
-        if changed & {"metrics", "checkpoints"} or (not data.metrics.rows and "status" in changed):
-            self._redraw("loss")
         if changed & {"status", "metrics", "plan", "spans", "tick"}:
             self.query_one("#pipeline", PipelineBar).update()
-        if changed & {"metrics", "plan", "spans", "tick"} and (data.is_live or changed != {"tick"}):
-            self._redraw("tiers")
-        has_samples = bool(data.samples)
-        if has_samples != self._had_samples:
-            self._had_samples = has_samples
+        if bool(self.data.samples) != self._had_samples:
+            self._had_samples = not self._had_samples
             self._arrange()
         for name, pane in PANES.items():
-            if changed & pane.news:
-                self._redraw(name)
-        if update.blocks is not None:
-            self.query_one("#blocks", BlockMap).show(update.blocks)
+            if changed & pane.news and self.pane(name).display:
+                self.pane(name).redraw()
         self._show_lanes(changed)
         if changed & {"status", "checkpoints", "metrics"}:
-            refused = {action for action, why in refusals(data).items() if why}
+            refused = {action for action, why in refusals(self.data).items() if why}
             if refused != self._refused:
                 self._refused = refused
                 self.refresh_bindings()
@@ -294,11 +281,6 @@ class RunScreen(LaneKeys, PenstockScreen):
         lanes.nothing = why_no_ops(data.state, live=data.is_live, behind=data.behind)
         if lanes.display and (running or changed & {"spans", "status", "predicted"}):
             lanes.update_live(data.clock_s, data.now, running)
-
-    def _redraw(self, name: str) -> None:
-        pane = self.pane(name)
-        if pane.display:
-            pane.redraw()
 
     def redraw_all(self) -> None:
         for widget in self.query(LineWidget):
@@ -328,7 +310,7 @@ class RunScreen(LaneKeys, PenstockScreen):
             self.maximised = name
         self._arrange()
         if name == "blocks":
-            self.query_one("#blocks", BlockMap).show(self.data.blocks())
+            self.blocks = self.data.blocks()
         if not pane.display:  # restored where there is no room for it
             self.loss.focus()
         else:

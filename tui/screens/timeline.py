@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from textual import work
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 
-from penstock.app.console.rows import Row
+from penstock.app.console.rows import Glyphs, Row
 from penstock.app.runs.files import read_object
 from penstock.app.runs.ops import STEP_END
 from penstock.app.runs.trace import write_trace
@@ -30,7 +29,7 @@ from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.widgets.footer import Footer
 from penstock.tui.widgets.lane_keys import LaneKeys
 from penstock.tui.widgets.lane_view import LaneView
-from penstock.tui.widgets.lines import LineWidget
+from penstock.tui.widgets.lines import Drawn, LineWidget
 
 _LOOK_S = 0.5
 """How often a live run is asked for new steps."""
@@ -42,17 +41,6 @@ class LoadedStep(NamedTuple):
 
     spans: StepSpans
     analysis: StepAnalysis
-
-
-class _Pane(LineWidget):
-    """What `draw` makes of the step, in so many cells."""
-
-    def __init__(self, id: str, draw: Callable[[int, int], list[Row]]) -> None:
-        super().__init__(id=id, classes="pane")
-        self._draw = draw
-
-    def rows(self, width: int, height: int) -> list[Row]:
-        return self._draw(width, height)
 
 
 _asking = work(group="question", exclusive=True)
@@ -96,10 +84,10 @@ class TimelineScreen(LaneKeys, PenstockScreen):
     def compose(self) -> ComposeResult:
         with Vertical():
             yield self.lane_view
-            yield _Pane("idle", self._idle_rows)
+            yield Drawn(self._idle_rows, id="idle", classes="pane")
             with Horizontal(id="below"):
-                yield _Pane("ops", self._op_rows)
-                yield _Pane("inspector", self._inspector_rows)
+                yield Drawn(self._op_rows, id="ops", classes="pane")
+                yield Drawn(self._inspector_rows, id="inspector", classes="pane")
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
@@ -186,22 +174,22 @@ class TimelineScreen(LaneKeys, PenstockScreen):
                 else f"ops of {self.lane_view.lane or 'all lanes'} ({listed})"
             )
 
-    def _idle_rows(self, width: int, height: int) -> list[Row]:
+    def _idle_rows(self, width: int, height: int, glyphs: Glyphs) -> list[Row]:
         """The critical path, and why compute and the selected lane were idle."""
         if self.step is None:
             return [[(self.said, "dim")]]
         lane = self.lane_view.lane or "compute"
-        return idle_rows(self.step.spans.view, self.step.analysis, width, height, lane, self.penstock.glyphs)
+        return idle_rows(self.step.spans.view, self.step.analysis, width, height, lane, glyphs)
 
-    def _op_rows(self, width: int, height: int) -> list[Row]:
+    def _op_rows(self, width: int, height: int, glyphs: Glyphs) -> list[Row]:
         """The ops of the lane, or those that were searched for."""
         if self.step is None:
             return []
         view, window = self.step.spans.view, self.step.spans.window
         path, row = set(self.step.analysis.path_rows), self.lane_view.row_of_selected()
-        return op_rows(view, self.listed_rows(), row, path, window.start_s, width, height, self.penstock.glyphs)
+        return op_rows(view, self.listed_rows(), row, path, window.start_s, width, height, glyphs)
 
-    def _inspector_rows(self, width: int, height: int) -> list[Row]:
+    def _inspector_rows(self, width: int, height: int, glyphs: Glyphs) -> list[Row]:
         """The selected op in full."""
         if self.step is None:
             return []

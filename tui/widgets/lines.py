@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.segment import Segment
 from textual.binding import Binding
@@ -67,6 +67,19 @@ class LineWidget(Widget):
         """Textual's hook: the background may be another."""
         self._drawn_for = None
         super().notify_style_update()
+
+
+class Drawn(LineWidget):
+    """Shows what `draw` returns for a width, a height and the glyphs."""
+
+    def __init__(
+        self, draw: Callable[[int, int, Glyphs], list[Row]], *, id: str | None = None, classes: str = ""
+    ) -> None:
+        super().__init__(id=id, classes=classes)
+        self._draw = draw
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        return self._draw(width, height, self.glyphs)
 
 
 class RunPane(LineWidget):
