@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.app.runs.directory import ATTENDED_STATES, read_info
-from penstock.app.runs.files import number, read_object, read_tail
+from penstock.app.runs.files import read_object, read_tail
 from penstock.app.runs.speed import WARMUP_STEPS, speed_figure
 from penstock.storage.files.units import params_text
 from penstock.storage.files.untrusted import printable
-from penstock.tui.data.fields import get, text
+from penstock.tui.data.fields import number, text
 
 MOST_PLAN_BYTES = 64 << 20
+_FILES = ("recipe.json", "status.json", "metrics.jsonl")
+"""The files by which a run is known and seen to change."""
 _RECENT = 20
 """Steps from which the time that is left is estimated."""
 
@@ -62,20 +64,17 @@ class RunCatalog:
             folders = [Path(item.path) for item in os.scandir(self.root / "runs") if item.is_dir()]
         except OSError:
             folders = []
-        found = {folder: self._entry(folder) for folder in folders if not folder.name.startswith(".")}
-        self._known = {folder: self._known[folder] for folder in found if folder in self._known}
-        entries = [entry for entry in found.values() if entry is not None]
+        known, self._known = self._known, {}
+        for folder in folders:
+            if folder.name.startswith("."):
+                continue
+            stamp = tuple(_stamp(folder / name) for name in _FILES)
+            if folder in known and known[folder][0] == stamp and not known[folder][1].live:
+                self._known[folder] = known[folder]
+            elif (entry := read_run_entry(folder)) is not None:
+                self._known[folder] = stamp, entry
+        entries = [entry for _, entry in self._known.values()]
         return sorted(entries, key=lambda entry: (not entry.live, -entry.changed, entry.name))
-
-    def _entry(self, folder: Path) -> RunEntry | None:
-        stamp = tuple(_stamp(folder / name) for name in ("recipe.json", "status.json", "metrics.jsonl"))
-        known = self._known.get(folder)
-        if known is not None and known[0] == stamp and not known[1].live:
-            return known[1]
-        entry = read_run_entry(folder)
-        if entry is not None:
-            self._known[folder] = (stamp, entry)
-        return entry
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -88,12 +87,9 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 def read_run_entry(folder: Path) -> RunEntry | None:
     """A run's entry; None for a folder in which nothing looks like a run."""
-    marks = [
-        name for name in ("recipe.json", "status.json", "metrics.jsonl", "spans.jsonl") if (folder / name).exists()
-    ]
-    if not marks:
-        return None
-    if "recipe.json" not in marks:
+    if not (folder / "recipe.json").exists():
+        if not any((folder / name).exists() for name in (*_FILES, "spans.jsonl")):
+            return None
         return RunEntry(folder, "damaged", error="has no recipe.json", changed=_stamp(folder)[0] / 1e9)
     try:
         return _read_run_entry(folder)
@@ -104,48 +100,41 @@ def read_run_entry(folder: Path) -> RunEntry | None:
 def _read_run_entry(folder: Path) -> RunEntry:
     info = read_info(folder)
     lines = read_tail(folder / "metrics.jsonl")[-_RECENT:]
-    losses = tuple(loss for line in lines if (loss := number(line.get("loss"))) is not None)
-    step, total = info.step, info.total_steps
-    seconds = [step_s for line in lines if (step_s := number(line.get("step_s"))) is not None]
-    begun = len(seconds) - WARMUP_STEPS if step <= _RECENT else len(seconds)
-    left = statistics.fmean(seconds[-begun:]) * (total - step) if begun > 0 and total > step else None
-    changed = max(_stamp(folder / name)[0] for name in ("recipe.json", "status.json", "metrics.jsonl")) / 1e9
-    live = info.state in ATTENDED_STATES
-    return RunEntry(
+    losses = tuple(loss for line in lines if (loss := number(line, "loss")) is not None)
+    seconds = [step_s for line in lines if (step_s := number(line, "step_s")) is not None]
+    timed = seconds[WARMUP_STEPS if info.step <= _RECENT else 0 :]
+    steps_left = info.total_steps - info.step
+    entry = RunEntry(
         folder,
         info.state,
-        step,
-        total,
+        info.step,
+        info.total_steps,
         losses[-1] if losses else None,
         info.mean_tokens_per_s,
-        left if live else None,
-        changed,
-        info.error,
-        losses,
+        changed=max(_stamp(folder / name)[0] for name in _FILES) / 1e9,
+        error=info.error,
+        losses=losses,
+    )
+    return (
+        replace(entry, left_s=statistics.fmean(timed) * steps_left)
+        if entry.live and timed and steps_left > 0
+        else entry
     )
 
 
-def plan_lines(folder: Path) -> list[str]:
-    """What a run's plan promised, in a few lines; [] without a plan."""
-    plan = read_object(folder / "plan.json", MOST_PLAN_BYTES)
-    step_s, tokens_per_s = (number(get(plan, name)) for name in ("step_s", "tokens_per_s"))
-    params, layers = (number(get(plan, "model", name)) for name in ("params", "layers"))
+def about_lines(folder: Path) -> list[str]:
+    """What a run's plan promised and what the run has done, as far as its files say."""
+    plan, done = read_object(folder / "plan.json", MOST_PLAN_BYTES), read_object(folder / "summary.json")
+    step_s, tokens_per_s = (number(plan, name) for name in ("step_s", "tokens_per_s"))
+    params, layers = (number(plan, "model", name) for name in ("params", "layers"))
     found = []
     if step_s is not None and tokens_per_s is not None:
-        found.append(
-            f"planned {speed_figure(tokens_per_s)} tok/s, {step_s:.3g} s a step, bound by {text(plan, 'bound_by')}"
-        )
+        speed = speed_figure(tokens_per_s)
+        found.append(f"planned {speed} tok/s, {step_s:.3g} s a step, bound by {text(plan, 'bound_by')}")
     if params is not None and layers is not None:
         found.append(f"{params_text(params)} parameters, {layers:.0f} layers")
-    return found
-
-
-def summary_lines(folder: Path) -> list[str]:
-    """What a run has done, in a few lines; [] without a summary."""
-    summary = read_object(folder / "summary.json")
-    step_s, tokens_per_s = (number(get(summary, name)) for name in ("mean_step_s", "mean_tokens_per_s"))
-    tokens, first, last = (number(get(summary, name)) for name in ("tokens", "first_loss", "last_loss"))
-    found = []
+    step_s, tokens_per_s = (number(done, name) for name in ("mean_step_s", "mean_tokens_per_s"))
+    tokens, first, last = (number(done, name) for name in ("tokens", "first_loss", "last_loss"))
     if step_s is not None and tokens_per_s is not None:
         found.append(f"mean {step_s:.3g} s a step, {speed_figure(tokens_per_s)} tok/s")
     if tokens is not None and first is not None and last is not None:

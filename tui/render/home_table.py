@@ -59,7 +59,7 @@ class Table:
     """Key -> a cell a column."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Source:
     """A column before it is known whether there is room for it."""
 
@@ -73,45 +73,38 @@ class _Source:
 
     @property
     def width(self) -> int:
-        return max([cell_len(self.title), *(_cells(cell) for cell in self.cells)])
-
-
-def _cells(row: Row) -> int:
-    return sum(cell_len(text) for text, _ in row)
+        return max([cell_len(self.title), *(sum(cell_len(text) for text, _ in cell) for cell in self.cells)])
 
 
 def runs_table(runs: Sequence[RunEntry], ages: Sequence[str], marked: set[Path], width: int, glyphs: Glyphs) -> Table:
     """A row a run: state, progress, loss and its curve, mean speed, time to the end, last sign of life."""
+    tokens = [STATE_TOKENS.get(run.state, "dim") for run in runs]
+    shares = [min(1.0, run.step / run.total_steps) if run.total_steps > 0 else None for run in runs]
+    done = ["-" if share is None else f"{share:.0%}" for share in shares]
+    steps = [f"{run.step:,}/{run.total_steps:,}" if run.total_steps else "-" for run in runs]
+    losses = ["-" if run.loss is None else f"{run.loss:.4f}" for run in runs]
+    left = ["-" if run.left_s is None else duration_text(run.left_s) for run in runs]
+    bars = [bar(_BAR_CELLS, share, None, glyphs, token) for share, token in zip(shares, tokens, strict=True)]
     sources = [
-        _Source("state", [[(run.state, STATE_TOKENS.get(run.state, "dim"))] for run in runs], 0, right=False),
-        _Source("progress", [_progress(run, glyphs) for run in runs], 3, right=False),
-        _Source("done", [[(_percent(run), "text")] for run in runs], 8),
-        _Source("step", [_step(run) for run in runs], 6),
-        _Source("loss", [[("-" if run.loss is None else f"{run.loss:.4f}", "text")] for run in runs], 9),
+        _Source("state", [[(run.state, token)] for run, token in zip(runs, tokens, strict=True)], 0, right=False),
+        _Source("progress", bars, 3, right=False),
+        _Source("done", _texts(done), 8),
+        _Source("step", _texts(steps), 6),
+        _Source("loss", _texts(losses), 9),
         _Source("last steps", [[(sparkline(run.losses, 10, glyphs.eighths), "ema")] for run in runs], 4, right=False),
         _Source("mean tok/s", [[_figure(run.mean_tokens_per_s)] for run in runs], 5),
-        _Source("ETA", [[("-" if run.left_s is None else duration_text(run.left_s), "text")] for run in runs], 7),
-        _Source("updated", [[(age, "dim")] for age in ages], 2),
+        _Source("ETA", _texts(left), 7),
+        _Source("updated", _texts(ages, "dim"), 2),
     ]
     if marked:
-        marks: list[Row] = [[(glyphs.check if run.path in marked else " ", "accent")] for run in runs]
+        marks = _texts([glyphs.check if run.path in marked else " " for run in runs], "accent")
         sources.insert(0, _Source("", marks, 0, right=False))
-    return _table(
-        "run", [run.name for run in runs], [str(run.path) for run in runs], sources, int(bool(marked)), width, glyphs
-    )
+    names, keys = [run.name for run in runs], [str(run.path) for run in runs]
+    return _table("run", names, keys, sources, int(bool(marked)), width, glyphs)
 
 
-def _percent(run: RunEntry) -> str:
-    return f"{min(1.0, run.step / run.total_steps):.0%}" if run.total_steps > 0 else "-"
-
-
-def _progress(run: RunEntry, glyphs: Glyphs) -> Row:
-    share = run.step / run.total_steps if run.total_steps > 0 else None
-    return bar(_BAR_CELLS, share, None, glyphs, STATE_TOKENS.get(run.state, "dim"))
-
-
-def _step(run: RunEntry) -> Row:
-    return [(f"{run.step:,}/{run.total_steps:,}" if run.total_steps else "-", "text")]
+def _texts(texts: Sequence[str], token: str = "text") -> list[Row]:
+    return [[(text, token)] for text in texts]
 
 
 def _figure(value: float | None) -> tuple[str, str]:
@@ -132,15 +125,18 @@ def recipes_table(
     stems = [(recipe.name, recipe.own) for recipe in recipes]
     names = [r.path.name if stems.count((r.name, r.own)) > 1 else r.name for r in recipes]
     known = [(recipe, fits.get(recipe.path), recipe.path in planning) for recipe in recipes]
+    about = [[(recipe.problem or recipe.title, "bad" if recipe.problem else "text")] for recipe in recipes]
+    gpus = _texts([recipe.needs.get("GPU", "") for recipe in recipes], "dim")
     sources = [
         _Source("size", [[_size(*each, glyphs)] for each in known], 8),
         _Source("context", [[_context(recipe, fit)] for recipe, fit, _ in known], 7),
         _Source("fits here?", [fit_row(fit, coming, glyphs) for _, fit, coming in known], 9, right=False),
-        _Source("description", [_about(recipe) for recipe in recipes], 5, right=False, flexible=True),
-        _Source("GPU", [[(recipe.needs.get("GPU", ""), "dim")] for recipe in recipes], 4, right=False, flexible=True),
+        _Source("description", about, 5, right=False, flexible=True),
+        _Source("GPU", gpus, 4, right=False, flexible=True),
     ]
     if any(recipe.own for recipe in recipes):
-        sources.insert(0, _Source("", [[("own" if r.own else "", "accent")] for r in recipes], 0, right=False))
+        own = _texts(["own" if recipe.own else "" for recipe in recipes], "accent")
+        sources.insert(0, _Source("", own, 0, right=False))
     return _table("recipe", names, [str(recipe.path) for recipe in recipes], sources, 0, width, glyphs)
 
 
@@ -166,37 +162,30 @@ def fit_row(fit: Fit | None, planning: bool, glyphs: Glyphs) -> Row:
     return [(f"{glyphs.check} fits", "good")] if fit.fits else [(f"no: {fit.short}", "warn")]
 
 
-def _about(recipe: RecipeEntry) -> Row:
-    return [(recipe.title, "text")] if recipe.problem is None else [(recipe.problem, "bad")]
-
-
 def _table(
     title: str, names: list[str], keys: list[str], sources: list[_Source], at: int, width: int, glyphs: Glyphs
 ) -> Table:
     """The columns that fit `width` cells, that of the names before column `at`."""
     longest = max(map(cell_len, [title, *names]))
     least = max([len(title), *map(cell_len, distinct(names, min(longest, _LEAST_NAME), glyphs.ellipsis))])
-    shown = [source for source in sources if source.keep == 0]
-    room = width - least - PADDING - sum(source.width + PADDING for source in shown)
+    widths = {source: source.width for source in sources if source.keep == 0}
+    room = width - least - PADDING - sum(cells + PADDING for cells in widths.values())
     for source in sorted(sources, key=lambda source: -source.keep):
         needed = min(source.width, _LEAST_ABOUT) if source.flexible else source.width
-        if source.keep == 0:
-            continue
-        if needed + PADDING > room:
+        if source.keep == 0 or needed + PADDING > room:
             break
-        shown.append(source)
+        widths[source] = needed
         room -= needed + PADDING
     name_cells = min(longest, least + max(0, room), max(least, width // _MOST_NAME_SHARE))
     room -= name_cells - least
     columns, cells = [], []
     for source in sources:
-        if source not in shown:
+        if source not in widths:
             continue
-        cells_wide = source.width
         if source.flexible:
-            more = min(source.width, _LEAST_ABOUT + max(0, room)) - min(source.width, _LEAST_ABOUT)
-            cells_wide, room = min(source.width, _LEAST_ABOUT) + more, room - more
-        columns.append(ColumnSpec(source.title, cells_wide, source.right))
+            more = min(source.width - widths[source], max(0, room))
+            widths[source], room = widths[source] + more, room - more
+        columns.append(ColumnSpec(source.title, widths[source], source.right))
         cells.append(source.cells)
     cut = distinct(names, name_cells, glyphs.ellipsis)
     columns.insert(at, ColumnSpec(title, name_cells))

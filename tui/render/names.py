@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.cells import cell_len, set_cell_size
 
 _TAIL_SHARES = (0.5, 0.33, 0.67, 0.0, 1.0)
-"""How much of what is kept of a name is its end: the first at which all names differ is taken."""
+"""How much of what remains of a name is its end: the first at which all names differ is taken."""
 
 
 def cut_middle(name: str, width: int, ellipsis: str, tail_share: float = 0.5) -> str:
@@ -34,33 +34,4 @@ def distinct(names: Sequence[str], width: int, ellipsis: str) -> list[str]:
             cut = [cut_middle(name, cells, ellipsis, share) for name in names]
             if len(set(cut)) == len(set(names)):
                 return cut
-        if (parted := _parted(names, cells, ellipsis)) is not None:
-            return parted
     return list(names)
-
-
-def _parted(names: Sequence[str], width: int, ellipsis: str) -> list[str] | None:
-    """Like `distinct` in just `width` cells, each without what it shares with those it would look like."""
-    cut = [cut_middle(name, width, ellipsis) for name in names]
-    groups: dict[str, list[int]] = {}
-    for i, text in enumerate(cut):
-        groups.setdefault(text, []).append(i)
-    for text, group in groups.items():
-        same = [names[i] for i in group]
-        if len(set(same)) == 1:
-            continue
-        begin = _same_begin(same)
-        end = _same_begin([name[begin:][::-1] for name in same])
-        for i in group:
-            inner = names[i][begin : len(names[i]) - end] or ellipsis
-            left = width - 2 - 2 * len(ellipsis)
-            head = set_cell_size(text, 2)
-            cut[i] = f"{head}{ellipsis}{cut_middle(inner, max(2, left), ellipsis)}{ellipsis}"
-    fits = len(set(cut)) == len(set(names)) and all(cell_len(text) <= width for text in cut)
-    return cut if fits else None
-
-
-def _same_begin(names: Sequence[str]) -> int:
-    """How many characters at their beginning all of them share."""
-    low, high = min(names), max(names)
-    return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))

@@ -14,18 +14,19 @@ from textual.containers import Container, Vertical, VerticalScroll
 from textual.widgets import DataTable, Input, Static
 from textual.worker import Worker
 
+from penstock.app.console.rows import Row
 from penstock.app.runs.speed import speed_figure
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import duration_text, seconds_text
 from penstock.storage.files.untrusted import printable
-from penstock.tui.data.catalog import RunCatalog, RunEntry, plan_lines, summary_lines
+from penstock.tui.data.catalog import RunCatalog, RunEntry, about_lines
 from penstock.tui.data.offers import RESUMABLE
 from penstock.tui.data.recipes import RecipeCatalog, RecipeEntry, describe, matches
 from penstock.tui.render.home_table import STATE_TOKENS, ColumnSpec, Table, recipes_table, runs_table
 from penstock.tui.render.sparkline import sparkline
 from penstock.tui.render.welcome import welcome_rows
 from penstock.tui.screens.base import PenstockScreen
-from penstock.tui.theme import style, styled
+from penstock.tui.theme import styled
 from penstock.tui.widgets.footer import Footer
 
 if TYPE_CHECKING:
@@ -115,26 +116,29 @@ class HomeScreen(PenstockScreen):
     def _draw(self) -> None:
         dark, now = self.app.current_theme.dark, self.penstock.clock()
         room = self._table("recipes").scrollable_content_region.width
-        ages = [_age(now - run.changed) for run in self._runs]
-        drawn = (self._runs, self._recipes, self._words, frozenset(self._marked), dark, room, ages, self._fits)
-        if (*drawn, self._planning) == self._drawn:
+        ages = {run.path: _age(now - run.changed) for run in self._runs}
+        drawn = (
+            self._runs,
+            self._recipes,
+            self._words,
+            set(self._marked),
+            dark,
+            room,
+            ages,
+            self._fits,
+            self._planning,
+        )
+        if drawn == self._drawn:
             return
-        self._drawn = (*drawn, self._planning)
+        self._drawn = drawn
         self._draw_title(dark)
         self._draw_welcome(dark)
-        shown = [
-            (run, age)
-            for run, age in zip(self._runs, ages, strict=True)
-            if matches(self._words, run.name, run.state, run.error or "")
-        ]
-        runs, ages = [run for run, _ in shown], [age for _, age in shown]
+        runs = [run for run in self._runs if matches(self._words, run.name, run.state, run.error or "")]
         self._table("runs").styles.height = len(runs) + _FRAME_ROWS
-        self._table("runs").show(runs_table(runs, ages, self._marked, room, self.penstock.glyphs), dark)
-        recipes = [
-            recipe
-            for recipe in self._recipes
-            if matches(self._words, recipe.name, recipe.text, "own" if recipe.own else "shipped")
-        ]
+        table = runs_table(runs, [ages[run.path] for run in runs], self._marked, room, self.penstock.glyphs)
+        self._table("runs").show(table, dark)
+        own = {True: "own", False: "shipped"}
+        recipes = [r for r in self._recipes if matches(self._words, r.name, r.text, own[r.own])]
         table = recipes_table(recipes, self._fits, self._planning, room, self.penstock.glyphs)
         self._table("recipes").show(table, dark)
         self._draw_detail()
@@ -159,18 +163,16 @@ class HomeScreen(PenstockScreen):
             welcome.update(Text("\n").join(styled(line, dark) for line in lines))
 
     def _draw_detail(self) -> None:
-        dark = self.app.current_theme.dark
         pane, about = self.query_one("#detail"), self.query_one("#about", Static)
         chosen = self.chosen
+        pane.border_title = Text("" if chosen is None else chosen.name)
         if isinstance(chosen, RunEntry):
-            pane.border_title = Text(chosen.name)
-            about.update(_run_text(chosen, dark, self.penstock.glyphs.eighths, pane.size.width - 4))
+            rows = _run_rows(chosen, self.penstock.glyphs.eighths, pane.size.width - 4)
         elif chosen is not None:
-            pane.border_title = Text(chosen.name)
-            about.update(_recipe_text(chosen, self._fits.get(chosen.path), dark))
+            rows = _recipe_rows(chosen, self._fits.get(chosen.path))
         else:
-            pane.border_title = ""
-            about.update("nothing found" if self._words else "nothing is selected")
+            rows = [[("nothing found" if self._words else "nothing is selected", "text")]]
+        about.update(Text("\n").join(styled(row, self.app.current_theme.dark) for row in rows))
 
     @property
     def chosen(self) -> RunEntry | RecipeEntry | None:
@@ -227,9 +229,8 @@ class HomeScreen(PenstockScreen):
     def _plan_when_idle(self) -> None:
         wanted = [recipe for recipe in self._recipes if self._fits.get(recipe.path) is None]
         if self.will_plan and self._is_idle() and self._planner_is_done():
-            self._plans = self.run_worker(
-                self.penstock.home_plans.plan(wanted, self._is_idle), group="plans", exit_on_error=False
-            )
+            plans = self.penstock.home_plans.plan(wanted, self._is_idle)
+            self._plans = self.run_worker(plans, group="plans", exit_on_error=False)
 
     def _planner_is_done(self) -> bool:
         return self._plans is None or self._plans.is_finished
@@ -330,12 +331,11 @@ class _Table(DataTable[Any], inherit_bindings=False):
     """Enter is the screen's."""
 
     BINDINGS = [
-        Binding("up", "cursor_up", show=False),
-        Binding("down", "cursor_down", show=False),
-        Binding("pageup", "page_up", show=False),
-        Binding("pagedown", "page_down", show=False),
-        Binding("home", "scroll_top", show=False),
-        Binding("end", "scroll_bottom", show=False),
+        Binding(key, action, show=False)
+        for key, action in (
+            *(("up", "cursor_up"), ("down", "cursor_down"), ("pageup", "page_up"), ("pagedown", "page_down")),
+            *(("home", "scroll_top"), ("end", "scroll_bottom")),
+        )
     ]
     _shown: list[ColumnSpec] | None = None
 
@@ -368,34 +368,24 @@ class _Table(DataTable[Any], inherit_bindings=False):
             self.move_cursor(row=list(rows).index(chosen), animate=False)
 
 
-def _run_text(run: RunEntry, dark: bool, eighths: str, width: int) -> Text:
-    text = Text()
-    text.append(run.state, style(STATE_TOKENS.get(run.state, "dim"), dark))
-    if run.total_steps:
-        text.append(f"   step {run.step:,} of {run.total_steps:,}")
-    if run.loss is not None:
-        text.append(f"   loss {run.loss:.4f}")
-    text.append(f"\n{_short(run.path)}\n", style("dim", dark))
+def _run_rows(run: RunEntry, eighths: str, width: int) -> list[Row]:
+    step = f"   step {run.step:,} of {run.total_steps:,}" if run.total_steps else ""
+    loss = "" if run.loss is None else f"   loss {run.loss:.4f}"
+    rows: list[Row] = [[(run.state, STATE_TOKENS.get(run.state, "dim")), (step + loss, "text")]]
+    rows += [[(_short(run.path), "dim")], []]
     if run.error:
-        text.append(f"\n{run.error}\n", style("bad", dark))
+        rows += [[(run.error, "bad")], []]
     if len(run.losses) > 1:
-        text.append(f"\nloss of the last {len(run.losses)} steps\n", style("dim", dark))
-        text.append(sparkline(run.losses, max(10, min(width, 60)), eighths) + "\n", style("ema", dark))
-    for line in [*plan_lines(run.path), *summary_lines(run.path)]:
-        text.append(f"\n{line}")
-    return text
+        rows.append([(f"loss of the last {len(run.losses)} steps", "dim")])
+        rows += [[(sparkline(run.losses, max(10, min(width, 60)), eighths), "ema")], []]
+    return rows + [[(line, "text")] for line in about_lines(run.path)]
 
 
-def _recipe_text(recipe: RecipeEntry, fit: Fit | None, dark: bool) -> Text:
-    text = Text(recipe.problem or recipe.text)
-    if recipe.problem is None:
-        found = (describe(recipe.recipe) if recipe.recipe else {}) | _fit_text(fit)
-        text.append("\n" if found else "")
-        for label, value in found.items():
-            text.append(f"\n{label:<8} ", style("dim", dark))
-            text.append(value)
-    text.append(f"\n\n{_short(recipe.path)}", style("dim", dark))
-    return text
+def _recipe_rows(recipe: RecipeEntry, fit: Fit | None) -> list[Row]:
+    found = {} if recipe.problem else (describe(recipe.recipe) if recipe.recipe else {}) | _fit_text(fit)
+    rows: list[Row] = [[(recipe.problem or recipe.text, "text")], *([[]] if found else [])]
+    rows += [[(f"{label:<8} ", "dim"), (value, "text")] for label, value in found.items()]
+    return [*rows, [], [(_short(recipe.path), "dim")]]
 
 
 def _fit_text(fit: Fit | None) -> dict[str, str]:

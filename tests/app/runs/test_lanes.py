@@ -21,11 +21,11 @@ from penstock.app.runs.trace_events import Arrows, Rates
 from penstock.engine.events import Span, StepMetrics
 from penstock.engine.schedule.actions import LANES
 from penstock.storage.files.errors import UserError
-from penstock.tui.data.catalog import read_run_entry, summary_lines
+from penstock.tui.data.catalog import about_lines, read_run_entry
 from penstock.tui.data.compare import ComparedRun, figure_rows
 from penstock.tui.data.run_data import RunData
+from penstock.tui.render.plan_table import real_step
 from penstock.tui.widgets.kpi_bar import figures
-from penstock.tui.widgets.plan_table import real_step
 
 KEPT = Path(__file__).parents[2] / "tui" / "snapshot_run"
 
@@ -278,7 +278,7 @@ def test_every_place_tells_the_same_mean_and_names_it(tmp_path: Path) -> None:
     entry = read_run_entry(path)
     assert entry is not None
     assert entry.mean_tokens_per_s == pytest.approx(mean.tokens_per_s)
-    assert f"{said} tok/s" in summary_lines(path)[0]
+    assert f"{said} tok/s" in "\n".join(about_lines(path))
     compared = ComparedRun(path)
     compared.poll()
     shown = dict(figure_rows([compared]))
