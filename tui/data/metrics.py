@@ -195,27 +195,23 @@ class MetricsReader:
         self.log = MetricsLog()
         self.tail = JsonTail(run_path / "metrics.jsonl")
         self._validation_tail = JsonTail(run_path / "validation.jsonl")
-        self._next: MetricsLog | None = None
-        """Being filled from a replaced file; it takes the place of `log` when it is complete."""
 
     @property
     def damaged(self) -> int:
         """Lines that were no steps."""
-        return self.tail.damaged + (self._next or self.log).skipped
+        return self.tail.damaged + self.log.skipped
 
     def read(self) -> bool:
         """Read a piece of what is new; whether there was anything."""
-        lines = self.tail.read()
+        lines, validations = self.tail.read(), self._validation_tail.read()
         if self.tail.began_anew:
-            self._next = MetricsLog()
-        added = (self._next or self.log).add(lines)
-        if self._next is not None and not self.tail.behind:
-            self._next.validation, self._next.recall = self.log.validation, self.log.recall
-            self.log, self._next, added = self._next, None, 1
-        validations = self._validation_tail.read()
+            validation, recall = self.log.validation, self.log.recall
+            self.log = MetricsLog()
+            self.log.validation, self.log.recall = validation, recall
         if self._validation_tail.began_anew:
             self.log.validation, self.log.recall = (np.empty(0), np.empty(0)), []
-        return self.log.add_validation(validations) + added > 0 or self._validation_tail.began_anew
+        added = self.log.add(lines) + self.log.add_validation(validations)
+        return added > 0 or self.tail.began_anew or self._validation_tail.began_anew
 
 
 def _add_bytes(totals: dict[str, float], moved: Any) -> float:

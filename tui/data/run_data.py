@@ -16,9 +16,11 @@ from penstock.storage.files.untrusted import printable
 from penstock.tui.data.blocks import BlockPlace, BlockPlaces
 from penstock.tui.data.fields import get, number, objects, text, whole
 from penstock.tui.data.metrics import MetricsLog, MetricsReader
-from penstock.tui.data.sample_log import SampleReader, Samples
+from penstock.tui.data.sample_log import Samples, with_samples
 from penstock.tui.data.spans import SpanStore
 
+SAMPLES_BYTES = 4 << 20
+"""So much of the end of a long samples.jsonl is read."""
 SPANS_BYTES = 24 << 20
 """So much of a long spans.jsonl is read: about as many spans as a SpanStore holds."""
 
@@ -99,10 +101,11 @@ class RunData:
         self._wrong: dict[str, str] = {}
         """What is wrong by what is concerned."""
         self._metrics = MetricsReader(path)
-        self._samples = SampleReader(path)
-        self._spans_tail = JsonTail(path / "spans.jsonl", start_bytes=SPANS_BYTES)
-        self._log_tail = JsonTail(path / "log.jsonl", start_bytes=LOG_BYTES)
-        self._spikes_tail = JsonTail(path / "spikes.jsonl", start_bytes=LOG_BYTES)
+        self.samples: list[Samples] = []
+        """What the model wrote, step by step, ascending; replaced, never changed."""
+        most = {"samples": SAMPLES_BYTES, "spans": SPANS_BYTES, "log": LOG_BYTES, "spikes": LOG_BYTES}
+        self._tails = {name: JsonTail(path / f"{name}.jsonl", start_bytes=size) for name, size in most.items()}
+        self._skipped = {"samples": 0}
         self._output_read = False
         self._why_gone: str | None = None
 
@@ -116,11 +119,6 @@ class RunData:
     def metrics(self) -> MetricsLog:
         """Its steps and validations."""
         return self._metrics.log
-
-    @property
-    def samples(self) -> list[Samples]:
-        """What the model wrote, step by step, ascending."""
-        return self._samples.found
 
     @property
     def silent_s(self) -> float | None:
@@ -191,7 +189,7 @@ class RunData:
     @property
     def share_read(self) -> float:
         """How much of a long run's files has been read, 0..1."""
-        return min(self._metrics.tail.share_read, self._spans_tail.share_read)
+        return min(self._metrics.tail.share_read, self._tails["spans"].share_read)
 
     def eta_s(self) -> float | None:
         """Seconds to the end of a run that goes on."""
@@ -230,12 +228,11 @@ class RunData:
             self._find_state()
             changed |= self._read_checkpoints()
             while True:
-                changed |= self._read_metrics() | self._read_samples() | self._read_spans() | self._read_log()
-                tails = (self._metrics.tail, self._samples.tail, self._spans_tail, self._log_tail)
-                self.behind = any(tail.behind for tail in tails)
+                changed |= self._read_lines()
+                self.behind = any(tail.behind for tail in (self._metrics.tail, *self._tails.values()))
                 if not self.behind or time.monotonic() > deadline:
                     break
-            changed |= self._read_predicted() | self._read_spikes()
+            changed |= self._read_output() | self._read_predicted()
         self._find_state()
         self._say_problems()
         if before != (self.exists, self.state):
@@ -264,7 +261,9 @@ class RunData:
     def _find_state(self) -> None:
         if not self.exists:
             self.state = "gone"
-            if (words := _last_words(self.path)) is not None:
+            from penstock.app.launch.launcher import last_words
+
+            if (words := last_words(self.path)) is not None:  # started from here, it failed at once and left nothing
                 self.state, self._why_gone = "failed", words
             return
         state = state_of(self.path, self.status, self.clock())
@@ -289,60 +288,58 @@ class RunData:
         self.committed_step = committed_step(self.path)
         return {"checkpoints"}
 
-    def _read_metrics(self) -> set[str]:
-        added = self._metrics.read()
-        self._count_damage("metrics.jsonl", self._metrics.damaged)
-        return {"metrics"} if added else set()
+    def _read_lines(self) -> set[str]:
+        """A piece of what is new in the files of lines."""
+        changed = {"metrics"} if self._metrics.read() else set()
+        self._count_damage("metrics", self._metrics.damaged)
+        for name, take in (
+            ("samples", self._take_samples),
+            ("spans", self._take_spans),
+            ("log", self._take_log),
+            ("spikes", self._take_spikes),
+        ):
+            tail = self._tails[name]
+            lines = tail.read()
+            if lines or tail.began_anew:
+                take(lines, tail.began_anew)
+                changed.add("status" if name == "spikes" else name)
+            skipped = self.spans.num_rejected if name == "spans" else self._skipped.get(name, 0)
+            self._count_damage(name, tail.damaged + skipped)
+        return changed
 
-    def _read_samples(self) -> set[str]:
-        added = self._samples.read()
-        self._count_damage("samples.jsonl", self._samples.damaged)
-        return {"samples"} if added else set()
+    def _take_samples(self, lines: list[dict[str, Any]], anew: bool) -> None:
+        self.samples, skipped = with_samples([] if anew else self.samples, lines)
+        self._skipped["samples"] = skipped + (0 if anew else self._skipped["samples"])
 
-    def _read_spans(self) -> set[str]:
-        tail = self._spans_tail
-        lines = tail.read()
-        if tail.began_anew:
-            self.spans = SpanStore()
-            self._places = BlockPlaces(self.plan)
-        added = self.spans.add(lines)
+    def _take_spans(self, lines: list[dict[str, Any]], anew: bool) -> None:
+        if anew:
+            self.spans, self._places = SpanStore(), BlockPlaces(self.plan)
+        self.spans.add(lines)
         self._places.add(lines)
-        self._count_damage("spans.jsonl", tail.damaged + self.spans.num_rejected)
-        return {"spans"} if added or tail.began_anew else set()
 
-    def _read_log(self) -> set[str]:
-        tail = self._log_tail
-        lines = tail.read()
-        if tail.began_anew:
+    def _take_log(self, lines: list[dict[str, Any]], anew: bool) -> None:
+        if anew:
             self.log.clear()
         for line in lines:
             self._add_log(number(line, "time"), text(line, "level") or "info", get(line, "text"), whole(line, "step"))
-        self._count_damage("log.jsonl", tail.damaged)
-        output = not tail.behind and self._read_output()
-        return {"log"} if lines or output else set()
 
-    def _read_spikes(self) -> set[str]:
-        tail = self._spikes_tail
-        lines = tail.read()
-        if lines or tail.began_anew:
-            self.spike = lines[-1] if lines else {}
-        self._count_damage("spikes.jsonl", tail.damaged)
-        return {"status"} if lines or tail.began_anew else set()
+    def _take_spikes(self, lines: list[dict[str, Any]], anew: bool) -> None:
+        self.spike = lines[-1] if lines else {}
 
-    def _read_output(self) -> bool:
+    def _read_output(self) -> set[str]:
         """The end of output.log, once, where a process died without a word."""
-        if self._output_read or self.state != "crashed":
-            return False
+        if self._output_read or self.state != "crashed" or self._tails["log"].behind:
+            return set()
         self._output_read = True
         try:
             with open_read(self.path / "output.log") as file:
                 file.seek(max(0, file.seek(0, 2) - _OUTPUT_BYTES))
                 lines = printable(file.read(_OUTPUT_BYTES).decode(errors="replace")).splitlines()[-40:]
         except OSError:
-            return False
+            return set()
         for line in lines:
             self._add_log(None, "output", line, None)
-        return bool(lines)
+        return {"log"} if lines else set()
 
     def _add_log(self, at: float | None, level: str, content: Any, step: int | None) -> None:
         self.log.append(LogLine(at, level, content if isinstance(content, str) else repr(content), step))
@@ -363,7 +360,7 @@ class RunData:
 
     def _count_damage(self, name: str, number_of: int) -> None:
         many = f"{number_of:,} line{'s are' if number_of > 1 else ' is'}"
-        self._note(name, f"{name}: {many} damaged and left out" if number_of else None)
+        self._note(name, f"{name}.jsonl: {many} damaged and left out" if number_of else None)
 
     def _note(self, name: str, wrong: str | None) -> None:
         """What is wrong with a file; None for nothing."""
@@ -388,13 +385,6 @@ class RunData:
         elif not self.status and "status" not in self._wrong:
             problems.append("no status.json yet: the run has not started")
         self.problems = problems
-
-
-def _last_words(path: Path) -> str | None:
-    """What a run said that was started from here, failed at once and has left nothing."""
-    from penstock.app.launch.launcher import last_words
-
-    return last_words(path)
 
 
 def read_predicted(run_path: Path) -> SpanStore:

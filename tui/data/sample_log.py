@@ -1,16 +1,11 @@
-"""What a run's samples.jsonl holds, as it grows."""
+"""What a run's samples.jsonl holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from penstock.app.runs.tail import JsonTail
 from penstock.tui.data.fields import get, objects, text, whole
-
-SAMPLES_BYTES = 4 << 20
-"""So much of the end of a long file is read."""
 
 
 class Sample(NamedTuple):
@@ -30,46 +25,23 @@ class Samples(NamedTuple):
     samples: list[Sample]
 
 
-class SampleReader:
-    """Attributes: `found`, the samples step by step, ascending; it is replaced, never changed."""
+def with_samples(known: Sequence[Samples], lines: Iterable[dict[str, Any]]) -> tuple[list[Samples], int]:
+    """Samples step by step, with those of further lines, and how many lines were none.
 
-    def __init__(self, run_path: Path) -> None:
-        self.found: list[Samples] = []
-        self.tail = JsonTail(run_path / "samples.jsonl", start_bytes=SAMPLES_BYTES)
-        self._skipped = 0
-
-    @property
-    def damaged(self) -> int:
-        """Lines that were no samples."""
-        return self.tail.damaged + self._skipped
-
-    def read(self) -> bool:
-        """Read a piece of what is new; whether there was anything."""
-        lines = self.tail.read()
-        if self.tail.began_anew:
-            self.found, self._skipped = [], 0
-        if lines:
-            self.found = self._with(lines)
-        return bool(lines) or self.tail.began_anew
-
-    def _with(self, lines: Iterable[dict[str, Any]]) -> list[Samples]:
-        """All samples, with those of `lines`; what was written again replaces those from its step on."""
-        found = list(self.found)
-        for line in lines:
-            step, samples = whole(line, "step"), [_sample(one) for one in objects(line, "samples")]
-            if step is None or not samples:
-                self._skipped += 1
-                continue
-            while found and found[-1].step >= step:
-                found.pop()
-            found.append(Samples(step, samples))
-        return found
+    What was written again replaces those from its step on.
+    """
+    found, skipped = list(known), 0
+    for line in lines:
+        step, samples = whole(line, "step"), [_sample(one) for one in objects(line, "samples")]
+        if step is None or not samples:
+            skipped += 1
+            continue
+        while found and found[-1].step >= step:
+            found.pop()
+        found.append(Samples(step, samples))
+    return found, skipped
 
 
 def _sample(value: dict[str, Any]) -> Sample:
-    return Sample(
-        prompt=text(value, "prompt") or "",
-        text=text(value, "text") or "",
-        tokens=whole(value, "tokens"),
-        ended=get(value, "ended") is True,
-    )
+    prompt, written = text(value, "prompt") or "", text(value, "text") or ""
+    return Sample(prompt, written, whole(value, "tokens"), get(value, "ended") is True)
