@@ -37,7 +37,6 @@ class Action:
 
     @property
     def name(self) -> str:
-        """The id without arguments."""
         return self.id.partition("(")[0]
 
     @property

@@ -221,7 +221,6 @@ class PenstockApp(App[None]):
             self.push_screen(HelpScreen(self.screen.SCOPE, self.offered(self.screen)))
 
     async def action_back(self) -> None:
-        """Leave the screen; the first one stays."""
         if len(self.screen_stack) > 2:
             await self.pop_screen()
 

@@ -73,7 +73,6 @@ async def _serve(server: WebServer, sockets: list[socket.socket]) -> None:
 
 
 def _resolve(host: str) -> list[_Place]:
-    """What `host` is. Raises UserError."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, ValueError) as error:
@@ -127,7 +126,6 @@ def served_line(root: Path, access: Access, read_only: bool) -> str:
 
 
 def _user() -> str:
-    """Who runs the server."""
     try:
         return printable(getpass.getuser())
     except (KeyError, OSError):  # an account without a name, in a container

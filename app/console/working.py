@@ -74,7 +74,6 @@ class Working:
             self._erase()
 
     def on_prepare(self, item: Preparing) -> None:
-        """An item has begun, got on, or is done."""
         with self._lock:
             self._item, self._told_at = None if item.state == "done" else item, time.monotonic()
             if item.state == "done":

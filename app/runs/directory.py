@@ -389,7 +389,6 @@ class RunInfo(NamedTuple):
     mean_tokens_per_s: float | None = None
     """Of the run, without warm-up steps and pauses, as its last step recorded it."""
     metrics: dict[str, Any] | None = None
-    """The last line of metrics.jsonl."""
 
 
 def read_info(path: Path) -> RunInfo:

@@ -48,9 +48,6 @@ def open_read(path: Path) -> BinaryIO:
     return open(open_regular(path), "rb")
 
 
-# ---------------------------------------------------------------------- figures
-
-
 def number(value: object) -> float | None:
     """A JSON value as a finite number of a size that something can have; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -81,9 +78,6 @@ def span_of(line: dict[str, Any]) -> Span | None:
     if not (isinstance(waited, list) and all(map(is_whole, (chunk, size, step, id, *waited)))):
         return None
     return Span(lane, op, block, chunk, start_s, end_s, size, step, id, tuple(waited))
-
-
-# ---------------------------------------------------------------------- files of lines
 
 
 def whole_lines(file: BinaryIO) -> Iterator[bytes | None]:
@@ -198,9 +192,6 @@ def _backwards(path: Path, tail_bytes: int) -> Iterator[dict[str, Any]]:
         value = parse_line(line)
         if value is not None:
             yield value
-
-
-# ---------------------------------------------------------------------- small files
 
 
 def read_object(path: Path, most_bytes: int = _OBJECT_BYTES, *, below: Path | None = None) -> dict[str, Any] | None:

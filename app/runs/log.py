@@ -106,8 +106,6 @@ class RunLog:
         self._thread = threading.Thread(target=self._work, name="run-log", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------ what the run tells
-
     def set_state(self, state: State, error: str | None = None) -> None:
         """Publish a new state at once."""
         with self._status_lock:
@@ -207,8 +205,6 @@ class RunLog:
                 self._status.pop(name, None)
             self.set_state(state, error)
 
-    # ------------------------------------------------------------------ its thread
-
     def _work(self) -> None:
         """Whatever ends the thread is told by `check`, or a run would go on and leave no trace."""
         try:
@@ -220,7 +216,6 @@ class RunLog:
         self._failure = self._failure or error
 
     def _write_all(self) -> None:
-        """Lines as they come, and the status every HEARTBEAT_S."""
         beat_at, look_at = time.monotonic() + HEARTBEAT_S, 0.0
         while True:
             now = time.monotonic()
@@ -331,7 +326,6 @@ class RunLog:
 
 
 def _line_of(item: _Line) -> tuple[str, dict[str, Any]]:
-    """The file that it goes to, and its line there."""
     if isinstance(item, _Step):
         return "metrics.jsonl", dataclasses.asdict(item.metrics) | item.mean
     if isinstance(item, SampleMetrics):
@@ -364,7 +358,6 @@ def drop_steps(file: Path, first_step: int) -> str | None:
 
 
 def _kept(file: BinaryIO, first_step: int) -> Iterator[bytes]:
-    """The lines that stay, as they are."""
     for line in whole_lines(file):
         step = whole((parse_line(line) or {}).get("step"))
         if line is not None and (step is None or step < first_step):

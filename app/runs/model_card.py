@@ -84,7 +84,6 @@ def card_text(folder: Path, run_path: Path, recipe: Recipe, exported: Exported) 
 
 
 def _what(recipe: Recipe, exported: Exported) -> str:
-    """What the card's folder holds, in words."""
     section, trained = recipe.adapter, f"{exported.num_trained:,}"
     if exported.adapter is not None:
         return (

@@ -28,7 +28,6 @@ class RecallMap(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of right answers among all."""
         return sum(map(sum, self.right)) / sum(map(sum, self.asked))
 
     @property

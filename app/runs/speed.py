@@ -54,7 +54,6 @@ class MeanSpeed:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step."""
         return self.seconds / self.steps if self.steps else None
 
     def fields(self) -> dict[str, float | None]:

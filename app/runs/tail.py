@@ -46,7 +46,6 @@ class JsonTail:
         """Begin at most so far before the file's end; None: at its beginning."""
         self._seen: tuple[int, ...] | None = None
         self._file: tuple[int, int] | None = None
-        """Device and inode."""
         self._offset = 0
         """All lines before it have been read."""
         self._mark = b""

@@ -145,7 +145,6 @@ def write_spans(spans: Iterable[Span], name: str, out: Path, steps: Steps | None
 
 
 def _pieces(spans: Iterable[Span], name: str, tracks: _Tracks, steps: Steps) -> Iterator[bytes]:
-    """The trace's text, thousands of lines at once."""
     texts = ['{"displayTimeUnit": "ms", "traceEvents": [']
     between = "\n"
     for event in _events(spans, name, tracks, steps):

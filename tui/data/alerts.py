@@ -14,7 +14,6 @@ Z_ALERT = 5.0
 """Standard deviations above the mean of the steps before from which a value is a spike."""
 
 SPIKE_STEPS = 20
-"""For so many steps it is told that a loss leapt."""
 
 _STALL_S = 30.0
 

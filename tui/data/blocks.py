@@ -86,7 +86,6 @@ class BlockPlaces:
         self._place: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
         """Kind -> block -> where it is, unless it is at home."""
         self._recent: list[tuple[float, str, str]] = []
-        """End, op and block of the last ops."""
 
     def add(self, spans: Sequence[Mapping[str, Any]]) -> None:
         """Follow ops that have ended, in the order in which they did."""
@@ -175,7 +174,6 @@ class BlockPlaces:
 
 
 def _apply(block: BlockPlace, op: str) -> None:
-    """Mark what an op under way moves or does."""
     action = action_of(op)
     if action is None:
         return

@@ -38,7 +38,6 @@ class RunEntry:
     """Unix seconds of its last sign of life."""
     error: str | None = None
     losses: tuple[float, ...] = ()
-    """Of the last steps."""
 
     @property
     def name(self) -> str:
@@ -47,7 +46,6 @@ class RunEntry:
 
     @property
     def live(self) -> bool:
-        """Whether a process works on it."""
         return self.state in ATTENDED_STATES
 
 

@@ -43,9 +43,7 @@ class Idle(NamedTuple):
     end_s: float
     kind: IdleKind
     next_row: int | None
-    """The op that ended it."""
     cause_row: int | None
-    """The op that it waited for."""
 
 
 class IdleTotal(NamedTuple):
@@ -70,7 +68,6 @@ class StepAnalysis:
 
     @property
     def path_rows(self) -> list[int]:
-        """Rows of the ops on the path, in order of time."""
         return [part.row for part in self.path if part.row is not None]
 
     @property
@@ -133,7 +130,6 @@ class Blockers:
         return max(known, key=lambda other: end_s[other], default=None)
 
     def _lane_was_free(self, row: int) -> list[int]:
-        """The op of the same lane that ended last before this one began."""
         view = self.view
         rows = self._by_end[int(view.lane[row])]
         at = int(np.searchsorted(view.end_s[rows], view.start_s[row] + EPSILON_S, side="right")) - 1
@@ -226,7 +222,6 @@ def _idle_times(view: SpanView, window: StepWindow, lane: str, blockers: Blocker
 
 
 def _gaps(view: SpanView, window: StepWindow, lane: str) -> list[tuple[float, float]]:
-    """The stretches of a window in which nothing of the lane was under way."""
     busy = view.busy_of(lane)
     first = int(np.searchsorted(busy.end_s, window.start_s, side="right"))
     last = int(np.searchsorted(busy.start_s, window.end_s, side="left"))

@@ -141,7 +141,6 @@ class Draft:
 
     @property
     def differences(self) -> list[Difference]:
-        """Fields that differ from the base recipe's, in a recipe's order."""
         return [Difference(key, self.base_text(key), self.text(key)) for key in field_table() if self.is_changed(key)]
 
     def _put(self, key: str, text: str) -> None:
@@ -151,7 +150,6 @@ class Draft:
             self._texts[key] = text
 
     def _value(self, key: str) -> Any:
-        """The value of a field's text. Raises UserError."""
         return parse_value(key, _typed(key, self._texts[key]))
 
     def _check(self) -> None:
@@ -201,7 +199,6 @@ def _typed(key: str, text: str) -> str:
 
 
 def _named(message: str) -> list[str]:
-    """The fields that an error message names, in its order."""
     table = field_table()
     words = [word.rstrip(".") for word in re.findall(r"[a-z_][a-z_0-9]*(?:\.[a-z_0-9]+)*", message)]
     dotted = [word for word in words if word in table and "." in word]
@@ -210,7 +207,6 @@ def _named(message: str) -> list[str]:
 
 
 def _said(message: str, key: str) -> str:
-    """The message without the field's own name before it, where it is shown."""
     return message.removeprefix(f"{key}: ")
 
 

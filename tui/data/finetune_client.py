@@ -37,7 +37,6 @@ class FinetuneState:
     asked: Asked | None = None
     """None: nothing was asked yet."""
     doing: str = ""
-    """What the command is at."""
     report: dict[str, Any] | None = None
     trouble: str | None = None
     """Why there is no report."""

@@ -23,7 +23,6 @@ class FitState:
     question: dict[str, Any] | None = None
     """None until the command has begun to answer."""
     cells: dict[Cell, dict[str, Any]] = field(default_factory=dict)
-    """Those that are planned."""
     done: bool = False
     trouble: str | None = None
     """Why there will be no more."""

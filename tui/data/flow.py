@@ -19,11 +19,9 @@ from penstock.tui.data.spans import SpanView, printable
 from penstock.tui.data.tiers import Tier, tiers
 
 RATE_S = 5.0
-"""Live rates are those of the last so many seconds."""
 _NEWEST_S = 1.0
 """What ended so lately may stand for what is under way: most ops last much less than one looks."""
 _LOOK_BACK = 512
-"""Of so many spans the newest ones are looked for."""
 _MOST_BLOCKS = 2000
 
 Route = tuple[str, str]
@@ -109,7 +107,6 @@ class Flow:
     nodes: dict[str, Node]
     links: dict[Route, Link] = field(default_factory=dict)
     when: str = ""
-    """What the rates are of, for people."""
     live: bool = False
 
 
@@ -168,7 +165,6 @@ def _nodes(data: RunData, under_way: _UnderWay) -> dict[str, Node]:
 
 
 def _under_way(data: RunData) -> _UnderWay:
-    """Of what the run said last, or of what ended just now."""
     found: _UnderWay = {}
     for lane, op, block in [*_said(data.now), *_newest(data.spans.view, data.clock_s)]:
         of_block = "" if block == "all" else block
@@ -180,7 +176,6 @@ def _under_way(data: RunData) -> _UnderWay:
 
 
 def _said(now: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Lane, op and block of what is under way."""
     for lane in now:
         for op in objects(now, lane)[:8]:
             yield lane, text(op, "op") or "", printable(text(op, "block") or "")
@@ -203,9 +198,7 @@ class Marks:
     """How far marks have come on each way: as many cells as bytes have moved, so that what stands still looks still."""
 
     SPACING = 6
-    """Cells from mark to mark."""
     _CELLS_PER_S = 4.0
-    """Of the fastest way."""
 
     def __init__(self) -> None:
         self._at: dict[Route, float] = dict.fromkeys(ROUTES, 0.0)
@@ -213,7 +206,6 @@ class Marks:
 
     @property
     def offsets(self) -> dict[Route, int]:
-        """Cells by which the marks of each way have moved on, below SPACING."""
         return {route: int(at) for route, at in self._at.items()}
 
     def move(self, view: SpanView, now: Flow, *, behind: bool) -> None:

@@ -27,7 +27,6 @@ _ONE_S = 20.0
 """For one recipe, the loading of the planner aside; one that takes longer stays unknown."""
 _LOADING_S = 40.0
 _HERE_S = 5.0
-"""How often it is looked at what this machine has free."""
 _PAUSE_S = 0.25
 
 

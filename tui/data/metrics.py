@@ -25,13 +25,11 @@ DERIVED = ("step", "ema", "total_tokens", "total_s", "read_bytes", "written_byte
 """`ema`: the averaged loss. `total_*`: trained tokens and seconds up to the row. Bytes: of all drives."""
 
 X_COLUMNS = {"step": "step", "tokens": "total_tokens", "time": "total_s"}
-"""What a curve may run over -> the column that holds it."""
 
 _MOST_STEPS = 2**53
 """Larger ones are no longer told apart, and are nobody's."""
 
 ETA_STEPS = 20
-"""Steps whose mean the time to the end is drawn from."""
 _Z_STEPS = 100
 _Z_LEAST = 20
 
@@ -198,7 +196,6 @@ class MetricsReader:
 
     @property
     def damaged(self) -> int:
-        """Lines that were no steps."""
         return self.tail.damaged + self.log.skipped
 
     def read(self) -> bool:

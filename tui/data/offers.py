@@ -18,12 +18,10 @@ _WORDS = {
     "stale": "the run's process does not answer",
     "gone": "the run's directory is gone",
 }
-"""A state in words."""
 _UNKNOWN = "the run's state is not known yet"
 
 
 RESUMABLE = ("paused", "stopped", "failed", "crashed")
-"""States from which a run can go on."""
 
 
 def refusals(data: RunData) -> dict[str, str]:

@@ -60,7 +60,6 @@ class PlanClient(Client):
         self._ready = self._restarted = False
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: asyncio.Future[PlanState] | None = None
-        """For the answer to the newest request."""
 
     def request(self, recipe: Recipe, machine: str | None, *, at_once: bool = False, **options: bool) -> None:
         """Ask for a plan once no newer request came for a moment.
@@ -121,7 +120,6 @@ class PlanClient(Client):
                 self._process.stdin.write(json.dumps(self._wanted).encode() + b"\n")
 
     async def _serve(self) -> None:
-        """One server's life, and once another's after it."""
         while True:
             _, why = await self._run(self._command, self._take, begun=self._begun)
             self._ready = False

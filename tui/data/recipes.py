@@ -32,7 +32,6 @@ class RecipeEntry:
     own: bool
     """Whether it is the user's, not shipped."""
     text: str = ""
-    """The docstring."""
     needs: dict[str, str] = field(default_factory=dict)
     """GPU, RAM, NVMe, Model, Use -> what its docstring says."""
     problem: str | None = None
@@ -59,7 +58,6 @@ class RecipeEntry:
 
     @property
     def context(self) -> int | None:
-        """Tokens of a sequence."""
         return self.recipe.data.sequence_length if self.recipe else None
 
 
@@ -109,7 +107,6 @@ def _recipe_files(folder: Path) -> list[Path]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Numbers in a name count as numbers: 7b comes before 14b."""
     return [(int(digits or 0), text) for digits, text in re.findall(r"(\d*)(\D*)", name)]
 
 

@@ -30,9 +30,7 @@ _OBJECT_BYTES = 64 << 20
 """Of plan.json, the largest; a plan of a deep model takes some megabytes."""
 _OUTPUT_BYTES = 8192
 _SLOW_S = 2.0
-"""Between looks at checkpoints."""
 _POLL_S = 0.3
-"""Time after which a poll ends although files hold more."""
 
 STATES = (*ATTENDED_STATES, *ENDED_STATES, "crashed", "gone")
 
@@ -52,7 +50,6 @@ class Prepared(NamedTuple):
     name: str
     done: bool
     seconds: float | None
-    """It took so long, or has taken so far."""
     detail: str = ""
     fraction: float | None = None
     """How much of it is done, 0..1; None where unknown."""
@@ -87,13 +84,10 @@ class RunData:
         self.num_log = 0
         """Lines ever added to `log`."""
         self.spike: dict[str, Any] = {}
-        """The last line of spikes.jsonl."""
         self.checkpoints: list[Checkpoint] = []
         self.committed_step: int | None = None
         self.problems: list[str] = []
-        """What is wrong with the directory, a sentence each."""
         self.behind = True
-        """Whether files hold more than has been read."""
         self._looked_at = 0.0
         self._manifests: list[tuple[Path, tuple[int, ...] | None]] = []
         self._places = BlockPlaces({})
@@ -109,15 +103,12 @@ class RunData:
         self._output_read = False
         self._why_gone: str | None = None
 
-    # ------------------------------------------------------------------ what is known
-
     @property
     def name(self) -> str:
         return printable(self.path.name)
 
     @property
     def metrics(self) -> MetricsLog:
-        """Its steps and validations."""
         return self._metrics.log
 
     @property
@@ -130,7 +121,6 @@ class RunData:
 
     @property
     def is_live(self) -> bool:
-        """Whether a process works on the run."""
         return self.state in ATTENDED_STATES
 
     @property
@@ -211,8 +201,6 @@ class RunData:
             except RuntimeError:  # the polling thread added one meanwhile
                 continue
 
-    # ------------------------------------------------------------------ reading
-
     def poll(self) -> set[str]:
         """Read what is new, for a fraction of a second at most; the parts that changed.
 
@@ -274,7 +262,6 @@ class RunData:
         self.state = state
 
     def _read_checkpoints(self) -> set[str]:
-        """Which there are, where a manifest is another than before."""
         now = time.monotonic()
         if self._looked_at and now - self._looked_at < _SLOW_S:
             return set()
@@ -289,7 +276,6 @@ class RunData:
         return {"checkpoints"}
 
     def _read_lines(self) -> set[str]:
-        """A piece of what is new in the files of lines."""
         changed = {"metrics"} if self._metrics.read() else set()
         self._count_damage("metrics", self._metrics.damaged)
         for name, take in (
@@ -346,7 +332,6 @@ class RunData:
         self.num_log += 1
 
     def _read_predicted(self) -> set[str]:
-        """The whole forecast, again whenever it is replaced."""
         if not self.want_predicted:
             return set()
         stamp = _stamp(self.path / "predicted.jsonl")
@@ -356,14 +341,11 @@ class RunData:
         self.predicted = read_predicted(self.path)
         return {"predicted"}
 
-    # ------------------------------------------------------------------ what is wrong
-
     def _count_damage(self, name: str, number_of: int) -> None:
         many = f"{number_of:,} line{'s are' if number_of > 1 else ' is'}"
         self._note(name, f"{name}.jsonl: {many} damaged and left out" if number_of else None)
 
     def _note(self, name: str, wrong: str | None) -> None:
-        """What is wrong with a file; None for nothing."""
         if wrong is None:
             self._wrong.pop(name, None)
         else:
@@ -398,12 +380,10 @@ def read_predicted(run_path: Path) -> SpanStore:
 
 
 def _line(value: Any, *keys: str) -> str:
-    """A string under nested keys in one line; empty where there is none."""
     return (text(value, *keys) or "").replace("\n", " ")
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """What changes when a file does; None where there is none."""
     try:
         stat = path.stat()
     except OSError:

@@ -122,7 +122,6 @@ _COLUMNS = {
 
 
 def _columns(room: int) -> dict[str, NDArray[Any]]:
-    """Room for spans; rows are written once and then only read."""
     return {name: np.empty(room, dtype) for name, dtype in _COLUMNS.items()}
 
 
@@ -257,7 +256,6 @@ class SpanView:
 
     @cached_property
     def _by_id(self) -> tuple[Ints, Ints]:
-        """The ids that are known, ascending, and their rows."""
         known = np.flatnonzero(self.id >= 0)
         rows = known[np.argsort(self.id[known], kind="stable")]
         return self.id[rows], rows
@@ -323,7 +321,6 @@ class SpanStore:
     def __init__(self, capacity: int = 100_000) -> None:
         self.capacity = capacity
         self.num_rejected = 0
-        """Objects that were no spans."""
         self._lanes = _Names(MAX_LANES, LANES)
         self._ops = _Names(MAX_NAMES)
         self._blocks = _Names(MAX_NAMES)

@@ -36,10 +36,8 @@ class StepSpans:
     window: StepWindow
     view: SpanView
     num_damaged: int
-    """Lines that were no spans."""
     first_byte: int
     end_byte: int
-    """The part of the file that was read."""
 
     @property
     def whole(self) -> bool:
@@ -52,7 +50,6 @@ class _Clip:
     step: int
     end_s: float
     offset: int
-    """Of its line."""
 
 
 class StepIndex:
@@ -61,9 +58,7 @@ class StepIndex:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problem: str | None = None
-        """Why the file cannot be read, where there is one."""
         self._looked_at = 0
-        """Bytes in which the last step has been looked for."""
         self._first: _Clip | None = None
         self._last: _Clip | None = None
 

@@ -9,7 +9,6 @@ from penstock.tui.data.run_data import RunData
 
 _TIERS = ("gpu", "ram", "nvme")
 FULL_SHARE = 0.95
-"""Above this share of its budget a tier counts as full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,6 @@ class Tier:
 
     @property
     def planned_share(self) -> float | None:
-        """The planned peak as a share of the budget."""
         return self.planned_bytes / self.budget_bytes if self.planned_bytes and self.budget_bytes else None
 
 

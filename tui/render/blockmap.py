@@ -86,7 +86,6 @@ def _is_away(block: BlockPlace) -> bool:
 
 
 def _table(blocks: Sequence[BlockPlace], width: int, glyphs: Glyphs) -> list[Row]:
-    """A row a block, in words."""
     name_cells = min(24, max(len("block"), *(len(block.name) for block in blocks)) + 1)
     kind_cells = 10 if width >= name_cells + 46 else 7
     head = "block".ljust(name_cells) + "".join(_LABELS[kind].ljust(kind_cells) for kind in KINDS)
@@ -108,7 +107,6 @@ def _table(blocks: Sequence[BlockPlace], width: int, glyphs: Glyphs) -> list[Row
 
 
 def _group_cell(group: Sequence[BlockPlace], kind: str, glyphs: Glyphs) -> Cell:
-    """The cell of one block, or of several: the busiest of them speaks."""
     cells = [_cell(block, kind, glyphs) for block in group]
     return max(cells, key=lambda cell: _WEIGHT.get(cell[1].split()[0], 0) + cell[1].endswith("reverse"))
 

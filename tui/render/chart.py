@@ -155,11 +155,7 @@ def decimate(x: Floats, y: Floats, low: float, high: float, columns: int) -> tup
     return least, greatest
 
 
-# ---------------------------------------------------------------------- axes
-
-
 def _axes(curves: Sequence[Curve], low: float, high: float, columns: int, log: bool, clip: bool) -> Axes | None:
-    """The bounds of what is to be seen; None where there is nothing."""
     lowest, highest, usual = math.inf, -math.inf, -math.inf
     for curve in curves:
         values = _scaled(curve.y, log)
@@ -189,7 +185,6 @@ def _scaled(y: Floats, log: bool) -> Floats:
 
 
 def _y_ticks(axes: Axes, height: int) -> list[tuple[int, float]]:
-    """Rows that carry a number, from the top, and the numbers."""
     most = max(2, height // 2)
     if axes.log:
         values = log_ticks(10**axes.bottom, 10**axes.top, most)
@@ -206,7 +201,6 @@ def _y_ticks(axes: Axes, height: int) -> list[tuple[int, float]]:
 
 
 def _x_axis(axes: Axes, width: int, gutter: int, x_kind: XKind, marks: Sequence[float], glyphs: Glyphs) -> list[Row]:
-    """The axis with its marks, and the numbers below it."""
     most = max(2, width // 12)
     if x_kind == "time":
         ticks = time_ticks(axes.low, axes.high, most)
@@ -252,9 +246,6 @@ def _clock_text(seconds: float) -> str:
 
 def _column(x: float, axes: Axes, width: int) -> int:
     return min(width - 1, max(0, int((x - axes.low) / (axes.high - axes.low) * width)))
-
-
-# ---------------------------------------------------------------------- drawing
 
 
 def _draw_line(

@@ -14,7 +14,6 @@ _SECONDS_CELLS = 9
 _BAR_CELLS = 16
 _PERCENT_CELLS = 6
 _LEAST_CELLS = 10
-"""A detail in fewer cells is left out."""
 
 
 def checklist_rows(items: Sequence[Prepared], width: int, height: int, glyphs: Glyphs, *, live: bool) -> list[Row]:
@@ -56,7 +55,6 @@ def _row(item: Prepared, width: int, glyphs: Glyphs, *, live: bool) -> Row:
 
 
 def _columns(mark: Row, name: str, seconds: str, token: str, width: int, glyphs: Glyphs) -> Row:
-    """Mark, name and seconds; the times of all rows stand below one another."""
     cells = min(_NAME_CELLS, width - 2 - _SECONDS_CELLS)
     if cells < _LEAST_CELLS:  # no room for a column of times
         return [*mark, (fit(name, max(0, width - 2), glyphs.ellipsis), token)]

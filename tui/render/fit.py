@@ -22,7 +22,6 @@ from penstock.tui.data.fit_client import Cell, FitState
 _NAME = 16
 _LEAST_CELL = 10
 _WITH_HOURS = 19
-"""Cells of a column from which it has room for hours beside tokens/s."""
 
 
 def matrix_rows(state: FitState, chosen: Cell | None, width: int, height: int, glyphs: Glyphs) -> list[Row]:

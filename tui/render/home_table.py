@@ -34,11 +34,9 @@ STATE_TOKENS = {
     "unknown": "dim",
 }
 PADDING = 2
-"""Cells around a column."""
 _LEAST_NAME = 12
 _BAR_CELLS = 10
 _LEAST_ABOUT = 20
-"""Cells below which no column of sentences is begun."""
 _MOST_NAME_SHARE = 3
 """A name takes a third of the width at most, where it need not have more."""
 _UNKNOWN = "?"
@@ -49,7 +47,6 @@ class ColumnSpec:
     title: str
     width: int
     right: bool = False
-    """Whether its cells are set to the right."""
 
 
 @dataclass(frozen=True, slots=True)

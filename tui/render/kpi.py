@@ -33,7 +33,6 @@ class Figure:
     """What remains of it where room is scarce; the same text by default."""
     token: str = "text"
     label: str = ""
-    """Before the text, dim."""
 
 
 def kpi_row(width: int, name: str, state: str, figures: Sequence[Figure], glyphs: Glyphs) -> Row:

@@ -15,7 +15,6 @@ from penstock.tui.data.spans import Floats, Ints, SpanView
 BOX_CELLS = 6
 """From so many cells on, an op is drawn as a box with a name."""
 _TALL_ROWS = 3
-"""From so many rows on, a lane's critical ops are outlined above as well."""
 
 
 class Canvas:
@@ -130,7 +129,6 @@ def _tracks(view: SpanView, rows: Ints) -> tuple[Ints, int]:
 
 
 def _alone(view: SpanView, rows: Ints) -> NDArray[np.bool_]:
-    """Whether each op overlaps no other; rows in order of start."""
     starts, ends = view.start_s[rows], view.end_s[rows]
     latest = np.concatenate(([-np.inf], np.maximum.accumulate(ends)[:-1]))
     following = np.concatenate((starts[1:], [np.inf]))

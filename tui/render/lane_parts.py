@@ -16,7 +16,6 @@ from penstock.tui.render.sparkline import sparkline
 _MOST_ROWS = 20_000
 """With more ops in view their parts are no longer told apart."""
 _MARK_CELLS = 5
-"""A letter stands where a part goes on for so many cells."""
 
 
 def has_parts(view: SpanView) -> bool:
@@ -65,7 +64,6 @@ class InView:
 
 
 def _at(stretches: Stretches, times: Floats) -> Parts:
-    """The part under way at each moment."""
     if not len(stretches.part):
         return np.full(len(times), NONE, np.int8)
     i = np.searchsorted(stretches.start_s, times, side="right") - 1
@@ -75,7 +73,6 @@ def _at(stretches: Stretches, times: Floats) -> Parts:
 
 
 def _words(names: Sequence[str], width: int) -> str:
-    """The names, or their letters, as there is room."""
     for text in (" + ".join(names), "+".join(names), "+".join(name[0].upper() for name in names)):
         if len(text) <= width:
             return text

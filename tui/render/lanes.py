@@ -27,7 +27,6 @@ _IDLE_SHARE = 1 / 16
 """A compute cell less busy than this, while another lane works, is shown as a stall."""
 _TILED_STEPS = 200
 _TALLEST = 6
-"""Rows of a lane, at most."""
 _PRIORITY = ("compute", "h2d", "nvme_read", "d2h", "optimizer", "nvme_write")
 """Lanes that are taller where rows are left over."""
 _NOW_CELLS = 30
@@ -70,17 +69,13 @@ class LaneScene:
     critical: Mapping[str, Busy] | None = None
     """Lane -> stretches of the critical path, which are outlined; None: it is not known."""
     lane: str | None = None
-    """The selected lane."""
     row: int | None = None
-    """The selected span's row of the view."""
     cursor_s: float | None = None
     title: str = ""
     history: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Lane -> a figure of each of the last steps, whose course stands behind the lane; none: there is no room kept."""
     status: str = ""
-    """Of the first row, at its right."""
     info: Row = field(default_factory=list)
-    """The last row: the selected span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +84,14 @@ class Layout:
 
     label_cells: int
     num_cells: int
-    """Columns of the timeline itself."""
     share_cells: int
     history_cells: int
     now_cells: int
     lanes: tuple[str, ...]
-    """From the top."""
     bar_rows: tuple[int, ...]
-    """Of each lane."""
     predicted_row: bool
-    """Whether each lane has one more row for the forecast."""
     title_row: bool
     band_row: bool
-    """Whether the parts of the steps stand above the lanes."""
     axis_row: bool
     info_row: bool
 
@@ -234,7 +224,6 @@ def lane_token(lane: str) -> str:
 
 
 def _busy(scene: LaneScene, lane: str, known_s: float) -> Busy:
-    """The lane's busy time with its ops under way up to what is known."""
     busy = scene.view.busy_of(lane)
     starts = [op.start_s for op in scene.under_way if op.lane == lane and op.start_s is not None]
     starts = [start_s for start_s in starts if start_s < known_s]
@@ -255,7 +244,6 @@ def _share(busy: Busy, start_s: float, end_s: float) -> float:
 
 
 def _critical_cells(scene: LaneScene, lane: str, edges: Floats, coverage: Floats) -> NDArray[np.bool_]:
-    """Cells in which most of what ran is on the critical path."""
     path = scene.critical.get(lane) if scene.critical is not None else None
     if path is None:
         return np.zeros(len(coverage), bool)
@@ -264,7 +252,6 @@ def _critical_cells(scene: LaneScene, lane: str, edges: Floats, coverage: Floats
 
 
 def _draw_marks(canvas: Canvas, scene: LaneScene, edges: Floats, glyphs: Glyphs) -> None:
-    """Step borders and the cursor, behind everything else."""
     cells = {cell: "axis" for cell in _borders(scene, edges)}
     if scene.cursor_s is not None and edges[0] <= scene.cursor_s < edges[-1]:
         cells[_cell(scene.cursor_s, edges)] = "accent"
@@ -297,7 +284,6 @@ def _draw_bars(canvas: Canvas, coverage: Floats, token: str, glyphs: Glyphs) -> 
 
 
 def _draw_selection(canvas: Canvas, scene: LaneScene, lane: str, edges: Floats) -> None:
-    """The selected op's cells in reverse."""
     view, row = scene.view, scene.row
     if row is None or row >= view.num_spans or view.lanes[view.lane[row]] != lane:
         return
@@ -310,7 +296,6 @@ def _draw_selection(canvas: Canvas, scene: LaneScene, lane: str, edges: Floats) 
 
 class _Forecast(NamedTuple):
     busy_s: Floats
-    """Of each cell."""
     share: float
     """Of the time in view that lies in steps."""
 
@@ -356,7 +341,6 @@ def _margin(
     forecast: _Forecast | None,
     known_s: float,
 ) -> list[Row]:
-    """Behind the timeline: busy share, the forecast's where it has no row of its own, GB/s while busy."""
     row: Row = [(f" {share:4.0%}", "bold" if share >= 0.5 else "text")]
     if forecast is not None and not place.predicted_row and place.share_cells >= 11:
         row.append((f" {forecast.share:4.0%}p", "predicted"))
@@ -368,7 +352,6 @@ def _margin(
 
 
 def _now(place: Layout, scene: LaneScene, lane: str, glyphs: Glyphs) -> Row:
-    """What is under way on the lane at this moment."""
     if not place.now_cells:
         return []
     ops = [op for op in scene.now or () if op.lane == lane]
@@ -394,7 +377,6 @@ def _title(width: int, scene: LaneScene, bound: str, shares: Mapping[str, float]
 
 
 def _axis(place: Layout, scene: LaneScene, edges: Floats, glyphs: Glyphs) -> Row:
-    """Ticks in seconds from the origin, and where steps end."""
     canvas = Canvas(1, place.num_cells)
     low, high = scene.start_s - scene.origin_s, scene.end_s - scene.origin_s
     ticks = linear_ticks(low, high, max(1, place.num_cells // 12))
@@ -421,7 +403,6 @@ def _axis(place: Layout, scene: LaneScene, edges: Floats, glyphs: Glyphs) -> Row
 
 
 def _heads(place: Layout) -> str:
-    """What the columns behind the timeline are."""
     rates = "while busy".rjust(11) if place.share_cells >= 16 and not place.predicted_row else ""
     share = ("busy".rjust(min(5, place.share_cells)) + rates).ljust(place.share_cells)
     return share + "per step".rjust(place.history_cells) if place.history_cells else share

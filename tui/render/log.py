@@ -13,7 +13,6 @@ from penstock.tui.data.run_data import LogLine
 
 _TOKENS = {"error": "bad", "warning": "warn", "info": "text", "output": "dim"}
 _MOST_ROWS = 60
-"""Rows of one message; the rest of it is left out."""
 
 
 def matches(line: LogLine, words: str) -> bool:

@@ -15,12 +15,10 @@ from penstock.tui.render.bars import tier_bar, tier_text
 from penstock.tui.render.ticks import fit
 
 TOKENS = {READ: "lane.nvme_read", LOAD: "lane.h2d", STORE: "lane.d2h", WRITE: "lane.nvme_write"}
-"""An arrow has the colour of its lane."""
 _GAPS = ((READ, WRITE), (LOAD, STORE))
 """From left to right: the way to the GPU, and the way back."""
 _SHORT = {"activation gradients": "act. gradients", "optimizer state": "state"}
 _LEAST_GAP = 12
-"""Cells between two stops; with less room one line tells the rates."""
 _BACK = {WRITE, STORE}
 
 
@@ -53,11 +51,7 @@ def pipeline_rows(width: int, height: int, now: Flow, offsets: Mapping[Route, in
     return [exactly(merged(row), width, glyphs.ellipsis) for row in rows]
 
 
-# ---------------------------------------------------------------------- arrows
-
-
 def _arrow(width: int, route: Route, now: Flow, offsets: Mapping[Route, int], glyphs: Glyphs, label: str) -> Row:
-    """A way with words on it."""
     link = now.links[route]
     flows, back = link.bytes_per_s > 0, route in _BACK
     head = glyphs.left if back else glyphs.right
@@ -94,7 +88,6 @@ def _carries(link: Link, width: int, glyphs: Glyphs) -> str:
 
 
 def _on_the_way(link: Link, width: int) -> str:
-    """What is on the way now, in as many words as there is room for."""
     cargo, block = link.now
     if not cargo:
         return ""
@@ -103,11 +96,7 @@ def _on_the_way(link: Link, width: int) -> str:
     return next((text for text in found if text and len(text) <= width), "")
 
 
-# ---------------------------------------------------------------------- in a few rows
-
-
 def _line(now: Flow, glyphs: Glyphs, width: int) -> Row:
-    """All in one row: rates alone, and fill where there is room."""
     row: Row = []
     for index, (name, node) in enumerate(now.nodes.items()):
         share = node.tier.share if node.tier and width >= 70 else None
@@ -119,7 +108,6 @@ def _line(now: Flow, glyphs: Glyphs, width: int) -> Row:
 
 
 def _strip(stop: int, gap: int, now: Flow, offsets: Mapping[Route, int], glyphs: Glyphs) -> list[Row]:
-    """The stops with their fill, and the ways between them: two rows."""
     above: Row = []
     below: Row = []
     for index, (name, node) in enumerate(now.nodes.items()):
@@ -136,12 +124,10 @@ def _strip(stop: int, gap: int, now: Flow, offsets: Mapping[Route, int], glyphs:
 
 
 def _fill(node: Node, width: int, glyphs: Glyphs) -> Row:
-    """The bar of a tier against its budget."""
     return tier_bar(node.tier, width, glyphs) if node.tier else [(" " * width, "text")]
 
 
 def _now_row(now: Flow, glyphs: Glyphs, width: int) -> Row:
-    """What is under way, the GPU first; what the rates are of, at the right."""
     ways = {LOAD: "to GPU", STORE: "from GPU", READ: "read", WRITE: "write"}
     gpu, ram = now.nodes["gpu"], now.nodes["ram"]
     items: list[tuple[str, str, str]] = [("GPU ", gpu.doing, "tier.gpu")] if gpu.doing else []
@@ -162,16 +148,11 @@ def _now_row(now: Flow, glyphs: Glyphs, width: int) -> Row:
 
 
 def _direct(now: Flow, glyphs: Glyphs) -> str:
-    """What the GPU reads from the drive itself; empty where it reads nothing."""
     link = now.links.get(DIRECT, Link())
     return f"NVMe{glyphs.right}GPU {_carries(link, 60, glyphs)}" if link.cargo else ""
 
 
-# ---------------------------------------------------------------------- with frames
-
-
 def _framed(stop: int, gap: int, height: int, now: Flow, offsets: Mapping[Route, int], glyphs: Glyphs) -> list[Row]:
-    """The stops as boxes, the ways between them with what is on the way now."""
     rows: list[Row] = [[] for _ in range(height)]
     for index, (name, node) in enumerate(now.nodes.items()):
         for row, piece in zip(rows, _box(node, name, stop, height, glyphs), strict=True):
@@ -184,7 +165,6 @@ def _framed(stop: int, gap: int, height: int, now: Flow, offsets: Mapping[Route,
 
 
 def _box(node: Node, name: str, width: int, height: int, glyphs: Glyphs) -> list[Row]:
-    """A stop: fill, figures, what it is home of or computes."""
     token, tier, inner = f"tier.{name}", node.tier, width - 4
     share = tier.share if tier else None
     percent = "" if share is None else f" {share:4.0%}"
@@ -210,7 +190,6 @@ def _box(node: Node, name: str, width: int, height: int, glyphs: Glyphs) -> list
 
 
 def _listed(prefix: str, names: Sequence[str], width: int, glyphs: Glyphs) -> str:
-    """The names, in short or without the prefix where there is no room for that."""
     if not names:
         return ""
     full, short = (", ".join(names), ", ".join(_SHORT.get(name, name) for name in names))
@@ -227,7 +206,6 @@ def _ways(
     offsets: Mapping[Route, int],
     glyphs: Glyphs,
 ) -> list[Row]:
-    """Between two stops: what is on the way, the way to the GPU, the way back, what is on it."""
     to, back = routes
     inner = width - 2
     rows: list[Row] = [
@@ -244,6 +222,5 @@ def _ways(
 
 
 def _breakdown(link: Link, width: int, glyphs: Glyphs) -> str:
-    """The rate of each kind, where there are several."""
     parts = [f"{name} {rate_text(rate)}" for name, rate in link.cargo]
     return fit(", ".join(parts), width, glyphs.ellipsis).strip().center(width) if len(parts) > 1 else ""

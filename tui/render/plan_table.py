@@ -95,7 +95,6 @@ def _row(label: str, planned: float | None, real: float | None, unit: str, width
 
 
 def _two_bars(planned: float | None, real: float | None, width: int, lane: str, glyphs: Glyphs) -> Row:
-    """The real share as a bar with a mark at the planned one."""
     if width < 6 or real is None or not math.isfinite(real):
         return []
     filled = round(min(1.0, max(0.0, real)) * width)

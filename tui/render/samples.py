@@ -11,7 +11,6 @@ from penstock.storage.files.untrusted import printable
 from penstock.tui.data.sample_log import Samples
 
 _MOST_ROWS = 2000
-"""Rows of one text; the rest of it is left out."""
 
 
 def sample_rows(found: Samples, prompt: int, note: str, width: int, glyphs: Glyphs) -> list[Row]:

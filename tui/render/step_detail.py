@@ -21,12 +21,9 @@ NOT_RECORDED = (
 _MOST_WAITED = 12
 _LANE_CELLS = 11
 _TWO_COLUMNS = 110
-"""Cells from which on the ops of the critical path stand beside the waits."""
 _GAP = 2
 _LONG_NAMES = 76
-"""Cells from which on the idle lanes have their full names."""
 _OUTLINE_ROWS = 4
-"""Rows below which the ops of the critical path are not listed under them."""
 
 
 def path_row(view: SpanView, analysis: StepAnalysis) -> Row:
@@ -90,7 +87,6 @@ def idle_rows(
 def _waiting_part(
     view: SpanView, analysis: StepAnalysis, width: int, height: int, lane: str | None, glyphs: Glyphs
 ) -> list[Row]:
-    """Why compute and the selected lane were idle, and how much the others were."""
     rows: list[Row] = []
     first = "compute" if "compute" in view.lanes else next(iter(view.lanes), "")
     told = [first, *([lane] if lane is not None and lane in view.lanes and lane != first else [])]
@@ -114,7 +110,6 @@ def _idle(view: SpanView, analysis: StepAnalysis, lane: str) -> tuple[float, flo
 
 
 def _waits(view: SpanView, analysis: StepAnalysis, lane: str, selected: bool, glyphs: Glyphs) -> list[Row]:
-    """How long a lane was idle, and below it why, the longest wait first."""
     idle_s, share = _idle(view, analysis, lane)
     name = fit(lane, _LANE_CELLS, glyphs.ellipsis)
     rows: list[Row] = [
@@ -130,7 +125,6 @@ def _waits(view: SpanView, analysis: StepAnalysis, lane: str, selected: bool, gl
 
 
 def _others(view: SpanView, analysis: StepAnalysis, lanes: Sequence[str], width: int) -> Row:
-    """How much of the step further lanes were idle."""
     row: Row = [("idle", "dim")]
     for name in lanes:
         label = SHORT.get(name, name) if width < _LONG_NAMES else name
@@ -139,7 +133,6 @@ def _others(view: SpanView, analysis: StepAnalysis, lanes: Sequence[str], width:
 
 
 def _path_outline(view: SpanView, analysis: StepAnalysis, width: int, height: int, glyphs: Glyphs) -> list[Row]:
-    """The path's ops in order, as many as there is room for."""
     stretches = path_stretches(view, analysis)
     rows: list[Row] = [[("critical path, in order", "critical")]]
     shown = stretches if len(stretches) < height else stretches[: max(0, height - 2)]
@@ -252,7 +245,6 @@ def _waiting_rows(view: SpanView, row: int) -> list[Row]:
 
 
 def _other_row(view: SpanView, row: int, label: str, about: str = "") -> Row:
-    """An op that has to do with the selected one."""
     span = view.span(row)
     return [(f"{label:<9}", "dim"), (op_name(span), lane_token(span.lane)), (about, "dim")]
 

@@ -18,7 +18,6 @@ from penstock.tui.host import Host, host_of
 
 POLL_S = 0.1
 NOTICE_S = 4.0
-"""How long a short notice stands."""
 
 
 def _unless_read_only(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,7 +60,6 @@ class PenstockScreen(Screen[None]):
         self._feed_stop: threading.Event | None = None
         self._host: Host | None = None
         self._said = ("", 0.0)
-        """The last notice, and when it was."""
 
     @property
     def penstock(self) -> Host:
@@ -69,8 +67,6 @@ class PenstockScreen(Screen[None]):
         if self._host is None:
             self._host = host_of(self)
         return self._host
-
-    # ------------------------------------------------------------------ keys that do nothing
 
     def why_not(self, action: str) -> str:
         """Why an action that `check_action` refuses does nothing now; empty: nothing is said."""
@@ -93,8 +89,6 @@ class PenstockScreen(Screen[None]):
                     self.penstock.refuses()
                 elif text := self.why_not(action.name):
                     self.say(text)
-
-    # ------------------------------------------------------------------ threads
 
     def from_thread(self, function: Callable[..., Any], *args: Any) -> None:
         """Call `function` in the UI's thread and wait for it; not where the screen closes, whose parts go before it."""

@@ -99,15 +99,12 @@ class ConfigureScreen(PenstockScreen):
     async def on_unmount(self) -> None:  # type: ignore[override]
         await self.client.close()
 
-    # ------------------------------------------------------------------ what is shown
-
     @property
     def form(self) -> Form:
         return self.query_one(Form)
 
     @property
     def machine_name(self) -> str:
-        """What is planned for, in words."""
         if self.machine is not None:
             return self.machine or THIS_MACHINE
         return (self.draft.recipe.machine if self.draft.recipe is not None else "") or THIS_MACHINE
@@ -158,7 +155,6 @@ class ConfigureScreen(PenstockScreen):
         self._changed()
 
     def _ask_plan(self) -> None:
-        """Of the recipe as it is now; of none while something is wrong with it."""
         if self.draft.recipe is None:
             self.client.forget()
             self._show_plan()
@@ -174,8 +170,6 @@ class ConfigureScreen(PenstockScreen):
         if self._broken:
             return action in ("back", "quit") or not hasattr(self, f"action_{action}")
         return True
-
-    # ------------------------------------------------------------------ fields
 
     def action_edit(self) -> None:
         if kind_of(self.form.current.key) == "text":
@@ -216,8 +210,6 @@ class ConfigureScreen(PenstockScreen):
         if found is not None:
             self.form.set_text(key, found)
 
-    # ------------------------------------------------------------------ plan
-
     def action_switch(self) -> None:
         panel = self.query_one(PlanPanel)
         to_plan = not panel.has_focus
@@ -242,7 +234,6 @@ class ConfigureScreen(PenstockScreen):
             self._apply(best["set"])
 
     def _current_forecast(self) -> dict[str, Any] | None:
-        """The plan of what the form says now; None while there is none."""
         state = self.client.state
         return None if state.stale or state.error is not None else state.forecast
 
@@ -258,7 +249,6 @@ class ConfigureScreen(PenstockScreen):
         self.notify(f"applied {', '.join(settings)}")
 
     def _changed(self) -> None:
-        """The recipe, or what it is planned for, is another."""
         self._titles()
         self._ask_plan()
 
@@ -281,14 +271,11 @@ class ConfigureScreen(PenstockScreen):
     def action_differences(self) -> None:
         self.app.push_screen(ChangesDialog(self._base_name, self.draft.differences))
 
-    # ------------------------------------------------------------------ save
-
     @work
     async def action_save(self) -> None:
         await self._save()
 
     async def _save(self) -> bool:
-        """Whether it was written."""
         recipe = self._valid()
         if recipe is None:
             return False
@@ -322,8 +309,6 @@ class ConfigureScreen(PenstockScreen):
         self.form.go(key)
         self.notify(f"{key}: {message}", title="mend this first", severity="error")
         return None
-
-    # ------------------------------------------------------------------ launch
 
     def action_launch(self) -> None:
         if self._launching:
@@ -394,8 +379,6 @@ class ConfigureScreen(PenstockScreen):
             return
         self._saved = self.draft.differences  # the run has them
         self.penstock.open_run(run_path)
-
-    # ------------------------------------------------------------------ leaving
 
     async def action_back(self) -> None:
         """Out of the filter, out of the plan, out of the screen."""

@@ -98,11 +98,8 @@ class FinetuneScreen(PenstockScreen):
     async def on_unmount(self) -> None:  # type: ignore[override]
         await self.client.close()
 
-    # ------------------------------------------------------------------ what is shown
-
     @property
     def asked(self) -> Asked:
-        """What the form says."""
         return Asked(**{name: self.query_one(f"#{name}", Input).value.strip() for name, _, _ in _FIELDS})
 
     def _show(self) -> None:
@@ -118,7 +115,6 @@ class FinetuneScreen(PenstockScreen):
 
     @property
     def _is_answered(self) -> bool:
-        """What is shown is of what the form says."""
         return self.client.state.report is not None and self.client.state.asked == self.asked
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -139,8 +135,6 @@ class FinetuneScreen(PenstockScreen):
             self.action_configure()
         else:
             self.action_look()
-
-    # ------------------------------------------------------------------ keys
 
     def action_look(self) -> None:
         asked = self.asked

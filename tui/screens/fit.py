@@ -51,8 +51,6 @@ class FitScreen(PenstockScreen):
     async def on_unmount(self) -> None:  # type: ignore[override]
         await self.client.close()
 
-    # ------------------------------------------------------------------ what is shown
-
     @property
     def chosen(self) -> Cell | None:
         """The cell under the cursor; None while nothing is known."""
@@ -76,8 +74,6 @@ class FitScreen(PenstockScreen):
             for pane in self.query(Drawn):
                 pane.redraw()
 
-    # ------------------------------------------------------------------ keys
-
     def action_move(self, rows: int, columns: int) -> None:
         state = self.client.state
         self._row = max(0, min(self._row + rows, len(state.models) - 1))
@@ -99,7 +95,6 @@ class FitScreen(PenstockScreen):
         await self.client.ask(self.machine)
 
     def action_configure(self) -> None:
-        """Save the cell's recipe, unless one of that name is there, and open it."""
         cell = None if self.chosen is None else self.client.state.cells.get(self.chosen)
         if cell is None:
             self.notify("this context is not planned yet", severity="warning")

@@ -47,7 +47,6 @@ class HelpScreen(ModalScreen[None]):
                     yield Static(self._group(title, found), markup=False)
 
     def _group(self, title: str, found: Sequence[Action]) -> Group:
-        """Keys, and beside them what they do."""
         dark = self.app.current_theme.dark
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(max_width=9)

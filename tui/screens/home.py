@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 _Read = tuple[list[RunEntry], list[RecipeEntry], "dict[Path, Fit | None]"]
 _FRAME_ROWS = 3
-"""Of a list: its border, and the columns' titles."""
 _IDLE_S = 2.0
 """Without a key for so long, nobody is waiting."""
 
@@ -70,7 +69,6 @@ class HomeScreen(PenstockScreen):
         self._drawn: tuple[Any, ...] = ()
         self._fits: dict[Path, Fit | None] = {}
         self._planning: set[Path] = set()
-        """Recipes whose answer will come."""
         self._plans: Worker[None] | None = None
         self._touched = time.monotonic()
         self._has_drawn = False
@@ -153,7 +151,6 @@ class HomeScreen(PenstockScreen):
         self.query_one("#title", Static).update(title)
 
     def _draw_welcome(self, dark: bool) -> None:
-        """Where there is no run: how to begin, in place of their list."""
         runs, welcome = self._table("runs"), self.query_one("#welcome", Static)
         if runs.has_focus and not self._runs:
             self._table("recipes").focus()
@@ -176,7 +173,6 @@ class HomeScreen(PenstockScreen):
 
     @property
     def chosen(self) -> RunEntry | RecipeEntry | None:
-        """What the cursor of the list in use is on."""
         table = self._table("recipes" if self._table("recipes").has_focus else "runs")
         if not table.row_count or not table.is_valid_row_index(table.cursor_row):
             return None
@@ -389,7 +385,6 @@ def _recipe_rows(recipe: RecipeEntry, fit: Fit | None) -> list[Row]:
 
 
 def _fit_text(fit: Fit | None) -> dict[str, str]:
-    """What a plan for this machine said of a recipe."""
     if fit is None:
         return {}
     if not fit.fits:

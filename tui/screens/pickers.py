@@ -28,7 +28,6 @@ from penstock.tui.host import host_of
 from penstock.tui.theme import style, styled
 
 _CONFIG_BYTES = 1 << 20
-"""A config.json that is larger is none."""
 
 
 class MachinePicker(ModalScreen[str | None]):

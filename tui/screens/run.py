@@ -129,7 +129,6 @@ class FilterInput(Input):
 
 
 _asking = work(group="actions", exit_on_error=False)
-"""An action that asks before it begins."""
 
 
 class RunScreen(LaneKeys, PenstockScreen):
@@ -150,7 +149,6 @@ class RunScreen(LaneKeys, PenstockScreen):
         self.data = RunData(run_path)
         self.frozen = False
         self.maximised: str | None = None
-        """The pane that has the screen for itself."""
         self.blocks: list[BlockPlace] = []
         self._had_samples = False
         self._ticked_at = 0.0
@@ -193,8 +191,6 @@ class RunScreen(LaneKeys, PenstockScreen):
         self.loss.focus()
         self.start_feed(self._poll, self._show)
 
-    # ------------------------------------------------------------------ parts
-
     def pane(self, name: str) -> LineWidget:
         return self.query_one(f"#{name}", LineWidget)
 
@@ -202,7 +198,6 @@ class RunScreen(LaneKeys, PenstockScreen):
         self._arrange()
 
     def _arrange(self) -> None:
-        """Which panes there is room for, and how high they are."""
         room = Room(*self.app.size)
         samples = int(PANES["samples"].height(room)) if self.data.samples else 0
         rest = room._replace(height=room.height - (0 if self.maximised else samples))
@@ -229,8 +224,6 @@ class RunScreen(LaneKeys, PenstockScreen):
         self.query_one("#alerts", AlertBar).most = 1 if room.height < 30 else AlertBar.MOST
         self.query_one(Footer).display = room.height >= 8
 
-    # ------------------------------------------------------------------ feed
-
     def _poll(self) -> set[str]:
         """What is new, or was not shown when it was, in the feed's thread."""
         self._unshown |= self.data.poll()
@@ -247,7 +240,6 @@ class RunScreen(LaneKeys, PenstockScreen):
         return self._unshown | ({"now"} if self.data.now else set())
 
     def _show(self, changed: set[str]) -> None:
-        """Redraw what changed, in the UI's thread."""
         if self.frozen or not self.is_mounted:
             return
         self._unshown -= changed
@@ -286,8 +278,6 @@ class RunScreen(LaneKeys, PenstockScreen):
         for widget in self.query(LineWidget):
             widget.redraw()
 
-    # ------------------------------------------------------------------ what is offered
-
     def offers(self, action: str) -> bool:
         """Whether an action makes sense in the run's state."""
         return not refusals(self.data).get(action)
@@ -298,8 +288,6 @@ class RunScreen(LaneKeys, PenstockScreen):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Textual's hook: what is not offered is not in footer, help and palette."""
         return self.offers(action)
-
-    # ------------------------------------------------------------------ panes
 
     def action_pane(self, name: str) -> None:
         """Focus a pane; again: alone, or back."""
@@ -326,8 +314,6 @@ class RunScreen(LaneKeys, PenstockScreen):
         move()
         if view.place == before:
             self.say(view.nothing if view.is_empty else why_not)
-
-    # ------------------------------------------------------------------ display
 
     def action_freeze(self) -> None:
         self.frozen = not self.frozen
@@ -390,8 +376,6 @@ class RunScreen(LaneKeys, PenstockScreen):
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.input.display = False
         self.log_pane.focus()
-
-    # ------------------------------------------------------------------ actions on the run
 
     @_asking
     async def action_save_checkpoint(self) -> None:

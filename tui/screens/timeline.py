@@ -32,7 +32,6 @@ from penstock.tui.widgets.lane_view import LaneView
 from penstock.tui.widgets.lines import Drawn, LineWidget
 
 _LOOK_S = 0.5
-"""How often a live run is asked for new steps."""
 _MAX_PLAN_BYTES = 64 << 20
 
 
@@ -44,7 +43,6 @@ class LoadedStep(NamedTuple):
 
 
 _asking = work(group="question", exclusive=True)
-"""An action that asks before it begins."""
 
 
 class TimelineScreen(LaneKeys, PenstockScreen):
@@ -69,12 +67,9 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         super().__init__()
         self.run_path = run_path
         self.step: LoadedStep | None = None
-        """What is on show."""
         self.said = "looking for steps"
-        """In the place of a step."""
         self.lane_view = LaneView(live=False, id="lanes", classes="pane")
         self.found: Ints | None = None
-        """Rows of a search."""
         self._search = ""
         self._wanted = step
         self._index = StepIndex(run_path / "spans.jsonl")
@@ -175,14 +170,12 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             )
 
     def _idle_rows(self, width: int, height: int, glyphs: Glyphs) -> list[Row]:
-        """The critical path, and why compute and the selected lane were idle."""
         if self.step is None:
             return [[(self.said, "dim")]]
         lane = self.lane_view.lane or "compute"
         return idle_rows(self.step.spans.view, self.step.analysis, width, height, lane, glyphs)
 
     def _op_rows(self, width: int, height: int, glyphs: Glyphs) -> list[Row]:
-        """The ops of the lane, or those that were searched for."""
         if self.step is None:
             return []
         view, window = self.step.spans.view, self.step.spans.window
@@ -190,7 +183,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         return op_rows(view, self.listed_rows(), row, path, window.start_s, width, height, glyphs)
 
     def _inspector_rows(self, width: int, height: int, glyphs: Glyphs) -> list[Row]:
-        """The selected op in full."""
         if self.step is None:
             return []
         return inspector_rows(self.step.spans.view, self.lane_view.row_of_selected(), self.step.analysis, width)
@@ -255,7 +247,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self._redraw()
 
     def action_span(self, by: int) -> None:
-        """Along the ops found, else those of the lane."""
         if self.step is None:
             return
         if self.found is None or not len(self.found):

@@ -50,12 +50,10 @@ class Access:
 
     @property
     def is_remote(self) -> bool:
-        """Whether other machines may reach it."""
         return is_remote(self.addresses)
 
     @property
     def is_wildcard(self) -> bool:
-        """Whether it listens on all addresses of the machine."""
         return any(_address(text).is_unspecified for text in self.addresses)
 
     @property

@@ -28,7 +28,6 @@ class WindowDriver(WebDriver):
     """Textual's own for browsers, but no faster than the application follows, and it ends with its input."""
 
     WIRE: ClassVar[int] = 1
-    """The descriptor that the server reads."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

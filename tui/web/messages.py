@@ -11,7 +11,6 @@ from penstock.storage.files.untrusted import parse_json, printable
 MOST_WIDTH, MOST_HEIGHT = 1_000, 500
 LEAST_WIDTH, LEAST_HEIGHT = 20, 5
 USUAL_SIZE = (80, 24)
-"""Of a terminal in cells, where nothing sensible is asked for."""
 
 MOST_MESSAGE_BYTES = 4 << 20
 """The websocket closes at more."""
@@ -35,9 +34,7 @@ class Message(NamedTuple):
     """One message of a browser, as it is acted upon."""
 
     packets: list[bytes]
-    """For the process."""
     answer: str | None
-    """For the browser."""
     pause_s: float
     """Time to take before the next one, so that nobody sends more than an application can take."""
 

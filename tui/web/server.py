@@ -21,7 +21,6 @@ from penstock.tui.web.window import Window
 log = logging.getLogger("penstock.serve")
 
 MOST_WINDOWS = 8
-"""Each is a process."""
 MOST_CONNECTIONS = 64
 _FIRST_REQUEST_S = 20.0
 """A connection on which nobody is let in for so long is closed."""
@@ -115,7 +114,6 @@ class WebServer:
             return web.Response(status=500, text="see the server's log for what went wrong\n")
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        """What is answered to those who are not let in."""
         access = self._access
         trouble = access.host_trouble(request.headers.getall("Host", []))
         if trouble is None:

@@ -67,7 +67,6 @@ class Window:
             await asyncio.shield(self._end(process, [*work, saying]))
 
     async def _end(self, process: asyncio.subprocess.Process, tasks: list[asyncio.Task[None]]) -> None:
-        """Ask the process to end, then make it."""
         for task in tasks[:-1]:
             task.cancel()
         await asyncio.gather(*tasks[:-1], return_exceptions=True)

@@ -60,7 +60,6 @@ class FieldRow(Widget):
     """
 
     is_current = reactive(False)
-    """Whether the cursor is here."""
 
     @dataclass
     class Changed(Message):
@@ -81,7 +80,6 @@ class FieldRow(Widget):
         self.kind: Kind = kind_of(key)
         self._shown: tuple[str, str, bool, str] = ("", "", False, "")
         self._before = self._typed = ""
-        """The text before the edit, and as it was last typed."""
         self._undone = False
 
     @property
@@ -94,7 +92,6 @@ class FieldRow(Widget):
 
     @property
     def is_editing(self) -> bool:
-        """Whether one types into it."""
         return bool(self.children)
 
     def show(self, text: str, base: str, changed: bool, error: str) -> bool:
@@ -106,8 +103,6 @@ class FieldRow(Widget):
         self.set_class(bool(error), "-wrong")
         self.refresh(layout=error != error_was)
         return error != error_was
-
-    # ------------------------------------------------------------------ drawing
 
     def get_content_width(self, container: Size, viewport: Size) -> int:
         return container.width
@@ -172,8 +167,6 @@ class FieldRow(Widget):
             text = set_cell_size(text, room - 1) + glyphs.ellipsis
         return [(text, token)]
 
-    # ------------------------------------------------------------------ editing
-
     def begin_edit(self) -> None:
         """Mount the input with the field's text."""
         if self.kind != "text" or self.is_editing:
@@ -226,7 +219,6 @@ class FieldList(VerticalScroll, can_focus=True):
     BINDINGS = [*row_bindings("move")]
 
     def action_move(self, by: int) -> None:
-        """Up or down; leaving a row takes what was typed."""
         cast(Form, self.parent).move(by)
 
     def on_resize(self) -> None:
@@ -296,8 +288,6 @@ class Form(Vertical):
             row.refresh()
         self.update_rows()
 
-    # ------------------------------------------------------------------ what is shown
-
     @property
     def current(self) -> FieldRow:
         return self.rows[self._current]
@@ -338,8 +328,6 @@ class Form(Vertical):
         keys += ", o browses" if key in PATHS else ""
         line = styled([(key, "title"), (f"  {keys}", "accent"), (f"\n{item.help}", "text")], dark)
         self.query_one("#hint", Static).update(line, layout=False)
-
-    # ------------------------------------------------------------------ moving
 
     def _visible(self) -> list[FieldRow]:
         return [row for row in self.rows.values() if row.display]
@@ -392,8 +380,6 @@ class Form(Vertical):
         if event.row is not self.current:
             self.go(event.row.key)
 
-    # ------------------------------------------------------------------ editing
-
     def on_field_row_changed(self, event: FieldRow.Changed) -> None:
         event.stop()
         self.set_text(event.row.key, event.text)
@@ -415,8 +401,6 @@ class Form(Vertical):
         change()
         self.update_rows()
         self.post_message(self.Edited(key))
-
-    # ------------------------------------------------------------------ filter
 
     def begin_filter(self) -> None:
         entry = self.query_one("#filter", Input)

@@ -49,7 +49,6 @@ def figures(data: RunData, *, frozen: bool = False) -> list[Figure]:
 
 
 def _preparing(item: Prepared) -> Figure:
-    """What is being prepared, since when, and how much of it is done."""
     seconds = "" if item.seconds is None else f" {item.seconds:.0f} s"
     share = "" if item.fraction is None else f" {item.fraction:.0%}"
     return Figure(f"{item.name}{seconds}{share}", f"{item.name}{seconds}", token="accent")

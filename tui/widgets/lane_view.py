@@ -30,9 +30,7 @@ _PAN = 0.125
 _MARGIN = 0.02
 """How far before and behind a step one can look, as a share of it."""
 _HISTORY_STEPS = 24
-"""Steps whose rates stand behind the lanes, at most."""
 _NO_STEP_S = 5.0
-"""Seconds in view before a step has ended."""
 
 
 class LaneView(LineWidget, can_focus=True):
@@ -56,22 +54,17 @@ class LaneView(LineWidget, can_focus=True):
         super().__init__(id=id, classes=classes)
         self.store = store or SpanStore(capacity=1)
         self.predicted = predicted
-        """The forecast's step, from predicted.jsonl."""
         self.show_predicted = False
         self.predicted_note = ""
-        """What has to be said of the forecast when it is shown."""
         self.frozen = False
-        """Holds the display while more arrives."""
         self.selected: Span | None = None
         self.mode = "live" if live else "step"
         """`live`, `step` or `free`."""
         self._held: SpanView | None = None
         """What is shown instead of the store's newest: while frozen, or a step that was looked up."""
         self._step: StepWindow | None = None
-        """A step that was looked up."""
         self._critical: dict[str, Busy] | None = None
         self.lane: str | None = None
-        """The one that is selected."""
         self._cursor_s: float | None = None
         self._live_s: float | None = None
         """Seconds in view while live; None: as long as a step takes."""
@@ -85,11 +78,7 @@ class LaneView(LineWidget, can_focus=True):
         self._edge: tuple[int, float, list[UnderWay]] | None = None
         self._info: tuple[Span, Row] | None = None
         self.nothing = why_no_ops("", live=True)
-        """What to say where there are no ops."""
         self._history: dict[StepWindow, dict[str, float]] = {}
-        """Of steps that were on show."""
-
-    # ------------------------------------------------------------------ what is shown
 
     @property
     def view(self) -> SpanView:
@@ -97,7 +86,6 @@ class LaneView(LineWidget, can_focus=True):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no ops to look at."""
         return not self.view.num_spans
 
     @property
@@ -146,8 +134,6 @@ class LaneView(LineWidget, can_focus=True):
     def toggle_predicted(self) -> None:
         self.show_predicted = not self.show_predicted
         self.redraw()
-
-    # ------------------------------------------------------------------ moving
 
     def zoom(self, factor: float, at_s: float | None = None) -> None:
         """Show `factor` times as long; `at_s` (the cursor, else the middle; live, the right edge) stays where it is."""
@@ -210,8 +196,6 @@ class LaneView(LineWidget, can_focus=True):
                 return int(row)
         return None
 
-    # ------------------------------------------------------------------ drawing
-
     def rows(self, width: int, height: int) -> list[Row]:
         view = self.view
         scene = self._scene(view, width, height)
@@ -250,7 +234,6 @@ class LaneView(LineWidget, can_focus=True):
         return {lane: [figures.get(lane, 0.0) for figures in found] for lane in view.lanes} if found else {}
 
     def _place_window(self, view: SpanView, steps: list[StepWindow], width: int, height: int) -> None:
-        """Where the mode puts the window now."""
         if self.mode == "free":
             return
         step = self._step or (steps[-1] if steps else None)
@@ -276,7 +259,6 @@ class LaneView(LineWidget, can_focus=True):
         self.window = (end_s - length, end_s)
 
     def _now(self, view: SpanView) -> list[UnderWay] | None:
-        """What runs at the right edge, while that moves."""
         if self.mode != "live" or not self._running:
             return None
         if self._edge is None or self._edge[:2] != (view.num_spans, self._known_s):
@@ -290,7 +272,6 @@ class LaneView(LineWidget, can_focus=True):
 
     @property
     def _known_s(self) -> float:
-        """Up to where anything is known."""
         return self._until_s if math.isfinite(self._until_s) else self.view.last_end_s
 
     def _longest_s(self) -> float:
@@ -300,7 +281,6 @@ class LaneView(LineWidget, can_focus=True):
         return max(1.0, self._known_s - max(view.complete_from_s, view.first_start_s))
 
     def _hold(self, start_s: float, end_s: float) -> None:
-        """Show a window, kept where there is something."""
         first_s, last_s = self._limits()
         length = end_s - start_s
         start_s = max(min(start_s, last_s - length), first_s)
@@ -352,8 +332,6 @@ class LaneView(LineWidget, can_focus=True):
             return [(". , op   up down lane   w s zoom   a d pan   f fit", "dim")]
         return []
 
-    # ------------------------------------------------------------------ selecting
-
     def _select(self, span: Span | None, *, of_lane: bool = False) -> None:
         """`of_lane`: another lane is selected as well."""
         changed = of_lane or span != self.selected
@@ -392,7 +370,6 @@ class LaneView(LineWidget, can_focus=True):
         return view.span(int(rows[min(max(following, 0), len(rows) - 1)]))
 
     def action_move(self, by: int) -> None:
-        """Select the lane's next span (1), or the one before (-1)."""
         view = self.view
         if self.lane not in view.lanes:
             self.lane = self._busiest()
@@ -418,8 +395,6 @@ class LaneView(LineWidget, can_focus=True):
             return min(end_s, self._known_s)
         inside_s = (end_s - start_s) / 1e4
         return start_s + inside_s if by > 0 else end_s - inside_s
-
-    # ------------------------------------------------------------------ mouse
 
     def _time_at(self, x: int) -> float:
         place = self._place()

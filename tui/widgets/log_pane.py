@@ -29,7 +29,6 @@ class LogPane(RunPane, can_focus=True):
 
     @property
     def follows(self) -> bool:
-        """Whether the newest line is shown."""
         return self._held is None
 
     def filter(self, words: str) -> None:

@@ -18,7 +18,6 @@ from penstock.tui.widgets.lines import RunPane
 
 _SIGNAL_LABEL = 22
 _LEAST_CHART = 38
-"""Cells of a chart that leaves room for something beside it."""
 _LABEL_CELLS = 4
 
 
@@ -38,7 +37,6 @@ class LossChart(RunPane, can_focus=True):
     window: tuple[float, float] | None = None
     """Shares of the x axis that are shown; None: all."""
     cursor: int | None = None
-    """Row under the cursor."""
 
     def rows(self, width: int, height: int) -> list[Row]:
         """The chart; signals where there is room for them, and at its right what the model finds in haystacks.
@@ -82,7 +80,6 @@ class LossChart(RunPane, can_focus=True):
 
     @property
     def _waits(self) -> bool:
-        """Whether there is a checklist to show and no step yet."""
         return not self._data.metrics.rows and bool(self._data.preparing)
 
     def _chart(self, width: int, height: int) -> list[Row]:
@@ -114,7 +111,6 @@ class LossChart(RunPane, can_focus=True):
         )
 
     def _marks(self) -> list[float]:
-        """Where checkpoints are on the x axis."""
         metrics = self._data.metrics
         steps = [float(checkpoint.step) for checkpoint in self._data.checkpoints]
         if self.x_kind == "step" or not metrics.rows:
@@ -128,7 +124,6 @@ class LossChart(RunPane, can_focus=True):
 
     @property
     def _row(self) -> int | None:
-        """The row under the cursor, while there is one."""
         return None if self.cursor is None or self.cursor >= self._data.metrics.rows else self.cursor
 
     def _range(self) -> tuple[float, float] | None:
@@ -139,7 +134,6 @@ class LossChart(RunPane, can_focus=True):
         return low + self.window[0] * span, low + self.window[1] * span
 
     def _signals(self, width: int, most: int) -> list[Row]:
-        """Gradient norm and learning rate: the last value and how it came there."""
         metrics = self._data.metrics
         rows: list[Row] = []
         for name, label in (("grad_norm", "grad norm"), ("lr", "lr"))[:most]:
@@ -184,11 +178,9 @@ class LossChart(RunPane, can_focus=True):
         return None if self._row is None else int(self._data.metrics.column("step")[self._row])
 
     nothing = "no step has finished yet"
-    """What to say where there is no curve."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no step to look at."""
         return not self._data.metrics.rows
 
     @property
@@ -232,7 +224,6 @@ class LossChart(RunPane, can_focus=True):
         self.redraw()
 
     def action_move(self, by: int) -> None:
-        """The cursor goes on, or back."""
         rows = self._data.metrics.rows
         if rows:
             # At least a dot of the chart at a time.

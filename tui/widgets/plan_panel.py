@@ -13,7 +13,6 @@ class _Planned(LineWidget):
     """Draws what is known of a plan."""
 
     state = PlanState()
-    """What is shown."""
     _machine = ""
 
     def show(self, state: PlanState, machine: str) -> None:

@@ -23,13 +23,11 @@ class SamplesPane(ScrolledLines):
 
     @property
     def nothing(self) -> str:
-        """Why there are no samples."""
         if get(self._data.recipe, "samples", "every") is None:
             return "this run generates no samples; set samples.every"
         return "no samples yet"
 
     def _at(self) -> int:
-        """Which of the samples are shown, by number."""
         found = self._data.samples
         steps = [one.step for one in found]
         return steps.index(self._held) if self._held in steps else len(found) - 1

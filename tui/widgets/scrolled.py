@@ -13,7 +13,6 @@ class ScrolledLines(LineWidget, can_focus=True):
 
     BINDINGS = [*row_bindings("scroll")]
     top = 0
-    """First row that is seen."""
     _num_rows = 0
 
     def page(self, width: int) -> list[Row]:
