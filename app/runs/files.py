@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from penstock.engine.events import Span
+from penstock.engine.events import Span as Span
 from penstock.storage.files.disk import prepare_file, publish
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import (
@@ -61,10 +61,7 @@ def whole(value: object) -> int | None:
 
 
 def span_of(line: dict[str, Any]) -> Span | None:
-    """The span of a line of spans.jsonl or predicted.jsonl; None where it is none.
-
-    What it lacks but lane, op and times has a default: runs of earlier versions wrote less.
-    """
+    """The span of a line of spans.jsonl or predicted.jsonl; None where it is none."""
     lane, op, block = line.get("lane"), line.get("op"), line.get("block", "")
     start_s, end_s = number(line.get("start_s")), number(line.get("end_s"))
     if not (isinstance(lane, str) and isinstance(op, str) and isinstance(block, str)):

@@ -16,25 +16,10 @@ BETWEEN_STEPS = {a.EVALUATE.name: "validating", a.TAKE_LOGITS.name: "writing sam
 next one's first op."""
 READ_STATE = a.READ_STATE.name
 
-_OLD_NAMES = {
-    "layer_again": a.LAYER_RECOMPUTE,
-    "embed_score": a.EMBED_EVALUATE,
-    "layer_score": a.LAYER_EVALUATE,
-    "head_score": a.HEAD_EVALUATE,
-    "score": a.EVALUATE,
-}
-"""What older runs called their ops."""
-
 
 def action_of(op: str) -> Action | None:
     """The entry of the table for an op of a span; None for one that it does not know."""
-    return ACTIONS.get(op) or _OLD_NAMES.get(op)
-
-
-def op_name(op: str) -> str:
-    """Today's name of an op; of one that is unknown the name that it bears."""
-    found = action_of(op)
-    return op if found is None else found.name
+    return ACTIONS.get(op)
 
 
 PARTS = ("forward", "backward", "update", "validation", "samples")

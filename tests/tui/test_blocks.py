@@ -40,11 +40,13 @@ def test_weights_gradients_and_state_go_where_ops_bring_them_and_are_in_flight_m
     assert list(places(found, "weights").items()) == [
         ("embed", "ram"), ("layers.0", "ram"), ("layers.1", "gpu"), ("layers.2", "gpu"), ("head", "ram")
     ]  # fmt: skip
-    for pool in ("embedding and head", "edge"):  # with slots of their own, whatever older runs called the pool
-        found = BlockPlaces(plan(3) | {"weight_slots": {"layer": 2, pool: 1}})
-        found.add([ended("load_weights", name) for name in ("embed", "layers.0", "layers.1", "head")])
-        on_gpu = [name for name, place in places(found, "weights").items() if place == "gpu"]
-        assert on_gpu == ["layers.0", "layers.1", "head"]
+    found = BlockPlaces(plan(3) | {"weight_slots": {"layer": 2, "embedding and head": 1}})
+    found.add([ended("load_weights", name) for name in ("embed", "layers.0", "layers.1", "head")])
+    assert [name for name, place in places(found, "weights").items() if place == "gpu"] == [
+        "layers.0",
+        "layers.1",
+        "head",
+    ]
     found = BlockPlaces(plan(1))
     assert (places(found, "gradient")["layers.0"], places(found, "state")["layers.0"]) == ("", "nvme")
     for kind, op, place in (

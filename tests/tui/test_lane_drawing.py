@@ -250,7 +250,6 @@ def test_the_path_fills_the_step_and_idle_times_are_all_that_is_not_busy(case: t
     view = view_of(*spans)
     found = analyse(view, window)
     length = window.end_s - window.start_s
-    assert found.recorded
     assert (found.path[0].start_s, found.path[-1].end_s) == window[1:]
     assert all(a.end_s == b.start_s for a, b in itertools.pairwise(found.path))
     ran = [part for part in found.path if part.row is not None]
@@ -349,13 +348,7 @@ def test_waits_are_told_as_one_would_say_them() -> None:
         assert widths(rows) == {width}
 
 
-def test_without_recorded_dependencies_nothing_is_claimed_and_none_that_contradict_time_hang() -> None:
-    old = [span("h2d", i, i + 1.0, step=2) for i in (1, 2)]
-    found = analyse(view_of(*old), StepWindow(2, 0.0, 3.0))
-    assert (found.recorded, found.path, found.idle) == (False, [], {})
-    for spans in ([op(1, "h2d", 0.0, 1.0), op(2, "h2d", 1.0, 2.0) | {"waited": None}], []):
-        assert not analyse(view_of(*spans), StepWindow(2, 0.0, 3.0)).recorded
-    # Ids that contradict time do not hang.
+def test_dependencies_that_contradict_time_do_not_hang() -> None:
     view = view_of(op(1, "h2d", 0.0, 2.0, [2, 1, 77]), op(2, "compute", 0.0, 2.0, [1]), clip(3, 1.0, 2.0, [2, 1]))
     found = analyse(view, StepWindow(2, 0.0, 2.0))
     assert sum(part.end_s - part.start_s for part in found.path) == pytest.approx(2.0)

@@ -85,7 +85,7 @@ def test_what_is_no_span_is_counted_and_left_out_and_what_is_one_has_its_depende
     bad += [span(3, 0.0, 1.0)]  # type: ignore[arg-type]
     assert (store.add(bad), store.num_rejected, store.view.num_spans) == (0, len(bad), 0)
     assert store.add([{"lane": "h2d", "op": "load", "start_s": 0, "end_s": 1, "colour": "red"}]) == 1
-    assert store.view.span(0) == ("h2d", "load", "", -1, 0.0, 1.0, 0, 0, -1, None)
+    assert store.view.span(0) == ("h2d", "load", "", -1, 0.0, 1.0, 0, 0, -1, ())
     # Foreign names are bounded and printable.
     store.add([span("tab\there\u200b", 0.0, 1.0, op="線" * 200)])
     assert (store.view.lanes, store.view.span(1).op) == ((*LANES, "tab?here?"), "?" * 80)
@@ -114,7 +114,7 @@ def test_windows_of_steps_and_what_a_step_did_between_them() -> None:
     store = SpanStore()
     store.add([span("compute", 0, 1), clip(1, 2)])
     assert store.view.between_s(StepWindow(1, 0.0, 2.0)) == (0, "")
-    store.add([span("compute", 2, 3, op="head_score"), span("optimizer", 3, 3.5, op="score"), clip(5, 6, 2)])
+    store.add([span("compute", 2, 3, op="head_evaluate"), span("optimizer", 3, 3.5, op="evaluate"), clip(5, 6, 2)])
     store.add([span("optimizer", 6.1, 6.2, op="take_logits"), span("optimizer", 6.3, 6.5, op="take_logits")])
     store.add([span("compute", 6.6, 7, op="layer_forward"), clip(7, 8, 3)])
     between = [store.view.between_s(window) for window in store.view.steps()]

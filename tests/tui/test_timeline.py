@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cli_process import json_lines
-from seen import append, notices, press, running, span, until
+from seen import notices, press, running, span, until
 from textual.app import ComposeResult
 from textual.events import MouseScrollUp
 from textual.pilot import Pilot
@@ -61,7 +61,7 @@ async def test_the_last_step_is_shown_and_every_step_can_be_picked(first: Path) 
         await at_step(pilot, screen, 12)
         assert screen.lane_view.border_title == "first  step 12 of 12"
         assert [part for part in (*LANES, "bound by") if part not in text_of(screen, "lanes")] == []
-        assert screen.step.analysis.recorded
+        assert screen.step.analysis.path
         for keys in ([], ["down"] * 4):
             await pilot.press(*keys)
             idle = text_of(screen, "idle")
@@ -167,24 +167,6 @@ async def test_a_live_run_gets_further_steps(first: Path) -> None:
         await until(pilot, lambda: "of 8" in str(screen.lane_view.border_title))
         await pilot.press("right_square_bracket")
         await at_step(pilot, screen, 5)
-
-
-async def test_a_run_of_before_claims_nothing(first: Path) -> None:
-    lines = json_lines(first / "spans.jsonl")
-    (first / "spans.jsonl").unlink()
-    append(first / "spans.jsonl", *({k: v for k, v in line.items() if k not in ("id", "waited")} for line in lines))
-    (first / "predicted.jsonl").unlink()
-    async with timeline(first, 5) as (screen, pilot):
-        await pilot.press("p")
-        assert "no predicted.jsonl" in notices(pilot)
-        idle = text_of(screen, "idle")
-        assert "did not record what its ops waited for" in idle
-        assert "waited for" not in idle.replace("what its ops waited for", "")
-        assert "in order" not in idle
-        await pilot.press("c", "full_stop")
-        assert "what it waited for is not recorded" in text_of(screen, "lanes")
-        await pilot.press("b")
-        assert notices(pilot).count("did not record") >= 2
 
 
 async def test_missing_torn_and_vanishing_runs(first: Path) -> None:

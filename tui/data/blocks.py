@@ -75,10 +75,9 @@ class BlockPlaces:
             known = self._num_bytes.get(block, 0.0)
             self._num_bytes[block] = None if size is None or known is None else known + size
         slots = {}
-        for kind in ("", _FROZEN):  # "edge": in the plans of older runs
+        for kind in ("", _FROZEN):
             slots[kind + "layer"] = whole(plan, "weight_slots", kind + "layer") or 0
             slots[kind + _OUTER] = whole(plan, "weight_slots", kind + _OUTER) or 0
-        slots[_OUTER] = slots[_OUTER] or whole(plan, "weight_slots", "edge") or 0
         self._slots = {pool: max(1, count) for pool, count in slots.items()}
         self._outer_pools = {pool for pool, count in slots.items() if count and pool.endswith(_OUTER)}
         self._on_gpu: dict[str, OrderedDict[str, None]] = {pool: OrderedDict() for pool in slots}

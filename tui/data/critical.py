@@ -58,10 +58,9 @@ class IdleTotal(NamedTuple):
 
 @dataclass(frozen=True)
 class StepAnalysis:
-    """What is known about a step's time; all is empty where the run did not record what its ops waited for."""
+    """What is known about a step's time."""
 
     window: StepWindow
-    recorded: bool
     path: list[PathPart] = field(default_factory=list)
     """From the step's beginning to its end, without holes."""
     idle: dict[str, list[Idle]] = field(default_factory=dict)
@@ -113,7 +112,7 @@ class Blockers:
 
     def waited(self, row: int) -> list[int]:
         """Rows of the ops that were not done when the lane reached this one, as far as the view holds them."""
-        found = [self.view.row_of_id(op_id) for op_id in self.view.waited(row) or ()]
+        found = map(self.view.row_of_id, self.view.waited(row))
         return [other for other in found if other is not None and other != row]
 
     def blocker(self, row: int) -> int | None:
@@ -153,17 +152,9 @@ class Blockers:
 
 def analyse(view: SpanView, window: StepWindow) -> StepAnalysis:
     """The critical path and the idle times of a step."""
-    rows = view.rows_between(window.start_s, window.end_s)
-    recorded = len(rows) > 0 and bool((view.id[rows] >= 0).all())
-    if not recorded or any(view.waited(row) is None for row in rows):
-        return StepAnalysis(window, recorded=False)
     blockers = Blockers(view)
-    return StepAnalysis(
-        window,
-        recorded=True,
-        path=_critical_path(view, window, blockers),
-        idle={lane: _idle_times(view, window, lane, blockers) for lane in view.lanes},
-    )
+    idle = {lane: _idle_times(view, window, lane, blockers) for lane in view.lanes}
+    return StepAnalysis(window, _critical_path(view, window, blockers), idle)
 
 
 def path_busy(view: SpanView, analysis: StepAnalysis) -> dict[str, Busy]:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.app.runs.files import Span as Span
 from penstock.app.runs.files import span_of
 from penstock.app.runs.lanes import LANES
-from penstock.app.runs.ops import BETWEEN_STEPS, STEP_END, op_name
+from penstock.app.runs.ops import BETWEEN_STEPS, STEP_END
 
 MAX_LANES = 24
 MAX_NAMES = 20_000
@@ -26,23 +27,6 @@ _NAME_LENGTH = 80
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-
-class Span(NamedTuple):
-    """One finished op, as its line in spans.jsonl."""
-
-    lane: str
-    op: str
-    block: str
-    chunk: int
-    start_s: float
-    end_s: float
-    bytes: int
-    step: int
-    id: int
-    """-1 where the run did not record it."""
-    waited: tuple[int, ...] | None
-    """Ids of the ops that were not done when the lane reached this op; None where the run did not record it."""
 
 
 class StepWindow(NamedTuple):
@@ -146,7 +130,7 @@ class SpanView:
     """No span that was dropped for room ends after this time; 0 where none was."""
     _total_bytes: Floats
     """Of each op's number, of all spans that ever were."""
-    _waited: list[tuple[int, ...] | None]
+    _waited: list[tuple[int, ...]]
     _offset: int
 
     @property
@@ -177,8 +161,8 @@ class SpanView:
             self.waited(row),
         )
 
-    def waited(self, row: int) -> tuple[int, ...] | None:
-        """Ids of the ops that this row's lane had to wait for; None where that was not recorded."""
+    def waited(self, row: int) -> tuple[int, ...]:
+        """Ids of the ops that this row's lane had to wait for."""
         return self._waited[self._offset + row]
 
     def row_of_id(self, op_id: int) -> int | None:
@@ -325,7 +309,7 @@ class SpanStore:
         self._ops = _Names(MAX_NAMES)
         self._blocks = _Names(MAX_NAMES)
         self._columns = _columns(2 * capacity)
-        self._waited: list[tuple[int, ...] | None] = []
+        self._waited: list[tuple[int, ...]] = []
         self._length = 0
         self._busy: list[Busy] = [IDLE] * len(LANES)
         self._complete_from_s = 0.0
@@ -343,14 +327,11 @@ class SpanStore:
         return len(rows)
 
     def _row(self, line: Any) -> tuple[Any, ...] | None:
-        recorded = isinstance(line, dict) and line.get("waited") is not None
-        span = span_of(line if recorded else line | {"waited": []}) if isinstance(line, dict) else None
+        span = span_of(line) if isinstance(line, dict) else None
         if span is None:
             self.num_rejected += 1
             return None
-        numbers = self._lanes.number(span.lane), self._ops.number(op_name(span.op)), self._blocks.number(span.block)
-        waited = span.waited if recorded else None
-        return *numbers, span.chunk, span.start_s, span.end_s, span.bytes, span.step, span.id, waited
+        return self._lanes.number(span.lane), self._ops.number(span.op), self._blocks.number(span.block), *span[3:]
 
     def _append(self, rows: list[tuple[Any, ...]]) -> None:
         if self._length + len(rows) > 2 * self.capacity:

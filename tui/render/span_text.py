@@ -36,8 +36,6 @@ def span_row(view: SpanView, row: int) -> Row:
 def waited_text(view: SpanView, row: int) -> str:
     """What an op waited for: of the ops that were not done when its lane reached it, the one that ended last."""
     waited = view.waited(row)
-    if waited is None:
-        return "what it waited for is not recorded"
     if not waited:
         return "waited for nothing"
     rows = [found for found in map(view.row_of_id, waited) if found is not None]

@@ -15,9 +15,6 @@ from penstock.tui.data.spans import Ints, SpanView
 from penstock.tui.render.lanes import SHORT, lane_token, op_name
 from penstock.tui.render.ticks import fit
 
-NOT_RECORDED = (
-    "This run did not record what its ops waited for: no critical path is known, and no reasons for idle lanes."
-)
 _MOST_WAITED = 12
 _LANE_CELLS = 11
 _TWO_COLUMNS = 110
@@ -28,8 +25,6 @@ _OUTLINE_ROWS = 4
 
 def path_row(view: SpanView, analysis: StepAnalysis) -> Row:
     """The critical path's seconds by lane, longest first."""
-    if not analysis.recorded:
-        return [(NOT_RECORDED, "dim")]
     length_s = analysis.window.end_s - analysis.window.start_s
     row: Row = [("critical path ", "critical")]
     for lane, seconds in analysis.path_by_lane(view).items():
@@ -69,7 +64,7 @@ def idle_rows(
 
     Where there is room the path's ops stand beside it, or below, in their order.
     """
-    beside = analysis.recorded and width >= _TWO_COLUMNS
+    beside = width >= _TWO_COLUMNS
     if beside:
         left = (width - _GAP) // 2
         waits = _waiting_part(view, analysis, left, height - 1, lane, glyphs)
@@ -79,7 +74,7 @@ def idle_rows(
         rows = [[*exactly(a, left), (" " * _GAP, "text"), *b] for a, b in pairs]
     else:
         rows = _waiting_part(view, analysis, width, height - 1, lane, glyphs)
-        if analysis.recorded and height - 2 - len(rows) >= _OUTLINE_ROWS:
+        if height - 2 - len(rows) >= _OUTLINE_ROWS:
             rows += [[], *_path_outline(view, analysis, width, height - 2 - len(rows), glyphs)]
     return [exactly(row, width) for row in [path_row(view, analysis), *rows][:height]]
 
@@ -118,7 +113,7 @@ def _waits(view: SpanView, analysis: StepAnalysis, lane: str, selected: bool, gl
             (f" idle {seconds_text(idle_s)}, {share:.0%} of the step", "text"),
         ]
     ]
-    for total in analysis.idle_totals(view, lane) if analysis.recorded else []:
+    for total in analysis.idle_totals(view, lane):
         row: Row = [(" " * (_LANE_CELLS + 1), "text"), (f"{seconds_text(total.seconds):>8}", "bold")]
         rows.append([*row, (f"  {cause_text(total)}", "text")])
     return rows
@@ -213,13 +208,11 @@ def inspector_rows(view: SpanView, row: int | None, analysis: StepAnalysis | Non
     if span.bytes:
         rate = f"   {rate_text(span.bytes / length_s)}" if length_s > 0 else ""
         rows.append([("moved    ", "dim"), (f"{bytes_text(span.bytes)}{rate}", "text")])
-    if analysis is not None and analysis.recorded:
+    if analysis is not None:
         on_path = sum(part.end_s - part.start_s for part in analysis.path if part.row == row)
         if on_path:
             rows.append([("critical ", "critical"), (f"{seconds_text(on_path)} of the step's time", "text")])
         rows += _waiting_rows(view, row)
-    elif span.waited is None:
-        rows.append([("what it waited for is not recorded", "dim")])
     return [exactly(piece, width) for piece in rows]
 
 
@@ -234,11 +227,11 @@ def _waiting_rows(view: SpanView, row: int) -> list[Row]:
     for i, other in enumerate(waited[:_MOST_WAITED]):
         took_s = float(view.end_s[other] - view.start_s[other])
         rows.append(_other_row(view, other, "waited" if i == 0 else "", f"   took {seconds_text(took_s)}"))
-    if view.waited(row) == ():
+    if not view.waited(row):
         rows.append([("waited   ", "dim"), ("for nothing", "text")])
     op_id = int(view.id[row])
     later = np.flatnonzero(view.start_s >= view.end_s[row] - 1e-5).tolist()
-    followers = [other for other in later if op_id in (view.waited(other) or ())]
+    followers = [other for other in later if op_id in view.waited(other)]
     for i, other in enumerate(followers[:_MOST_WAITED]):
         rows.append(_other_row(view, other, "held up" if i == 0 else ""))
     return rows

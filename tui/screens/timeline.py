@@ -157,9 +157,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         if self._loading is not None and self.step is not None:
             shown += f"  {self.said}"
         self.lane_view.border_title = Text(f"{printable(self.run_path.name)}  {shown}")
-        self.lane_view.border_subtitle = (
-            "" if self.step is None or self.step.analysis.recorded else "no dependencies recorded"
-        )
         ops = self.query("#ops")
         if ops:
             listed = f"{len(self.listed_rows()):,}" if self.step else ""
@@ -274,9 +271,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         if self.step is None or row is None:
             self.notify("select an op first:  .  and  ,")
             return
-        if not self.step.analysis.recorded:
-            self.notify("this run did not record what its ops waited for", severity="warning")
-            return
         blocker = Blockers(self.step.spans.view).blocker(row)
         if blocker is None:
             self.notify("no op is known that this one waited for")
@@ -289,8 +283,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         if len(rows):
             self._select_among(rows, 1)
             self._redraw()
-        elif self.step is not None:
-            self.notify("this run did not record what its ops waited for", severity="warning")
 
     def action_predicted(self) -> None:
         predicted = self.lane_view.predicted

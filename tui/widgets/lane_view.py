@@ -118,7 +118,7 @@ class LaneView(LineWidget, can_focus=True):
     def show_step(self, view: SpanView, window: StepWindow, analysis: StepAnalysis | None) -> None:
         """Show a step that was looked up, with its critical path."""
         self._held, self._step = view, window
-        self._critical = path_busy(view, analysis) if analysis is not None and analysis.recorded else None
+        self._critical = path_busy(view, analysis) if analysis is not None else None
         self.mode = "step"
         self._running = False
         self._under_way = []
