@@ -109,7 +109,7 @@ async def test_from_home_to_a_cells_recipe_and_why_nothing_is_planned(place: Pat
         screen = await opened(pilot, FitScreen, "escape")
         await opened(pilot, MachinePicker, "m")
         await pilot.press(*"dgx-spark", "enter")
-        await until(pilot, lambda: "no such machine here" in plain(screen._detail(98, 10)))
+        await until(pilot, lambda: "no such machine here" in plain(screen._detail(98, 10, UNICODE)))
         await press(pilot, "enter")
         assert pilot.app.screen is screen, "there is nothing to open"
 

@@ -185,7 +185,6 @@ class Writer:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small file is to these what a file of many GB is to the real ones."""
-    monkeypatch.setattr(steps_module, "_PROBE_BYTES", 512)
     monkeypatch.setattr(steps_module, "_BLOCK_BYTES", 2048)
     monkeypatch.setattr(steps_module, "_AROUND_BYTES", 1024)
 

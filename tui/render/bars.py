@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.app.console.rows import Glyphs, Row, exactly, merged
+from penstock.app.console.rows import Glyphs, Row, exactly
 from penstock.app.runs.lanes import DRIVE
 from penstock.storage.files.units import bytes_text, figure, of_text, rate_text
 from penstock.tui.data.fields import number, objects, text
 from penstock.tui.data.flow import rate_window
 from penstock.tui.data.run_data import RunData
 from penstock.tui.data.tiers import FULL_SHARE, Tier, tiers
+from penstock.tui.render.one_row import bar
 from penstock.tui.render.ticks import fit
 
 _HOT_C = 70.0
-
-
-def bar(width: int, share: float | None, mark: float | None, glyphs: Glyphs, token: str) -> Row:
-    """A bar of `width` cells filled to `share` of it, with a mark at `mark`; both 0..1, None where unknown."""
-    if width < 1:
-        return []
-    filled = 0 if share is None or not math.isfinite(share) else round(min(1.0, max(0.0, share)) * width)
-    cells = [(glyphs.bar_full, token)] * filled + [(glyphs.bar_empty, "axis")] * (width - filled)
-    if mark is not None and math.isfinite(mark):
-        place = min(width - 1, max(0, math.ceil(mark * width) - 1))
-        peak = "┃" if glyphs.braille else glyphs.bar_peak
-        cells[place] = (peak, "title" if place >= filled else token + " reverse")
-    return merged(cells)
 
 
 def tier_bar(tier: Tier, width: int, glyphs: Glyphs) -> Row:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.app.console.rows import Glyphs, Row, merged
 from penstock.storage.files.units import count_text
-from penstock.tui.render.sparkline import sparkline as one_row
+from penstock.tui.render.one_row import sparkline as one_row
 from penstock.tui.render.ticks import linear_ticks, log_ticks, tick_texts, time_ticks
 
 Floats = NDArray[np.float64]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.app.console.rows import Glyphs, Row, exactly
 from penstock.tui.data.run_data import Prepared
-from penstock.tui.render.bars import bar
+from penstock.tui.render.one_row import bar
 from penstock.tui.render.ticks import fit
 
 _NAME_CELLS = 32

@@ -14,9 +14,8 @@ from penstock.app.runs.speed import speed_figure
 from penstock.storage.files.units import duration_text, params_text, tokens_text
 from penstock.tui.data.catalog import RunEntry
 from penstock.tui.data.recipes import RecipeEntry
-from penstock.tui.render.bars import bar
 from penstock.tui.render.names import distinct
-from penstock.tui.render.sparkline import sparkline
+from penstock.tui.render.one_row import bar, sparkline
 
 if TYPE_CHECKING:
     from penstock.app.planning.fits import Fit

@@ -11,7 +11,7 @@ from penstock.app.runs.ops import PARTS, part_of
 from penstock.tui.data.parts import NONE, Parts, Stretches, computed, parts_of, runs, updates
 from penstock.tui.data.spans import Floats, Ints, SpanView
 from penstock.tui.render.lane_boxes import Canvas
-from penstock.tui.render.sparkline import sparkline
+from penstock.tui.render.one_row import sparkline
 
 _MOST_ROWS = 20_000
 """With more ops in view their parts are no longer told apart."""

@@ -23,7 +23,7 @@ from penstock.tui.data.catalog import RunCatalog, RunEntry, about_lines
 from penstock.tui.data.offers import RESUMABLE
 from penstock.tui.data.recipes import RecipeCatalog, RecipeEntry, describe, matches
 from penstock.tui.render.home_table import STATE_TOKENS, ColumnSpec, Table, recipes_table, runs_table
-from penstock.tui.render.sparkline import sparkline
+from penstock.tui.render.one_row import sparkline
 from penstock.tui.render.welcome import welcome_rows
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.theme import styled
