@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from textual.css.query import NoMatches
 from textual.screen import Screen
 from textual.types import NoActiveAppError
 
+from penstock.app.recipes.recipe import Recipe, changes, load_recipe, save_recipe
+from penstock.storage.files.errors import UserError
 from penstock.tui.actions import ACTIONS, bindings
 from penstock.tui.host import Host, host_of
 
@@ -41,10 +44,9 @@ class PenstockScreen(Screen[None]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         cls.BINDINGS = [*bindings(cls.SCOPE)]
-        acting = {action.id for action in ACTIONS if action.scope == cls.SCOPE and action.acts}
-        for handler in (f"action_{id}" for id in acting):
-            if hasattr(cls, handler):
-                setattr(cls, handler, _unless_read_only(getattr(cls, handler)))
+        acting = {action.name for action in ACTIONS if action.scope == cls.SCOPE and action.acts}
+        for name in acting:
+            setattr(cls, f"action_{name}", _unless_read_only(getattr(cls, f"action_{name}")))
         check = cls.check_action
 
         def check_action(screen: PenstockScreen, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -57,6 +59,8 @@ class PenstockScreen(Screen[None]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.client: Any = None
+        """Of a process beside the application; it ends with the screen."""
         self._feed_stop: threading.Event | None = None
         self._host: Host | None = None
         self._said = ("", 0.0)
@@ -82,9 +86,8 @@ class PenstockScreen(Screen[None]):
     def on_key(self, event: events.Key) -> None:
         """Says why a key of the table that is not offered now does nothing."""
         for action in ACTIONS:
-            if action.scope != self.SCOPE or event.key not in action.keys.split(","):
-                continue
-            if self.check_action(action.name, ()) is False:
+            pressed = action.scope == self.SCOPE and event.key in action.keys.split(",")
+            if pressed and self.check_action(action.name, ()) is False:
                 if action.acts and self.penstock.read_only:
                     self.penstock.refuses()
                 elif text := self.why_not(action.name):
@@ -134,5 +137,25 @@ class PenstockScreen(Screen[None]):
         if self._feed_stop is not None:
             self._feed_stop.set()
 
-    def on_unmount(self) -> None:
+    async def on_unmount(self) -> None:
         self.stop_feed()
+        if self.client is not None:
+            await self.client.close()
+
+    def save_and_configure(self, recipe: Recipe, stem: str) -> None:
+        """Save a recipe as recipes/STEM.json, or under the next number that is free, and open it."""
+        for number in range(1, 1000):
+            path = self.penstock.target(f"recipes/{stem}{'' if number == 1 else f'_{number}'}.json")
+            if path is None:
+                return
+            try:
+                if not os.path.lexists(path):
+                    save_recipe(path, recipe)
+                    self.notify(f"saved as {path}")
+                elif changes(load_recipe(path)) != changes(recipe):
+                    continue
+            except UserError as error:
+                self.notify(str(error), severity="error")
+                return
+            self.penstock.open_configure(path)
+            return

@@ -113,7 +113,7 @@ class CompareScreen(PenstockScreen):
                     yield TableView(id="figures")
                 with VerticalScroll(id="config-pane", classes="pane"):
                     yield TableView(id="config")
-        yield Footer(show_command_palette=False)
+        yield Footer()
 
     def on_mount(self) -> None:
         self.query_one("#speed").border_title = "tokens/s of each step"

@@ -26,12 +26,10 @@ from penstock.tui.data.draft import PATHS, Draft, error_field, kind_of
 from penstock.tui.data.plan_client import PlanClient, PlanState
 from penstock.tui.data.recipes import content_digest
 from penstock.tui.screens.base import PenstockScreen
-from penstock.tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker
+from penstock.tui.screens.pickers import THIS_MACHINE, ChangesDialog, MachinePicker, PathPicker
 from penstock.tui.widgets.footer import Footer
 from penstock.tui.widgets.form import Form
 from penstock.tui.widgets.plan_panel import PlanPanel, PlanSummary
-
-THIS_MACHINE = "this machine"
 
 
 class _Panes(Horizontal):
@@ -87,7 +85,7 @@ class ConfigureScreen(PenstockScreen):
                 yield PlanPanel(id="plan", classes="pane")
             yield PlanSummary(id="summary")
             yield Static(id="launching", markup=False)
-        yield Footer(show_command_palette=False)
+        yield Footer()
 
     def on_mount(self) -> None:
         self.client = PlanClient(self.penstock.root, self._show_plan)
@@ -95,9 +93,6 @@ class ConfigureScreen(PenstockScreen):
         if not self._broken:
             self.penstock.home_plans.opened(self.recipe_path, self._digest, self.draft.base)
             self._changed()
-
-    async def on_unmount(self) -> None:  # type: ignore[override]
-        await self.client.close()
 
     @property
     def form(self) -> Form:

@@ -12,8 +12,7 @@ from textual.suggester import Suggester
 from textual.widgets import Input, Label
 
 from penstock.app.console.rows import Row
-from penstock.app.recipes.recipe import changes, from_dict, load_recipe, save_recipe
-from penstock.storage.files.errors import UserError
+from penstock.app.recipes.recipe import from_dict
 from penstock.tui.data.finetune_client import Asked, FinetuneClient
 from penstock.tui.render.finetune import finetune_rows
 from penstock.tui.screens.base import PenstockScreen
@@ -88,15 +87,12 @@ class FinetuneScreen(PenstockScreen):
                     entry.cursor_blink = False
                     yield entry
         yield _Found(id="found", classes="pane")
-        yield Footer(show_command_palette=False)
+        yield Footer()
 
     def on_mount(self) -> None:
         self.query_one("#form").border_title = "fine-tune every parameter"
         self.client = FinetuneClient(self.penstock.root, self._show)
         self.query_one("#model", Input).focus()
-
-    async def on_unmount(self) -> None:  # type: ignore[override]
-        await self.client.close()
 
     @property
     def asked(self) -> Asked:
@@ -164,19 +160,4 @@ class FinetuneScreen(PenstockScreen):
         if report is None:
             return
         recipe = from_dict(report["recipe"])
-        stem = recipe.name.replace("-", "_").replace(".", "_")
-        for number in range(1, 1000):
-            path = self.penstock.target(f"recipes/{stem}{'' if number == 1 else f'_{number}'}.json")
-            if path is None:
-                return
-            try:
-                if not os.path.lexists(path):
-                    save_recipe(path, recipe)
-                    self.notify(f"saved as {path}")
-                elif changes(load_recipe(path)) != changes(recipe):
-                    continue
-            except UserError as error:
-                self.notify(str(error), severity="error")
-                return
-            self.penstock.open_configure(path)
-            return
+        self.save_and_configure(recipe, recipe.name.replace("-", "_").replace(".", "_"))

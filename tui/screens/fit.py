@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from textual import work
 from textual.app import ComposeResult
 
 from penstock.app.console.rows import Glyphs, Row
-from penstock.app.recipes.recipe import from_dict, save_recipe
-from penstock.storage.files.errors import UserError
+from penstock.app.recipes.recipe import from_dict
 from penstock.tui.data.fit_client import Cell, FitClient
 from penstock.tui.render.fit import detail_rows, matrix_rows, title_row
 from penstock.tui.screens.base import PenstockScreen
-from penstock.tui.screens.pickers import MachinePicker
+from penstock.tui.screens.pickers import THIS_MACHINE, MachinePicker
 from penstock.tui.widgets.footer import Footer
 from penstock.tui.widgets.lines import Drawn
-
-THIS_MACHINE = "this machine"
 
 
 class FitScreen(PenstockScreen):
@@ -42,14 +38,11 @@ class FitScreen(PenstockScreen):
         yield Drawn(self._title, id="title")
         yield Drawn(self._matrix, id="matrix", classes="pane")
         yield Drawn(self._detail, id="detail", classes="pane")
-        yield Footer(show_command_palette=False)
+        yield Footer()
 
     def on_mount(self) -> None:
         self.client = FitClient(self.penstock.root, self._show)
         self._ask()
-
-    async def on_unmount(self) -> None:  # type: ignore[override]
-        await self.client.close()
 
     @property
     def chosen(self) -> Cell | None:
@@ -100,17 +93,5 @@ class FitScreen(PenstockScreen):
             self.notify("this context is not planned yet", severity="warning")
             return
         recipe = from_dict(cell["recipe"])
-        name = "-".join(filter(None, [recipe.name, Path(self.machine).stem])).replace(".", "_").replace("-", "_")
-        path = self.penstock.target(f"recipes/{name}.json")
-        if path is None:
-            return
-        if os.path.lexists(path):
-            self.notify(f"{path} already exists and is left unchanged")
-        else:
-            try:
-                save_recipe(path, recipe)
-            except UserError as error:
-                self.notify(str(error), severity="error")
-                return
-            self.notify(f"saved as {path}")
-        self.penstock.open_configure(path)
+        name = "-".join(filter(None, [recipe.name, Path(self.machine).stem]))
+        self.save_and_configure(recipe, name.replace(".", "_").replace("-", "_"))

@@ -83,7 +83,7 @@ class HomeScreen(PenstockScreen):
                 yield _Table(cursor_type="row", id="recipes", classes="pane")
             with VerticalScroll(id="detail", classes="pane"):
                 yield Static(id="about", markup=False)
-        yield Footer(show_command_palette=False)
+        yield Footer()
 
     def on_mount(self) -> None:
         self.query_one("#runs").border_title = self.query_one("#welcome").border_title = "runs"

@@ -1,4 +1,4 @@
-"""Dialogs of the Configure screen: a machine, a file or folder, and what has been changed."""
+"""Dialogs: a machine, a file or folder, and what has been changed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import bytes_text
 from penstock.storage.files.untrusted import parse_printable, read_regular
 from penstock.tui.data.draft import Difference
+from penstock.tui.data.recipes import matches
 from penstock.tui.host import host_of
 from penstock.tui.theme import style, styled
 
 _CONFIG_BYTES = 1 << 20
+
+
+THIS_MACHINE = "this machine"
 
 
 class MachinePicker(ModalScreen[str | None]):
@@ -68,7 +72,7 @@ class MachinePicker(ModalScreen[str | None]):
 
     def _fill(self, words: str) -> None:
         machines = self.query_one(OptionList)
-        found = [info for info in self._infos if all(word in _searched(info) for word in words.lower().split())]
+        found = [info for info in self._infos if matches(words, info.title, info.text, info.source)]
         machines.set_options(Option(self._text(info), id=info.name or "this") for info in found)
         machines.highlighted = 0 if found else None
 
@@ -109,14 +113,7 @@ class MachinePicker(ModalScreen[str | None]):
 
     def action_cursor(self, by: int) -> None:
         machines = self.query_one(OptionList)
-        if by > 0:
-            machines.action_cursor_down()
-        else:
-            machines.action_cursor_up()
-
-
-def _searched(info: MachineInfo) -> str:
-    return f"{info.title} {info.text} {info.source}".lower()
+        (machines.action_cursor_down if by > 0 else machines.action_cursor_up)()
 
 
 def model_mark(folder: Path) -> str:

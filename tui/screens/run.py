@@ -168,7 +168,7 @@ class RunScreen(LaneKeys, PenstockScreen):
                 yield FilterInput(placeholder="words to show, !words to hide", id="filter", compact=True)
             with Vertical(id="side"):
                 yield from self._made(side=True)
-        yield Footer(compact=True, show_command_palette=False)
+        yield Footer(compact=True)
 
     def _made(self, *, side: bool) -> Iterator[LineWidget]:
         for name, pane in PANES.items():

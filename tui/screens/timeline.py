@@ -83,7 +83,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             with Horizontal(id="below"):
                 yield Drawn(self._op_rows, id="ops", classes="pane")
                 yield Drawn(self._inspector_rows, id="inspector", classes="pane")
-        yield Footer(show_command_palette=False)
+        yield Footer()
 
     def on_mount(self) -> None:
         self.query_one("#idle").border_title = "waits"

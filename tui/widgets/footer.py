@@ -10,6 +10,9 @@ class Footer(widgets.Footer):
 
     _shown: list[Any] | None = None
 
+    def __init__(self, *, compact: bool = False) -> None:
+        super().__init__(compact=compact, show_command_palette=False)
+
     async def recompose(self) -> None:
         if not self.is_attached:  # the screen was closed while this waited its turn
             return

@@ -21,6 +21,7 @@ from textual.widgets import Input, Static
 
 from penstock.app.console.rows import Glyphs
 from penstock.tui.data.draft import PATHS, Draft, Kind, choices_of, field_table, kind_of, may_be_none
+from penstock.tui.data.recipes import matches
 from penstock.tui.host import host_of
 from penstock.tui.theme import style, styled
 from penstock.tui.widgets.lines import row_bindings
@@ -422,8 +423,7 @@ class Form(Vertical):
         """Show the fields that have every word in their name, help or value."""
         self._words = words.lower().split()
         for key, row in self.rows.items():
-            text = f"{key} {field_table()[key].help} {self.draft.text(key)}".lower()
-            row.display = all(word in text for word in self._words)
+            row.display = matches(words, key, field_table()[key].help, self.draft.text(key))
         shown = {section_of(row.key) for row in self._visible()}
         for section in SECTIONS:
             self.query_one(f"#section-{section}").display = section in shown
