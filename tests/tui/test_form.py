@@ -31,13 +31,13 @@ class FormApp(Themed):
     def __init__(self) -> None:
         super().__init__()
         self.draft = Draft(load_recipe(TEXT_SMALL))
-        self.edited: set[str] = set()
+        self.num_changes = 0
 
     def compose(self) -> ComposeResult:
-        yield Form(self.draft, id="form")
+        yield Form(self.draft, self.count, id="form")
 
-    def on_form_edited(self, event: Form.Edited) -> None:
-        self.edited.add(event.key)
+    def count(self) -> None:
+        self.num_changes += 1
 
     form = property(lambda self: self.query_one(Form))
 
@@ -110,7 +110,7 @@ async def test_typing_checks_at_once_loses_nothing_escape_takes_back_and_arrows_
     assert (row.error, row.size.height, app.draft.recipe.train.steps) == ("", 1, 20)
     assert "was 84" in row.render().plain
     await press(pilot, "enter")
-    assert (row.is_editing, app.form.current, app.edited) == (False, row, {"train.steps"})
+    assert (row.is_editing, app.form.current, app.num_changes > 0) == (False, row, True)
     assert isinstance(app.focused, FieldList)
     for key, text, at in (("escape", "20", "train.steps"), ("down", "9", "train.global_batch_size")):
         app.edit("train.steps")

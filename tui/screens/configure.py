@@ -81,7 +81,7 @@ class ConfigureScreen(PenstockScreen):
             yield Static(f"This recipe cannot be read.\n\n{self._broken}\n\nesc goes back.", id="broken", markup=False)
         else:
             with _Panes():
-                yield Form(self.draft, id="form", classes="pane")
+                yield Form(self.draft, self._changed, id="form", classes="pane")
                 yield PlanPanel(id="plan", classes="pane")
             yield PlanSummary(id="summary")
             yield Static(id="launching", markup=False)
@@ -144,10 +144,6 @@ class ConfigureScreen(PenstockScreen):
         as_it_is = not state.stale and not self.draft.differences and self.machine_name == THIS_MACHINE
         if as_it_is and state.forecast is not None and state.phase == "done":
             self.penstock.home_plans.learn(self._digest, state.forecast)
-
-    def on_form_edited(self, event: Form.Edited) -> None:
-        event.stop()
-        self._changed()
 
     def _ask_plan(self) -> None:
         if self.draft.recipe is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
-from typing import Any, cast
+from collections import Counter
+from collections.abc import Callable
+from typing import cast
 
 from rich.cells import cell_len, set_cell_size
 from rich.style import Style
@@ -14,12 +15,11 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
 from textual.geometry import Size
-from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
-from penstock.app.console.rows import Glyphs
+from penstock.app.console.rows import Glyphs, Row
 from penstock.tui.data.draft import PATHS, Draft, Kind, choices_of, field_table, kind_of, may_be_none
 from penstock.tui.data.recipes import matches
 from penstock.tui.host import host_of
@@ -62,22 +62,9 @@ class FieldRow(Widget):
 
     is_current = reactive(False)
 
-    @dataclass
-    class Changed(Message):
-        """The user gave the field another text."""
-
-        row: FieldRow
-        text: str
-
-    @dataclass
-    class Pointed(Message):
-        """The user clicked on the row."""
-
-        row: FieldRow
-
-    def __init__(self, key: str) -> None:
+    def __init__(self, form: Form, key: str) -> None:
         super().__init__(classes="field")
-        self.key = key
+        self._form, self.key = form, key
         self.kind: Kind = kind_of(key)
         self._shown: tuple[str, str, bool, str] = ("", "", False, "")
         self._before = self._typed = ""
@@ -97,8 +84,7 @@ class FieldRow(Widget):
 
     def show(self, text: str, base: str, changed: bool, error: str) -> bool:
         """What the draft says of the field; whether its height may be another."""
-        shown = (text, base, changed, error)
-        if shown == self._shown:
+        if (shown := (text, base, changed, error)) == self._shown:
             return False
         error_was, self._shown = self.error, shown
         self.set_class(bool(error), "-wrong")
@@ -121,52 +107,40 @@ class FieldRow(Widget):
         text, base, changed, error = self._shown
         width = self.size.width
         mark = (glyphs.cross, "bad") if error else (glyphs.diamond, "warn") if changed else (" ", "text")
-        name = self.key.rpartition(".")[2]
-        parts = [
-            (f"{mark[0]} ", mark[1]),
-            (set_cell_size(name, NAME_CELLS), "bad" if error else "bold" if changed or self.is_current else "text"),
-        ]
+        name = (self.key.rpartition(".")[2], "bad" if error else "bold" if changed or self.is_current else "text")
+        parts = [(f"{mark[0]} ", mark[1]), (set_cell_size(name[0], NAME_CELLS), name[1])]
         room = max(4, width - MARK_CELLS - NAME_CELLS)
         parts += self._value(text, room, glyphs)
-        left = room - sum(cell_len(part) for part, _ in parts[2:])
         was = f"  was {base or 'none'}"
-        if changed and cell_len(was) <= left:
+        if changed and cell_len(was) <= room - sum(cell_len(part) for part, _ in parts[2:]):
             parts.append((was, "dim"))
         line = styled(parts, dark, no_wrap=True, overflow="ellipsis")
         for message in self._message(width):
             line.append("\n" + set_cell_size(" " * MARK_CELLS + message, width), style("bad", dark))
         if self.is_current:
-            first = line.split("\n")[0]
-            line.pad_right(max(0, width - first.cell_len)) if "\n" not in line.plain else None
+            if not error:
+                line.pad_right(max(0, width - line.cell_len))
             line.stylize(Style(bgcolor=style("selected", dark).bgcolor))
         return line
 
-    def _value(self, text: str, room: int, glyphs: Glyphs) -> list[tuple[str, str]]:
+    def _value(self, text: str, room: int, glyphs: Glyphs) -> Row:
         """The value in at most `room` cells; of a choice that has the focus, what else it may be."""
         token = "bad" if self.error else "text"
         on, off = (glyphs.dot, "○") if glyphs.braille else ("*", "-")
         if self.kind == "switch":
             is_on = text == "true"
             return [(f"{on if is_on else off} ", "good" if is_on else "dim"), ("on" if is_on else "off", token)]
-        if self.kind == "choice":
-            choices = choices_of(self.key)
-            whole = sum(len(choice) + 4 for choice in choices) - 2
-            if self.is_current and whole <= room:
-                parts: list[tuple[str, str]] = []
-                for choice in choices:
-                    mine = choice == text
-                    parts += [
-                        (f"{on if mine else off} ", "accent" if mine else "dim"),
-                        (choice, "bold" if mine else "dim"),
-                    ]
-                    parts.append(("  ", "text"))
-                return parts[:-1]
-            return [(set_cell_size(text, room) if cell_len(text) > room else text, token)]
-        if not text:
+        choices = choices_of(self.key) if self.kind == "choice" and self.is_current else ()
+        if choices and sum(len(choice) + 4 for choice in choices) - 2 <= room:
+            parts: Row = []
+            for choice in choices:
+                mine = choice == text
+                parts += [(f"{on if mine else off} ", "accent" if mine else "dim")]
+                parts += [(choice, "bold" if mine else "dim"), ("  ", "text")]
+            return parts[:-1]
+        if not text and self.kind == "text":
             return [("none", "dim")]
-        if cell_len(text) > room:
-            text = set_cell_size(text, room - 1) + glyphs.ellipsis
-        return [(text, token)]
+        return [(set_cell_size(text, room - 1) + glyphs.ellipsis if cell_len(text) > room else text, token)]
 
     def begin_edit(self) -> None:
         """Mount the input with the field's text."""
@@ -185,7 +159,7 @@ class FieldRow(Widget):
             return
         if undo:
             self._undone = True
-            self.post_message(self.Changed(self, self._before))
+            self._form.set_text(self.key, self._before)
         entry = self.children[0]
         had_focus = entry.has_focus
         entry.remove()
@@ -196,20 +170,21 @@ class FieldRow(Widget):
         event.stop()
         if event.value != self._typed and not self._undone:  # what is shown may lag behind fast typing
             self._typed = event.value
-            self.post_message(self.Changed(self, event.value))
+            self._form.set_text(self.key, event.value)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
         self.end_edit()
 
-    def on_descendant_blur(self, event: events.DescendantBlur) -> None:
+    def on_descendant_blur(self) -> None:
         """Textual's hook: leaving the input takes what was typed."""
         if self.is_attached and self.app.screen is self.screen:  # a dialog above, or another window, leaves it as it is
             self.end_edit()
 
     def on_click(self, event: events.Click) -> None:
         """Textual's hook: the first click takes the focus, a double click edits."""
-        self.post_message(self.Pointed(self))
+        if self is not self._form.current:
+            self._form.go(self.key)
         if event.chain == 2:
             self.begin_edit()
 
@@ -249,19 +224,17 @@ class Form(Vertical):
     SCOPED_CSS = False
     """The rules ask for classes of the screen and of the application."""
 
-    @dataclass
-    class Edited(Message):
-        """The draft is another."""
-
-        key: str
-
-    def __init__(self, draft: Draft, *, id: str | None = None, classes: str | None = None) -> None:
+    def __init__(
+        self, draft: Draft, changed: Callable[[], None], *, id: str | None = None, classes: str | None = None
+    ) -> None:
+        """`changed` is called when the draft is another."""
         super().__init__(id=id, classes=classes)
-        self.draft = draft
+        self.draft, self._changed = draft, changed
         self.planner_errors: dict[str, str] = {}
         """What the planner found wrong with single fields."""
-        self.rows = {key: FieldRow(key) for key in field_table()}
-        self._words: list[str] = []
+        self.rows = {key: FieldRow(self, key) for key in field_table()}
+        self.sections = list(dict.fromkeys(map(section_of, self.rows)))
+        self._words = ""
         self._titles: dict[str, tuple[Text, bool]] = {}
         self._hinted: tuple[str, bool] = ("", False)
         self._current = next(iter(self.rows))
@@ -269,13 +242,10 @@ class Form(Vertical):
     def compose(self) -> ComposeResult:
         yield Input(placeholder="filter by name or help", id="filter", compact=True)
         with FieldList(id="fields"):
-            last = ""
-            for key, row in self.rows.items():
-                section = section_of(key)
-                if section != last:
-                    yield Static(" ", id=f"section-{section}", classes="section" if last else "section -first")
-                last = section
-                yield row
+            for section in self.sections:
+                first = " -first" * (section == self.sections[0])
+                yield Static(" ", id=f"section-{section}", classes=f"section{first}")
+                yield from self._rows_of(section)
         yield Static(id="hint", markup=False)
 
     def on_mount(self) -> None:
@@ -289,35 +259,31 @@ class Form(Vertical):
             row.refresh()
         self.update_rows()
 
+    def _rows_of(self, section: str) -> list[FieldRow]:
+        return [row for key, row in self.rows.items() if section_of(key) == section]
+
     @property
     def current(self) -> FieldRow:
         return self.rows[self._current]
 
-    @property
-    def errors(self) -> dict[str, str]:
-        """Field -> what is wrong with it, by the draft's own word or the planner's."""
-        return self.planner_errors | self.draft.errors
-
     def update_rows(self) -> None:
         """Show the draft; only rows that say something else are drawn again."""
-        errors, moved = self.errors, False
+        errors, moved = self.planner_errors | self.draft.errors, False
         for key, row in self.rows.items():
             text, base, changed = self.draft.text(key), self.draft.base_text(key), self.draft.is_changed(key)
             moved |= row.show(text, base, changed, errors.get(key, ""))
         if moved:
             self.keep_in_view()
-        differing = [item.key for item in self.draft.differences]
-        for section in dict.fromkeys(map(section_of, self.rows)):
-            self._title(section, SECTIONS[section], sum(section_of(key) == section for key in differing))
-        self._hint()
-
-    def _title(self, section: str, about: str, num_changed: int) -> None:
+        changes = Counter(section_of(item.key) for item in self.draft.differences)
         dark = self.app.current_theme.dark
-        changed = f"  {num_changed} changed" if num_changed else ""
-        title = styled([(section, "title"), (f"  {about}", "dim"), (changed, "warn")], dark)
-        if self._titles.get(section) != (title, dark):
-            self._titles[section] = (title, dark)
-            self.query_one(f"#section-{section}", Static).update(title, layout=False)
+        for section in self.sections:
+            changed_text = f"  {changes[section]} changed" if changes[section] else ""
+            parts = [(section, "title"), (f"  {SECTIONS[section]}", "dim"), (changed_text, "warn")]
+            title = styled(parts, dark), dark
+            if self._titles.get(section) != title:
+                self._titles[section] = title
+                self.query_one(f"#section-{section}", Static).update(title[0], layout=False)
+        self._hint()
 
     def _hint(self) -> None:
         key = self._current
@@ -341,13 +307,12 @@ class Form(Vertical):
 
     def move_section(self, by: int) -> None:
         """To the first shown field of the next or previous part."""
-        sections = list(dict.fromkeys(section_of(row.key) for row in self._visible()))
-        here = section_of(self._current)
-        if not sections:
-            return
-        index = sections.index(here) if here in sections else 0
-        wanted = sections[(index + by) % len(sections)]
-        self.go(next(row.key for row in self._visible() if section_of(row.key) == wanted), top=True)
+        shown = {section_of(row.key): row.key for row in reversed(self._visible())}
+        sections = [section for section in self.sections if section in shown]
+        if sections:
+            here = section_of(self._current)
+            index = sections.index(here) if here in sections else 0
+            self.go(shown[sections[(index + by) % len(sections)]], top=True)
 
     def go(self, key: str, *, top: bool = False) -> None:
         """The cursor to a field; `top` brings its part's title to the top."""
@@ -356,12 +321,12 @@ class Form(Vertical):
         self._current = key
         row, fields = self.current, self.query_one(FieldList)
         row.is_current = True
-        title = self.query_one(f"#section-{section_of(key)}")
+        section = section_of(key)
+        title = self.query_one(f"#section-{section}")
         if top:
             fields.scroll_to_widget(title, top=True, animate=False)
         else:
-            first = next(key for key in self.rows if section_of(key) == section_of(row.key))
-            fields.scroll_to_widget(title if key == first else row, animate=False)
+            fields.scroll_to_widget(title if row is self._rows_of(section)[0] else row, animate=False)
             fields.scroll_to_widget(row, animate=False)
         self._hint()
 
@@ -376,32 +341,23 @@ class Form(Vertical):
     def focus_fields(self) -> None:
         self.query_one(FieldList).focus()
 
-    def on_field_row_pointed(self, event: FieldRow.Pointed) -> None:
-        event.stop()
-        if event.row is not self.current:
-            self.go(event.row.key)
-
-    def on_field_row_changed(self, event: FieldRow.Changed) -> None:
-        event.stop()
-        self.set_text(event.row.key, event.text)
-
     def set_text(self, key: str, text: str) -> None:
-        self._edited(key, lambda: self.draft.set(key, text))
+        self.draft.set(key, text)
+        self._edited(key)
 
     def cycle(self, by: int) -> None:
-        key = self._current
-        if kind_of(key) != "text":
-            self._edited(key, lambda: self.draft.cycle(key, by))
+        if kind_of(self._current) != "text":
+            self.draft.cycle(self._current, by)
+            self._edited(self._current)
 
     def reset(self) -> None:
-        key = self._current
-        self._edited(key, lambda: self.draft.reset(key))
+        self.draft.reset(self._current)
+        self._edited(self._current)
 
-    def _edited(self, key: str, change: Any) -> None:
+    def _edited(self, key: str) -> None:
         self.planner_errors.pop(key, None)
-        change()
         self.update_rows()
-        self.post_message(self.Edited(key))
+        self._changed()
 
     def begin_filter(self) -> None:
         entry = self.query_one("#filter", Input)
@@ -421,12 +377,11 @@ class Form(Vertical):
 
     def filter(self, words: str) -> None:
         """Show the fields that have every word in their name, help or value."""
-        self._words = words.lower().split()
+        self._words = words.lower()
         for key, row in self.rows.items():
             row.display = matches(words, key, field_table()[key].help, self.draft.text(key))
-        shown = {section_of(row.key) for row in self._visible()}
-        for section in SECTIONS:
-            self.query_one(f"#section-{section}").display = section in shown
+        for section in self.sections:
+            self.query_one(f"#section-{section}").display = any(row.display for row in self._rows_of(section))
         self.keep_in_view()
 
     def on_input_changed(self, event: Input.Changed) -> None:
@@ -445,4 +400,4 @@ class Form(Vertical):
 
     def _unlikeness(self, row: FieldRow) -> tuple[bool, bool]:
         """Least for the field of that very name, then for those whose name has the words; others' help only."""
-        return row.key != " ".join(self._words), not all(word in row.key for word in self._words)
+        return row.key != " ".join(self._words.split()), not matches(self._words, row.key)
