@@ -296,8 +296,8 @@ def _draw_selection(canvas: Canvas, scene: LaneScene, lane: str, edges: Floats) 
 
 class _Forecast(NamedTuple):
     busy_s: Floats
+    """Of each cell."""
     share: float
-    """Of the time in view that lies in steps."""
 
 
 def _forecast(scene: LaneScene, lane: str, edges: Floats, known_s: float) -> _Forecast:
@@ -305,8 +305,7 @@ def _forecast(scene: LaneScene, lane: str, edges: Floats, known_s: float) -> _Fo
     assert scene.predicted is not None
     busy = scene.predicted.busy_of(lane)
     covered = np.zeros(len(edges) - 1)
-    windows = [w for w in scene.steps if w.end_s > edges[0] and w.start_s < edges[-1]][-_TILED_STEPS:]
-    spans = [(w.start_s, w.end_s) for w in windows]
+    spans = [(w.start_s, w.end_s) for w in scene.steps if w.end_s > edges[0] and w.start_s < edges[-1]][-_TILED_STEPS:]
     if scene.steps and scene.steps[-1].end_s < known_s:
         spans.append((scene.steps[-1].end_s, known_s))
     length_s = 0.0
@@ -327,10 +326,7 @@ def _predicted_row(place: Layout, forecast: _Forecast, edges: Floats, glyphs: Gl
 
 def _label(place: Layout, lane: str, scene: LaneScene, *, bold: bool) -> tuple[str, str]:
     name = lane if place.label_cells >= 11 else SHORT.get(lane, lane)
-    token = lane_token(lane)
-    if lane == scene.lane:
-        return name, f"{token} reverse"
-    return name, f"{token} bold" if bold else token
+    return name, lane_token(lane) + (" reverse" if lane == scene.lane else " bold" if bold else "")
 
 
 def _margin(
@@ -352,28 +348,18 @@ def _margin(
 
 
 def _now(place: Layout, scene: LaneScene, lane: str, glyphs: Glyphs) -> Row:
-    if not place.now_cells:
-        return []
     ops = [op for op in scene.now or () if op.lane == lane]
-    if not ops:
-        return [(" " * place.now_cells, "text")]
     more = f" +{len(ops) - 1}" if len(ops) > 1 else ""
-    text = f" {glyphs.arrow} {op_name(ops[0])}{more}"
+    text = f" {glyphs.arrow} {op_name(ops[0])}{more}" if ops else ""
     return [(fit(text, place.now_cells, glyphs.ellipsis), "dim")]
 
 
 def _title(width: int, scene: LaneScene, bound: str, shares: Mapping[str, float]) -> Row:
     row: Row = [(scene.title, "title")]
     if shares[bound] > 0:
-        row += [
-            ("  bound by ", "dim"),
-            (bound, f"{lane_token(bound)} bold"),
-            (f" {shares[bound]:.0%}", "bold"),
-        ]
+        row += [("  bound by ", "dim"), (bound, f"{lane_token(bound)} bold"), (f" {shares[bound]:.0%}", "bold")]
     used = sum(len(text) for text, _ in row)
-    if len(scene.status) + used + 2 <= width:
-        row += [(" " * (width - used - len(scene.status)), "text"), (scene.status, "dim")]
-    return row
+    return [*row, (scene.status.rjust(width - used) if len(scene.status) + used + 2 <= width else "", "dim")]
 
 
 def _axis(place: Layout, scene: LaneScene, edges: Floats, glyphs: Glyphs) -> Row:

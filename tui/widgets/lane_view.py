@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,24 +35,15 @@ _NO_STEP_S = 5.0
 class LaneView(LineWidget, can_focus=True):
     """Lanes of a SpanStore: `live` follows the run's last seconds, `step` fits a step, `free` holds what was chosen."""
 
-    @dataclass
     class Selected(Message):
         """Another lane, span, or no span, is selected."""
 
-        span: Span | None
-
     def __init__(
-        self,
-        store: SpanStore | None = None,
-        predicted: SpanStore | None = None,
-        *,
-        live: bool = True,
-        id: str | None = None,
-        classes: str | None = None,
+        self, store: SpanStore | None = None, *, live: bool = True, id: str | None = None, classes: str | None = None
     ) -> None:
         super().__init__(id=id, classes=classes)
         self.store = store or SpanStore(capacity=1)
-        self.predicted = predicted
+        self.predicted: SpanStore | None = None
         self.show_predicted = False
         self.predicted_note = ""
         self.frozen = False
@@ -123,7 +113,8 @@ class LaneView(LineWidget, can_focus=True):
         self._running = False
         self._under_way = []
         self._until_s = math.inf
-        self.clear_selection()
+        self._cursor_s = None
+        self._select(None)
 
     def freeze(self, frozen: bool) -> None:
         """Hold the display, or go on."""
@@ -166,10 +157,6 @@ class LaneView(LineWidget, can_focus=True):
         self._live_s = None
         self._set_mode("live" if self.mode == "step" and self._step is None else "step")
 
-    def clear_selection(self) -> None:
-        self._cursor_s = None
-        self._select(None)
-
     def select(self, span: Span) -> None:
         """Select a span, and bring it into view."""
         self.lane = span.lane
@@ -197,15 +184,13 @@ class LaneView(LineWidget, can_focus=True):
         return None
 
     def rows(self, width: int, height: int) -> list[Row]:
-        view = self.view
-        scene = self._scene(view, width, height)
-        return lanes_rows(width, height, scene, self.glyphs)
+        return lanes_rows(width, height, self._scene(width, height), self.glyphs)
 
-    def _scene(self, view: SpanView, width: int, height: int) -> LaneScene:
+    def _scene(self, width: int, height: int) -> LaneScene:
+        view = self.view
         steps = [self._step] if self._step is not None else view.steps()
         self._place_window(view, steps, width, height)
         start_s, end_s = self.window
-        step = self._step or (steps[-1] if steps else None)
         row = self.row_of_selected()
         return LaneScene(
             view=view,
@@ -222,7 +207,7 @@ class LaneView(LineWidget, can_focus=True):
             row=row,
             cursor_s=self._cursor_s,
             history=self._figures(view, steps[-_HISTORY_STEPS:]) if self._step is None else {},
-            title=self._title(step),
+            title=self._title(steps[-1] if steps else None),
             status=self._status(end_s - start_s),
             info=self._info_row(view, row),
         )
@@ -236,7 +221,7 @@ class LaneView(LineWidget, can_focus=True):
     def _place_window(self, view: SpanView, steps: list[StepWindow], width: int, height: int) -> None:
         if self.mode == "free":
             return
-        step = self._step or (steps[-1] if steps else None)
+        step = steps[-1] if steps else None
         if step is not None and (self.mode == "step" or (not self._running and self._live_s is None)):
             self.window = (step.start_s, step.end_s)
             return
@@ -275,10 +260,8 @@ class LaneView(LineWidget, can_focus=True):
         return self._until_s if math.isfinite(self._until_s) else self.view.last_end_s
 
     def _longest_s(self) -> float:
-        if self._step is not None:
-            return (1 + 2 * _MARGIN) * (self._step.end_s - self._step.start_s)
-        view = self.view
-        return max(1.0, self._known_s - max(view.complete_from_s, view.first_start_s))
+        first_s, last_s = self._limits()
+        return last_s - first_s if self._step is not None else max(1.0, self._known_s - first_s)
 
     def _hold(self, start_s: float, end_s: float) -> None:
         first_s, last_s = self._limits()
@@ -288,6 +271,7 @@ class LaneView(LineWidget, can_focus=True):
         self._set_mode("free")
 
     def _limits(self) -> tuple[float, float]:
+        """From where to where one can look."""
         if self._step is not None:
             margin = _MARGIN * (self._step.end_s - self._step.start_s)
             return self._step.start_s - margin, self._step.end_s + margin
@@ -312,25 +296,20 @@ class LaneView(LineWidget, can_focus=True):
         return f"{note}{how}{seconds_text(length_s)} in view"
 
     def _info_row(self, view: SpanView, row: int | None) -> Row:
-        if self.selected is None:
-            return self._hint()
-        if row is None:
-            return [("the selected op is no longer kept", "dim")]
-        if self._info is None or self._info[0] != self.selected:
-            self._info = (self.selected, span_row(view, row))
-        return self._info[1]
-
-    def _hint(self) -> Row:
-        if not self.view.num_spans:
+        """The selected op, what is under way, or what keys do."""
+        if self.selected is not None:
+            if row is None:
+                return [("the selected op is no longer kept", "dim")]
+            if self._info is None or self._info[0] != self.selected:
+                self._info = (self.selected, span_row(view, row))
+            return self._info[1]
+        if not view.num_spans:
             return [(self.nothing, "dim")]
         if self._cursor_s is not None:
             return [(f"nothing running on {self.lane} at {self._cursor_s:.6f} s", "dim")]
-        running = self._now(self.view)
-        if running:
+        if running := self._now(view):
             return now_row(running)
-        if self.has_focus:
-            return [(". , op   up down lane   w s zoom   a d pan   f fit", "dim")]
-        return []
+        return [(". , op   up down lane   w s zoom   a d pan   f fit", "dim")] if self.has_focus else []
 
     def _select(self, span: Span | None, *, of_lane: bool = False) -> None:
         """`of_lane`: another lane is selected as well."""
@@ -338,7 +317,7 @@ class LaneView(LineWidget, can_focus=True):
         self.selected = span
         self.redraw()
         if changed and self.is_mounted:
-            self.post_message(self.Selected(span))
+            self.post_message(self.Selected())
 
     def move_lane(self, by: int) -> None:
         """Select the lane above (-1) or below (1)."""
@@ -347,10 +326,6 @@ class LaneView(LineWidget, can_focus=True):
         self.lane = lanes[min(max(index, 0), len(lanes) - 1)]
         selected = self.selected if self._cursor_s is None else self._span_near(self.lane, self._cursor_s)
         self._select(selected, of_lane=True)
-
-    def _busiest(self) -> str:
-        view = self.view
-        return max(view.lanes, key=lambda lane: view.busy_s(lane, *self.window))
 
     def _span_near(self, lane: str, time_s: float, by: int = 0) -> Span | None:
         """The lane's span at a moment, or else the next one (`by` 1), the one before (-1), or the nearest."""
@@ -372,7 +347,7 @@ class LaneView(LineWidget, can_focus=True):
     def action_move(self, by: int) -> None:
         view = self.view
         if self.lane not in view.lanes:
-            self.lane = self._busiest()
+            self.lane = max(view.lanes, key=lambda lane: view.busy_s(lane, *self.window))
         rows = view.rows_of(self.lane)
         if not len(rows):
             self._cursor_s = None
@@ -404,7 +379,7 @@ class LaneView(LineWidget, can_focus=True):
 
     def _place(self) -> Layout:
         width, height = self.size
-        return layout(width, height, self._scene(self.view, width, height))
+        return layout(width, height, self._scene(width, height))
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
         """Zoom in where the pointer is; with shift or ctrl, back."""
@@ -414,12 +389,10 @@ class LaneView(LineWidget, can_focus=True):
         """Zoom out; with shift or ctrl, on."""
         self._wheel(event, 1 / _ZOOM, _PAN)
 
-    def on_mouse_scroll_left(self, event: events.MouseScrollLeft) -> None:
-        event.stop()
+    def on_mouse_scroll_left(self) -> None:
         self.pan(-_PAN)
 
-    def on_mouse_scroll_right(self, event: events.MouseScrollRight) -> None:
-        event.stop()
+    def on_mouse_scroll_right(self) -> None:
         self.pan(_PAN)
 
     def _wheel(self, event: events.MouseEvent, factor: float, share: float) -> None:
