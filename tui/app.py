@@ -182,17 +182,15 @@ class PenstockApp(App[None]):
 
     async def ask(self, title: str, text: str, yes: str = "Yes", no: str = "Cancel") -> bool:
         """A question with two answers; call it from a worker."""
-        from penstock.tui.screens.confirm import ConfirmDialog
+        from penstock.tui.screens.dialogs import ConfirmDialog
 
-        dialog: Any = ConfirmDialog(title, text, yes, no)
-        return bool(await self.push_screen_wait(dialog))
+        return bool(await self.push_screen_wait(ConfirmDialog(title, text, yes, no)))
 
     async def ask_text(self, title: str, text: str, value: str = "") -> str | None:
         """A question for a line of text; None where there is no answer. Call it from a worker."""
-        from penstock.tui.screens.confirm import TextDialog
+        from penstock.tui.screens.dialogs import TextDialog
 
-        dialog: Any = TextDialog(title, text, value)
-        answer: str | None = await self.push_screen_wait(dialog)
+        answer: str | None = await self.push_screen_wait(TextDialog(title, text, value))
         return answer
 
     def offered(self, screen: Screen[Any]) -> list[Action]:
@@ -215,7 +213,7 @@ class PenstockApp(App[None]):
             yield SystemCommand("Screenshot", "Save the screen as an SVG file.", self.deliver_screenshot)
 
     def action_help(self) -> None:
-        from penstock.tui.screens.help import HelpScreen
+        from penstock.tui.screens.dialogs import HelpScreen
 
         if isinstance(self.screen, PenstockScreen):
             self.push_screen(HelpScreen(self.screen.SCOPE, self.offered(self.screen)))

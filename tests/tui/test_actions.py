@@ -15,8 +15,7 @@ from penstock.tui.actions import ACTIONS, actions, bindings, grouped, keys_page
 from penstock.tui.app import PenstockApp
 from penstock.tui.paths import written_path
 from penstock.tui.screens.configure import ConfigureScreen
-from penstock.tui.screens.confirm import TextDialog
-from penstock.tui.screens.help import HelpScreen
+from penstock.tui.screens.dialogs import HelpScreen, TextDialog
 
 SCREENS = [scope for scope in dict.fromkeys(action.scope for action in ACTIONS) if scope != "global"]
 

@@ -13,9 +13,8 @@ from seen import append, span, widths
 from benchmarks.parts.synthetic import Writer
 from penstock.app.console.rows import ASCII, UNICODE, Glyphs, plain
 from penstock.tui.data.blocks import BlockPlaces
-from penstock.tui.data.flow import DIRECT, LOAD, READ, STORE, WRITE, Flow, Link, Marks, Node, flow
+from penstock.tui.data.flow import DIRECT, LOAD, READ, STORE, WRITE, Flow, Link, Marks, Node, Tier, flow
 from penstock.tui.data.run_data import RunData
-from penstock.tui.data.tiers import Tier
 from penstock.tui.render.blockmap import block_map
 from penstock.tui.render.pipeline import pipeline_rows
 

@@ -20,8 +20,15 @@ from penstock.tui.actions import ACTIONS
 from penstock.tui.app import PenstockApp
 from penstock.tui.data import plan_client
 from penstock.tui.screens.configure import ConfigureScreen
-from penstock.tui.screens.confirm import ConfirmDialog, TextDialog
-from penstock.tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker, first_folder, model_mark
+from penstock.tui.screens.dialogs import (
+    ChangesDialog,
+    ConfirmDialog,
+    MachinePicker,
+    PathPicker,
+    TextDialog,
+    first_folder,
+    model_mark,
+)
 from penstock.tui.screens.run import RunScreen
 from penstock.tui.widgets.form import FieldList
 from penstock.tui.widgets.plan_panel import PlanPanel, PlanSummary

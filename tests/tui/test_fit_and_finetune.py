@@ -18,12 +18,11 @@ from penstock.app.recipes.recipe import changes, load_recipe
 from penstock.tui.data import finetune_client, fit_client
 from penstock.tui.data.finetune_client import Asked, FinetuneState
 from penstock.tui.data.fit_client import FitState
-from penstock.tui.render.finetune import finetune_rows
-from penstock.tui.render.fit import detail_rows, matrix_rows
+from penstock.tui.render.plan import detail_rows, finetune_rows, matrix_rows
 from penstock.tui.screens.configure import ConfigureScreen
+from penstock.tui.screens.dialogs import MachinePicker
 from penstock.tui.screens.finetune import FinetuneScreen, Paths
 from penstock.tui.screens.fit import FitScreen
-from penstock.tui.screens.pickers import MachinePicker
 
 pytestmark = pytest.mark.usefixtures("few_fields")
 

@@ -28,13 +28,12 @@ from penstock.tui.data import plan_client
 from penstock.tui.data.catalog import RunCatalog, RunEntry, about_lines, read_run_entry
 from penstock.tui.data.home_plans import HomePlans
 from penstock.tui.data.recipes import describe, find_recipes, matches, read_recipe_entry
-from penstock.tui.render.home_table import PADDING, runs_table
-from penstock.tui.render.names import distinct
+from penstock.tui.render.home_table import PADDING, distinct, runs_table
 from penstock.tui.screens import home
 from penstock.tui.screens.compare import CompareScreen
 from penstock.tui.screens.configure import ConfigureScreen
 from penstock.tui.screens.home import HomeScreen
-from penstock.tui.widgets.footer import Footer
+from penstock.tui.widgets.lines import Footer
 
 
 def names(app: PenstockApp, table: str) -> list[str]:

@@ -17,7 +17,7 @@ import penstock.tui.app
 from penstock.app.cli.main import main
 from penstock.app.console.rows import UNICODE
 from penstock.tui.app import PenstockApp
-from penstock.tui.screens.pickers import PathPicker
+from penstock.tui.screens.dialogs import PathPicker
 
 DRAWN_AT_ONCE = True
 

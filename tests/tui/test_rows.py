@@ -14,9 +14,9 @@ from seen import Themed, drawn, opened, running, until, widths
 
 from penstock.app.console.rows import ASCII, UNICODE, Glyphs, Row, plain
 from penstock.app.runs.directory import RunLock
+from penstock.tui.data.flow import Tier
 from penstock.tui.data.plan_client import PlanState
 from penstock.tui.data.run_data import LogLine, Prepared, RunData
-from penstock.tui.data.tiers import Tier
 from penstock.tui.render.bars import tier_rows
 from penstock.tui.render.chart import Curve, chart, decimate, sparkline
 from penstock.tui.render.checklist import checklist_rows

@@ -17,9 +17,9 @@ from seen import append
 from penstock.app.launch.progress import Eta
 from penstock.engine.events import StepMetrics
 from penstock.tui.data.alerts import alerts
+from penstock.tui.data.flow import tiers
 from penstock.tui.data.metrics import MetricsLog
 from penstock.tui.data.run_data import RunData
-from penstock.tui.data.tiers import tiers
 
 NOW = time.time()
 Says = Callable[..., object]

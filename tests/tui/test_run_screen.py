@@ -31,8 +31,7 @@ from penstock.tui.data import run_data
 from penstock.tui.data.spans import SpanStore
 from penstock.tui.screens.run import PANES, RunScreen
 from penstock.tui.screens.timeline import TimelineScreen
-from penstock.tui.widgets.kpi_bar import AlertBar, KpiBar
-from penstock.tui.widgets.pipeline import PipelineBar
+from penstock.tui.widgets.kpi_bar import AlertBar, KpiBar, PipelineBar
 
 
 @asynccontextmanager

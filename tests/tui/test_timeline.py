@@ -215,8 +215,8 @@ class OneLaneView(LaneKeys, PenstockScreen):
     def compose(self) -> ComposeResult:
         yield self.lane_view
 
-    def on_lane_view_selected(self, message: LaneView.Selected) -> None:
-        self.chosen.append(message.span)
+    def on_lane_view_selected(self) -> None:
+        self.chosen.append(self.lane_view.selected)
 
 
 @asynccontextmanager

@@ -1,6 +1,6 @@
-"""What flows between the tiers of a run: bytes a second of each direction, what they are, and what is under way now.
+"""What the tiers of a run hold, and what flows between them: bytes a second of each direction, and what they are.
 
-Of a run that goes on these are the last seconds; of any other its last whole step.
+Of a run that goes on rates are of the last seconds; of any other of its last whole step.
 """
 
 from __future__ import annotations
@@ -13,10 +13,47 @@ import numpy as np
 
 from penstock.app.runs.ops import cargo_of, part_of, route_of
 from penstock.storage.files.units import seconds_text
-from penstock.tui.data.fields import get, objects, text
+from penstock.tui.data.fields import get, number, objects, text
 from penstock.tui.data.run_data import RunData
 from penstock.tui.data.spans import SpanView, printable
-from penstock.tui.data.tiers import Tier, tiers
+
+_TIERS = ("gpu", "ram", "nvme")
+FULL_SHARE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """What a tier may hold, was planned to hold and has held; None where unknown."""
+
+    name: str
+    budget_bytes: float | None
+    planned_bytes: float | None
+    held_bytes: float | None
+
+    @property
+    def share(self) -> float | None:
+        """Most that was held, as a share of the budget; the planned peak while nothing was measured."""
+        held = self.planned_bytes if self.held_bytes is None else self.held_bytes
+        return held / self.budget_bytes if held is not None and self.budget_bytes else None
+
+    @property
+    def planned_share(self) -> float | None:
+        return self.planned_bytes / self.budget_bytes if self.planned_bytes and self.budget_bytes else None
+
+
+def tiers(data: RunData) -> list[Tier]:
+    """The tiers of the plan: budget, planned peak, and what was held at most as far as the run says."""
+    found = []
+    for name in _TIERS:
+        held = data.metrics.tier_bytes.get(name)
+        if held is None and not data.is_live:
+            held = number(data.summary, "tiers", name, "peak_bytes")
+        budget = number(data.plan, "tiers", name, "budget_bytes")
+        planned = number(data.plan, "tiers", name, "peak_bytes")
+        if budget is not None or planned is not None or held is not None:
+            found.append(Tier(name, budget, planned, held))
+    return found
+
 
 RATE_S = 5.0
 _NEWEST_S = 1.0

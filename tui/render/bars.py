@@ -9,9 +9,8 @@ from penstock.app.console.rows import Glyphs, Row, exactly
 from penstock.app.runs.lanes import DRIVE
 from penstock.storage.files.units import bytes_text, figure, of_text, rate_text
 from penstock.tui.data.fields import number, objects, text
-from penstock.tui.data.flow import rate_window
+from penstock.tui.data.flow import FULL_SHARE, Tier, rate_window, tiers
 from penstock.tui.data.run_data import RunData
-from penstock.tui.data.tiers import FULL_SHARE, Tier, tiers
 from penstock.tui.render.one_row import bar
 from penstock.tui.render.ticks import fit
 

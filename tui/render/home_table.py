@@ -1,4 +1,4 @@
-"""The columns of Home's two lists, for any width: what matters least goes first, and no two names look the same."""
+"""Home's two lists for any width: what matters least goes first, and no two names look the same; and how to begin."""
 
 from __future__ import annotations
 
@@ -7,18 +7,50 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 
 from penstock.app.console.rows import Glyphs, Row
 from penstock.app.runs.speed import speed_figure
 from penstock.storage.files.units import duration_text, params_text, tokens_text
+from penstock.tui.actions import actions
 from penstock.tui.data.catalog import RunEntry
 from penstock.tui.data.recipes import RecipeEntry
-from penstock.tui.render.names import distinct
 from penstock.tui.render.one_row import bar, sparkline
 
 if TYPE_CHECKING:
     from penstock.app.planning.fits import Fit
+
+
+_TAIL_SHARES = (0.5, 0.33, 0.67, 0.0, 1.0)
+"""How much of what remains of a name is its end: the first at which all names differ is taken."""
+
+
+def cut_middle(name: str, width: int, ellipsis: str, tail_share: float = 0.5) -> str:
+    """The name in at most `width` cells, with `ellipsis` in the place of what is left out."""
+    if cell_len(name) <= width:
+        return name
+    if width < 2:
+        return ellipsis[:width]
+    tail = round((width - 1) * tail_share)
+    head = set_cell_size(name, width - 1 - tail).rstrip(" ")
+    end = ""
+    for char in reversed(name):
+        if cell_len(char + end) > tail:
+            break
+        end = char + end
+    return head + ellipsis + end
+
+
+def distinct(names: Sequence[str], width: int, ellipsis: str) -> list[str]:
+    """The names in at most `width` cells each, or as many as it takes for those that differ to look different."""
+    longest = max(map(cell_len, names), default=0)
+    for cells in range(max(2, width), longest):
+        for share in _TAIL_SHARES:
+            cut = [cut_middle(name, cells, ellipsis, share) for name in names]
+            if len(set(cut)) == len(set(names)):
+                return cut
+    return list(names)
+
 
 STATE_TOKENS = {
     "running": "good",
@@ -187,3 +219,26 @@ def _table(
     columns.insert(at, ColumnSpec(title, name_cells))
     cells.insert(at, [[(name, "text")] for name in cut])
     return Table(columns, {key: [column[i] for column in cells] for i, key in enumerate(keys)})
+
+
+_BEGINNINGS = {
+    "open": "open the selected recipe; quickstart trains a small model in minutes on any machine",
+    "finetune": "fine-tune a model of yours on your own data",
+    "fit": "see which models this machine can train, and how fast",
+    "help": "list all keys",
+}
+"""Action of Home -> what begins with it."""
+_COMMANDS = (
+    "In a shell: penstock train quickstart, or penstock finetune MODEL DATA.",
+    "Runs appear here as they start.",
+)
+
+
+def welcome_rows(*, read_only: bool) -> list[Row]:
+    """The lines, with the keys of the action table; a read-only window starts nothing."""
+    found = {action.id: action for action in actions("home")}
+    rows: list[Row] = [[("No runs yet.", "title")]]
+    if not read_only:
+        rows[0].append((" To start one, press", "text"))
+        rows += [[(f"  {found[id].shown_key:<7}", "accent"), (words, "text")] for id, words in _BEGINNINGS.items()]
+    return [*rows, *([(words, "dim")] for words in _COMMANDS)]

@@ -45,8 +45,9 @@ class PenstockScreen(Screen[None]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         cls.BINDINGS = [*bindings(cls.SCOPE)]
         acting = {action.name for action in ACTIONS if action.scope == cls.SCOPE and action.acts}
-        for name in acting:
-            setattr(cls, f"action_{name}", _unless_read_only(getattr(cls, f"action_{name}")))
+        for handler in (f"action_{name}" for name in acting):
+            if hasattr(cls, handler):
+                setattr(cls, handler, _unless_read_only(getattr(cls, handler)))
         check = cls.check_action
 
         def check_action(screen: PenstockScreen, action: str, parameters: tuple[object, ...]) -> bool | None:

@@ -19,8 +19,7 @@ from penstock.tui.render.chart import Curve, XKind, chart, next_kind
 from penstock.tui.render.table import table_rows
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.theme import styled
-from penstock.tui.widgets.footer import Footer
-from penstock.tui.widgets.lines import LineWidget
+from penstock.tui.widgets.lines import Footer, LineWidget
 
 
 class CompareChart(LineWidget):

@@ -26,9 +26,9 @@ from penstock.tui.data.draft import PATHS, Draft, error_field, kind_of
 from penstock.tui.data.plan_client import PlanClient, PlanState
 from penstock.tui.data.recipes import content_digest
 from penstock.tui.screens.base import PenstockScreen
-from penstock.tui.screens.pickers import THIS_MACHINE, ChangesDialog, MachinePicker, PathPicker
-from penstock.tui.widgets.footer import Footer
+from penstock.tui.screens.dialogs import THIS_MACHINE, ChangesDialog, MachinePicker, PathPicker
 from penstock.tui.widgets.form import Form
+from penstock.tui.widgets.lines import Footer
 from penstock.tui.widgets.plan_panel import PlanPanel, PlanSummary
 
 

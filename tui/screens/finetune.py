@@ -14,11 +14,10 @@ from textual.widgets import Input, Label
 from penstock.app.console.rows import Row
 from penstock.app.recipes.recipe import from_dict
 from penstock.tui.data.finetune_client import Asked, FinetuneClient
-from penstock.tui.render.finetune import finetune_rows
+from penstock.tui.render.plan import finetune_rows
 from penstock.tui.screens.base import PenstockScreen
-from penstock.tui.screens.pickers import PathPicker
-from penstock.tui.widgets.footer import Footer
-from penstock.tui.widgets.scrolled import ScrolledLines
+from penstock.tui.screens.dialogs import PathPicker
+from penstock.tui.widgets.lines import Footer, ScrolledLines
 
 _FIELDS = (
     ("model", "model", "folder, or OWNER/NAME on the hub"),

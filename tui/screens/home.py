@@ -19,15 +19,14 @@ from penstock.app.runs.speed import speed_figure
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import duration_text, seconds_text
 from penstock.storage.files.untrusted import printable
+from penstock.tui.data.alerts import RESUMABLE
 from penstock.tui.data.catalog import RunCatalog, RunEntry, about_lines
-from penstock.tui.data.offers import RESUMABLE
 from penstock.tui.data.recipes import RecipeCatalog, RecipeEntry, describe, matches
-from penstock.tui.render.home_table import STATE_TOKENS, ColumnSpec, Table, recipes_table, runs_table
+from penstock.tui.render.home_table import STATE_TOKENS, ColumnSpec, Table, recipes_table, runs_table, welcome_rows
 from penstock.tui.render.one_row import sparkline
-from penstock.tui.render.welcome import welcome_rows
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.theme import styled
-from penstock.tui.widgets.footer import Footer
+from penstock.tui.widgets.lines import Footer
 
 if TYPE_CHECKING:
     from penstock.app.planning.fits import Fit

@@ -17,8 +17,8 @@ from textual.widgets import Input
 
 from penstock.app.runs.checkpoints import STEP_MARK, export_folder
 from penstock.storage.files.errors import UserError
+from penstock.tui.data.alerts import refusals, why_no_ops
 from penstock.tui.data.blocks import BlockPlace
-from penstock.tui.data.offers import refusals, why_no_ops
 from penstock.tui.data.run_data import RunData
 from penstock.tui.render.bars import tier_pane_rows
 from penstock.tui.render.blockmap import block_map
@@ -26,14 +26,12 @@ from penstock.tui.render.chart import next_kind
 from penstock.tui.render.pipeline import height_for
 from penstock.tui.render.plan_table import plan_rows
 from penstock.tui.screens.base import PenstockScreen
-from penstock.tui.widgets.footer import Footer
-from penstock.tui.widgets.kpi_bar import AlertBar, KpiBar
+from penstock.tui.widgets.kpi_bar import AlertBar, KpiBar, PipelineBar
 from penstock.tui.widgets.lane_keys import LaneKeys
 from penstock.tui.widgets.lane_view import LaneView
-from penstock.tui.widgets.lines import Drawn, LineWidget
+from penstock.tui.widgets.lines import Drawn, Footer, LineWidget
 from penstock.tui.widgets.log_pane import LogPane
 from penstock.tui.widgets.loss_chart import LossChart
-from penstock.tui.widgets.pipeline import PipelineBar
 from penstock.tui.widgets.samples_pane import SamplesPane
 
 

@@ -1,4 +1,4 @@
-"""The line of key figures at the top, and the line of alerts below it."""
+"""The lines at the top of a run: key figures, alerts, and the pipeline."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from penstock.app.console.rows import Row, exactly
 from penstock.app.runs.speed import speed_text
 from penstock.storage.files.units import count_text, duration_text
 from penstock.tui.data.alerts import Alert, alerts
+from penstock.tui.data.flow import Flow, Marks, Route, flow
 from penstock.tui.data.run_data import Prepared, RunData
 from penstock.tui.render.kpi import Figure, kpi_row
+from penstock.tui.render.pipeline import pipeline_rows
 from penstock.tui.render.ticks import fit
 from penstock.tui.widgets.lines import RunPane
 
@@ -94,3 +96,27 @@ class AlertBar(RunPane):
             text = fit(alert.text, max(0, width - 2 - len(more)), self.glyphs.ellipsis)
             rows.append(exactly([(mark + " ", f"{alert.token} bold"), (text, alert.token), (more, "dim")], width))
         return rows
+
+
+class PipelineBar(RunPane):
+    """Drawn again only where something else is to be seen."""
+
+    DEFAULT_CSS = "PipelineBar { height: 3; padding: 0 1; }"
+
+    def __init__(self, data: RunData, *, id: str | None = None) -> None:
+        super().__init__(data, id=id)
+        self._marks = Marks()
+        self._shown: tuple[Flow, dict[Route, int]] | None = None
+
+    def update(self) -> None:
+        """Look again at what flows."""
+        now = flow(self._data)
+        self._marks.move(self._data.spans.view, now, behind=self._data.behind)
+        shown = now, self._marks.offsets
+        if shown != self._shown:
+            self._shown = shown
+            self.redraw()
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        now, offsets = self._shown or (flow(self._data), self._marks.offsets)
+        return pipeline_rows(width, height, now, offsets, self.glyphs)

@@ -11,8 +11,8 @@ from textual.message import Message
 
 from penstock.app.console.rows import Row
 from penstock.storage.files.units import seconds_text
+from penstock.tui.data.alerts import why_no_ops
 from penstock.tui.data.critical import StepAnalysis, path_busy
-from penstock.tui.data.offers import why_no_ops
 from penstock.tui.data.spans import Busy, Span, SpanStore, SpanView, StepWindow
 from penstock.tui.render.lanes import LaneScene, Layout, UnderWay, lanes_rows, layout
 from penstock.tui.render.span_text import now_row, ops_at, ops_under_way, span_row

@@ -1,10 +1,12 @@
-"""The base of every drawn widget: rows from a pure renderer, drawn through Textual's line API."""
+"""The base of every drawn widget: rows from a pure renderer, drawn through Textual's line API; and the line of keys."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich.segment import Segment
+from textual import events, widgets
 from textual.binding import Binding
 from textual.strip import Strip
 from textual.widget import Widget
@@ -88,3 +90,52 @@ class RunPane(LineWidget):
     def __init__(self, data: RunData, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self._data = data
+
+
+class ScrolledLines(LineWidget, can_focus=True):
+    """Draws the part of `page` that is scrolled to."""
+
+    BINDINGS = [*row_bindings("scroll")]
+    top = 0
+    _num_rows = 0
+
+    def page(self, width: int) -> list[Row]:
+        """All rows."""
+        raise NotImplementedError
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        found = self.page(width)
+        self._num_rows = len(found)
+        self.top = max(0, min(self.top, len(found) - height))
+        below = len(found) - self.top - height
+        subtitle = f"{below} more {self.glyphs.down}" if below > 0 else ""
+        if subtitle != (self.border_subtitle or ""):
+            self.border_subtitle = subtitle
+        return found[self.top : self.top + height]
+
+    def action_scroll(self, by: int) -> None:
+        self.top = max(0, min(self.top + by, self._num_rows - self.size.height))
+        self.redraw()
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        self.action_scroll(2)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        self.action_scroll(-2)
+
+
+class Footer(widgets.Footer):
+    """Makes its keys anew only where they have changed; Textual's does, styles and all, whenever the focus moves."""
+
+    _shown: list[Any] | None = None
+
+    def __init__(self, *, compact: bool = False) -> None:
+        super().__init__(compact=compact, show_command_palette=False)
+
+    async def recompose(self) -> None:
+        if not self.is_attached:  # the screen was closed while this waited its turn
+            return
+        keys = [active[1:] for active in self.screen.active_bindings.values() if active.binding.show]
+        if keys != self._shown:
+            self._shown = keys
+            await super().recompose()

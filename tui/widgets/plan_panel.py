@@ -5,8 +5,7 @@ from __future__ import annotations
 from penstock.app.console.rows import Row
 from penstock.tui.data.plan_client import PlanState
 from penstock.tui.render.plan import state_rows, summary_row
-from penstock.tui.widgets.lines import LineWidget
-from penstock.tui.widgets.scrolled import ScrolledLines
+from penstock.tui.widgets.lines import LineWidget, ScrolledLines
 
 
 class _Planned(LineWidget):

@@ -7,7 +7,7 @@ from penstock.tui.data.fields import get
 from penstock.tui.data.run_data import RunData
 from penstock.tui.data.sample_log import Samples
 from penstock.tui.render.samples import sample_rows
-from penstock.tui.widgets.scrolled import ScrolledLines
+from penstock.tui.widgets.lines import ScrolledLines
 
 
 class SamplesPane(ScrolledLines):

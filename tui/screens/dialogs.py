@@ -1,32 +1,140 @@
-"""Dialogs: a machine, a file or folder, and what has been changed."""
+"""Dialogs: questions, keys, a machine, a file or folder, and what has been changed."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any
 
+from rich.console import Group
 from rich.style import Style
+from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Vertical, VerticalScroll
+from textual.containers import Horizontal, ItemGrid, Vertical, VerticalScroll
 from textual.screen import ModalScreen
-from textual.widgets import DirectoryTree, Input, Label, OptionList, Static
+from textual.widgets import Button, DirectoryTree, Input, Label, OptionList, Static
 from textual.widgets._directory_tree import DirEntry
 from textual.widgets.option_list import Option
 from textual.widgets.tree import TreeNode
 
 from penstock.app.console.rows import Glyphs, Row
-from penstock.app.planning.machines import MachineInfo, machine_infos, profile_info
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import bytes_text
 from penstock.storage.files.untrusted import parse_printable, read_regular
-from penstock.tui.data.draft import Difference
+from penstock.tui.actions import Action, grouped
 from penstock.tui.data.recipes import matches
 from penstock.tui.host import host_of
 from penstock.tui.theme import style, styled
+
+if TYPE_CHECKING:
+    from penstock.app.planning.machines import MachineInfo
+    from penstock.tui.data.draft import Difference
+
+
+class Dialog(ModalScreen[Any]):
+    """A box with a title and the widgets of `content`; its answer is what it is dismissed with."""
+
+    BINDINGS = [Binding("escape", "dismiss(None)", "Cancel")]
+
+    def __init__(self, title: str) -> None:
+        super().__init__(classes="dialog")
+        self._title = title
+
+    def content(self) -> ComposeResult:
+        raise NotImplementedError
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="box") as box:
+            box.border_title = Text(self._title)
+            yield from self.content()
+
+
+class ConfirmDialog(Dialog):
+    """Asks before something is done. Escape and `n` say no."""
+
+    BINDINGS = [
+        Binding("y", "dismiss(True)", "Yes"),
+        Binding("n,escape", "dismiss(False)", "No"),
+        Binding("left,right", "app.focus_next", show=False),
+    ]
+
+    def __init__(self, title: str, text: str, yes: str, no: str) -> None:
+        super().__init__(title)
+        self._text, self._yes, self._no = text, yes, no
+
+    def content(self) -> ComposeResult:
+        yield Label(self._text, markup=False)
+        with Horizontal(classes="buttons"):
+            yield Button(f"{self._yes} (y)", id="yes", variant="primary")
+            yield Button(f"{self._no} (n)", id="no")
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        event.stop()
+        self.dismiss(event.button.id == "yes")
+
+
+class TextDialog(Dialog):
+    """Asks for a line of text. Enter takes it, escape does not."""
+
+    def __init__(self, title: str, text: str, value: str) -> None:
+        super().__init__(title)
+        self._text, self._value = text, value
+
+    def content(self) -> ComposeResult:
+        yield Label(self._text, markup=False)
+        yield Input(self._value, id="answer")
+        yield Label("enter accepts, esc cancels", classes="hint")
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        self.dismiss(event.value.strip() or None)
+
+
+_COLUMN_CELLS = 34
+"""A narrower column would break every sentence."""
+
+
+class HelpScreen(ModalScreen[None]):
+    """Keys and what they do, in as many columns as fit."""
+
+    BINDINGS = [Binding("escape,q,question_mark,f1", "dismiss", "Close")]
+    DEFAULT_CSS = """
+    HelpScreen .help {
+        width: 100%; height: auto; max-height: 100%; padding: 0 2; background: $surface;
+        border: round $primary; border-title-color: $primary;
+    }
+    HelpScreen ItemGrid { grid-gutter: 1 3; }
+    App.-ascii HelpScreen .help { border: ascii $primary; }
+    """
+    SCOPED_CSS = False
+    """The rules ask for a class of the application."""
+
+    def __init__(self, scope: str, found: list[Action]) -> None:
+        super().__init__(classes="dialog")
+        self._scope, self._found = scope, found
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(classes="help") as box:
+            box.border_title = f"keys: {self._scope}"
+            box.border_subtitle = "esc closes"
+            with ItemGrid(min_column_width=_COLUMN_CELLS):
+                for title, found in grouped(self._found).items():
+                    yield Static(self._group(title, found), markup=False)
+
+    def _group(self, title: str, found: Sequence[Action]) -> Group:
+        dark = self.app.current_theme.dark
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(max_width=9)
+        for action in found:
+            keys = action.shown_keys
+            shown = " ".join(keys) if len(keys) <= 3 else f"{keys[0]} to {keys[-1]}"
+            help = styled([(action.label, "good bold"), (f"  {action.help}", "text")], dark)
+            table.add_row(styled([(shown, "title")], dark), help)
+        return Group(styled([(title, "accent bold")], dark), table)
+
 
 _CONFIG_BYTES = 1 << 20
 
@@ -34,7 +142,7 @@ _CONFIG_BYTES = 1 << 20
 THIS_MACHINE = "this machine"
 
 
-class MachinePicker(ModalScreen[str | None]):
+class MachinePicker(Dialog):
     """Which machine to plan for; the answer is its name, empty for this one, None for no answer."""
 
     DEFAULT_CSS = """
@@ -44,24 +152,19 @@ class MachinePicker(ModalScreen[str | None]):
     MachinePicker #source { height: 4; margin-top: 1; color: $text-muted; }
     MachinePicker.-tiny #source, MachinePicker.-short #source { height: 3; }
     """
-    BINDINGS = [
-        Binding("escape", "dismiss(None)", "Cancel"),
-        Binding("down", "cursor(1)", show=False),
-        Binding("up", "cursor(-1)", show=False),
-    ]
+    BINDINGS = [Binding("down", "cursor(1)", show=False), Binding("up", "cursor(-1)", show=False)]
 
     def __init__(self, current: str) -> None:
-        super().__init__(classes="dialog")
-        self._current = current
-        self._infos = machine_infos()
+        from penstock.app.planning.machines import machine_infos
 
-    def compose(self) -> ComposeResult:
-        with Vertical(classes="box") as box:
-            box.border_title = "choose a machine to plan for"
-            yield Input(placeholder="filter, or a profile file written by `penstock probe --save`", compact=True)
-            yield OptionList(id="machines")
-            yield Static(id="source", markup=False)
-            yield Label("enter selects, esc cancels; runs always start on this machine", classes="hint")
+        super().__init__("choose a machine to plan for")
+        self._current, self._infos = current, machine_infos()
+
+    def content(self) -> ComposeResult:
+        yield Input(placeholder="filter, or a profile file written by `penstock probe --save`", compact=True)
+        yield OptionList(id="machines")
+        yield Static(id="source", markup=False)
+        yield Label("enter selects, esc cancels; runs always start on this machine", classes="hint")
 
     def on_mount(self) -> None:
         self._fill("")
@@ -99,6 +202,8 @@ class MachinePicker(ModalScreen[str | None]):
         if option is not None:
             self._choose(option)
             return
+        from penstock.app.planning.machines import profile_info
+
         try:
             self.dismiss(profile_info(Path(event.value.strip())).name)
         except UserError as error:
@@ -162,7 +267,7 @@ class _Tree(DirectoryTree):
         return label.append_text(styled([(f"  {note}", "good")], self.app.current_theme.dark)) if note else label
 
 
-class PathPicker(ModalScreen[str | None]):
+class PathPicker(Dialog):
     """A file or folder from a tree, or typed."""
 
     DEFAULT_CSS = """
@@ -171,23 +276,20 @@ class PathPicker(ModalScreen[str | None]):
     PathPicker .box Input { width: 100%; }
     """
     BINDINGS = [
-        Binding("escape", "dismiss(None)", "Cancel"),
         Binding("u", "up", "Folder above"),
         Binding("space", "take", "Choose"),
         Binding("tab,shift+tab", "switch", show=False),
     ]
 
     def __init__(self, title: str, value: str, start: Path, *, folders_only: bool) -> None:
-        super().__init__(classes="dialog")
-        self._title, self._value, self._start, self._folders_only = title, value, start, folders_only
+        super().__init__(title)
+        self._value, self._start, self._folders_only = value, start, folders_only
 
-    def compose(self) -> ComposeResult:
-        with Vertical(classes="box") as box:
-            box.border_title = Text(self._title)
-            yield Input(self._value, placeholder="a path; empty for none", compact=True)
-            start = first_folder(self._value, self._start)
-            yield _Tree(start, host_of(self).glyphs, folders_only=self._folders_only)
-            yield Label("space selects, enter opens, u goes up, tab edits the path, esc cancels", classes="hint")
+    def content(self) -> ComposeResult:
+        yield Input(self._value, placeholder="a path; empty for none", compact=True)
+        start = first_folder(self._value, self._start)
+        yield _Tree(start, host_of(self).glyphs, folders_only=self._folders_only)
+        yield Label("space selects, enter opens, u goes up, tab edits the path, esc cancels", classes="hint")
 
     def on_mount(self) -> None:
         self.query_one(_Tree).focus()
@@ -229,25 +331,25 @@ def first_folder(value: str, start: Path) -> Path:
     return next((folder for folder in path.parents if folder.is_dir()), start)
 
 
-class ChangesDialog(ModalScreen[None]):
+class ChangesDialog(Dialog):
     """List the fields that differ from the recipe."""
 
     DEFAULT_CSS = """
     ChangesDialog .box { width: 100; }
     ChangesDialog VerticalScroll { height: auto; max-height: 30; }
     """
-    BINDINGS: ClassVar = [Binding("escape,q,d,enter", "dismiss", "Close")]
+    BINDINGS = [Binding("escape,q,d,enter", "dismiss", "Close")]
 
     def __init__(self, base: str, differences: Sequence[Difference]) -> None:
-        super().__init__(classes="dialog")
-        self._base, self._differences = base, differences
+        super().__init__(f"changes to {base}")
+        self._differences = differences
 
-    def compose(self) -> ComposeResult:
-        with Vertical(classes="box") as box:
-            box.border_title = Text(f"changes to {self._base}")
-            box.border_subtitle = "esc closes"
-            with VerticalScroll():
-                yield Static(self._text(), markup=False)
+    def content(self) -> ComposeResult:
+        with VerticalScroll():
+            yield Static(self._text(), markup=False)
+
+    def on_mount(self) -> None:
+        self.query_one(".box").border_subtitle = "esc closes"
 
     def _text(self) -> Text:
         dark = self.app.current_theme.dark
