@@ -11,6 +11,7 @@ import json
 import math
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -58,6 +59,14 @@ def number(value: object) -> float | None:
 def whole(value: object) -> int | None:
     """A JSON value as a whole number of at most 63 bits; None for anything else."""
     return value if is_whole(value) else None
+
+
+def local_time(unix_s: float) -> time.struct_time:
+    """In this machine's time zone; 1970 for what no clock shows."""
+    try:
+        return time.localtime(unix_s)
+    except (OverflowError, ValueError, OSError):
+        return time.localtime(0)
 
 
 def span_of(line: dict[str, Any]) -> Span | None:

@@ -14,7 +14,7 @@ from penstock.app.console.working import working
 from penstock.app.recipes.recipe import change_run, from_run_json, to_run_json
 from penstock.app.runs.checkpoints import make_checkpoint
 from penstock.app.runs.directory import RunLock, fresh_path, is_live, read_recipe, require_own
-from penstock.app.runs.files import read_object, remove_own
+from penstock.app.runs.files import local_time, read_object, remove_own
 from penstock.engine import preparing
 from penstock.engine.config import drive_folders, state_folder
 from penstock.engine.run_files import HISTORY, INPUTS, RECIPE, run_files
@@ -124,16 +124,9 @@ def listed(place: Place) -> list[str]:
             raise UserError(f"{place}: contains no state, as penstock.json is missing; check the name")
         return [
             f"{entry.name}  step {'unknown' if entry.step is None else f'{entry.step:,}'}, generation "
-            f"{entry.generation}, {bytes_text(entry.bytes)}, {time.strftime('%Y-%m-%d %H:%M', _local(entry.time))}"
+            f"{entry.generation}, {bytes_text(entry.bytes)}, {time.strftime('%Y-%m-%d %H:%M', local_time(entry.time))}"
             for entry in index.entries
         ]
-
-
-def _local(seconds: float) -> time.struct_time:
-    try:
-        return time.localtime(seconds)
-    except (OverflowError, ValueError, OSError):
-        return time.localtime(0)
 
 
 def fetch(

@@ -15,6 +15,7 @@ from penstock.storage.files.units import duration_text, params_text, tokens_text
 from penstock.tui.actions import actions
 from penstock.tui.data.catalog import RunEntry
 from penstock.tui.data.recipes import RecipeEntry
+from penstock.tui.render.kpi import STATE_TOKENS
 from penstock.tui.render.one_row import bar, sparkline
 
 if TYPE_CHECKING:
@@ -52,18 +53,6 @@ def distinct(names: Sequence[str], width: int, ellipsis: str) -> list[str]:
     return list(names)
 
 
-STATE_TOKENS = {
-    "running": "good",
-    "preparing": "accent",
-    "paused": "warn",
-    "finished": "dim",
-    "stopped": "warn",
-    "failed": "bad",
-    "crashed": "bad",
-    "stale": "bad",
-    "damaged": "bad",
-    "unknown": "dim",
-}
 PADDING = 2
 _LEAST_NAME = 12
 _BAR_CELLS = 10

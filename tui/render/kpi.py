@@ -18,6 +18,7 @@ STATE_TOKENS = {
     "failed": "bad",
     "crashed": "bad",
     "gone": "bad",
+    "damaged": "bad",
 }
 _GAP = 2
 _NAME_CELLS = 12

@@ -1,4 +1,4 @@
-"""Log lines: wrapped, the newest at the bottom, as many as there is room for."""
+"""What a run says and what its model writes: log lines and samples, wrapped."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len, set_cell_size
 
-from penstock.app.console.rows import Row
+from penstock.app.console.rows import Glyphs, Page, Row
+from penstock.app.runs.files import local_time
+from penstock.storage.files.untrusted import printable
 from penstock.tui.data.run_data import LogLine
+from penstock.tui.data.sample_log import Samples
 
 _TOKENS = {"error": "bad", "warning": "warn", "info": "text", "output": "dim"}
 _MOST_ROWS = 60
+"""Of one message; the rest of it is left out."""
+_MOST_SAMPLE_ROWS = 2000
 
 
 def matches(line: LogLine, words: str) -> bool:
@@ -38,34 +43,35 @@ def log_rows(lines: Sequence[LogLine], width: int, height: int) -> list[Row]:
 
 
 def _wrapped(line: LogLine, width: int) -> list[Row]:
-    when = "" if line.time is None else time.strftime("%H:%M:%S ", _local(line.time))
+    when = "" if line.time is None else time.strftime("%H:%M:%S ", local_time(line.time))
     when = when if width >= 40 else ""
-    token = _TOKENS.get(line.level, "text")
     head = f"{line.level}: " if line.level in ("error", "warning") else ""
-    space = max(1, width - len(when))
-    texts = [piece for part in (head + _printable(line.text)).split("\n") for piece in (_pieces(part, space) or [""])][
-        :_MOST_ROWS
-    ]
-    return [
-        [((when if number == 0 else " " * len(when)), "dim"), (set_cell_size(piece, space), token)]
-        for number, piece in enumerate(texts)
-    ]
+    pieces = _pieces((head + line.text).rstrip("\n"), max(1, width - len(when)))[:_MOST_ROWS]
+    starts = [when, *[" " * len(when)] * (len(pieces) - 1)]
+    token = _TOKENS.get(line.level, "text")
+    return [[(start, "dim"), (piece, token)] for start, piece in zip(starts, pieces, strict=True)]
 
 
-def _pieces(text: str, space: int) -> list[str]:
-    if cell_len(text) <= space:
-        return [text]
-    indent = text[: len(text) - len(text.lstrip())]
-    pieces = textwrap.wrap(text[: space * _MOST_ROWS], space, replace_whitespace=False, initial_indent=indent[:space])
-    return pieces if all(cell_len(piece) <= space for piece in pieces) else textwrap.wrap(text, max(1, space // 2))
+def sample_rows(found: Samples, prompt: int, note: str, width: int, glyphs: Glyphs) -> list[Row]:
+    """The samples of a step at one prompt; `note` stands at the end of the first row."""
+    page, sample, number = Page(width, glyphs), found.samples[prompt], len(found.samples)
+    which = f"prompt {prompt + 1:,} of {number:,}  " if number > 1 else ""
+    tokens = "n/a" if sample.tokens is None else f"{sample.tokens:,}"
+    ended = "ended by the model" if sample.ended else "cut off"
+    page.ends([(f"step {found.step:,}", "value"), (f"  {which}{tokens} tokens, {ended}", "dim")], [(note, "dim")])
+    for text, token in ((sample.prompt, "dim"), (sample.text, "text")):
+        for piece in _pieces(text, width):
+            page.line([(piece, token)])
+    return page.rows
 
 
-def _printable(text: str) -> str:
-    return "".join(c if c == "\n" or c.isprintable() else " " if c == "\t" else "" for c in text).rstrip("\n")
-
-
-def _local(unix_s: float) -> time.struct_time:
-    try:
-        return time.localtime(unix_s)
-    except (OverflowError, ValueError, OSError):
-        return time.localtime(0)
+def _pieces(text: str, width: int) -> list[str]:
+    """The lines of a text, each of exactly `width` cells, with nothing in them that a terminal would obey."""
+    found: list[str] = []
+    for line in text.expandtabs(4).split("\n"):
+        clean = printable(line)[: width * _MOST_SAMPLE_ROWS]
+        space = max(1, width // 2 if cell_len(clean) > len(clean) else width)
+        found += textwrap.wrap(clean, space, replace_whitespace=False) or [""]
+        if len(found) >= _MOST_SAMPLE_ROWS:
+            break
+    return [set_cell_size(piece, width) for piece in found[:_MOST_SAMPLE_ROWS]]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.app.console.rows import Glyphs, Row, exactly, merged
+from penstock.app.console.rows import Glyphs, Row, exactly
 from penstock.app.runs.lanes import LANES
 from penstock.storage.files.units import figure, percent_text
 from penstock.tui.data.fields import number, text
 from penstock.tui.data.run_data import RunData
+from penstock.tui.render.one_row import bar
 
 _LABEL = 11
 _CELL = 9
@@ -73,7 +73,9 @@ def figure_rows(
         before, now = (planned.shares or {}).get(lane), (real.shares or {}).get(lane)
         row: Row = [(lane.ljust(_LABEL)[:_LABEL], f"lane.{lane}"), (percent_text(before, 0).rjust(_CELL), "predicted")]
         row.append((percent_text(now, 0).rjust(_CELL), "text"))
-        row += _two_bars(before, now, width - _LABEL - 2 * _CELL - 1, lane, glyphs)
+        room = width - _LABEL - 2 * _CELL - 1
+        if room >= 6 and now is not None:
+            row += [(" ", "text"), *bar(room, now, before, glyphs, f"lane.{lane}")]
         rows.append(exactly(row, width))
     return rows[:height]
 
@@ -92,15 +94,3 @@ def _row(label: str, planned: float | None, real: float | None, unit: str, width
         ratio = real / planned - 1
         row.append((f"  {ratio:+.0%}", "dim" if abs(ratio) < 0.1 else "warn"))
     return exactly(row, width)
-
-
-def _two_bars(planned: float | None, real: float | None, width: int, lane: str, glyphs: Glyphs) -> Row:
-    if width < 6 or real is None or not math.isfinite(real):
-        return []
-    filled = round(min(1.0, max(0.0, real)) * width)
-    cells = [glyphs.eighths[4] if glyphs.braille else glyphs.bar_full] * filled + [" "] * (width - filled)
-    tokens = [f"lane.{lane}"] * width
-    if planned is not None and math.isfinite(planned):
-        place = min(width - 1, max(0, math.ceil(planned * width) - 1))
-        cells[place], tokens[place] = ("┃" if glyphs.braille else glyphs.bar_peak), "predicted"
-    return [(" ", "text"), *merged(zip(cells, tokens, strict=True))]

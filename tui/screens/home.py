@@ -22,7 +22,8 @@ from penstock.storage.files.untrusted import printable
 from penstock.tui.data.alerts import RESUMABLE
 from penstock.tui.data.catalog import RunCatalog, RunEntry, about_lines
 from penstock.tui.data.recipes import RecipeCatalog, RecipeEntry, describe, matches
-from penstock.tui.render.home_table import STATE_TOKENS, ColumnSpec, Table, recipes_table, runs_table, welcome_rows
+from penstock.tui.render.home_table import ColumnSpec, Table, recipes_table, runs_table, welcome_rows
+from penstock.tui.render.kpi import STATE_TOKENS
 from penstock.tui.render.one_row import sparkline
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.theme import styled

@@ -6,7 +6,7 @@ from penstock.app.console.rows import Row, exactly
 from penstock.tui.data.fields import get
 from penstock.tui.data.run_data import RunData
 from penstock.tui.data.sample_log import Samples
-from penstock.tui.render.samples import sample_rows
+from penstock.tui.render.log import sample_rows
 from penstock.tui.widgets.lines import ScrolledLines
 
 
