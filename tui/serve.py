@@ -21,7 +21,7 @@ from penstock.tui.web.server import WebServer
 
 _MOST_LINE = 400
 _END = "Press Ctrl+C to stop serving; runs keep running."
-_Place = tuple[socket.AddressFamily, str, tuple[Any, ...]]
+_Endpoint = tuple[socket.AddressFamily, str, tuple[Any, ...]]
 """Where to listen: the family, the address, and of IPv6 flow and interface."""
 
 
@@ -72,7 +72,7 @@ async def _serve(server: WebServer, sockets: list[socket.socket]) -> None:
     await server.run(sockets, until)
 
 
-def _resolve(host: str) -> list[_Place]:
+def _resolve(host: str) -> list[_Endpoint]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, ValueError) as error:
@@ -80,7 +80,7 @@ def _resolve(host: str) -> list[_Place]:
     return list(dict.fromkeys((family, str(name[0]), name[2:]) for family, _, _, _, name in found))
 
 
-def _listen(places: list[_Place], host: str, port: int) -> list[socket.socket]:
+def _listen(places: list[_Endpoint], host: str, port: int) -> list[socket.socket]:
     """Sockets on all places that this machine has; port 0 is one that is free. Raises UserError."""
     sockets: list[socket.socket] = []
     trouble: Exception | None = None

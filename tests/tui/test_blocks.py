@@ -12,7 +12,7 @@ from seen import append, span, widths
 
 from benchmarks.parts.synthetic import Writer
 from penstock.app.console.rows import ASCII, UNICODE, Glyphs, plain
-from penstock.tui.data.blocks import BlockPlaces
+from penstock.tui.data.blocks import BlockLocations
 from penstock.tui.data.flow import DIRECT, LOAD, READ, STORE, WRITE, Flow, Link, Marks, Node, Tier, flow
 from penstock.tui.data.run_data import RunData
 from penstock.tui.render.blockmap import block_map
@@ -29,24 +29,24 @@ def ended(op: str, block: str, end_s: float = 1.0) -> dict[str, Any]:
     return {"lane": "compute", "op": op, "block": block, "chunk": 0, "start_s": 0.0, "end_s": end_s, "step": 1}
 
 
-def places(found: BlockPlaces, kind: str, **more: Any) -> dict[str, str]:
-    return {block.name: block.place[kind] for block in found.snapshot(**more)}
+def places(found: BlockLocations, kind: str, **more: Any) -> dict[str, str]:
+    return {block.name: block.location[kind] for block in found.snapshot(**more)}
 
 
 def test_weights_gradients_and_state_go_where_ops_bring_them_and_are_in_flight_meanwhile() -> None:
-    found = BlockPlaces(plan(3))
+    found = BlockLocations(plan(3))
     found.add([ended("load_weights", name) for name in ("layers.0", "layers.1", "layers.2")])
     assert list(places(found, "weights").items()) == [
         ("embed", "ram"), ("layers.0", "ram"), ("layers.1", "gpu"), ("layers.2", "gpu"), ("head", "ram")
     ]  # fmt: skip
-    found = BlockPlaces(plan(3) | {"weight_slots": {"layer": 2, "embedding and head": 1}})
+    found = BlockLocations(plan(3) | {"weight_slots": {"layer": 2, "embedding and head": 1}})
     found.add([ended("load_weights", name) for name in ("embed", "layers.0", "layers.1", "head")])
     assert [name for name, place in places(found, "weights").items() if place == "gpu"] == [
         "layers.0",
         "layers.1",
         "head",
     ]
-    found = BlockPlaces(plan(1))
+    found = BlockLocations(plan(1))
     assert (places(found, "gradient")["layers.0"], places(found, "state")["layers.0"]) == ("", "nvme")
     for kind, op, place in (
         ("gradient", "layer_backward", "gpu"),
@@ -57,7 +57,7 @@ def test_weights_gradients_and_state_go_where_ops_bring_them_and_are_in_flight_m
     ):
         found.add([ended(op, "layers.0")])
         assert places(found, kind)["layers.0"] == place, op
-    found = BlockPlaces(plan(2))
+    found = BlockLocations(plan(2))
     now = {"h2d": [{"op": "load_weights", "block": "layers.1"}], "compute": [{"op": "layer_forward", "block": "embed"}]}
     by_name = {block.name: block for block in found.snapshot(now)}
     assert (by_name["layers.1"].moving, by_name["embed"].doing) == ({"weights": "in"}, "forward")
@@ -67,10 +67,10 @@ def test_weights_gradients_and_state_go_where_ops_bring_them_and_are_in_flight_m
     assert (by_name["layers.1"].moving, by_name["layers.0"].moving) == ({"state": "in"}, {})
     # Foreign plans and spans are ignored.
     for odd in ({}, {"blocks": 3}, {"blocks": [1, {"name": 4}, {"name": "x"}], "weight_slots": []}):
-        found = BlockPlaces(odd)
+        found = BlockLocations(odd)
         found.add([{"op": 3}, {"op": "update", "block": ["x"]}, {"op": "update", "block": "nobody", "end_s": "late"}])
         found.snapshot({"compute": "no list", "h2d": [3, {"op": None}]}, 3.0)
-    assert BlockPlaces({"blocks": [{"name": "x"}]}).snapshot()[0].place["weights"] == ""
+    assert BlockLocations({"blocks": [{"name": "x"}]}).snapshot()[0].location["weights"] == ""
 
 
 def test_a_frozen_block_has_weights_and_shares_no_slot_with_what_is_trained() -> None:
@@ -83,7 +83,7 @@ def test_a_frozen_block_has_weights_and_shares_no_slot_with_what_is_trained() ->
         if name != "embed":
             trained = {"name": name, "block": name, "frozen": False, "weights": "gpu", "state": "nvme", "bytes": 100}
             blocks.append(trained | {"gradient": "ram"})
-    found = BlockPlaces({"blocks": blocks, "weight_slots": {"layer": 1, "frozen layer": 2}})
+    found = BlockLocations({"blocks": blocks, "weight_slots": {"layer": 1, "frozen layer": 2}})
     assert [(block.name, block.num_bytes) for block in found.snapshot()] == [
         ("embed", 900), ("layers.0", 1000), ("layers.1", 1000), ("layers.2", 1000)
     ]  # fmt: skip
@@ -100,7 +100,7 @@ def test_a_frozen_block_has_weights_and_shares_no_slot_with_what_is_trained() ->
 
 
 def test_the_map_as_text_with_a_row_a_block_where_there_is_room() -> None:
-    found = BlockPlaces(plan(3))
+    found = BlockLocations(plan(3))
     found.add([ended("load_weights", "layers.0"), ended("layer_backward", "layers.1"), ended("read_state", "head")])
     now = {
         "nvme_read": [{"op": "read_state", "block": "embed"}],
@@ -116,13 +116,13 @@ def test_the_map_as_text_with_a_row_a_block_where_there_is_room() -> None:
         "now     ··· ··· ··· ··· uuu",
         "g gpu  r ram  n nvme  ▲▼ in flight",
     ]
-    deep = BlockPlaces(plan(128))
+    deep = BlockLocations(plan(128))
     rows = plain(block_map(deep.snapshot(), 80, 12, UNICODE)).splitlines()
     assert sum(line[8:].count("r") for line in rows if line.startswith("weights")) == 130
     now = {"nvme_read": [{"op": "read_state", "block": "layers.77"}]}
     assert plain(block_map(deep.snapshot(now), 40, 5, UNICODE)).count("▲") == 1
     blocks = [*plan(1)["blocks"][:2], {"name": "head", "weights": "gpu", "bytes": 2048}]
-    found = BlockPlaces(plan(1) | {"blocks": blocks}).snapshot({"h2d": [{"op": "load_weights", "block": "embed"}]})
+    found = BlockLocations(plan(1) | {"blocks": blocks}).snapshot({"h2d": [{"op": "load_weights", "block": "embed"}]})
     assert [line.rstrip() for line in plain(block_map(found, 60, 14, UNICODE)).splitlines()[7:]] == [
         "block    weights   state     grad           size  now",
         "embed    ▲         nvme      -               n/a",
@@ -131,7 +131,7 @@ def test_the_map_as_text_with_a_row_a_block_where_there_is_room() -> None:
     ]
     # Of many blocks those that are not at rest.
     now = {"h2d": [{"op": "load_weights", "block": "layers.7"}], "compute": [{"op": "head", "block": "head"}]}
-    lines = plain(block_map(BlockPlaces(plan(60)).snapshot(now), 90, 20, UNICODE)).splitlines()
+    lines = plain(block_map(BlockLocations(plan(60)).snapshot(now), 90, 20, UNICODE)).splitlines()
     assert [line.split()[0] for line in lines[-2:]] == ["layers.7", "head"]
     assert lines[-1].rstrip().endswith("backward")
     assert plain(block_map([], 20, 5, UNICODE)).strip() == "no plan yet"
@@ -139,7 +139,7 @@ def test_the_map_as_text_with_a_row_a_block_where_there_is_room() -> None:
 
 @pytest.mark.parametrize("layers", [0, 2, 28, 62, 128])
 def test_any_number_of_blocks_at_any_size(layers: int) -> None:
-    blocks = BlockPlaces(plan(layers)).snapshot()
+    blocks = BlockLocations(plan(layers)).snapshot()
     for width, height in itertools.product((1, 5, 20, 24, 40, 77, 190), (1, 2, 3, 4, 5, 6, 11, 30)):
         for glyphs in (UNICODE, ASCII):
             rows = block_map(blocks, width, height, glyphs)

@@ -16,7 +16,7 @@ from penstock.app.planning import fit
 from penstock.app.planning.catalogue import known_model
 from penstock.app.recipes.recipe import changes, load_recipe
 from penstock.tui.data import finetune_client, fit_client
-from penstock.tui.data.finetune_client import Asked, FinetuneState
+from penstock.tui.data.finetune_client import FinetuneRequest, FinetuneState
 from penstock.tui.data.fit_client import FitState
 from penstock.tui.render.plan import detail_rows, finetune_rows, matrix_rows
 from penstock.tui.screens.configure import ConfigureScreen
@@ -125,7 +125,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_page_tells_each_state() -> None:
-    asked = Asked("m", "d")
+    asked = FinetuneRequest("m", "d")
     states = {
         "Give a model and data above": FinetuneState(),
         "starting": FinetuneState(asked),
@@ -142,7 +142,7 @@ def test_the_page_tells_each_state() -> None:
     assert page.index("as training reads them") < page.index("train.lr") < page.index("fits on gh200-480")
     assert asked.arguments() == ["--", "m", "d"]
     words = ["--epochs", "2", "--set", "data.sequence_length=4096", "--", "-m", "d"]
-    assert Asked("-m", "d", "2", "4096").arguments() == words
+    assert FinetuneRequest("-m", "d", "2", "4096").arguments() == words
 
 
 async def test_names_are_completed_where_the_application_works(tmp_path: Path) -> None:

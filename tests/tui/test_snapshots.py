@@ -15,7 +15,7 @@ from textual.widgets import Input
 
 from penstock.app.console.rows import UNICODE
 from penstock.tui.app import PenstockApp
-from penstock.tui.data.finetune_client import Asked, FinetuneState
+from penstock.tui.data.finetune_client import FinetuneRequest, FinetuneState
 from penstock.tui.screens.finetune import FinetuneScreen
 
 HERE = Path(__file__).parent
@@ -60,7 +60,7 @@ def fill_form(app: PenstockApp) -> None:
     """As if what the form names had been looked at."""
     screen = app.screen
     assert isinstance(screen, FinetuneScreen)
-    asked = Asked("models/llama", "talks.jsonl", "3")
+    asked = FinetuneRequest("models/llama", "talks.jsonl", "3")
     for name in ("model", "data", "epochs"):
         screen.query_one(f"#{name}", Input).value = getattr(asked, name)
     screen.client.state = FinetuneState(asked, "", proposal(plan=fitting()))

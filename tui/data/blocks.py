@@ -36,13 +36,13 @@ _MOST_SPANS = 20_000
 
 
 @dataclass(slots=True)
-class BlockPlace:
+class BlockLocation:
     """One block: the home tiers, and where its parts are now."""
 
     name: str
     home: dict[str, str]
     """Kind -> gpu, ram or nvme; an empty string where the plan does not say."""
-    place: dict[str, str] = field(default_factory=dict)
+    location: dict[str, str] = field(default_factory=dict)
     moving: dict[str, str] = field(default_factory=dict)
     """Kind -> `in` or `out`, towards the GPU or away from it, while it is in flight."""
     num_bytes: float | None = None
@@ -51,7 +51,7 @@ class BlockPlace:
     """`forward`, `backward` or `update` while an op works on the block."""
 
 
-class BlockPlaces:
+class BlockLocations:
     """Follows the ops of a run. Used by the thread that reads; `snapshot` gives others what they may keep."""
 
     def __init__(self, plan: Mapping[str, Any]) -> None:
@@ -82,7 +82,7 @@ class BlockPlaces:
         self._outer_pools = {pool for pool, count in slots.items() if count and pool.endswith(_OUTER)}
         self._on_gpu: dict[str, OrderedDict[str, None]] = {pool: OrderedDict() for pool in slots}
         """Weights in slots, by pool, oldest first."""
-        self._place: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
+        self._location: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
         """Kind -> block -> where it is, unless it is at home."""
         self._recent: list[tuple[float, str, str]] = []
 
@@ -108,13 +108,13 @@ class BlockPlaces:
             if move.kind == "weights" and move.to == "gpu" and home != "gpu" and self._stands_for(name):
                 self._take_slot(block)
             elif move.kind in ("gradient", "state"):
-                self._place[move.kind][block] = home if move.to == "home" else move.to
-            if op == READ_STATE and self._place["gradient"].get(block) == "nvme":
-                self._place["gradient"][block] = "ram"
+                self._location[move.kind][block] = home if move.to == "home" else move.to
+            if op == READ_STATE and self._location["gradient"].get(block) == "nvme":
+                self._location["gradient"][block] = "ram"
         elif action.work.sums_gradients and self._home[block]["gradient"]:
-            self._place["gradient"][block] = "gpu"
+            self._location["gradient"][block] = "gpu"
         elif action.phase == "update":
-            self._place["gradient"][block] = NOWHERE
+            self._location["gradient"][block] = NOWHERE
             pool = self._on_gpu[self._pool(block)]
             if self._home[block]["weights"] != "gpu" and self._stands_for(name):
                 pool.pop(block, None)  # an older version
@@ -139,19 +139,19 @@ class BlockPlaces:
 
     def snapshot(
         self, now: Mapping[str, Any] | None = None, clock_s: float | None = None, *, live: bool = True
-    ) -> list[BlockPlace]:
+    ) -> list[BlockLocation]:
         """Every block with what is under way: `now` as in status.json, and what ended just before `clock_s`.
 
         Of a run that is not live everything is at home.
         """
         blocks = {}
         for name, home in self._home.items():
-            place = home | {"gradient": NOWHERE}
+            location = home | {"gradient": NOWHERE}
             if live:
-                place |= {kind: moved[name] for kind, moved in self._place.items() if name in moved}
+                location |= {kind: moved[name] for kind, moved in self._location.items() if name in moved}
                 if name in self._on_gpu[self._pool(name)]:
-                    place["weights"] = "gpu"
-            blocks[name] = BlockPlace(name, home, place, num_bytes=self._num_bytes[name])
+                    location["weights"] = "gpu"
+            blocks[name] = BlockLocation(name, home, location, num_bytes=self._num_bytes[name])
         for op, name in self._under_way(now, clock_s) if live else ():
             block = self._block_of.get(name, name)
             if block in blocks:
@@ -172,7 +172,7 @@ class BlockPlaces:
                     yield action, name
 
 
-def _apply(block: BlockPlace, op: str) -> None:
+def _apply(block: BlockLocation, op: str) -> None:
     action = action_of(op)
     if action is None:
         return
@@ -183,6 +183,6 @@ def _apply(block: BlockPlace, op: str) -> None:
     elif action.phase == "backward":
         block.doing = "backward"
         if block.home["gradient"]:
-            block.place["gradient"] = "gpu"
+            block.location["gradient"] = "gpu"
     elif action.phase in ("forward", "evaluate"):
         block.doing = block.doing or "forward"

@@ -14,7 +14,7 @@ COMMAND = tuple(child.command("app.cli.main", "finetune", "--json"))
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class FinetuneRequest:
     """What is inspected; what is empty is chosen by the command."""
 
     model: str = ""
@@ -34,8 +34,8 @@ class Asked:
 class FinetuneState:
     """What is known now."""
 
-    asked: Asked | None = None
-    """None: nothing was asked yet."""
+    request: FinetuneRequest | None = None
+    """None: nothing was requested yet."""
     doing: str = ""
     report: dict[str, Any] | None = None
     trouble: str | None = None
@@ -51,21 +51,21 @@ class FinetuneClient(Client):
 
     state = FinetuneState()
 
-    async def ask(self, asked: Asked) -> None:
+    async def ask(self, request: FinetuneRequest) -> None:
         """Begin anew."""
         await self.close()
-        self.state = FinetuneState(asked)
+        self.state = FinetuneState(request)
         self._changed()
-        self._begin(self._read(self.state, asked))
+        self._begin(self._read(self.state, request))
 
-    async def _read(self, state: FinetuneState, asked: Asked) -> None:
+    async def _read(self, state: FinetuneState, request: FinetuneRequest) -> None:
         printed: list[bytes] = []
 
         def told(text: str) -> None:
             state.doing = text
             self._changed()
 
-        _, said = await self._run([*COMMAND, *asked.arguments()], printed.append, told)
+        _, said = await self._run([*COMMAND, *request.arguments()], printed.append, told)
         with contextlib.suppress(ValueError):
             state.report = json.loads(b"".join(printed))
         if state.report is None:

@@ -13,7 +13,7 @@ from penstock.app.runs.directory import ATTENDED_STATES, ENDED_STATES, STALE_S, 
 from penstock.app.runs.files import examine_object, open_read
 from penstock.app.runs.tail import JsonTail
 from penstock.storage.files.untrusted import printable
-from penstock.tui.data.blocks import BlockPlace, BlockPlaces
+from penstock.tui.data.blocks import BlockLocation, BlockLocations
 from penstock.tui.data.fields import get, number, objects, text, whole
 from penstock.tui.data.metrics import MetricsLog, MetricsReader
 from penstock.tui.data.sample_log import Samples, with_samples
@@ -90,7 +90,7 @@ class RunData:
         self.behind = True
         self._looked_at = 0.0
         self._manifests: list[tuple[Path, tuple[int, ...] | None]] = []
-        self._places = BlockPlaces({})
+        self._locations = BlockLocations({})
         self._stamps: dict[str, tuple[int, ...] | None] = {}
         self._wrong: dict[str, str] = {}
         """What is wrong by what is concerned."""
@@ -189,9 +189,9 @@ class RunData:
         now = self.clock() if self.state == "running" else None
         return self.metrics.eta_s(total, number(self.status, "started"), now)
 
-    def blocks(self) -> list[BlockPlace]:
+    def blocks(self) -> list[BlockLocation]:
         """Every block and where it is now. For the polling thread."""
-        return self._places.snapshot(self.now, self.clock_s, live=self.state in ("running", "paused", "stale"))
+        return self._locations.snapshot(self.now, self.clock_s, live=self.state in ("running", "paused", "stale"))
 
     def log_lines(self) -> list[LogLine]:
         """The messages kept, oldest first."""
@@ -243,7 +243,7 @@ class RunData:
                 setattr(self, name, found or {})
             changed.add("status" if name == "status" else "plan")
             if name == "plan":
-                self._places = BlockPlaces(self.plan)
+                self._locations = BlockLocations(self.plan)
         return changed
 
     def _find_state(self) -> None:
@@ -299,9 +299,9 @@ class RunData:
 
     def _take_spans(self, lines: list[dict[str, Any]], anew: bool) -> None:
         if anew:
-            self.spans, self._places = SpanStore(), BlockPlaces(self.plan)
+            self.spans, self._locations = SpanStore(), BlockLocations(self.plan)
         self.spans.add(lines)
-        self._places.add(lines)
+        self._locations.add(lines)
 
     def _take_log(self, lines: list[dict[str, Any]], anew: bool) -> None:
         if anew:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from penstock.app.console.rows import Glyphs, Row, exactly, merged
 from penstock.storage.files.units import bytes_text
-from penstock.tui.data.blocks import KINDS, BlockPlace
+from penstock.tui.data.blocks import KINDS, BlockLocation
 from penstock.tui.render.ticks import fit
 
 _LETTERS = {"gpu": "g", "ram": "r", "nvme": "n"}
@@ -41,7 +41,7 @@ def legend(width: int, glyphs: Glyphs) -> Row:
     return exactly(row, width)
 
 
-def block_map(blocks: Sequence[BlockPlace], width: int, height: int, glyphs: Glyphs) -> list[Row]:
+def block_map(blocks: Sequence[BlockLocation], width: int, height: int, glyphs: Glyphs) -> list[Row]:
     """At most `height` rows of `width` cells. Where the blocks outnumber the cells, they wrap, or share cells."""
     if width < 1 or height < 1:
         return []
@@ -79,13 +79,13 @@ def block_map(blocks: Sequence[BlockPlace], width: int, height: int, glyphs: Gly
     return rows[:height]
 
 
-def _is_away(block: BlockPlace) -> bool:
+def _is_away(block: BlockLocation) -> bool:
     """Whether anything of a block is under way, or neither at home nor waiting there."""
-    places = ((block.place.get(kind), block.home.get(kind)) for kind in KINDS)
-    return bool(block.moving or block.doing) or any(place and place != home for place, home in places)
+    places = ((block.location.get(kind), block.home.get(kind)) for kind in KINDS)
+    return bool(block.moving or block.doing) or any(location and location != home for location, home in places)
 
 
-def _table(blocks: Sequence[BlockPlace], width: int, glyphs: Glyphs) -> list[Row]:
+def _table(blocks: Sequence[BlockLocation], width: int, glyphs: Glyphs) -> list[Row]:
     name_cells = min(24, max(len("block"), *(len(block.name) for block in blocks)) + 1)
     kind_cells = 10 if width >= name_cells + 46 else 7
     head = "block".ljust(name_cells) + "".join(_LABELS[kind].ljust(kind_cells) for kind in KINDS)
@@ -93,20 +93,20 @@ def _table(blocks: Sequence[BlockPlace], width: int, glyphs: Glyphs) -> list[Row
     for block in blocks:
         row: Row = [(fit(block.name, name_cells, glyphs.ellipsis), "text")]
         for kind in KINDS:
-            direction, place = block.moving.get(kind), block.place.get(kind, "")
+            direction, location = block.moving.get(kind), block.location.get(kind, "")
             if direction is not None:
                 row.append(((glyphs.up if direction == "in" else glyphs.down) + " " * (kind_cells - 1), "flight"))
             else:
-                shown = "fetched" if place == "gpu" != block.home.get(kind) and kind_cells > 7 else place or "-"
+                shown = "fetched" if location == "gpu" != block.home.get(kind) and kind_cells > 7 else location or "-"
                 row.append(
-                    (shown[: kind_cells - 1].ljust(kind_cells), f"tier.{place}" if place in _LETTERS else "axis")
+                    (shown[: kind_cells - 1].ljust(kind_cells), f"tier.{location}" if location in _LETTERS else "axis")
                 )
         row += [(bytes_text(block.num_bytes).rjust(9), "dim"), ("  " + block.doing, "accent")]
         rows.append(exactly(row, width))
     return rows
 
 
-def _group_cell(group: Sequence[BlockPlace], kind: str, glyphs: Glyphs) -> Cell:
+def _group_cell(group: Sequence[BlockLocation], kind: str, glyphs: Glyphs) -> Cell:
     cells = [_cell(block, kind, glyphs) for block in group]
     return max(cells, key=lambda cell: _WEIGHT.get(cell[1].split()[0], 0) + cell[1].endswith("reverse"))
 
@@ -114,22 +114,22 @@ def _group_cell(group: Sequence[BlockPlace], kind: str, glyphs: Glyphs) -> Cell:
 _WEIGHT = {"flight": 9, "accent": 9, "tier.gpu": 5, "tier.nvme": 4, "tier.ram": 3, "axis": 0}
 
 
-def _cell(block: BlockPlace, kind: str, glyphs: Glyphs) -> Cell:
+def _cell(block: BlockLocation, kind: str, glyphs: Glyphs) -> Cell:
     if kind == "doing":
         return (block.doing[0], "accent") if block.doing else ("·" if glyphs.braille else ".", "axis")
     direction = block.moving.get(kind)
     if direction is not None:
         return (glyphs.up if direction == "in" else glyphs.down), "flight"
-    place, home = block.place.get(kind, ""), block.home.get(kind, "")
-    if place not in _LETTERS:
+    location, home = block.location.get(kind, ""), block.home.get(kind, "")
+    if location not in _LETTERS:
         return ("·" if glyphs.braille else "."), "axis"
-    letter = _LETTERS[place]
-    if place == "gpu" and home != "gpu":
+    letter = _LETTERS[location]
+    if location == "gpu" and home != "gpu":
         return "G", "tier.gpu reverse"
-    return letter, f"tier.{place}" + (" bold" if place != home else "")
+    return letter, f"tier.{location}" + (" bold" if location != home else "")
 
 
-def _ruler(groups: Sequence[Sequence[BlockPlace]], first: int, pitch: int) -> str:
+def _ruler(groups: Sequence[Sequence[BlockLocation]], first: int, pitch: int) -> str:
     """Names over the columns: e for embed, h for head, and every so often a layer's number."""
     cells = [" "] * (len(groups) * pitch + 4)
     free = 0

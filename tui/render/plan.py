@@ -87,7 +87,7 @@ _ABOUT = (
 def finetune_rows(state: FinetuneState, width: int, glyphs: Glyphs) -> list[Row]:
     """The page: what to do, what is being done, why it cannot be done, or what was found."""
     page = Page(width, glyphs)
-    if state.asked is None:
+    if state.request is None:
         for text in _ABOUT:
             page.wrapped(text, "dim")
             page.line([])

@@ -13,7 +13,7 @@ from textual.widgets import Input, Label
 
 from penstock.app.console.rows import Row
 from penstock.app.recipes.recipe import from_dict
-from penstock.tui.data.finetune_client import Asked, FinetuneClient
+from penstock.tui.data.finetune_client import FinetuneClient, FinetuneRequest
 from penstock.tui.render.plan import finetune_rows
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.screens.dialogs import PathPicker
@@ -94,8 +94,8 @@ class FinetuneScreen(PenstockScreen):
         self.query_one("#model", Input).focus()
 
     @property
-    def asked(self) -> Asked:
-        return Asked(**{name: self.query_one(f"#{name}", Input).value.strip() for name, _, _ in _FIELDS})
+    def request(self) -> FinetuneRequest:
+        return FinetuneRequest(**{name: self.query_one(f"#{name}", Input).value.strip() for name, _, _ in _FIELDS})
 
     def _show(self) -> None:
         if not self.is_attached:
@@ -104,13 +104,13 @@ class FinetuneScreen(PenstockScreen):
         if not self.client.state.done:
             found.top = 0
         found.redraw()
-        if self.client.state.report is not None and self.asked == self.client.state.asked:
+        if self.client.state.report is not None and self.request == self.client.state.request:
             found.focus()
         self.refresh_bindings()
 
     @property
     def _is_answered(self) -> bool:
-        return self.client.state.report is not None and self.client.state.asked == self.asked
+        return self.client.state.report is not None and self.client.state.request == self.request
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "configure" and self.is_attached:
@@ -132,16 +132,16 @@ class FinetuneScreen(PenstockScreen):
             self.action_look()
 
     def action_look(self) -> None:
-        asked = self.asked
+        request = self.request
         for name in ("model", "data"):
-            if not getattr(asked, name):
+            if not getattr(request, name):
                 self.query_one(f"#{name}", Input).focus()
                 return
-        self._ask(asked)
+        self._ask(request)
 
     @work(exclusive=True, group="ask")
-    async def _ask(self, asked: Asked) -> None:
-        await self.client.ask(asked)
+    async def _ask(self, request: FinetuneRequest) -> None:
+        await self.client.ask(request)
 
     @work
     async def action_browse(self) -> None:

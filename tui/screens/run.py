@@ -18,7 +18,7 @@ from textual.widgets import Input
 from penstock.app.runs.checkpoints import STEP_MARK, export_folder
 from penstock.storage.files.errors import UserError
 from penstock.tui.data.alerts import refusals, why_no_ops
-from penstock.tui.data.blocks import BlockPlace
+from penstock.tui.data.blocks import BlockLocation
 from penstock.tui.data.run_data import RunData
 from penstock.tui.render.bars import tier_pane_rows
 from penstock.tui.render.blockmap import block_map
@@ -35,7 +35,7 @@ from penstock.tui.widgets.loss_chart import LossChart
 from penstock.tui.widgets.samples_pane import SamplesPane
 
 
-class Room(NamedTuple):
+class Size(NamedTuple):
     """The terminal's size, in cells."""
 
     width: int
@@ -56,27 +56,27 @@ class Pane(NamedTuple):
     """One pane; its key is in tui/actions.py, as `pane('NAME')`."""
 
     make: Callable[[RunScreen], LineWidget]
-    height: Callable[[Room], int | str]
-    """Cells, or a share as Textual writes it; 0 where there is no room for it."""
+    height: Callable[[Size], int | str]
+    """Cells, or a share as Textual writes it; 0 where it does not fit."""
     news: frozenset[str]
     """It is drawn again when RunData.poll has found any of these."""
     side: bool = False
     """Stands beside the main panes, not among them."""
 
 
-def _tiers_height(room: Room) -> int:
-    return min(10, max(6, room.height // 3)) if room.wide or room.stacked else 0
+def _tiers_height(size: Size) -> int:
+    return min(10, max(6, size.height // 3)) if size.wide or size.stacked else 0
 
 
-def _blocks_height(room: Room) -> int | str:
-    return ("1fr" if room.height >= 20 else 0) if room.wide else 9 if room.stacked else 0
+def _blocks_height(size: Size) -> int | str:
+    return ("1fr" if size.height >= 20 else 0) if size.wide else 9 if size.stacked else 0
 
 
 PANES = {
-    "loss": Pane(lambda screen: LossChart(screen.data), lambda room: "1fr", frozenset({"metrics", "checkpoints"})),
+    "loss": Pane(lambda screen: LossChart(screen.data), lambda size: "1fr", frozenset({"metrics", "checkpoints"})),
     "lanes": Pane(
         lambda screen: LaneView(screen.data.spans),
-        lambda room: 0 if room.height < 14 else 11 if room.height < 34 else 12 if room.height < 44 else 19,
+        lambda size: 0 if size.height < 14 else 11 if size.height < 34 else 12 if size.height < 44 else 19,
         frozenset(),
     ),
     "tiers": Pane(
@@ -86,25 +86,25 @@ PANES = {
         side=True,
     ),
     "blocks": Pane(
-        lambda screen: Drawn(lambda *size: block_map(screen.blocks, *size)),
+        lambda screen: Drawn(lambda *more: block_map(screen.blocks, *more)),
         _blocks_height,
         frozenset({"blocks"}),
         side=True,
     ),
     "log": Pane(
         lambda screen: LogPane(screen.data),
-        lambda room: 0 if room.height < 28 else 5 if room.height < 34 else 7 if room.height < 48 else 12,
+        lambda size: 0 if size.height < 28 else 5 if size.height < 34 else 7 if size.height < 48 else 12,
         frozenset({"log"}),
     ),
     "plan": Pane(
         lambda screen: Drawn(partial(plan_rows, screen.data)),
-        lambda room: 13 if room.wide and room.height >= 34 else 0,
+        lambda size: 13 if size.wide and size.height >= 34 else 0,
         frozenset({"metrics", "plan"}),
         side=True,
     ),
     "samples": Pane(
         lambda screen: SamplesPane(screen.data),
-        lambda room: 0 if room.height < 40 else 7 if room.height < 48 else 10,
+        lambda size: 0 if size.height < 40 else 7 if size.height < 48 else 10,
         frozenset({"samples", "plan"}),
     ),
 }
@@ -147,7 +147,7 @@ class RunScreen(LaneKeys, PenstockScreen):
         self.data = RunData(run_path)
         self.frozen = False
         self.maximised: str | None = None
-        self.blocks: list[BlockPlace] = []
+        self.blocks: list[BlockLocation] = []
         self._had_samples = False
         self._ticked_at = 0.0
         self._draws_blocks = True
@@ -196,9 +196,9 @@ class RunScreen(LaneKeys, PenstockScreen):
         self._arrange()
 
     def _arrange(self) -> None:
-        room = Room(*self.app.size)
-        samples = int(PANES["samples"].height(room)) if self.data.samples else 0
-        rest = room._replace(height=room.height - (0 if self.maximised else samples))
+        size = Size(*self.app.size)
+        samples = int(PANES["samples"].height(size)) if self.data.samples else 0
+        rest = size._replace(height=size.height - (0 if self.maximised else samples))
         heights = {name: samples if name == "samples" else pane.height(rest) for name, pane in PANES.items()}
         if self.maximised is not None:
             heights = dict.fromkeys(PANES, 0) | {self.maximised: "1fr"}
@@ -207,20 +207,20 @@ class RunScreen(LaneKeys, PenstockScreen):
             self.pane(name).styles.height = height
         had_room, self._draws_blocks = self._draws_blocks, heights["blocks"] != 0
         if self._draws_blocks and not had_room:
-            self._unshown.add("plan")  # what was known while there was no room
+            self._unshown.add("plan")  # what was known while it did not fit
         pipeline, side, main = (self.query_one(f"#{name}") for name in ("pipeline", "side", "main"))
-        rows = height_for(*room)
+        rows = height_for(*size)
         pipeline.display = rows > 0 and self.maximised is None
         pipeline.styles.height = rows or 1
         side.display, main.display = (
             any(heights[name] for name, pane in PANES.items() if pane.side == is_side) for is_side in (True, False)
         )
-        alone = not main.display or not room.wide
-        self.query_one("#body").styles.layout = "horizontal" if room.wide else "vertical"
-        side.styles.width = "1fr" if alone else max(38, min(60, room.width // 3))
-        side.styles.height = "auto" if room.stacked and main.display else "1fr"
-        self.query_one("#alerts", AlertBar).most = 1 if room.height < 30 else AlertBar.MOST
-        self.query_one(Footer).display = room.height >= 8
+        alone = not main.display or not size.wide
+        self.query_one("#body").styles.layout = "horizontal" if size.wide else "vertical"
+        side.styles.width = "1fr" if alone else max(38, min(60, size.width // 3))
+        side.styles.height = "auto" if size.stacked and main.display else "1fr"
+        self.query_one("#alerts", AlertBar).most = 1 if size.height < 30 else AlertBar.MOST
+        self.query_one(Footer).display = size.height >= 8
 
     def _poll(self) -> set[str]:
         """What is new, or was not shown when it was, in the feed's thread."""
@@ -297,7 +297,7 @@ class RunScreen(LaneKeys, PenstockScreen):
         self._arrange()
         if name == "blocks":
             self.blocks = self.data.blocks()
-        if not pane.display:  # restored where there is no room for it
+        if not pane.display:  # restored where it does not fit
             self.loss.focus()
         else:
             pane.focus()
