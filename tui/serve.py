@@ -85,24 +85,14 @@ def _listen(places: list[_Endpoint], host: str, port: int) -> list[socket.socket
     sockets: list[socket.socket] = []
     trouble: Exception | None = None
     for family, address, scope in places:
+        same = sockets[0].getsockname()[1] if sockets else port
         try:
-            item = socket.socket(family)
-        except OSError as error:
-            trouble = error
-            continue
-        try:
-            item.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                item.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            item.bind((address, sockets[0].getsockname()[1] if sockets else port, *scope))
-            item.listen()
+            sockets.append(socket.create_server((address, same, *scope), family=family))
         except (OSError, OverflowError) as error:
-            item.close()
             trouble = error
-            if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
-                continue  # `localhost` is ::1, too, on machines that have none
-            break
-        sockets.append(item)
+            # `localhost` is ::1, too, on machines that have none.
+            if getattr(error, "errno", None) not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                break
     else:
         if sockets:
             return sockets

@@ -340,7 +340,7 @@ def summary_of(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[fl
     losses, tokens, steps_s, last_step, mean = [], 0, [], None, MeanSpeed()
     for line in log.steps():
         last_step = line["step"]
-        mean.add_line(line)
+        mean.add(line)
         tokens += whole(line.get("tokens")) or 0
         if (loss := number(line.get("loss"))) is not None:
             losses.append(loss)

@@ -138,7 +138,7 @@ class RunLog:
         if self._mean is None:
             lines = JsonLines(self._path / "metrics.jsonl").steps()
             self._mean = MeanSpeed.of(line for line in lines if line["step"] < metrics.step)
-        self._mean.add(metrics)
+        self._mean.add(dataclasses.asdict(metrics))
         self._status["step"] = metrics.step
         self._queue.put(_Step(metrics, self._mean.fields()))
         return self._mean

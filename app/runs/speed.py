@@ -13,7 +13,6 @@ from typing import Any
 
 from penstock.app.runs.files import number, whole
 from penstock.engine.events import WARMUP_STEPS as WARMUP_STEPS
-from penstock.engine.events import StepMetrics
 
 
 @dataclass(slots=True)
@@ -30,23 +29,16 @@ class MeanSpeed:
         """Over lines of metrics.jsonl; where one does not say whether it is a warm-up step, its number does."""
         mean = cls()
         for line in lines:
-            mean.add_line(line)
+            mean.add(line)
         return mean
 
-    def add_line(self, line: Mapping[str, Any]) -> None:
+    def add(self, line: Mapping[str, Any]) -> None:
         step_s, step = number(line.get("step_s")), whole(line.get("step")) or 0
         if step_s is not None and step_s > 0 and not line.get("warmup", step <= WARMUP_STEPS):
-            self._count(whole(line.get("tokens")) or 0, step_s, number(line.get("model_flops")) or 0.0)
-
-    def add(self, metrics: StepMetrics) -> None:
-        if not metrics.warmup and metrics.step_s > 0:
-            self._count(metrics.tokens, metrics.step_s, metrics.model_flops)
-
-    def _count(self, tokens: int, step_s: float, flops: float) -> None:
-        self.steps += 1
-        self.tokens += tokens
-        self.seconds += step_s
-        self.flops += flops
+            self.steps += 1
+            self.tokens += whole(line.get("tokens")) or 0
+            self.seconds += step_s
+            self.flops += number(line.get("model_flops")) or 0.0
 
     @property
     def tokens_per_s(self) -> float | None:

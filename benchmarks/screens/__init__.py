@@ -27,7 +27,7 @@ from penstock.tui.app import PenstockApp
 from penstock.tui.screens.finetune import FinetuneScreen
 from penstock.tui.screens.fit import FitScreen
 from penstock.tui.screens.home import HomeScreen
-from penstock.tui.widgets.plan_panel import PlanPanel
+from penstock.tui.widgets.pages import PlanPanel
 
 _LIVE_STEP = 22
 """Step of the live run from which on pictures are taken."""

@@ -31,7 +31,7 @@ from penstock.tui.screens.dialogs import (
 )
 from penstock.tui.screens.run import RunScreen
 from penstock.tui.widgets.form import FieldList
-from penstock.tui.widgets.plan_panel import PlanPanel, PlanSummary
+from penstock.tui.widgets.pages import PlanPanel, PlanSummary
 
 pytestmark = pytest.mark.usefixtures("few_fields")
 

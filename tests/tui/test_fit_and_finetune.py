@@ -15,9 +15,8 @@ from penstock.app.console.rows import ASCII, UNICODE, plain
 from penstock.app.planning import fit
 from penstock.app.planning.catalogue import known_model
 from penstock.app.recipes.recipe import changes, load_recipe
-from penstock.tui.data import finetune_client, fit_client
-from penstock.tui.data.finetune_client import FinetuneRequest, FinetuneState
-from penstock.tui.data.fit_client import FitState
+from penstock.tui.data import processes
+from penstock.tui.data.processes import FinetuneRequest, FinetuneState, FitState
 from penstock.tui.render.plan import detail_rows, finetune_rows, matrix_rows
 from penstock.tui.screens.configure import ConfigureScreen
 from penstock.tui.screens.dialogs import MachinePicker
@@ -83,7 +82,7 @@ def fit_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the command is given, a line a call."""
     lines = "\n".join(map(json.dumps, [ASKED.to_json(), *CELLS]))
     command = stand_in(tmp_path, lines, "dgx-spark", "no such machine here")
-    monkeypatch.setattr(fit_client, "COMMAND", command)
+    monkeypatch.setattr(processes, "FIT_COMMAND", command)
     return tmp_path / "calls"
 
 
@@ -120,7 +119,7 @@ FOUND = proposal(plan=fitting())
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the command is given, a line a call; the model `missing` is refused."""
     command = stand_in(tmp_path, json.dumps(FOUND), "missing", "model.path: missing does not exist")
-    monkeypatch.setattr(finetune_client, "COMMAND", command)
+    monkeypatch.setattr(processes, "FINETUNE_COMMAND", command)
     return tmp_path / "calls"
 
 

@@ -28,7 +28,7 @@ from penstock.tui.render.plan_table import StepFigures, figure_rows
 from penstock.tui.render.ticks import linear_ticks, log_ticks, tick_texts, time_ticks
 from penstock.tui.screens.run import RunScreen
 from penstock.tui.widgets.kpi_bar import KpiBar
-from penstock.tui.widgets.plan_panel import PlanPanel
+from penstock.tui.widgets.pages import PlanPanel
 
 
 def curve(values: list[float], token: str = "raw", *, points: bool = False) -> Curve:

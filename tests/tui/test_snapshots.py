@@ -15,7 +15,7 @@ from textual.widgets import Input
 
 from penstock.app.console.rows import UNICODE
 from penstock.tui.app import PenstockApp
-from penstock.tui.data.finetune_client import FinetuneRequest, FinetuneState
+from penstock.tui.data.processes import FinetuneRequest, FinetuneState
 from penstock.tui.screens.finetune import FinetuneScreen
 
 HERE = Path(__file__).parent

@@ -28,7 +28,7 @@ from penstock.tui.screens.configure import ConfigureScreen
 from penstock.tui.screens.home import HomeScreen
 from penstock.tui.screens.run import RunScreen
 from penstock.tui.widgets.kpi_bar import KpiBar
-from penstock.tui.widgets.plan_panel import PlanPanel
+from penstock.tui.widgets.pages import PlanPanel
 
 REAL_PLANNER = plan_client.SERVER
 STEPS = 60

@@ -20,8 +20,8 @@ from penstock.app.runs.lanes import LANES
 from penstock.tui.app import PenstockApp
 from penstock.tui.data.spans import SpanStore
 from penstock.tui.screens.base import PenstockScreen
+from penstock.tui.screens.lane_keys import LaneKeys
 from penstock.tui.screens.timeline import TimelineScreen
-from penstock.tui.widgets.lane_keys import LaneKeys
 from penstock.tui.widgets.lane_view import LAG_S, LaneView
 from penstock.tui.widgets.lines import LineWidget
 

@@ -1,10 +1,12 @@
-"""Commands that the application runs beside itself, and whose lines it reads as they come."""
+"""Commands that the application runs beside itself, and whose lines it reads as they come: fit and finetune."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +95,124 @@ class Client:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
+
+
+FIT_COMMAND = tuple(child.command("app.cli.main", "fit", "--json"))
+_NOTHING_FITS = 1
+
+Cell = tuple[str, int]
+"""Model and context."""
+
+
+@dataclass(slots=True)
+class FitState:
+    """What is known now."""
+
+    question: dict[str, Any] | None = None
+    """None until the command has begun to answer."""
+    cells: dict[Cell, dict[str, Any]] = field(default_factory=dict)
+    done: bool = False
+    trouble: str | None = None
+    """Why there will be no more."""
+
+    @property
+    def models(self) -> list[str]:
+        return [] if self.question is None else self.question["models"]
+
+    @property
+    def contexts(self) -> list[int]:
+        return [] if self.question is None else self.question["contexts"]
+
+
+class FitClient(Client):
+    """Plans all models at all contexts."""
+
+    state = FitState()
+
+    async def ask(self, machine: str) -> None:
+        """Begin anew for a preset or a profile file; this machine where it is empty."""
+        await self.close()
+        self.state = FitState()
+        self._changed()
+        self._begin(self._read(self.state, ["--machine", machine] if machine else []))
+
+    async def _read(self, state: FitState, options: list[str]) -> None:
+        def take(line: bytes) -> None:
+            try:
+                found = json.loads(line)
+            except ValueError:
+                return
+            if state.question is None:
+                state.question = found
+            else:
+                state.cells[found["model"], found["context"]] = found
+            self._changed()
+
+        code, said = await self._run([*FIT_COMMAND, *options], take)
+        state.done = True
+        if code not in (0, _NOTHING_FITS) or state.question is None:
+            state.trouble = said.removeprefix("error: ")
+        self._changed()
+
+
+FINETUNE_COMMAND = tuple(child.command("app.cli.main", "finetune", "--json"))
+
+
+@dataclass(frozen=True, slots=True)
+class FinetuneRequest:
+    """What is inspected; what is empty is chosen by the command."""
+
+    model: str = ""
+    data: str = ""
+    epochs: str = ""
+    context: str = ""
+    """Tokens of a row."""
+
+    def arguments(self) -> list[str]:
+        """As the command takes them."""
+        words = ["--epochs", self.epochs] if self.epochs else []
+        words += ["--set", f"data.sequence_length={self.context}"] if self.context else []
+        return [*words, "--", self.model, self.data]
+
+
+@dataclass(slots=True)
+class FinetuneState:
+    """What is known now."""
+
+    request: FinetuneRequest | None = None
+    """None: nothing was requested yet."""
+    doing: str = ""
+    report: dict[str, Any] | None = None
+    trouble: str | None = None
+    """Why there is no report."""
+
+    @property
+    def done(self) -> bool:
+        return self.report is not None or self.trouble is not None
+
+
+class FinetuneClient(Client):
+    """Inspects a model and data."""
+
+    state = FinetuneState()
+
+    async def ask(self, request: FinetuneRequest) -> None:
+        """Begin anew."""
+        await self.close()
+        self.state = FinetuneState(request)
+        self._changed()
+        self._begin(self._read(self.state, request))
+
+    async def _read(self, state: FinetuneState, request: FinetuneRequest) -> None:
+        printed: list[bytes] = []
+
+        def told(text: str) -> None:
+            state.doing = text
+            self._changed()
+
+        _, said = await self._run([*FINETUNE_COMMAND, *request.arguments()], printed.append, told)
+        with contextlib.suppress(ValueError):
+            state.report = json.loads(b"".join(printed))
+        if state.report is None:
+            state.trouble = said.removeprefix("error: ")
+        self._changed()

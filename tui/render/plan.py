@@ -19,9 +19,8 @@ from penstock.app.planning.fit_view import (
 from penstock.app.planning.view import fixes, machine_name, plan_rows, verdict
 from penstock.app.runs.speed import speed_figure
 from penstock.storage.files.units import bytes_text, duration_text, percent_text, seconds_text, tokens_text
-from penstock.tui.data.finetune_client import FinetuneState
-from penstock.tui.data.fit_client import Cell, FitState
 from penstock.tui.data.plan_client import PlanState
+from penstock.tui.data.processes import Cell, FinetuneState, FitState
 
 _PHASES = {"starting": "loading the planner", "planning": "planning", "advising": "searching for changes that help"}
 

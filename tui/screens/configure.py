@@ -29,7 +29,7 @@ from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.screens.dialogs import THIS_MACHINE, ChangesDialog, MachinePicker, PathPicker
 from penstock.tui.widgets.form import Form
 from penstock.tui.widgets.lines import Footer
-from penstock.tui.widgets.plan_panel import PlanPanel, PlanSummary
+from penstock.tui.widgets.pages import PlanPanel, PlanSummary
 
 
 class _Panes(Horizontal):

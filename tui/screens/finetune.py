@@ -13,7 +13,7 @@ from textual.widgets import Input, Label
 
 from penstock.app.console.rows import Row
 from penstock.app.recipes.recipe import from_dict
-from penstock.tui.data.finetune_client import FinetuneClient, FinetuneRequest
+from penstock.tui.data.processes import FinetuneClient, FinetuneRequest
 from penstock.tui.render.plan import finetune_rows
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.screens.dialogs import PathPicker

@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 
 from penstock.app.console.rows import Glyphs, Row
 from penstock.app.recipes.recipe import from_dict
-from penstock.tui.data.fit_client import Cell, FitClient
+from penstock.tui.data.processes import Cell, FitClient
 from penstock.tui.render.plan import detail_rows, matrix_rows, title_row
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.screens.dialogs import THIS_MACHINE, MachinePicker

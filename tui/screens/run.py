@@ -26,13 +26,13 @@ from penstock.tui.render.chart import next_kind
 from penstock.tui.render.pipeline import height_for
 from penstock.tui.render.plan_table import plan_rows
 from penstock.tui.screens.base import PenstockScreen
+from penstock.tui.screens.lane_keys import LaneKeys
 from penstock.tui.widgets.kpi_bar import AlertBar, KpiBar, PipelineBar
-from penstock.tui.widgets.lane_keys import LaneKeys
 from penstock.tui.widgets.lane_view import LaneView
 from penstock.tui.widgets.lines import Drawn, Footer, LineWidget
 from penstock.tui.widgets.log_pane import LogPane
 from penstock.tui.widgets.loss_chart import LossChart
-from penstock.tui.widgets.samples_pane import SamplesPane
+from penstock.tui.widgets.pages import SamplesPane
 
 
 class Size(NamedTuple):

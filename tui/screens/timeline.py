@@ -26,7 +26,7 @@ from penstock.tui.data.spans import Ints, SpanStore
 from penstock.tui.data.steps import StepIndex, StepSpans
 from penstock.tui.render.step_detail import idle_rows, inspector_rows, matching_rows, op_rows
 from penstock.tui.screens.base import PenstockScreen
-from penstock.tui.widgets.lane_keys import LaneKeys
+from penstock.tui.screens.lane_keys import LaneKeys
 from penstock.tui.widgets.lane_view import LaneView
 from penstock.tui.widgets.lines import Drawn, Footer, LineWidget
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.segment import Segment
 from textual import events, widgets
@@ -12,9 +12,11 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from penstock.app.console.rows import Glyphs, Row
-from penstock.tui.data.run_data import RunData
 from penstock.tui.host import host_of
 from penstock.tui.theme import style
+
+if TYPE_CHECKING:
+    from penstock.tui.data.run_data import RunData
 
 
 def row_bindings(action: str) -> list[Binding]:

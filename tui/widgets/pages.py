@@ -1,13 +1,47 @@
-"""The samples pane: what the model wrote behind one of the prompts, at the newest step with samples or one before."""
+"""Pages that scroll: the plan beside the form, and the samples of a run."""
 
 from __future__ import annotations
 
 from penstock.app.console.rows import Row, exactly
 from penstock.tui.data.fields import get
+from penstock.tui.data.plan_client import PlanState
 from penstock.tui.data.run_data import RunData
 from penstock.tui.data.sample_log import Samples
 from penstock.tui.render.log import sample_rows
-from penstock.tui.widgets.lines import ScrolledLines
+from penstock.tui.render.plan import state_rows, summary_row
+from penstock.tui.widgets.lines import LineWidget, ScrolledLines
+
+
+class _Planned(LineWidget):
+    """Draws what is known of a plan."""
+
+    state = PlanState()
+    _machine = ""
+
+    def show(self, state: PlanState, machine: str) -> None:
+        """Draw another state; `machine` is what is planned for."""
+        if (state, machine) != (self.state, self._machine):
+            self.state, self._machine = state, machine
+            self.redraw()
+
+
+class PlanSummary(_Planned):
+    """The plan in one row."""
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        return [summary_row(self.state, self._machine, width, self.glyphs)]
+
+
+class PlanPanel(ScrolledLines, _Planned):
+    """The whole plan."""
+
+    def show(self, state: PlanState, machine: str) -> None:
+        if state.forecast is not None and self.state.forecast is None:
+            self.top = 0
+        super().show(state, machine)
+
+    def page(self, width: int) -> list[Row]:
+        return state_rows(self.state, self._machine, width, self.glyphs)
 
 
 class SamplesPane(ScrolledLines):
