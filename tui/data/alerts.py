@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.app.runs.early_end import early_end_in
 from penstock.storage.files.units import duration_text, figure
+from penstock.tui.data.catalog import RESUMABLE
 from penstock.tui.data.fields import number, objects, text, whole
 from penstock.tui.data.flow import FULL_SHARE, Tier, tiers
 from penstock.tui.data.run_data import RunData
@@ -26,9 +27,6 @@ _WORDS = {
     "gone": "the run's directory is gone",
 }
 _UNKNOWN = "the run's state is not known yet"
-
-
-RESUMABLE = ("paused", "stopped", "failed", "crashed")
 
 
 def refusals(data: RunData) -> dict[str, str]:

@@ -16,6 +16,8 @@ from penstock.storage.files.untrusted import printable
 from penstock.tui.data.fields import number, text
 
 MOST_PLAN_BYTES = 64 << 20
+RESUMABLE = ("paused", "stopped", "failed", "crashed")
+"""States from which a run can go on."""
 _FILES = ("recipe.json", "status.json", "metrics.jsonl")
 """The files by which a run is known and seen to change."""
 _RECENT = 20

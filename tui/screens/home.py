@@ -19,8 +19,7 @@ from penstock.app.runs.speed import speed_figure
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import duration_text, seconds_text
 from penstock.storage.files.untrusted import printable
-from penstock.tui.data.alerts import RESUMABLE
-from penstock.tui.data.catalog import RunCatalog, RunEntry, about_lines
+from penstock.tui.data.catalog import RESUMABLE, RunCatalog, RunEntry, about_lines
 from penstock.tui.data.recipes import RecipeCatalog, RecipeEntry, describe, matches
 from penstock.tui.render.home_table import ColumnSpec, Table, recipes_table, runs_table, welcome_rows
 from penstock.tui.render.kpi import STATE_TOKENS
