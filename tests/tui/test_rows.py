@@ -17,14 +17,12 @@ from penstock.app.runs.directory import RunLock
 from penstock.tui.data.flow import Tier
 from penstock.tui.data.plan_client import PlanState
 from penstock.tui.data.run_data import LogLine, Prepared, RunData
-from penstock.tui.render.bars import tier_rows
+from penstock.tui.render.bars import StepFigures, figure_rows, tier_rows
 from penstock.tui.render.chart import Curve, chart, decimate, sparkline
-from penstock.tui.render.checklist import checklist_rows
-from penstock.tui.render.kpi import Figure, kpi_row
+from penstock.tui.render.kpi import Figure, checklist_rows, kpi_row
 from penstock.tui.render.log import log_rows, matches
 from penstock.tui.render.one_row import bar
 from penstock.tui.render.plan import state_rows, summary_row
-from penstock.tui.render.plan_table import StepFigures, figure_rows
 from penstock.tui.render.ticks import linear_ticks, log_ticks, tick_texts, time_ticks
 from penstock.tui.screens.run import RunScreen
 from penstock.tui.widgets.kpi_bar import KpiBar

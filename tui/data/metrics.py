@@ -1,11 +1,11 @@
-"""The steps of a run as numpy columns that only grow: a reader in another thread never sees half a row."""
+"""The steps of a run as numpy columns that only grow, so that no thread sees half a row; and its samples."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from penstock.app.runs.recall_view import RecallMap, recall_of
 from penstock.app.runs.speed import WARMUP_STEPS
 from penstock.app.runs.tail import JsonTail
-from penstock.tui.data.fields import get, number
+from penstock.tui.data.fields import get, number, objects, text, whole
 
 Floats = NDArray[np.float64]
 
@@ -222,3 +222,42 @@ def _add_bytes(totals: dict[str, float], moved: Any) -> float:
             totals[folder] = totals.get(folder, 0.0) + size
             total += size
     return total
+
+
+class Sample(NamedTuple):
+    """What the model wrote behind one prompt."""
+
+    prompt: str
+    text: str
+    tokens: int | None
+    ended: bool
+    """The model ended it; else it is cut off."""
+
+
+class Samples(NamedTuple):
+    """The samples of one step, in the order of the prompts."""
+
+    step: int
+    samples: list[Sample]
+
+
+def with_samples(known: Sequence[Samples], lines: Iterable[dict[str, Any]]) -> tuple[list[Samples], int]:
+    """Samples step by step, with those of further lines, and how many lines were none.
+
+    What was written again replaces those from its step on.
+    """
+    found, skipped = list(known), 0
+    for line in lines:
+        step, samples = whole(line, "step"), [_sample(one) for one in objects(line, "samples")]
+        if step is None or not samples:
+            skipped += 1
+            continue
+        while found and found[-1].step >= step:
+            found.pop()
+        found.append(Samples(step, samples))
+    return found, skipped
+
+
+def _sample(value: dict[str, Any]) -> Sample:
+    prompt, written = text(value, "prompt") or "", text(value, "text") or ""
+    return Sample(prompt, written, whole(value, "tokens"), get(value, "ended") is True)

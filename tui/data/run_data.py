@@ -15,8 +15,7 @@ from penstock.app.runs.tail import JsonTail
 from penstock.storage.files.untrusted import printable
 from penstock.tui.data.blocks import BlockLocation, BlockLocations
 from penstock.tui.data.fields import get, number, objects, text, whole
-from penstock.tui.data.metrics import MetricsLog, MetricsReader
-from penstock.tui.data.sample_log import Samples, with_samples
+from penstock.tui.data.metrics import MetricsLog, MetricsReader, Samples, with_samples
 from penstock.tui.data.spans import SpanStore
 
 SAMPLES_BYTES = 4 << 20

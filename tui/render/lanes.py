@@ -18,8 +18,7 @@ from penstock.app.runs.lanes import LANES
 from penstock.app.runs.ops import op_text
 from penstock.storage.files.units import rate_text
 from penstock.tui.data.spans import Busy, Floats, Ints, Span, SpanView, StepWindow
-from penstock.tui.render.lane_boxes import BOX_CELLS, Canvas, draw_boxes, draw_outline
-from penstock.tui.render.lane_parts import InView, has_parts, history
+from penstock.tui.render.lane_cells import BOX_CELLS, Canvas, InView, draw_boxes, draw_outline, has_parts, history
 from penstock.tui.render.ticks import fit, linear_ticks, tick_texts
 
 SHORT = {"nvme_read": "nvme r", "optimizer": "optim", "nvme_write": "nvme w"}

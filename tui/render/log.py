@@ -11,8 +11,8 @@ from rich.cells import cell_len, set_cell_size
 from penstock.app.console.rows import Glyphs, Page, Row
 from penstock.app.runs.files import local_time
 from penstock.storage.files.untrusted import printable
+from penstock.tui.data.metrics import Samples
 from penstock.tui.data.run_data import LogLine
-from penstock.tui.data.sample_log import Samples
 
 _TOKENS = {"error": "bad", "warning": "warn", "info": "text", "output": "dim"}
 _MOST_ROWS = 60

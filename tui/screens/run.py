@@ -20,19 +20,17 @@ from penstock.storage.files.errors import UserError
 from penstock.tui.data.alerts import refusals, why_no_ops
 from penstock.tui.data.blocks import BlockLocation
 from penstock.tui.data.run_data import RunData
-from penstock.tui.render.bars import tier_pane_rows
+from penstock.tui.render.bars import plan_rows, tier_pane_rows
 from penstock.tui.render.blockmap import block_map
 from penstock.tui.render.chart import next_kind
 from penstock.tui.render.pipeline import height_for
-from penstock.tui.render.plan_table import plan_rows
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.screens.lane_keys import LaneKeys
 from penstock.tui.widgets.kpi_bar import AlertBar, KpiBar, PipelineBar
 from penstock.tui.widgets.lane_view import LaneView
 from penstock.tui.widgets.lines import Drawn, Footer, LineWidget
-from penstock.tui.widgets.log_pane import LogPane
 from penstock.tui.widgets.loss_chart import LossChart
-from penstock.tui.widgets.pages import SamplesPane
+from penstock.tui.widgets.pages import LogPane, SamplesPane
 
 
 class Size(NamedTuple):

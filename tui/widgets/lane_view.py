@@ -15,7 +15,7 @@ from penstock.tui.data.alerts import why_no_ops
 from penstock.tui.data.critical import StepAnalysis, path_busy
 from penstock.tui.data.spans import Busy, Span, SpanStore, SpanView, StepWindow
 from penstock.tui.render.lanes import LaneScene, Layout, UnderWay, lanes_rows, layout
-from penstock.tui.render.span_text import now_row, ops_at, ops_under_way, span_row
+from penstock.tui.render.step_detail import now_row, ops_at, ops_under_way, span_row
 from penstock.tui.widgets.lines import LineWidget
 
 LAG_S = 1.0

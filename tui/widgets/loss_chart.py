@@ -13,7 +13,7 @@ from penstock.app.runs.recall_view import map_rows, map_width
 from penstock.storage.files.units import count_text, figure
 from penstock.tui.data.metrics import X_COLUMNS
 from penstock.tui.render.chart import Curve, XKind, chart, sparkline
-from penstock.tui.render.checklist import checklist_rows
+from penstock.tui.render.kpi import checklist_rows
 from penstock.tui.widgets.lines import RunPane
 
 _SIGNAL_LABEL = 22

@@ -24,7 +24,7 @@ from penstock.storage.files.errors import UserError
 from penstock.tui.data.catalog import about_lines, read_run_entry
 from penstock.tui.data.compare import ComparedRun, figure_rows
 from penstock.tui.data.run_data import RunData
-from penstock.tui.render.plan_table import real_step
+from penstock.tui.render.bars import real_step
 from penstock.tui.widgets.kpi_bar import figures
 
 KEPT = Path(__file__).parents[2] / "tui" / "snapshot_run"
