@@ -10,7 +10,8 @@ from penstock.app.console.rows import ASCII, plain
 from penstock.tui.app import PenstockApp
 from penstock.tui.data.compare import MOST_RUNS, ComparedRun, config_rows, figure_rows
 from penstock.tui.render.table import table_rows
-from penstock.tui.screens.compare import CompareChart, TableView
+from penstock.tui.screens.compare import CompareScreen
+from penstock.tui.widgets.lines import LineWidget
 
 NEW = {"step": 13, "loss": 2.5, "step_s": 1.0, "tokens": 10}
 """A line of metrics.jsonl."""
@@ -71,8 +72,10 @@ async def test_axes_scales_and_all_fields_and_a_live_runs_new_steps_and_a_vanish
     app: PenstockApp, pilot: Pilot[None], root: Path
 ) -> None:
     app.open_compare([root / "runs/first", root / "runs/second"])
-    await until(pilot, lambda: any(table.body for table in app.screen.query("#config").results(TableView)))
-    loss, config = app.screen.query_one("#loss", CompareChart), app.screen.query_one("#config", TableView)
+    await until(pilot, lambda: isinstance(app.screen, CompareScreen) and bool(app.screen.tables["config"]))
+    screen = app.screen
+    assert isinstance(screen, CompareScreen)
+    loss = screen.query_one("#loss", LineWidget)
     over_steps = plain(loss.rows(80, 16))
     assert [part in over_steps for part in ("step", "A", "B")] == [True] * 3
     for axis in ("tokens", "time"):
@@ -81,19 +84,18 @@ async def test_axes_scales_and_all_fields_and_a_live_runs_new_steps_and_a_vanish
     await pilot.press("x", "y")
     assert "logarithmic" in str(loss.border_title)
     await pilot.press("y", "o")
-    assert loss.clip is False
-    assert [row[0] for row in config.body] == ["train.steps", "train.lr"]
+    assert screen.clip is False
+    assert [row[0] for row in screen.tables["config"]] == ["train.steps", "train.lr"]
     await pilot.press("d")
-    assert len(config.body) > 20
+    assert len(screen.tables["config"]) > 20
     append(root / "runs/first/metrics.jsonl", NEW)
     shutil.rmtree(root / "runs/second")
-    figures = app.screen.query_one("#figures", TableView)
 
     def found() -> bool:
-        rows = {row[0]: row[1:] for row in figures.body}
+        rows = {row[0]: row[1:] for row in screen.tables["figures"]}
         return bool(rows) and (rows["steps"][0], rows["state"][1]) == ("13", "vanished")
 
     await until(pilot, found)
     app.open_compare([root / "runs/first"] * (MOST_RUNS + 2))  # more than there are letters
     await until(pilot, lambda: "2 marked ones are left out" in notices(pilot))
-    await until(pilot, lambda: len(app.screen.query_one("#figures", TableView).head) == MOST_RUNS + 1)
+    await until(pilot, lambda: [len(row) for row in app.screen.tables["figures"][:1]] == [MOST_RUNS + 1])  # type: ignore[attr-defined]
