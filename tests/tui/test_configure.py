@@ -31,7 +31,8 @@ from penstock.tui.screens.dialogs import (
 )
 from penstock.tui.screens.run import RunScreen
 from penstock.tui.widgets.form import FieldList
-from penstock.tui.widgets.pages import PlanPanel, PlanSummary
+from penstock.tui.widgets.lines import LineWidget
+from penstock.tui.widgets.pages import PlanPanel
 
 pytestmark = pytest.mark.usefixtures("few_fields")
 
@@ -363,7 +364,7 @@ async def test_the_selected_field_stays_in_view_and_narrow_terminals_show_one_pa
             ui.form.update_rows()
             await ui.until(lambda wrong=wrong: all(ui.form.rows[name].size.height > 1 for name in wrong))  # type: ignore[misc]
             await ui.until(is_seen)
-    panel, summary = ui.configure.query_one(PlanPanel), ui.configure.query_one(PlanSummary)
+    panel, summary = ui.configure.query_one(PlanPanel), ui.configure.query_one("#summary", LineWidget)
     assert (panel.display, summary.display, ui.form.display) == (False, True, True)
     assert "fits" in summary.render_line(0).text
     await ui.press("tab")

@@ -84,7 +84,7 @@ def _cells(figure: Figure, *, short: bool = False) -> str:
     return f"{figure.label} {text}" if figure.label else text
 
 
-_NAME_CELLS = 32
+_ITEM_CELLS = 32
 _SECONDS_CELLS = 9
 _BAR_CELLS = 16
 _PERCENT_CELLS = 6
@@ -130,7 +130,7 @@ def _row(item: Prepared, width: int, glyphs: Glyphs, *, live: bool) -> Row:
 
 
 def _columns(mark: Row, name: str, seconds: str, token: str, width: int, glyphs: Glyphs) -> Row:
-    cells = min(_NAME_CELLS, width - 2 - _SECONDS_CELLS)
+    cells = min(_ITEM_CELLS, width - 2 - _SECONDS_CELLS)
     if cells < _LEAST_CELLS:  # no room for a column of times
         return [*mark, (fit(name, max(0, width - 2), glyphs.ellipsis), token)]
     return [*mark, (fit(name, cells, glyphs.ellipsis), token), (seconds.rjust(_SECONDS_CELLS), token)]

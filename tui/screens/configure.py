@@ -16,6 +16,7 @@ from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.widgets import Input, Static
 
+from penstock.app.console.rows import Glyphs, Row
 from penstock.app.planning.view import fixes
 from penstock.app.recipes import shipped
 from penstock.app.recipes.recipe import Recipe, apply_overrides, from_dict, load_recipe, resolve_paths, save_recipe
@@ -25,11 +26,12 @@ from penstock.storage.files.units import duration_text, seconds_text
 from penstock.tui.data.draft import PATHS, Draft, error_field, kind_of
 from penstock.tui.data.plan_client import PlanClient, PlanState
 from penstock.tui.data.recipes import content_digest
+from penstock.tui.render.plan import summary_row
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.screens.dialogs import THIS_MACHINE, ChangesDialog, MachinePicker, PathPicker
 from penstock.tui.widgets.form import Form
-from penstock.tui.widgets.lines import Footer
-from penstock.tui.widgets.pages import PlanPanel, PlanSummary
+from penstock.tui.widgets.lines import Drawn, Footer
+from penstock.tui.widgets.pages import PlanPanel
 
 
 class _Panes(Horizontal):
@@ -83,7 +85,7 @@ class ConfigureScreen(PenstockScreen):
             with _Panes():
                 yield Form(self.draft, self._changed, id="form", classes="pane")
                 yield PlanPanel(id="plan", classes="pane")
-            yield PlanSummary(id="summary")
+            yield Drawn(self._summary_rows, id="summary")
             yield Static(id="launching", markup=False)
         yield Footer()
 
@@ -108,6 +110,10 @@ class ConfigureScreen(PenstockScreen):
     def is_unsaved(self) -> bool:
         return bool(self.draft.differences) and self.draft.differences != self._saved
 
+    def _summary_rows(self, width: int, height: int, glyphs: Glyphs) -> list[Row]:
+        panel = self.query_one(PlanPanel)
+        return [summary_row(panel.state, panel.machine, width, glyphs)]
+
     def _titles(self) -> None:
         changed = len(self.draft.differences)
         name = self.draft.text("name")
@@ -130,8 +136,8 @@ class ConfigureScreen(PenstockScreen):
             key, message = next(iter(self.draft.errors.items()))
             state = replace(state, error=f"{key}: {message}", stale=state.forecast is not None)
         self._tell_home(state)
-        self.query_one(PlanPanel).show(state, self.machine_name)
-        self.query_one(PlanSummary).show(state, self.machine_name)
+        if self.query_one(PlanPanel).show(state, self.machine_name):
+            self.query_one("#summary", Drawn).redraw()
         error = self.client.state.error
         field = error_field(error) if error is not None else None
         found = {} if field is None or error is None else {field: error.removeprefix(f"{field}: ")}

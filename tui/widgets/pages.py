@@ -11,40 +11,28 @@ from penstock.tui.data.metrics import Samples
 from penstock.tui.data.plan_client import PlanState
 from penstock.tui.data.run_data import RunData
 from penstock.tui.render.log import log_rows, matches, sample_rows
-from penstock.tui.render.plan import state_rows, summary_row
-from penstock.tui.widgets.lines import LineWidget, RunPane, ScrolledLines
+from penstock.tui.render.plan import state_rows
+from penstock.tui.widgets.lines import RunPane, ScrolledLines
 
 
-class _Planned(LineWidget):
-    """Draws what is known of a plan."""
+class PlanPanel(ScrolledLines):
+    """What is known of a plan."""
 
     state = PlanState()
-    _machine = ""
+    machine = ""
 
-    def show(self, state: PlanState, machine: str) -> None:
-        """Draw another state; `machine` is what is planned for."""
-        if (state, machine) != (self.state, self._machine):
-            self.state, self._machine = state, machine
-            self.redraw()
-
-
-class PlanSummary(_Planned):
-    """The plan in one row."""
-
-    def rows(self, width: int, height: int) -> list[Row]:
-        return [summary_row(self.state, self._machine, width, self.glyphs)]
-
-
-class PlanPanel(ScrolledLines, _Planned):
-    """The whole plan."""
-
-    def show(self, state: PlanState, machine: str) -> None:
+    def show(self, state: PlanState, machine: str) -> bool:
+        """Draw another state; `machine` is what is planned for. Whether it is another."""
+        if (state, machine) == (self.state, self.machine):
+            return False
         if state.forecast is not None and self.state.forecast is None:
             self.top = 0
-        super().show(state, machine)
+        self.state, self.machine = state, machine
+        self.redraw()
+        return True
 
     def page(self, width: int) -> list[Row]:
-        return state_rows(self.state, self._machine, width, self.glyphs)
+        return state_rows(self.state, self.machine, width, self.glyphs)
 
 
 class SamplesPane(ScrolledLines):
