@@ -222,9 +222,12 @@ class RunScreen(LaneKeys, PenstockScreen):
 
     def _poll(self) -> set[str]:
         """What is new, or was not shown when it was, in the feed's thread."""
+        was_behind = self.data.behind
         self._unshown |= self.data.poll()
+        if was_behind and not self.data.behind:
+            self._unshown.add("status")  # which says how much has been read
         now = time.monotonic()
-        if now - self._ticked_at >= _TICK_S and self.data.is_live:
+        if now - self._ticked_at >= _TICK_S and (self.data.is_live or self.data.behind):
             self._ticked_at = now
             self._unshown.add("tick")
         if self.frozen:
