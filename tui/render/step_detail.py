@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from penstock.app.console.rows import Glyphs, Row, exactly
+from penstock.app.console.rows import Glyphs, Row, beside, exactly
 from penstock.app.runs.ops import action_of, op_text, location_text
 from penstock.storage.files.units import bytes_text, rate_text, seconds_text
-from penstock.tui.data.critical import Blockers, IdleTotal, StepAnalysis
+from penstock.tui.data.critical import Blockers, IdleTotal, PathPart, StepAnalysis
 from penstock.tui.data.fields import number, objects, whole
 from penstock.tui.data.spans import Ints, SpanView, printable
 from penstock.tui.render.lanes import SHORT, UnderWay, lane_token, op_name
@@ -101,17 +101,17 @@ def path_row(view: SpanView, analysis: StepAnalysis) -> Row:
 
 def path_stretches(view: SpanView, analysis: StepAnalysis) -> list[tuple[str, str, float]]:
     """The critical path in order: (lane, ops of one name from the first to the last, seconds)."""
-    found: list[tuple[str, str, list[int], float]] = []
-    for part in analysis.path:
-        if part.row is None:
-            continue
-        lane, op = view.lanes[view.lane[part.row]], view.ops[view.op[part.row]]
-        seconds = part.end_s - part.start_s
-        if found and found[-1][:2] == (lane, op):
-            found[-1] = (lane, op, [*found[-1][2], part.row], found[-1][3] + seconds)
-        else:
-            found.append((lane, op, [part.row], seconds))
-    return [(lane, f"{op} {_from_to(view, rows)}", seconds) for lane, op, rows, seconds in found]
+
+    def name(part: PathPart) -> tuple[str, str]:
+        assert part.row is not None
+        return view.lanes[view.lane[part.row]], view.ops[view.op[part.row]]
+
+    found = []
+    for (lane, op), group in groupby((part for part in analysis.path if part.row is not None), name):
+        parts = list(group)
+        seconds = sum(part.end_s - part.start_s for part in parts)
+        found.append((lane, f"{op} {_from_to(view, [part.row for part in parts if part.row is not None])}", seconds))
+    return found
 
 
 def _from_to(view: SpanView, rows: Sequence[int]) -> str:
@@ -126,14 +126,12 @@ def idle_rows(
 
     Where there is room the path's ops stand beside it, or below, in their order.
     """
-    beside = width >= _TWO_COLUMNS
-    if beside:
+    if width >= _TWO_COLUMNS:
         left = (width - _GAP) // 2
         waits = _waiting_part(view, analysis, left, height - 1, lane, glyphs)
         path = _path_outline(view, analysis, width - left - _GAP, height - 1, glyphs)
-        empty: Row = []
-        pairs = zip_longest(waits, path, fillvalue=empty)
-        rows = [[*exactly(a, left), (" " * _GAP, "text"), *b] for a, b in pairs]
+        waits += [[]] * (len(path) - len(waits))
+        rows = beside([exactly(row, left) for row in waits], path)
     else:
         rows = _waiting_part(view, analysis, width, height - 1, lane, glyphs)
         if height - 2 - len(rows) >= _OUTLINE_ROWS:
@@ -144,17 +142,13 @@ def idle_rows(
 def _waiting_part(
     view: SpanView, analysis: StepAnalysis, width: int, height: int, lane: str | None, glyphs: Glyphs
 ) -> list[Row]:
-    rows: list[Row] = []
     first = "compute" if "compute" in view.lanes else next(iter(view.lanes), "")
     told = [first, *([lane] if lane is not None and lane in view.lanes and lane != first else [])]
     parts = [_waits(view, analysis, name, name == lane, glyphs) for name in told]
     others = _others(view, analysis, [name for name in view.lanes if name not in told], width)
     room = max(0, height - bool(others))
-    shares = [room] if len(parts) == 1 else [max(room - len(parts[1]), room - room // 2), 0]
-    shares[0] = min(len(parts[0]), shares[0])
-    shares[-1] = min(len(parts[-1]), room - sum(shares[:-1]))
-    for part, share in zip(parts, shares, strict=True):
-        rows += part[:share]
+    rows = parts[0][: max(room - sum(map(len, parts[1:])), room - room // 2)] if len(parts) > 1 else parts[0][:room]
+    rows += [row for part in parts[1:] for row in part][: room - len(rows)]
     return [*rows, exactly(others, width, glyphs.ellipsis)] if others else rows
 
 
