@@ -113,8 +113,7 @@ class LaneView(LineWidget, can_focus=True):
         self._running = False
         self._under_way = []
         self._until_s = math.inf
-        self._cursor_s = None
-        self._select(None)
+        self.clear_selection()
 
     def freeze(self, frozen: bool) -> None:
         """Hold the display, or go on."""
@@ -156,6 +155,10 @@ class LaneView(LineWidget, can_focus=True):
         """Fit the step; once more: follow the run again."""
         self._live_s = None
         self._set_mode("live" if self.mode == "step" and self._step is None else "step")
+
+    def clear_selection(self) -> None:
+        self._cursor_s = None
+        self._select(None)
 
     def select(self, span: Span) -> None:
         """Select a span, and bring it into view."""
