@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.app.console.rows import Glyphs, Row
 from penstock.app.runs.lanes import LANES
-from penstock.app.runs.ops import PARTS, op_text, part_of, location_text
+from penstock.app.runs.ops import PARTS, location_text, op_text, part_of
 from penstock.tui.data.parts import NONE, Parts, Stretches, computed, parts_of, runs, updates
 from penstock.tui.data.spans import Floats, Ints, SpanView
 from penstock.tui.render.one_row import sparkline

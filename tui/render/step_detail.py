@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.app.console.rows import Glyphs, Row, beside, exactly
-from penstock.app.runs.ops import action_of, op_text, location_text
+from penstock.app.runs.ops import action_of, location_text, op_text
 from penstock.storage.files.units import bytes_text, rate_text, seconds_text
 from penstock.tui.data.critical import Blockers, IdleTotal, PathPart, StepAnalysis
 from penstock.tui.data.fields import number, objects, whole
