@@ -36,6 +36,7 @@ class CompareScreen(PenstockScreen):
     CompareScreen.-very-wide #charts { width: 3fr; height: 1fr; }
     CompareScreen.-very-wide #tables { width: 2fr; height: 1fr; layout: vertical; }
     CompareScreen #figures-pane, CompareScreen #config-pane { width: 1fr; height: 1fr; }
+    CompareScreen #figures, CompareScreen #config { height: 1; }
     CompareScreen.-narrow #tables { layout: vertical; height: 50%; }
     CompareScreen.-tiny #tables { display: none; }
     """
