@@ -16,7 +16,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
-class FinetuneRequest(NamedTuple):
+class Request(NamedTuple):
     method: str
     path: str
     body: Any
@@ -29,7 +29,7 @@ class StandIn:
 
     def __init__(self, mood: str = "works") -> None:
         self.mood = mood
-        self.asked: list[FinetuneRequest] = []
+        self.asked: list[Request] = []
         self.reached = threading.Event()
         """Somebody has asked something."""
         self._released = threading.Event()
@@ -49,7 +49,7 @@ class StandIn:
         self._server.server_close()
 
     def respond(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        self.asked.append(FinetuneRequest(method, path, body))
+        self.asked.append(Request(method, path, body))
         self.reached.set()
         if self.mood == "hangs":
             self._released.wait()
