@@ -1,4 +1,4 @@
-"""Tiers of memory: NVMe (tensorstore), pinned RAM and GPU; committed generations; safetensors folders.
+"""Tiers of memory: NVMe, pinned RAM and GPU; committed generations; safetensors folders.
 
 This package knows bytes, dtypes and block names, and nothing about models.
 """

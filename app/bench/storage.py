@@ -49,7 +49,7 @@ from penstock.storage.tier.chunk import ChunkFormat
 from penstock.storage.tier.filesystem import check_folder, device_of
 from penstock.storage.tier.layout import ALIGN_NUMEL
 from penstock.storage.tier.manifest import ArraySpec
-from penstock.storage.tier.readers import DirectReader, Reader, Readers, TensorstoreReader, select_readers
+from penstock.storage.tier.readers import DirectReader, Reader, Readers, select_readers
 
 _SLOTS = 2 * LOOP_THREADS
 """Parts that the caller keeps in flight on each drive: twice the store's threads, so that none waits for work."""
@@ -66,19 +66,6 @@ class _Plan:
     folders: tuple[Path, ...]
     num_parts: int
     part_bytes: int
-
-
-class _Switch:
-    """A reader that can be changed while the store is open: every reader meets the same files."""
-
-    name = "switch"
-    checks_payload = True
-
-    def __init__(self, current: Reader):
-        self.current = current
-
-    def read(self, path: Path, out: torch.Tensor, form: ChunkFormat, expected: int | None) -> None:
-        self.current.read(path, out, form, expected)
 
 
 def bench_storage(
@@ -188,7 +175,7 @@ def _parts_that_fit(folders: Sequence[Path], size_bytes: int, part_bytes: int) -
 
 def _readers(folders: Sequence[Path]) -> tuple[dict[str, Reader], dict[str, str]]:
     """Every reader that works here, and why the others do not."""
-    readers: dict[str, Reader] = {"direct": DirectReader(), "tensorstore": TensorstoreReader()}
+    readers: dict[str, Reader] = {"direct": DirectReader()}
     if not torch.cuda.is_available():
         return readers, {"kvikio": "no CUDA device"}
     chosen = select_readers("kvikio", torch.device("cuda"), folders)
@@ -210,7 +197,6 @@ def _run_case(plan: _Plan, places: dict[Path, Path], readers: dict[str, Reader],
     for index, slot in enumerate(memory):  # real data is not compressible, and a drive might compress
         slot.random_(generator=torch.Generator().manual_seed(index))
     slots = [slot[: plan.part_bytes] for slot in memory]
-    switch, device = _Switch(readers["direct"]), readers.get("kvikio")
     stores = [places[folder] / "store" for folder in plan.folders]
     try:
         for files in raw:
@@ -220,7 +206,7 @@ def _run_case(plan: _Plan, places: dict[Path, Path], readers: dict[str, Reader],
             [ArraySpec(*_ARRAY, plan.num_parts * part_numel, "float32", part_numel)],
             budget_bytes=None,
             drives=stores,
-            readers=Readers(switch, device),
+            readers=Readers(readers["direct"], readers.get("kvikio")),
         )
         try:
             for _ in range(2):  # both slots: from here on every write overwrites
@@ -230,7 +216,7 @@ def _run_case(plan: _Plan, places: dict[Path, Path], readers: dict[str, Reader],
                 str(folder): sum(path.stat().st_size for path in chunk_files if path.is_relative_to(place))
                 for folder, place in zip(plan.folders, stores, strict=True)
             }
-            jobs = _jobs(plan, store, raw, RawLoop(memory), slots, switch, readers, chunk_files)
+            jobs = _jobs(plan, store, raw, RawLoop(memory), slots, readers, chunk_files)
             runs: dict[str, list[Timed]] = {name: [] for name in jobs}
             for number in range(rounds):
                 for phase in ("_write", "_read"):
@@ -266,7 +252,6 @@ def _jobs(
     raw: Sequence[RawFiles],
     loop: RawLoop,
     slots: Sequence[torch.Tensor],
-    switch: _Switch,
     readers: dict[str, Reader],
     chunk_files: Sequence[Path],
 ) -> dict[str, Callable[[], Timed]]:
@@ -280,7 +265,6 @@ def _jobs(
 
     def store_read(reader: Reader) -> Timed:
         drop_cached(chunk_files)
-        switch.current = reader
         into = list(slots)
         if reader.name == "kvikio":
             into = [torch.empty_like(slot, device="cuda") for slot in slots]

@@ -277,7 +277,7 @@ class RunDir:
 
         No process may be working on it any more. What cannot be removed stays.
         """
-        from penstock.storage.generations.tidy import remove_store  # loads tensorstore
+        from penstock.storage.generations.tidy import remove_store  # loads torch
 
         with contextlib.suppress(UserError):
             folders = [folder for folder in drive_folders(self.path, self.recipe.storage) if folder.exists()]

@@ -126,7 +126,7 @@ class RunLog:
 
     def watch_drives(self, folders: Iterable[Path]) -> None:
         """Tell the temperature of the drives under these folders from now on."""
-        from penstock.storage.tier.filesystem import device_of  # loads tensorstore
+        from penstock.storage.tier.filesystem import device_of  # loads numpy
 
         for folder in folders:
             with contextlib.suppress(OSError):

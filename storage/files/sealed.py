@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from mmap import mmap
 from typing import Any, NamedTuple
 
+from penstock.storage.files.crc import checksum
+
 KEY = "crc32c"
 """Where the checksum is: CRC-32C of all other keys, as compact JSON with sorted keys."""
 
@@ -40,9 +42,7 @@ def unseal(value: Mapping[str, Any]) -> Unsealed:
 
 def hex_crc(data: bytes | mmap) -> str:
     """CRC-32C in the form that is written to JSON."""
-    from penstock.storage.files.crc import checksum  # numpy, which whoever shows a recipe does without
-
-    return f"{checksum(memoryview(data), 0):08x}"
+    return f"{checksum(memoryview(data)):08x}"
 
 
 def _crc(content: Mapping[str, Any]) -> str:

@@ -165,7 +165,7 @@ class Bucket:
             del found
             if len(there) != len(value):
                 raise Refusal(f"{key} has only {len(there):,} of its {len(value):,} bytes there", permanent=False)
-            if checksum(memoryview(there), 0) != crc:
+            if checksum(memoryview(there)) != crc:
                 raise Refusal(f"{key} has a different checksum there", permanent=False)
 
         self.again(act)
@@ -237,7 +237,7 @@ def read_chunk_bytes(path: Path, file_bytes: int, crc: int) -> bytes:
 def require_chunk(data: bytes, crc: int, name: str) -> None:
     """UserError unless `data` is a chunk file of checksum `crc`."""
     view = memoryview(data)
-    found, stored = checksum(view[:-4], 0), int.from_bytes(view[-4:], "little")
+    found, stored = checksum(view[:-4]), int.from_bytes(view[-4:], "little")
     if not found == stored == crc:
         raise UserError(
             f"{name}: is damaged: it has CRC-32C {found:08x}, but records {stored:08x}, and the manifest records "
@@ -267,7 +267,7 @@ class Mover:
 
     def write(self, key: str, text: str) -> None:
         value = text.encode()
-        self.bucket.write(key, value, crc=checksum(memoryview(value), 0))
+        self.bucket.write(key, value, crc=checksum(memoryview(value)))
 
     def replace(self, key: str, text: str, if_equal: str) -> str | None:
         written = self.bucket.replace(key, text.encode(), base64.b64decode(if_equal))
@@ -286,7 +286,7 @@ class Mover:
         def one(key: str, path: str, file_bytes: int, crc: int) -> int:
             limit.take(file_bytes)
             data = read_chunk_bytes(Path(path), file_bytes, crc)
-            whole = checksum(memoryview(data), 0)
+            whole = checksum(memoryview(data))
             self.bucket.write(key, data, crc=whole)
             return file_bytes
 
@@ -307,7 +307,7 @@ class Mover:
                     digest = hashlib.sha256(piece).hexdigest()
                     if digest not in there:
                         limit.take(len(piece))
-                        self.bucket.write(f"{folder}/{digest}", piece, crc=checksum(memoryview(piece), 0))
+                        self.bucket.write(f"{folder}/{digest}", piece, crc=checksum(memoryview(piece)))
                         there.add(digest)
                     self._told(len(piece))
                     yield digest, len(piece)

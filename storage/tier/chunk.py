@@ -140,20 +140,20 @@ def check_chunk(path: Path, memory: Bytes, form: ChunkFormat, expected: int) -> 
     with held(_open_chunk(path, form, direct=_is_aligned(memory))) as fd:
         _pread(fd, [memory.data], 0)
     stored = int.from_bytes(memory[form.stored_bytes :].tobytes(), "little")
-    require_sum(checksum(memory[: form.stored_bytes].data, 0), stored)
+    require_sum(checksum(memory[: form.stored_bytes].data), stored)
     require_expected(stored, expected)
 
 
-def stored_checksum(path: Path, form: ChunkFormat, *, direct: bool, payload_bytes: int | None = None) -> int:
+def stored_checksum(path: Path, form: ChunkFormat, payload_bytes: int) -> int:
     """The CRC-32C at the end of chunk file `path`, for readers that move the payload by other means.
 
-    ChunkError on a missing or truncated file, and on padding in its last block that is not zero where `payload_bytes`
-    says where that begins; OSError on a failing disk.
+    ChunkError on a missing or truncated file, and on padding in its last block that is not zero; OSError on a failing
+    disk.
     """
-    with held(_open_chunk(path, form, direct=direct)) as fd:
+    with held(_open_chunk(path, form, direct=True)) as fd:
         block = own_page()
         _pread(fd, [block], form.file_bytes - BLOCK_BYTES)
-    return _stored(block, form.stored_bytes if payload_bytes is None else payload_bytes, form)
+    return _stored(block, payload_bytes, form)
 
 
 def _stored(block: memoryview, payload_bytes: int, form: ChunkFormat) -> int:

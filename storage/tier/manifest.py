@@ -244,7 +244,7 @@ def _array(item: _Array, drives: set[str]) -> tuple[ArraySpec, Stored]:
 
 def _own_checksum(content: dict[str, Any]) -> str:
     text = json.dumps(content, separators=(",", ":"))
-    return f"{checksum(memoryview(text.encode()), 0):08x}"
+    return f"{checksum(memoryview(text.encode())):08x}"
 
 
 def read_backup(root: Path) -> Manifest | None:

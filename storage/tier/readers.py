@@ -1,43 +1,38 @@
-"""How chunk files reach memory: one protocol, three readers.
+"""How chunk files reach memory: one protocol, two readers.
 
-`direct` is our own direct I/O into host memory (storage.chunk), the default there: it was measured at two to four times
-tensorstore's speed for a tenth of its CPU time (docs/decisions/nvme-io.md). `kvikio` reads into CUDA tensors with no
-host memory of ours in between. `tensorstore` reads the same files as the zarr3 chunks that they are.
+`direct` is our own direct I/O into host memory (storage/tier/chunk.py). `kvikio` reads into CUDA tensors with no host
+memory of ours in between. The files are zarr3 chunks, which any zarr3 reader opens (docs/decisions/nvme-io.md).
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-import tensorstore as ts
 import torch
 
-from penstock.storage.files.crc import checksum, followed, joined
+from penstock.storage.files.crc import checksum
 from penstock.storage.files.errors import UserError
 from penstock.storage.tier import chunk
 from penstock.storage.tier.drives import READ_THREADS
 from penstock.storage.tier.filesystem import existing
 
-CHOICES = ("auto", "kvikio", "direct", "tensorstore")
+CHOICES = ("auto", "kvikio", "direct")
 
 
 class Reader(Protocol):
     """Reads one chunk file; called from several threads at once."""
 
     name: str
-    """direct, tensorstore or kvikio."""
-    checks_payload: bool
-    """Whether a flipped bit in the payload is found by the read itself, as it is by all of ours."""
+    """direct or kvikio."""
 
     def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
         """Read the payload of chunk file `path` into `out` uint8 [payload bytes], contiguous; returns when it is there.
@@ -90,72 +85,10 @@ class DirectReader:
     """Our own direct I/O into host memory: no copy, checksum in hardware."""
 
     name = "direct"
-    checks_payload = True
-
-    def __init__(self, *, direct: bool = True) -> None:
-        """`direct` False reads through the page cache; a file system without direct I/O is read so in any case."""
-        self._direct = direct
 
     def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
-        """See Reader; direct where `out` starts at a 4 KiB address."""
-        chunk.read_chunk(path, out.numpy(), form, direct=self._direct, expected=expected)
-
-
-class TensorstoreReader:
-    """tensorstore's zarr3 driver: any zarr3 reader's view of the files. Its `crc32c` codec checks the payload.
-
-    tensorstore reads a chunk file into memory of its own, decodes it and copies what was asked for.
-    """
-
-    name = "tensorstore"
-    checks_payload = True
-
-    def __init__(self) -> None:
-        self._context = ts.Context(
-            {
-                "file_io_concurrency": {"limit": 32},  # requests in flight; one chunk file is one request
-                "file_io_mode": {"mode": "direct"},  # possible because every file is a whole number of blocks
-                "cache_pool": {"total_bytes_limit": 0},  # a chunk is read once, and would count against no budget
-            }
-        )
-        self._arrays: dict[Path, tuple[tuple[int, int], ts.TensorStore]] = {}
-        self._lock = threading.Lock()
-
-    def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
-        """See Reader. `path` is c.P.0 in the folder of an array, beside its zarr.json."""
-        stored = chunk.stored_checksum(path, form, direct=True)
-        array = self._array(path.parent, form)
-        part = int(path.name.split(".")[1])
-        target = out.numpy().view(array.dtype.numpy_dtype)
-        with _errors():
-            ts.array(target).write(array[part, : target.size]).result()
-        chunk.require_expected(stored, expected)  # the codec has compared the payload with `stored`
-
-    def _array(self, folder: Path, form: chunk.ChunkFormat) -> ts.TensorStore:
-        """The open array of `folder`, opened anew where its zarr.json has been replaced."""
-        description = folder / "zarr.json"
-        try:
-            status = os.stat(description)
-        except FileNotFoundError as error:
-            raise chunk.ChunkError(f"{description} is missing") from error
-        identity = (status.st_ino, status.st_mtime_ns)
-        with self._lock:
-            known, array = self._arrays.get(folder, (None, None))
-        if array is not None and known == identity:
-            return array
-        spec = {
-            "driver": "zarr3",
-            "kvstore": {"driver": "file", "path": f"{folder}/"},
-            "fill_missing_data_reads": False,
-        }
-        with _errors():
-            array = ts.open(spec, open=True, read=True, context=self._context).result()
-        shape = array.chunk_layout.read_chunk.shape or ()
-        if len(shape) != 2 or (shape[1] or 0) * array.dtype.numpy_dtype.itemsize != form.stored_bytes:
-            raise chunk.ChunkError(f"{description} describes another array")
-        with self._lock:
-            self._arrays[folder] = (identity, array)
-        return array
+        """See Reader; direct where `out` starts at a 4 KiB address and the file system allows it."""
+        chunk.read_chunk(path, out.numpy(), form, direct=True, expected=expected)
 
 
 class KvikioReader:
@@ -168,8 +101,6 @@ class KvikioReader:
     """
 
     name = "kvikio"
-    checks_payload = True
-
     num_threads = 16
     """Tasks in flight (for each drive): the queue depth that an NVMe drive wants with tasks of this size."""
     task_bytes = 4 << 20
@@ -204,7 +135,7 @@ class KvikioReader:
 
     def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
         """See Reader; `out` may also be host memory, which needs CUDA all the same."""
-        stored = chunk.stored_checksum(path, form, direct=True, payload_bytes=out.numel())
+        stored = chunk.stored_checksum(path, form, out.numel())
         buffer: Any = out if out.is_cuda else out.numpy()
         try:
             with self._kvikio.CuFile(str(path), "r") as file:
@@ -221,8 +152,8 @@ class KvikioReader:
         with torch.cuda.stream(self._own.stream):
             for part in out.split(self.checked_bytes):
                 piece = self._own.piece[: part.numel()].copy_(part)
-                found = joined(found, checksum(piece.numpy().data, 0), part.numel())
-        chunk.require_sum(followed(found, form.stored_bytes - out.numel()), stored)
+                found = checksum(piece.numpy().data, before=found)
+        chunk.require_sum(checksum(memoryview(b""), form.stored_bytes - out.numel(), found), stored)
         chunk.require_expected(stored, expected)
 
 
@@ -231,12 +162,12 @@ def find_readers(choice: str, device: torch.device) -> Readers:
 
     `choice` is one of CHOICES. `auto` and `kvikio` read into CUDA memory with kvikio where it can be imported; where
     not, reads pass through host memory and `warning` says why. Whether it can do what it promises, `Readers.confirm`
-    finds out; nothing is allocated before. Host memory (which is also what a CPU computes on) is read with
-    `tensorstore` where that is chosen, else with `direct`. UserError on an unknown choice.
+    finds out; nothing is allocated before. Host memory (which is also what a CPU computes on) is read with `direct`.
+    UserError on an unknown choice.
     """
     if choice not in CHOICES:
         raise UserError(f"storage.reader: {choice!r} is not one of {', '.join(CHOICES)}")
-    host: Reader = TensorstoreReader() if choice == "tensorstore" else DirectReader()
+    host = DirectReader()
     if device.type == "cpu":
         warning = (
             "storage.reader: kvikio reads into CUDA memory, but this run computes on the CPU; using direct instead"
@@ -297,27 +228,6 @@ def _probe(read: Callable[[Path, chunk.ChunkFormat], None], out: torch.Tensor, f
             raise OSError(errno.EIO, "a test file was read back with different bytes", str(path))
     finally:
         path.unlink(missing_ok=True)
-
-
-_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """Translate tensorstore's errors: damage is a ChunkError, what the operating system refused an OSError."""
-    try:
-        yield
-    except ValueError as error:  # its only type for failing reads; the message starts with a status
-        text = _first_line(error).split(" [tensorstore_spec=")[0]
-        status = text.split(":")[0]
-        if code := _OS_ERROR.search(str(error)):
-            raise OSError(int(code[1]), text) from error
-        if status == "NOT_FOUND":
-            raise chunk.ChunkError(f"missing ({text})") from error
-        if status in ("DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE"):
-            kind = "checksum mismatch" if "Digest mismatch" in text else "damaged"
-            raise chunk.ChunkError(f"{kind} ({text})") from error
-        raise OSError(errno.EIO, text) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -147,7 +147,7 @@ def _write_file(path: Path, src: torch.Tensor, drive: Drive) -> int:
         write_all(fd, views, 0)
     finally:
         os.close(fd)
-    return checksum(src.detach().numpy().data, 0)
+    return checksum(src.detach().numpy().data)
 
 
 def _read_file(path: Path, out: torch.Tensor, *, direct: bool) -> int | None:
@@ -158,4 +158,4 @@ def _read_file(path: Path, out: torch.Tensor, *, direct: bool) -> int | None:
             return None
         if tail:
             tail[:] = own_page()[: len(tail)]
-    return checksum(out.detach().numpy().data, 0)
+    return checksum(out.detach().numpy().data)

@@ -101,7 +101,7 @@ def signed(content: dict[str, Any]) -> bytes:
     """A manifest's content with the checksum that makes it look right."""
     content = {name: value for name, value in content.items() if name != "crc32c"}
     text = json.dumps(content, separators=(",", ":"))
-    return json.dumps(content | {"crc32c": f"{checksum(memoryview(text.encode()), 0):08x}"}).encode()
+    return json.dumps(content | {"crc32c": f"{checksum(memoryview(text.encode())):08x}"}).encode()
 
 
 def damaged_manifests() -> dict[str, bytes]:

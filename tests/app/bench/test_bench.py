@@ -181,25 +181,15 @@ def folders(tmp_path: Path) -> list[Path]:
     return sorted(tmp_path.iterdir())
 
 
-def test_one_drive(folders: list[Path], monkeypatch: Patch, capsys: Captured) -> None:
-    """The store is read by the reader that a row names."""
-    calls: list[str] = []
-    for reader in (storage.DirectReader, storage.TensorstoreReader):
-
-        def counted(self, *args, real=reader.read):  # type: ignore[no-untyped-def]
-            calls.append(self.name)
-            return real(self, *args)
-
-        monkeypatch.setattr(reader, "read", counted)
+def test_one_drive(folders: list[Path], capsys: Captured) -> None:
     folder = folders[0]
     figures = storage.bench_storage([folder], json=True, size_bytes=SIZE, part_bytes=CHUNK, rounds=2)
-    assert calls.count("direct") == calls.count("tensorstore") == 2 * 8
     assert json.loads(capsys.readouterr().out) == figures
     (case,) = figures["cases"]
     assert case["moved_bytes"] == SIZE
     # Two generations of eight chunk files, each padded by one block.
     assert case["file_bytes_on_drive"] == {str(folder): 2 * 8 * (CHUNK + 4096)}
-    expected = {"raw_write", "raw_read", "store_write", "direct_read", "tensorstore_read"}
+    expected = {"raw_write", "raw_read", "store_write", "direct_read"}
     assert expected <= set(case["measured"])
     for row in case["measured"].values():
         assert len(row["gbps_rounds"]) == 2
