@@ -30,8 +30,8 @@ from penstock.engine.session import Session
 from penstock.engine.train import train_step
 from penstock.storage.files.units import bytes_text
 from penstock.storage.offsite.index import Claim
-from penstock.storage.offsite.link import PlaceLink
-from penstock.storage.offsite.place import parse_place
+from penstock.storage.offsite.link import Link
+from penstock.storage.offsite.location import parse_location
 from penstock.storage.offsite.send import send_checkpoint
 
 WARMUP_STEPS = 3
@@ -102,7 +102,7 @@ class _Upload:
     def __init__(self, session: Session, folder: Path, bytes_per_s: float | None) -> None:
         self.moved = 0
         self._session, self._rate, self._ends = session, bytes_per_s, False
-        self._link = PlaceLink(parse_place(str(folder / "place"), "--folder"))
+        self._link = Link(parse_location(str(folder / "place"), "--folder"))
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
 
@@ -136,7 +136,7 @@ class _Upload:
                     automatic=True,
                     keep=1,
                     bytes_per_s=self._rate,
-                    told=self._moved,
+                    report=self._moved,
                 )
             except Exception:
                 if not self._ends:

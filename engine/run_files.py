@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock.engine.config import Recipe
 from penstock.storage.files.model_folder import MORE_TEMPLATES, is_followed, more_templates
-from penstock.storage.offsite.place import may_be_named
+from penstock.storage.offsite.location import may_be_named
 
 INPUTS = "inputs"
 """Folder of a run directory: what the recipe names elsewhere, saved for a machine that does not have it."""

@@ -30,8 +30,8 @@ from penstock.storage.generations.checkpoints import (
 from penstock.storage.generations.retention import automatic_name
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.offsite.index import Claim, one_at_a_time, require_usable
-from penstock.storage.offsite.link import PlaceLink
-from penstock.storage.offsite.place import parse_place
+from penstock.storage.offsite.link import Link
+from penstock.storage.offsite.location import parse_location
 from penstock.storage.offsite.send import send_checkpoint
 from penstock.storage.tier.manifest import FILE_NAME, Manifest
 
@@ -45,7 +45,7 @@ Report = Callable[[str], None]
 class Uploads:
     """The uploads of one process of a run. `begin` it before anything is prepared, `attach` the store, `close` it."""
 
-    def __init__(self, recipe: Recipe, run_dir: Path, link: PlaceLink) -> None:
+    def __init__(self, recipe: Recipe, run_dir: Path, link: Link) -> None:
         """Use `begin`."""
         storage = recipe.storage
         self._recipe, self._run_dir, self._link = recipe, run_dir, link
@@ -75,7 +75,7 @@ class Uploads:
         root, store = state_folder(run_dir), None
         if resume and (root / FILE_NAME).exists():
             store = Manifest.read(root).store
-        link = PlaceLink(parse_place(recipe.storage.offsite, "storage.offsite"))
+        link = Link(parse_location(recipe.storage.offsite, "storage.offsite"))
         try:
             require_usable(link, root, store)
         finally:
@@ -171,7 +171,7 @@ class Uploads:
 
     def _progress(self) -> str:
         share = f"{min(1.0, self._moved / self._total):.0%} of {bytes_text(self._total)}" if self._total else "begun"
-        return f"uploading step {self._sending} to {self._link.place}: {share}; the run ends when the upload is done"
+        return f"uploading step {self._sending} to {self._link.location}: {share}; the run ends when the upload is done"
 
     def _say(self, text: str) -> None:
         self._messages.append(f"storage.offsite: {text}")
@@ -239,11 +239,11 @@ class Uploads:
             bytes_per_s=self._bytes_per_s,
             waits=self._report_another,
             begins=self._begins,
-            told=self._count,
+            report=self._count,
         )
         self._newest, self._sent_any = step, True
         took_s = time.monotonic() - started
-        self._say(f"step {step} is at {self._link.place}: {bytes_text(sent.moved_bytes)} in {took_s:.1f} s")
+        self._say(f"step {step} is at {self._link.location}: {bytes_text(sent.moved_bytes)} in {took_s:.1f} s")
 
     def _report_another(self) -> None:
         self._say("another upload of this run is in progress; waiting for it")

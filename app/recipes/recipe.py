@@ -27,7 +27,7 @@ from penstock.storage.files.disk import atomic_write
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.links import require_no_entry
 from penstock.storage.files.untrusted import one_line, parse_json, read_regular, real_path
-from penstock.storage.offsite.place import is_place
+from penstock.storage.offsite.location import is_location
 
 _FILE_BYTES = 1 << 24
 """Of a recipe file; those that people write have kilobytes."""
@@ -216,7 +216,7 @@ def resolve_paths(recipe: Recipe, folder: Path, *, is_run: bool = False) -> Reci
 
 
 def _absolute(folder: Path, path: str) -> str:
-    if is_place(path):
+    if is_location(path):
         return path
     if is_hub(path):
         parse_hub(path)

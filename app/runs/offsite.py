@@ -22,7 +22,7 @@ from penstock.storage.files.disk import atomic_write, require_writable
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import bytes_text
 from penstock.storage.files.untrusted import one_line, printable, shell
-from penstock.storage.offsite.place import Place, is_place, parse_place
+from penstock.storage.offsite.location import Location, is_location, parse_location
 
 MARK = "fetch.json"
 """File of a run directory that is being made of what is at a place: which generation of which."""
@@ -46,12 +46,12 @@ class _Moved:
         preparing.report(self._moved / self._total if self._total else 0.0, words)
 
 
-def named_place(text: str) -> Place | None:
+def named_place(text: str) -> Location | None:
     """The place that an argument RUN names by its scheme; None for a run directory or its name. UserError."""
-    return parse_place(text, "RUN") if is_place(text) else None
+    return parse_location(text, "RUN") if is_location(text) else None
 
 
-def place_of(text: str) -> Place | None:
+def place_of(text: str) -> Location | None:
     """The same, and of a folder that storage.offsite or `--to` wrote to, or the name of a generation in it."""
     if (place := named_place(text)) is not None:
         return place
@@ -59,7 +59,7 @@ def place_of(text: str) -> Place | None:
     try:
         is_run = (path / "recipe.json").exists()
         if not is_run and any((folder / "penstock.json").is_file() for folder in (path, path.absolute().parent)):
-            return parse_place(text, "RUN")
+            return parse_location(text, "RUN")
     except (OSError, ValueError):  # no name that a file can have
         pass
     return None
@@ -72,14 +72,14 @@ def send(run_path: Path, name: str, to: str) -> str:
     """
     from penstock.storage.generations.checkpoints import checkpoint_folder, checkpoint_names, resolve_checkpoint
     from penstock.storage.offsite.index import Claim, require_usable
-    from penstock.storage.offsite.link import PlaceLink
+    from penstock.storage.offsite.link import Link
     from penstock.storage.offsite.send import send_checkpoint
     from penstock.storage.tier.manifest import Manifest
 
     require_own(run_path)
-    place, recipe, root = parse_place(to, "--to"), read_recipe(run_path), state_folder(run_path.resolve())
+    place, recipe, root = parse_location(to, "--to"), read_recipe(run_path), state_folder(run_path.resolve())
     store = Manifest.read(root).store
-    with PlaceLink(place, "--to") as link:
+    with Link(place, "--to") as link:
         require_usable(link, root, store)  # before the checkpoint is made
         name = resolve_checkpoint(root, name) if name in ("last-good", "best") else name
         if name not in checkpoint_names(root):
@@ -102,7 +102,7 @@ def send(run_path: Path, name: str, to: str) -> str:
                 name=name,
                 waits=waits,
                 begins=progress.begins,
-                told=progress.told,
+                report=progress.told,
             )
     took_s, step = time.monotonic() - started, sent.entry.step
     if not sent.moved_bytes:
@@ -113,12 +113,12 @@ def send(run_path: Path, name: str, to: str) -> str:
     )
 
 
-def listed(place: Place) -> list[str]:
+def listed(place: Location) -> list[str]:
     """A line for each generation at a place, oldest first. UserError where there is none."""
     from penstock.storage.offsite.index import read_index
-    from penstock.storage.offsite.link import PlaceLink
+    from penstock.storage.offsite.link import Link
 
-    with working(f"looking at {place}"), PlaceLink(place, "RUN") as link:
+    with working(f"looking at {place}"), Link(place, "RUN") as link:
         index = read_index(link).index
         if index is None:
             raise UserError(f"{place}: contains no state, as penstock.json is missing; check the name")
@@ -130,7 +130,7 @@ def listed(place: Place) -> list[str]:
 
 
 def fetch(
-    place: Place, run_dir: Path | None, checkpoint: str | None, overrides: Sequence[str], root: Path = Path("runs")
+    place: Location, run_dir: Path | None, checkpoint: str | None, overrides: Sequence[str], root: Path = Path("runs")
 ) -> Path:
     """Make a run directory of the newest generation at `place`, or of `checkpoint`; it, ready to be resumed.
 
@@ -139,21 +139,21 @@ def fetch(
     checksums. UserError where something is damaged or does not fit.
     """
     from penstock.storage.offsite.fetch import fetch_files, fetch_state, find, read_small
-    from penstock.storage.offsite.link import PlaceLink
+    from penstock.storage.offsite.link import Link
 
     with working(f"looking at {place}"):
-        link, found = find(lambda where: PlaceLink(where, "RUN"), place, checkpoint)
+        link, found = find(lambda where: Link(where, "RUN"), place, checkpoint)
     with link, tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         for name in found.files:
             if name not in (RECIPE, *HISTORY, _CONSTANTS) and name.split("/")[0] not in ("data", INPUTS):
-                raise UserError(f"{found.place}: names '{one_line(name, 80)}', which is not a file of a run")
+                raise UserError(f"{found.location}: names '{one_line(name, 80)}', which is not a file of a run")
         text = read_small(link, found, RECIPE, Path(scratch)).decode("utf-8", errors="replace")
-        recipe = from_run_json(text, f"{found.place}/{found.folder}/{RECIPE}")
+        recipe = from_run_json(text, f"{found.location}/{found.folder}/{RECIPE}")
         recipe = change_run(recipe, overrides, Path.cwd())
-        mark = {"place": str(found.place), "folder": found.folder}
+        mark = {"place": str(found.location), "folder": found.folder}
         path = _target(run_dir, mark, root) or fresh_path(root, recipe.name)
         progress = _Moved()
-        with _made(path, mark), working(f"fetching from {found.place}") as shown:
+        with _made(path, mark), working(f"fetching from {found.location}") as shown:
             path = path.resolve()
             shown.clear()
             print(printable(f"run directory {path}: step {found.manifest.step} of {place}"), file=sys.stderr)

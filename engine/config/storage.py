@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.engine.config.values import MOST_STEPS, Budget, parse_budget, parse_bytes, require, require_counts
-from penstock.storage.offsite.place import parse_place
+from penstock.storage.offsite.location import parse_location
 
 PART_STEP = 8192
 """storage.part_bytes is a multiple of so many bytes: whole pages of the drive in two-byte elements as well."""
@@ -90,7 +90,7 @@ class StorageConfig:
         require(good is None or good > 1, f"storage.keep_good: {good} must be above 1; none keeps no last-good")
         require(self.nvme != [], "storage.nvme: the list is empty; name a folder, or leave it out")
         if self.offsite is not None:
-            parse_place(self.offsite, "storage.offsite")
+            parse_location(self.offsite, "storage.offsite")
         if self.offsite_bandwidth is not None:
             rate = parse_bytes(self.offsite_bandwidth, "storage.offsite_bandwidth")
             require(

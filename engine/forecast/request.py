@@ -35,7 +35,7 @@ from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import FP32, BufferShape, PlanInput, PlanOptions, SampleSpace
 from penstock.storage.files.errors import BudgetError, UserError
 from penstock.storage.files.units import bytes_text
-from penstock.storage.offsite.place import mover_bytes
+from penstock.storage.offsite.location import mover_bytes
 from penstock.storage.tier.chunk import ChunkFormat
 from penstock.storage.tier.layout import part_numel_even
 

@@ -10,6 +10,7 @@ generation, and NvmeStore.write leaves a file with other links alone. NvmeStore.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -33,7 +34,6 @@ from penstock.storage.tier.drives import (
     locate,
     read_identity,
     record,
-    stripe,
     write_identity,
 )
 from penstock.storage.tier.manifest import ArraySpec, Manifest, Stored, step_of
@@ -219,28 +219,27 @@ def place_restored(
     stay = all(id in drives.by_id for stored in kept.arrays.values() for id in stored.drives)
     result: dict[ArraySpec, Stored] = {}
     jobs: list[tuple[Drive, Path, Path]] = []
-    for number, (spec, stored) in enumerate(kept.arrays.items()):
-        array = arrays[spec]
+    for spec, group in itertools.groupby(kept.chunks(found), key=lambda chunk: chunk.spec):
+        array, stored = arrays[spec], kept.arrays[spec]
         if spec.fixed:
             _require_same_content(name, kept, array, stored)
             result[spec] = array.stored()
             continue
         layout = tuple(drives.by_id[id] for id in stored.drives) if stay else array.target
         result[spec] = Stored(array.next_slot(), tuple(drive.id for drive in layout), stored.crcs)
-        for part in range(len(array.parts)):
-            base = found[stored.drives[stripe(number, part, len(stored.drives))]]
-            source = base / spec.buffer / spec.kind / str(stored.slot) / f"c.{part}.0"
-            size = source.stat().st_size if source.exists() else None
-            if size != array.form.file_bytes:
+        for part, chunk in enumerate(group):
+            size = chunk.path.stat().st_size if chunk.path.exists() else None
+            if size != chunk.file_bytes:
                 what = "the file is missing" if size is None else f"the file has {size:,} bytes"
                 raise UserError(
-                    f"{source} (checkpoint '{name}', generation {kept.generation}): {what}; the checkpoint is damaged: "
-                    "restore another one"
+                    f"{chunk.path} (checkpoint '{name}', generation {kept.generation}): {what}; the checkpoint is "
+                    "damaged: restore another one"
                 )
-            jobs.append((*array.chunk(layout, array.next_slot(), part), source))
+            drive, target = array.chunk(layout, array.next_slot(), part)
+            jobs.append((drive, chunk.path, target))
     make_folders(arrays.values(), {drive for drive, _, _ in jobs})
-    place(drives, [(drive, source, target) for drive, target, source in jobs])
-    return result, [(drive, target) for drive, target, _ in jobs]
+    place(drives, jobs)
+    return result, [(drive, target) for drive, _, target in jobs]
 
 
 def _require_same_content(name: str, kept: Manifest, array: Array, stored: Stored) -> None:

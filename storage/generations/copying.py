@@ -20,7 +20,6 @@ from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import Told, untold
 from penstock.storage.generations import ownership
 from penstock.storage.tier import manifest
-from penstock.storage.tier.chunk import ChunkFormat
 from penstock.storage.tier.drives import (
     CHECKPOINTS,
     WRITE_THREADS,
@@ -31,11 +30,9 @@ from penstock.storage.tier.drives import (
     read_identity,
     record,
     require_room,
-    stripe,
     write_identity,
 )
-from penstock.storage.tier.layout import part_numel_even
-from penstock.storage.tier.manifest import Manifest, Stored
+from penstock.storage.tier.manifest import Manifest
 
 
 def copy_state(root: Path, drives: Sequence[Path], told: Told = untold) -> int:
@@ -116,25 +113,24 @@ def _copy(
     """
     inner = Path() if content.checkpoint is None else Path(CHECKPOINTS, content.checkpoint)
     bases = {id: folder / inner for id, folder in ids.items()}
-    order = tuple(ids)
+    records = tuple(record(id, base, root, place, active=True) for id, base in bases.items())
+    arrays = {spec: replace(stored, drives=tuple(ids)) for spec, stored in content.arrays.items()}
+    copied = replace(content, arrays=arrays, drives=records)
     jobs: dict[Path, Path] = {}
+    total = 0
+    for old, new in zip(content.chunks(found), copied.chunks(bases), strict=True):
+        if not old.path.is_file() or old.path.stat().st_size != old.file_bytes:
+            raise UserError(
+                f"{old.path}: is missing or incomplete, so this state cannot be copied; scrub the original run"
+            )
+        jobs[new.path] = old.path
+        total += old.file_bytes
     owners: dict[Path, Path] = {}
-    arrays, total = {}, 0
-    for number, (spec, stored) in enumerate(content.arrays.items()):
-        file_bytes = ChunkFormat(part_numel_even(spec.numel, spec.part_numel) * spec.item_bytes).file_bytes
+    for spec, stored in content.arrays.items():
         below = Path(spec.buffer, spec.kind, str(stored.slot))
-        for part in range(len(stored.crcs)):
-            source = found[stored.drives[stripe(number, part, len(stored.drives))]] / below / f"c.{part}.0"
-            if not source.is_file() or source.stat().st_size != file_bytes:
-                raise UserError(
-                    f"{source}: is missing or incomplete, so this state cannot be copied; scrub the original run"
-                )
-            jobs[bases[order[stripe(number, part, len(order))]] / below / source.name] = source
-            total += file_bytes
         for id, base in bases.items():
             jobs[base / below / "zarr.json"] = found[stored.drives[0]] / below / "zarr.json"
             owners[base / below] = ids[id]
-        arrays[spec] = Stored(stored.slot, order, stored.crcs)
     keys = {target: _shared_key(target, source, owners) for target, source in jobs.items()}
     jobs = {target: placed.get(keys[target], source) for target, source in jobs.items()}
     _require_room(jobs, owners)
@@ -143,8 +139,6 @@ def _copy(
     for id, base in bases.items():
         if content.checkpoint is not None:
             write_identity(base, Identity.of(content.store, id, root, content.checkpoint))
-    records = tuple(record(id, base, root, place, active=True) for id, base in bases.items())
-    copied = replace(content, arrays=arrays, drives=records)
     publish(copied.prepare(place), place / manifest.FILE_NAME)
     copied.back_up({place, *bases.values()} if content.checkpoint is None else set(bases.values()) - {place})
     return total

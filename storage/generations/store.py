@@ -445,7 +445,7 @@ class NvmeStore:
         return future
 
     def _array(self, spec: ArraySpec, *, scratch: bool) -> Array:
-        return Array.make(spec, len(self._arrays), self._drives.active, scratch=scratch)
+        return Array(spec, len(self._arrays), self._drives.active, scratch)
 
     def _add(self, spec: ArraySpec, *, scratch: bool) -> Array:
         return self._arrays.setdefault((spec.buffer, spec.kind), self._array(spec, scratch=scratch))

@@ -1,4 +1,4 @@
-"""A generation's way back from a place off the machine: found by its name, checked chunk by chunk, to any drives."""
+"""Downloads of a generation from a location off the machine: found by name, checked chunk by chunk, to any drives."""
 
 from __future__ import annotations
 
@@ -29,13 +29,11 @@ from penstock.storage.offsite.index import (
     read_tokens,
     write_tokens,
 )
-from penstock.storage.offsite.link import Job, OffsiteError, Pieces, PlaceLink, Told
-from penstock.storage.offsite.place import Place
+from penstock.storage.offsite.link import Job, Link, OffsiteError, Pieces, Report
+from penstock.storage.offsite.location import Location
 from penstock.storage.tier import manifest
-from penstock.storage.tier.arrays import Array
-from penstock.storage.tier.chunk import ChunkFormat
-from penstock.storage.tier.drives import Locks, distinct, record, require_room, stripe
-from penstock.storage.tier.layout import part_numel_even
+from penstock.storage.tier.arrays import zarr_json
+from penstock.storage.tier.drives import Locks, distinct, record, require_room
 from penstock.storage.tier.manifest import ArraySpec, Manifest, Stored
 
 _MOST_SMALL_BYTES = 1 << 24
@@ -44,9 +42,9 @@ _MOST_FILES_BYTES = 1 << 46
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A generation at a place."""
+    """A generation at a location."""
 
-    place: Place
+    location: Location
     """Where its index is, or would be."""
     folder: str
     name: str
@@ -58,77 +56,76 @@ class Found:
     @property
     def num_bytes(self) -> int:
         """Of state and files."""
-        sizes = (len(stored.crcs) * _form(spec).file_bytes for spec, stored in self.manifest.arrays.items())
-        return sum(sizes) + sum(map(file_bytes, self.files.values()))
+        return sum(map(_array_bytes, self.manifest.arrays)) + sum(map(file_bytes, self.files.values()))
 
 
-def _form(spec: ArraySpec) -> ChunkFormat:
-    return ChunkFormat(part_numel_even(spec.numel, spec.part_numel) * spec.item_bytes)
+def _array_bytes(spec: ArraySpec) -> int:
+    return len(spec.parts()) * spec.form.file_bytes
 
 
-def find(open_link: Callable[[Place], PlaceLink], place: Place, name: str | None) -> tuple[PlaceLink, Found]:
-    """The newest generation at `place`, or the one called `name`, or the one that `place` itself ends in the name of.
+def find(open_link: Callable[[Location], Link], location: Location, name: str | None) -> tuple[Link, Found]:
+    """The newest generation at `location`, or the one called `name`, or the one whose name `location` itself ends in.
 
     Returns an open link to where its index is. UserError where there is none, or it is damaged.
     """
-    link = open_link(place)
+    link = open_link(location)
     try:
         seen = read_index(link)
-        if seen.index is None and (above := place.parent()) is not None and name is None:
+        if seen.index is None and (above := location.parent()) is not None and name is None:
             link.close()
             link = open_link(above[0])
-            return link, _find_below(link, above[0], above[1], place)
+            return link, _find_below(link, above[0], above[1], location)
         if seen.index is None:
-            raise _nothing(place)
-        return link, _chosen(link, place, seen.index, name)
+            raise _nothing(location)
+        return link, _chosen(link, location, seen.index, name)
     except BaseException:
         link.close()
         raise
 
 
-def _find_below(link: PlaceLink, place: Place, name: str, asked: Place) -> Found:
-    """The generation `name` of the index at `place`; of one that cannot be read, or was not copied, its folder."""
+def _find_below(link: Link, location: Location, name: str, asked: Location) -> Found:
+    """The generation `name` of the index at `location`; of one that cannot be read, or was not copied, its folder."""
     try:
         index = read_index(link).index
     except OffsiteError:
         index = None
     if index is not None and any(name in (entry.name, entry.folder) for entry in index.entries):
-        return _chosen(link, place, index, name)
+        return _chosen(link, location, index, name)
     found = read_manifest(link, name)
     if found is None:
         raise _nothing(asked)
-    return Found(place, name, found.checkpoint or name, None, found, read_files(link, name))
+    return Found(location, name, found.checkpoint or name, None, found, read_files(link, name))
 
 
-def _nothing(place: Place) -> UserError:
+def _nothing(location: Location) -> UserError:
     return UserError(
-        f"{place}: holds no state: neither {INDEX} nor a generation was found; check the name, and for a store other "
-        "than AWS set AWS_ENDPOINT_URL"
+        f"{location}: holds no state: neither {INDEX} nor a generation was found; check the name, and for a store "
+        "other than AWS set AWS_ENDPOINT_URL"
     )
 
 
-def _chosen(link: PlaceLink, place: Place, index: Index, name: str | None) -> Found:
+def _chosen(link: Link, location: Location, index: Index, name: str | None) -> Found:
     if not index.entries:
-        raise UserError(f"{place}: holds {index.words}, so there is nothing to resume from")
+        raise UserError(f"{location}: holds {index.words}, so there is nothing to resume from")
     entry = index.entries[-1]
     if name is not None:
         named = [entry for entry in index.entries if name in (entry.name, entry.folder)]
         if not named:
             there = ", ".join(entry.name for entry in index.entries)
-            raise UserError(f"{place}: has no generation '{one_line(name, 80)}'; it has {there}")
+            raise UserError(f"{location}: has no generation '{one_line(name, 80)}'; it has {there}")
         entry = named[-1]
     found = read_manifest(link, entry.folder)
     if found is None or found.store != index.store or found.generation != entry.generation:
         what = "has no manifest" if found is None else "has the manifest of another generation"
-        raise UserError(f"{place}/{entry.folder}: {what}; choose another with --checkpoint NAME")
-    return Found(place, entry.folder, entry.name, index, found, read_files(link, entry.folder))
+        raise UserError(f"{location}/{entry.folder}: {what}; choose another with --checkpoint NAME")
+    return Found(location, entry.folder, entry.name, index, found, read_files(link, entry.folder))
 
 
-def read_small(link: PlaceLink, found: Found, name: str, folder: Path) -> bytes:
+def read_small(link: Link, found: Found, name: str, folder: Path) -> bytes:
     """The content of one of a run's small files, through `folder`. UserError where there is none, or it is large."""
     pieces = found.files.get(name)
     if pieces is None or file_bytes(pieces) > _MOST_SMALL_BYTES:
-        raise UserError(f"{found.place}/{found.folder}: lacks {name}; choose another with --checkpoint NAME")
+        raise UserError(f"{found.location}/{found.folder}: lacks {name}; choose another with --checkpoint NAME")
     path = folder / f"fetched-{uuid.uuid4().hex[:8]}"
     try:
         link.get_files({path: pieces}, FILES, lambda moved: None)
@@ -137,25 +134,25 @@ def read_small(link: PlaceLink, found: Found, name: str, folder: Path) -> bytes:
         path.unlink(missing_ok=True)
 
 
-def fetch_files(link: PlaceLink, found: Found, targets: Mapping[str, Path], inside: Path, told: Told) -> None:
+def fetch_files(link: Link, found: Found, targets: Mapping[str, Path], inside: Path, report: Report) -> None:
     """Make files of the run, `targets` by their names, in folders that are made below `inside`."""
     wanted = {path: found.files[name] for name, path in targets.items()}
     size = sum(map(file_bytes, wanted.values()))
     if size > _MOST_FILES_BYTES:
-        raise UserError(f"{found.place}/{found.folder}: its files add up to {size:,} bytes, more than any run has")
+        raise UserError(f"{found.location}/{found.folder}: its files add up to {size:,} bytes, more than any run has")
     require_room({inside: size}, "the run's files")
     for path in wanted:
         try:
             make_folder(path.parent, inside)
         except OSError as error:
             raise disk_error(error, path.parent, "making a folder") from error
-    link.get_files({path: pieces for path, pieces in wanted.items() if pieces}, FILES, told)
+    link.get_files({path: pieces for path, pieces in wanted.items() if pieces}, FILES, report)
     for path, pieces in wanted.items():
         if not pieces:
             write_file(path, b"")
 
 
-def fetch_state(link: PlaceLink, found: Found, root: Path, drives: Sequence[Path], told: Told) -> None:
+def fetch_state(link: Link, found: Found, root: Path, drives: Sequence[Path], report: Report) -> None:
     """Make the store of generation `found`, its manifest in `root` and its chunk files striped over `drives`.
 
     Each chunk is compared with the manifest's checksum. The manifest is written last: until then there is no store, and
@@ -170,53 +167,35 @@ def fetch_state(link: PlaceLink, found: Found, root: Path, drives: Sequence[Path
         if (root / manifest.FILE_NAME).exists():
             raise UserError(f"{root}: already holds a state; choose another --run-dir")
         ids = {ownership.join(folder, found.manifest.store, root, locks): folder for folder in folders}
-        order = tuple(ids)
-        jobs, arrays = _jobs(found, ids)
+        arrays = {spec: Stored(0, tuple(ids), stored.crcs) for spec, stored in found.manifest.arrays.items()}
+        records = tuple(record(id, folder, root, root, active=True) for id, folder in ids.items())
+        fetched = replace(found.manifest, arrays=arrays, drives=records, checkpoint=None)
         _require_room(found, folders)
-        for spec in arrays:
-            content = Array.make(spec, 0, (), scratch=False).zarr_json()
-            for folder in folders:
-                below = folder / spec.buffer / spec.kind / "0"
-                make_folder(below, folder)
-                write_file(below / "zarr.json", content)
+        below = {folder / spec.buffer / spec.kind / "0": (folder, spec) for folder in folders for spec in arrays}
+        for inner, (folder, spec) in below.items():
+            make_folder(inner, folder)
+            write_file(inner / "zarr.json", zarr_json(spec))
         ownership.require_plain({root, *folders})
-        link.get(jobs, told)
-        for folder in folders:
-            for spec in arrays:
-                inner = folder / spec.buffer / spec.kind / "0"
-                for path in (inner, inner.parent, inner.parent.parent):
-                    fsync_dir(path)
-            fsync_dir(folder)
+        link.get([_job(found, *chunk) for chunk in fetched.chunks(ids)], report)
+        for path in sorted({above for inner in below for above in (inner, *list(inner.parents)[:3])}, reverse=True):
+            fsync_dir(path)
         if found.index is not None:
-            write_tokens(root, str(found.place), [*read_tokens(root, str(found.place)), found.index.token])
-        records = tuple(record(id, ids[id], root, root, active=True) for id in order)
-        content_now = replace(found.manifest, arrays=arrays, drives=records, checkpoint=None)
-        publish(content_now.prepare(root), root / manifest.FILE_NAME)
-        content_now.back_up({root, *folders})
+            write_tokens(root, str(found.location), [*read_tokens(root, str(found.location)), found.index.token])
+        publish(fetched.prepare(root), root / manifest.FILE_NAME)
+        fetched.back_up({root, *folders})
     except OSError as error:
         raise disk_error(error, Path(error.filename or root), "writing the fetched state") from error
     finally:
         locks.release()
 
 
-def _jobs(found: Found, ids: Mapping[str, Path]) -> tuple[list[Job], dict[ArraySpec, Stored]]:
-    """What is to be read where to, striped over the drives, and where the arrays lie then."""
-    order, jobs, arrays = tuple(ids), [], {}
-    for number, (spec, stored) in enumerate(found.manifest.arrays.items()):
-        arrays[spec] = Stored(0, order, stored.crcs)
-        source = array_folder(found.folder, spec.buffer, spec.kind, fixed=spec.fixed)
-        for part, crc in enumerate(stored.crcs):
-            drive = ids[order[stripe(number, part, len(order))]]
-            target = drive / spec.buffer / spec.kind / "0" / f"c.{part}.0"
-            jobs.append((f"{source}/{target.name}", target, _form(spec).file_bytes, crc))
-    return jobs, arrays
+def _job(found: Found, spec: ArraySpec, path: Path, file_bytes: int, crc: int) -> Job:
+    source = array_folder(found.folder, spec.buffer, spec.kind, fixed=spec.fixed)
+    return f"{source}/{path.name}", path, file_bytes, crc
 
 
 def _require_room(found: Found, folders: Sequence[Path]) -> None:
     """UserError unless the drives hold two generations, less what an earlier try has left there."""
-    slots = {spec: 1 if spec.fixed else 2 for spec in found.manifest.arrays}
-    need = sum(
-        slots[spec] * len(stored.crcs) * _form(spec).file_bytes for spec, stored in found.manifest.arrays.items()
-    )
+    need = sum(_array_bytes(spec) * (1 if spec.fixed else 2) for spec in found.manifest.arrays)
     there = sum(path.stat().st_blocks * 512 for folder in folders for path in folder.glob("*/*/0/c.*.0"))
     require_room(dict.fromkeys(folders, max(0, need - there) // len(folders)), "two generations of the state")

@@ -1,25 +1,25 @@
-"""A place off the machine as this process sees it: requests to a mover's process, answers, errors in one line."""
+"""A location off the machine as this process sees it: calls to a mover's process, and its errors in one line."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import json
+import multiprocessing
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from penstock.storage.files import child
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.untrusted import one_line, printable
-from penstock.storage.offsite.place import Place, require_mounted
+from penstock.storage.files.untrusted import one_line
+from penstock.storage.offsite.location import Location, require_mounted
 
-Told = Callable[[int], None]
-"""Told of bytes that have moved, from the thread that asked for it."""
+Report = Callable[[int], None]
+"""Is given bytes that have moved, in the thread that called for it."""
 Job = tuple[str, Path, int, int]
-"""Key of a chunk at the place, its file here, its bytes, its CRC-32C in the manifest."""
+"""Key of a chunk at the location, its file here, its bytes, its CRC-32C in the manifest."""
 Pieces = list[tuple[str, int]]
 """(SHA-256, bytes) of what a file consists of."""
 
@@ -43,37 +43,35 @@ _HINTS = {
 
 
 class OffsiteError(UserError):
-    """What a place refuses. The message is one line: what, where, and how to mend it."""
+    """What a location refuses. The message is one line: what, where, and how to mend it."""
 
-    def __init__(self, message: str, *, permanent: bool) -> None:
+    def __init__(self, message: str, *, permanent: bool = True) -> None:
         super().__init__(message)
         self.permanent = permanent
-        """Whether asking again changes nothing: credentials, a bucket that is gone."""
+        """Whether another try changes nothing: credentials, a bucket that is gone."""
 
 
-class PlaceChangedError(OffsiteError):
-    """Somebody else has written to the place since this run last did."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, permanent=True)
+class LocationChangedError(OffsiteError):
+    """Somebody else has written to the location since this run last did."""
 
 
-class PlaceLink:
-    """A place, reached by a process of its own; use from one thread at a time, and close it.
+class Link:
+    """A location, reached by a process of its own; use from one thread at a time, and close it.
 
-    Every method raises OffsiteError, of one line, where the place refuses; what may help was tried again before.
+    Every method raises OffsiteError, of one line, where the location refuses; what may help was tried again before.
     """
 
-    def __init__(self, place: Place, field: str = "storage.offsite", **patience: float) -> None:
+    def __init__(self, location: Location, field: str = "storage.offsite", **patience: float) -> None:
         """`field`: how messages name what the user wrote. `patience`: most_pause_s and patience_s of tests."""
-        require_mounted(place, field)
-        self.place, self._field = place, field
+        require_mounted(location, field)
+        self.location, self._field = location, field
         self._patience = patience
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection[Any, Any] | None = None
         self._lock = threading.Lock()
         self._closed = False
 
-    def __enter__(self) -> PlaceLink:
+    def __enter__(self) -> Link:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -89,10 +87,6 @@ class PlaceLink:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            with contextlib.suppress(OSError):
-                for stream in (process.stdin, process.stdout):
-                    if stream is not None:
-                        stream.close()
             process.wait()
 
     @property
@@ -100,97 +94,86 @@ class PlaceLink:
         """Of the process, where it runs."""
         return None if self._process is None else self._process.pid
 
-    def read(self, key: str, most: int) -> tuple[str | None, bytes]:
-        """A text, None where there is none, and its generation."""
-        found = self._ask({"do": "read", "key": key, "most": most})
-        return found["text"], base64.b64decode(found["generation"])
+    def read(self, key: str, most_bytes: int) -> tuple[bytes | None, bytes]:
+        """An object, None where there is none, and its generation."""
+        found: tuple[bytes | None, bytes] = self._call("read", key, most_bytes)
+        return found
 
-    def write(self, key: str, text: str) -> None:
-        self._ask({"do": "write", "key": key, "text": text})
+    def write(self, key: str, value: bytes) -> None:
+        self._call("write", key, value)
 
-    def replace(self, key: str, text: str, if_equal: bytes) -> bytes | None:
-        """Write a text in the place of generation `if_equal`; its own, None where the object is another by now."""
-        generation = base64.b64encode(if_equal).decode()
-        written = self._ask({"do": "replace", "key": key, "text": text, "if_equal": generation})
-        return None if written is None else base64.b64decode(written)
+    def replace(self, key: str, value: bytes, if_equal: bytes) -> bytes | None:
+        """Write an object in the place of generation `if_equal`; its own, None where the object is another by now."""
+        generation: bytes | None = self._call("replace", key, value, if_equal)
+        return generation
 
     def keys(self, prefix: str) -> list[str]:
-        found: list[str] = self._ask({"do": "keys", "prefix": prefix})
+        found: list[str] = self._call("keys", prefix)
         return found
 
     def delete(self, keys: Sequence[str]) -> None:
-        if keys:
-            self._ask({"do": "delete", "keys": list(keys)})
+        self._call("delete", keys)
 
-    def put(self, jobs: Sequence[Job], bytes_per_s: float | None, told: Told) -> int:
-        """Write chunk files to the place, and see that they are there; their bytes."""
-        return int(self._ask({"do": "put", "jobs": _plain(jobs), "bytes_per_s": bytes_per_s}, told))
+    def put(self, jobs: Sequence[Job], bytes_per_s: float | None, report: Report) -> int:
+        """Write chunk files to the location, and see that they are there; their bytes."""
+        return int(self._call("put", jobs, bytes_per_s, report=report))
 
     def put_files(
-        self, files: Mapping[str, Path], have: Sequence[str], folder: str, bytes_per_s: float | None, told: Told
+        self, files: Mapping[str, Path], have: set[str], folder: str, bytes_per_s: float | None, report: Report
     ) -> dict[str, Pieces]:
         """Write files in pieces below `folder`, but for pieces that are there; the pieces of each."""
-        request = {"do": "put_files", "files": [[name, str(path)] for name, path in files.items()]}
-        found = self._ask({**request, "have": list(have), "folder": folder, "bytes_per_s": bytes_per_s}, told)
-        return {name: [(digest, size) for digest, size in pieces] for name, pieces in found}
+        found: dict[str, Pieces] = self._call("put_files", files, have, folder, bytes_per_s, report=report)
+        return found
 
-    def get(self, jobs: Sequence[Job], told: Told) -> int:
-        """Make chunk files of what the place has; those that are whole already stay."""
-        return int(self._ask({"do": "get", "jobs": _plain(jobs)}, told))
+    def get(self, jobs: Sequence[Job], report: Report) -> int:
+        """Make chunk files of what the location has; those that are whole already stay."""
+        return int(self._call("get", jobs, report=report))
 
-    def get_files(self, files: Mapping[Path, Pieces], folder: str, told: Told) -> int:
+    def get_files(self, files: Mapping[Path, Pieces], folder: str, report: Report) -> int:
         """Make files of their pieces below `folder`."""
-        request = [[str(path), pieces] for path, pieces in files.items()]
-        return int(self._ask({"do": "get_files", "files": request, "folder": folder}, told))
+        return int(self._call("get_files", files, folder, report=report))
 
-    def error(self, what: str, *, permanent: bool) -> OffsiteError:
+    def error(self, what: str, permanent: bool) -> OffsiteError:
         """What was refused, where, and how to mend it."""
-        hint = _HINTS.get(what, {}).get(self.place.driver)
+        hint = _HINTS.get(what, {}).get(self.location.driver)
         hint = hint or ("" if permanent else "check the network and the store, then try again")
-        said = f"{self._field}: {self.place}: {one_line(printable(what))}" + (f"; {hint}" if hint else "")
-        return OffsiteError(said, permanent=permanent)
+        text = f"{self._field}: {self.location}: {one_line(what)}" + (f"; {hint}" if hint else "")
+        return OffsiteError(text, permanent=permanent)
 
-    def _ask(self, request: dict[str, Any], told: Told = lambda moved: None) -> Any:
+    def _call(self, act: str, *args: Any, report: Report = lambda moved: None) -> Any:
+        """What method `act` of the process's Bucket returns."""
         with self._lock:
             if self._closed:
                 raise self.error("was given up", permanent=False)
-            process = self._process or self._start()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
-                print(json.dumps(request), file=process.stdin, flush=True)
-                for line in process.stdout:
-                    content = json.loads(line)
-                    told(content.get("moved", 0))
-                    if "refused" in content:
-                        raise self.error(content["refused"], permanent=content["permanent"])
-                    if "result" in content:
-                        return content["result"]
-            except (OSError, ValueError) as error:
-                if isinstance(error, UserError):
-                    raise
+            with contextlib.suppress(OSError, EOFError):
+                connection = self._connection if self._process is not None else None
+                connection = connection or self._start()
+                connection.send((act, args))
+                while True:
+                    kind, value = connection.recv()
+                    if kind == "result":
+                        return value
+                    if kind == "refused":
+                        raise self.error(*value)
+                    report(value)
             self.release()
             raise self.error("the upload process has ended", permanent=False)
 
-    def _start(self) -> subprocess.Popen[str]:
-        self._process = subprocess.Popen(
-            child.command("storage.offsite.mover"),
-            env=child.environment(OMP_NUM_THREADS="1", **_GIVE_BACK),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # what libraries say of every file that they do not find
-            text=True,
-            process_group=0,  # no Ctrl-C; a session of its own would have a share of the cores beside ours
-        )
-        place = {"driver": self.place.driver, "bucket": self.place.bucket, "path": self.place.path}
-        print(json.dumps({"do": "open", **place, **self._patience}), file=self._process.stdin, flush=True)
-        assert self._process.stdout is not None
-        opened = json.loads(self._process.stdout.readline() or '{"refused": "ended at once", "permanent": false}')
-        if "refused" in opened:
+    def _start(self) -> Connection[Any, Any]:
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                child.command("storage.offsite.mover", str(theirs.fileno())),
+                env=child.environment(OMP_NUM_THREADS="1", **_GIVE_BACK),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # what libraries say of every file that they do not find
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # no Ctrl-C; a session of its own would have a share of the cores beside ours
+            )
+        self._connection.send((self.location, self._patience))
+        kind, value = self._connection.recv()
+        if kind == "refused":
             self.release()
-            raise self.error(opened["refused"], permanent=opened["permanent"])
-        return self._process
-
-
-def _plain(jobs: Sequence[Job]) -> list[list[Any]]:
-    return [[key, str(path), size, crc] for key, path, size, crc in jobs]
+            raise self.error(*value)
+        return self._connection

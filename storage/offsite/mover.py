@@ -1,15 +1,14 @@
-"""A process that moves bytes between files and a place off the machine: requests as JSON lines in, answers out.
+"""A process that moves bytes between files and a location off the machine: calls of Bucket's methods in, results out.
 
-It has the libraries that reach the place, their threads and what they print, so that whoever trains has none of it, and
-the lowest priority there is. It ends with whoever began it, as its input ends then.
+It has the libraries that reach the location, their threads and what they print, so that whoever trains has none of it,
+and the lowest priority there is. It ends with whoever began it, as its connection ends then.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
+import functools
 import hashlib
-import json
 import os
 import queue
 import random
@@ -17,10 +16,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TypeVar
 
 import tensorstore as ts
 
@@ -28,22 +28,24 @@ from penstock.storage.files.crc import checksum
 from penstock.storage.files.disk import prepare_file, publish
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line, open_regular
-from penstock.storage.offsite.place import PIECE_BYTES, Place, parts_in_flight
+from penstock.storage.offsite.link import Job, Pieces, Report
+from penstock.storage.offsite.location import PIECE_BYTES, Location, parts_in_flight
+
+T = TypeVar("T")
 
 _TRIES = 6
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.2, 20.0
 _SLOWEST_BYTES_PER_S = 1 << 17
 """A request that is slower than this, and than `_PATIENCE_S` besides, is given up and made again."""
 _PATIENCE_S = 60.0
-_TOLD_S = 0.25
 _NO_OBJECT = b"\x02"
 """What tensorstore calls the generation of an object that is not there."""
 
 
 class Refusal(Exception):
-    """What the place refuses; `permanent`: asking again changes nothing."""
+    """What the location refuses; `permanent`: another try changes nothing."""
 
-    def __init__(self, text: str, *, permanent: bool) -> None:
+    def __init__(self, text: str, *, permanent: bool = False) -> None:
         super().__init__(text)
         self.permanent = permanent
 
@@ -69,94 +71,61 @@ def meaning(error: BaseException) -> Refusal:
             return Refusal(what, permanent=True)
     if "os_error_code" in str(error):
         return Refusal(text, permanent="os_error_code='28'" not in str(error))
-    if isinstance(error, TimeoutError):
-        return Refusal("it did not answer in time", permanent=False)
-    return Refusal(text or type(error).__name__, permanent=False)
+    return Refusal("it did not answer in time" if isinstance(error, TimeoutError) else text or type(error).__name__)
 
 
 class Bucket:
-    """Objects of a place, each request tried again where that may help."""
+    """Objects of a location, each request tried again where that may help. Every method raises Refusal."""
 
-    def __init__(self, place: Place, *, most_pause_s: float = _MOST_PAUSE_S, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(
+        self,
+        location: Location,
+        report: Report,
+        *,
+        most_pause_s: float = _MOST_PAUSE_S,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
+        """`report` is given bytes that have moved, by any thread."""
+        self._location, self._report = location, report
         self._most_pause_s, self._patience_s = most_pause_s, patience_s
         retries = {"max_retries": 2, "initial_delay": "100ms", "max_delay": "1s"}
-        name = {"s3": "s3_request_retries", "gcs": "gcs_request_retries"}.get(place.driver)
-        self.place = place
+        name = {"s3": "s3_request_retries", "gcs": "gcs_request_retries"}.get(location.driver)
         try:
-            spec = place.spec() | ({name: retries} if name else {})
+            spec = location.spec() | ({name: retries} if name else {})
             self._kv = ts.KvStore.open(spec, context=ts.Context()).result(timeout=patience_s)
         except (ValueError, TimeoutError) as error:
             raise meaning(error) from error
 
-    def again(self, act: Callable[[], Any]) -> Any:
-        """What `act` returns, after pauses where it is refused for now. Refusal."""
-        for attempt in range(_TRIES):
-            try:
-                return act()
-            except (ValueError, TimeoutError, Refusal) as error:
-                refusal = error if isinstance(error, Refusal) else meaning(error)
-                if refusal.permanent or attempt == _TRIES - 1:
-                    raise refusal from error
-            time.sleep(min(self._most_pause_s, _FIRST_PAUSE_S * 2**attempt) * (0.5 + random.random() / 2))
-        raise AssertionError
-
-    def _result(self, future: Any, num_bytes: int) -> Any:
-        try:
-            return future.result(timeout=self._patience_s + num_bytes / _SLOWEST_BYTES_PER_S)
-        except TimeoutError:
-            future.cancel()
-            raise
-
-    def read(self, key: str, most: int) -> tuple[bytes | None, bytes]:
-        """The object, None where there is none, and its generation. Refusal where it has more than `most` bytes."""
+    def read(self, key: str, most_bytes: int) -> tuple[bytes | None, bytes]:
+        """The object, None where there is none, and its generation. Refusal where it has more than `most_bytes`."""
 
         def act() -> tuple[bytes | None, bytes]:
             try:
-                self._read(key, slice(0, most + 1))
+                self._read(key, slice(0, most_bytes + 1))
             except ValueError as error:
                 if not str(error).startswith("OUT_OF_RANGE"):
                     raise
             else:  # it is longer, or not there
                 found = self._read(key, slice(0, 1))
                 if found.state == "value":
-                    raise Refusal(f"{key} is larger than the limit of {most:,} bytes", permanent=True)
+                    raise Refusal(f"{key} is larger than the limit of {most_bytes:,} bytes", permanent=True)
                 return None, bytes(found.stamp.generation)
-            found = self._read(key, slice(0, None), most)
+            found = self._read(key, slice(0, None), most_bytes)
             return bytes(found.value) if found.state == "value" else None, bytes(found.stamp.generation)
 
-        value: tuple[bytes | None, bytes] = self.again(act)
+        value: tuple[bytes | None, bytes] = self._try(act)
         return value
 
-    def read_exactly(self, key: str, size: int, check: Callable[[bytes], None]) -> bytes:
-        """An object of `size` bytes that `check` has nothing against. Refusal where that is not what is there."""
+    def write(self, key: str, value: bytes) -> None:
+        """Write an object and see that it is what is there: what is short or another is written again.
 
-        def act() -> bytes:
-            try:
-                found = self._read(key, slice(0, size), size)
-            except ValueError as error:
-                if str(error).startswith("OUT_OF_RANGE"):
-                    raise Refusal(f"{key} is shorter than its {size:,} bytes", permanent=False) from error
-                raise
-            if found.state != "value":
-                raise Refusal(f"{key} is missing", permanent=True)
-            check(value := bytes(found.value))
-            return value
-
-        data: bytes = self.again(act)
-        return data
-
-    def _read(self, key: str, span: slice, size: int = 0) -> Any:
-        return self._result(self._kv.read(key, byte_range=span), size)
-
-    def write(self, key: str, value: bytes, *, crc: int) -> None:
-        """Write an object and see that it is what is there: what is short or another is written again. Refusal.
-
-        The place's own word for it is taken where it is the MD5 of what it has, else the object is read back.
+        The location's own word for it is taken where it is the MD5 of what it has, else the object is read back.
         """
+        crc = checksum(memoryview(value))
 
         def act() -> None:
             stamp = self._result(self._kv.write(key, value), len(value))
-            if self.place.driver == "s3":
+            if self._location.driver == "s3":
                 digest = hashlib.md5(value, usedforsecurity=False).hexdigest()
                 if stamp.generation == b'\x00"' + digest.encode() + b'"':
                     return
@@ -164,11 +133,11 @@ class Bucket:
             there = found.value if found.state == "value" else b""  # a copy, each time that it is asked for
             del found
             if len(there) != len(value):
-                raise Refusal(f"{key} has only {len(there):,} of its {len(value):,} bytes there", permanent=False)
+                raise Refusal(f"{key} has only {len(there):,} of its {len(value):,} bytes there")
             if checksum(memoryview(there)) != crc:
-                raise Refusal(f"{key} has a different checksum there", permanent=False)
+                raise Refusal(f"{key} has a different checksum there")
 
-        self.again(act)
+        self._try(act)
 
     def replace(self, key: str, value: bytes, if_equal: bytes) -> bytes | None:
         """Write an object in the place of generation `if_equal`; its generation, None where that is another by now."""
@@ -183,15 +152,15 @@ class Bucket:
             if not stamp.generation or generation != stamp.generation:
                 return None
             expected = generation
-            raise Refusal(f"{key} differs from what was written", permanent=False)
+            raise Refusal(f"{key} differs from what was written")
 
-        written: bytes | None = self.again(act)
+        written: bytes | None = self._try(act)
         return written
 
     def keys(self, prefix: str) -> list[str]:
         """Keys that begin with `prefix`."""
         span = ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)) if prefix else ts.KvStore.KeyRange()
-        keys: list[str] = self.again(lambda: [key.decode() for key in self._result(self._kv.list(span), 1 << 24)])
+        keys: list[str] = self._try(lambda: [key.decode() for key in self._result(self._kv.list(span), 1 << 24)])
         return keys
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -203,7 +172,125 @@ class Bucket:
                 for future in [self._kv.write(key, None) for key in some]:
                     self._result(future, 0)
 
-            self.again(act)
+            self._try(act)
+
+    def put(self, jobs: Sequence[Job], bytes_per_s: float | None) -> int:
+        """Write chunk files to the location; the bytes that went there."""
+        limit = Limit(bytes_per_s)
+
+        def one(job: Job) -> int:
+            key, path, file_bytes, crc = job
+            limit.take(file_bytes)
+            self.write(key, read_chunk_bytes(path, file_bytes, crc))
+            return file_bytes
+
+        return self._all(one, jobs, largest(jobs))
+
+    def put_files(
+        self, files: Mapping[str, Path], have: set[str], folder: str, bytes_per_s: float | None
+    ) -> dict[str, Pieces]:
+        """Write files in pieces that are called by their SHA-256, below `folder`, but for those in `have`; the pieces
+        of each. A file may grow meanwhile."""
+        limit = Limit(bytes_per_s)
+
+        def one(path: Path) -> Iterator[tuple[str, int]]:
+            with open(path.resolve(strict=True), "rb") as file:
+                left = os.fstat(file.fileno()).st_size
+                while left > 0 and (piece := file.read(min(PIECE_BYTES, left))):
+                    left -= len(piece)
+                    digest = hashlib.sha256(piece).hexdigest()
+                    if digest not in have:
+                        limit.take(len(piece))
+                        self.write(f"{folder}/{digest}", piece)
+                        have.add(digest)
+                    self._report(len(piece))
+                    yield digest, len(piece)
+
+        return {name: list(one(path)) for name, path in files.items()}
+
+    def get(self, jobs: Sequence[Job]) -> int:
+        """Make chunk files of what the location has; those that are whole stay."""
+
+        def one(job: Job) -> int:
+            key, path, file_bytes, crc = job
+            with contextlib.suppress(OSError, UserError):
+                read_chunk_bytes(path, file_bytes, crc)
+                return file_bytes
+            data = self._read_exactly(key, file_bytes, lambda value: require_chunk(value, crc, key))
+            publish(prepare_file(path, data), path)
+            return file_bytes
+
+        return self._all(one, jobs, largest(jobs))
+
+    def get_files(self, files: Mapping[Path, Pieces], folder: str) -> int:
+        """Make files of their pieces below `folder`."""
+
+        def pieces_of(pieces: Pieces) -> Iterator[bytes]:
+            for digest, size in pieces:
+
+                def check(value: bytes, digest: str = digest) -> None:
+                    if hashlib.sha256(value).hexdigest() != digest:
+                        raise UserError(f"{folder}/{digest} is damaged")
+
+                yield self._read_exactly(f"{folder}/{digest}", size, check)
+
+        def one(item: tuple[Path, Pieces]) -> int:
+            path, pieces = item
+            publish(prepare_file(path, pieces_of(pieces)), path)
+            return sum(size for _, size in pieces)
+
+        return self._all(one, files.items(), PIECE_BYTES)
+
+    def _read_exactly(self, key: str, size: int, check: Callable[[bytes], None]) -> bytes:
+        """An object of `size` bytes that `check` raises no UserError for."""
+
+        def act() -> bytes:
+            try:
+                found = self._read(key, slice(0, size), size)
+                if found.state != "value":
+                    raise Refusal(f"{key} is missing", permanent=True)
+                check(value := bytes(found.value))
+            except UserError as error:
+                raise Refusal(str(error)) from None
+            except ValueError as error:
+                if str(error).startswith("OUT_OF_RANGE"):
+                    raise Refusal(f"{key} is shorter than its {size:,} bytes") from error
+                raise
+            return value
+
+        data: bytes = self._try(act)
+        return data
+
+    def _read(self, key: str, span: slice, size: int = 0) -> Any:
+        return self._result(self._kv.read(key, byte_range=span), size)
+
+    def _result(self, future: Any, num_bytes: int) -> Any:
+        try:
+            return future.result(timeout=self._patience_s + num_bytes / _SLOWEST_BYTES_PER_S)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def _try(self, act: Callable[[], Any]) -> Any:
+        """What `act` returns, after pauses where it is refused for now."""
+        for attempt in range(_TRIES):
+            try:
+                return act()
+            except (ValueError, TimeoutError, Refusal) as error:
+                refusal = error if isinstance(error, Refusal) else meaning(error)
+                if refusal.permanent or attempt == _TRIES - 1:
+                    raise refusal from error
+            time.sleep(min(self._most_pause_s, _FIRST_PAUSE_S * 2**attempt) * (0.5 + random.random() / 2))
+        raise AssertionError
+
+    def _all(self, one: Callable[[T], int], jobs: Iterable[T], largest_bytes: int) -> int:
+        """Do all jobs, a few at a time; what the first that fails raises, once those under way have ended."""
+        total = 0
+        with ThreadPoolExecutor(parts_in_flight(largest_bytes), thread_name_prefix="move") as threads:
+            for size in threads.map(one, jobs):
+                total += size
+                self._report(size)
+        return total
 
 
 class Limit:
@@ -245,192 +332,50 @@ def require_chunk(data: bytes, crc: int, name: str) -> None:
         )
 
 
-class Mover:
-    """Carries out requests; each method is one, by its name."""
-
-    def __init__(self, told: Callable[[int], None]) -> None:
-        self._told = told
-        self._bucket: Bucket | None = None
-
-    @property
-    def bucket(self) -> Bucket:
-        assert self._bucket is not None, "open first"
-        return self._bucket
-
-    def open(self, driver: Any, bucket: str, path: str, **patience: float) -> None:
-        self._bucket = Bucket(Place(driver, bucket, path), **patience)
-
-    def read(self, key: str, most: int) -> dict[str, Any]:
-        value, generation = self.bucket.read(key, most)
-        text = None if value is None else value.decode("utf-8", errors="replace")
-        return {"text": text, "generation": base64.b64encode(generation).decode()}
-
-    def write(self, key: str, text: str) -> None:
-        value = text.encode()
-        self.bucket.write(key, value, crc=checksum(memoryview(value)))
-
-    def replace(self, key: str, text: str, if_equal: str) -> str | None:
-        written = self.bucket.replace(key, text.encode(), base64.b64decode(if_equal))
-        return None if written is None else base64.b64encode(written).decode()
-
-    def keys(self, prefix: str) -> list[str]:
-        return self.bucket.keys(prefix)
-
-    def delete(self, keys: list[str]) -> None:
-        self.bucket.delete(keys)
-
-    def put(self, jobs: list[tuple[str, str, int, int]], bytes_per_s: float | None) -> int:
-        """Write chunk files, (key, path, bytes, CRC-32C) each, to the place; the bytes that went there."""
-        limit = Limit(bytes_per_s)
-
-        def one(key: str, path: str, file_bytes: int, crc: int) -> int:
-            limit.take(file_bytes)
-            data = read_chunk_bytes(Path(path), file_bytes, crc)
-            whole = checksum(memoryview(data))
-            self.bucket.write(key, data, crc=whole)
-            return file_bytes
-
-        return self._all(one, jobs, largest(jobs))
-
-    def put_files(
-        self, files: list[tuple[str, str]], have: list[str], folder: str, bytes_per_s: float | None
-    ) -> list[tuple[str, list[tuple[str, int]]]]:
-        """Write files, (name, path) each, in pieces that are called by their SHA-256, below `folder`, but for those
-        that it is said to `have`; (name, [(SHA-256, bytes)]) of each. A file may grow meanwhile."""
-        limit, there = Limit(bytes_per_s), set(have)
-
-        def one(name: str, path: str) -> Iterator[tuple[str, int]]:
-            with open(Path(path).resolve(strict=True), "rb") as file:
-                left = os.fstat(file.fileno()).st_size
-                while left > 0 and (piece := file.read(min(PIECE_BYTES, left))):
-                    left -= len(piece)
-                    digest = hashlib.sha256(piece).hexdigest()
-                    if digest not in there:
-                        limit.take(len(piece))
-                        self.bucket.write(f"{folder}/{digest}", piece, crc=checksum(memoryview(piece)))
-                        there.add(digest)
-                    self._told(len(piece))
-                    yield digest, len(piece)
-
-        return [(name, list(one(name, path))) for name, path in files]
-
-    def get(self, jobs: list[tuple[str, str, int, int]]) -> int:
-        """Make chunk files, (key, path, bytes, CRC-32C) each, of what the place has; those that are whole stay."""
-
-        def one(key: str, path: str, file_bytes: int, crc: int) -> int:
-            with contextlib.suppress(OSError, UserError):
-                read_chunk_bytes(Path(path), file_bytes, crc)
-                return file_bytes
-
-            def check(value: bytes) -> None:
-                try:
-                    require_chunk(value, crc, key)
-                except UserError as error:
-                    raise Refusal(str(error), permanent=False) from None
-
-            data = self.bucket.read_exactly(key, file_bytes, check)
-            publish(prepare_file(Path(path), data), Path(path))
-            return file_bytes
-
-        return self._all(one, jobs, largest(jobs))
-
-    def get_files(self, files: list[tuple[str, list[tuple[str, int]]]], folder: str) -> int:
-        """Make files, (path, [(SHA-256, bytes)]) each, of their pieces below `folder`."""
-
-        def one(path: str, pieces: list[tuple[str, int]]) -> int:
-            publish(prepare_file(Path(path), self._pieces(pieces, folder)), Path(path))
-            return sum(size for _, size in pieces)
-
-        return self._all(one, files, PIECE_BYTES)
-
-    def _pieces(self, pieces: list[tuple[str, int]], folder: str) -> Iterator[bytes]:
-        for digest, size in pieces:
-
-            def check(value: bytes, digest: str = digest) -> None:
-                if hashlib.sha256(value).hexdigest() != digest:
-                    raise Refusal(f"{folder}/{digest} is damaged", permanent=False)
-
-            yield self.bucket.read_exactly(f"{folder}/{digest}", size, check)
-
-    def _all(self, one: Callable[..., int], jobs: Sequence[Sequence[Any]], largest_bytes: int) -> int:
-        """Do all jobs, a few at a time; what the first that fails raises, once those under way have ended."""
-        total, left, at_once = 0, iter(jobs), parts_in_flight(largest_bytes)
-        with ThreadPoolExecutor(at_once, thread_name_prefix="move") as threads:
-            running: set[Future[int]] = set()
-            while True:
-                while len(running) < at_once and (job := next(left, None)) is not None:
-                    running.add(threads.submit(one, *job))
-                if not running:
-                    return total
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    size = future.result()
-                    total += size
-                    self._told(size)
-
-
-def largest(jobs: Sequence[tuple[str, str, int, int]]) -> int:
+def largest(jobs: Sequence[Job]) -> int:
     """Bytes of the largest chunk file of the jobs."""
     return max((size for _, _, size, _ in jobs), default=0)
 
 
-class _Telling:
-    """Writes lines to whoever began this process; its bytes moved at most some times a second."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream, self._lock = stream, threading.Lock()
-        self._moved, self._at = 0, time.monotonic()
-
-    def moved(self, num_bytes: int) -> None:
-        with self._lock:
-            self._moved += num_bytes
-            if time.monotonic() - self._at < _TOLD_S:
-                return
-            moved, self._moved, self._at = self._moved, 0, time.monotonic()
-        self.say({"moved": moved})
-
-    def answer(self, content: dict[str, Any]) -> None:
-        with self._lock:
-            moved, self._moved = self._moved, 0
-        self.say({**content, "moved": moved})
-
-    def say(self, content: dict[str, Any]) -> None:
-        with self._lock:
-            print(json.dumps(content), file=self._stream, flush=True)
-
-
-def _answer(mover: Mover, request: dict[str, Any]) -> dict[str, Any]:
-    act = request.pop("do")
+def _answer(act: Callable[[], Any]) -> tuple[str, Any]:
+    """What `act` returns, or why it is refused and for good, as `Link` reads it."""
     try:
-        return {"result": getattr(mover, act)(**request)}
+        return "result", act()
     except Refusal as refusal:
-        return {"refused": str(refusal), "permanent": refusal.permanent}
+        return "refused", (str(refusal), refusal.permanent)
     except UserError as error:
-        return {"refused": str(error), "permanent": True}
+        return "refused", (str(error), True)
     except OSError as error:
-        return {"refused": f"{error.filename or 'a file'}: {error.strerror or error}", "permanent": True}
+        return "refused", (f"{error.filename or 'a file'}: {error.strerror or error}", True)
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
+    """Carry out calls until the connection ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # what the terminal sends to all is for whoever began this
     with contextlib.suppress(OSError):
         os.nice(19)  # where the drive's scheduler knows priorities, of its time as well
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
-    requests: queue.SimpleQueue[str] = queue.SimpleQueue()
+    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    lock = threading.Lock()
 
     def listen() -> None:
-        for line in sys.stdin:
-            requests.put(line)
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                calls.put(connection.recv())
         os._exit(0)  # whoever began this is gone, or wants no more
 
-    threading.Thread(target=listen, name="requests", daemon=True).start()
-    telling = _Telling(answers)
-    mover = Mover(telling.moved)
+    def say(kind: str, value: Any) -> None:
+        with lock:
+            connection.send((kind, value))
+
+    threading.Thread(target=listen, name="calls", daemon=True).start()
+    location, patience = calls.get()
+    kind, bucket = _answer(lambda: Bucket(location, lambda moved: say("moved", moved), **patience))
+    say(kind, None if kind == "result" else bucket)
     while True:
-        telling.answer(_answer(mover, json.loads(requests.get())))
+        act, args = calls.get()
+        say(*_answer(functools.partial(getattr(bucket, act), *args)))
 
 
 if __name__ == "__main__":

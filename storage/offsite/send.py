@@ -1,5 +1,5 @@
-"""A checkpoint's way to a place off the machine: all of its objects, each seen to be there, then the manifest, then the
-index; and what may go afterwards."""
+"""Uploads of a checkpoint to a location off the machine: all of its objects, each seen to be there, then the manifest,
+then the index; and what may go afterwards."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ from penstock.storage.offsite.index import (
     one_at_a_time,
     read_manifest,
 )
-from penstock.storage.offsite.link import Job, OffsiteError, PlaceChangedError, Told
-from penstock.storage.tier.chunk import ChunkFormat
-from penstock.storage.tier.drives import locate, stripe
-from penstock.storage.tier.layout import part_numel_even
+from penstock.storage.offsite.link import Job, LocationChangedError, OffsiteError, Report
+from penstock.storage.tier.arrays import zarr_json
+from penstock.storage.tier.drives import locate
 from penstock.storage.tier.manifest import ArraySpec, DriveRecord, Manifest, Stored
 
 _DRIVE = "offsite"
-"""Id of the one drive that a manifest at a place has."""
+"""Id of the one drive that a manifest at a location has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +52,9 @@ class Load:
     """What is to be written for a checkpoint."""
 
     manifest: Manifest
-    """As it will be at the place."""
-    small: list[tuple[str, str]]
-    """(key, text) of zarr.json files."""
+    """As it will be at the location."""
+    small: list[tuple[str, bytes]]
+    """(key, content) of zarr.json files."""
     chunks: list[Job]
     fixed: dict[str, str]
     """BUFFER/KIND of fixed arrays that are among them -> CRC-32C of their checksums."""
@@ -77,15 +76,15 @@ def send_checkpoint(
     keep: int | None = None,
     bytes_per_s: float | None = None,
     waits: Callable[[], None] = lambda: None,
-    begins: Told = lambda total: None,
-    told: Told = lambda moved: None,
+    begins: Report = lambda total: None,
+    report: Report = lambda moved: None,
 ) -> Sent:
-    """Write checkpoint `checkpoint` of the store in `root` to the claim's place as `name`, with the run's `files`.
+    """Write checkpoint `checkpoint` of the store in `root` to the claim's location as `name`, with the run's `files`.
 
-    `drives`: where its drives may be now. `automatic`: one that `keep` counts, so many of which stay at the place.
-    `begins` is told of all bytes that will move, `told` of those that have. Nothing is listed there before all of it
-    was seen to be there. OffsiteError where the place refuses, UserError where the checkpoint is not whole; what was
-    the newest generation at the place is so still.
+    `drives`: where its drives may be now. `automatic`: one that `keep` counts, so many of which stay at the location.
+    `begins` is given all bytes that will move, `report` those that have. Nothing is listed there before all of it
+    was seen to be there. OffsiteError where the location refuses, UserError where the checkpoint is not whole; what was
+    the newest generation at the location is so still.
     """
     kept = read_checkpoint(root, checkpoint)
     with one_at_a_time(root, waits):
@@ -98,15 +97,15 @@ def send_checkpoint(
             return Sent(there, 0)
         if there is not None and not automatic:
             raise UserError(
-                f"{claim.link.place}: has a checkpoint '{name}' of step {there.step} already; choose another name"
+                f"{claim.link.location}: has a checkpoint '{name}' of step {there.step} already; choose another name"
             )
         _sweep(claim)
         folder = new_folder(name)
         claim.change(lambda now: structs.replace(now, going=(*now.going, folder)))
         load = load_of(kept, checkpoint_folder(root, checkpoint), drives, folder, name, claim.index.fixed)
-        moved = _write(claim, load, folder, files, bytes_per_s, begins, told)
-        text = load.manifest.encode().decode()
-        claim.link.write(f"{folder}/{MANIFEST}", text)
+        moved = _write(claim, load, folder, files, bytes_per_s, begins, report)
+        manifest = load.manifest.encode()
+        claim.link.write(f"{folder}/{MANIFEST}", manifest)
         entry = Entry(
             name=name,
             folder=folder,
@@ -114,12 +113,12 @@ def send_checkpoint(
             step=kept.step,
             bytes=moved,
             time=time.time(),
-            crc32c=hex_crc(text.encode()),
+            crc32c=hex_crc(manifest),
             automatic=automatic,
         )
         try:
             claim.change(lambda now: _with_entry(now, entry, load.fixed, keep))
-        except PlaceChangedError:
+        except LocationChangedError:
             with contextlib.suppress(OffsiteError):  # nobody else knows of it any more
                 claim.link.delete(claim.link.keys(f"{folder}/"))
             raise
@@ -128,31 +127,26 @@ def send_checkpoint(
 
 
 def load_of(
-    kept: Manifest, place: Path, drives: Sequence[Path], folder: str, name: str, there: Mapping[str, str]
+    kept: Manifest, base: Path, drives: Sequence[Path], folder: str, name: str, there: Mapping[str, str]
 ) -> Load:
-    """What is written to `folder` for manifest `kept` of the checkpoint in `place`; `there`: fixed arrays that are
-    whole at the place. UserError where a drive is missing, or a fixed array there is another one."""
-    found = locate(kept, place, drives)
-    small: list[tuple[str, str]] = []
-    chunks: list[Job] = []
+    """What is written to `folder` for manifest `kept` of the checkpoint in `base`; `there`: fixed arrays that are
+    whole at the location. UserError where a drive is missing, or a fixed array there is another one."""
+    found = locate(kept, base, drives)
     arrays: dict[ArraySpec, Stored] = {}
     fixed: dict[str, str] = {}
-    for number, (spec, stored) in enumerate(kept.arrays.items()):
+    to: dict[ArraySpec, str] = {}
+    for spec, stored in kept.arrays.items():
         arrays[spec] = Stored(0, (_DRIVE,), stored.crcs)
         label, digest = f"{spec.buffer}/{spec.kind}", crcs_digest(stored.crcs)
         if spec.fixed and there.get(label) == digest:
             continue
         if spec.fixed and label in there:
-            raise UserError(f"{place}: array {label}, which is written only once, differs from the one already there")
+            raise UserError(f"{base}: array {label}, which is written only once, differs from the one already there")
         if spec.fixed:
             fixed[label] = digest
-        below = Path(spec.buffer, spec.kind, str(stored.slot))
-        to = array_folder(folder, spec.buffer, spec.kind, fixed=spec.fixed)
-        size = ChunkFormat(part_numel_even(spec.numel, spec.part_numel) * spec.item_bytes).file_bytes
-        small.append((f"{to}/zarr.json", (found[stored.drives[0]] / below / "zarr.json").read_text()))
-        for part, crc in enumerate(stored.crcs):
-            source = found[stored.drives[stripe(number, part, len(stored.drives))]] / below / f"c.{part}.0"
-            chunks.append((f"{to}/{source.name}", source, size, crc))
+        to[spec] = array_folder(folder, spec.buffer, spec.kind, fixed=spec.fixed)
+    small = [(f"{below}/zarr.json", zarr_json(spec)) for spec, below in to.items()]
+    chunks = [(f"{to[c.spec]}/{c.path.name}", c.path, c.file_bytes, c.crc) for c in kept.chunks(found) if c.spec in to]
     manifest = replace(kept, arrays=arrays, drives=(DriveRecord(_DRIVE, ".", True),), checkpoint=name)
     return Load(manifest, small, chunks, fixed)
 
@@ -176,22 +170,22 @@ def _write(
     folder: str,
     files: Mapping[str, Path],
     bytes_per_s: float | None,
-    begins: Told,
-    told: Told,
+    begins: Report,
+    report: Report,
 ) -> int:
     """Write all but the manifest; the bytes that moved."""
     link = claim.link
     have = {digest for pieces in _listed_files(claim).values() for digest, _ in pieces}
     small = existing(files)
     begins(load.num_bytes + sum(path.stat().st_size for path in small.values()))
-    if link.place.driver == "file":
-        _require_room(Path(link.place.path), load.num_bytes)
-    found = link.put_files(small, sorted(have), FILES, bytes_per_s, told)
+    if link.location.driver == "file":
+        _require_room(Path(link.location.path), load.num_bytes)
+    found = link.put_files(small, have, FILES, bytes_per_s, report)
     link.write(f"{folder}/{RUN_FILES}", encode_files(found))
-    for key, text in load.small:
-        link.write(key, text)
+    for key, content in load.small:
+        link.write(key, content)
     new = {digest: size for pieces in found.values() for digest, size in pieces if digest not in have}
-    return link.put(load.chunks, bytes_per_s, told) + sum(new.values())
+    return link.put(load.chunks, bytes_per_s, report) + sum(new.values())
 
 
 def _require_room(folder: Path, num_bytes: int) -> None:
@@ -227,7 +221,7 @@ def _sweep(claim: Claim) -> None:
 
 
 def _listed_files(claim: Claim) -> dict[tuple[str, str], list[tuple[str, int]]]:
-    """(folder, path) -> pieces of all files of the generations at the place."""
+    """(folder, path) -> pieces of all files of the generations at the location."""
     return {
         (entry.folder, name): pieces
         for entry in claim.index.entries

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from penstock.storage.files.disk import fsync_dir, fsync_file, make_folder, reporting, write_file
 from penstock.storage.tier.chunk import ChunkFormat
-from penstock.storage.tier.drives import CHECKPOINTS, SCRATCH, Drive, stripe
-from penstock.storage.tier.layout import part_numel_even
+from penstock.storage.tier.drives import CHECKPOINTS, SCRATCH, Drive
+from penstock.storage.tier.layout import stripe
 from penstock.storage.tier.manifest import ArraySpec, Stored
 from penstock.storage.tier.scrub import ChunkFile
 
@@ -31,13 +31,11 @@ class Array:
     """
 
     spec: ArraySpec
-    form: ChunkFormat
-    parts: list[tuple[int, int]]
     number: int
     """Where striping starts."""
     target: tuple[Drive, ...]
     """Drives that the next slot is written to, in striping order."""
-    scratch: bool
+    scratch: bool = False
     slot: int | None = None
     """Committed slot; always None for scratch."""
     layout: tuple[Drive, ...] = ()
@@ -46,12 +44,11 @@ class Array:
     """CRC-32C of the committed parts."""
     written: dict[int, int] = field(default_factory=dict)
     """CRC-32C of the parts of the next slot written since the last commit."""
+    form: ChunkFormat = field(init=False)
+    parts: list[tuple[int, int]] = field(init=False)
 
-    @staticmethod
-    def make(spec: ArraySpec, number: int, target: tuple[Drive, ...], *, scratch: bool) -> Array:
-        """An array of which nothing is committed."""
-        form = ChunkFormat(part_numel_even(spec.numel, spec.part_numel) * spec.item_bytes)
-        return Array(spec, form, spec.parts(), number, target, scratch)
+    def __post_init__(self) -> None:
+        self.form, self.parts = self.spec.form, self.spec.parts()
 
     @property
     def name(self) -> str:
@@ -123,22 +120,22 @@ class Array:
         """Bytes on all drives: two slots, or one of scratch or where it is fixed."""
         return self.slot_bytes * (1 if self.scratch or self.spec.fixed else 2)
 
-    def zarr_json(self) -> bytes:
-        """The zarr3 metadata of one slot, the same on every drive; parts of other drives read as zeros there."""
-        item_bytes = self.spec.item_bytes
-        chunk_shape = [1, self.form.stored_bytes // item_bytes]
-        metadata = {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": [len(self.parts), self.form.part_bytes // item_bytes],
-            "data_type": self.spec.dtype,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-            "fill_value": 0,
-            "dimension_names": _DIMENSIONS,
-        }
-        return json.dumps(metadata, indent=1).encode()
+
+def zarr_json(spec: ArraySpec) -> bytes:
+    """The zarr3 metadata of one slot, the same on every drive; parts of other drives read as zeros there."""
+    form, item_bytes = spec.form, spec.item_bytes
+    metadata = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [len(spec.parts()), form.part_bytes // item_bytes],
+        "data_type": spec.dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, form.stored_bytes // item_bytes]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+        "fill_value": 0,
+        "dimension_names": _DIMENSIONS,
+    }
+    return json.dumps(metadata, indent=1).encode()
 
 
 def make_folders(arrays: Iterable[Array], drives: Iterable[Drive]) -> None:
@@ -146,7 +143,7 @@ def make_folders(arrays: Iterable[Array], drives: Iterable[Drive]) -> None:
     drives = list(drives)
     made: set[Path] = set()
     for array in arrays:
-        content = array.zarr_json()
+        content = zarr_json(array.spec)
         for drive in drives:
             for slot in array.slots():
                 folder = array.folder(drive, slot)

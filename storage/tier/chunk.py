@@ -13,14 +13,16 @@ import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from penstock.storage.files.crc import checksum
 from penstock.storage.files.disk import held, read_all, write_all
 
-Bytes = npt.NDArray[np.uint8]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Bytes = npt.NDArray[np.uint8]
 
 BLOCK_BYTES = 4096
 _CRC_BYTES = 4

@@ -116,11 +116,6 @@ def _threads(count: int, name: str, folder: Path, on_thread_start: OnThreadStart
     return ThreadPoolExecutor(count, thread_name_prefix=f"{name} {folder}", initializer=begin)
 
 
-def stripe(number: int, part: int, count: int) -> int:
-    """Which of `count` drives holds part `part` of array number `number`; neighbours in either go to different ones."""
-    return (number + part) % count
-
-
 class Locks:
     """Folders held for this process, each once."""
 

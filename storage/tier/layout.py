@@ -55,6 +55,11 @@ def part_ranges(numel: int, part_numel: int) -> list[tuple[int, int]]:
     return [(start, min(start + stride, numel)) for start in range(0, numel, stride)]
 
 
+def stripe(number: int, part: int, count: int) -> int:
+    """Which of `count` drives holds part `part` of array number `number`; neighbours in either go to different ones."""
+    return (number + part) % count
+
+
 @dataclass(frozen=True)
 class FlatLayout:
     """Where each parameter of one block starts in the block's flat buffers (the same for every kind of state).

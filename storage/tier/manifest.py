@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta, Struct, to_builtins
 
@@ -20,7 +20,8 @@ from penstock.storage.files.crc import checksum
 from penstock.storage.files.disk import prepare_file, write_file
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import MOST_WHOLE, Count, is_whole, parse_object, read_regular, typed
-from penstock.storage.tier.layout import ALIGN_NUMEL, part_numel_even, part_ranges
+from penstock.storage.tier.chunk import ChunkFormat
+from penstock.storage.tier.layout import ALIGN_NUMEL, part_numel_even, part_ranges, stripe
 
 FILE_NAME = "manifest.json"
 BACKUP_NAME = "manifest.backup.json"
@@ -61,6 +62,11 @@ class ArraySpec:
     @property
     def item_bytes(self) -> int:
         return _ITEM_BYTES[self.dtype]
+
+    @property
+    def form(self) -> ChunkFormat:
+        """Sizes of its chunk files."""
+        return ChunkFormat(part_numel_even(self.numel, self.part_numel) * self.item_bytes)
 
     def parts(self) -> list[tuple[int, int]]:
         """The parts as (start, stop) in elements."""
@@ -115,6 +121,15 @@ class _File(Struct):
     checkpoint: _Text | None = None
 
 
+class StoredChunk(NamedTuple):
+    """A chunk file of a generation."""
+
+    spec: ArraySpec
+    path: Path
+    file_bytes: int
+    crc: int
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """A committed generation: where each array lies, and what the engine keeps beside the arrays."""
@@ -135,6 +150,14 @@ class Manifest:
     def step(self) -> int | None:
         """The run's step, where the engine's record has one."""
         return step_of(self.meta)
+
+    def chunks(self, folders: Mapping[str, Path]) -> Iterator[StoredChunk]:
+        """All chunk files, array by array, where its drives (by id) are in `folders`."""
+        for number, (spec, stored) in enumerate(self.arrays.items()):
+            below, file_bytes = Path(spec.buffer, spec.kind, str(stored.slot)), spec.form.file_bytes
+            for part, crc in enumerate(stored.crcs):
+                drive = folders[stored.drives[stripe(number, part, len(stored.drives))]]
+                yield StoredChunk(spec, drive / below / f"c.{part}.0", file_bytes, crc)
 
     def prepare(self, root: Path) -> Path:
         """Write and sync the file that `disk.publish` makes root/manifest.json; OSError leaves the old one alone."""
@@ -235,10 +258,10 @@ def _require(ok: bool, what: str) -> None:
 
 
 def _array(item: _Array, drives: set[str]) -> tuple[ArraySpec, Stored]:
+    spec = ArraySpec(item.buffer, item.kind, item.numel, item.dtype, item.part_numel, item.fixed)
     parts = -(-item.numel // part_numel_even(item.numel, item.part_numel))
     sound = drives.issuperset(item.drives) and len(item.crc32c) == parts
     _require(sound, f"array {item.buffer}/{item.kind} is on an unknown drive, or does not have one checksum per part")
-    spec = ArraySpec(item.buffer, item.kind, item.numel, item.dtype, item.part_numel, item.fixed)
     return spec, Stored(item.slot, item.drives, tuple(int(crc, 16) for crc in item.crc32c))
 
 

@@ -41,7 +41,7 @@ from penstock.storage.generations.checkpoints import (
 )
 from penstock.storage.generations.retention import Retention
 from penstock.storage.generations.store import NvmeStore
-from penstock.storage.offsite.place import mover_bytes
+from penstock.storage.offsite.location import mover_bytes
 from penstock.storage.tier.drives import Locks
 from penstock.storage.tier.manifest import Manifest
 

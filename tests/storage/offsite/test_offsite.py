@@ -23,8 +23,8 @@ from penstock.storage.offsite import mover
 from penstock.storage.offsite.fetch import fetch_files, fetch_state, find
 from penstock.storage.offsite.files import encode_files, read_files
 from penstock.storage.offsite.index import Claim, read_index, require_usable, write_tokens
-from penstock.storage.offsite.link import OffsiteError, PlaceChangedError, PlaceLink
-from penstock.storage.offsite.place import Place, may_be_named, mover_bytes, parse_place
+from penstock.storage.offsite.link import Link, LocationChangedError, OffsiteError
+from penstock.storage.offsite.location import Location, may_be_named, mover_bytes, parse_location
 from penstock.storage.offsite.send import Sent, send_checkpoint
 from penstock.storage.tier.manifest import ArraySpec
 
@@ -64,17 +64,17 @@ def new_place() -> str:
     return f"{TOP}runs/{next(_numbers)}"
 
 
-def link_to(place: str | Place) -> PlaceLink:
-    found = parse_place(place, "--to") if isinstance(place, str) else place
-    return PlaceLink(found, **QUICK)
+def link_to(place: str | Location) -> Link:
+    found = parse_location(place, "--to") if isinstance(place, str) else place
+    return Link(found, **QUICK)
 
 
-def send(store: NvmeStore, place: str | PlaceLink, name: str, *, automatic: bool = False, **options: object) -> Sent:
+def send(store: NvmeStore, place: str | Link, name: str, *, automatic: bool = False, **options: object) -> Sent:
     """Upload the committed generation as `name`."""
     local = f"for-{name}"
     if not (store.root / "checkpoints" / local).exists():
         store.checkpoint(local)
-    with nullcontext(place) if isinstance(place, PlaceLink) else link_to(place) as link:
+    with nullcontext(place) if isinstance(place, Link) else link_to(place) as link:
         claim = Claim(link, store.root, store.id, "tiny")
         files = {"recipe.json": store.root / "recipe.json", "data/notes.bin": store.root / "notes.bin"}
         more: dict[str, Any] = {"name": name, "automatic": automatic, **options}
@@ -83,7 +83,7 @@ def send(store: NvmeStore, place: str | PlaceLink, name: str, *, automatic: bool
 
 def fetched_step(place: str, root: Path, name: str | None = None, drives: list[Path] | None = None) -> int:
     """Fetch the newest generation, or that of `name`, to `root`, and check all of it; its step."""
-    link, found = find(link_to, parse_place(place, "RUN"), name)
+    link, found = find(link_to, parse_location(place, "RUN"), name)
     with link:
         fetch_state(link, found, root, drives or [root], lambda moved: None)
         fetch_files(link, found, {"data/notes.bin": root / "notes.bin"}, root, lambda moved: None)
@@ -110,7 +110,7 @@ def test_what_goes_there_comes_back(place: str, tmp_path: Path) -> None:
         assert read_checkpoint(store.root, "for-first").checkpoint == "for-first"
         assert_holds(store, 2)
         assert (sent.entry.step, sent.moved_bytes) == (2, 3 * 20480 + 3 * 12288 + 12288 + TWO_PIECES + 16)
-        spec = parse_place(place, "--to").spec()
+        spec = parse_location(place, "--to").spec()
         for array in SPECS:  # any zarr3 reader opens what is there
             path = f"{spec['path']}{sent.entry.folder}/{array.buffer}/{array.kind}/"
             opened = ts.open({"driver": "zarr3", "kvstore": spec | {"path": path}}, open=True, read=True).result()
@@ -135,9 +135,9 @@ def test_what_goes_there_comes_back(place: str, tmp_path: Path) -> None:
         assert (tmp_path / "d" / "notes.bin").read_bytes() == (store.root / "notes.bin").read_bytes()
         assert all(any(drive.glob("*/*/0/c.*.0")) for drive in drives)
         with pytest.raises(UserError, match="has no generation 'third'; it has first, second"):
-            find(link_to, parse_place(place, "RUN"), "third")
+            find(link_to, parse_location(place, "RUN"), "third")
     with pytest.raises(UserError, match=r"holds no state: neither penstock\.json nor a generation was found"):
-        find(link_to, parse_place(f"{place}-other", "RUN"), None)
+        find(link_to, parse_location(f"{place}-other", "RUN"), None)
 
 
 def test_fixed_arrays_go_there_once(s3: S3, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_fixed_arrays_go_there_once(s3: S3, tmp_path: Path) -> None:
             (store.root / "notes.bin").write_bytes(b"")
             send(store, place, f"at-{step}")
     assert len([key for key in s3.keys("runs/") if "/frozen/" in key or "frozen/weights/c." in key]) == 2
-    link, found = find(link_to, parse_place(place, "RUN"), None)
+    link, found = find(link_to, parse_location(place, "RUN"), None)
     with link:
         fetch_state(link, found, tmp_path / "b", [tmp_path / "b"], lambda moved: None)
     with closing(NvmeStore.open(tmp_path / "b")) as store:
@@ -277,7 +277,7 @@ def test_two_machines_that_go_on_with_one_run(place: str, tmp_path: Path) -> Non
             for root, steps in ((tmp_path / "c" / "state", (12,)), (None, (22,))):
                 with closing(first if root is None else NvmeStore.open(root)) as other:
                     advance(other, *steps)
-                    with pytest.raises(PlaceChangedError, match=r"has continued this run 'tiny'.*nothing there was"):
+                    with pytest.raises(LocationChangedError, match=r"has continued this run 'tiny'.*nothing there was"):
                         send(other, place, f"step-{steps[0]:06}", automatic=True)
     assert fetched_step(place, tmp_path / "d") == 2
 
@@ -298,7 +298,7 @@ def test_who_loses_while_uploading_leaves_nothing(s3: S3, tmp_path: Path) -> Non
                     rival = Claim(another, tmp_path, store.id, "tiny")
                     rival.take()
 
-            with pytest.raises(PlaceChangedError, match="has continued this run"):
+            with pytest.raises(LocationChangedError, match="has continued this run"):
                 send_checkpoint(claim, store.root, store.drives, "late", {}, name="late", begins=other_machine)
     assert not any("/late." in key for key in s3.keys("runs/"))
     assert fetched_step(place, tmp_path / "b") == 1
@@ -364,7 +364,7 @@ def test_the_mover_takes_no_more_memory_than_is_counted(place: str, tmp_path: Pa
         ("s3://bucket/x?token=abc", "put credentials and endpoints in the environment"),
         ("s3://bucket/a/../b", "the prefix of"),
         ("s3://bucket/a//b", "the prefix of"),
-        ("http://bucket/a", "is not a supported place"),
+        ("http://bucket/a", "is not a supported location"),
         ("file://host/a", "names another machine"),
         ("/", "is the root of this machine"),
         ("", "the name is empty"),
@@ -373,13 +373,13 @@ def test_the_mover_takes_no_more_memory_than_is_counted(place: str, tmp_path: Pa
 )
 def test_what_is_no_place_is_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match="--to: ") as caught:
-        parse_place(text, "--to")
+        parse_location(text, "--to")
     assert message in str(caught.value)
     assert "secret" not in str(caught.value)
 
 
 def test_endpoint_region_and_credentials_come_from_the_environment() -> None:
-    place = parse_place("s3://bucket/run", "--to")
+    place = parse_location("s3://bucket/run", "--to")
     keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     spec = {"driver": "s3", "bucket": "bucket", "path": "run/", "endpoint": "http://x:1", "aws_region": "eu-west-3"}
     given = {"AWS_ENDPOINT_URL": "http://x:1/", "AWS_REGION": "eu-west-3"}
@@ -390,7 +390,7 @@ def test_endpoint_region_and_credentials_come_from_the_environment() -> None:
     assert place.spec(files)["aws_credentials"] == {"type": "imds"}
     assert place.spec(files | {"AWS_PROFILE": "me"})["aws_credentials"] == {"type": "profile", "profile": "me"}
     # No server of Google's runs here: that tensorstore takes the spec is all that is shown.
-    place = parse_place("gs://bucket.of-mine/a/b/", "--to")
+    place = parse_location("gs://bucket.of-mine/a/b/", "--to")
     assert str(place) == "gs://bucket.of-mine/a/b"
     assert place.spec({}) == {"driver": "gcs", "bucket": "bucket.of-mine", "path": "a/b/"}
     assert ts.KvStore.Spec(place.spec({})).to_json()["driver"] == "gcs"
@@ -403,10 +403,10 @@ def test_names_that_lead_elsewhere_are_refused(s3: S3) -> None:
     with link_to(place) as link:
         for path in ("../x", "/etc/passwd", "data/../../x", "data//x", ".ssh/key", "a\nb", "data/./x", "x" * 300, ""):
             assert not may_be_named(path)
-            s3.put(f"{place.removeprefix(TOP)}/x.1/run.json", encode_files({path: []}).encode())
+            s3.put(f"{place.removeprefix(TOP)}/x.1/run.json", encode_files({path: []}))
             with pytest.raises(UserError, match="which is not a file of a run"):
                 read_files(link, "x.1")
     s3.proxy.always = ("*", "", "delayed")  # and a server that does not answer is given up
-    link = PlaceLink(parse_place(place, "--to"), most_pause_s=0.01, patience_s=0.2)
+    link = Link(parse_location(place, "--to"), most_pause_s=0.01, patience_s=0.2)
     with link, pytest.raises(OffsiteError, match="it did not answer in time"):
         link.read("penstock.json", 1000)

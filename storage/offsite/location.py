@@ -28,7 +28,7 @@ _PARTS_IN_FLIGHT, _LARGE_BYTES = 2, 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where state is kept off the machine."""
 
     driver: Literal["s3", "gcs", "file"]
@@ -42,12 +42,12 @@ class Place:
         scheme = {"s3": "s3://", "gcs": "gs://", "file": ""}[self.driver]
         return f"{scheme}{self.bucket}/{self.path}" if self.bucket else self.path
 
-    def parent(self) -> tuple[Place, str] | None:
-        """The place around this one, and the last name of this one; None where there is none."""
+    def parent(self) -> tuple[Location, str] | None:
+        """The location around this one, and the last name of this one; None where there is none."""
         above, slash, name = self.path.rpartition("/")
         if not above.strip("/") or not slash:
             return None
-        return Place(self.driver, self.bucket, above), name
+        return Location(self.driver, self.bucket, above), name
 
     def spec(self, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
         """tensorstore's kvstore spec; what it has no field for comes from `environment`, this process's by default."""
@@ -86,8 +86,8 @@ def aws_credentials(env: Mapping[str, str]) -> dict[str, Any]:
     return {"type": "imds"}
 
 
-def is_place(text: object) -> bool:
-    """Whether `text` names a place by a scheme; a folder's name may be anything else's too."""
+def is_location(text: object) -> bool:
+    """Whether `text` names a location by a scheme; a folder's name may be anything else's too."""
     return isinstance(text, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None and not _is_hub(text)
 
 
@@ -95,8 +95,8 @@ def _is_hub(text: str) -> bool:
     return text.startswith("hf://")
 
 
-def parse_place(text: str, field: str) -> Place:
-    """The place that `text` names, a relative folder taken from the current one. UserError naming `field`."""
+def parse_location(text: str, field: str) -> Location:
+    """The location that `text` names, a relative folder taken from the current one. UserError naming `field`."""
     said = one_line(text, 100)
     if printable(text) != text or "\n" in text or "\0" in text:
         raise UserError(
@@ -109,7 +109,7 @@ def parse_place(text: str, field: str) -> Place:
         return _folder(text, field)
     driver = _SCHEMES.get(scheme.lower())
     if driver is None:
-        raise UserError(f"{field}: '{said}' is not a supported place; write s3://, gs:// or a folder")
+        raise UserError(f"{field}: '{said}' is not a supported location; write s3://, gs:// or a folder")
     if driver == "file":
         if not rest.startswith("/"):
             raise UserError(f"{field}: '{said}' names another machine; write file:///folder, or the folder itself")
@@ -127,10 +127,10 @@ def parse_place(text: str, field: str) -> Place:
         raise UserError(f"{field}: '{said}' has a bucket but no prefix; write {scheme}://{bucket}/a-name-for-this-run")
     if any(part in ("", ".", "..") for part in prefix.split("/")) or len(prefix) > _MOST_CHARS:
         raise UserError(f"{field}: the prefix of '{said}' has an empty part, '.' or '..', or is too long; correct it")
-    return Place("s3" if driver == "s3" else "gcs", bucket, prefix)
+    return Location("s3" if driver == "s3" else "gcs", bucket, prefix)
 
 
-def _folder(text: str, field: str) -> Place:
+def _folder(text: str, field: str) -> Location:
     try:
         path = Path(text).expanduser().absolute()
         folder = os.path.normpath(path)
@@ -138,14 +138,14 @@ def _folder(text: str, field: str) -> Place:
         raise UserError(f"{field}: '{one_line(text, 100)}' is not a folder ({one_line(error)}); name another") from None
     if folder == "/":
         raise UserError(f"{field}: / is the root of this machine; name a folder on another disk")
-    return Place("file", "", folder)
+    return Location("file", "", folder)
 
 
-def require_mounted(place: Place, field: str) -> None:
-    """UserError where the folder above that of `place` is not there: its disk is not mounted, or the name is wrong."""
-    if place.driver == "file" and not Path(place.path).is_dir() and not Path(place.path).parent.is_dir():
+def require_mounted(location: Location, field: str) -> None:
+    """UserError where the folder above `location` is not there: its disk is not mounted, or the name is wrong."""
+    if location.driver == "file" and not Path(location.path).is_dir() and not Path(location.path).parent.is_dir():
         raise UserError(
-            f"{field}: {Path(place.path).parent} does not exist: is the disk mounted? Mount it, or choose another "
+            f"{field}: {Path(location.path).parent} does not exist: is the disk mounted? Mount it, or choose another "
             "folder"
         )
 
@@ -164,5 +164,5 @@ def parts_in_flight(largest_file_bytes: int) -> int:
 
 
 def may_be_named(name: str) -> bool:
-    """Whether a file of a run directory, by its path within it, can be kept at a place."""
+    """Whether a file of a run directory, by its path within it, can be kept at a location."""
     return _PATH.fullmatch(name) is not None
