@@ -121,14 +121,12 @@ def fsync_dir(path: Path) -> None:
 
     Some network and user-space file systems have no such call: there, nothing is done.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(fd)
+    with held(os.open(path, os.O_RDONLY | os.O_DIRECTORY)) as fd:
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
 
 
 def temporary_name(path: Path) -> Path:
@@ -153,14 +151,17 @@ def prepare_file(path: Path, data: bytes | Iterable[bytes]) -> Path:
     among them, leaves nothing behind.
     """
     temporary = temporary_name(path)
-    fd = _create(temporary)
+    if os.path.lexists(temporary):  # left by a killed process of the same number
+        if not stat.S_ISREG(os.lstat(temporary).st_mode):
+            refuse(temporary, "in the way of a temporary file, and is not a file")
+        temporary.unlink()
     try:
-        try:
+        with held(_new(temporary)) as fd:
+            offset = 0
             for piece in (data,) if isinstance(data, bytes) else data:
-                _write(fd, piece)
+                write_all(fd, [memoryview(piece)], offset)
+                offset += len(piece)
             os.fsync(fd)
-        finally:
-            os.close(fd)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -170,8 +171,13 @@ def prepare_file(path: Path, data: bytes | Iterable[bytes]) -> Path:
 def write_file(path: Path, content: bytes) -> None:
     """Replace a small file, neither synced nor atomically. OSError."""
     path.unlink(missing_ok=True)
-    with held(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)) as fd:
-        _write(fd, content)
+    with held(_new(path)) as fd:
+        write_all(fd, [memoryview(content)], 0)
+
+
+def _new(path: Path) -> int:
+    """A descriptor of new file `path`, for writing."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
 
 def write_all(fd: int, data: list[memoryview], offset: int) -> None:
@@ -200,24 +206,6 @@ def _behind(views: list[memoryview], count: int) -> list[memoryview]:
         left.append(view[count:])
         count -= min(count, len(view))
     return left
-
-
-def _write(fd: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
-
-
-def _create(path: Path) -> int:
-    """A descriptor of new file `path`, in place of the one that a killed process of the same number left."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        return os.open(path, flags, 0o644)
-    except FileExistsError:
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            refuse(path, "in the way of a temporary file, and is not a file")
-    path.unlink()
-    return os.open(path, flags, 0o644)
 
 
 def publish(temporary: Path, path: Path) -> None:
@@ -270,25 +258,18 @@ def link_or_copy(source: Path, target: Path) -> Literal["link", "reflink", "copy
             raise
     with (
         held(os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)) as fd_in,
-        held(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)) as fd_out,
+        held(_new(target)) as fd_out,
     ):
         made: Literal["reflink", "copy"] = "reflink"
         try:
             fcntl.ioctl(fd_out, _FICLONE, fd_in)
         except OSError:
-            made = "copy"
-            _copy(fd_in, fd_out)
+            made, offset = "copy", 0
+            while data := os.pread(fd_in, _COPY_BYTES, offset):
+                write_all(fd_out, [memoryview(data)], offset)
+                offset += len(data)
         os.fsync(fd_out)
     return made
-
-
-def _copy(fd_in: int, fd_out: int) -> None:
-    offset = 0
-    while data := os.pread(fd_in, _COPY_BYTES, offset):
-        rest = memoryview(data)
-        while rest:
-            count = os.pwrite(fd_out, rest, offset)
-            rest, offset = rest[count:], offset + count
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.untrusted import RefusedFileError, parse_object, printable, read_regular, refuse
+from penstock.storage.files.untrusted import parse_object, printable, read_regular
 
 VARIABLE = "PENSTOCK_LINKS"
 """Folders, separated as in PATH, into which links of models and data may lead."""
@@ -46,20 +46,23 @@ _MOST_LINKS = 8
 
 
 def real_place(path: Path) -> Path:
-    """Where `path` leads. RefusedFileError where that does not exist, or the links run in a circle."""
+    """Where `path` leads. UserError where that does not exist, or the links run in a circle."""
     try:
         return path.resolve(strict=True)
     except FileNotFoundError:
         why = "does not exist"
     except (OSError, RuntimeError):
         why = "cannot be followed"
-    raise RefusedFileError(None, f"it is a symbolic link to {_target(path)}, which {why}", str(path))
+    target = os.readlink(path) if path.is_symlink() else "nowhere"
+    raise UserError(
+        f"{printable(path)}: it is a symbolic link to {printable(target)}, which {why}; remove or repair it"
+    )
 
 
 def of_model(folder: Path, name: str, most: int = _MOST_LINKS) -> Path:
     """The regular file, or whatever is no link, that `name` of a model's `folder` stands for.
 
-    `folder` is real: none of its parts is a link. RefusedFileError for a link that is not followed.
+    `folder` is real: none of its parts is a link. UserError for a link that is not followed.
     """
     path = folder / name
     if not path.is_symlink():
@@ -83,7 +86,7 @@ def of_model(folder: Path, name: str, most: int = _MOST_LINKS) -> Path:
 def leads_out(folder: Path, name: str) -> Path | None:
     """Where the link `name` of a model's real `folder` leads, if that is elsewhere; None for all else.
 
-    RefusedFileError for a link that is not followed.
+    UserError for a link that is not followed.
     """
     place = of_model(folder, name)
     entry = _entry_of(folder)
@@ -116,14 +119,14 @@ def require_of_data(files: Iterable[Path], root: Path) -> None:
 
 
 def _require_one(file: Path, root: Path, base: Path) -> None:
-    real = _real_data(file)
+    real = real_place(file)
     if _is_within(real, base):
         return
     place = root
     for part in file.relative_to(root).parts:
         place /= part
         if place.is_symlink():
-            _refusing(place, real)
+            _require_own(place, real)
     if not any(_ENTRY.fullmatch(parent.name) for parent in real.parents):
         _require_public(file, real)
 
@@ -155,40 +158,23 @@ def below_data(root: Path) -> Iterator[Path]:
 
 def _linked_folder(path: Path, base: Path) -> Path:
     """Where a link that leads to no file leads. UserError where that is no folder either, or it is not followed."""
-    real = _real_data(path)
+    real = real_place(path)
     if not real.is_dir():
         raise UserError(f"{printable(path)}: it is a symbolic link to {printable(real)}, which is no file; remove it")
     if base.is_relative_to(real):
         raise UserError(f"{printable(path)}: is a link to {printable(real)}, in which it is itself; remove it")
     if not _is_within(real, base):
-        _refusing(path, real)
+        _require_own(path, real)
         _require_public(path, real)
     return real
-
-
-def _real_data(path: Path) -> Path:
-    try:
-        return real_place(path)
-    except OSError as error:
-        raise UserError(f"{printable(path)}: {printable(error.strerror)}; remove the link, or mend it") from None
-
-
-def _refusing(path: Path, real: Path) -> None:
-    try:
-        _require_own(path, real)
-    except OSError as error:
-        raise UserError(f"{printable(path)}: {printable(error.strerror)}") from None
 
 
 def _require_public(path: Path, real: Path) -> None:
     """UserError where nobody else may read what a link leads to, or a hidden folder is on the way."""
     if any(part.startswith(".") for part in real.parts):
-        why = "which is hidden, or in a hidden folder"
-    elif not stat.S_IMODE(real.stat().st_mode) & 0o044:
-        why = "which nobody else may read"
-    else:
-        return
-    raise UserError(f"{printable(path)}: it is a symbolic link to {printable(real)}, {why}; {_way(real)}")
+        _refuse(path, real, "which is hidden, or in a hidden folder")
+    if not stat.S_IMODE(real.stat().st_mode) & 0o044:
+        _refuse(path, real, "which nobody else may read")
 
 
 def _require_own(path: Path, real: Path) -> None:
@@ -197,19 +183,10 @@ def _require_own(path: Path, real: Path) -> None:
 
 
 def _refuse(path: Path, real: Path, why: str) -> NoReturn:
-    refuse(path, f"a symbolic link to {real}, {why}; {_way(real)}")
-
-
-def _way(real: Path) -> str:
-    allow = f"{VARIABLE}={printable(real.parent)}"
-    return f"copy the file itself into the folder, or, if you trust the link, allow it with {allow}"
-
-
-def _target(path: Path) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return "nowhere"
+    raise UserError(
+        f"{printable(path)}: it is a symbolic link to {printable(real)}, {why}; copy the file itself into the folder, "
+        f"or, if you trust the link, allow it with {VARIABLE}={printable(real.parent)}"
+    )
 
 
 def _is_within(real: Path, folder: Path) -> bool:

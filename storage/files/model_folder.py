@@ -18,7 +18,6 @@ from penstock.storage.files.untrusted import (
     one_line,
     open_regular,
     parse_object,
-    printable,
     real_path,
 )
 
@@ -47,11 +46,7 @@ def open_model_file(folder: Path, name: str) -> int:
     assert is_plain_name(name), name
     folder = folder.resolve()
     try:
-        place = links.of_model(folder, name)
-    except RefusedFileError as error:
-        raise UserError(f"{printable(error.filename)}: {printable(error.strerror)}") from None
-    try:
-        return open_regular(place)
+        return open_regular(links.of_model(folder, name))
     except RefusedFileError as error:
         raise UserError(f"{folder / name}: {error.strerror}; {_ADVICE}") from None
 
@@ -60,7 +55,7 @@ def is_followed(folder: Path, name: str) -> bool:
     """Whether `name` of a model folder is no link, or one that is followed."""
     try:
         links.of_model(folder.resolve(), name)
-    except RefusedFileError:
+    except UserError:
         return False
     return True
 
@@ -68,11 +63,7 @@ def is_followed(folder: Path, name: str) -> bool:
 def more_templates(folder: Path) -> list[Path]:
     """The files of a model folder's further chat templates. UserError where their folder is a link that is not
     followed."""
-    try:
-        place = links.of_model(folder.resolve(), MORE_TEMPLATES)
-    except RefusedFileError as error:
-        raise UserError(f"{printable(error.filename)}: {printable(error.strerror)}") from None
-    return sorted(place.glob("*.jinja"))
+    return sorted(links.of_model(folder.resolve(), MORE_TEMPLATES).glob("*.jinja"))
 
 
 def linked_files(folder: Path) -> dict[str, Path]:
@@ -85,13 +76,9 @@ def linked_files(folder: Path) -> dict[str, Path]:
         return found
     real = folder.resolve()
     for path in [*sorted(real.iterdir()), *more_templates(real)]:
-        if (path.suffix in _SUFFIXES or path.name == MORE_TEMPLATES) and path.is_symlink():
-            try:
-                place = links.leads_out(path.parent, path.name)
-            except RefusedFileError as error:
-                raise UserError(f"{printable(error.filename)}: {printable(error.strerror)}") from None
-            if place is not None:
-                found[path.name] = place
+        is_read = path.suffix in _SUFFIXES or path.name == MORE_TEMPLATES
+        if is_read and path.is_symlink() and (place := links.leads_out(path.parent, path.name)) is not None:
+            found[path.name] = place
     return found
 
 

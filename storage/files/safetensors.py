@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta, Struct
 
 from penstock.storage.files.disk import (
     atomic_write,
@@ -39,7 +40,7 @@ from penstock.storage.files.model_folder import (
     read_model_file,
     weights_file,
 )
-from penstock.storage.files.untrusted import is_whole, one_line, parse_object
+from penstock.storage.files.untrusted import Size, one_line, parse_object, typed
 
 _DTYPES = {
     "F64": torch.float64,
@@ -62,6 +63,8 @@ _DTYPES = {
 }
 _NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in _DTYPES.items()}
 _MOST_DIMENSIONS = 64
+Tensors = Sequence[tuple[str, str, tuple[int, ...]]]
+"""(name, torch dtype name, shape) of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,7 @@ class CheckpointWriter:
     def __init__(
         self,
         folder: Path,
-        tensors: Sequence[tuple[str, str, tuple[int, ...]]],
+        tensors: Tensors,
         max_shard_bytes: int = 5 * 10**9,
         *,
         single: str = SINGLE_NAME,
@@ -249,9 +252,7 @@ def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * _DTYPES[_NAMES[dtype]].itemsize
 
 
-def _split(
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]], max_shard_bytes: int
-) -> list[list[tuple[str, str, tuple[int, ...]]]]:
+def _split(tensors: Tensors, max_shard_bytes: int) -> Sequence[Tensors]:
     """Cut the sequence into shards, in order."""
     shards: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
     size = 0
@@ -265,7 +266,7 @@ def _split(
     return shards
 
 
-def _write_header(path: Path, tensors: list[tuple[str, str, tuple[int, ...]]]) -> dict[str, _Entry]:
+def _write_header(path: Path, tensors: Tensors) -> dict[str, _Entry]:
     """Make file `path` of its final size with its header; returns where each tensor goes."""
     # Wide items first: each tensor then starts at a multiple of its item size without gaps, which the format forbids.
     tensors = sorted(tensors, key=lambda tensor: -_DTYPES[_NAMES[tensor[1]]].itemsize)
@@ -331,21 +332,26 @@ def _require_filled(entries: dict[str, _Entry], data_start: int) -> int:
     return end
 
 
+class _Item(Struct, forbid_unknown_fields=True):
+    """A tensor in a header."""
+
+    dtype: str
+    shape: Annotated[tuple[Size, ...], Meta(max_length=_MOST_DIMENSIONS)]
+    data_offsets: tuple[Size, Size]
+
+
 def _entry(path: Path, data_start: int, name: str, item: Any) -> _Entry:
     """Where a tensor of the header lies. ValueError for anything but a known dtype, a shape and offsets that agree."""
-    if not isinstance(item, dict) or item.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"tensor '{name}' must have dtype, shape and data_offsets, and nothing else")
-    dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise ValueError(f"dtype {one_line(dtype)} of tensor '{name}' is unknown")
-    for what, values in (("shape", shape), ("data_offsets", offsets)):
-        if not isinstance(values, list) or not all(is_whole(value) and value >= 0 for value in values):
-            raise ValueError(f"{what} {one_line(values)} of tensor '{name}' is not a list of sizes")
-    if len(shape) > _MOST_DIMENSIONS or math.prod(max(size, 1) for size in shape) >= 2**60:
-        raise ValueError(f"shape {one_line(shape)} of tensor '{name}' is too large")
-    if len(offsets) != 2:
-        raise ValueError(f"data_offsets {one_line(offsets)} of tensor '{name}' are not a start and an end position")
-    entry = _Entry(path, _DTYPES[dtype], tuple(shape), data_start + offsets[0], offsets[1] - offsets[0])
-    if entry.nbytes != math.prod(shape) * entry.dtype.itemsize:
-        raise ValueError(f"tensor '{name}' of shape {shape} and dtype {dtype} has {entry.nbytes} bytes")
+    try:
+        found = typed(item, _Item)
+    except ValueError as error:
+        raise ValueError(f"tensor '{name}': {error}") from None
+    if found.dtype not in _DTYPES:
+        raise ValueError(f"dtype {one_line(found.dtype)} of tensor '{name}' is unknown")
+    if math.prod(max(size, 1) for size in found.shape) >= 2**60:
+        raise ValueError(f"shape {one_line(found.shape)} of tensor '{name}' is too large")
+    start, end = found.data_offsets
+    entry = _Entry(path, _DTYPES[found.dtype], found.shape, data_start + start, end - start)
+    if entry.nbytes != math.prod(found.shape) * entry.dtype.itemsize:
+        raise ValueError(f"tensor '{name}' of shape {found.shape} and dtype {found.dtype} has {entry.nbytes} bytes")
     return entry

@@ -81,9 +81,9 @@ def test_atomic_write_replaces_and_what_a_killed_process_left_is_swept(tmp_path:
 def test_full_disk_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:2]))
-    failing(monkeypatch, ["write"], errno.ENOSPC, first=1)  # two bytes are written before
+    write = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, data, offset: write(fd, [data[0][:2]], offset))
+    failing(monkeypatch, ["pwritev"], errno.ENOSPC, first=1)  # two bytes are written before
     with pytest.raises(UserError, match=r"file: writing 3 bytes failed: No space left.*free some space"):
         disk.atomic_write(path, "new")
     assert path.read_text() == "old"

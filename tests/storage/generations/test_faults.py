@@ -71,9 +71,9 @@ def test_a_sync_fails(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: i
     assert_sound(store.root, 3, generation=3)
 
 
-@pytest.mark.parametrize("call", ["open", "write", "fsync", "replace", "fsync of the folder"])
+@pytest.mark.parametrize("call", ["open", "pwritev", "fsync", "replace", "fsync of the folder"])
 def test_the_manifest_cannot_be_written(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    code = errno.ENOSPC if call == "write" else errno.EIO
+    code = errno.ENOSPC if call == "pwritev" else errno.EIO
     write_all(store, 4)
     num_syncs = 7 + len({path.parent for path in committed_files(store)})
     with monkeypatch.context() as patch:
@@ -83,7 +83,7 @@ def test_the_manifest_cannot_be_written(store: NvmeStore, monkeypatch: pytest.Mo
         with pytest.raises(UserError, match=message):
             store.commit({"step": 4})
     assert store.generation == 3
-    if call in ("open", "write"):  # nothing was touched: the space is there again, and the commit goes through
+    if call in ("open", "pwritev"):  # nothing was touched: the space is there again, and the commit goes through
         assert store.commit({"step": 4}) == 4
     elif call != "fsync":
         # Either generation may be the one on disk: nothing more is written to the chunk files of either.

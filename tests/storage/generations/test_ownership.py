@@ -331,7 +331,7 @@ def break_off(patch: pytest.MonkeyPatch, number: int, *, links: bool) -> None:
         if name == "link" and not links:
             raise OSError(errno.EXDEV, "no links")
 
-    before_calls(patch, ("link", "replace", "mkdir", "unlink", "fsync", "write"), act)
+    before_calls(patch, ("link", "replace", "mkdir", "unlink", "fsync", "pwritev"), act)
 
 
 @pytest.mark.sampled
