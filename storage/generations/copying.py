@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from msgspec import structs
+
 from penstock.storage.files.disk import (
     disk_error,
     fsync_dir,
@@ -114,7 +116,7 @@ def _copy(
     inner = Path() if content.checkpoint is None else Path(CHECKPOINTS, content.checkpoint)
     bases = {id: folder / inner for id, folder in ids.items()}
     records = tuple(record(id, base, root, place, active=True) for id, base in bases.items())
-    arrays = {spec: replace(stored, drives=tuple(ids)) for spec, stored in content.arrays.items()}
+    arrays = {spec: structs.replace(stored, drives=tuple(ids)) for spec, stored in content.arrays.items()}
     copied = replace(content, arrays=arrays, drives=records)
     jobs: dict[Path, Path] = {}
     total = 0

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta, Struct, to_builtins
 
@@ -26,38 +27,32 @@ from penstock.storage.tier.layout import ALIGN_NUMEL, part_numel_even, part_rang
 FILE_NAME = "manifest.json"
 BACKUP_NAME = "manifest.backup.json"
 _FORMAT = "penstock-state"
-_VERSION = 2
+_VERSION = 3
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-_RESERVED = ("", ".", "..", "scratch", "checkpoints")
-_Name = Annotated[str, Meta(pattern=r"\A(?!(scratch|checkpoints)\Z)[^./\0][^/\0]*\Z")]
+_NAME = r"\A(?!(scratch|checkpoints)\Z)[^./\0][^/\0]*\Z"
 """Of a folder beside our own ones."""
+_Name = Annotated[str, Meta(pattern=_NAME)]
 _Text = Annotated[str, Meta(pattern=r"\A[^\0]+\Z")]
-_Crc = Annotated[str, Meta(pattern=r"\A[0-9a-f]{8}\Z")]
 
 
-@dataclass(frozen=True, slots=True)
-class ArraySpec:
-    """One kind of state of one flat buffer, as it is kept on disk."""
+class ArraySpec(Struct, frozen=True, omit_defaults=True):
+    """One kind of state of one flat buffer, as it is stored on disk."""
 
-    buffer: str
+    buffer: _Name
     """Name of the flat buffer, for example layers.0; also a folder name."""
-    kind: str
+    kind: _Name
     """weights, master, exp_avg, exp_avg_sq or gradient; also a folder name."""
-    numel: int
+    numel: Count
     """Elements of the flat buffer."""
-    dtype: str
-    """float32 or bfloat16."""
-    part_numel: int
+    dtype: Annotated[str, Meta(pattern=r"\A(float32|bfloat16)\Z")]
+    part_numel: Annotated[int, Meta(ge=1, le=MOST_WHOLE, multiple_of=ALIGN_NUMEL)]
     """Most elements of one part (one chunk file), a multiple of layout.ALIGN_NUMEL."""
     fixed: bool = False
     """Whether it is written for the first generation and never again, so that all generations share one slot."""
 
     def __post_init__(self) -> None:
         assert self.dtype in _ITEM_BYTES, self.dtype
-        for name in (self.buffer, self.kind):
-            assert name not in _RESERVED, name
-            assert not set(name) & {"/", "\0"}, name
-            assert not name.startswith("."), name
+        assert all(re.match(_NAME, name) for name in (self.buffer, self.kind)), (self.buffer, self.kind)
 
     @property
     def item_bytes(self) -> int:
@@ -73,15 +68,13 @@ class ArraySpec:
         return part_ranges(self.numel, self.part_numel)
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Where the committed state of one array lies."""
+class Stored(Struct, frozen=True):
+    """Where the committed state of one array is."""
 
-    slot: int
-    """0 or 1."""
-    drives: tuple[str, ...]
+    slot: Annotated[int, Meta(ge=0, le=1)]
+    drives: Annotated[tuple[str, ...], Meta(min_length=1)]
     """Ids of the drives, in striping order."""
-    crcs: tuple[int, ...]
+    crcs: tuple[Annotated[int, Meta(ge=0, lt=2**32)], ...]
     """CRC-32C of each part's chunk file without its last four bytes, which hold the same value."""
 
 
@@ -96,20 +89,6 @@ class DriveRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """Whether new state is written to it; the others hold state from before the run changed drives."""
 
 
-class _Array(Struct):
-    """An array as the file has it."""
-
-    buffer: _Name
-    kind: _Name
-    numel: Count
-    dtype: Literal["float32", "bfloat16"]
-    part_numel: Annotated[int, Meta(ge=1, le=MOST_WHOLE, multiple_of=ALIGN_NUMEL)]
-    slot: Literal[0, 1]
-    drives: Annotated[tuple[str, ...], Meta(min_length=1)]
-    crc32c: tuple[_Crc, ...]
-    fixed: bool = False
-
-
 class _File(Struct):
     """What the file holds beside format, version and checksum."""
 
@@ -117,7 +96,8 @@ class _File(Struct):
     generation: Count
     meta: dict[str, Any]
     drives: tuple[DriveRecord, ...]
-    arrays: tuple[_Array, ...]
+    arrays: list[dict[str, Any]]
+    """The fields of ArraySpec and Stored."""
     checkpoint: _Text | None = None
 
 
@@ -182,17 +162,7 @@ class Manifest:
             "generation": self.generation,
             "meta": self.meta,
             "drives": to_builtins(self.drives),
-            "arrays": [
-                {
-                    **{name: value for name, value in asdict(spec).items() if name != "fixed" or value},
-                    "shape": [len(spec.parts()), part_numel_even(spec.numel, spec.part_numel)],
-                    "slot": stored.slot,
-                    "drives": stored.drives,
-                    "checksum": "crc32c",
-                    "crc32c": [f"{crc:08x}" for crc in stored.crcs],
-                }
-                for spec, stored in self.arrays.items()
-            ],
+            "arrays": [to_builtins(spec) | to_builtins(stored) for spec, stored in self.arrays.items()],
         }
         return json.dumps({**content, "crc32c": _own_checksum(content)}, indent=1).encode()
 
@@ -247,22 +217,19 @@ def decode(data: bytes) -> Manifest:
     file = typed(content, _File)
     known = {drive.id for drive in file.drives}
     _require(len(known) == len(file.drives), "a drive is listed twice")
-    arrays = dict(_array(item, known) for item in file.arrays)
+    arrays = {typed(item, ArraySpec): typed(item, Stored) for item in file.arrays}
     _require(len(arrays) == len(file.arrays), "an array is listed twice")
+    for spec, stored in arrays.items():
+        parts = -(-spec.numel // part_numel_even(spec.numel, spec.part_numel))
+        sound = known.issuperset(stored.drives) and len(stored.crcs) == parts
+        what = "is on an unknown drive, or does not have one checksum per part"
+        _require(sound, f"array {spec.buffer}/{spec.kind} {what}")
     return Manifest(file.store, file.generation, arrays, file.drives, file.meta, file.checkpoint)
 
 
 def _require(ok: bool, what: str) -> None:
     if not ok:
         raise ValueError(what)
-
-
-def _array(item: _Array, drives: set[str]) -> tuple[ArraySpec, Stored]:
-    spec = ArraySpec(item.buffer, item.kind, item.numel, item.dtype, item.part_numel, item.fixed)
-    parts = -(-item.numel // part_numel_even(item.numel, item.part_numel))
-    sound = drives.issuperset(item.drives) and len(item.crc32c) == parts
-    _require(sound, f"array {item.buffer}/{item.kind} is on an unknown drive, or does not have one checksum per part")
-    return spec, Stored(item.slot, item.drives, tuple(int(crc, 16) for crc in item.crc32c))
 
 
 def _own_checksum(content: dict[str, Any]) -> str:

@@ -133,7 +133,7 @@ def damaged_manifests() -> dict[str, bytes]:
         "part_numel": [0, 1, -2048, 2**62 + 1, None],
         "slot": [2, -1, "0", None, True, 0.0],
         "drives": [[], ["d9"], "d0", [5], None],
-        "crc32c": [[], ["00000001"], ["1", "2"], [1, 2], None, "00000001", ["-0000001", "00000002"]],
+        "crcs": [[], [1], ["1", "2"], None, 1, [-1, 2], [1, 2**32]],
     }
     (array,) = good["arrays"]
     for field, values in parts.items():

@@ -91,7 +91,7 @@ def test_a_run_goes_on_several_machines_and_comes_back(cli: Cli, capsys: Capture
 def master(run: Path) -> dict[str, list[int]]:
     """The checksums of a run's committed state."""
     content = json.loads((run / "state" / "manifest.json").read_text())
-    return {f"{array['buffer']}/{array['kind']}": array["crc32c"] for array in content["arrays"]}
+    return {f"{array['buffer']}/{array['kind']}": array["crcs"] for array in content["arrays"]}
 
 
 @pytest.mark.long

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import nvme_state
 import pytest
 import tensorstore as ts
 import torch
+from msgspec.structs import replace
 from nvme_state import SPECS, advance, assert_holds, assert_whole, content, make, read_all, write_all
 from system_calls import refuse_direct
 

@@ -6,12 +6,12 @@ import fcntl
 import os
 import shutil
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from nvme_state import SPECS, advance, assert_holds, assert_whole, content, make, read_all
 from reader_checks import DAMAGE
 from system_calls import failing
