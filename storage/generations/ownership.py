@@ -64,7 +64,7 @@ def is_aborted_start(folder: Path, identity: Identity, root: Path) -> bool:
 
     The manifest of a run that was moved away is not there either, but its copy on the drive is.
     """
-    if identity.version < 2 or manifest.has_backup(folder) or (folder / CHECKPOINTS).exists():
+    if manifest.has_backup(folder) or (folder / CHECKPOINTS).exists():
         return False
     return is_same(Path(identity.root), root) or is_same(folder, root)
 
@@ -154,8 +154,6 @@ def owner(folder: Path, identity: Identity, root: Path) -> Path | None:
     this drive. Where two do, both are copies, as of a folder that came back from a backup, and neither may have it.
     """
     named = Path(identity.root)
-    if not identity.inode:
-        return named if not is_same(named, root) and _names(named, folder, identity) else None
     own = _inode(root) == identity.inode
     if is_same(named, root):
         if own:

@@ -50,15 +50,13 @@ class Identity:
     """Id of the drive; empty where the folder holds the store's manifest and no chunk files."""
     root: str
     """Folder of the store's manifest when the drive joined: for people, and to start again over an aborted start."""
-    checkpoint: str | None = None
+    checkpoint: str | None
     """Name of the checkpoint where the folder is one on the drive, and not the drive's own."""
-    inode: int = 0
+    inode: int
     """Of folder `root`, which a renamed folder keeps and a copy of it does not have, unless it is one of the whole file
-    system; 0 where it is not known."""
-    filesystem: str = ""
+    system."""
+    filesystem: str
     """Of folder `root` (filesystem.filesystem_id); "" where it is not known."""
-    version: int = 2
-    """1 where the drive may hold a generation without a copy of its manifest."""
 
     @staticmethod
     def of(store: str, drive: str, root: Path, checkpoint: str | None = None) -> Identity:
@@ -162,8 +160,7 @@ def read_identity(folder: Path) -> Identity | None:
     """What `folder` says that it is; None where it says nothing or is not there. UserError when it is unreadable."""
     path = folder / IDENTITY_NAME
     try:
-        content = parse_object(read_regular(path, most_bytes=1 << 20))
-        return typed({"version": 1, **content}, Identity)
+        return typed(parse_object(read_regular(path, most_bytes=1 << 20)), Identity)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
