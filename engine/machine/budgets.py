@@ -22,9 +22,11 @@ from penstock.engine.machine.limits import (
 )
 from penstock.engine.machine.platforms import WSL_PINNED_SHARE, gpu_memory, is_wsl, shares_memory
 from penstock.engine.machine.profile import Machine
+from penstock.storage.files.disk import disk_bytes
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import bytes_text
 from penstock.storage.files.untrusted import printable
+from penstock.storage.tier.filesystem import existing
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +115,7 @@ def run_budgets(
         nvme = _free_on(drives)
         why = "free on the drives, less a reserve"
     else:
-        room = _free_on(drives) + _held_on(drives)
+        room = _free_on(drives) + disk_bytes(drives)
         why = "free on the drives, less a reserve, and what the run holds there"
     return replace(free, nvme=nvme, nvme_room=room, why=free.why | {"nvme": why})
 
@@ -215,25 +217,9 @@ def _is_shared(device: torch.device) -> bool:
 
 def _free_on(drives: Sequence[Path]) -> int:
     """Free bytes on the drives together when each takes the same share."""
-    places = []
-    for drive in drives:
-        while not drive.is_dir():
-            drive = drive.parent
-        places.append((os.stat(drive).st_dev, drive))
-    sharing = [device for device, _ in places]
-    return len(places) * min(free_disk(place) // sharing.count(device) for device, place in places)
-
-
-def _held_on(drives: Sequence[Path]) -> int:
-    """Bytes of disk that files in these folders take; one with several names counts once."""
-    held = {}
-    for drive in drives:
-        for folder, _, names in os.walk(drive):
-            for name in names:
-                with contextlib.suppress(OSError):
-                    status = os.lstat(os.path.join(folder, name))
-                    held[status.st_dev, status.st_ino] = 512 * status.st_blocks
-    return sum(held.values())
+    devices = [os.stat(existing(drive)).st_dev for drive in drives]
+    shares = [free_disk(drive) // devices.count(device) for drive, device in zip(drives, devices, strict=True)]
+    return len(drives) * min(shares)
 
 
 def split_shared(total_bytes: int, gpu_bytes: int | None = None, ram_bytes: int | None = None) -> tuple[int, int]:

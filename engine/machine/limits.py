@@ -14,14 +14,14 @@ import ctypes
 import gc
 import os
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from penstock.storage.files.errors import used_up
-from penstock.storage.tier.filesystem import mount_of
+from penstock.storage.tier.filesystem import existing, mount_of
 
 GIB = 2**30
 
@@ -81,23 +81,27 @@ class MemoryGroup:
 
 def memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
     """The control groups that count this process's memory, its own first; below `root`, which tests choose."""
-    found: dict[Path, MemoryGroup] = {}
-    for line in _lines(root / "proc/self/cgroup"):
+    return [MemoryGroup(*group) for group in control_groups(root, "memory", ("memory",))]
+
+
+def control_groups(root: Path, controller: str, mounts: Sequence[str]) -> list[tuple[Path, int]]:
+    """(folder, version) of the control groups of this process that may limit what `controller` does, its own first.
+
+    `mounts`: names under which version 1 mounts the controller.
+    """
+    found: dict[Path, int] = {}
+    for line in lines_of(root / "proc/self/cgroup"):
         number, controllers, own = line.split(":", 2)
-        if number == "0" and not controllers:
-            mount, version = root / "sys/fs/cgroup", 2
-        elif "memory" in controllers.split(","):
-            mount, version = root / "sys/fs/cgroup/memory", 1
-        else:
-            continue
-        top = mount.resolve()
-        # A container may see its own group as the top, while the path is still the host's.
-        inside = top.joinpath(own.lstrip("/")).resolve()
-        folder = inside if inside.is_dir() and inside.is_relative_to(top) else top
-        while folder.is_relative_to(top):
-            found.setdefault(folder, MemoryGroup(folder, version))
-            folder = folder.parent
-    return list(found.values())
+        is_second = number == "0" and not controllers
+        for mount in ("",) if is_second else mounts if controller in controllers.split(",") else ():
+            top = (root / "sys/fs/cgroup" / mount).resolve()
+            # A container may see its own group as the top, while the path is still the host's.
+            inside = top.joinpath(own.lstrip("/")).resolve()
+            folder = inside if inside.is_dir() and inside.is_relative_to(top) else top
+            while folder.is_relative_to(top):
+                found.setdefault(folder, 2 if is_second else 1)
+                folder = folder.parent
+    return list(found.items())
 
 
 def free_memory(
@@ -144,7 +148,7 @@ def _folders_without_cpus(root: Path) -> tuple[Path, ...]:
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         if not _node_memory(folder).get("MemTotal"):
             continue
-        if (folder / "cpulist").is_file() and not any(_lines(folder / "cpulist")):
+        if (folder / "cpulist").is_file() and not any(lines_of(folder / "cpulist")):
             bare.append(folder)
         else:
             others += 1
@@ -152,7 +156,7 @@ def _folders_without_cpus(root: Path) -> tuple[Path, ...]:
 
 
 def _node_memory(folder: Path) -> dict[str, int]:
-    rows = (line.split(maxsplit=2)[-1] for line in _lines(folder / "meminfo"))  # Node 0 MemTotal:   123 kB
+    rows = (line.split(maxsplit=2)[-1] for line in lines_of(folder / "meminfo"))  # Node 0 MemTotal:   123 kB
     return {name: kib * 1024 for name, kib in _pairs(rows).items()}
 
 
@@ -173,7 +177,7 @@ def _machine_memory(root: Path) -> Iterator[FreeMemory]:
         yield FreeMemory(max(0, promise - values["Committed_AS"]), promise, "vm.overcommit_memory=2 (CommitLimit)")
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
-        pages = int(next(_lines(root / "proc/self/statm")).split()[0])
+        pages = int(next(lines_of(root / "proc/self/statm")).split()[0])
         yield FreeMemory(max(0, limit - pages * resource.getpagesize()), limit, "ulimit -v")
 
 
@@ -189,9 +193,7 @@ def free_disk(folder: Path) -> int:
     A missing folder is judged by its nearest existing parent. Quotas of projects (XFS, ext4) are in the file system's
     own answer.
     """
-    place = folder.expanduser().resolve()
-    while not place.is_dir():
-        place = place.parent
+    place = existing(folder.expanduser())
     status = os.statvfs(place)
     free = status.f_bavail * status.f_frsize
     device = mount_of(place).source
@@ -245,7 +247,7 @@ def _quota_left(device: str, kind: int, owner: int) -> int | None:
     return max(0, min(limits) - quota.used_bytes) if limits else None
 
 
-def _lines(path: Path) -> Iterator[str]:
+def lines_of(path: Path) -> Iterator[str]:
     """None where the kernel has no such file; OSError where it may have one, and no file can be opened any more."""
     try:
         text = path.read_text(errors="replace")
@@ -258,13 +260,13 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _number(path: Path) -> int | None:
     """The number that a file of the kernel holds; None where it is missing or holds a word (max)."""
-    text = next(_lines(path), "").strip()
+    text = next(lines_of(path), "").strip()
     return int(text) if text.isdigit() else None
 
 
 def _table(path: Path) -> dict[str, int]:
     """Lines of `name value` or `name: value kB`."""
-    return _pairs(_lines(path))
+    return _pairs(lines_of(path))
 
 
 def _pairs(lines: Iterable[str]) -> dict[str, int]:

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.machine.limits import free_memory, memory_groups
+from penstock.engine.machine.limits import control_groups, free_memory, lines_of
 from penstock.storage.files.untrusted import one_line
 
 if TYPE_CHECKING:
@@ -27,14 +27,8 @@ _UNIFIED = re.compile(r"\b(GB10|Orin|Thor)\b")
 
 def is_wsl(root: Path = Path("/")) -> bool:
     """Whether the kernel is that of the Windows Subsystem for Linux, which Microsoft builds."""
-    for name in ("proc/sys/kernel/osrelease", "proc/version"):
-        try:
-            text = (root / name).read_text(errors="replace").lower()
-        except OSError:
-            continue
-        if "microsoft" in text:
-            return True
-    return False
+    files = (root / name for name in ("proc/sys/kernel/osrelease", "proc/version"))
+    return any("microsoft" in line.lower() for file in files for line in lines_of(file))
 
 
 def shares_memory(properties: Any) -> bool:
@@ -64,7 +58,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     for most of each period.
     """
     quotas = []
-    for folder, version in _cpu_groups(root):
+    for folder, version in control_groups(root, "cpu", ("cpu", "cpu,cpuacct")):
         words = _words(folder / ("cpu.max" if version == 2 else "cpu.cfs_quota_us"))
         period = words[1:] if version == 2 else _words(folder / "cpu.cfs_period_us")
         if words[:1] and words[0].isdigit() and period and period[0].isdigit() and int(period[0]):
@@ -103,29 +97,5 @@ def remarks(device: torch.device, root: Path = Path("/")) -> list[str]:
     return found
 
 
-def _cpu_groups(root: Path) -> list[tuple[Path, int]]:
-    """(folder, version) of the control groups that share out this process's CPU time, its own first."""
-    found = [(group.folder, 2) for group in memory_groups(root) if group.version == 2]
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, own = line.split(":", 2)
-        if "cpu" in controllers.split(","):
-            for name in ("cpu", "cpu,cpuacct"):
-                top = (root / "sys/fs/cgroup" / name).resolve()
-                inside = top.joinpath(own.lstrip("/")).resolve()
-                folder = inside if inside.is_dir() and inside.is_relative_to(top) else top
-                while folder.is_relative_to(top):
-                    found.append((folder, 1))
-                    folder = folder.parent
-    return found
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return [line for line in path.read_text(errors="replace").splitlines() if line]
-    except OSError:
-        return []
-
-
 def _words(path: Path) -> list[str]:
-    lines = _lines(path)
-    return lines[0].split() if lines else []
+    return next(lines_of(path), "").split()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from msgspec import structs
@@ -169,8 +170,7 @@ def pass_bytes_per_s(device: torch.device, sizes: Sizes, seconds: float) -> floa
     return 3 * 4 * numel / clock(lambda: _drop(torch.add(a, b, alpha=0.5, out=out)), device, seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class LinkRates:
+class LinkRates(NamedTuple):
     """Bytes/s between RAM and the compute device."""
 
     h2d: float
@@ -211,51 +211,38 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 
 def _copies(arena: HostArena, directions: Sequence[Copies], device: torch.device, seconds: float) -> list[float]:
     """Bytes/s of each direction, all at once: a thread each that copies as a lane's does, on CUDA with a stream."""
-    moved, ends = [0] * len(directions), [0.0] * len(directions)
-    streams = [torch.cuda.Stream(device) for _ in directions] if device.type == "cuda" else None
-    if streams is not None:
+    on_gpu = device.type == "cuda"
+    streams = [torch.cuda.Stream(device) if on_gpu else None for _ in directions]
+    if on_gpu:
         torch.cuda.synchronize(device)
     start = time.perf_counter()
 
-    def lane(index: int, copies: Copies) -> None:
-        stream = streams[index] if streams is not None else None
+    def lane(stream: torch.cuda.Stream | None, copies: Copies) -> float:
+        moved = 0
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
-            while not moved[index] or time.perf_counter() < start + seconds:
+            while not moved or time.perf_counter() < start + seconds:
                 for target, source in copies:
                     arena.copy(target, source)
-                    moved[index] += source.nbytes
+                    moved += source.nbytes
                 if stream is not None:
                     stream.synchronize()
-        ends[index] = time.perf_counter()
+        return moved / (time.perf_counter() - start)
 
-    threads = [threading.Thread(target=lane, args=each) for each in enumerate(directions)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [num_bytes / (end - start) for num_bytes, end in zip(moved, ends, strict=True)]
+    with ThreadPoolExecutor(len(directions)) as threads:
+        return list(threads.map(lane, streams, directions))
 
 
 def optimizer_params_per_s(device: torch.device, sizes: Sizes, seconds: float) -> float:
     """Parameters per second of AdamW on state in RAM, on the cores that a run on `device` gives its optimizer."""
-    found: list[float] = []
-    errors: list[BaseException] = []
     placement = place_threads(device)
 
-    def lane() -> None:
-        try:
-            if placement is not None:
-                placement.enter_lane("optimizer")
-            found.append(_updates_per_s(sizes, seconds))
-        except BaseException as error:  # raised by whoever waits
-            errors.append(error)
+    def lane() -> float:
+        if placement is not None:
+            placement.enter_lane("optimizer")
+        return _updates_per_s(sizes, seconds)
 
-    thread = threading.Thread(target=lane)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return found[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lane).result()
 
 
 def _updates_per_s(sizes: Sizes, seconds: float) -> float:

@@ -27,7 +27,7 @@ from penstock.storage.files.disk import read_all, reporting, require_writable, w
 from penstock.storage.files.errors import UserError
 from penstock.storage.tier.arena import HostArena
 from penstock.storage.tier.drives import READ_THREADS, WRITE_THREADS
-from penstock.storage.tier.filesystem import existing, mount_of
+from penstock.storage.tier.filesystem import MEMORY, existing, mount_of
 
 BLOCK_BYTES = 32 << 20
 """Of one request: as long as the store's chunk files."""
@@ -35,8 +35,6 @@ MOST_BYTES = 64 << 30
 """Written once to fill the files of one drive; measuring then overwrites them as long as there is time."""
 _THREADS = max(READ_THREADS, WRITE_THREADS)
 _LEAST_BLOCKS = 2 * _THREADS
-_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
-"""File systems whose files are RAM."""
 _FILL_SHARE = 0.25
 """Of the time given; the rest is shared by what is measured."""
 _FILL_BYTES_PER_S = 512 << 20
@@ -108,7 +106,7 @@ def check_folders(folders: Sequence[Path], block_bytes: int = BLOCK_BYTES) -> li
             raise UserError(f"{folder}: no such folder; give an existing folder on the drive to measure")
         require_writable(folder)
         room = min(MOST_BYTES, _fillable(folder, folders))
-        if mount_of(folder).filesystem in _MEMORY:
+        if mount_of(folder).filesystem in MEMORY:
             room = min(room, free_memory().free_bytes // (4 * len(folders)))
         need = _LEAST_BLOCKS * block_bytes
         if room < need:

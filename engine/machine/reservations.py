@@ -20,13 +20,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec import Struct, to_builtins
+
 from penstock.engine.machine.budgets import Reserved, gpu_name, words
 from penstock.engine.machine.limits import free_memory
 from penstock.engine.machine.platforms import shares_memory
 from penstock.storage.files.disk import held
 from penstock.storage.files.errors import BudgetError
 from penstock.storage.files.units import bytes_text
-from penstock.storage.files.untrusted import is_whole, parse_object, printable
+from penstock.storage.files.untrusted import Size, parse_object, printable, typed
 
 if TYPE_CHECKING:
     import torch
@@ -178,14 +180,9 @@ class Reservation:
             return
         if ram is not None:
             self._ram_bytes = ram + (gpu if self._shared else 0)
-        record = {
-            "run": self._run,
-            "pid": os.getpid(),
-            "base_bytes": self._base_bytes,
-            "ram_bytes": self._ram_bytes,
-            "gpu_bytes": {} if self._shared else {gpu_name(self._device): gpu},
-        }
-        content = json.dumps(record).encode().ljust(_RECORD_BYTES - 1) + b"\n"
+        gpus = {} if self._shared else {gpu_name(self._device): gpu}
+        record = _Record(self._run, os.getpid(), self._base_bytes, self._ram_bytes, gpus)
+        content = json.dumps(to_builtins(record)).encode().ljust(_RECORD_BYTES - 1) + b"\n"
         try:
             if not self._name:
                 self._file, self._name = _make(self._folder)
@@ -264,26 +261,30 @@ def _read(folder: int) -> list[Reserved]:
     for name in sorted(os.listdir(folder)):
         if name.startswith(_PREFIX):
             with contextlib.suppress(OSError, ValueError), _opened(folder, name) as fd:
-                if not _try_lock(fd, fcntl.LOCK_SH) and (record := _record(os.pread(fd, _RECORD_BYTES, 0))) is not None:
-                    found.append(record)
+                if not _try_lock(fd, fcntl.LOCK_SH) and (other := _planned(os.pread(fd, _RECORD_BYTES, 0))) is not None:
+                    found.append(other)
     return found
 
 
-def _record(content: bytes) -> Reserved | None:
-    """What another process plans beyond what it holds. None for this process, and for none at all; ValueError."""
-    values = parse_object(content)
-    run, gpus = values.get("run"), values.get("gpu_bytes")
-    sizes = [values.get(name) for name in ("pid", "base_bytes", "ram_bytes")]
-    if not (isinstance(run, str) and isinstance(gpus, dict) and all(map(_is_size, [*sizes, *gpus.values()]))):
-        raise ValueError("no record")
-    if values["pid"] == os.getpid():
+class _Record(Struct):
+    """What a process planned: the content of its file."""
+
+    run: str
+    pid: Size
+    base_bytes: Size
+    """RAM that it held before."""
+    ram_bytes: Size
+    gpu_bytes: dict[str, Size]
+    """Of each GPU, by `gpu_name`."""
+
+
+def _planned(content: bytes) -> Reserved | None:
+    """What another process plans beyond what it holds; None for this process. ValueError for what is no record."""
+    record = typed(parse_object(content), _Record)
+    if record.pid == os.getpid():
         return None
-    held = max(0, _touched(values["pid"]) - values["base_bytes"])
-    return Reserved(run, values["pid"], max(0, values["ram_bytes"] - held), gpus)
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and is_whole(value) and value >= 0
+    held = max(0, _touched(record.pid) - record.base_bytes)
+    return Reserved(record.run, record.pid, max(0, record.ram_bytes - held), record.gpu_bytes)
 
 
 def _opened(folder: int, name: str) -> contextlib.AbstractContextManager[int]:

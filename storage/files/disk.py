@@ -10,8 +10,8 @@ import resource
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +39,18 @@ def require_free(path: Path, nbytes: int, what: str) -> None:
         raise UserError(
             f"{path}: {what} needs {nbytes:,} bytes of disk and {free:,} are free; free some or choose another disk"
         )
+
+
+def disk_bytes(folders: Iterable[Path], without: Container[Path] = ()) -> int:
+    """Bytes of disk of the files below `folders`, but for those in the folders `without`; shared data counts once."""
+    sizes: dict[tuple[int, int], int] = {}
+    for top in folders:
+        for folder, _, names in os.walk(top):
+            for name in names if Path(folder) not in without else ():
+                with suppress(OSError):  # another thread renames or removes files
+                    status = os.lstat(os.path.join(folder, name))
+                    sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sum(sizes.values())
 
 
 def lock_folder(path: Path) -> int:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from penstock.storage.files.disk import atomic_write, fsync_ancestors, lock_folder, reporting, require_free
+from penstock.storage.files.disk import atomic_write, disk_bytes, fsync_ancestors, lock_folder, reporting, require_free
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import parse_object, read_regular, typed
 from penstock.storage.tier import chunk
@@ -323,14 +323,7 @@ class DriveSet:
 
         Files that share their data by links count once.
         """
-        sizes: dict[tuple[int, int], int] = {}
-        for top in {self.root, *(drive.folder for drive in tuple(self))}:
-            for folder, _, names in os.walk(top):
-                for name in names if Path(folder) not in without else ():
-                    with contextlib.suppress(OSError):  # a commit in another thread renames its manifest
-                        status = os.stat(os.path.join(folder, name))
-                        sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
-        return sum(sizes.values())
+        return disk_bytes({self.root, *(drive.folder for drive in tuple(self))}, without)
 
     def close(self) -> None:
         """Wait for operations in flight and let the folders go."""

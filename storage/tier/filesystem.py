@@ -18,7 +18,7 @@ _DEV = Path("/dev")
 _GET_UUID = 0x80111500
 """ioctl FS_IOC_GETFSUUID: a byte with a length, and up to 16 bytes."""
 
-_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
+MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 _NETWORK = {
     "9p",
     "afs",
@@ -102,7 +102,7 @@ def check_folder(folder: Path) -> list[str]:
     """
     mount = mount_of(folder)
     kind = mount.filesystem
-    if kind in _MEMORY:
+    if kind in MEMORY:
         return [
             f"{folder}: {kind} is kept in memory: files here take RAM on top of budgets.ram and are lost at reboot; "
             "choose a folder on a drive"
