@@ -127,7 +127,7 @@ class Session:
             keep_last=recipe.storage.keep_last,
             keep_every=recipe.storage.keep_every,
             keep_good=recipe.storage.keep_good is not None,
-            room_for_good=LAST_GOOD in plan.tiers["nvme"].parts,
+            fits_good=LAST_GOOD in plan.tiers["nvme"].parts,
             report=lambda *checkpoint: self.checkpoints.append(checkpoint),
         )
         loader.seek(store.meta["cursor"])

@@ -25,7 +25,7 @@ from penstock.storage.files.errors import UserError
 from penstock.storage.files.model_folder import INDEX_NAME, MORE_TEMPLATES, SINGLE_NAME
 from penstock.storage.files.units import bytes_text
 from penstock.storage.files.untrusted import one_line, parse_object, shell
-from penstock.storage.files.user_cache import cache_folder, read_kept, write_kept
+from penstock.storage.files.user_cache import cache_folder, read_cached, write_cached
 
 _MODEL_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 """Of the files beside a model's weights: config, tokenizer, chat template; code, which is never run here, for exports
@@ -263,7 +263,7 @@ def _require_space(hub: HubName, need: int) -> None:
 def _check(hub: HubName, folder: Path, files: list[_File]) -> None:
     """Compare files with what the hub says of them, once each; one that differs is removed. UserError naming it."""
     kept, key = cache_folder("hub"), hashlib.sha256(str(folder).encode()).hexdigest()
-    known = (read_kept(kept, key) if kept is not None else None) or {}
+    known = (read_cached(kept, key) if kept is not None else None) or {}
     checked: dict[str, Any] = {}
     for number, file in enumerate(files):
         preparing.report(number / len(files), file.name)
@@ -279,7 +279,7 @@ def _check(hub: HubName, folder: Path, files: list[_File]) -> None:
         checked[file.name] = stamp
     if kept is not None and checked != known:
         with contextlib.suppress(OSError):
-            write_kept(kept, key, known | checked, _MOST_KEPT)
+            write_cached(kept, key, known | checked, _MOST_KEPT)
 
 
 def _difference(path: Path, size: int, file: _File) -> str | None:

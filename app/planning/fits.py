@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import __version__
-from penstock.storage.files.user_cache import cache_folder, code_digest, read_kept, write_kept
+from penstock.storage.files.user_cache import cache_folder, code_digest, read_cached, write_cached
 
 _MOST_FILES = 256
 _CODE = ("machine", "forecast", "plan", "schedule", "model", "attention", "hf", "optim")
@@ -93,7 +93,7 @@ def _content_digest(path: Path) -> str | None:
 def read_fit(recipe: str, here: str) -> Fit | None:
     """The kept answer for a recipe file's digest and `here_digest`; None without one."""
     folder = cache_folder("fits")
-    kept = None if folder is None else read_kept(folder, _name(recipe, here))
+    kept = None if folder is None else read_cached(folder, _name(recipe, here))
     if kept is None:
         return None
     from penstock.storage.files.untrusted import typed
@@ -109,7 +109,7 @@ def keep_fit(recipe: str, here: str, fit: Fit) -> None:
     folder = cache_folder("fits")
     if folder is not None:
         with contextlib.suppress(OSError):
-            write_kept(folder, _name(recipe, here), asdict(fit), _MOST_FILES)
+            write_cached(folder, _name(recipe, here), asdict(fit), _MOST_FILES)
 
 
 def _name(recipe: str, here: str) -> str:

@@ -20,7 +20,7 @@ from penstock.engine.config import Recipe
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.files.model_folder import read_config_file
 from penstock.storage.files.untrusted import typed
-from penstock.storage.files.user_cache import cache_folder, code_digest, read_kept, write_kept
+from penstock.storage.files.user_cache import cache_folder, code_digest, read_cached, write_cached
 
 _MOST_FILES = 64
 _CODE = ("model", "attention", "hf")
@@ -39,7 +39,7 @@ def kept_spec(recipe: Recipe, make: Callable[[], ModelSpec], *, compiled: bool =
         spec = replace(make(), config=None)
         if folder is not None:
             with contextlib.suppress(OSError):
-                write_kept(folder, digest, {"spec": msgspec.to_builtins(spec)}, _MOST_FILES)
+                write_cached(folder, digest, {"spec": msgspec.to_builtins(spec)}, _MOST_FILES)
     return spec
 
 
@@ -66,7 +66,7 @@ def _digest(recipe: Recipe, compiled: bool) -> str:
 
 def _read(folder: Path, digest: str) -> ModelSpec | None:
     try:
-        kept = read_kept(folder, digest)
+        kept = read_cached(folder, digest)
         return None if kept is None else typed(kept["spec"], ModelSpec)
     except (ValueError, KeyError):
         return None

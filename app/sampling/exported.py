@@ -55,10 +55,10 @@ def _whole_model(folder: Path) -> Any:
     """Run as suits this machine, whatever its config asks for, and without an adapter that was left beside it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from penstock.engine.hf.config import set_aside_ways
+    from penstock.engine.hf.config import drop_implementation
 
     config = AutoConfig.from_pretrained(folder, **_LOCAL)
-    set_aside_ways(config)
+    drop_implementation(config)
     with ExitStack() as stack:
         if (folder / ADAPTER_CONFIG_NAME).is_file():
             alone = Path(stack.enter_context(TemporaryDirectory()))

@@ -14,16 +14,16 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from penstock.engine import preparing
 from penstock.engine.cluster.layout import (
-    Place,
+    Location,
     Record,
     begin_folder,
     checksums_of,
     end_folder,
     held_tensors,
     load,
+    locations,
     moment,
     partial_folder,
-    places,
     require_intact,
     require_same_model,
     save,
@@ -77,13 +77,13 @@ class _Source:
     def __init__(self, run: RunState, kinds: tuple[str, ...]) -> None:
         self._run, self._layouts = run, layouts(run.spec)
         self._arrays = {(array.buffer, array.kind): array for array in run.store.arrays()}
-        self._places = places(run.spec, kinds)
+        self._locations = locations(run.spec, kinds)
         self._small = dict(run.constants)
         step = float(run.store.meta["step"])
         self._small |= {moment(name, "step"): torch.tensor(step) for name in trained_names(run.spec)}
         self.shapes: dict[str, Tensor] = dict(self._small)
         """All of them by name, without memory where they are large."""
-        for name, (buffer, kind, param) in self._places.items():
+        for name, (buffer, kind, param) in self._locations.items():
             dtype = getattr(torch, self._arrays[buffer, kind].dtype)
             self.shapes[name] = torch.empty(param.shape, dtype=dtype, device="meta")
 
@@ -91,7 +91,7 @@ class _Source:
         """The values of one; any thread may ask."""
         if name in self._small:
             return self._small[name]
-        buffer, kind, param = self._places[name]
+        buffer, kind, param = self._locations[name]
         start = self._layouts[buffer].offset(param.name)
         return _read(self._run.store, self._arrays[buffer, kind], start, param.numel).view(param.shape)
 
@@ -134,12 +134,12 @@ def read_dcp(folder: Path, record: Record, spec: ModelSpec, recipe: Recipe, run_
     root = state_folder(run_dir)
     store = NvmeStore.create(root, arrays, budget_bytes=budget, drives=drive_folders(run_dir, recipe.storage))
     try:
-        found = places(spec, optimizer.kinds)
+        found = locations(spec, optimizer.kinds)
         flat, total, written = layouts(spec), sum(array.numel for array in arrays), 0
         for array in arrays:
             values = empty_aligned(array.numel, getattr(torch, array.dtype)).zero_()
             views = flat[array.buffer].views(values)
-            load(folder, {n: views[place.param.name] for n, place in _of(found, array).items()}, no_dist=True)
+            load(folder, {n: views[location.param.name] for n, location in _of(found, array).items()}, no_dist=True)
             parts = [store.write(array.buffer, array.kind, i, values[a:b]) for i, (a, b) in enumerate(array.parts())]
             for part in parts:
                 part.result()
@@ -152,8 +152,8 @@ def read_dcp(folder: Path, record: Record, spec: ModelSpec, recipe: Recipe, run_
     return record.step
 
 
-def _of(found: Mapping[str, Place], array: ArraySpec) -> dict[str, Place]:
-    return {name: place for name, place in found.items() if (place.buffer, place.kind) == (array.buffer, array.kind)}
+def _of(found: Mapping[str, Location], array: ArraySpec) -> dict[str, Location]:
+    return {name: at for name, at in found.items() if (at.buffer, at.kind) == (array.buffer, array.kind)}
 
 
 def _constants(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ _WRITERS = 2
 State = dict[str, torch.Tensor]
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a tensor of a checkpoint is in a run's state."""
 
     buffer: str
@@ -68,15 +68,15 @@ def moment(name: str, kind: str) -> str:
     return f"optimizer.state.{name}.{kind}"
 
 
-def places(spec: ModelSpec, kinds: Sequence[str]) -> dict[str, Place]:
-    """Name in a checkpoint -> place, for all parameters and their optimizer's `kinds` (master weights left out)."""
-    found: dict[str, Place] = {}
+def locations(spec: ModelSpec, kinds: Sequence[str]) -> dict[str, Location]:
+    """Name in a checkpoint -> location, for all parameters and their optimizer's `kinds` (master weights left out)."""
+    found: dict[str, Location] = {}
     for buffer, params in spec.buffers.items():
         trained = buffer not in spec.frozen
         for param in params:
-            found[param.name] = Place(buffer, MASTER if trained else WEIGHTS, param)
+            found[param.name] = Location(buffer, MASTER if trained else WEIGHTS, param)
             if trained:
-                found |= {moment(param.name, kind): Place(buffer, kind, param) for kind in kinds}
+                found |= {moment(param.name, kind): Location(buffer, kind, param) for kind in kinds}
     return found
 
 
@@ -105,7 +105,7 @@ def begin_folder(folder: Path, recipe: Recipe, meta: Mapping[str, Any]) -> Path:
 
 
 def end_folder(folder: Path, checksums: Mapping[str, Sequence[Any]]) -> None:
-    """Put a written checkpoint in its place, durably, with what `checksums_of` its files; an older one there goes."""
+    """Give a written checkpoint its name, durably, with what `checksums_of` its files; an older one there goes."""
     partial = partial_folder(folder)
     content = sealed.seal({"files": {name: list(found) for name, found in checksums.items()}})
     atomic_write(partial / CHECKSUMS_NAME, json.dumps(content, indent=1) + "\n")
@@ -288,7 +288,7 @@ def _require_short(content: bytes) -> None:
 def require_same_model(folder: Path, spec: ModelSpec, kinds: Sequence[str]) -> None:
     """UserError unless the checkpoint in `folder` holds the state of exactly this model."""
     held = {name: tuple(found.size) for name, found in held_tensors(folder).items()}
-    wanted = {name: tuple(place.param.shape) for name, place in places(spec, kinds).items()} | spec.constants
+    wanted = {name: tuple(location.param.shape) for name, location in locations(spec, kinds).items()} | spec.constants
     wanted |= {moment(name, "step"): () for name in trained_names(spec)}
     for name, shape in wanted.items():
         if name not in held:

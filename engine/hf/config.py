@@ -33,8 +33,8 @@ _SHAPE_FIELDS = {
 """Recipe field -> transformers config field."""
 
 
-_WAYS = {"_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation"}
-_WAYS |= {"transformers_weights"}
+_HOW = {"_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation"}
+_HOW |= {"transformers_weights"}
 
 _SIZES = (
     r"(?P<depth>(num_|n_)(hidden_|decoder_)?layers?|n_layer)|vocab_size|hidden_size|n_embd|d_model|head_dim|n_inner|"
@@ -133,11 +133,11 @@ def make_config(values: dict[str, Any], where: str) -> PretrainedConfig:
         config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))  # it completes nested values in place
     except Exception as error:  # transformers validates with errors of many types
         raise UserError(f"{where}: transformers refuses this config: {one_line(error)}") from error
-    set_aside_ways(config)
+    drop_implementation(config)
     return config
 
 
-def set_aside_ways(config: PretrainedConfig) -> None:
+def drop_implementation(config: PretrainedConfig) -> None:
     """Forget how a config wants its model run, which is not what the model is: by kernels that may not be installed
     here, and with tuples for results, in which transformers' own models do not find what they look for."""
     for one in (config, config.get_text_config(decoder=True)):
@@ -146,14 +146,14 @@ def set_aside_ways(config: PretrainedConfig) -> None:
         one._experts_implementation = None
 
 
-def without_ways(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The values of a config.json without what `set_aside_ways` forgets, and without the name of a file of weights,
+def without_implementation(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The values of a config.json without what `drop_implementation` drops, and without the name of a file of weights,
     which an export does not have; the names of what was left out."""
-    left = [name for name, value in values.items() if name in _WAYS or (name == "return_dict" and value is False)]
+    left = [name for name, value in values.items() if name in _HOW or (name == "return_dict" and value is False)]
     kept = {name: value for name, value in values.items() if name not in left}
     for name, value in kept.items():
         if name.endswith("_config") and isinstance(value, dict):
-            kept[name], more = without_ways(value)
+            kept[name], more = without_implementation(value)
             left += [f"{name}.{inner}" for inner in more]
     return kept, left
 
@@ -241,7 +241,7 @@ def _contradiction(model: ModelConfig, name: str, value: Any) -> str | None:
 
 def _idle(recipe: Recipe, vocab_size: int | None, name: str) -> str | None:
     """Why an override has no effect: the config is the same without it."""
-    if name in _WAYS:
+    if name in _HOW:
         return "has no effect, as Penstock chooses how a model is computed; leave it out"
     overrides = dict(recipe.model.overrides)
     given = with_floats(overrides.pop(name))

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from penstock.engine import preparing
 from penstock.engine.data.text.tokenizer import TOKENIZER_FILES, write_tokenizer_files
 from penstock.engine.hf import generation
-from penstock.engine.hf.config import with_floats, without_floats, without_ways
+from penstock.engine.hf.config import with_floats, without_floats, without_implementation
 from penstock.engine.hf.conversion import Conversion, ConversionPlan, Stored, transformers_layout
 from penstock.engine.hf.named_code import named_code
 from penstock.engine.model import skeleton
@@ -415,7 +415,7 @@ def _config_like(config: PretrainedConfig, file: Path, dtype: str | None) -> tup
     """`file`'s bytes; where `config` or `dtype` says otherwise than the file, the file with these fields changed. The
     names of fields that would keep the export from being loaded, and are left out."""
     original = read_model_file(file.parent, file.name, _COPIED_BYTES)
-    values, left_out = without_ways(with_floats(parse_object(original)))
+    values, left_out = without_implementation(with_floats(parse_object(original)))
     before = type(config).from_dict(copy.deepcopy(values)).to_dict()
     incidental = ("_name_or_path", "transformers_version", *left_out)
     changed = {k: v for k, v in config.to_dict().items() if k not in incidental and before.get(k) != v}

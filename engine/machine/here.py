@@ -27,7 +27,7 @@ def machine_here(folder: Path) -> Machine:
         return stored
     gpu, (gpu_bytes, ram_bytes) = None, split_shared(total_memory())
     if any(os.path.exists(f"/dev/{name}") for name in _GPU_DEVICES):
-        gpu, gpu_bytes, ram_bytes = _ask_torch()
+        gpu, gpu_bytes, ram_bytes = _query_torch()
     assumed = GENERIC if gpu is None else generic_gpu(gpu)
     drive = structs.replace(assumed.drives[0], size_bytes=free_disk(folder))
     return structs.replace(
@@ -44,7 +44,7 @@ def is_assumed(machine: Machine) -> bool:
     return machine.source.startswith("assumed")
 
 
-def _ask_torch() -> tuple[str | None, int, int]:
+def _query_torch() -> tuple[str | None, int, int]:
     """The GPU's name, and each tier's bytes."""
     import torch
 

@@ -45,7 +45,7 @@ _MOST_LINKS = 8
 """From model folder to model folder."""
 
 
-def real_place(path: Path) -> Path:
+def real_target(path: Path) -> Path:
     """Where `path` leads. UserError where that does not exist, or the links run in a circle."""
     try:
         return path.resolve(strict=True)
@@ -67,7 +67,7 @@ def of_model(folder: Path, name: str, most: int = _MOST_LINKS) -> Path:
     path = folder / name
     if not path.is_symlink():
         return path
-    real = real_place(path)
+    real = real_target(path)
     if _is_within(real, folder):
         return real
     _require_own(path, real)
@@ -76,7 +76,7 @@ def of_model(folder: Path, name: str, most: int = _MOST_LINKS) -> Path:
     if _entry_of(folder) is None and _is_blob(real):
         return real
     target = Path(os.readlink(path))
-    there = real_place((folder / target).parent)
+    there = real_target((folder / target).parent)
     of_kind = _MODEL_FILE.fullmatch(target.name) is not None or target.name == name == MORE_TEMPLATES
     if most and of_kind and _is_model_folder(there):
         return of_model(there, target.name, most - 1)
@@ -119,7 +119,7 @@ def require_of_data(files: Iterable[Path], root: Path) -> None:
 
 
 def _require_one(file: Path, root: Path, base: Path) -> None:
-    real = real_place(file)
+    real = real_target(file)
     if _is_within(real, base):
         return
     place = root
@@ -158,7 +158,7 @@ def below_data(root: Path) -> Iterator[Path]:
 
 def _linked_folder(path: Path, base: Path) -> Path:
     """Where a link that leads to no file leads. UserError where that is no folder either, or it is not followed."""
-    real = real_place(path)
+    real = real_target(path)
     if not real.is_dir():
         raise UserError(f"{printable(path)}: it is a symbolic link to {printable(real)}, which is no file; remove it")
     if base.is_relative_to(real):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-Told = Callable[[float, str], None]
-"""Is told how far work is: the share that is done, and what it is of."""
+Report = Callable[[float, str], None]
+"""Is given the share of work that is done, and what it is a share of."""
 
 
-def untold(share: float, words: str) -> None:
-    """Nobody asks how far it is."""
+def no_report(share: float, words: str) -> None:
+    """Nobody needs the progress."""
 
 
 def bytes_text(num_bytes: float | None) -> str:

@@ -38,7 +38,7 @@ def code_digest(folders: Iterable[Path]) -> str:
     return found.hexdigest()
 
 
-def read_kept(folder: Path, digest: str) -> dict[str, Any] | None:
+def read_cached(folder: Path, digest: str) -> dict[str, Any] | None:
     """What was kept under a digest; None where there is nothing that can be believed."""
     try:
         with open(open_regular(folder / f"{digest}.json"), "rb") as file:
@@ -51,7 +51,7 @@ def read_kept(folder: Path, digest: str) -> dict[str, Any] | None:
         return None
 
 
-def write_kept(folder: Path, digest: str, content: dict[str, Any], most_files: int) -> None:
+def write_cached(folder: Path, digest: str, content: dict[str, Any], most_files: int) -> None:
     """Keep `content`, and the newest `most_files` in all; nothing where it is too large. OSError."""
     data = json.dumps(seal({"digest": digest, **content})).encode()
     if len(data) > _MOST_BYTES:

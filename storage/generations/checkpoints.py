@@ -162,7 +162,7 @@ def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Seq
             for array in arrays
             for drive, path in _files(array)
         ]
-        place(drives, jobs)
+        link_files(drives, jobs)
         if (root / CONSTANTS_NAME).exists():
             link_or_copy(root / CONSTANTS_NAME, folder / CONSTANTS_NAME)
         for drive, base in bases.items():
@@ -187,7 +187,7 @@ def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Seq
         raise
 
 
-def place(drives: DriveSet, jobs: Iterable[tuple[Drive, Path, Path]]) -> None:
+def link_files(drives: DriveSet, jobs: Iterable[tuple[Drive, Path, Path]]) -> None:
     """Make (drive, source, target) hard links, reflinks or copies on the drives' threads; folders are not synced."""
     jobs = list(jobs)
     sources = {target: source for _, source, target in jobs}
@@ -205,7 +205,7 @@ def place(drives: DriveSet, jobs: Iterable[tuple[Drive, Path, Path]]) -> None:
     drives.sync(one, [(drive, target) for drive, _, target in jobs], "making a link or copy of a chunk file")
 
 
-def place_restored(
+def link_restored(
     name: str, kept: Manifest, drives: DriveSet, arrays: Mapping[ArraySpec, Array]
 ) -> tuple[dict[ArraySpec, Stored], list[tuple[Drive, Path]]]:
     """Put the files of checkpoint `name`, of manifest `kept`, into the slots that no generation uses; not synced.
@@ -238,7 +238,7 @@ def place_restored(
             drive, target = array.chunk(layout, array.next_slot(), part)
             jobs.append((drive, chunk.path, target))
     make_folders(arrays.values(), {drive for drive, _, _ in jobs})
-    place(drives, jobs)
+    link_files(drives, jobs)
     return result, [(drive, target) for drive, _, target in jobs]
 
 

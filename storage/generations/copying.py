@@ -19,7 +19,7 @@ from penstock.storage.files.disk import (
     publish,
 )
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.units import Told, untold
+from penstock.storage.files.units import Report, no_report
 from penstock.storage.generations import ownership
 from penstock.storage.tier import manifest
 from penstock.storage.tier.drives import (
@@ -31,17 +31,17 @@ from penstock.storage.tier.drives import (
     locate,
     read_identity,
     record,
-    require_room,
+    require_capacity,
     write_identity,
 )
 from penstock.storage.tier.manifest import Manifest
 
 
-def copy_state(root: Path, drives: Sequence[Path], told: Told = untold) -> int:
+def copy_state(root: Path, drives: Sequence[Path], report: Report = no_report) -> int:
     """Copy what the manifest in `root`, and those of its checkpoints, name on drives of another run directory.
 
     The copies go to `drives` and are hard links where that is possible: whoever writes such a file leaves it to the
-    other. `told` is given the share of a generation that is copied. Returns the bytes of state that were copied, 0
+    other. `report` is given the share of a generation that is copied. Returns the bytes of state that were copied, 0
     where all of it is this run directory's own. Crash safe: what a manifest names is there, whole, before and after it
     is replaced, and a second call does the rest.
     UserError when the state is in use, is older than what its drive holds, is not whole or finds no room.
@@ -56,7 +56,7 @@ def copy_state(root: Path, drives: Sequence[Path], told: Told = untold) -> int:
         for folder in _foreign(found.values(), root):
             locks.take(folder)  # before the first checkpoint is copied
         ids: dict[str, Path] = {}
-        placed: _Placed = {}
+        linked: _Linked = {}
         total = 0
         # The state itself comes last: as long as it is another's, nothing is trained here.
         for path in (*sorted((root / CHECKPOINTS).glob(f"[!.]*/{manifest.FILE_NAME}")), root / manifest.FILE_NAME):
@@ -68,7 +68,7 @@ def copy_state(root: Path, drives: Sequence[Path], told: Told = untold) -> int:
             for folder in foreign:
                 locks.take(folder)
             ids = ids or _claim(targets, foreign, content.store, root, locks)
-            total += _copy(content, path.parent, root, found, ids, placed, told)
+            total += _copy(content, path.parent, root, found, ids, linked, report)
     except OSError as error:
         raise disk_error(error, Path(error.filename or root), "copying the state") from error
     finally:
@@ -96,7 +96,7 @@ def _claim(targets: Sequence[Path], foreign: Sequence[Path], store: str, root: P
     return ids
 
 
-_Placed = dict[tuple[int, int, int], Path]
+_Linked = dict[tuple[int, int, int], Path]
 """(device of the copy, device and inode of its source) -> the copy."""
 
 
@@ -106,12 +106,12 @@ def _copy(
     root: Path,
     found: Mapping[str, Path],
     ids: Mapping[str, Path],
-    placed: _Placed,
-    told: Told,
+    linked: _Linked,
+    report: Report,
 ) -> int:
     """Copy all that `content`, the manifest in folder `place`, names, and name the copies there; their bytes.
 
-    What generations share is copied once: `placed` has the copies so far, and gets these.
+    What generations share is copied once: `linked` has the copies so far, and gets these.
     """
     inner = Path() if content.checkpoint is None else Path(CHECKPOINTS, content.checkpoint)
     bases = {id: folder / inner for id, folder in ids.items()}
@@ -134,10 +134,10 @@ def _copy(
             jobs[base / below / "zarr.json"] = found[stored.drives[0]] / below / "zarr.json"
             owners[base / below] = ids[id]
     keys = {target: _shared_key(target, source, owners) for target, source in jobs.items()}
-    jobs = {target: placed.get(keys[target], source) for target, source in jobs.items()}
-    _require_room(jobs, owners)
-    _place(jobs, owners, told)
-    placed.update((key, target) for target, key in keys.items())
+    jobs = {target: linked.get(keys[target], source) for target, source in jobs.items()}
+    _require_capacity(jobs, owners)
+    _link(jobs, owners, report)
+    linked.update((key, target) for target, key in keys.items())
     for id, base in bases.items():
         if content.checkpoint is not None:
             write_identity(base, Identity.of(content.store, id, root, content.checkpoint))
@@ -151,7 +151,7 @@ def _shared_key(target: Path, source: Path, owners: Mapping[Path, Path]) -> tupl
     return owners[target.parent].stat().st_dev, status.st_dev, status.st_ino
 
 
-def _require_room(jobs: Mapping[Path, Path], owners: Mapping[Path, Path]) -> None:
+def _require_capacity(jobs: Mapping[Path, Path], owners: Mapping[Path, Path]) -> None:
     """UserError unless the copies that can be no links find room; `owners` are the drives of their folders."""
     devices = {folder: folder.stat().st_dev for folder in set(owners.values())}
     needs = dict.fromkeys(devices, 0)
@@ -159,10 +159,10 @@ def _require_room(jobs: Mapping[Path, Path], owners: Mapping[Path, Path]) -> Non
         folder = owners[target.parent]
         status = source.stat()
         needs[folder] += 0 if status.st_dev == devices[folder] else status.st_size
-    require_room(needs, "a copy of the state")
+    require_capacity(needs, "a copy of the state")
 
 
-def _place(jobs: Mapping[Path, Path], owners: Mapping[Path, Path], told: Told) -> None:
+def _link(jobs: Mapping[Path, Path], owners: Mapping[Path, Path], report: Report) -> None:
     """Make target -> source links or copies, durably; `owners` are the drives of their folders. OSError."""
     for parent, folder in owners.items():
         make_folder(parent, inside=folder)
@@ -173,7 +173,7 @@ def _place(jobs: Mapping[Path, Path], owners: Mapping[Path, Path], told: Told) -
         if not ownership.is_same(target, jobs[target]):
             target.unlink(missing_ok=True)
             link_or_copy(jobs[target], target)
-        told(next(count) / len(jobs), f"of {len(jobs):,} files")
+        report(next(count) / len(jobs), f"of {len(jobs):,} files")
 
     with ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="copy-state") as threads:
         list(threads.map(one, jobs))

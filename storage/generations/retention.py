@@ -40,17 +40,17 @@ class Retention:
         keep_last: int,
         keep_every: int | None,
         keep_good: bool,
-        room_for_good: bool,
+        fits_good: bool,
         report: Report,
     ) -> None:
-        """The fields of a recipe's `storage`; `room_for_good`: whether the plan has room for the last good generation.
+        """The fields of a recipe's `storage`; `fits_good`: whether the plan has room for the last good generation.
 
         Steps that are no multiple of `checkpoint_every` are committed for another reason, and not kept.
         """
         self._store, self._report = store, report
         self._checkpoint_every, self._keep_last, self._keep_every = checkpoint_every, keep_last, keep_every
         self._keeps_good = keep_good
-        if self._keeps_good and not room_for_good:
+        if self._keeps_good and not fits_good:
             self._give_up_good("the disk or budgets.nvme has no room for another generation")
 
     def checkpoint(self, name: str) -> str | None:

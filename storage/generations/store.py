@@ -25,12 +25,13 @@ import torch
 
 from penstock.storage.files.disk import disk_error, fsync_dir, fsync_file, publish, reporting, require_writable
 from penstock.storage.files.errors import UserError, ensure
-from penstock.storage.files.units import Told, untold
+from penstock.storage.files.units import Report, no_report
 from penstock.storage.generations import checkpoints, ownership
 from penstock.storage.generations.tidy import sweep, tidy
 from penstock.storage.tier import chunk, manifest
 from penstock.storage.tier.arena import empty_aligned
 from penstock.storage.tier.arrays import Array, make_folders, remove_arrays
+from penstock.storage.tier.capacity import Capacity
 from penstock.storage.tier.drives import (
     READ_THREADS,
     SCRATCH,
@@ -44,7 +45,6 @@ from penstock.storage.tier.drives import (
 )
 from penstock.storage.tier.manifest import ArraySpec, Manifest
 from penstock.storage.tier.readers import DirectReader, Readers
-from penstock.storage.tier.room import Room
 from penstock.storage.tier.scrub import read_chunk_file, scrub
 from penstock.storage.tier.spill import Spill
 
@@ -81,7 +81,7 @@ class NvmeStore:
         self.warnings = [] if read_only else self._drives.warnings()
         """What is doubtful about the drives, one sentence each."""
         self._manifest = current
-        self._room = Room(self._drives, budget_bytes)
+        self._capacity = Capacity(self._drives, budget_bytes)
         self._readers = readers or Readers(DirectReader(), None)
         self._spill = Spill(self._drives)
         self._arrays: dict[tuple[str, str], Array] = {}
@@ -135,7 +135,7 @@ class NvmeStore:
             store = NvmeStore(root, locks, empty, ids, list(ids), budget_bytes, readers, on_thread_start)
             added = [store._add(spec, scratch=False) for spec in arrays]
             ensure(len(store._arrays) == len(arrays), "an array is listed twice")
-            store._room.require_new(added, [], "two generations of the state")
+            store._capacity.require_new(added, [], "two generations of the state")
             for folder in folders:
                 if read_identity(folder) is not None:  # an aborted start
                     remove_arrays(folder)
@@ -193,7 +193,7 @@ class NvmeStore:
             if not read_only:
                 sweep(root, store._drives, store._arrays.values())
                 if any(array.layout != array.target for array in store._arrays.values()):
-                    store._room.require_to_write(store._arrays.values(), "the state that moves there", shared=False)
+                    store._capacity.require_to_write(store._arrays.values(), "the state that moves there", shared=False)
                 current.back_up({drive.folder for drive in store._drives} - {root})
                 if said:
                     checkpoints.identify(root)
@@ -208,7 +208,7 @@ class NvmeStore:
     def add_scratch(self, arrays: Sequence[ArraySpec]) -> None:
         """Add arrays of no generation: one slot, never synced, wiped on open. UserError when out of room."""
         added = [self._array(spec, scratch=True) for spec in arrays]
-        self._room.require_new(added, self._arrays.values(), "scratch space")
+        self._capacity.require_new(added, self._arrays.values(), "scratch space")
         for spec in arrays:
             ensure((spec.buffer, spec.kind) not in self._arrays, f"array {spec.buffer}/{spec.kind} exists")
             make_folders([self._add(spec, scratch=True)], self._drives.active)
@@ -216,7 +216,7 @@ class NvmeStore:
     def reserve_spill(self, num_bytes: int) -> None:
         """Set `num_bytes` aside for spilled activations, over all drives. UserError when out of room."""
         if num_bytes:
-            self._room.reserve_spill(num_bytes, self._arrays.values())
+            self._capacity.reserve_spill(num_bytes, self._arrays.values())
 
     def spill(self, key: str, src: torch.Tensor) -> Future[None]:
         """Write activations, uint8 [n] on the CPU, of any size: read back once with `unspill`, never synced.
@@ -367,16 +367,16 @@ class NvmeStore:
             self._committing = False
         return self.generation
 
-    def verify(self, told: Told = untold) -> int:
+    def verify(self, report: Report = no_report) -> int:
         """Read all of the committed generation at the drives' speed, all drives at once; returns the bytes read.
 
-        `told` is given the share that has been read and what it is of, from any thread.
+        `report` is given the share that has been read and what it is of, from any thread.
         UserError naming every chunk file that is not what was written (the first 20 of them).
         """
         with self._lock:
             committed = [array for array in self._committable() if array.slot is not None]
             files = [array.committed_file(part) for array in committed for part in range(len(array.parts))]
-        return scrub(files, f"generation {self.generation}", READ_THREADS, told)
+        return scrub(files, f"generation {self.generation}", READ_THREADS, report)
 
     def checkpoint(self, name: str) -> None:
         """Keep the committed generation as checkpoint `name` (storage.checkpoints): a link for each chunk file.
@@ -392,7 +392,7 @@ class NvmeStore:
                 raise UserError(f"{folder}: there is a checkpoint '{name}' already; choose another name, or delete it")
             arrays = self._committable()
             count = len(checkpoints.checkpoint_names(self.root))
-            self._room.require_checkpoint(self._arrays.values(), count, f"checkpoint '{name}'")
+            self._capacity.require_checkpoint(self._arrays.values(), count, f"checkpoint '{name}'")
             checkpoints.write_checkpoint(name, self._manifest, self._drives, arrays)
 
     def restore(self, name: str) -> int:
@@ -410,7 +410,7 @@ class NvmeStore:
             with self._lock:
                 for array in arrays.values():
                     array.written.clear()
-            stored, chunks = checkpoints.place_restored(name, kept, self._drives, arrays)
+            stored, chunks = checkpoints.link_restored(name, kept, self._drives, arrays)
             self._sync(chunks)
             self._publish(stored, kept.meta)
         return self.generation

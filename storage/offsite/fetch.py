@@ -33,7 +33,7 @@ from penstock.storage.offsite.link import Job, Link, OffsiteError, Pieces, Repor
 from penstock.storage.offsite.location import Location
 from penstock.storage.tier import manifest
 from penstock.storage.tier.arrays import zarr_json
-from penstock.storage.tier.drives import Locks, distinct, record, require_room
+from penstock.storage.tier.drives import Locks, distinct, record, require_capacity
 from penstock.storage.tier.manifest import ArraySpec, Manifest, Stored
 
 _MOST_SMALL_BYTES = 1 << 24
@@ -41,7 +41,7 @@ _MOST_FILES_BYTES = 1 << 46
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Remote:
     """A generation at a location."""
 
     location: Location
@@ -63,7 +63,7 @@ def _array_bytes(spec: ArraySpec) -> int:
     return len(spec.parts()) * spec.form.file_bytes
 
 
-def find(open_link: Callable[[Location], Link], location: Location, name: str | None) -> tuple[Link, Found]:
+def find(open_link: Callable[[Location], Link], location: Location, name: str | None) -> tuple[Link, Remote]:
     """The newest generation at `location`, or the one called `name`, or the one whose name `location` itself ends in.
 
     Returns an open link to where its index is. UserError where there is none, or it is damaged.
@@ -83,7 +83,7 @@ def find(open_link: Callable[[Location], Link], location: Location, name: str | 
         raise
 
 
-def _find_below(link: Link, location: Location, name: str, asked: Location) -> Found:
+def _find_below(link: Link, location: Location, name: str, given: Location) -> Remote:
     """The generation `name` of the index at `location`; of one that cannot be read, or was not copied, its folder."""
     try:
         index = read_index(link).index
@@ -93,8 +93,8 @@ def _find_below(link: Link, location: Location, name: str, asked: Location) -> F
         return _chosen(link, location, index, name)
     found = read_manifest(link, name)
     if found is None:
-        raise _nothing(asked)
-    return Found(location, name, found.checkpoint or name, None, found, read_files(link, name))
+        raise _nothing(given)
+    return Remote(location, name, found.checkpoint or name, None, found, read_files(link, name))
 
 
 def _nothing(location: Location) -> UserError:
@@ -104,7 +104,7 @@ def _nothing(location: Location) -> UserError:
     )
 
 
-def _chosen(link: Link, location: Location, index: Index, name: str | None) -> Found:
+def _chosen(link: Link, location: Location, index: Index, name: str | None) -> Remote:
     if not index.entries:
         raise UserError(f"{location}: holds {index.words}, so there is nothing to resume from")
     entry = index.entries[-1]
@@ -118,10 +118,10 @@ def _chosen(link: Link, location: Location, index: Index, name: str | None) -> F
     if found is None or found.store != index.store or found.generation != entry.generation:
         what = "has no manifest" if found is None else "has the manifest of another generation"
         raise UserError(f"{location}/{entry.folder}: {what}; choose another with --checkpoint NAME")
-    return Found(location, entry.folder, entry.name, index, found, read_files(link, entry.folder))
+    return Remote(location, entry.folder, entry.name, index, found, read_files(link, entry.folder))
 
 
-def read_small(link: Link, found: Found, name: str, folder: Path) -> bytes:
+def read_small(link: Link, found: Remote, name: str, folder: Path) -> bytes:
     """The content of one of a run's small files, through `folder`. UserError where there is none, or it is large."""
     pieces = found.files.get(name)
     if pieces is None or file_bytes(pieces) > _MOST_SMALL_BYTES:
@@ -134,13 +134,13 @@ def read_small(link: Link, found: Found, name: str, folder: Path) -> bytes:
         path.unlink(missing_ok=True)
 
 
-def fetch_files(link: Link, found: Found, targets: Mapping[str, Path], inside: Path, report: Report) -> None:
+def fetch_files(link: Link, found: Remote, targets: Mapping[str, Path], inside: Path, report: Report) -> None:
     """Make files of the run, `targets` by their names, in folders that are made below `inside`."""
     wanted = {path: found.files[name] for name, path in targets.items()}
     size = sum(map(file_bytes, wanted.values()))
     if size > _MOST_FILES_BYTES:
         raise UserError(f"{found.location}/{found.folder}: its files add up to {size:,} bytes, more than any run has")
-    require_room({inside: size}, "the run's files")
+    require_capacity({inside: size}, "the run's files")
     for path in wanted:
         try:
             make_folder(path.parent, inside)
@@ -152,7 +152,7 @@ def fetch_files(link: Link, found: Found, targets: Mapping[str, Path], inside: P
             write_file(path, b"")
 
 
-def fetch_state(link: Link, found: Found, root: Path, drives: Sequence[Path], report: Report) -> None:
+def fetch_state(link: Link, found: Remote, root: Path, drives: Sequence[Path], report: Report) -> None:
     """Make the store of generation `found`, its manifest in `root` and its chunk files striped over `drives`.
 
     Each chunk is compared with the manifest's checksum. The manifest is written last: until then there is no store, and
@@ -170,7 +170,7 @@ def fetch_state(link: Link, found: Found, root: Path, drives: Sequence[Path], re
         arrays = {spec: Stored(0, tuple(ids), stored.crcs) for spec, stored in found.manifest.arrays.items()}
         records = tuple(record(id, folder, root, root, active=True) for id, folder in ids.items())
         fetched = replace(found.manifest, arrays=arrays, drives=records, checkpoint=None)
-        _require_room(found, folders)
+        _require_capacity(found, folders)
         below = {folder / spec.buffer / spec.kind / "0": (folder, spec) for folder in folders for spec in arrays}
         for inner, (folder, spec) in below.items():
             make_folder(inner, folder)
@@ -189,13 +189,13 @@ def fetch_state(link: Link, found: Found, root: Path, drives: Sequence[Path], re
         locks.release()
 
 
-def _job(found: Found, spec: ArraySpec, path: Path, file_bytes: int, crc: int) -> Job:
+def _job(found: Remote, spec: ArraySpec, path: Path, file_bytes: int, crc: int) -> Job:
     source = array_folder(found.folder, spec.buffer, spec.kind, fixed=spec.fixed)
     return f"{source}/{path.name}", path, file_bytes, crc
 
 
-def _require_room(found: Found, folders: Sequence[Path]) -> None:
+def _require_capacity(found: Remote, folders: Sequence[Path]) -> None:
     """UserError unless the drives hold two generations, less what an earlier try has left there."""
     need = sum(_array_bytes(spec) * (1 if spec.fixed else 2) for spec in found.manifest.arrays)
     there = sum(path.stat().st_blocks * 512 for folder in folders for path in folder.glob("*/*/0/c.*.0"))
-    require_room(dict.fromkeys(folders, max(0, need - there) // len(folders)), "two generations of the state")
+    require_capacity(dict.fromkeys(folders, max(0, need - there) // len(folders)), "two generations of the state")

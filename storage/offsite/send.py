@@ -179,7 +179,7 @@ def _write(
     small = existing(files)
     begins(load.num_bytes + sum(path.stat().st_size for path in small.values()))
     if link.location.driver == "file":
-        _require_room(Path(link.location.path), load.num_bytes)
+        _require_capacity(Path(link.location.path), load.num_bytes)
     found = link.put_files(small, have, FILES, bytes_per_s, report)
     link.write(f"{folder}/{RUN_FILES}", encode_files(found))
     for key, content in load.small:
@@ -188,7 +188,7 @@ def _write(
     return link.put(load.chunks, bytes_per_s, report) + sum(new.values())
 
 
-def _require_room(folder: Path, num_bytes: int) -> None:
+def _require_capacity(folder: Path, num_bytes: int) -> None:
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     free = shutil.disk_usage(there).free
     if free < num_bytes:

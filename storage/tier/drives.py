@@ -332,7 +332,7 @@ class DriveSet:
         self.locks.release()
 
 
-def require_room(needs: Mapping[Path, int], what: str) -> None:
+def require_capacity(needs: Mapping[Path, int], what: str) -> None:
     """UserError unless every device has free what the folders on it need for `what`, in bytes, plus 5 %."""
     groups: dict[int, list[Path]] = defaultdict(list)
     for folder in needs:

@@ -13,7 +13,7 @@ import torch
 
 from penstock.storage.files.disk import disk_error
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.units import Told, bytes_text, untold
+from penstock.storage.files.units import Report, bytes_text, no_report
 from penstock.storage.tier.arena import empty_aligned
 from penstock.storage.tier.chunk import ChunkError, ChunkFormat, check_chunk
 from penstock.storage.tier.drives import Drive
@@ -60,7 +60,7 @@ def _reported(file: ChunkFile, origin: str) -> Iterator[None]:
         raise disk_error(error, file.path, f"reading {file.payload_bytes:,} bytes of {origin}") from error
 
 
-def scrub(files: Iterable[ChunkFile], origin: str, threads: int, told: Told = untold) -> int:
+def scrub(files: Iterable[ChunkFile], origin: str, threads: int, report: Report = no_report) -> int:
     """Read the files, `threads` at a time on every drive and all drives at once; returns the bytes read.
 
     Every byte of every file is checked, by direct I/O into memory of its own: `threads` chunks for each drive.
@@ -89,7 +89,7 @@ def scrub(files: Iterable[ChunkFile], origin: str, threads: int, told: Told = un
                 file.drive.count(read=file.form.file_bytes)
             except UserError as error:
                 damaged.append(str(error))
-            told(next(count) / num_files, f"of {bytes_text(total)}")
+            report(next(count) / num_files, f"of {bytes_text(total)}")
 
     futures = [drive.readers.submit(run, queue) for drive, queue in work.items() for _ in range(threads)]
     for future in futures:

@@ -44,11 +44,11 @@ def percentage_used(folder: Path) -> float | None:
 
 def wear_of(folder: Path) -> list[Wear]:
     """What each drive under `folder` says, in the order of its name; drives that say nothing are left out."""
-    found = (_ask(disk) for disk in device_of(folder).disks)
+    found = (_query(disk) for disk in device_of(folder).disks)
     return [wear for wear in found if wear is not None]
 
 
-def _ask(disk: str) -> Wear | None:
+def _query(disk: str) -> Wear | None:
     path = f"/dev/{disk}"
     tools: list[tuple[list[str], Callable[[str, dict[str, Any]], Wear]]] = [
         (["smartctl", "-j", "-a", path], _from_smartctl)

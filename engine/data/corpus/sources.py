@@ -12,7 +12,7 @@ from penstock.engine import preparing
 from penstock.engine.data.corpus.files import SourceFile
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line
-from penstock.storage.files.user_cache import cache_folder, read_kept, write_kept
+from penstock.storage.files.user_cache import cache_folder, read_cached, write_cached
 
 _MOST_RECORDED = 1000
 """Files that a corpus names; of more, only all of them together are known."""
@@ -66,7 +66,7 @@ def _sha256(file: Path, status: os.stat_result) -> str:
     cache = None if status.st_size < _MEMO_BYTES else cache_folder("sources")
     stamp = {"path": os.fsencode(file).hex(), "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
     key = hashlib.sha256(repr(stamp).encode()).hexdigest()
-    if cache is not None and (result := read_kept(cache, key)) is not None and isinstance(result.get("sha256"), str):
+    if cache is not None and (result := read_cached(cache, key)) is not None and isinstance(result.get("sha256"), str):
         return str(result["sha256"])
     digest, done = hashlib.sha256(), 0
     with file.open("rb") as stream:
@@ -76,5 +76,5 @@ def _sha256(file: Path, status: os.stat_result) -> str:
             preparing.report(min(1.0, done / max(1, status.st_size)), f"looking at {file.name}")
     if cache is not None:
         with contextlib.suppress(OSError):
-            write_kept(cache, key, {"sha256": digest.hexdigest()}, _MOST_MEMOS)
+            write_cached(cache, key, {"sha256": digest.hexdigest()}, _MOST_MEMOS)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Room on the drives and in the budget, counted before anything is written."""
+"""Space on the drives and in the budget, counted before anything is written."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from penstock.storage.files.errors import BudgetError
 from penstock.storage.files.units import least_text
 from penstock.storage.tier.arrays import Array
-from penstock.storage.tier.drives import FREE_MARGIN, DriveSet, require_room
+from penstock.storage.tier.drives import FREE_MARGIN, DriveSet, require_capacity
 
 
-class Room:
+class Capacity:
     """What a store has given out of its budget, and what its drives still have."""
 
     def __init__(self, drives: DriveSet, budget_bytes: int | None):
@@ -26,7 +26,7 @@ class Room:
         what = "room for spilled activations"
         self._require_budget(int(num_bytes * FREE_MARGIN), self._held(arrays), what)
         share = -(-num_bytes // len(self._drives.active))
-        require_room(dict.fromkeys(self._drives.folders, share), what)
+        require_capacity(dict.fromkeys(self._drives.folders, share), what)
         self._spill_bytes += num_bytes
 
     def require_new(self, added: Collection[Array], arrays: Collection[Array], what: str) -> None:
@@ -37,7 +37,7 @@ class Room:
         for array in added:
             for part in range(len(array.parts)):
                 needs[array.next(part)[0].folder] += array.disk_bytes() // len(array.parts)
-        require_room(needs, what)
+        require_capacity(needs, what)
 
     def require_checkpoint(self, arrays: Collection[Array], count: int, what: str) -> None:
         """Room for one more checkpoint of the committed `arrays`, when there are `count` already."""
@@ -59,7 +59,7 @@ class Room:
                         if path.stat().st_nlink == 1 and not (shared and slot == array.slot):
                             continue
                     needs[drive.folder] += array.form.file_bytes
-        require_room(needs, what)
+        require_capacity(needs, what)
 
     def _nothing(self) -> dict[Path, int]:
         return dict.fromkeys(self._drives.folders, 0)
