@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from penstock.engine.cluster.context import NAME as GATHERED
 from penstock.engine.cluster.context import Context
@@ -59,7 +60,12 @@ def choose_attention(
     for name in attention_candidates(device, dtype, spread=group is not None):
         try:
             context = None if group is None or small_spec is None else Context(small_spec, group, name)
-            error = _error(spec, small, source, documents, name, device, dtype, loss, gradients, context)
+            model = skeleton.build(
+                small, device="cpu", adapter=spec.adapter, attention_by=name if context is None else GATHERED
+            )
+            model.load_state_dict(source.state_dict())
+            nn.Module.to(model, device=device, dtype=dtype)
+            error = _error(model, documents, context, device, loss, gradients)
         except UserError:
             raise
         except Exception as failure:  # a kernel that cannot do this model says so as it likes
@@ -76,21 +82,14 @@ def choose_attention(
 
 
 def _error(
-    spec: ModelSpec,
-    small: object,
-    source: nn.Module,
+    model: PreTrainedModel,
     documents: list[Tensor],
-    attention: str,
+    context: Context | None,
     device: torch.device,
-    dtype: torch.dtype,
     loss: float,
     gradients: dict[str, Tensor],
-    context: Context | None,
 ) -> float:
-    by = attention if context is None else GATHERED
-    model = skeleton.build(small, device="cpu", adapter=spec.adapter, attention_by=by)  # type: ignore[arg-type]
-    model.load_state_dict(source.state_dict())
-    nn.Module.to(model, device=device, dtype=dtype)
+    """The model's largest relative error on packed documents, against their `loss` and `gradients` one by one."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in gradients)
     stream = TokenStream.of(documents)
@@ -114,7 +113,7 @@ def _error(
     if context is not None:
         for values in (summed, *found.values()):
             dist.all_reduce(values, group=context.group)
-    if dtype == torch.float32:
+    if model.dtype == torch.float32:
         worst = max(relative_errors(found, gradients).values())
     else:
         difference = sum(float((found[name] - gradients[name]).norm()) ** 2 for name in gradients)

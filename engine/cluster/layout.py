@@ -24,10 +24,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec import Struct, structs
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
@@ -39,20 +40,19 @@ from penstock.engine.runtime.state import WEIGHTS
 from penstock.storage.files import sealed
 from penstock.storage.files.disk import atomic_write, fsync_dir, fsync_file
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.untrusted import is_whole, one_line, open_regular, parse_object, read_regular
+from penstock.storage.files.untrusted import is_whole, one_line, open_regular, parse_object, read_regular, typed
 from penstock.storage.tier.layout import ParamSpec
 
 RECORD_NAME = "penstock.json"
 CHECKSUMS_NAME = "checksums.json"
 INDEX_NAME = ".metadata"
-_FORMAT = "penstock-dcp"
-_VERSION = 1
 _RECORD_BYTES = 1 << 26
 _INDEX_BYTES = 1 << 30
 _WRITERS = 2
 """Threads of a process that writes alone; as many parameters are in memory at once."""
 
 State = dict[str, torch.Tensor]
+T = TypeVar("T")
 
 
 class Location(NamedTuple):
@@ -99,15 +99,15 @@ def begin_folder(folder: Path, recipe: Recipe, meta: Mapping[str, Any]) -> Path:
     partial = partial_folder(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    content = {"format": _FORMAT, "version": _VERSION, "recipe": asdict(recipe), "meta": dict(meta)}
-    atomic_write(partial / RECORD_NAME, json.dumps(sealed.seal(content), indent=1) + "\n")
+    record = Record("penstock-dcp", 1, asdict(recipe), dict(meta))
+    atomic_write(partial / RECORD_NAME, json.dumps(sealed.seal(structs.asdict(record)), indent=1) + "\n")
     return partial
 
 
-def end_folder(folder: Path, checksums: Mapping[str, Sequence[Any]]) -> None:
+def end_folder(folder: Path, checksums: Mapping[str, tuple[int, str]]) -> None:
     """Give a written checkpoint its name, durably, with what `checksums_of` its files; an older one there goes."""
     partial = partial_folder(folder)
-    content = sealed.seal({"files": {name: list(found) for name, found in checksums.items()}})
+    content = sealed.seal({"files": dict(checksums)})
     atomic_write(partial / CHECKSUMS_NAME, json.dumps(content, indent=1) + "\n")
     _name(folder)
 
@@ -153,28 +153,31 @@ def _checksum(path: Path) -> tuple[int, str]:
 def require_intact(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
     """UserError unless a checkpoint's files are as they were written; with `share` (i, n) only the i-th of n shares of
     them is read."""
-    path = folder / CHECKSUMS_NAME
-    try:
-        found = sealed.unseal(parse_object(read_regular(path, most_bytes=_RECORD_BYTES))).content.get("files")
-        if not isinstance(found, dict):
-            raise ValueError("holds something else")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); restore it from a copy") from None
-    for name in sorted(found)[share[0] :: share[1]]:
-        file = folder / Path(str(name)).name
+    files = _read_sealed(folder / CHECKSUMS_NAME, _Checksums).files
+    for name in sorted(files)[share[0] :: share[1]]:
+        file = folder / Path(name).name
         try:
-            now = list(_checksum(file))
+            now = _checksum(file)
         except OSError as error:
             raise UserError(f"{file}: cannot be read ({error.strerror}); restore it from a copy") from None
-        if now != found[name]:
+        if now != files[name]:
             raise UserError(
                 f"{file}: differs from what was written; restore it from a copy, or use an older checkpoint"
             )
 
 
-class Record(NamedTuple):
-    """What stands beside a checkpoint's tensors."""
+class _Checksums(Struct):
+    """Content of checksums.json."""
 
+    files: dict[str, tuple[int, str]]
+    """Name -> bytes and CRC-32C."""
+
+
+class Record(Struct):
+    """What stands beside a checkpoint's tensors: content of penstock.json."""
+
+    format: Literal["penstock-dcp"]
+    version: Literal[1]
     recipe: dict[str, Any]
     """As recipe.json has it."""
     meta: dict[str, Any]
@@ -196,28 +199,30 @@ def read_record(folder: Path) -> Record:
             f"{folder}: {what}; give a folder such as RUN/dcp/step-000100, or one written by penstock export --format "
             "dcp"
         )
-    try:
-        content = sealed.unseal(parse_object(read_regular(path, most_bytes=_RECORD_BYTES))).content
-        known = (content.get("format"), content.get("version"))
-        if known != (_FORMAT, _VERSION):
-            raise ValueError(f"is {one_line(known, 60)}, not {(_FORMAT, _VERSION)}")
-        recipe, meta = content.get("recipe"), content.get("meta")
-        if not isinstance(recipe, dict) or not isinstance(meta, dict):
-            raise ValueError("has no recipe, or no record of a step")
-        if not all(is_whole(meta.get(name)) and meta[name] >= 0 for name in ("step", "tokens")):
-            raise ValueError("does not say which step it is from")
-        if not isinstance(meta.get("cursor"), dict):
-            raise ValueError("does not record the position in the data")
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         raise UserError(
             f"{path}: is missing: this DCP checkpoint was not written by Penstock and does not record the position in "
             "its data; export it as a Hugging Face folder with the program that wrote it, and start a new run from that"
-        ) from None
+        )
+    record = _read_sealed(path, Record)
+    why = ""
+    if not all(is_whole(record.meta.get(name)) and record.meta[name] >= 0 for name in ("step", "tokens")):
+        why = "does not say which step it is from"
+    if not isinstance(record.meta.get("cursor"), dict):
+        why = "does not record the position in the data"
+    if why:
+        raise UserError(f"{path}: {why}; restore it from a copy")
+    return record
+
+
+def _read_sealed(path: Path, wanted: type[T]) -> T:
+    """The content of a sealed JSON file. UserError where it cannot be read, or is something else."""
+    try:
+        return typed(sealed.unseal(parse_object(read_regular(path, most_bytes=_RECORD_BYTES))).content, wanted)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); restore it from a copy") from None
     except ValueError as error:
         raise UserError(f"{path}: {error}; restore it from a copy") from None
-    return Record(recipe, meta)
 
 
 _ALLOWED = {
@@ -316,11 +321,6 @@ def held_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     return {name: found for name, found in held.items() if isinstance(found, TensorStorageMetadata)}
 
 
-def state_dict(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The tensors, typed as torch wants them."""
-    return dict(tensors)
-
-
 def save(folder: Path, tensors: Mapping[str, torch.Tensor], planner: SavePlanner | None = None) -> None:
     """Write a checkpoint's tensors to `folder`: all ranks together, or with a `planner` this process alone.
 
@@ -329,7 +329,7 @@ def save(folder: Path, tensors: Mapping[str, torch.Tensor], planner: SavePlanner
     writer = FileSystemWriter(folder, thread_count=1 if planner is None else _WRITERS)
     try:
         with alone():
-            dcp.save(state_dict(tensors), storage_writer=writer, planner=planner, no_dist=planner is not None)
+            dcp.save(dict(tensors), storage_writer=writer, planner=planner, no_dist=planner is not None)
     except CheckpointException as error:
         raise _failed(error, f"{folder}: cannot be written", "free some disk space, or choose another disk") from error
 
@@ -341,7 +341,7 @@ def load(folder: Path, tensors: Mapping[str, torch.Tensor], *, no_dist: bool = F
     """
     try:
         with alone():
-            dcp.load(state_dict(tensors), storage_reader=DcpReader(folder), no_dist=no_dist)
+            dcp.load(dict(tensors), storage_reader=DcpReader(folder), no_dist=no_dist)
     except CheckpointException as error:
         raise _failed(error, f"{folder}: cannot be read", "restore it from a copy, or use an older one") from error
 

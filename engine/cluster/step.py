@@ -56,7 +56,9 @@ def train_step(
     losses = torch.zeros((), dtype=torch.float64, device=sharded.device)
     for micro_batch in own:
         part = share.part(micro_batch, sharded.device)
-        begin_balance(sharded, part)
+        if sharded.balance is not None:
+            sharded.balance.begin()
+            sharded.balance.watch(part.ids.numel(), counting=True)
         logits = target_logits(model, part)
         settle_balance(sharded, len(own))
         loss, objective = loss_sums(logits, part, train.z_loss)
@@ -106,12 +108,6 @@ def loss_sums(logits: Tensor, part: Part, z_loss: float) -> tuple[Tensor, Tensor
     if part.weights is not None:
         each, objective = each * part.weights, objective * part.weights
     return each.detach().double().sum(), objective.sum()
-
-
-def begin_balance(sharded: Sharded, part: Part) -> None:
-    if sharded.balance is not None:
-        sharded.balance.begin()
-        sharded.balance.watch(part.ids.numel(), counting=True)
 
 
 def settle_balance(sharded: Sharded, turns: int) -> None:

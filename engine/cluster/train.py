@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +17,6 @@ from penstock.engine.cluster.context import NAME as GATHERED
 from penstock.engine.cluster.context import Context
 from penstock.engine.cluster.convert import write_dcp
 from penstock.engine.cluster.layout import (
-    Record,
     begin_folder,
     checksums_of,
     end_folder,
@@ -151,7 +150,10 @@ def _open(
         if isinstance(before, dict) and (changed := changed_fields(before, now)):
             observer.on_message(f"the recipe has changed since then: {changed}; continuing with the new recipe")
     share = Share(ranks.rank // spread, ranks.count // spread, context)
-    return _ClusterRun(recipe, given, identity, run_dir, observer, ranks, sharded, share, loader, validation, record)
+    meta = {} if record is None else record.meta
+    step, tokens, gains = int(meta.get("step", 0)), int(meta.get("tokens", 0)), Gains.of(meta.get("validation"))
+    where = (recipe, given, identity, run_dir, observer, ranks)
+    return _ClusterRun(*where, sharded, share, loader, validation, step, tokens, gains, start)
 
 
 def _begin(sharded: Sharded, described: RunModel, recipe: Recipe, observer: ClusterObserver, ranks: Ranks) -> None:
@@ -211,38 +213,32 @@ def _newest(run_dir: Path, recipe: Recipe, observer: Observer) -> Path | None:
     return folders.get(newest)
 
 
+@dataclass(slots=True)
 class _ClusterRun:
     """A run that is prepared: model, data and where it is."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        given: Recipe,
-        identity: dict[str, Any],
-        run_dir: Path,
-        observer: ClusterObserver,
-        ranks: Ranks,
-        sharded: Sharded,
-        share: Share,
-        loader: DataLoader,
-        validation: ValidationSet | None,
-        record: Record | None,
-    ) -> None:
-        self._recipe, self._given, self._run_dir, self._observer = recipe, given, run_dir, observer
-        self._ranks, self._sharded, self._loader, self._validation = ranks, sharded, loader, validation
-        self._share = share
-        self._identity = identity
-        self._meta = {} if record is None else dict(record.meta)
-        self._step = 0 if record is None else record.step
-        self._tokens = 0 if record is None else int(record.meta["tokens"])
-        self._gains = Gains.of(self._meta.get("validation"))
-        self._saved: Path | None = None if record is None else dcp_folder(run_dir, self._step)
+    recipe: Recipe
+    given: Recipe
+    """As the user gave it: what checkpoints record."""
+    identity: dict[str, Any]
+    run_dir: Path
+    observer: ClusterObserver
+    ranks: Ranks
+    sharded: Sharded
+    share: Share
+    loader: DataLoader
+    validation: ValidationSet | None
+    step: int
+    tokens: int
+    gains: Gains
+    saved: Path | None
+    """The last checkpoint."""
 
     def train(self) -> ClusterResult:
         """Step until the last step, or until a stop is wanted; then write a checkpoint."""
-        train, done, stopped = self._recipe.train, 0, False
-        while self._step < train.steps:
-            if done == 0 and train.validate_first and self._step == 0:
+        train, done, stopped = self.recipe.train, 0, False
+        while self.step < train.steps:
+            if done == 0 and train.validate_first and self.step == 0:
                 self._validate()
             if self._early_end is not None:
                 break
@@ -252,27 +248,27 @@ class _ClusterRun:
             self._one_step(warmup=done < WARMUP_STEPS)
             done += 1
             every = train.validate_every
-            if every is not None and (self._step % every == 0 or self._step == train.steps):
+            if every is not None and (self.step % every == 0 or self.step == train.steps):
                 self._validate()
-            if self._step % self._recipe.storage.checkpoint_every == 0:
+            if self.step % self.recipe.storage.checkpoint_every == 0:
                 self._save()
-        if done and self._saved != dcp_folder(self._run_dir, self._step):
+        if done and self.saved != dcp_folder(self.run_dir, self.step):
             self._save()
-        early_end = self._early_end if self._step < train.steps else None
+        early_end = self._early_end if self.step < train.steps else None
         if early_end is not None:
-            self._observer.on_message(early_end.words(self._step))
-        return ClusterResult(self._step, self._saved, stopped, early_end)
+            self.observer.on_message(early_end.words(self.step))
+        return ClusterResult(self.step, self.saved, stopped, early_end)
 
     def _one_step(self, *, warmup: bool) -> None:
         started = time.perf_counter()
-        batch = self._loader.next_step()
-        train, step = self._recipe.train, self._step + 1
-        loss, norm = train_step(self._sharded, train, step, batch, self._share)
-        self._ranks.together(lambda: self._require_finite(step, loss, norm))
-        self._step, tokens = step, sum(m.num_targets for m in batch)
-        self._tokens += tokens
+        batch = self.loader.next_step()
+        train, step = self.recipe.train, self.step + 1
+        loss, norm = train_step(self.sharded, train, step, batch, self.share)
+        self.ranks.together(lambda: self._require_finite(step, loss, norm))
+        self.step, tokens = step, sum(m.num_targets for m in batch)
+        self.tokens += tokens
         step_s = time.perf_counter() - started
-        self._observer.on_step(
+        self.observer.on_step(
             StepMetrics(
                 step=step,
                 loss=loss,
@@ -282,53 +278,53 @@ class _ClusterRun:
                 step_s=step_s,
                 tokens_per_s=tokens / step_s,
                 warmup=warmup,
-                model_flops=model_flops(self._sharded.spec, [n for m in batch for n in m.lengths]),
+                model_flops=model_flops(self.sharded.spec, [n for m in batch for n in m.lengths]),
                 time=time.time(),
             )
         )
 
     def _require_finite(self, step: int, loss: float, norm: float) -> None:
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            last = "no checkpoint was written yet" if self._saved is None else f"the last checkpoint is {self._saved}"
+            last = "no checkpoint was written yet" if self.saved is None else f"the last checkpoint is {self.saved}"
             raise DivergedError(
                 f"step {step}: loss {loss:.4g}, gradient norm {norm:.4g}: not finite. Its state was not saved; "
                 f"{last}. Resume with a lower train.lr or more train.warmup_steps"
             )
 
     def _validate(self) -> None:
-        if self._validation is not None:
-            metrics = validate(self._sharded, self._validation, self._step, self._share)
-            self._observer.on_validation(metrics)
-            self._gains.take(metrics.step, metrics.loss, metrics.tokens)
+        if self.validation is not None:
+            metrics = validate(self.sharded, self.validation, self.step, self.share)
+            self.observer.on_validation(metrics)
+            self.gains.take(metrics.step, metrics.loss, metrics.tokens)
 
     @property
     def _early_end(self) -> EarlyEnd | None:
-        return self._gains.exhausted(self._recipe.train.early_stopping_patience)
+        return self.gains.exhausted(self.recipe.train.early_stopping_patience)
 
     def _stop_wanted(self) -> bool:
         """Whether any rank is asked to stop: a scheduler may signal one machine only. A pause is a stop here."""
-        wanted = torch.tensor(self._observer.wanted() != "run", dtype=torch.int32)
+        wanted = torch.tensor(self.observer.wanted() != "run", dtype=torch.int32)
         dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
         return bool(wanted)
 
     def _save(self) -> None:
         """Write the step's checkpoint, whole or not at all, and remove older ones."""
-        meta = run_meta(self._step, self._tokens, self._loader.cursor, self._identity)
-        if self._recipe.train.validate_every is not None:
-            meta["validation"] = self._gains.to_json()
-        folder, ranks = dcp_folder(self._run_dir, self._step), self._ranks
-        ranks.together(lambda: self._on_first(lambda: begin_folder(folder, self._given, meta)))
+        meta = run_meta(self.step, self.tokens, self.loader.cursor, self.identity)
+        if self.recipe.train.validate_every is not None:
+            meta["validation"] = self.gains.to_json()
+        folder, ranks = dcp_folder(self.run_dir, self.step), self.ranks
+        ranks.together(lambda: self._on_first(lambda: begin_folder(folder, self.given, meta)))
         partial = partial_folder(folder)
-        ranks.together(lambda: save(partial, self._sharded.tensors()))
+        ranks.together(lambda: save(partial, self.sharded.tensors()))
         own = ranks.together(lambda: checksums_of(partial, (ranks.rank, ranks.count)))
         checksums = {name: found for rank in ranks.all_of(own) for name, found in rank.items()}
         ranks.together(lambda: self._on_first(lambda: end_folder(folder, checksums)))
-        self._saved = folder
+        self.saved = folder
         self._on_first(self._prune)
-        self._observer.on_message(f"checkpoint {folder}", detail=True)
+        self.observer.on_message(f"checkpoint {folder}", detail=True)
 
     def _on_first(self, act: Any) -> None:
-        if self._ranks.first:
+        if self.ranks.first:
             try:
                 act()
             except OSError as error:
@@ -337,7 +333,7 @@ class _ClusterRun:
                 ) from error
 
     def _prune(self) -> None:
-        storage, folders = self._recipe.storage, dcp_folders(self._run_dir)
+        storage, folders = self.recipe.storage, dcp_folders(self.run_dir)
         for step, folder in list(folders.items())[: -max(_KEPT, storage.keep_last)]:
             if storage.keep_every is None or step % storage.keep_every:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -25,10 +25,9 @@ def write_constants(path: Path, tensors: dict[str, Tensor]) -> str:
     return hex_crc(content)
 
 
-def read_constants_file(path: Path, crc: str | None, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The constants that are kept of a model whose constants have those `shapes`.
+def read_constants_file(path: Path, crc: object, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The constants of a model whose constants have those `shapes`; `crc` is what `write_constants` gave.
 
-    `crc` is what `write_constants` gave; None where the generation was made before there were checksums.
     Raises UserError naming the file when it is missing, damaged, or another model's.
     """
     with _damaged(path):
@@ -38,7 +37,7 @@ def read_constants_file(path: Path, crc: str | None, shapes: Mapping[str, tuple[
         return tensors
 
 
-def verify_constants(path: Path, crc: str | None) -> int:
+def verify_constants(path: Path, crc: object) -> int:
     """Read the file and check it against its checksum; its bytes. Raises UserError naming it."""
     with _damaged(path):
         return len(_checked(path, crc))
@@ -55,7 +54,7 @@ def _damaged(path: Path) -> Iterator[None]:
 
 def _checked(path: Path, crc: object) -> bytes:
     content = read_regular(path)
-    if crc is not None and (found := hex_crc(content)) != crc:
+    if (found := hex_crc(content)) != crc:
         raise ValueError(f"it has CRC-32C {found} instead of {crc!r:.20} as written")
     return content
 

@@ -69,7 +69,7 @@ class ConversionPlan:
 
     def __init__(self, model: PreTrainedModel, stored: Mapping[str, Stored]) -> None:
         self._model = model
-        self._stored = stored
+        self.stored = stored
         self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.unused: list[str] = []
         self.conversions = self._group(get_model_conversion_mapping(model))
@@ -107,7 +107,7 @@ class ConversionPlan:
         prefix = self._model.base_model_prefix
         meta = self._model.state_dict()
         groups: dict[str, Conversion] = {}
-        for name in sorted(self._stored, key=dot_natural_key):
+        for name in sorted(self.stored, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, prefix, meta)
             if target not in meta and name in meta:
                 target, pattern = rename_source_key(name, [], [], prefix, meta)
@@ -125,7 +125,7 @@ class ConversionPlan:
 
     def _check(self, conversion: Conversion) -> None:
         """Complete `conversion` by trying it on meta tensors, and refuse what does not give the model's shapes."""
-        meta = {name: torch.empty(self._stored[name].shape, device="meta") for name in conversion.sources}
+        meta = {name: torch.empty(self.stored[name].shape, device="meta") for name in conversion.sources}
         if conversion.transform is None:
             self._check_shape(conversion.sources[0], self.shapes[conversion.targets[0]])
             return
@@ -141,24 +141,24 @@ class ConversionPlan:
         empty = {name: torch.empty(self.shapes[name], device="meta") for name in conversion.targets}
         reverted = {name: tuple(tensor.shape) for name, tensor in self._reverted(empty).items()}
         names = _match(list(reverted), conversion.sources)
-        if names is not None and all(reverted[made] == self._stored[name].shape for made, name in names.items()):
+        if names is not None and all(reverted[made] == self.stored[name].shape for made, name in names.items()):
             conversion.exported = names
 
     def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
-        if self._stored[name].shape != expected:
+        if self.stored[name].shape != expected:
             raise UserError(
-                f"{self._stored[name].file}: tensor '{name}' has shape {list(self._stored[name].shape)}, but "
+                f"{self.stored[name].file}: tensor '{name}' has shape {list(self.stored[name].shape)}, but "
                 f"config.json implies {list(expected)}; the weights and the config do not match"
             )
 
     def _explain(self, conversion: Conversion, targets: list[str]) -> None:
         """Raise the UserError for a conversion of several tensors that does not give the model's shapes."""
-        where = self._stored[conversion.sources[0]].file
+        where = self.stored[conversion.sources[0]].file
         expected = self._reverted({name: torch.empty(self.shapes[name], device="meta") for name in targets})
         names = {made: made for made in expected}
         names |= _match(list(expected), conversion.sources) or {}
         for made, name in names.items():
-            if name not in self._stored:
+            if name not in self.stored:
                 raise UserError(f"{where}: tensor '{name}' is missing, from which '{targets[0]}' is made")
             self._check_shape(name, tuple(expected[made].shape))
         raise UserError(

@@ -143,20 +143,16 @@ def read_block(reader: CheckpointReader, layout: CheckpointLayout, block: str) -
 
 def require_tied(folder: Path, config: PretrainedConfig) -> None:
     """UserError where a checkpoint holds two tensors that are one in the model of `config`, and they differ."""
-    reader = CheckpointReader(folder)
-    model = skeleton.build(config)
-    stored = {name: Stored(*found, str(reader.file(name))) for name, found in reader.tensors.items()}
-    require_same_twice(reader, ConversionPlan(model, stored), _canonical_names(model))
+    reader, model = CheckpointReader(folder), skeleton.build(config)
+    require_same_twice(reader, _plan(reader, model), _canonical_names(model))
 
 
 def remarks_on_unused(folder: Path, config: PretrainedConfig) -> list[str]:
     """What is to be said of a checkpoint's tensors that the model of `config` does not have; of those that transformers
     knows to be left over, nothing."""
-    reader = CheckpointReader(folder)
     model = skeleton.build(config)
-    stored = {name: Stored(*found, str(reader.file(name))) for name, found in reader.tensors.items()}
     known = "|".join([r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())])
-    unused = [name for name in ConversionPlan(model, stored).unused if not re.search(known, name)]
+    unused = [name for name in _plan(CheckpointReader(folder), model).unused if not re.search(known, name)]
     if not unused:
         return []
     return [
@@ -164,6 +160,10 @@ def remarks_on_unused(folder: Path, config: PretrainedConfig) -> list[str]:
         f"describes, the first {one_line(unused[0])}: they are not trained, and go to the export as they are; check "
         "config.json if they belong to the model"
     ]
+
+
+def _plan(reader: CheckpointReader, model: PreTrainedModel) -> ConversionPlan:
+    return ConversionPlan(model, {n: Stored(*found, str(reader.file(n))) for n, found in reader.tensors.items()})
 
 
 def require_same_twice(reader: CheckpointReader, plan: ConversionPlan, canonical: Mapping[str, str]) -> None:
@@ -208,8 +208,8 @@ class CheckpointLayout:
         """`stored`: the config of the checkpoint where its tables have fewer rows than the model's."""
         model = skeleton.build(spec.config if stored is None else stored)
         self._rows = {param.name: param.shape for params in spec.buffers.values() for param in params}
-        self.stored = {n: Stored(dtype, shape, str(reader.file(n))) for n, (dtype, shape) in reader.tensors.items()}
-        self.plan = ConversionPlan(model, self.stored)
+        self.plan = _plan(reader, model)
+        self.stored = self.plan.stored
         owner = {
             param.name: block_of(buffer)
             for buffer, params in spec.buffers.items()
