@@ -75,20 +75,24 @@ def write_chunk(path: Path, data: Bytes, form: ChunkFormat, *, direct: bool) -> 
     is left to it and replaced by a new one. OSError on a full or failing disk.
     """
     crc = checksum(data.data, form.stored_bytes - data.size)
-    direct = direct and _is_aligned(data)
-    with held(_open_own(path, os.O_DIRECT if direct else 0, form.file_bytes)) as fd:
-        block = own_page()
-        block[:] = bytes(BLOCK_BYTES - _CRC_BYTES) + crc.to_bytes(_CRC_BYTES, "little")
-        if direct and data.size + BLOCK_BYTES == form.file_bytes:
-            # A whole part, in one request: a small second one would wait behind the large ones of other threads.
-            write_all(fd, [data.data, block], 0)
-        elif direct:
-            write_all(fd, [data.data], 0)
-            write_all(fd, [block], form.file_bytes - BLOCK_BYTES)
+    whole, joined = _cut(data, form)
+    tail, last = _own_pages()
+    tail[:] = bytes(data.data[whole:]).ljust(BLOCK_BYTES, b"\0")
+    last[:] = (bytes(tail) if joined else bytes(BLOCK_BYTES))[:-_CRC_BYTES] + crc.to_bytes(_CRC_BYTES, "little")
+    with held(_open_own(path, os.O_DIRECT if direct and _is_aligned(data) else 0, form.file_bytes)) as fd:
+        if joined:  # one request: a small second one would wait behind the large ones of other threads
+            write_all(fd, [data.data[:whole], last], 0)
         else:
-            write_all(fd, [data.data], 0)
-            write_all(fd, [block[-_CRC_BYTES:]], form.stored_bytes)
+            write_all(fd, [data.data[:whole], *([tail] if whole < data.size else [])], 0)
+            write_all(fd, [last], form.file_bytes - BLOCK_BYTES)
     return crc
+
+
+def _cut(data: Bytes, form: ChunkFormat) -> tuple[int, bool]:
+    """Bytes of the whole blocks of a payload, which direct I/O moves from or to where they are; whether its last bytes
+    are in the file's last block."""
+    whole = data.size - data.size % BLOCK_BYTES
+    return whole, whole + BLOCK_BYTES == form.file_bytes
 
 
 def _open_own(path: Path, flags: int, file_bytes: int) -> int:
@@ -121,14 +125,16 @@ def read_chunk(path: Path, out: Bytes, form: ChunkFormat, *, direct: bool, expec
     known. ChunkError on a missing, truncated, damaged or stale file (`out` then holds garbage), OSError on a failing
     disk. Direct I/O falls back to the page cache where the file system or the address of `out` does not allow it.
     """
+    whole, joined = _cut(out, form)
     with held(_open_chunk(path, form, direct=direct and _is_aligned(out))) as fd:
-        block = own_page()
-        if out.size + BLOCK_BYTES == form.file_bytes:  # a whole part: one request for payload and checksum
-            _pread(fd, [out.data, block], 0)
+        tail, last = _own_pages()
+        if joined:
+            _pread(fd, [out.data[:whole], last], 0)
         else:
-            _pread(fd, [out.data], 0)
-            _pread(fd, [block], form.file_bytes - BLOCK_BYTES)
-    stored = _stored(block, out.size, form)
+            _pread(fd, [out.data[:whole], *([tail] if whole < out.size else [])], 0)
+            _pread(fd, [last], form.file_bytes - BLOCK_BYTES)
+        out.data[whole:] = (last if joined else tail)[: out.size - whole]
+    stored = _stored(last, out.size, form)
     require_sum(checksum(out.data, form.stored_bytes - out.size), stored)
     require_expected(stored, expected)
 
@@ -153,9 +159,9 @@ def stored_checksum(path: Path, form: ChunkFormat, payload_bytes: int) -> int:
     disk.
     """
     with held(_open_chunk(path, form, direct=True)) as fd:
-        block = own_page()
-        _pread(fd, [block], form.file_bytes - BLOCK_BYTES)
-    return _stored(block, payload_bytes, form)
+        _, last = _own_pages()
+        _pread(fd, [last], form.file_bytes - BLOCK_BYTES)
+    return _stored(last, payload_bytes, form)
 
 
 def _stored(block: memoryview, payload_bytes: int, form: ChunkFormat) -> int:
@@ -201,16 +207,17 @@ def _open_chunk(path: Path, form: ChunkFormat, *, direct: bool) -> int:
 _local = threading.local()
 
 
-def own_page() -> memoryview:
-    """This thread's page for what direct I/O cannot move from or to where it is: the end of a file."""
-    if not hasattr(_local, "page"):
-        _local.page = memoryview(mmap.mmap(-1, BLOCK_BYTES))
-    page: memoryview = _local.page
-    return page
+def _own_pages() -> tuple[memoryview, memoryview]:
+    """This thread's pages for what direct I/O cannot move from or to where it is: ends of payloads and of files."""
+    if not hasattr(_local, "pages"):
+        pages = memoryview(mmap.mmap(-1, 2 * BLOCK_BYTES))
+        _local.pages = pages[:BLOCK_BYTES], pages[BLOCK_BYTES:]
+    pages_here: tuple[memoryview, memoryview] = _local.pages
+    return pages_here
 
 
 def _is_aligned(data: Bytes) -> bool:
-    return data.ctypes.data % BLOCK_BYTES == 0 and data.size % BLOCK_BYTES == 0
+    return data.ctypes.data % BLOCK_BYTES == 0
 
 
 def _pread(fd: int, out: list[memoryview], offset: int) -> None:
