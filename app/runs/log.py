@@ -36,7 +36,7 @@ from penstock.app.runs.speed import MeanSpeed
 from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, Spike, StepMetrics, ValidationMetrics
 from penstock.storage.files.disk import disk_error, prepare_file, publish
 from penstock.storage.files.untrusted import open_regular, printable
-from penstock.storage.tier.temperature import disk_temperature
+from penstock.storage.tier.wear import disk_temperature
 
 HEARTBEAT_S = 0.5
 """Between two writes of status.json."""

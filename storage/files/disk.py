@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
 
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import RefusedFileError, is_real_folder, refuse
@@ -252,36 +251,29 @@ def fsync_ancestors(path: Path) -> None:
             break
 
 
-_FICLONE = 0x40049409
 _NO_LINK = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EINVAL}
 _COPY_BYTES = 8 << 20
 
 
-def link_or_copy(source: Path, target: Path) -> Literal["link", "reflink", "copy"]:
-    """Make new file `target` with the content of `source`: a hard link, else a reflink, else a copy; says which.
+def link_or_copy(source: Path, target: Path) -> int:
+    """Make new file `target` with the content of `source`: a hard link, else a copy; the bytes that were copied.
 
-    A link's data is as durable as the source's; the others are synced here. Folders are the caller's to sync. OSError.
+    A link's data is as durable as the source's; a copy is synced here. Folders are the caller's to sync. OSError.
     """
     try:
         os.link(source, target)
-        return "link"
+        return 0
     except OSError as error:
         if error.errno not in _NO_LINK:
             raise
-    with (
-        held(os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)) as fd_in,
-        held(_new(target)) as fd_out,
-    ):
-        made: Literal["reflink", "copy"] = "reflink"
-        try:
-            fcntl.ioctl(fd_out, _FICLONE, fd_in)
-        except OSError:
-            made, offset = "copy", 0
-            while data := os.pread(fd_in, _COPY_BYTES, offset):
-                write_all(fd_out, [memoryview(data)], offset)
-                offset += len(data)
+    offset = 0
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with held(os.open(source, flags)) as fd_in, held(_new(target)) as fd_out:
+        while data := os.pread(fd_in, _COPY_BYTES, offset):
+            write_all(fd_out, [memoryview(data)], offset)
+            offset += len(data)
         os.fsync(fd_out)
-    return made
+    return offset
 
 
 @contextmanager

@@ -188,7 +188,7 @@ def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Seq
 
 
 def link_files(drives: DriveSet, jobs: Iterable[tuple[Drive, Path, Path]]) -> None:
-    """Make (drive, source, target) hard links, reflinks or copies on the drives' threads; folders are not synced."""
+    """Make (drive, source, target) hard links or copies on the drives' threads; folders are not synced."""
     jobs = list(jobs)
     sources = {target: source for _, source, target in jobs}
     owners = {target: drive for drive, _, target in jobs}
@@ -198,9 +198,8 @@ def link_files(drives: DriveSet, jobs: Iterable[tuple[Drive, Path, Path]]) -> No
 
     def one(target: Path) -> None:
         target.unlink(missing_ok=True)
-        if link_or_copy(sources[target], target) == "copy":
-            size = target.stat().st_size
-            owners[target].count(read=size, written=size)
+        copied_bytes = link_or_copy(sources[target], target)
+        owners[target].count(read=copied_bytes, written=copied_bytes)
 
     drives.sync(one, [(drive, target) for drive, _, target in jobs], "making a link or copy of a chunk file")
 

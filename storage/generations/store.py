@@ -86,7 +86,7 @@ class NvmeStore:
         self._spill = Spill(self._drives)
         self._arrays: dict[tuple[str, str], Array] = {}
         for spec, stored in current.arrays.items():
-            array = self._add(spec, scratch=False)
+            array = self._add(spec)
             array.slot, array.crcs = stored.slot, stored.crcs
             array.layout = tuple(self._drives.by_id[id] for id in stored.drives)
         self._lock = threading.Lock()
@@ -95,7 +95,6 @@ class NvmeStore:
         self._writing: dict[Path, Array] = {}
         self._committing = False
         self._broken = ""  # why nothing more may be written
-        self._failed = False
         self._closed = False
 
     @staticmethod
@@ -133,8 +132,7 @@ class NvmeStore:
             ids = {uuid.uuid4().hex: folder for folder in folders}
             empty = Manifest(store_id, 0, {}, (), {})
             store = NvmeStore(root, locks, empty, ids, list(ids), budget_bytes, readers, on_thread_start)
-            added = [store._add(spec, scratch=False) for spec in arrays]
-            ensure(len(store._arrays) == len(arrays), "an array is listed twice")
+            added = [store._add(spec) for spec in arrays]
             store._capacity.require_new(added, [], "two generations of the state")
             for folder in folders:
                 if read_identity(folder) is not None:  # an aborted start
@@ -207,11 +205,9 @@ class NvmeStore:
 
     def add_scratch(self, arrays: Sequence[ArraySpec]) -> None:
         """Add arrays of no generation: one slot, never synced, wiped on open. UserError when out of room."""
-        added = [self._array(spec, scratch=True) for spec in arrays]
+        added = [Array(spec, 0, self._drives.active, scratch=True) for spec in arrays]
         self._capacity.require_new(added, self._arrays.values(), "scratch space")
-        for spec in arrays:
-            ensure((spec.buffer, spec.kind) not in self._arrays, f"array {spec.buffer}/{spec.kind} exists")
-            make_folders([self._add(spec, scratch=True)], self._drives.active)
+        make_folders([self._add(spec, scratch=True) for spec in arrays], self._drives.active)
 
     def reserve_spill(self, num_bytes: int) -> None:
         """Set `num_bytes` aside for spilled activations, over all drives. UserError when out of room."""
@@ -224,18 +220,18 @@ class NvmeStore:
         `src` must not change until the future is done; direct where it starts at a 4 KiB address. The future raises
         UserError when the disk is full or fails.
         """
-        return self._watched(self._spill.write(key, src))
+        return self._spill.write(key, src)
 
     def unspill(self, key: str, out: torch.Tensor, *, keep: bool = False) -> Future[None]:
         """Read what was spilled as `key` into `out`, uint8 [n] on the CPU, and remove it from disk unless `keep`.
 
         The future raises UserError when the file is damaged, missing or unreadable.
         """
-        return self._watched(self._spill.read(key, out, keep=keep))
+        return self._spill.read(key, out, keep=keep)
 
     def discard(self, key: str) -> Future[None]:
         """Remove what was spilled as `key` without reading it."""
-        return self._watched(self._spill.discard(key))
+        return self._spill.discard(key)
 
     @property
     def generation(self) -> int:
@@ -300,7 +296,7 @@ class NvmeStore:
                     if not self._reading[file.path]:
                         del self._reading[file.path]
 
-        return self._watched(file.drive.readers.submit(work))
+        return file.drive.readers.submit(work)
 
     def write(
         self, buffer: str, kind: str, part: int, src: torch.Tensor, *, check: Callable[[], None] | None = None
@@ -339,7 +335,7 @@ class NvmeStore:
                         array.written[part] = crc
             drive.count(written=array.form.file_bytes)
 
-        return self._watched(drive.writers.submit(work))
+        return drive.writers.submit(work)
 
     def commit(self, meta: dict[str, Any]) -> int:
         """Make everything written since the last commit the new generation; returns its number.
@@ -424,31 +420,22 @@ class NvmeStore:
         return self._drives.disk_bytes(without=self._spill.folders()) + self._spill.peak_bytes
 
     def close(self) -> None:
-        """Wait for operations in flight and let the folders go. What was not committed is lost, as after a crash.
-
-        Scratch is removed unless something failed; then the next `open` removes it.
-        """
-        folders = [drive.folder for drive in self._drives]
+        """Wait for operations in flight and let the folders go. What was not committed is lost, as after a crash."""
         for drive in self._drives:
             drive.close()
-        if not self._failed and not self._broken and not self._closed and not self._read_only:
-            for folder in folders:
-                shutil.rmtree(folder / SCRATCH, ignore_errors=True)
+        if not self._closed and not self._read_only:
+            for drive in self._drives:
+                shutil.rmtree(drive.folder / SCRATCH, ignore_errors=True)
         self._closed = True
         self._drives.close()
 
     # ---------------------------------------------------------------- inside
 
-    def _watched(self, future: Future[None]) -> Future[None]:
-        """Remember a failure: scratch is then left as it is."""
-        future.add_done_callback(lambda done: setattr(self, "_failed", self._failed or done.exception() is not None))
-        return future
-
-    def _array(self, spec: ArraySpec, *, scratch: bool) -> Array:
-        return Array(spec, len(self._arrays), self._drives.active, scratch)
-
-    def _add(self, spec: ArraySpec, *, scratch: bool) -> Array:
-        return self._arrays.setdefault((spec.buffer, spec.kind), self._array(spec, scratch=scratch))
+    def _add(self, spec: ArraySpec, *, scratch: bool = False) -> Array:
+        ensure((spec.buffer, spec.kind) not in self._arrays, f"array {spec.buffer}/{spec.kind} is listed twice")
+        array = Array(spec, len(self._arrays), self._drives.active, scratch)
+        self._arrays[spec.buffer, spec.kind] = array
+        return array
 
     def _committable(self) -> list[Array]:
         return [array for array in self._arrays.values() if not array.scratch]
@@ -491,7 +478,6 @@ class NvmeStore:
         try:
             temporary = successor.prepare(self.root)
         except OSError as error:
-            self._failed = True
             raise disk_error(error, path, what) from error
         try:
             publish(temporary, path)

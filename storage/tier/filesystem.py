@@ -19,27 +19,9 @@ _GET_UUID = 0x80111500
 """ioctl FS_IOC_GETFSUUID: a byte with a length, and up to 16 bytes."""
 
 MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
-_NETWORK = {
-    "9p",
-    "afs",
-    "beegfs",
-    "ceph",
-    "cifs",
-    "coda",
-    "glusterfs",
-    "gpfs",
-    "lustre",
-    "ncpfs",
-    "nfs",
-    "nfs4",
-    "ocfs2",
-    "orangefs",
-    "panfs",
-    "smb3",
-    "smbfs",
-    "virtiofs",
-    "wekafs",
-}
+_NETWORK = re.compile(
+    "9p|afs|beegfs|ceph|cifs|coda|glusterfs|gpfs|lustre|ncpfs|nfs4?|ocfs2|orangefs|panfs|smb3|smbfs|virtiofs|wekafs"
+)
 _LOCAL_FUSE = {"fuseblk", "fuse.ext2", "fuse.ntfs", "fuse.ntfs-3g", "fuse.exfat", "fuse.fuse-overlayfs"}
 _LAYERED = {"overlay", "aufs", "fuse.fuse-overlayfs"}
 
@@ -108,7 +90,7 @@ def check_folder(folder: Path) -> list[str]:
             "choose a folder on a drive"
         ]
     warnings = []
-    if kind in _NETWORK or (kind.startswith("fuse") and kind not in _LOCAL_FUSE):
+    if _NETWORK.fullmatch(kind) or (kind.startswith("fuse") and kind not in _LOCAL_FUSE):
         warnings.append(
             f"{folder}: {kind} is a network file system: locks and durability depend on the server, and speed on the "
             "network; a local drive is safer and faster"

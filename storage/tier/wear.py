@@ -1,7 +1,8 @@
-"""How worn a drive is, as it says itself: asked of smartctl or nvme-cli where they are installed and may be used.
+"""How worn a drive is, as smartctl or nvme-cli say where they are installed and may be used, and how warm.
 
-Both usually need root. Nothing here fails or delays a run: no tool, no permission, an odd answer or none within a few
-seconds all mean that the figure is absent.
+The tools usually need root; the kernel's sensors in /sys do not (of SATA and SAS drives with its module drivetemp).
+Nothing here fails or delays a run: no tool, no permission, an odd answer or none within a few seconds all mean that the
+figure is absent.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,52 +19,43 @@ from penstock.storage.tier.filesystem import device_of
 
 _TIMEOUT_S = 5.0
 _EXTRA_PATH = "/usr/local/sbin:/usr/sbin:/sbin"
-"""Where the tools lie on systems that leave these folders out of a user's PATH."""
-_NVME_UNIT_BYTES = 512_000
-"""An NVMe data unit: 1,000 times 512 bytes (NVMe base specification, SMART / health log, data units written)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wear:
-    """What one drive says about its age."""
-
-    disk: str
-    """The kernel's name, for example nvme0n1."""
-    percentage_used: float | None
-    """Of the life that its maker rates it for; may exceed 100."""
-    written_bytes: int | None
-    """Written by hosts over the drive's life."""
+"""Where the tools are on systems that leave these folders out of a user's PATH."""
+_FIGURES = (
+    ("nvme_smart_health_information_log", "percentage_used"),  # smartctl, of an NVMe drive
+    ("endurance_used", "current_percent"),  # smartctl 7.3 and newer, of any other
+    ("percent_used",),  # nvme-cli
+    ("percentage_used",),
+)
+"""Where an answer has the percentage."""
+_SENSORS = ("hwmon*", "hwmon/hwmon*", "nvme*/hwmon*", "nvme*/hwmon/hwmon*")
+"""Where a drive's sensors are below its device: by kernel, and by whether it is reached over several paths."""
 
 
 def percentage_used(folder: Path) -> float | None:
-    """The most worn drive's percentage used among the drives under `folder`; None where none tells. May exceed 100."""
-    told = [wear.percentage_used for wear in wear_of(folder) if wear.percentage_used is not None]
-    return max(told, default=None)
+    """Of the life that its maker rates it for, the most worn drive's under `folder`; may exceed 100. None where none
+    tells."""
+    found = [used for disk in device_of(folder).disks if (used := _used(disk)) is not None]
+    return max(found, default=None)
 
 
-def wear_of(folder: Path) -> list[Wear]:
-    """What each drive under `folder` says, in the order of its name; drives that say nothing are left out."""
-    found = (_query(disk) for disk in device_of(folder).disks)
-    return [wear for wear in found if wear is not None]
-
-
-def _query(disk: str) -> Wear | None:
+def _used(disk: str) -> float | None:
     path = f"/dev/{disk}"
-    tools: list[tuple[list[str], Callable[[str, dict[str, Any]], Wear]]] = [
-        (["smartctl", "-j", "-a", path], _from_smartctl)
-    ]
+    commands = [["smartctl", "-j", "-a", path]]
     if disk.startswith("nvme"):
-        tools.append((["nvme", "smart-log", path, "-o", "json"], _from_nvme_cli))
-    for command, parse in tools:
+        commands.append(["nvme", "smart-log", path, "-o", "json"])
+    for command in commands:
         answer = _run(command)
-        wear = None if answer is None else parse(disk, answer)
-        if wear is not None and (wear.percentage_used is not None or wear.written_bytes is not None):
-            return wear
+        for keys in _FIGURES:
+            value: Any = answer
+            for key in keys:
+                value = value.get(key) if isinstance(value, dict) else None
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return float(value)
     return None
 
 
-def _run(command: list[str]) -> dict[str, Any] | None:
-    """The JSON object that `command` prints, whatever its exit code (smartctl's tells the drive's health)."""
+def _run(command: list[str]) -> Any:
+    """The JSON that `command` prints, whatever its exit code (smartctl's tells the drive's health); None for none."""
     tool = shutil.which(command[0], path=f"{os.environ.get('PATH', os.defpath)}:{_EXTRA_PATH}")
     if tool is None:
         return None
@@ -77,49 +68,25 @@ def _run(command: list[str]) -> dict[str, Any] | None:
         except subprocess.TimeoutExpired:
             process.kill()  # and not waited for: a drive that does not answer holds it in the kernel
             return None
-        answer = json.loads(output)
+        return json.loads(output)
     except (OSError, ValueError):
         return None
-    return answer if isinstance(answer, dict) else None
 
 
-def _from_smartctl(disk: str, answer: dict[str, Any]) -> Wear:
-    health = _object(answer, "nvme_smart_health_information_log")
-    percentage = _number(health.get("percentage_used"))
-    if percentage is None:  # SATA and SAS, from smartmontools 7.3 on
-        percentage = _number(_object(answer, "endurance_used").get("current_percent"))
-    units = _number(health.get("data_units_written"))
-    written = None if units is None else units * _NVME_UNIT_BYTES
-    if written is None:
-        blocks = _ata_raw(answer, "Total_LBAs_Written")
-        written = None if blocks is None else blocks * (_number(answer.get("logical_block_size")) or 512)
-    return Wear(disk, percentage, None if written is None else int(written))
+def disk_temperature(disks: Iterable[str], sys: Path = Path("/sys")) -> float | None:
+    """Degrees Celsius of the warmest of `disks`, named as the kernel does (nvme0n1), by the first sensor of each.
+
+    An NVMe drive's first sensor is its composite temperature, which its own limits are about.
+    """
+    found = [celsius for disk in disks if (celsius := _temperature(sys / "block" / disk / "device")) is not None]
+    return max(found, default=None)
 
 
-def _from_nvme_cli(disk: str, answer: dict[str, Any]) -> Wear:
-    percentage = _number(answer.get("percent_used"))
-    if percentage is None:
-        percentage = _number(answer.get("percentage_used"))
-    units = _number(answer.get("data_units_written"))
-    return Wear(disk, percentage, None if units is None else int(units * _NVME_UNIT_BYTES))
-
-
-def _ata_raw(answer: dict[str, Any], name: str) -> float | None:
-    table = _object(answer, "ata_smart_attributes").get("table")
-    for row in table if isinstance(table, list) else []:
-        if isinstance(row, dict) and row.get("name") == name:
-            return _number(_object(row, "raw").get("value"))
+def _temperature(device: Path) -> float | None:
+    for place in _SENSORS:
+        for sensor in sorted(device.glob(f"{place}/temp1_input")):
+            try:
+                return int(sensor.read_text()) / 1000  # the file counts in thousandths
+            except (OSError, ValueError):
+                continue
     return None
-
-
-def _object(parent: dict[str, Any], key: str) -> dict[str, Any]:
-    value = parent.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def _number(value: object) -> float | None:
-    """A count; some versions of the tools print large ones as text, with or without thousands separators."""
-    if isinstance(value, str):
-        value = value.replace(",", "").strip()
-        return float(value) if value.isdigit() else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

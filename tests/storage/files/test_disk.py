@@ -55,7 +55,7 @@ def test_link_or_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bo
     source.write_bytes(bytes(range(256)) * 40_000)
     if not links:
         failing(monkeypatch, ["link"], errno.EXDEV)
-    assert disk.link_or_copy(source, target) in ({"link"} if links else {"reflink", "copy"})
+    assert disk.link_or_copy(source, target) == (0 if links else 256 * 40_000)
     assert target.read_bytes() == source.read_bytes()
     assert source.stat().st_nlink == 1 + links
     with pytest.raises(FileExistsError):

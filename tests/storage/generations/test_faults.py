@@ -31,7 +31,7 @@ from penstock.storage.tier.manifest import ArraySpec
 
 @pytest.mark.parametrize(
     ("call", "first", "code"),
-    [("pwritev", 3, errno.EDQUOT), ("pwritev", 12, errno.ENOSPC), ("open", 0, errno.EROFS), ("open", 3, errno.ENOSPC)],
+    [("pwritev", 3, errno.EDQUOT), ("pwritev", 6, errno.ENOSPC), ("open", 0, errno.EROFS), ("open", 3, errno.ENOSPC)],
 )
 def test_a_write_fails(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int, call: str, first: int) -> None:
     with monkeypatch.context() as patch:

@@ -2,7 +2,6 @@
 Arrays that are written once: one slot, shared by every generation and checkpoint, wherever the run goes."""
 
 import errno
-import fcntl
 import os
 import shutil
 from contextlib import closing
@@ -59,28 +58,13 @@ def test_links_are_shared_and_survive_later_generations(store: NvmeStore) -> Non
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV, errno.EMLINK])
 def test_copies_where_links_fail(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """And reflinks before copies: a file system that has them, played by its ioctl."""
     failing(monkeypatch, ["link"], code)
     written = store.bytes_written
     store.checkpoint("copied")
     assert all(path.stat().st_nlink == 1 for path in chunks_of(store, "copied"))
     assert 0 < store.bytes_written - written - GENERATION_BYTES < 10_000  # zarr.json files
-    asked = []
-
-    def clone(target: int, request: int, source: int) -> int:
-        asked.append(request)
-        os.pwrite(target, os.pread(source, 1 << 20, 0), 0)
-        return 0
-
-    written = store.bytes_written
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "ioctl", clone)
-        store.checkpoint("cloned")
-    assert set(asked) == {0x40049409}
-    assert store.bytes_written == written
     advance(store, 2, 3)
-    for name in ("copied", "cloned"):
-        assert_checkpoint(store, name, 1)
+    assert_checkpoint(store, "copied", 1)
     store.restore("copied")
     assert_holds(store, 1)
     assert store.verify()

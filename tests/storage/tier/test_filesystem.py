@@ -13,8 +13,7 @@ import pytest
 
 from penstock.storage.tier import filesystem, wear
 from penstock.storage.tier.filesystem import Device, check_folder, device_of, filesystem_id, mount_of
-from penstock.storage.tier.temperature import disk_temperature
-from penstock.storage.tier.wear import Wear, percentage_used, wear_of
+from penstock.storage.tier.wear import disk_temperature, percentage_used
 
 MOUNTINFO = r"""
 27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw,discard
@@ -149,12 +148,6 @@ SMARTCTL_SATA = {
     "device": {"name": "/dev/sda", "type": "sat", "protocol": "ATA"},
     "logical_block_size": 512,
     "endurance_used": {"current_percent": 12},
-    "ata_smart_attributes": {
-        "table": [
-            {"id": 9, "name": "Power_On_Hours", "raw": {"value": 8123, "string": "8123"}},
-            {"id": 241, "name": "Total_LBAs_Written", "raw": {"value": 2000000, "string": "2000000"}},
-        ]
-    },
 }
 SMARTCTL_REFUSED = {"smartctl": {"exit_status": 2, "messages": [{"string": "Smartctl open device: Permission denied"}]}}
 NVME_CLI = {"critical_warning": 0, "temperature": 314, "percent_used": 104, "data_units_written": "1,000"}
@@ -182,19 +175,18 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 REFUSED_BUT_NVME = {"smartctl": (SMARTCTL_REFUSED, 2), "nvme": (NVME_CLI, 0)}
-NEW, PAST_ITS_LIFE = Wear("nvme0n1", 3.0, 123456789 * 512_000), Wear("nvme0n1", 104.0, 1000 * 512_000)
 
 
 @pytest.mark.parametrize(
     ("names", "answers", "expected"),
     [
-        (["nvme0n1"], {}, []),
-        ([], {"smartctl": (SMARTCTL_NVME, 0)}, []),
-        (["nvme0n1"], {"smartctl": (SMARTCTL_NVME, 0)}, [NEW]),  # 63.2 TB
-        (["nvme0n1"], {"smartctl": (SMARTCTL_NVME, 8)}, [NEW]),  # it is worn
-        (["sda"], {"smartctl": (SMARTCTL_SATA, 0)}, [Wear("sda", 12.0, 2000000 * 512)]),
-        (["nvme0n1"], REFUSED_BUT_NVME, [PAST_ITS_LIFE]),
-        (["sda", "nvme0n1"], REFUSED_BUT_NVME, [PAST_ITS_LIFE]),
+        (["nvme0n1"], {}, None),
+        ([], {"smartctl": (SMARTCTL_NVME, 0)}, None),
+        (["nvme0n1"], {"smartctl": (SMARTCTL_NVME, 0)}, 3.0),
+        (["nvme0n1"], {"smartctl": (SMARTCTL_NVME, 8)}, 3.0),  # it is worn
+        (["sda"], {"smartctl": (SMARTCTL_SATA, 0)}, 12.0),
+        (["nvme0n1"], REFUSED_BUT_NVME, 104.0),
+        (["sda", "nvme0n1"], REFUSED_BUT_NVME, 104.0),
     ],
 )
 def test_what_the_tools_say(
@@ -203,23 +195,21 @@ def test_what_the_tools_say(
     monkeypatch.setattr(wear, "device_of", lambda folder: Device("fs", tuple(names), "ext4", False, None))
     for tool, (answer, code) in answers.items():
         install(tool, answer, code=code)
-    assert wear_of(tmp_path) == expected
+    assert percentage_used(tmp_path) == expected
     calls = {file.stem: file.read_text().splitlines() for file in tmp_path.glob("*.calls")}
     assert calls.get("smartctl", []) == ([f"-j -a /dev/{name}" for name in names] if answers else [])
     assert calls.get("nvme", []) == ["smart-log /dev/nvme0n1 -o json"] * ("nvme" in answers)
-    assert percentage_used(tmp_path) == (expected[0].percentage_used if expected else None)
 
 
 @pytest.mark.parametrize(
     "answer",
     ["", "not json", "[1]", "null", SMARTCTL_REFUSED, {"nvme_smart_health_information_log": "soon"}]
-    + [{"nvme_smart_health_information_log": {"percentage_used": value}} for value in (None, "n/a", True, [3])]
-    + [{"ata_smart_attributes": {"table": [7, {"name": "Total_LBAs_Written"}]}}],
+    + [{"nvme_smart_health_information_log": {"percentage_used": value}} for value in (None, "n/a", True, [3])],
 )
 def test_odd_answers_are_absent(tmp_path: Path, install: Install, answer: object) -> None:
     install("smartctl", answer, code=1)
     install("nvme", answer, code=1)
-    assert wear_of(tmp_path) == []
+    assert percentage_used(tmp_path) is None
 
 
 def test_a_drive_that_hangs_costs_a_moment(tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
