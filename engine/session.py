@@ -47,7 +47,7 @@ from penstock.engine.schedule.ops import Op
 from penstock.engine.uploads import Uploads
 from penstock.storage.files.errors import UserError, ensure
 from penstock.storage.files.units import bytes_text
-from penstock.storage.generations.checkpoints import BEST, checkpoint_names, read_checkpoint, resolve_checkpoint
+from penstock.storage.generations.checkpoints import BEST, read_checkpoint, resolve_checkpoint
 from penstock.storage.generations.retention import Retention
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.drives import Traffic
@@ -286,7 +286,7 @@ class Session:
 
     def _look_at_best(self) -> None:
         """What the checkpoint best, if there is one, means for a run that goes on from this step."""
-        if not any(BEST.fullmatch(name) for name in checkpoint_names(self.store.root)):
+        if not BEST.names(self.store.root):
             return
         try:
             name = resolve_checkpoint(self.store.root, "best")

@@ -20,14 +20,13 @@ from penstock.engine.run_files import run_files
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import bytes_text
 from penstock.storage.generations.checkpoints import (
+    AUTOMATIC,
     UPLOADED,
     checkpoint_folder,
     checkpoint_names,
     delete_checkpoint,
     read_checkpoint,
-    upload_name,
 )
-from penstock.storage.generations.retention import automatic_name
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.offsite.index import Claim, one_at_a_time, require_usable
 from penstock.storage.offsite.link import Link
@@ -93,7 +92,7 @@ class Uploads:
             self._claim.take()
         if known is not None and known.entries:
             self._newest = known.entries[-1].step
-        left = [name for name in checkpoint_names(store.root) if UPLOADED.fullmatch(name)]
+        left = UPLOADED.names(store.root)
         for name in left:
             self._delete(name)
         step = int(store.meta["step"])
@@ -179,7 +178,7 @@ class Uploads:
     def _save_next(self) -> None:
         """Make the checkpoint that is sent next, of what is committed."""
         step = int(self._store.meta["step"])
-        name = upload_name(step)
+        name = UPLOADED.name(step)
         try:
             if name in checkpoint_names(self._root):
                 delete_checkpoint(self._root, name)  # of steps that were done again
@@ -233,7 +232,7 @@ class Uploads:
             drive_folders(self._run_dir, self._recipe.storage),
             name,
             files | {f"state/{CONSTANTS_FILE}": constants},
-            name=automatic_name(step),
+            name=AUTOMATIC.name(step),
             automatic=True,
             keep=self._keep,
             bytes_per_s=self._bytes_per_s,

@@ -84,12 +84,18 @@ def make_checkpoint(run_path: Path, name: str) -> tuple[str, int]:
 
     Raises UserError for a bad or taken name, a run without a generation, or a disk without room.
     """
-    from penstock.storage.generations.checkpoints import BEST, LAST_GOOD, UPLOADED, checkpoint_folder, checkpoint_names
-    from penstock.storage.generations.retention import AUTOMATIC
+    from penstock.storage.generations.checkpoints import (
+        AUTOMATIC,
+        BEST,
+        GOOD,
+        UPLOADED,
+        checkpoint_folder,
+        checkpoint_names,
+    )
 
     some = step_name(name, 999_999)
     checkpoint_folder(run_path / "state", some)
-    if any(own.fullmatch(some) for own in (AUTOMATIC, LAST_GOOD, BEST, UPLOADED)) or name in ("last-good", "best"):
+    if any(own.step(some) is not None for own in (AUTOMATIC, GOOD, BEST, UPLOADED)) or name in ("last-good", "best"):
         raise UserError(
             f"checkpoint name '{name}': step-N is for storage.keep_last and keep_every, offsite-N for "
             "storage.offsite, good-N and last-good for storage.keep_good, best-N and best for storage.keep_best; "

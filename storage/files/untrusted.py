@@ -47,12 +47,24 @@ def parse_json(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: bo
     return value
 
 
-def require_sound(value: Any) -> None:
+def require_sound(value: Any, depth: int = 0) -> None:
     """ValueError where a JSON value is nested too deep, or holds half a character: `parse_json` says the same."""
-    try:
-        _check(value, 0)
-    except RecursionError:
-        raise ValueError(f"nested more than {MOST_DEPTH} levels deep") from None
+    if depth > MOST_DEPTH:
+        raise ValueError(f"nested more than {MOST_DEPTH} levels deep")
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError("text with a lone surrogate, which is not a character") from None
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            require_sound(key, depth)
+            if not isinstance(item, int | float):
+                require_sound(item, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            if not isinstance(item, int | float):
+                require_sound(item, depth + 1)
 
 
 def parse_object(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: bool = False) -> dict[str, Any]:
@@ -72,17 +84,17 @@ def typed(value: Any, wanted: type[T]) -> T:
         raise ValueError(f"{path.strip('.`')}: {what}" if path else what) from None
 
 
-def parse_printable(content: bytes, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+def parse_printable(content: bytes) -> dict[str, Any]:
     """The JSON object that UTF-8 text holds, every text in it, keys included, as `printable` makes it. ValueError.
 
     Where numbers that JSON does not know (NaN) or that are no size of anything matter, the reader looks at them.
     """
     plain = b"\\" not in content and b"\x7f" not in content and content.isascii()
-    if plain and len(content) <= most_bytes and content.count(b"[") + content.count(b"{") <= MOST_DEPTH:
+    if plain and len(content) <= MOST_BYTES and content.count(b"[") + content.count(b"{") <= MOST_DEPTH:
         value = json.loads(content)  # such text holds no control character and nests no deeper
         if isinstance(value, dict):
             return value
-    found: dict[str, Any] = printable_value(parse_object(content, most_bytes=most_bytes))
+    found: dict[str, Any] = printable_value(parse_object(content))
     return found
 
 
@@ -105,31 +117,6 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check(value: Any, depth: int) -> None:
-    if depth > MOST_DEPTH:
-        raise RecursionError
-    if isinstance(value, str):
-        if not value.isascii() and _has_surrogate(value):
-            raise ValueError("text with a lone surrogate, which is not a character")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _check(key, depth)
-            if not isinstance(item, int | float):
-                _check(item, depth + 1)
-    elif isinstance(value, list):
-        for item in value:
-            if not isinstance(item, int | float):
-                _check(item, depth + 1)
-
-
-def _has_surrogate(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
-
-
 def _kind(value: object) -> str:
     if isinstance(value, bool) or value is None:
         return str(json.dumps(value))
@@ -141,11 +128,11 @@ def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value <= MOST_WHOLE
 
 
-def open_regular(path: Path, *, below: Path | None = None, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
+def open_regular(path: Path, *, below: Path | None = None, flags: int = os.O_RDONLY) -> int:
     """A descriptor of regular file `path`, of which nothing below folder `below` (default its own) is a link.
 
     Links in the way to `below` are followed: they are the user's. Never waits: a pipe or a device is refused like a
-    link, with an OSError whose text says so. `flags` and `mode` as for os.open.
+    link, with an OSError whose text says so. `flags` as for os.open.
     """
     folder = Path(below) if below is not None else path.parent
     inner = Path(os.path.relpath(path, folder)).parts
@@ -157,7 +144,7 @@ def open_regular(path: Path, *, below: Path | None = None, flags: int = os.O_RDO
             os.close(above)
         try:
             fd = os.open(
-                inner[-1], flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, mode, dir_fd=here
+                inner[-1], flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o644, dir_fd=here
             )
         except OSError as error:
             if _is_link(inner[-1], here):

@@ -42,12 +42,33 @@ CONSTANTS_NAME = "constants.safetensors"
 """File of the store's root that a checkpoint takes along, where it is there."""
 _UNFINISHED = ".unfinished"
 """File in a checkpoint's folder on a drive while it is made or deleted: what bears it and is not listed may go."""
-LAST_GOOD = re.compile(r"good-(\d{6,})")
-"""Names of the checkpoints of which the newest is also called last-good."""
-BEST = re.compile(r"best-(\d{6,})")
-"""Names of the checkpoints of which the newest is also called best."""
-UPLOADED = re.compile(r"offsite-(\d{6,})")
-"""Names of the checkpoints that wait for their upload to storage.offsite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Checkpoints that are named after their steps."""
+
+    prefix: str
+
+    def name(self, step: int) -> str:
+        return f"{self.prefix}-{step:06}"
+
+    def step(self, name: str) -> int | None:
+        """Of a checkpoint of this series; None for any other name."""
+        match = re.fullmatch(rf"{self.prefix}-(\d{{6,}})", name)
+        return None if match is None else int(match[1])
+
+    def names(self, root: Path) -> list[str]:
+        """Of the checkpoints that the store in `root` has, sorted."""
+        return [name for name in checkpoint_names(root) if self.step(name) is not None]
+
+
+AUTOMATIC = Series("step")
+"""What storage.keep_last and storage.keep_every call for."""
+GOOD, BEST = Series("good"), Series("best")
+"""The newest of which are also called last-good and best."""
+UPLOADED = Series("offsite")
+"""What waits for its upload to storage.offsite."""
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{,199}")
 
 
@@ -75,24 +96,9 @@ def checkpoint_folder(root: Path, name: str) -> Path:
     return root / CHECKPOINTS / name
 
 
-def good_name(step: int) -> str:
-    """Name of the checkpoint that is kept as the last good one, of `step`."""
-    return f"good-{step:06}"
-
-
-def upload_name(step: int) -> str:
-    """Name of the checkpoint of `step` while it is uploaded."""
-    return f"offsite-{step:06}"
-
-
-def best_name(step: int) -> str:
-    """Name of the checkpoint that is kept as the best one, of `step`."""
-    return f"best-{step:06}"
-
-
 _MEANT = {
     "last-good": (
-        LAST_GOOD,
+        GOOD,
         "no generation has been confirmed good yet: that takes a later step with a normal loss and a later commit "
         "(storage.keep_good)",
     ),
@@ -108,10 +114,9 @@ def resolve_checkpoint(root: Path, name: str) -> str:
     """
     if name not in _MEANT:
         return name
-    pattern, why = _MEANT[name]
-    there = checkpoint_names(root)
-    names = [other for other in there if pattern.fullmatch(other)]
-    if not names and name in there:  # somebody's own of that name
+    series, why = _MEANT[name]
+    names = series.names(root)
+    if not names and name in checkpoint_names(root):  # somebody's own of that name
         return name
     if not names:
         raise UserError(f"{root}: has no {name} checkpoint: {why}")
@@ -149,8 +154,11 @@ def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Seq
     folder = checkpoint_folder(root, name)
     used = list(dict.fromkeys(drive for array in arrays for drive in array.layout))
     bases = {drive: drive.folder / CHECKPOINTS / name for drive in used}
-    for path in {folder, *bases.values()}:
-        _require_no_other(path)
+    for path in filter(_is_whole, {folder, *bases.values()}):
+        raise UserError(
+            f"{path}: holds a checkpoint that this run does not list, perhaps from a newer copy of its run directory; "
+            "choose another name, or remove the folder"
+        )
     try:
         for path in {folder, *bases.values()}:
             remove(path)  # what an attempt before may have left
@@ -168,7 +176,7 @@ def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Seq
         for drive, base in bases.items():
             write_identity(base, Identity.of(current.store, drive.id, root, name))
         tops = {base.parent for base in bases.values()} | {drive.folder for drive in used} | {folder.parent, root}
-        inner = {parent for _, _, target in jobs for parent in _below(target, bases.values())}
+        inner = {parent for _, _, target in jobs for parent in list(target.parents)[:3]}
         for path in (*sorted(inner, reverse=True), *bases.values(), folder, *sorted(tops, reverse=True)):
             fsync_dir(path)
         records = tuple(record(drive.id, base, root, folder, active=True) for drive, base in bases.items())
@@ -180,8 +188,8 @@ def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Seq
         _tombstone(root, name).unlink(missing_ok=True)
     except OSError as error:
         _abandon(folder, bases.values())
-        place_of = Path(error.filename) if isinstance(error.filename, str) else folder
-        raise disk_error(error, place_of, f"making checkpoint '{name}' of generation {current.generation}") from error
+        where = Path(error.filename) if isinstance(error.filename, str) else folder
+        raise disk_error(error, where, f"making checkpoint '{name}' of generation {current.generation}") from error
     except BaseException:
         _abandon(folder, bases.values())
         raise
@@ -220,8 +228,12 @@ def link_restored(
     jobs: list[tuple[Drive, Path, Path]] = []
     for spec, group in itertools.groupby(kept.chunks(found), key=lambda chunk: chunk.spec):
         array, stored = arrays[spec], kept.arrays[spec]
+        if spec.fixed and stored.crcs != array.crcs:
+            raise UserError(
+                f"checkpoint '{name}' (generation {kept.generation}): array {array.name}, which is written only once, "
+                "belongs to another run; restore the checkpoint into the run that made it"
+            )
         if spec.fixed:
-            _require_same_content(name, kept, array, stored)
             result[spec] = array.stored()
             continue
         layout = tuple(drives.by_id[id] for id in stored.drives) if stay else array.target
@@ -239,14 +251,6 @@ def link_restored(
     make_folders(arrays.values(), {drive for drive, _, _ in jobs})
     link_files(drives, jobs)
     return result, [(drive, target) for drive, _, target in jobs]
-
-
-def _require_same_content(name: str, kept: Manifest, array: Array, stored: Stored) -> None:
-    if stored.crcs != array.crcs:
-        raise UserError(
-            f"checkpoint '{name}' (generation {kept.generation}): array {array.name}, which is written only once, "
-            "belongs to another run; restore the checkpoint into the run that made it"
-        )
 
 
 def delete_checkpoint(root: Path, name: str) -> None:
@@ -267,10 +271,9 @@ def delete_checkpoint(root: Path, name: str) -> None:
         require_plain([root / CHECKPOINTS])
         locks.take(folder)
         bases = _bases(root, name)
-        others = {base for base in bases - {folder} if _is_another(base, folder)}
         if not bases.issuperset(_recorded(folder)):
             write_file(_tombstone(root, name), b"")
-        bases -= others
+        bases -= {base for base in bases - {folder} if _is_another(base, folder)}
         for base in bases:
             _mark(base)
         path.unlink(missing_ok=True)
@@ -307,16 +310,6 @@ def sweep_incomplete(root: Path, folders: Iterable[Path]) -> None:
 
 def _is_whole(base: Path) -> bool:
     return (base / IDENTITY_NAME).exists() and not (base / _UNFINISHED).exists()
-
-
-def _require_no_other(folder: Path) -> None:
-    """UserError where `folder` is a whole checkpoint that is not listed."""
-    if _is_whole(folder):
-        raise UserError(
-            f"{folder}: holds a checkpoint that this run does not list, perhaps from a newer copy of its run "
-            "directory; "
-            "choose another name, or remove the folder"
-        )
 
 
 def _tombstone(root: Path, name: str) -> Path:
@@ -360,15 +353,6 @@ def _files(array: Array) -> Iterable[tuple[Drive, Path]]:
         yield array.committed(part)
     for drive in array.layout:
         yield drive, array.folder(drive, array.slot) / "zarr.json"
-
-
-def _below(path: Path, bases: Iterable[Path]) -> Iterable[Path]:
-    """The parents of `path` up to, and without, the one among `bases`."""
-    bases = set(bases)
-    for parent in path.parents:
-        if parent in bases:
-            return
-        yield parent
 
 
 def _bases(root: Path, name: str) -> set[Path]:

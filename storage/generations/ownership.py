@@ -199,17 +199,17 @@ def _beside(root: Path) -> Iterator[Path]:
 
 
 def _inode(folder: Path) -> int | None:
-    try:
-        return folder.stat().st_ino
-    except OSError:
-        return None
+    return status.st_ino if (status := _status(folder)) else None
 
 
 def _device(folder: Path) -> int | None:
-    try:
-        return folder.stat().st_dev
-    except OSError:
-        return None
+    return status.st_dev if (status := _status(folder)) else None
+
+
+def _status(folder: Path) -> os.stat_result | None:
+    with contextlib.suppress(OSError):
+        return folder.stat()
+    return None
 
 
 def _names(other: Path, folder: Path, identity: Identity) -> bool:
@@ -231,11 +231,10 @@ def _names(other: Path, folder: Path, identity: Identity) -> bool:
 
 
 def _is_drive(folder: Path, identity: Identity) -> bool:
-    try:
+    with contextlib.suppress(UserError):
         found = read_identity(folder)
-    except UserError:
-        return False
-    return found is not None and (found.store, found.drive) == (identity.store, identity.drive)
+        return found is not None and (found.store, found.drive) == (identity.store, identity.drive)
+    return False
 
 
 def require_newest(current: Manifest, root: Path, folders: Iterable[Path]) -> None:

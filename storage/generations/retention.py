@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 from penstock.storage.files.errors import UserError
 from penstock.storage.generations.checkpoints import (
+    AUTOMATIC,
     BEST,
-    LAST_GOOD,
-    best_name,
-    checkpoint_names,
+    GOOD,
+    Series,
     delete_checkpoint,
-    good_name,
     read_checkpoint,
 )
 from penstock.storage.generations.store import NvmeStore
 
-AUTOMATIC = re.compile(r"step-(\d{6,})")
-"""Names of the checkpoints that storage.keep_last and storage.keep_every call for."""
-
 Report = Callable[[str, int, str | None], None]
 """Told of a checkpoint: its name, its step, and why it could not be made."""
-
-
-def automatic_name(step: int) -> str:
-    """Name of the checkpoint that is kept of a step without being asked for by name."""
-    return f"step-{step:06}"
 
 
 class Retention:
@@ -65,22 +55,25 @@ class Retention:
         """Keep the committed generation as the last good one if it has `proved` good: another takes its place."""
         if not (self._keeps_good and proved):
             return
-        error = self._replace(LAST_GOOD, good_name(int(self._store.meta["step"])))
+        error = self._replace(GOOD)
         if error is not None:
             self._give_up_good(error)
 
     def keep_best(self) -> None:
         """Keep the committed generation as the best one, in the place of those kept so before."""
-        step = int(self._store.meta["step"])
-        error = self._replace(BEST, best_name(step))
+        error = self._replace(BEST)
         if error is not None:
-            self._report("best", step, error)
+            self._report("best", self._step, error)
 
-    def _replace(self, pattern: re.Pattern[str], name: str) -> str | None:
-        """Make checkpoint `name` of the committed generation, and delete the others of such names; why it could not be
-        made, or None."""
-        root = self._store.root
-        old = [other for other in checkpoint_names(root) if pattern.fullmatch(other)]
+    @property
+    def _step(self) -> int:
+        return int(self._store.meta["step"])
+
+    def _replace(self, series: Series) -> str | None:
+        """Make a checkpoint of the series of the committed generation, and delete the others; why it could not be made,
+        or None."""
+        root, name = self._store.root, series.name(self._step)
+        old = series.names(root)
         if name in old:
             old.remove(name)
             if read_checkpoint(root, name).generation == self._store.generation:
@@ -104,22 +97,21 @@ class Retention:
         kept_for_good = every is not None and step % every == 0
         if step % self._checkpoint_every or not (kept_for_good or self._keep_last > 1):
             return
-        error = self.checkpoint(name := automatic_name(step))
+        error = self.checkpoint(name := AUTOMATIC.name(step))
         if error is not None:
             self._report(name, step, error)
-        steps = sorted(int(match[1]) for name in checkpoint_names(root) if (match := AUTOMATIC.fullmatch(name)))
+        steps = sorted(kept for name in AUTOMATIC.names(root) if (kept := AUTOMATIC.step(name)) is not None)
         for old in steps[: -self._keep_last]:
             if every is None or old % every:
-                self._delete(automatic_name(old))
+                self._delete(AUTOMATIC.name(old))
 
     def _delete(self, name: str) -> None:
         """Delete a checkpoint; one that somebody is reading stays until the next time."""
         try:
             delete_checkpoint(self._store.root, name)
         except UserError as error:
-            self._report(name, int(self._store.meta["step"]), f"it stays for now: {error}")
+            self._report(name, self._step, f"it stays for now: {error}")
 
     def _give_up_good(self, error: str) -> None:
         self._keeps_good = False
-        step = int(self._store.meta["step"])
-        self._report("last-good", step, f"{error} (storage.keep_good: this process keeps no good generation)")
+        self._report("last-good", self._step, f"{error} (storage.keep_good: this process keeps no good generation)")

@@ -427,7 +427,7 @@ class NvmeStore:
             for drive in self._drives:
                 shutil.rmtree(drive.folder / SCRATCH, ignore_errors=True)
         self._closed = True
-        self._drives.close()
+        self._drives.locks.release()
 
     # ---------------------------------------------------------------- inside
 

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
 
 import torch
 
@@ -38,21 +37,12 @@ Progress = Callable[[int, int], None]
 """Told how many bytes of how many are done."""
 
 
-class Registrar(Protocol):
+class CudaRegistrar:
     """Makes ranges of host memory known to the GPU's driver, which pins them."""
 
     def register(self, address: int, nbytes: int) -> int:
         """Pin a range; 0, or the driver's error code."""
-        ...
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`."""
-        ...
-
-
-class CudaRegistrar:
-    def register(self, address: int, nbytes: int) -> int:
-        code = int(_cudart().cudaHostRegister(address, nbytes, 0))
+        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
         if code != 0:
             # It is the thread's last error, too, which its next launch would be taken to have failed with.
             with contextlib.suppress(RuntimeError):
@@ -60,7 +50,8 @@ class CudaRegistrar:
         return code
 
     def unregister(self, address: int) -> None:
-        _cudart().cudaHostUnregister(address)
+        """Undo `register`."""
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class HostArena:
@@ -84,7 +75,7 @@ class HostArena:
         self._offset = 0
         self._map = _map_memory(self.capacity_bytes)
         self._bytes: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._registrar: Registrar | None = None
+        self._registrar: CudaRegistrar | None = None
         self._registered: list[int] = []
         self._ring: tuple[_Ring, _Ring] | None = None
         """To the GPU and from it, where the arena could not be pinned."""
@@ -126,7 +117,7 @@ class HostArena:
         self.slots[name] = nbytes
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=nbytes)
 
-    def pin(self, registrar: Registrar | None = None, on_progress: Progress | None = None) -> None:
+    def pin(self, registrar: CudaRegistrar | None = None, on_progress: Progress | None = None) -> None:
         """Page all slots in and register them, once all are carved; or make the ring, where the driver refuses that.
 
         Pages come in from as many threads as the calling one has cores, and lie on its NUMA node: paging in is what
@@ -352,7 +343,3 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def _page_up(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()

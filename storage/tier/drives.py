@@ -325,12 +325,6 @@ class DriveSet:
         """
         return disk_bytes({self.root, *(drive.folder for drive in tuple(self))}, without)
 
-    def close(self) -> None:
-        """Wait for operations in flight and let the folders go."""
-        for drive in self:
-            drive.close()
-        self.locks.release()
-
 
 def require_capacity(needs: Mapping[Path, int], what: str) -> None:
     """UserError unless every device has free what the folders on it need for `what`, in bytes, plus 5 %."""

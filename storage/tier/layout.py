@@ -30,9 +30,9 @@ class ParamSpec:
         return math.prod(self.shape)
 
 
-def align_up(numel: int, multiple: int = ALIGN_NUMEL) -> int:
-    """The smallest multiple of `multiple` that is not below `numel`."""
-    return -(-numel // multiple) * multiple
+def align_up(numel: int) -> int:
+    """The smallest multiple of ALIGN_NUMEL that is not below `numel`."""
+    return -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL
 
 
 def part_numel_even(numel: int, part_numel: int) -> int:

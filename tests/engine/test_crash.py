@@ -42,8 +42,7 @@ from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.schedule.ops import Op
 from penstock.engine.session import Session
 from penstock.storage.files.errors import UserError
-from penstock.storage.generations.checkpoints import checkpoint_folder, good_name, list_checkpoints
-from penstock.storage.generations.retention import automatic_name
+from penstock.storage.generations.checkpoints import AUTOMATIC, GOOD, checkpoint_folder, list_checkpoints
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.manifest import Manifest
 
@@ -158,7 +157,7 @@ def test_kill_9_at_random_moments_resumes_bit_for_bit(
         for info in list_checkpoints(folder / "state"):  # every one that survived the kills is whole
             with closing(NvmeStore.open(folder / "state" / "checkpoints" / info.name)) as store:
                 assert store.verify() > 0
-                assert info.name in (automatic_name(step := store.meta["step"]), good_name(step))
+                assert info.name in (AUTOMATIC.name(step := store.meta["step"]), GOOD.name(step))
         finished += 1
     print(f"killed in {dict(died)}; {finished} runs finished")
     assert len(died) >= samples(2, 4), died

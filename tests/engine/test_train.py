@@ -24,7 +24,7 @@ from penstock.engine.record import require_record
 from penstock.engine.train import train_step
 from penstock.storage.files.disk import publish
 from penstock.storage.files.errors import UserError
-from penstock.storage.generations.retention import automatic_name
+from penstock.storage.generations.checkpoints import AUTOMATIC
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.manifest import FILE_NAME, Manifest
 
@@ -91,8 +91,8 @@ def test_train_runs_and_keeps_the_generations_that_the_recipe_says(tmp_path: Pat
     assert result.first_loss == observer.metrics[0].loss
     for tier in ("gpu", "ram", "nvme"):
         assert 0 < result.tiers[tier]["peak_bytes"] <= result.tiers[tier]["budget_bytes"]
-    assert tiny.kept(tmp_path) == [automatic_name(step) for step in (3, 5, 6)]
-    with closing(NvmeStore.open(tmp_path / "state" / "checkpoints" / automatic_name(3))) as store:
+    assert tiny.kept(tmp_path) == [AUTOMATIC.name(step) for step in (3, 5, 6)]
+    with closing(NvmeStore.open(tmp_path / "state" / "checkpoints" / AUTOMATIC.name(3))) as store:
         assert store.meta["step"] == 3
         store.verify()
 
