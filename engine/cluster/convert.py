@@ -13,22 +13,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from penstock.engine import preparing
-from penstock.engine.cluster.layout import (
-    Location,
-    Record,
-    begin_folder,
-    checksums_of,
-    end_folder,
-    held_tensors,
-    load,
-    locations,
-    moment,
-    partial_folder,
-    require_intact,
-    require_same_model,
-    save,
-    trained_names,
-)
+from penstock.engine.cluster import layout
 from penstock.engine.config import Recipe, drive_folders, parse_bytes, state_folder
 from penstock.engine.export import RunState, reading_run
 from penstock.engine.forecast.problem import DTYPE_BYTES
@@ -60,11 +45,11 @@ def write_dcp(run_dir: Path, recipe: Recipe, folder: Path, checkpoint: str | Non
         source = _Source(run, find_optimizer(recipe.train).kinds)
         meta = {name: value for name, value in run.store.meta.items() if name not in ("plan", "constants")}
         try:
-            partial = begin_folder(folder, recipe, meta)
-            save(partial, source.shapes, _Streaming(source))
-            end_folder(folder, checksums_of(partial))
+            partial = layout.begin_folder(folder, recipe, meta)
+            layout.save(partial, source.shapes, _Streaming(source))
+            layout.end_folder(folder, layout.checksums_of(partial))
         except BaseException as error:
-            shutil.rmtree(partial_folder(folder), ignore_errors=True)
+            shutil.rmtree(layout.partial_folder(folder), ignore_errors=True)
             if isinstance(error, OSError):
                 raise disk_error(error, folder, "writing a DCP checkpoint") from error
             raise
@@ -77,10 +62,10 @@ class _Source:
     def __init__(self, run: RunState, kinds: tuple[str, ...]) -> None:
         self._run, self._layouts = run, layouts(run.spec)
         self._arrays = {(array.buffer, array.kind): array for array in run.store.arrays()}
-        self._locations = locations(run.spec, kinds)
+        self._locations = layout.locations(run.spec, kinds)
         self._small = dict(run.constants)
         step = float(run.store.meta["step"])
-        self._small |= {moment(name, "step"): torch.tensor(step) for name in trained_names(run.spec)}
+        self._small |= {layout.moment(name, "step"): torch.tensor(step) for name in layout.trained_names(run.spec)}
         self.shapes: dict[str, Tensor] = dict(self._small)
         """All of them by name, without memory where they are large."""
         for name, (buffer, kind, param) in self._locations.items():
@@ -120,26 +105,28 @@ class _Streaming(DefaultSavePlanner):
         return self._source.tensor(index.fqn)
 
 
-def read_dcp(folder: Path, record: Record, spec: ModelSpec, recipe: Recipe, run_dir: Path) -> int:
+def read_dcp(folder: Path, record: layout.Record, spec: ModelSpec, recipe: Recipe, run_dir: Path) -> int:
     """Make the state of a new run in `run_dir` from the DCP checkpoint in `folder`; the step that it is at.
 
     Raises UserError for a checkpoint of another model or a damaged one, and when the state does not fit the disk; a
     generation is there only when all of it is.
     """
     optimizer = find_optimizer(recipe.train)
-    require_intact(folder)
-    require_same_model(folder, spec, optimizer.kinds)
+    layout.require_intact(folder)
+    layout.require_same_model(folder, spec, optimizer.kinds)
     arrays = arrays_of(buffer_shapes(spec, recipe), DTYPE_BYTES[recipe.train.compute_dtype], optimizer.state_kinds)
     budget = None if recipe.budgets.nvme is None else parse_bytes(recipe.budgets.nvme, "budgets.nvme")
     root = state_folder(run_dir)
     store = NvmeStore.create(root, arrays, budget_bytes=budget, drives=drive_folders(run_dir, recipe.storage))
     try:
-        found = locations(spec, optimizer.kinds)
+        found = layout.locations(spec, optimizer.kinds)
         flat, total, written = layouts(spec), sum(array.numel for array in arrays), 0
         for array in arrays:
             values = empty_aligned(array.numel, getattr(torch, array.dtype)).zero_()
             views = flat[array.buffer].views(values)
-            load(folder, {n: views[location.param.name] for n, location in _of(found, array).items()}, no_dist=True)
+            layout.load(
+                folder, {n: views[location.param.name] for n, location in _of(found, array).items()}, no_dist=True
+            )
             parts = [store.write(array.buffer, array.kind, i, values[a:b]) for i, (a, b) in enumerate(array.parts())]
             for part in parts:
                 part.result()
@@ -152,14 +139,14 @@ def read_dcp(folder: Path, record: Record, spec: ModelSpec, recipe: Recipe, run_
     return record.step
 
 
-def _of(found: Mapping[str, Location], array: ArraySpec) -> dict[str, Location]:
+def _of(found: Mapping[str, layout.Location], array: ArraySpec) -> dict[str, layout.Location]:
     return {name: at for name, at in found.items() if (at.buffer, at.kind) == (array.buffer, array.kind)}
 
 
 def _constants(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
     """The model's constants, in the dtypes that the checkpoint has them in."""
-    held = held_tensors(folder)
+    held = layout.held_tensors(folder)
     found = {name: torch.empty(shape, dtype=held[name].properties.dtype) for name, shape in spec.constants.items()}
     if found:
-        load(folder, found, no_dist=True)
+        layout.load(folder, found, no_dist=True)
     return found

@@ -12,21 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from penstock.engine.cluster import layout
 from penstock.engine.cluster.check import choose_attention
 from penstock.engine.cluster.context import NAME as GATHERED
 from penstock.engine.cluster.context import Context
 from penstock.engine.cluster.convert import write_dcp
-from penstock.engine.cluster.layout import (
-    begin_folder,
-    checksums_of,
-    end_folder,
-    load,
-    partial_folder,
-    read_record,
-    require_intact,
-    require_same_model,
-    save,
-)
 from penstock.engine.cluster.model import Sharded, make_sharded
 from penstock.engine.cluster.ranks import Ranks
 from penstock.engine.cluster.step import Share, train_step
@@ -137,12 +127,12 @@ def _open(
             _begin(sharded, described, recipe, observer, ranks)
         else:
             folder = start
-            ranks.together(lambda: require_intact(folder, (ranks.rank, ranks.count)))
-            ranks.together(lambda: require_same_model(folder, spec, kinds))
-            ranks.together(lambda: load(folder, sharded.tensors()))
+            ranks.together(lambda: layout.require_intact(folder, (ranks.rank, ranks.count)))
+            ranks.together(lambda: layout.require_same_model(folder, spec, kinds))
+            ranks.together(lambda: layout.load(folder, sharded.tensors()))
     loader = ranks.together(lambda: make_loader(described.data.corpus, spec, recipe))
     validation = ranks.together(lambda: make_validation(described.data.corpus, spec, recipe))
-    record = ranks.together(lambda: None if start is None else read_record(start))
+    record = ranks.together(lambda: None if start is None else layout.read_record(start))
     if record is not None:
         ranks.together(lambda: loader.seek(record.meta["cursor"]))
         observer.on_message(f"continues from step {record.step:,} ({start})")
@@ -313,12 +303,12 @@ class _ClusterRun:
         if self.recipe.train.validate_every is not None:
             meta["validation"] = self.gains.to_json()
         folder, ranks = dcp_folder(self.run_dir, self.step), self.ranks
-        ranks.together(lambda: self._on_first(lambda: begin_folder(folder, self.given, meta)))
-        partial = partial_folder(folder)
-        ranks.together(lambda: save(partial, self.sharded.tensors()))
-        own = ranks.together(lambda: checksums_of(partial, (ranks.rank, ranks.count)))
+        ranks.together(lambda: self._on_first(lambda: layout.begin_folder(folder, self.given, meta)))
+        partial = layout.partial_folder(folder)
+        ranks.together(lambda: layout.save(partial, self.sharded.tensors()))
+        own = ranks.together(lambda: layout.checksums_of(partial, (ranks.rank, ranks.count)))
         checksums = {name: found for rank in ranks.all_of(own) for name, found in rank.items()}
-        ranks.together(lambda: self._on_first(lambda: end_folder(folder, checksums)))
+        ranks.together(lambda: self._on_first(lambda: layout.end_folder(folder, checksums)))
         self.saved = folder
         self._on_first(self._prune)
         self.observer.on_message(f"checkpoint {folder}", detail=True)

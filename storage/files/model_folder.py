@@ -13,13 +13,7 @@ from penstock.storage.files import links
 from penstock.storage.files.disk import reporting
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.links import MORE_TEMPLATES as MORE_TEMPLATES
-from penstock.storage.files.untrusted import (
-    RefusedFileError,
-    one_line,
-    open_regular,
-    parse_object,
-    real_path,
-)
+from penstock.storage.files.untrusted import RefusedFileError, one_line, open_regular, parse_object, real_path
 
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"

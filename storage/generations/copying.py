@@ -11,13 +11,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from penstock.storage.files.disk import (
-    disk_error,
-    fsync_dir,
-    link_or_copy,
-    make_folder,
-    publish,
-)
+from penstock.storage.files.disk import disk_error, fsync_dir, link_or_copy, make_folder, publish
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import Report, no_report
 from penstock.storage.generations import ownership

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.storage.files.errors import UserError
-from penstock.storage.generations.checkpoints import (
-    AUTOMATIC,
-    BEST,
-    GOOD,
-    Series,
-    delete_checkpoint,
-    read_checkpoint,
-)
+from penstock.storage.generations.checkpoints import AUTOMATIC, BEST, GOOD, Series, delete_checkpoint, read_checkpoint
 from penstock.storage.generations.store import NvmeStore
 
 Report = Callable[[str, int, str | None], None]

@@ -7,14 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.storage.files.disk import (
-    disk_error,
-    fsync_dir,
-    make_folder,
-    publish,
-    require_writable,
-    write_file,
-)
+from penstock.storage.files.disk import disk_error, fsync_dir, make_folder, publish, require_writable, write_file
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line
 from penstock.storage.generations import ownership
