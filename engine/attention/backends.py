@@ -23,7 +23,7 @@ from torch.nn import functional
 from penstock.engine.attention.spans import Call, Geometry
 
 ALIGNMENT = 256
-"""Lengths that are multiples of it are few in a run, however its documents lie."""
+"""Lengths that are multiples of it are few in a run, wherever its documents begin."""
 _TILE = 512
 """Queries and keys of one tile of the reference backend."""
 
@@ -81,7 +81,7 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a kernel is asked to do, without the numbers of queries and keys: it can, or it names what it cannot."""
+    """What a kernel has to do, without the numbers of queries and keys: it can, or it names what it cannot."""
 
     device: torch.device
     dtype: torch.dtype

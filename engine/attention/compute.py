@@ -36,7 +36,7 @@ def group_backward(
         call_dq, call_dk, call_dv = backend.backward(x.of(call), given.of(x.rows(call)), call.geometry)
         dk[keys].add_(call_dk)
         dv[keys].add_(call_dv)
-        del call_dk, call_dv  # else they would lie beside those of the next call
+        del call_dk, call_dv  # else they would be in memory beside those of the next call
         yield call_dq
 
 

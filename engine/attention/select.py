@@ -3,7 +3,7 @@
 `prepare` ranks what a run can show, before the run: on a GPU kernels are checked and timed (engine/attention/rank.py),
 and a run that is resumed takes up the rankings that it recorded. Nothing is timed where attention is computed: problems
 that are of no known kind take the order of `BACKENDS`, of kernels that are checked on a GPU. On a CPU, and where
-determinism is asked for, that order decides everywhere.
+determinism is required, that order decides everywhere.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ _chosen: dict[tuple[str, str], dict[str, None]] = {}
 
 
 def measured(device: torch.device) -> bool:
-    """Whether kernels are checked there, and timed unless determinism is asked for."""
+    """Whether kernels are checked there, and timed unless determinism is required."""
     return device.type in MEASURED
 
 
@@ -177,7 +177,7 @@ def _find_launches(x: Operands, given: Gradients | None) -> Iterator[Launch]:
 
 @dataclass(frozen=True, slots=True)
 class Attends:
-    """What a layer's attention is asked for in a run."""
+    """What a run needs of a layer's attention."""
 
     heads: int
     kv_heads: int
@@ -294,8 +294,8 @@ def _label(kind: _Kind, size: _Size) -> str:
     """In words, whichever the GPU's number is."""
     values = asdict(kind) | size._asdict()
     del values["device"]
-    told = {name: value for name, value in values.items() if value is not False}
-    return " ".join(name if value is True else f"{name}={value}" for name, value in told.items())
+    shown = {name: value for name, value in values.items() if value is not False}
+    return " ".join(name if value is True else f"{name}={value}" for name, value in shown.items())
 
 
 def environment(device: torch.device) -> dict[str, str]:

@@ -166,7 +166,7 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 
 def whole_part(micro_batch: MicroBatch, device: torch.device) -> Part:
     """All of a micro-batch, without the padding at its end. Where no document crosses a row's end, each row is one of
-    the model's own batch; else documents lie end to end in one."""
+    the model's own batch; else documents are laid end to end in one."""
     end = num_tokens(micro_batch)
     rows = _rows(micro_batch.documents, end)
 

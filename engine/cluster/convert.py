@@ -57,7 +57,7 @@ def write_dcp(run_dir: Path, recipe: Recipe, folder: Path, checkpoint: str | Non
 
 
 class _Source:
-    """Tensors of a checkpoint, each read from the run's state when it is asked for."""
+    """Tensors of a checkpoint, each read from the run's state when it is needed."""
 
     def __init__(self, run: RunState, kinds: tuple[str, ...]) -> None:
         self._run, self._layouts = run, layouts(run.spec)

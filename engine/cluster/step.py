@@ -85,7 +85,7 @@ def whole(norm: Tensor) -> Tensor:
 def target_logits(model: PreTrainedModel, part: Part) -> Tensor:
     """The model's forward on a part of a micro-batch, and its logits [n, vocab] of the tokens that have a target.
 
-    Documents that lie end to end are told apart by their positions, which begin at 0 in each: transformers masks by
+    Documents laid end to end are separated by their positions, which begin at 0 in each: transformers masks by
     them, or attention does that is spread over ranks.
     """
     inputs: dict[str, Any] = {"input_ids": part.ids, "use_cache": False}

@@ -46,7 +46,7 @@ _KEPT = 2
 
 
 class ClusterObserver(Observer, Protocol):
-    """What a run on several machines is told and asked beside what any run is, on every rank."""
+    """An observer of a run on several machines, on every rank."""
 
     def on_begin(self) -> None:
         """All is prepared: the first step comes next."""

@@ -55,7 +55,7 @@ class Placement:
 
     @contextmanager
     def near_gpu(self) -> Iterator[None]:
-        """Inside the block the calling thread runs on the GPU's node: pages it touches first lie there."""
+        """Inside the block the calling thread runs on the GPU's node: pages it touches first are allocated there."""
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, self.lanes | self.drives | self.optimizer)
         try:

@@ -3,48 +3,25 @@
 All are shares of the data sheet's bfloat16 peak (engine/machine/peaks.py), under sustained load; none was measured by
 this project. A kernel is called as its backend (engine/attention/select.py).
 
-**Products** take the rate of whole training steps of 512 or 1,024 tokens, of whose FLOPs attention has 1 or 2 %, less
-the time that elementwise work takes in them (`_products`), which a plan counts apart: products are no slower, and what
-hides behind a short run of the best shape does not count. Shares of whole steps:
-
-- Hopper: 0.624, 32B on an H100 SXM5 that its power limit held at about 1.4 GHz (github.com/als244/ml_dataflow,
-  `bench/reproduce_results/recorded_data/h100_32b_short_results.csv`, last column: FLOPs with what is recomputed). 8B at
-  8,192 tokens there, 11,406 tokens/s, leaves the same for products within 1 %. Short runs of the best shape: 0.803 on
-  H100 and H200, 0.838 on GH200 (MAMF, github.com/stas00/ml-engineering, `compute/accelerator/README.md`). Of an H100
-  PCIe, whose power limit is half as high, nothing was found.
-- Ada: 0.90, RTX 4090: LLMQ trains Qwen2.5-14B at 1,348 tokens/s in bfloat16 with every block recomputed
-  (github.com/IST-DASLab/llmq, `benchmarks/4090x1.md`), 8 FLOPs for each of 13.2e9 weights of layers and 6 for each of
-  0.78e9 of the head.
-- Ampere: 0.877, RTX 3090, 8B (ml_dataflow, `rtx3090_8b_short_results.csv`).
-- Blackwell: 0.921, RTX 5090, 8B (ml_dataflow, `rtx5090_8b_short_results.csv`).
-- Blackwell of data centres: of steps nothing was found; 0.776 is a short run's best (B200, MAMF), times what Hopper's
-  products sustain of its own 0.803.
-- GB10: 0.71, CUTLASS in NVFP4, 356 of 500 TFLOP/s (forums.developer.nvidia.com, 359960); no bfloat16 rate was found.
+**Products** take the rate of whole steps of 512 or 1,024 tokens, less the time of elementwise work in them
+(`_products`), which a plan counts apart. Sources; ml_dataflow is github.com/als244/ml_dataflow
+(`bench/reproduce_results/recorded_data`), MAMF is github.com/stas00/ml-engineering (`compute/accelerator`):
+- Hopper 0.624: 32B on an H100 SXM5 (ml_dataflow, h100_32b_short_results.csv); the best short run is 0.803 (MAMF).
+- Ada 0.90: Qwen2.5-14B on an RTX 4090, all blocks recomputed (github.com/IST-DASLab/llmq, `benchmarks/4090x1.md`).
+- Ampere 0.877, Blackwell 0.921: 8B on RTX 3090 and 5090 (ml_dataflow, rtx3090_8b and rtx5090_8b_short_results.csv).
+- Blackwell of data centres: 0.776, a short run's best (B200, MAMF), times what Hopper sustains of its own.
+- GB10 0.71: CUTLASS in NVFP4 (forums.developer.nvidia.com, 359960); no bfloat16 rate was found.
 
 **Attention**, TFLOP/s forward and backward:
-
-- Hopper: the figures of arXiv 2407.08608 (FlashAttention-3), H100 SXM5, half precision, 16k tokens, as others
-  transcribed them. Forward is causal; backward is published without a causal limit only. FlashAttention 4 is as fast
-  as 3 on a GH200 (github.com/pytorch/torchtitan, pull request 4413). These rates are sustained: ml_dataflow's steps
-  at 512k tokens, of whose FLOPs FlashAttention 3 has 90 %, reach 0.614 of the peak
-  (`h100_8b_extra_long_results.csv`).
-- Blackwell, heads of 128: RTX 5090 at 400 W, forward without a causal limit ("Writing Speed-of-Light Flash Attention
-  for 5090 in CUDA C++", gau-nernst): cuDNN 203.6, flash-attn 2 190.6, torch's copy of it 186.7. RTX 5070 Ti
-  (github.com/Dao-AILab/flash-attention, issue 1981, 16k tokens): flash-attn 2 takes 51.43 ms forward and 131.34 ms
-  backward, which has 2.5 times the FLOPs; FlashAttention 4 49.93 and 165.46 ms. Of cuDNN's backward nothing was
-  found; it counts as flash-attn's. Such runs are short: products reach 1.07 of the peak in one (main-horse.github.io,
-  "Things I learned digging into 5090 perf") and 0.921 in whole steps, so attention counts times 0.86, too.
-- Heads of 64 on Blackwell, and GB10: forward on a GB10, of 125 TFLOP/s (flash-attention, pull request 2474): torch's
-  87.6, FlashAttention 4's 94.5; backward and short runs as above.
-- Ada: of flash-attn on an RTX 4090 no measurement was found that can be right (flash-attention's issue 477 has rates
-  above the peak). Its tensor cores take Blackwell's instruction, mma.sync, at the same half rate: Blackwell's shares.
-- Ampere: RTX A5000 (GA102), flash-attn 2, heads of 64, 8k tokens: 81.9 and 77.4 of 111.1 (github.com/gpu-mode/
-  ring-attention, issue 10). Wider heads are no slower, and a GeForce's products are at half that rate while its softmax
-  is not: its share is no lower.
-- Blackwell of data centres: FlashAttention 4, heads of 128, causal, 8k tokens: 1,418 and 1,209 (flash-attention, pull
-  request 2280; the card is not named and counts as the fastest, of 2,500); up to 1.3 times cuDNN (arXiv 2603.05451).
-
-ml_dataflow's long steps on GeForce are slower than that: it asks flash-attn 2 for its deterministic backward.
+- Hopper: arXiv 2407.08608 (FlashAttention-3), H100 SXM5, 16k tokens. FlashAttention 4 is as fast as 3 on a GH200
+  (pytorch/torchtitan, pull request 4413).
+- Blackwell, heads of 128: RTX 5090 forward (gau-nernst, "Writing Speed-of-Light Flash Attention for 5090 in CUDA C++");
+  backward over forward from an RTX 5070 Ti (Dao-AILab/flash-attention, issue 1981). Such runs are short: they count
+  times 0.921 / 1.07, what products sustain of their short runs (main-horse.github.io, 5090 perf).
+- Heads of 64 on Blackwell, and GB10: forward on a GB10 (flash-attention, pull request 2474).
+- Ada: no measurement was found that can be right; its tensor cores take Blackwell's instruction at the same half rate.
+- Ampere: RTX A5000, flash-attn 2, heads of 64 (github.com/gpu-mode/ring-attention, issue 10).
+- Blackwell of data centres: FlashAttention 4 (flash-attention, pull request 2280); 1.3 times cuDNN (arXiv 2603.05451).
 """
 
 from __future__ import annotations

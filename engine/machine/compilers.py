@@ -80,7 +80,7 @@ class Compilation(NamedTuple):
 
 
 def find_compilation(train: TrainConfig, device: torch.device, tell: Callable[[str], None]) -> Compilation:
-    """What train.compile asks for and this machine can do; what it cannot do is told in a line each.
+    """What train.compile asks for and this machine can do; what it cannot do is reported in a line each.
 
     Raises UserError where train.compile is on and it cannot.
     """

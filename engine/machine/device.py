@@ -32,7 +32,7 @@ def compute_dtype(train: TrainConfig) -> torch.dtype:
 
 
 def resolve_device(config: TrainConfig) -> torch.device:
-    """The compute device. Raises UserError when CUDA is asked for and there is none, or the GPU is too old."""
+    """The compute device. Raises UserError when CUDA is requested and there is none, or the GPU is too old."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise UserError(

@@ -109,8 +109,8 @@ def free_memory(
 ) -> FreeMemory:
     """Memory that this process can still allocate without swapping and without being killed.
 
-    `groups`: what `memory_groups` found, where it is asked often. `enough_bytes`: a group's file cache, which takes the
-    kernel long to count, is looked at only where less than this is free without it.
+    `groups`: what `memory_groups` found, where it is called often. `enough_bytes`: a group's file cache, which the
+    kernel counts slowly, is looked at only where less than this is free without it.
     """
     found = list(_machine_memory(root))
     for group in memory_groups(root) if groups is None else groups:
@@ -143,7 +143,7 @@ def _nodes_without_cpus(root: Path) -> list[dict[str, int]]:
 
 @cache
 def _folders_without_cpus(root: Path) -> tuple[Path, ...]:
-    """The sysfs folders of those nodes: asked for once, as memory is looked at while a run runs."""
+    """The sysfs folders of those nodes: listed once, as memory is looked at while a run runs."""
     bare, others = list[Path](), 0
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         if not _node_memory(folder).get("MemTotal"):

@@ -63,5 +63,5 @@ def mfu(model_flops: float, seconds: float, peak: float | None) -> float | None:
 
 
 def hfu(executed_flops: float, seconds: float, peak: float | None) -> float | None:
-    """Hardware FLOP utilisation: what was computed, again included (forecast.flops.executed_flops), over the same."""
+    """Hardware FLOP utilisation: what was computed, recompute too (forecast.flops.executed_flops), over the same."""
     return None if peak is None else executed_flops / (seconds * peak)

@@ -1,7 +1,7 @@
 """Machines on which memory, cores or the GPU are not what they seem: WSL2, unified memory, containers, AMD's GPUs.
 
 What of this was ever tried stands in docs/where-it-runs.md. Files of the kernel are read below a `root` that tests
-choose; a GPU is judged by the properties that its driver tells.
+choose; a GPU is judged by the properties that its driver reports.
 """
 
 from __future__ import annotations

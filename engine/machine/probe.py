@@ -68,8 +68,8 @@ def probe(
     """Measure this machine and the drives under `paths`, a folder on each, in about `seconds`.
 
     `sizes` of operands default to the device's; requests to drives are of `block_bytes`, files of at most `most_bytes`
-    on each, to which `size` (see `planned_writes`) is written at most. `say` is told what is going on. Nothing that is
-    written stays. UserError for a folder that cannot be used, before anything is measured.
+    on each, to which `size` (see `planned_writes`) is written at most. `say` reports the progress. Nothing that is
+    written is left. UserError for a folder that cannot be used, before anything is measured.
     """
     folders, written = planned_writes(paths, seconds, size, block_bytes=block_bytes)
     deadline = time.monotonic() + seconds

@@ -1,7 +1,7 @@
 """What drives give, measured by direct reads and writes of whole blocks in files without a name.
 
-The files are unlinked before their first byte is written, so nothing of them stays, however the process ends. They are
-filled once; what is measured overwrites and reads extents that exist and are initialised, as training does.
+The files are unlinked before their first byte is written, so nothing is left, however the process ends. They are filled
+once; what is measured overwrites and reads extents that exist and are initialised, as training does.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _write_phases(num_drives: int) -> int:
 
 
 def check_folders(folders: Sequence[Path], block_bytes: int = BLOCK_BYTES) -> list[int]:
-    """Bytes that each drive's files may take; UserError for a folder that cannot be used. Writes nothing that stays."""
+    """Bytes that each drive's files may take; UserError for a folder that cannot be used. Leaves nothing behind."""
     rooms = []
     for folder in folders:
         if not folder.is_dir():
@@ -133,7 +133,7 @@ def probe_drives(
     most_written: int = sys.maxsize,
     say: Callable[[str], None] = lambda text: None,
 ) -> DriveRates:
-    """Measure the drives under `folders`, one folder each, in about `seconds`; `say` is told what is going on.
+    """Measure the drives under `folders`, one folder each, in about `seconds`; `say` reports the progress.
 
     Files take at most `most_bytes` of each, and `most_written` bytes, `least_written` at least, are written to each.
     Each alone: writes with the sync that makes them durable, reads, both at once; then all drives at once.

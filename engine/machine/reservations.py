@@ -59,7 +59,7 @@ class Reservation:
     """A process's own reservation: a context manager, which takes it back in the end.
 
     Entered, it holds the lock until `settle`; `others` is what to leave alone. Where there is no folder for it, it
-    tells so, and does nothing.
+    says so, and does nothing.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """What runs a module of ours. -P: what lies where the user works, app/ or torch/, is not taken for a package."""
+    """What runs a module of ours. -P: app/ or torch/ in the user's current folder is not taken for a package."""
     return [sys.executable, "-P", "-m", f"penstock.{module}", *arguments]
 
 
@@ -27,7 +27,7 @@ def end_with_parent() -> None:
 def environment(**more: str) -> dict[str, str]:
     """This process's environment with `more`, in which a child finds the package that runs here.
 
-    What is installed is found as it is; of a checkout that is only on this process's path, the child is told where.
+    An installed package is found as it is; a checkout that is only on this process's path goes into PYTHONPATH.
     """
     folder = Path(penstock.__file__).resolve().parents[1]
     if folder.name not in ("site-packages", "dist-packages"):

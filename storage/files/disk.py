@@ -148,7 +148,7 @@ def temporary_name(path: Path) -> Path:
 def sweep_temporaries(path: Path) -> None:
     """Remove what processes killed inside atomic_write(path) left behind; nobody may be writing `path` now.
 
-    Files only: what is under such a name and no file is none of ours.
+    Only regular files are removed.
     """
     for leftover in path.parent.glob(f".{path.name}.*.tmp"):
         if stat.S_ISREG(os.lstat(leftover).st_mode):

@@ -17,7 +17,7 @@ class UserError(ValueError):
 
 
 class BudgetError(UserError):
-    """A tier's budget cannot hold what was asked of it; the message names both figures in bytes.
+    """A tier's budget cannot hold what is needed; the message names both figures in bytes.
 
     The attributes are set where a plan did not fit: the tier, the bytes needed and the bytes given.
     """

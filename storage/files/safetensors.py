@@ -69,7 +69,7 @@ Tensors = Sequence[tuple[str, str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where one tensor lies: bytes [start, start + nbytes) of a file."""
+    """Where one tensor is: bytes [start, start + nbytes) of a file."""
 
     path: Path
     dtype: torch.dtype
@@ -341,7 +341,7 @@ class _Item(Struct, forbid_unknown_fields=True):
 
 
 def _entry(path: Path, data_start: int, name: str, item: Any) -> _Entry:
-    """Where a tensor of the header lies. ValueError for anything but a known dtype, a shape and offsets that agree."""
+    """Where a tensor of the header is. ValueError for anything but a known dtype, a shape and offsets that agree."""
     try:
         found = typed(item, _Item)
     except ValueError as error:

@@ -178,7 +178,7 @@ def _is_link(name: str, here: int) -> bool:
 
 
 class RefusedFileError(OSError):
-    """A file that is none of ours to open: a link, a pipe, a device, a folder."""
+    """A file that must not be opened: a link, a pipe, a device, a folder."""
 
 
 def refuse(path: Path, why: str) -> NoReturn:

@@ -217,7 +217,7 @@ def link_restored(
 ) -> tuple[dict[ArraySpec, Stored], list[tuple[Drive, Path]]]:
     """Put the files of checkpoint `name`, of manifest `kept`, into the slots that no generation uses; not synced.
 
-    Returns where the arrays then lie, and the files. They stay on the drives that they are on where the store has
+    Returns where the arrays then are, and the files. They stay on the drives that they are on where the store has
     those, so that links do; fixed arrays, which no generation changes, stay as they are. UserError when a file or a
     drive is missing, or the disk fails.
     """
@@ -257,7 +257,7 @@ def delete_checkpoint(root: Path, name: str) -> None:
     """Delete checkpoint `name` of the store in `root`, which nobody or this process has open.
 
     What another run directory owns on drives stays, and so does a checkpoint of this name that was made after `root`
-    was set aside as a backup. UserError when there is no such checkpoint, or another process uses it or the store.
+    was backed up. UserError when there is no such checkpoint, or another process uses it or the store.
     """
     root = Path(root).expanduser().absolute()
     folder = checkpoint_folder(root, name)

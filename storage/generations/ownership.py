@@ -1,4 +1,4 @@
-"""Whose state lies on a drive: the run directory that owns it may change it, and a copy of that directory may not.
+"""Whose state is on a drive: the run directory that owns it may change it, and a copy of that directory may not.
 
 A drive names the folder of the manifest that owns it (drive.json), and that names the drive back. A copied manifest
 names a drive that names another folder: while that folder names the drive back it is the owner. A folder is known by
@@ -192,7 +192,7 @@ def _is_cloned(named: Path, root: Path, identity: Identity) -> bool:
 
 
 def _beside(root: Path) -> Iterator[Path]:
-    """Where the state of a run directory is that lies beside that of `root`, or is it."""
+    """Where the state of a run directory beside that of `root` is, its own included."""
     with contextlib.suppress(OSError):
         for run in sorted(root.parent.parent.iterdir()):
             yield run / root.name
@@ -240,8 +240,8 @@ def _is_drive(folder: Path, identity: Identity) -> bool:
 def require_newest(current: Manifest, root: Path, folders: Iterable[Path]) -> None:
     """UserError when one of the drives `folders` knows a newer generation of the store in `root` than `current`.
 
-    `root` is then an older copy put in the place of the run directory, or lies somewhere else. What is said is the
-    newest that they know, or the drives that it names.
+    `root` is then an older copy put in the place of the run directory, or is somewhere else. The message names
+    the newest that they know, or the drives that it names.
     """
     newest, place = current, root
     left, seen = list(folders), set[Path]()

@@ -156,7 +156,7 @@ class NvmeStore:
     ) -> NvmeStore:
         """Open the last committed generation of `root`; what was written after it is ignored and overwritten.
 
-        `drives`: folders that new state goes to, where they differ from the recorded ones; state that lies elsewhere
+        `drives`: folders that new state goes to, where they differ from the recorded ones; state that is elsewhere
         is read from there until it is written anew. `read_only`: nothing at all is changed, and `drives` are where the
         recorded ones may be now; so it is with a checkpoint's folder as `root`. `readers` and `on_thread_start` as in
         `create`. UserError when there is no generation, its manifest is unreadable, a drive that holds part of it is
@@ -210,7 +210,7 @@ class NvmeStore:
         make_folders([self._add(spec, scratch=True) for spec in arrays], self._drives.active)
 
     def reserve_spill(self, num_bytes: int) -> None:
-        """Set `num_bytes` aside for spilled activations, over all drives. UserError when out of room."""
+        """Reserve `num_bytes` for spilled activations, over all drives. UserError when out of room."""
         if num_bytes:
             self._capacity.reserve_spill(num_bytes, self._arrays.values())
 
@@ -277,7 +277,7 @@ class NvmeStore:
         is missing, truncated, damaged, of another generation or unreadable.
         """
         array = self._arrays[buffer, kind]
-        data = _payload(array, part, out)
+        data = array.payload(part, out)
         reader = self._readers.host if out.device.type == "cpu" else self._readers.device
         assert reader is not None, f"no reader for memory of {out.device}"
         with self._lock:
@@ -310,7 +310,7 @@ class NvmeStore:
         """
         array = self._arrays[buffer, kind]
         ensure(src.device.type == "cpu", array.name)
-        data = _payload(array, part, src).numpy()
+        data = array.payload(part, src).numpy()
         with self._lock:
             self._require_sound()
             ensure(array.scratch or not self._committing, f"{array.name} is written during a commit")
@@ -451,7 +451,7 @@ class NvmeStore:
         self._drives.identify()
 
     def _move_fixed(self) -> None:
-        """Write what is fixed and lies on other drives than new state does; the next commit finds it there."""
+        """Write what is fixed and is on other drives than new state; the next commit finds it there."""
         for array in self._committable():
             for part, (start, stop) in enumerate(array.parts if array.spec.fixed and not array.lasts else ()):
                 values = empty_aligned(stop - start, getattr(torch, array.spec.dtype))
@@ -498,12 +498,3 @@ class NvmeStore:
         successor.back_up({self.root, *(drive.folder for drive in self._drives)})
         if moved:
             tidy(self.root, self._drives, self._arrays.values(), moved)
-
-
-def _payload(array: Array, part: int, tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of `tensor`, uint8, checked to be what the array holds as part number `part`."""
-    start, stop = array.parts[part]
-    ensure(str(tensor.dtype) == f"torch.{array.spec.dtype}", f"{(array.name, tensor.dtype, array.spec.dtype)}")
-    ensure(tensor.shape == (stop - start,), f"{(array.name, part, tuple(tensor.shape), stop - start)}")
-    ensure(tensor.is_contiguous(), array.name)
-    return tensor.detach().view(torch.uint8)

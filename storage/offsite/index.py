@@ -202,7 +202,7 @@ def refuse_other(link: Link, index: Index) -> NoReturn:
 
 
 def require_usable(link: Link, root: Path, store: str | None) -> None:
-    """Prove that a run may write to a location before it begins; nothing stays there.
+    """Prove that a run may write to a location before it begins; nothing is left there.
 
     `store`: id of the run's store, None for a new run. OffsiteError, one line, for what is missing or another run's.
     """
@@ -258,7 +258,7 @@ def new_folder(name: str) -> str:
 
 
 def array_folder(folder: str, buffer: str, kind: str, *, fixed: bool) -> str:
-    """Where an array lies."""
+    """Where an array is."""
     return f"{FIXED if fixed else folder}/{buffer}/{kind}"
 
 

@@ -80,7 +80,7 @@ class HostArena:
         self._ring: tuple[_Ring, _Ring] | None = None
         """To the GPU and from it, where the arena could not be pinned."""
         self.remark: str | None = None
-        """What of pinning is to be told."""
+        """What the user should know about pinning."""
 
     @property
     def used_bytes(self) -> int:
@@ -120,7 +120,7 @@ class HostArena:
     def pin(self, registrar: CudaRegistrar | None = None, on_progress: Progress | None = None) -> None:
         """Page all slots in and register them, once all are carved; or make the ring, where the driver refuses that.
 
-        Pages come in from as many threads as the calling one has cores, and lie on its NUMA node: paging in is what
+        Pages come in from as many threads as the calling one has cores, on its NUMA node: paging in is what
         takes long, and the driver would do it with one thread. `registrar`: CUDA's by default.
         """
         assert self._bytes is not None, "the arena is closed"

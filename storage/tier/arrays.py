@@ -1,4 +1,4 @@
-"""One array of the store: its parts, where they lie on the drives, and the zarr3 metadata that describes them.
+"""One array of the store: its parts, where they are on the drives, and the zarr3 metadata that describes them.
 
 DRIVE/BUFFER/KIND/SLOT/         a zarr3 array [parts, part elements]: zarr.json and the chunk files of this drive
 DRIVE/scratch/BUFFER/KIND/0/    the same for arrays of no generation
@@ -13,7 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from penstock.storage.files.disk import fsync_dir, fsync_file, make_folder, reporting, write_file
+from penstock.storage.files.errors import ensure
 from penstock.storage.tier.chunk import ChunkFormat
 from penstock.storage.tier.drives import CHECKPOINTS, SCRATCH, Drive
 from penstock.storage.tier.layout import stripe
@@ -102,6 +105,14 @@ class Array:
         start, stop = self.parts[part]
         return ChunkFile(drive, path, self.form, (stop - start) * self.spec.item_bytes, crc)
 
+    def payload(self, part: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The bytes of `tensor`, uint8, checked to be what the array holds as part number `part`."""
+        start, stop = self.parts[part]
+        ensure(str(tensor.dtype) == f"torch.{self.spec.dtype}", f"{(self.name, tensor.dtype, self.spec.dtype)}")
+        ensure(tensor.shape == (stop - start,), f"{(self.name, part, tuple(tensor.shape), stop - start)}")
+        ensure(tensor.is_contiguous(), self.name)
+        return tensor.detach().view(torch.uint8)
+
     def stored(self) -> Stored:
         """The manifest's record when all that was written is committed."""
         if self.written:
@@ -171,7 +182,7 @@ def remove_arrays(folder: Path) -> None:
 
 
 def sweep_strays(array: Array, drives: Iterable[Drive]) -> None:
-    """Remove chunk files of `array` that lie where its striping over other drives once put them."""
+    """Remove chunk files of `array` where an earlier striping over other drives put them."""
     numbers = range(len(array.parts))
     kept = {array.next(part)[1] for part in numbers if not array.lasts}
     if array.slot is not None:

@@ -28,7 +28,7 @@ IDENTITY_NAME = "drive.json"
 SCRATCH = "scratch"
 CHECKPOINTS = "checkpoints"
 FREE_MARGIN = 1.05
-"""What is asked of the free disk, times what is needed: file systems have some use for space themselves."""
+"""Free disk that is required, times what is needed: file systems use some space themselves."""
 READ_THREADS = 8
 WRITE_THREADS = 8
 """Chunk files in flight in each direction on each drive. Each call is a blocking read or write of a whole chunk file,
@@ -37,7 +37,7 @@ too few where other work holds the cores (docs/decisions/nvme-io.md)."""
 
 OnThreadStart = Callable[[], None]
 """What a thread that moves chunk files calls before its first one, to bind itself to cores of its own: it would have
-those of whichever thread asked first. It must not raise, as its pool would then do no work at all."""
+those of whichever thread submitted first. It must not raise, as its pool would then do no work at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def require_present(current: Manifest, root: Path, found: Container[str]) -> Non
 
 
 def record(drive_id: str, folder: Path, base: Path, root: Path, *, active: bool) -> DriveRecord:
-    """The manifest's record of a drive: its path relative to `root`, the manifest's folder, where it lies in `base`."""
+    """The manifest's record of a drive: its path relative to `root`, the manifest's folder, where it is in `base`."""
     folder, base = folder.resolve(), base.resolve()
     inside = folder == base or base in folder.parents
     return DriveRecord(drive_id, os.path.relpath(folder, root.resolve()) if inside else str(folder), active)

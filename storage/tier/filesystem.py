@@ -1,4 +1,4 @@
-"""What lies under a folder: its file system, its drives, and what a user should know before storing state there."""
+"""What is under a folder: its file system, its drives, and what a user should know before storing state there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The block device that a folder's file system lies on."""
+    """The block device that a folder's file system is on."""
 
     name: str
     """The kernel's name, for example nvme0n1p2 or dm-0; the mount's source where there is no block device."""
@@ -50,11 +50,11 @@ class Device:
     rotational: bool | None
     """Whether any of the drives is a spinning disk; None where that is not known, as on virtual drives."""
     model: str | None
-    """Model of the first drive; None where it tells none."""
+    """Model of the first drive; None where it has none."""
 
 
 def mount_of(folder: Path) -> Mount:
-    """The mount that `folder` (or its nearest existing parent) lies on."""
+    """The mount that `folder` (or its nearest existing parent) is on."""
     return _find_mount(existing(folder), _MOUNTINFO.read_text(errors="surrogateescape"))
 
 
@@ -65,8 +65,8 @@ def filesystem_id(folder: Path) -> str:
     """
     try:
         with held(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
-            told = ioctl(fd, _GET_UUID, bytes(17))
-        if any(uuid := told[1 : 1 + told[0]]):
+            result = ioctl(fd, _GET_UUID, bytes(17))
+        if any(uuid := result[1 : 1 + result[0]]):
             return uuid.hex()
     except OSError:  # older kernels, file systems that have none, a folder that may not be read
         pass

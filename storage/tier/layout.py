@@ -1,4 +1,4 @@
-"""How the parameters of one block lie in its flat buffer, and how a flat buffer is cut into parts."""
+"""How the parameters of one block are laid out in its flat buffer, and how a flat buffer is cut into parts."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class DriveRecord(Struct, frozen=True, forbid_unknown_fields=True):
     id: _Text
     """As in the folder's own drive.json: the folder is known by it wherever it is mounted."""
     path: _Text
-    """Where it was; relative to the manifest's folder where it lies inside the store's."""
+    """Where it was; relative to the manifest's folder where it is inside the store's."""
     active: bool
     """Whether new state is written to it; the others hold state from before the run changed drives."""
 
@@ -112,7 +112,7 @@ class StoredChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A committed generation: where each array lies, and what the engine keeps beside the arrays."""
+    """A committed generation: where each array is, and what the engine records beside the arrays."""
 
     store: str
     """Id of the store, the same in every drive's drive.json."""

@@ -2,7 +2,7 @@
 
     DRIVE/scratch/spill/KEY
 
-The checksum stays in memory: a file that outlives its process is of no use to anybody and is swept on opening.
+The checksum stays in memory: a file that outlives its process is useless and is removed on opening.
 """
 
 from __future__ import annotations
