@@ -105,9 +105,9 @@ def checkpoint(
     if name is None:
         from penstock.storage.generations.checkpoints import list_checkpoints
 
-        for info in list_checkpoints(path / "state"):
-            step = "unknown" if info.step is None else f"{info.step:,}"
-            typer.echo(printable(f"{info.name}  step {step}, generation {info.generation}"))
+        for found, content in list_checkpoints(path / "state").items():
+            step = "unknown" if content.step is None else f"{content.step:,}"
+            typer.echo(printable(f"{found}  step {step}, generation {content.generation}"))
     elif delete:
         delete_checkpoint_of(path, name)
         typer.echo(f"checkpoint {name} deleted")

@@ -17,7 +17,6 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from penstock.storage.files.disk import disk_error, fsync_dir, link_or_copy, make_folder, publish, reporting, write_file
 from penstock.storage.files.errors import UserError
@@ -36,7 +35,7 @@ from penstock.storage.tier.drives import (
     record,
     write_identity,
 )
-from penstock.storage.tier.manifest import ArraySpec, Manifest, Stored, step_of
+from penstock.storage.tier.manifest import ArraySpec, Manifest, Stored
 
 CONSTANTS_NAME = "constants.safetensors"
 """File of the store's root that a checkpoint takes along, where it is there."""
@@ -70,21 +69,6 @@ GOOD, BEST = Series("good"), Series("best")
 UPLOADED = Series("offsite")
 """What waits for its upload to storage.offsite."""
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{,199}")
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointInfo:
-    """A complete checkpoint."""
-
-    name: str
-    generation: int
-    meta: dict[str, Any]
-    """As in the generation: step, data cursor, versions."""
-
-    @property
-    def step(self) -> int | None:
-        """The run's step, where the record has one."""
-        return step_of(self.meta)
 
 
 def checkpoint_folder(root: Path, name: str) -> Path:
@@ -128,16 +112,13 @@ def checkpoint_names(root: Path) -> list[str]:
     return sorted(path.parent.name for path in (root / CHECKPOINTS).glob(f"*/{manifest.FILE_NAME}"))
 
 
-def list_checkpoints(root: Path) -> list[CheckpointInfo]:
-    """The complete checkpoints of the store in `root`, oldest generation first.
+def list_checkpoints(root: Path) -> dict[str, Manifest]:
+    """The complete checkpoints of the store in `root` by name, oldest generation first.
 
     UserError when one has a damaged manifest.
     """
-    found = []
-    for name in checkpoint_names(root):
-        content = Manifest.read(root / CHECKPOINTS / name)
-        found.append(CheckpointInfo(name, content.generation, content.meta))
-    return sorted(found, key=lambda info: info.generation)
+    found = {name: Manifest.read(root / CHECKPOINTS / name) for name in checkpoint_names(root)}
+    return dict(sorted(found.items(), key=lambda item: item[1].generation))
 
 
 def read_checkpoint(root: Path, name: str) -> Manifest:

@@ -154,10 +154,10 @@ def test_kill_9_at_random_moments_resumes_bit_for_bit(
             continue
         assert committed_step(folder) == STEPS
         assert tiny.digest_of(folder) == expected
-        for info in list_checkpoints(folder / "state"):  # every one that survived the kills is whole
-            with closing(NvmeStore.open(folder / "state" / "checkpoints" / info.name)) as store:
+        for name in list_checkpoints(folder / "state"):  # every one that survived the kills is whole
+            with closing(NvmeStore.open(folder / "state" / "checkpoints" / name)) as store:
                 assert store.verify() > 0
-                assert info.name in (AUTOMATIC.name(step := store.meta["step"]), GOOD.name(step))
+                assert name in (AUTOMATIC.name(step := store.meta["step"]), GOOD.name(step))
         finished += 1
     print(f"killed in {dict(died)}; {finished} runs finished")
     assert len(died) >= samples(2, 4), died

@@ -171,7 +171,7 @@ def test_a_full_disk_meanwhile_keeps_the_older_one(tmp_path: Path, monkeypatch: 
     real = Retention.checkpoint
 
     def checkpoint(self: Retention, name: str) -> str | None:
-        there = [info.name for info in list_checkpoints(self._store.root)]
+        there = list(list_checkpoints(self._store.root))
         made.append((name, there))
         return "no room" if there else real(self, name)
 

@@ -116,7 +116,7 @@ def test_a_pause_changes_no_bit_and_is_no_step_time(
     assert tiny.digest_of(tmp_path) == expected
     assert not result.stopped
     assert pausing.checkpoints == [(f"looked-{step}", step, None) for step in (1, 2, 5)]
-    made = {info.name: info.meta["step"] for info in list_checkpoints(tmp_path / "state")}
+    made = {name: content.meta["step"] for name, content in list_checkpoints(tmp_path / "state").items()}
     assert made == {"looked-1": 1, "looked-2": 2, "looked-5": 5, "good-000005": 5}
 
 

@@ -352,7 +352,7 @@ def digest(store: NvmeStore) -> str:
 
 def kept(run_dir: Path) -> list[str]:
     """Names of a run's checkpoints."""
-    return [info.name for info in list_checkpoints(run_dir / "state")]
+    return list(list_checkpoints(run_dir / "state"))
 
 
 def digest_of(run_dir: Path) -> str:

@@ -196,18 +196,19 @@ def test_checkpoints_of_a_stopped_run(stopped: Path, capsys: Captured) -> None:
     assert main(["checkpoint", str(run), f"at-{last_step(run)}", "--delete"]) == 0
     assert main(["checkpoint", str(run), "late"]) == 0
     assert "checkpoint late: step" in capsys.readouterr().out
-    live, late = list_checkpoints(run / "state")
-    assert (live.name, late.name) == ("live", "late")
+    found = list_checkpoints(run / "state")
+    assert list(found) == ["live", "late"]
+    live, late = found.values()
     assert 0 < live.meta["step"] < late.meta["step"] == last_step(run)
     assert main(["checkpoint", str(run)]) == 0
     assert f"live  step {live.meta['step']:,}, generation {live.generation}" in capsys.readouterr().out
     assert main(["checkpoint", str(run), "late", "--delete"]) == 0
-    assert [info.name for info in list_checkpoints(run / "state")] == ["live"]
+    assert list(list_checkpoints(run / "state")) == ["live"]
     assert checkpoint_steps(run) == [("live", live.meta["step"])]
     assert committed_step(run) == last_step(run)
     for name in ("step-000010", "step-{step}", "at-{number}", "a/b", "..", ".hidden", "", "nul\0"):
         refusal(capsys, "checkpoint", str(run), name)
-    assert [info.name for info in list_checkpoints(run / "state")] == ["live"]
+    assert list(list_checkpoints(run / "state")) == ["live"]
 
 
 def test_a_checkpoint_is_exported_and_scrub_finds_its_flipped_bit(stopped: Path, capsys: Captured) -> None:
@@ -230,7 +231,7 @@ def test_a_checkpoint_is_exported_and_scrub_finds_its_flipped_bit(stopped: Path,
 
 
 def test_a_resume_goes_back_and_changes_budgets_and_drives(stopped: Path, capsys: Captured, monkeypatch: Patch) -> None:
-    run, at = stopped / "run", list_checkpoints(stopped / "run" / "state")[0].meta["step"]
+    run, at = stopped / "run", next(iter(list_checkpoints(stopped / "run" / "state").values())).meta["step"]
     monkeypatch.chdir(stopped)
     assert "model: cannot be changed in an existing" in refusal(capsys, "resume", "run", "--set", "model.num_layers=4")
     refusal(capsys, "resume", "run", "--set", f"train.steps={at + 3}", "--set", "storage.nvme=/proc/none")

@@ -96,7 +96,7 @@ def test_at_any_call(
             assert step in OPERATIONS[operation]
             assert_holds(store, step)
             store.verify()
-            kept = {info.name: info.meta["step"] for info in list_checkpoints(root)}
+            kept = {name: content.meta["step"] for name, content in list_checkpoints(root).items()}
             for name, kept_step in kept.items():
                 assert_whole(root / "checkpoints" / name, kept_step)
             assert {path.name for drive in store.drives for path in drive.glob("checkpoints/*")} == set(kept)

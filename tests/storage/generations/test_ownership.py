@@ -194,7 +194,7 @@ def test_an_older_run_directory_put_back(tmp_path: Path, name: str) -> None:
     assert len(said) == len(drives)
     mend(r"To list it: (mkdir .*); to drop", said[0])
     with closing(NvmeStore.open(run)) as store:
-        assert [info.name for info in list_checkpoints(run)] == ["four"]
+        assert list(list_checkpoints(run)) == ["four"]
         assert not [text for text in store.warnings if "a checkpoint that" in text]
         store.restore("four")
         assert_holds(store, 4)

@@ -62,7 +62,7 @@ class Run:
             assert self.promised <= store.generation <= max(self.states), (store.generation, self.promised)
             self.seen.add(store.generation)
             assert_state(store, self.states[store.generation])
-            names = {info.name for info in list_checkpoints(image)}
+            names = set(list_checkpoints(image))
             assert self.checkpoints.keys() <= names <= self.checkpoints.keys() | self.possible.keys()
             for name in names:
                 with closing(NvmeStore.open(image / "checkpoints" / name)) as kept:
@@ -174,7 +174,7 @@ def _train(root: Path, committed: "Synchronized[int]") -> None:
         if step % 5 == 0:
             store.checkpoint(f"step-{step}")
         old = f"step-{step - 3}"  # missing where the process before was killed between commit and checkpoint
-        if step % 5 == 3 and old in [info.name for info in list_checkpoints(root)]:
+        if step % 5 == 3 and old in list_checkpoints(root):
             delete_checkpoint(root, old)
 
 
@@ -226,8 +226,8 @@ def test_power_cut_of_an_ext4_image(tmp_path: Path, processes: ForkServerContext
             assert promised <= step <= promised + 1
             assert_whole(other / "state", step)
             steps.append(step)
-            for info in list_checkpoints(other / "state"):
-                assert_whole(other / "state/checkpoints" / info.name, info.meta["step"])
+            for name, content in list_checkpoints(other / "state").items():
+                assert_whole(other / "state/checkpoints" / name, content.meta["step"])
         finally:
             subprocess.run(["umount", str(other)], check=True)
 

@@ -16,7 +16,7 @@ from reader_checks import DAMAGE
 from system_calls import failing
 
 from penstock.storage.files.errors import BudgetError, UserError
-from penstock.storage.generations.checkpoints import CheckpointInfo, delete_checkpoint, list_checkpoints
+from penstock.storage.generations.checkpoints import delete_checkpoint, list_checkpoints
 from penstock.storage.generations.copying import copy_state
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.manifest import ArraySpec, Manifest
@@ -50,8 +50,9 @@ def test_links_are_shared_and_survive_later_generations(store: NvmeStore) -> Non
     assert_holds(store, 5)
     for name, step in (("first", 1), ("second", 2), ("second-again", 2)):
         assert_checkpoint(store, name, step)
-    assert [info.name for info in list_checkpoints(store.root)] == ["first", "second", "second-again"]
-    assert list_checkpoints(store.root)[0] == CheckpointInfo("first", 1, {"step": 1})
+    assert list(list_checkpoints(store.root)) == ["first", "second", "second-again"]
+    first = list_checkpoints(store.root)["first"]
+    assert (first.generation, first.meta) == (1, {"step": 1})
     assert (store.root / "checkpoints/first/constants.safetensors").read_bytes() == b"constants"
     store.verify()
 
@@ -126,7 +127,7 @@ def test_delete(store: NvmeStore) -> None:
     assert_checkpoint(store, "two", 1)
     store.close()
     delete_checkpoint(store.root, "two")  # and while nobody has
-    assert list_checkpoints(store.root) == []
+    assert list_checkpoints(store.root) == {}
     for name in ("two", "never"):
         with pytest.raises(UserError, match=f"has no checkpoint '{name}'; it has none"):
             delete_checkpoint(store.root, name)
