@@ -88,45 +88,39 @@ def aws_credentials(env: Mapping[str, str]) -> dict[str, Any]:
 
 def is_location(text: object) -> bool:
     """Whether `text` names a location by a scheme; a folder's name may be anything else's too."""
-    return isinstance(text, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None and not _is_hub(text)
-
-
-def _is_hub(text: str) -> bool:
-    return text.startswith("hf://")
+    return isinstance(text, str) and re.match(r"(?!hf://)[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
 
 
 def parse_location(text: str, field: str) -> Location:
     """The location that `text` names, a relative folder taken from the current one. UserError naming `field`."""
     said = one_line(text, 100)
+
+    def wrong(why: str) -> UserError:
+        return UserError(f"{field}: {why}")
+
     if printable(text) != text or "\n" in text or "\0" in text:
-        raise UserError(
-            f"{field}: '{said}' contains control characters; write s3://bucket/prefix, gs://... or a folder"
-        )
+        raise wrong(f"'{said}' contains control characters; write s3://bucket/prefix, gs://... or a folder")
     scheme, separator, rest = text.partition("://")
-    if not separator:
-        if not text.strip():
-            raise UserError(f"{field}: the name is empty; write s3://bucket/prefix, gs://bucket/prefix or a folder")
-        return _folder(text, field)
-    driver = _SCHEMES.get(scheme.lower())
-    if driver is None:
-        raise UserError(f"{field}: '{said}' is not a supported location; write s3://, gs:// or a folder")
-    if driver == "file":
-        if not rest.startswith("/"):
-            raise UserError(f"{field}: '{said}' names another machine; write file:///folder, or the folder itself")
-        return _folder(rest, field)
+    if not separator and not text.strip():
+        raise wrong("the name is empty; write s3://bucket/prefix, gs://bucket/prefix or a folder")
+    driver = _SCHEMES.get(scheme.lower()) if separator else None
+    if separator and driver is None:
+        raise wrong(f"'{said}' is not a supported location; write s3://, gs:// or a folder")
+    if driver == "file" and not rest.startswith("/"):
+        raise wrong(f"'{said}' names another machine; write file:///folder, or the folder itself")
+    if driver is None or driver == "file":
+        return _folder(rest if separator else text, field)
     bucket, _, prefix = rest.partition("/")
     if "@" in bucket or "?" in rest:
-        raise UserError(
-            f"{field}: {scheme}://... has more than a bucket and a prefix; put credentials and endpoints in the "
-            "environment (docs/offsite.md)"
-        )
+        what = f"{scheme}://... has more than a bucket and a prefix"
+        raise wrong(f"{what}; put credentials and endpoints in the environment (docs/offsite.md)")
     if not _BUCKET.fullmatch(bucket):
-        raise UserError(f"{field}: '{one_line(bucket, 60)}' in '{said}' is not a valid bucket name; correct it")
+        raise wrong(f"'{one_line(bucket, 60)}' in '{said}' is not a valid bucket name; correct it")
     prefix = prefix.strip("/")
     if not prefix:
-        raise UserError(f"{field}: '{said}' has a bucket but no prefix; write {scheme}://{bucket}/a-name-for-this-run")
+        raise wrong(f"'{said}' has a bucket but no prefix; write {scheme}://{bucket}/a-name-for-this-run")
     if any(part in ("", ".", "..") for part in prefix.split("/")) or len(prefix) > _MOST_CHARS:
-        raise UserError(f"{field}: the prefix of '{said}' has an empty part, '.' or '..', or is too long; correct it")
+        raise wrong(f"the prefix of '{said}' has an empty part, '.' or '..', or is too long; correct it")
     return Location("s3" if driver == "s3" else "gcs", bucket, prefix)
 
 

@@ -4,7 +4,6 @@ then the index; and what may go afterwards."""
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from msgspec import structs
 
+from penstock.storage.files.disk import require_free
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.sealed import hex_crc
 from penstock.storage.generations.checkpoints import checkpoint_folder, read_checkpoint
@@ -32,6 +32,7 @@ from penstock.storage.offsite.index import (
 from penstock.storage.offsite.link import Job, LocationChangedError, OffsiteError, Report
 from penstock.storage.tier.arrays import zarr_json
 from penstock.storage.tier.drives import locate
+from penstock.storage.tier.filesystem import existing as existing_folder
 from penstock.storage.tier.manifest import ArraySpec, DriveRecord, Manifest, Stored
 
 _DRIVE = "offsite"
@@ -179,20 +180,13 @@ def _write(
     small = existing(files)
     begins(load.num_bytes + sum(path.stat().st_size for path in small.values()))
     if link.location.driver == "file":
-        _require_capacity(Path(link.location.path), load.num_bytes)
+        require_free(existing_folder(Path(link.location.path)), load.num_bytes, "the upload")
     found = link.put_files(small, have, FILES, bytes_per_s, report)
     link.write(f"{folder}/{RUN_FILES}", encode_files(found))
     for key, content in load.small:
         link.write(key, content)
     new = {digest: size for pieces in found.values() for digest, size in pieces if digest not in have}
     return link.put(load.chunks, bytes_per_s, report) + sum(new.values())
-
-
-def _require_capacity(folder: Path, num_bytes: int) -> None:
-    there = next(path for path in (folder, *folder.parents) if path.is_dir())
-    free = shutil.disk_usage(there).free
-    if free < num_bytes:
-        raise UserError(f"storage.offsite: {folder}: the upload needs {num_bytes:,} bytes and {free:,} are free there")
 
 
 def _with_entry(index: Index, entry: Entry, fixed: Mapping[str, str], keep: int | None) -> Index:
