@@ -1,4 +1,4 @@
-"""Small JSON files kept for this user between commands, a folder a kind, below XDG_CACHE_HOME.
+"""Small JSON files cached for this user between commands, a folder a kind, below XDG_CACHE_HOME.
 
 A file is named by a digest of all that decides its content. One that is damaged, or that somebody else could have
 written, counts as none, and so does a folder that cannot be used.
@@ -39,7 +39,7 @@ def code_digest(folders: Iterable[Path]) -> str:
 
 
 def read_cached(folder: Path, digest: str) -> dict[str, Any] | None:
-    """What was kept under a digest; None where there is nothing that can be believed."""
+    """What was cached under a digest; None where there is nothing that can be trusted."""
     try:
         with open(open_regular(folder / f"{digest}.json"), "rb") as file:
             found = os.fstat(file.fileno())

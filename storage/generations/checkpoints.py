@@ -1,4 +1,4 @@
-"""Checkpoints: generations kept under a name, beside the two that the store moves between.
+"""Checkpoints: generations saved under a name, beside the two that the store moves between.
 
     root/checkpoints/NAME/manifest.json             what the checkpoint holds; written last, so that it is whole
     DRIVE/checkpoints/NAME/drive.json, BUFFER/...   the chunk files: hard links where the file system has them
@@ -194,24 +194,24 @@ def link_files(drives: DriveSet, jobs: Iterable[tuple[Drive, Path, Path]]) -> No
 
 
 def link_restored(
-    name: str, kept: Manifest, drives: DriveSet, arrays: Mapping[ArraySpec, Array]
+    name: str, saved: Manifest, drives: DriveSet, arrays: Mapping[ArraySpec, Array]
 ) -> tuple[dict[ArraySpec, Stored], list[tuple[Drive, Path]]]:
-    """Put the files of checkpoint `name`, of manifest `kept`, into the slots that no generation uses; not synced.
+    """Put the files of checkpoint `name`, of manifest `saved`, into the slots that no generation uses; not synced.
 
     Returns where the arrays then are, and the files. They stay on the drives that they are on where the store has
     those, so that links do; fixed arrays, which no generation changes, stay as they are. UserError when a file or a
     drive is missing, or the disk fails.
     """
     folder = drives.root / CHECKPOINTS / name
-    found = locate(kept, folder, [drive.folder for drive in drives])
-    stay = all(id in drives.by_id for stored in kept.arrays.values() for id in stored.drives)
+    found = locate(saved, folder, [drive.folder for drive in drives])
+    stay = all(id in drives.by_id for stored in saved.arrays.values() for id in stored.drives)
     result: dict[ArraySpec, Stored] = {}
     jobs: list[tuple[Drive, Path, Path]] = []
-    for spec, group in itertools.groupby(kept.chunks(found), key=lambda chunk: chunk.spec):
-        array, stored = arrays[spec], kept.arrays[spec]
+    for spec, group in itertools.groupby(saved.chunks(found), key=lambda chunk: chunk.spec):
+        array, stored = arrays[spec], saved.arrays[spec]
         if spec.fixed and stored.crcs != array.crcs:
             raise UserError(
-                f"checkpoint '{name}' (generation {kept.generation}): array {array.name}, which is written only once, "
+                f"checkpoint '{name}' (generation {saved.generation}): array {array.name}, which is written only once, "
                 "belongs to another run; restore the checkpoint into the run that made it"
             )
         if spec.fixed:
@@ -224,7 +224,7 @@ def link_restored(
             if size != chunk.file_bytes:
                 what = "the file is missing" if size is None else f"the file has {size:,} bytes"
                 raise UserError(
-                    f"{chunk.path} (checkpoint '{name}', generation {kept.generation}): {what}; the checkpoint is "
+                    f"{chunk.path} (checkpoint '{name}', generation {saved.generation}): {what}; the checkpoint is "
                     "damaged: restore another one"
                 )
             drive, target = array.chunk(layout, array.next_slot(), part)
@@ -316,9 +316,9 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def require_same_arrays(name: str, kept: Manifest, arrays: Mapping[ArraySpec, Array]) -> None:
+def require_same_arrays(name: str, saved: Manifest, arrays: Mapping[ArraySpec, Array]) -> None:
     """UserError unless the checkpoint holds exactly the arrays of the store."""
-    differing = kept.arrays.keys() ^ arrays.keys()
+    differing = saved.arrays.keys() ^ arrays.keys()
     if differing:
         one = next(iter(differing))
         raise UserError(

@@ -53,7 +53,7 @@ class Retention:
             self._give_up_good(error)
 
     def keep_best(self) -> None:
-        """Keep the committed generation as the best one, in the place of those kept so before."""
+        """Keep the committed generation as the best one, in the place of earlier ones."""
         error = self._replace(BEST)
         if error is not None:
             self._report("best", self._step, error)

@@ -400,15 +400,15 @@ class NvmeStore:
         with self._exclusive:
             self._require_sound()
             ensure(not self._writing, "restore while something is written")
-            kept = checkpoints.read_checkpoint(self.root, name)
+            saved = checkpoints.read_checkpoint(self.root, name)
             arrays = {array.spec: array for array in self._committable()}
-            checkpoints.require_same_arrays(name, kept, arrays)
+            checkpoints.require_same_arrays(name, saved, arrays)
             with self._lock:
                 for array in arrays.values():
                     array.written.clear()
-            stored, chunks = checkpoints.link_restored(name, kept, self._drives, arrays)
+            stored, chunks = checkpoints.link_restored(name, saved, self._drives, arrays)
             self._sync(chunks)
-            self._publish(stored, kept.meta)
+            self._publish(stored, saved.meta)
         return self.generation
 
     def disk_bytes(self) -> int:

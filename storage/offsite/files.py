@@ -54,5 +54,5 @@ def file_bytes(pieces: Pieces) -> int:
 
 
 def existing(files: Mapping[str, Path]) -> dict[str, Path]:
-    """Those of `files` that are there and can be kept."""
+    """Those of `files` that are there and can be uploaded."""
     return {name: path for name, path in files.items() if may_be_named(name) and path.is_file()}

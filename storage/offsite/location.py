@@ -29,7 +29,7 @@ _PARTS_IN_FLIGHT, _LARGE_BYTES = 2, 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where state is kept off the machine."""
+    """Where state is stored off the machine."""
 
     driver: Literal["s3", "gcs", "file"]
     """tensorstore's kvstore driver."""
@@ -158,5 +158,5 @@ def parts_in_flight(largest_file_bytes: int) -> int:
 
 
 def may_be_named(name: str) -> bool:
-    """Whether a file of a run directory, by its path within it, can be kept at a location."""
+    """Whether a file of a run directory, by its path within it, can be stored at a location."""
     return _PATH.fullmatch(name) is not None

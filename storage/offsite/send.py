@@ -87,14 +87,14 @@ def send_checkpoint(
     was seen to be there. OffsiteError where the location refuses, UserError where the checkpoint is not whole; what was
     the newest generation at the location is so still.
     """
-    kept = read_checkpoint(root, checkpoint)
+    saved = read_checkpoint(root, checkpoint)
     with one_at_a_time(root, waits):
         index = claim.look()
         if index is None:
             claim.take()
             index = claim.index
         there = next((entry for entry in index.entries if entry.name == name), None)
-        if there is not None and _is_same(claim, there, kept):
+        if there is not None and _is_same(claim, there, saved):
             return Sent(there, 0)
         if there is not None and not automatic:
             raise UserError(
@@ -103,15 +103,15 @@ def send_checkpoint(
         _sweep(claim)
         folder = new_folder(name)
         claim.change(lambda now: structs.replace(now, going=(*now.going, folder)))
-        load = load_of(kept, checkpoint_folder(root, checkpoint), drives, folder, name, claim.index.fixed)
+        load = load_of(saved, checkpoint_folder(root, checkpoint), drives, folder, name, claim.index.fixed)
         moved = _write(claim, load, folder, files, bytes_per_s, begins, report)
         manifest = load.manifest.encode()
         claim.link.write(f"{folder}/{MANIFEST}", manifest)
         entry = Entry(
             name=name,
             folder=folder,
-            generation=kept.generation,
-            step=kept.step,
+            generation=saved.generation,
+            step=saved.step,
             bytes=moved,
             time=time.time(),
             crc32c=hex_crc(manifest),
@@ -128,15 +128,15 @@ def send_checkpoint(
 
 
 def load_of(
-    kept: Manifest, base: Path, drives: Sequence[Path], folder: str, name: str, there: Mapping[str, str]
+    saved: Manifest, base: Path, drives: Sequence[Path], folder: str, name: str, there: Mapping[str, str]
 ) -> Load:
-    """What is written to `folder` for manifest `kept` of the checkpoint in `base`; `there`: fixed arrays that are
+    """What is written to `folder` for manifest `saved` of the checkpoint in `base`; `there`: fixed arrays that are
     whole at the location. UserError where a drive is missing, or a fixed array there is another one."""
-    found = locate(kept, base, drives)
+    found = locate(saved, base, drives)
     arrays: dict[ArraySpec, Stored] = {}
     fixed: dict[str, str] = {}
     to: dict[ArraySpec, str] = {}
-    for spec, stored in kept.arrays.items():
+    for spec, stored in saved.arrays.items():
         arrays[spec] = Stored(0, (_DRIVE,), stored.crcs)
         label, digest = f"{spec.buffer}/{spec.kind}", crcs_digest(stored.crcs)
         if spec.fixed and there.get(label) == digest:
@@ -147,8 +147,8 @@ def load_of(
             fixed[label] = digest
         to[spec] = array_folder(folder, spec.buffer, spec.kind, fixed=spec.fixed)
     small = [(f"{below}/zarr.json", zarr_json(spec)) for spec, below in to.items()]
-    chunks = [(f"{to[c.spec]}/{c.path.name}", c.path, c.file_bytes, c.crc) for c in kept.chunks(found) if c.spec in to]
-    manifest = replace(kept, arrays=arrays, drives=(DriveRecord(_DRIVE, ".", True),), checkpoint=name)
+    chunks = [(f"{to[c.spec]}/{c.path.name}", c.path, c.file_bytes, c.crc) for c in saved.chunks(found) if c.spec in to]
+    manifest = replace(saved, arrays=arrays, drives=(DriveRecord(_DRIVE, ".", True),), checkpoint=name)
     return Load(manifest, small, chunks, fixed)
 
 
@@ -156,12 +156,12 @@ def crcs_digest(crcs: Iterable[int]) -> str:
     return hex_crc(b"".join(crc.to_bytes(4, "little") for crc in crcs))
 
 
-def _is_same(claim: Claim, entry: Entry, kept: Manifest) -> bool:
+def _is_same(claim: Claim, entry: Entry, saved: Manifest) -> bool:
     there = read_manifest(claim.link, entry.folder)
     return there is not None and (there.store, there.generation, there.meta) == (
-        kept.store,
-        kept.generation,
-        kept.meta,
+        saved.store,
+        saved.generation,
+        saved.meta,
     )
 
 

@@ -184,14 +184,14 @@ def remove_arrays(folder: Path) -> None:
 def sweep_strays(array: Array, drives: Iterable[Drive]) -> None:
     """Remove chunk files of `array` where an earlier striping over other drives put them."""
     numbers = range(len(array.parts))
-    kept = {array.next(part)[1] for part in numbers if not array.lasts}
+    saved = {array.next(part)[1] for part in numbers if not array.lasts}
     if array.slot is not None:
-        kept |= {array.committed(part)[1] for part in numbers}
+        saved |= {array.committed(part)[1] for part in numbers}
     for drive in drives:
         for slot in (0, 1):
             with contextlib.suppress(OSError):
                 for path in array.folder(drive, slot).glob("c.*.0"):
-                    if path not in kept:
+                    if path not in saved:
                         path.unlink(missing_ok=True)
 
 
