@@ -59,29 +59,12 @@ class NvmeStore:
     while it is written, or the other way round, is an assertion error.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        locks: Locks,
-        current: Manifest,
-        folders: Mapping[str, Path],
-        active: Sequence[str],
-        budget_bytes: int | None,
-        readers: Readers | None,
-        on_thread_start: OnThreadStart | None,
-        *,
-        read_only: bool = False,
-    ):
-        """Use `create` or `open`. `folders`: drive id -> folder, of which `active` are written to, in this order."""
-        self.root = root
-        self._read_only = read_only
-        self._drives = DriveSet(
-            root, current.store, locks, folders, active, writable=not read_only, on_thread_start=on_thread_start
-        )
-        self.warnings = [] if read_only else self._drives.warnings()
+    def __init__(self, drives: DriveSet, current: Manifest, budget_bytes: int | None, readers: Readers | None):
+        """Use `create` or `open`."""
+        self.root, self._drives, self._manifest = drives.root, drives, current
+        self.warnings = drives.warnings() if drives.writable else []
         """What is doubtful about the drives, one sentence each."""
-        self._manifest = current
-        self._capacity = Capacity(self._drives, budget_bytes)
+        self._capacity = Capacity(drives, budget_bytes)
         self._readers = readers or Readers(DirectReader(), None)
         self._spill = Spill(self._drives)
         self._arrays: dict[tuple[str, str], Array] = {}
@@ -131,7 +114,8 @@ class NvmeStore:
             store_id = uuid.uuid4().hex
             ids = {uuid.uuid4().hex: folder for folder in folders}
             empty = Manifest(store_id, 0, {}, (), {})
-            store = NvmeStore(root, locks, empty, ids, list(ids), budget_bytes, readers, on_thread_start)
+            chosen = DriveSet(root, store_id, locks, ids, list(ids), writable=True, on_thread_start=on_thread_start)
+            store = NvmeStore(chosen, empty, budget_bytes, readers)
             added = [store._add(spec) for spec in arrays]
             store._capacity.require_new(added, [], "two generations of the state")
             for folder in folders:
@@ -185,9 +169,10 @@ class NvmeStore:
             if not read_only:
                 ownership.take_over(found.values(), root)  # again: another run directory may have had them meanwhile
                 ownership.require_newest(current, root, found.values())
-            store = NvmeStore(
-                root, locks, current, found, active, budget_bytes, readers, on_thread_start, read_only=read_only
+            chosen = DriveSet(
+                root, current.store, locks, found, active, writable=not read_only, on_thread_start=on_thread_start
             )
+            store = NvmeStore(chosen, current, budget_bytes, readers)
             if not read_only:
                 sweep(root, store._drives, store._arrays.values())
                 if any(array.layout != array.target for array in store._arrays.values()):
@@ -423,7 +408,7 @@ class NvmeStore:
         """Wait for operations in flight and let the folders go. What was not committed is lost, as after a crash."""
         for drive in self._drives:
             drive.close()
-        if not self._closed and not self._read_only:
+        if not self._closed and self._drives.writable:
             for drive in self._drives:
                 shutil.rmtree(drive.folder / SCRATCH, ignore_errors=True)
         self._closed = True
@@ -441,7 +426,7 @@ class NvmeStore:
         return [array for array in self._arrays.values() if not array.scratch]
 
     def _require_sound(self) -> None:
-        ensure(not self._read_only, "opened for reading")
+        ensure(self._drives.writable, "opened for reading")
         if self._broken:
             raise UserError(f"{self.root}: {self._broken}, so the state in memory cannot be trusted; resume the run")
 

@@ -248,9 +248,7 @@ class DriveSet:
         on_thread_start: OnThreadStart | None = None,
     ):
         """`folders`: drive id -> existing folder; `active`: ids in striping order. `root`: folder of the manifest."""
-        self.root = root
-        self.store = store
-        self.locks = locks
+        self.root, self.store, self.locks, self.writable = root, store, locks, writable
         self.by_id = {
             id: Drive(id, folder, writable=writable, on_thread_start=on_thread_start) for id, folder in folders.items()
         }

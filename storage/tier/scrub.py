@@ -94,10 +94,9 @@ def scrub(files: Iterable[ChunkFile], origin: str, threads: int, report: Report 
     futures = [drive.readers.submit(run, queue) for drive, queue in work.items() for _ in range(threads)]
     for future in futures:
         future.result()
-    if len(damaged) > 1:
-        more = f"\n... and {len(damaged) - _MOST_LISTED:,} more" if len(damaged) > _MOST_LISTED else ""
-        listed = "\n".join(sorted(damaged)[:_MOST_LISTED])
-        raise UserError(f"{len(damaged):,} chunk files of {origin} are damaged:\n{listed}{more}")
     if damaged:
-        raise UserError(damaged[0])
+        lines = [f"{len(damaged):,} chunk files of {origin} are damaged:"] if len(damaged) > 1 else []
+        lines += sorted(damaged)[:_MOST_LISTED]
+        lines += [f"... and {len(damaged) - _MOST_LISTED:,} more"] if len(damaged) > _MOST_LISTED else []
+        raise UserError("\n".join(lines))
     return total
