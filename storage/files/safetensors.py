@@ -11,7 +11,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any
 
 import torch
@@ -230,9 +229,7 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         else:

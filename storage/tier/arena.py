@@ -9,7 +9,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -128,12 +128,12 @@ class HostArena:
         self._registrar = registrar or CudaRegistrar()
         base, total = self._bytes.data_ptr(), self._offset
         try:
-            with _Pager(base, total, on_progress) as pager:
+            with _paging(base, total, on_progress) as wait:
                 for offset, nbytes in self.pieces:
-                    pager.wait(offset + nbytes)
+                    wait(offset + nbytes)
                     code = self._registrar.register(base + offset, nbytes)
                     if code != 0:
-                        pager.wait(total)
+                        wait(total)
                         self._make_ring(code, offset)
                         break
                     self._registered.append(base + offset)
@@ -266,31 +266,28 @@ class _Ring:
         over.record()
 
 
-class _Pager:
-    """Makes a fresh mapping resident from several threads, in ascending order."""
+@contextlib.contextmanager
+def _paging(address: int, nbytes: int, on_progress: Progress | None) -> Iterator[Callable[[int], None]]:
+    """Makes a fresh mapping resident from several threads, in ascending order; gives a function that waits until so
+    many bytes are."""
+    reached = 0
 
-    def __init__(self, address: int, nbytes: int, on_progress: Progress | None) -> None:
-        self._nbytes, self._on_progress, self._reached = nbytes, on_progress, 0
-        threads = min(_PAGE_IN_THREADS, len(os.sched_getaffinity(0)))
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="page-in")
-        steps = range(0, nbytes, _STEP_BYTES)
-        self._left = deque(
-            self._pool.submit(_page_in, address + start, min(_STEP_BYTES, nbytes - start)) for start in steps
-        )
+    def wait(end: int) -> None:
+        nonlocal reached
+        while reached < end:
+            left.popleft().result()
+            reached = min(reached + _STEP_BYTES, nbytes)
+            if on_progress is not None:
+                on_progress(reached, nbytes)
 
-    def __enter__(self) -> _Pager:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def wait(self, end: int) -> None:
-        """Return once the first `end` bytes are resident."""
-        while self._reached < end:
-            self._left.popleft().result()
-            self._reached = min(self._reached + _STEP_BYTES, self._nbytes)
-            if self._on_progress is not None:
-                self._on_progress(self._reached, self._nbytes)
+    threads = min(_PAGE_IN_THREADS, len(os.sched_getaffinity(0)))
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="page-in")
+    steps = range(0, nbytes, _STEP_BYTES)
+    left = deque(pool.submit(_page_in, address + start, min(_STEP_BYTES, nbytes - start)) for start in steps)
+    try:
+        yield wait
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _page_in(address: int, nbytes: int) -> None:
