@@ -107,7 +107,11 @@ def run_budgets(
     _require("ram", ram, total, "this machine")
     if _is_shared(device):
         _require("gpu", gpu, total, "this machine, whose memory is also the gpu tier,")
-        _require_together(gpu, ram, total)
+        if isinstance(gpu, int) and isinstance(ram, int) and gpu + ram > total:
+            raise UserError(
+                f"budgets.gpu and budgets.ram: {gpu:,} and {ram:,} bytes, but here both tiers share the {total:,} of "
+                "this machine's memory; lower them, or leave one out to give it the rest"
+            )
     room = None
     if nvme is not None:
         why = "the recipe's"
@@ -147,11 +151,8 @@ def machine_budgets(config: BudgetConfig, machine: Machine) -> Budgets:
 
 def _apart(gpu_bytes: int, ram_bytes: int, gpu: Budget, ram: Budget, why: dict[str, str]) -> Budgets:
     """The budgets where each tier has memory of its own, of which so much is there; `why`: tier -> why so much."""
-    found, reasons = [], dict(why)
-    for tier, there, given in (("gpu", gpu_bytes, gpu), ("ram", ram_bytes, ram)):
-        found.append(_size(given, there))
-        reasons[tier] = _reason(given, why[tier])
-    return Budgets(found[0], found[1], None, reasons, least=_least(gpu, ram))
+    reasons = why | {"gpu": _reason(gpu, why["gpu"]), "ram": _reason(ram, why["ram"])}
+    return Budgets(_size(gpu, gpu_bytes), _size(ram, ram_bytes), None, reasons, least=_least(gpu, ram))
 
 
 def _together(total_bytes: int, gpu: Budget, ram: Budget, why: dict[str, str]) -> Budgets:
@@ -194,15 +195,6 @@ def _require(tier: str, given: Budget, size: int, where: str) -> None:
         raise UserError(
             f"budgets.{tier}: {given:,} bytes, but {where} has {size:,}; lower it, or leave budgets.{tier} out to take "
             "what is free"
-        )
-
-
-def _require_together(gpu: Budget, ram: Budget, size: int) -> None:
-    """One memory holds both tiers."""
-    if isinstance(gpu, int) and isinstance(ram, int) and gpu + ram > size:
-        raise UserError(
-            f"budgets.gpu and budgets.ram: {gpu:,} and {ram:,} bytes, but here both tiers share the {size:,} of this "
-            "machine's memory; lower them, or leave one out to give it the rest"
         )
 
 
