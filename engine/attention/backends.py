@@ -124,11 +124,11 @@ class Backend(Protocol):
     """One implementation of attention."""
 
     name: str
-    masks_tiles: bool
+    masks_tiles: bool = False
     """Takes a geometry it has no rule for as a dense mask: right, but for tiles only."""
-    forward_keys: int | None
+    forward_keys: int | None = None
     """Earlier keys are cut into calls of so many, to bound what the kernel allocates; None: they are not."""
-    backward_keys: int | None
+    backward_keys: int | None = None
 
     def refusal(self, problem: Problem) -> str | None:
         """Why this cannot be computed here exactly; None where it can."""
@@ -143,13 +143,11 @@ class Backend(Protocol):
         ...
 
 
-class TorchCpuFlash:
+class TorchCpuFlash(Backend):
     """torch's fused CPU kernel: grouped-query heads natively; unequal head widths by zero padding."""
 
     name = "torch-cpu-flash"
     masks_tiles = True
-    forward_keys: int | None = None
-    backward_keys: int | None = None
 
     def refusal(self, problem: Problem) -> str | None:
         """CPU tensors of any float dtype but float16, without soft-cap."""
@@ -190,13 +188,10 @@ class TorchCpuFlash:
         return dq, dk, dv
 
 
-class TiledReference:
+class TiledReference(Backend):
     """Plain torch, tile by tile: any device, dtype, soft-cap, window and head widths. Scores are in float32."""
 
     name = "tiled-reference"
-    masks_tiles = False
-    forward_keys: int | None = None
-    backward_keys: int | None = None
 
     def refusal(self, problem: Problem) -> str | None:
         """Several segments at once are left to kernels."""

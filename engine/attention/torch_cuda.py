@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.backends import ALIGNMENT, Gradients, Operands, Problem, pad
+from penstock.engine.attention.backends import ALIGNMENT, Backend, Gradients, Operands, Problem, pad
 from penstock.engine.attention.spans import Geometry
 from penstock.engine.attention.workspace import KEYS_PER_CALL
 
@@ -36,14 +36,11 @@ def _no_dropout(device: torch.device) -> Tensor:
     return torch.zeros(2, dtype=torch.int64, device=device).view(torch.uint64)
 
 
-class CudaKernel:
+class CudaKernel(Backend):
     """What the backends below share: half precision, widths that are multiples of 8, zero padding up to these."""
 
-    name: str
     packages: tuple[str, ...] = ()
     """Distributions that it comes from, beside torch."""
-    masks_tiles = False
-    forward_keys: int | None = None
     backward_keys: int | None = KEYS_PER_CALL
     capabilities: tuple[int, ...] = (8, 9, 10, 11, 12)
     """Major compute capabilities that the kernel runs on."""
@@ -172,7 +169,7 @@ class TorchCudnn(CudaKernel):
     """
 
     name = "torch-cudnn"
-    forward_keys: int | None = 2 * KEYS_PER_CALL
+    forward_keys = 2 * KEYS_PER_CALL
 
     def _missing(self) -> str | None:
         version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
