@@ -21,7 +21,8 @@ FLOORS = {
 """Their rooms from the ground up; a room imports itself and those before it."""
 GROUND = ["config", "events", "clock", "preparing"]
 """Modules of the engine below its rooms, and the recipe's; its other modules are above them all."""
-ROOMS = ["plan", "attention", "optim", "schedule", "model", "machine", "data", "hf", "forecast", "generate", "runtime"]
+ROOMS = ["plan", "attention", "optim", "objectives", "schedule", "model"]
+ROOMS += ["machine", "data", "hf", "forecast", "generate", "runtime"]
 """From the ground up; a room imports itself and those before it."""
 DATA = ["files", "text", "needles", "formats", "corpus"]
 """Rooms of engine/data from the ground up, above its rows, samples and position; its other modules are above them."""

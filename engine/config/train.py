@@ -37,6 +37,9 @@ class TrainConfig:
     kv_window: Literal["auto", "whole", "streamed"] = "auto"
     """Keep one layer's keys and values of a micro-batch whole on the GPU, or stream them from RAM in chunks. auto
     streams them only if the GPU budget is too small."""
+    objective: str = "next_token"
+    """What is minimised. next_token is the mean loss of a step's targets; sequence_mean the mean over its sequences of
+    each one's mean loss, so that short ones count as much as long ones."""
     optimizer: str = "adamw"
     """Name of the optimizer. adamw is the only one."""
     lr: float = 3e-4

@@ -28,6 +28,7 @@ from penstock.engine.forecast.search import SearchResult, search
 from penstock.engine.machine.budgets import Budgets
 from penstock.engine.machine.profile import Machine
 from penstock.engine.model.spec import ModelSpec, depths, layouts
+from penstock.engine.objectives.base import find_objective
 from penstock.engine.optim.base import find_optimizer
 from penstock.engine.optim.groups import lr_factors
 from penstock.engine.plan.plan import Filled, Plan
@@ -121,6 +122,7 @@ class PlanRequest:
             samples=self.samples,
             last_good=storage.keep_good is not None,
             # The loss of the routers' balance is over all of a step's tokens.
+            scores=find_objective(train).whole_sequences,
             one_group=bool(spec.router_aux_loss if train.router_aux_loss is None else train.router_aux_loss),
         )
 

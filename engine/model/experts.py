@@ -19,8 +19,8 @@ from penstock.engine.model import skeleton
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.sums import GradientSums
 
-_ARGUMENTS = ["self", "hidden_states", "top_k_index", "top_k_weights"]
-"""What transformers hands to a module of experts."""
+_ARGUMENTS = 3
+"""What transformers hands to a module of experts: hidden states, which experts and how much of each, in this order."""
 
 
 class Routed(NamedTuple):
@@ -38,7 +38,7 @@ def find_experts(layer: nn.Module) -> str | None:
     """The name in a layer of the module that holds its experts' weights, stacked; None where it has none."""
     for name, module in layer.named_modules():
         stacked = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
-        if stacked and list(inspect.signature(inspect.unwrap(type(module).forward)).parameters) == _ARGUMENTS:
+        if stacked and len(inspect.signature(inspect.unwrap(type(module).forward)).parameters) == 1 + _ARGUMENTS:
             return str(name)
     return None
 
@@ -96,11 +96,11 @@ class ExpertRunner:
                         owner._parameters[key] = skeleton.placeholder(parameter, device, dtype, trained=trained)
             self._templates[index] = module
 
-    def forward(self, index: int, weights: Mapping[str, Tensor], routed: Routed) -> Tensor:
-        """Sum [n, hidden] of the outputs of layer `index`'s experts."""
+    def forward(self, index: int, weights: Mapping[str, Tensor], x: Tensor, routed: Routed) -> Tensor:
+        """x [n, hidden], what layer `index` makes without its experts, with their outputs added."""
         with torch.no_grad():
             found: Tensor = self._bound(index, weights)(*self._typed(routed))
-        return found
+            return found.add_(x)
 
     def backward(
         self, index: int, weights: Mapping[str, Tensor], routed: Routed, dy: Tensor, grads: Mapping[str, Tensor]

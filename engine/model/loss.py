@@ -104,6 +104,17 @@ class CrossEntropy:
         return loss
 
 
+def log_probabilities(logits: Tensor, labels: Tensor, work_bytes: int) -> Tensor:
+    """Of each row of logits [n, vocab] that of its label, float64 [n]; rows are taken to float32 as by CrossEntropy."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    step = max(1, work_bytes // (logits.shape[1] * dtype.itemsize))
+    found = []
+    for rows, targets in zip(even_pieces(logits, step), even_pieces(labels, step), strict=True):
+        work = rows.to(dtype)
+        found.append(work.gather(1, targets[:, None])[:, 0].double() - work.logsumexp(dim=-1).double())
+    return torch.cat(found)
+
+
 def _block_(logits: Tensor, labels: Tensor, weights: Tensor, factor: Tensor, z: Tensor | None) -> Tensor:
     """One block, for torch.compile: two passes over the logits, nothing else of their size. weights: [n, 1]."""
     x, scale = logits.to(factor.dtype), weights * factor

@@ -7,7 +7,10 @@ transformers' own autograd before anything is trained.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,6 +23,8 @@ from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import EMBED, HEAD, ModelSpec, depths, layouts
 from penstock.engine.model.tokens import ChunkTokens, Stream, chunk_ranges, last_positions, mean_by_weight, total_weight
+from penstock.engine.objectives.base import OBJECTIVES, Objective, find_objective
+from penstock.engine.objectives.sequences import Sequences, sequence_numbers, split_coefficients
 from penstock.engine.optim.base import MASTER, UpdateRange, find_optimizer
 from penstock.engine.optim.groups import lr_factors, with_factors
 from penstock.engine.optim.lr import clip_coefficient, learning_rate
@@ -35,6 +40,8 @@ class Training:
         """`parameters`: float32 values to begin with."""
         optimizer, spec = find_optimizer(train), runner.spec
         self.runner, self.train, self.num_steps = runner, train, 0
+        objective = find_objective(train)
+        self.forward_backward = partial(forward_backward, runner, z_loss=train.z_loss, objective=objective)
         self.optimizer, self.layouts = optimizer.make("fused"), layouts(spec)
         self.optimizer = with_factors(self.optimizer, lr_factors(train, depths(spec)))
         self.weights = {b: torch.zeros(layout.numel, dtype=runner.dtype) for b, layout in self.layouts.items()}
@@ -56,8 +63,7 @@ class Training:
         for gradient in self.gradients.values():
             gradient.zero_()
         weights, gradients = self.by_name(self.weights), self.by_name(self.gradients)
-        z_loss = self.train.z_loss
-        loss = forward_backward(self.runner, weights, gradients, streams, chunk_tokens, logits_bytes, z_loss=z_loss)
+        loss = self.forward_backward(weights, gradients, streams, chunk_tokens, logits_bytes)
 
         squares = [torch.linalg.vector_norm(gradient).square().double() for gradient in self.gradients.values()]
         norm = float(torch.stack(squares).sum().sqrt())
@@ -95,6 +101,7 @@ def forward_backward(
     *,
     in_pieces: bool = False,
     z_loss: float = 0.0,
+    objective: Objective = OBJECTIVES["next_token"],
 ) -> float:
     """Mean loss of the streams' targets by their weights; adds its gradients to `gradients` (float32).
 
@@ -127,7 +134,7 @@ def forward_backward(
                 layers.balance.watch(len(x), counting=True)
             y = layers.forward(layer, here, x, chunk.inputs, state, keys=chunk.keys)
             sent[layer].append(layers.sent)
-            outputs.append(y if layers.sent is None else y + runner.experts.forward(layer, here, layers.sent))
+            outputs.append(y if layers.sent is None else runner.experts.forward(layer, here, y, layers.sent))
         hidden = outputs
     if layers.balance is not None:
         layers.balance.settle(sum(len(stream.ids) for stream in streams))
@@ -136,9 +143,16 @@ def forward_backward(
     # queries add to the gradients of earlier keys.
     here, sums = _of_block(runner, HEAD, weights), _of_block(runner, HEAD, gradients)
     losses, backwards = torch.zeros(len(chunks)), range(len(chunks))[::-1]
+    targets = [chunk.tokens for chunk in chunks]
+    if objective.whole_sequences:
+        # What each target counts follows from the scores of all.
+        scores = [runner.evaluate(here, x, tokens, logits_bytes)[0] for x, tokens in zip(hidden, targets, strict=True)]
+        found = _sequences(streams, ranges, targets, scores)
+        weighed = zip(targets, split_coefficients(objective, found), strict=True)
+        targets, total = [replace(tokens, weights=weights) for tokens, weights in weighed], 1.0
     for i in backwards:
-        tokens, scale = chunks[i].tokens, mean_by_weight(1.0, total)
-        losses[i], hidden[i] = runner.head(here, hidden[i], tokens, scale, sums, logits_bytes, z_loss=z_loss)
+        scale = mean_by_weight(1.0, total)
+        losses[i], hidden[i] = runner.head(here, hidden[i], targets[i], scale, sums, logits_bytes, z_loss=z_loss)
 
     # Backward: a layer's gradient is of its input now, no longer of its output. It ends with the lowest block that is
     # trained; with nothing frozen that is the embedding.
@@ -169,6 +183,24 @@ def _of_block(runner: ModelRunner, block: str, tensors: Tensors) -> dict[str, Te
     buffers = next(b.buffers for b in runner.spec.blocks if b.name == block)
     names = (param.name for buffer in buffers for param in runner.spec.buffers[buffer])
     return {name: tensors[name] for name in names if name in tensors}
+
+
+def _sequences(
+    streams: Sequence[Stream],
+    ranges: Sequence[Sequence[tuple[int, int]]],
+    targets: Sequence[ChunkTokens],
+    scores: Sequence[Tensor],
+) -> list[Sequences]:
+    """The targets of each chunk with their scores and the sequences they are of."""
+    firsts = [0, *itertools.accumulate(len(stream.documents) for stream in streams)]
+    cut = [(start, i) for i, of_stream in enumerate(ranges) for start, _ in of_stream]
+    numbers = [
+        sequence_numbers(tokens.rows, start, streams[i].documents, firsts[i])
+        for tokens, (start, i) in zip(targets, cut, strict=True)
+    ]
+    count = len(torch.unique(torch.cat(numbers)))
+    of = zip(scores, targets, numbers, strict=True)
+    return [Sequences(found, tokens.weights, number, count) for found, tokens, number in of]
 
 
 class _Chunk(NamedTuple):

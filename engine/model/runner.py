@@ -110,6 +110,12 @@ class ModelRunner:
 
         return tuple(LayerCall(*pytree.tree_map_only(Tensor, cut, (call.args, call.kwargs))) for call in calls)
 
+    def table(self, length: int) -> list[bytes]:
+        """Equal for two lengths of a document exactly when its rotary tables are."""
+        calls = self.inputs(torch.ones(1, dtype=torch.int64), length - 1).calls
+        leaves = {id(leaf): leaf for leaf in pytree.tree_leaves([(call.args, call.kwargs) for call in calls])}
+        return [leaf.cpu().float().numpy().tobytes() for leaf in leaves.values() if isinstance(leaf, Tensor)]
+
     def embed(self, weights: Mapping[str, Tensor], ids: Tensor, positions: Tensor) -> Tensor:
         """First layer's input [n, hidden] of token ids at positions (int64 [n])."""
         with torch.no_grad(), self._skeleton.bound(weights):
@@ -188,19 +194,19 @@ class ModelRunner:
     def evaluate(
         self, weights: Mapping[str, Tensor], x: Tensor, tokens: ChunkTokens, logits_bytes: int
     ) -> tuple[Tensor, Tensor]:
-        """The sum that `head` returns, without gradients, and bool [t]: whether each target is the likeliest token."""
+        """Of each target its log-probability, float64 [t], and whether it is the likeliest token, bool [t]."""
+        scores = torch.zeros_like(tokens.labels, dtype=torch.float64)
         right = torch.zeros_like(tokens.labels, dtype=torch.bool)
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
         with torch.no_grad(), self._skeleton.bound(weights, self._frozen) as bound:
             step = loss_terms.rows_at_once(logits_bytes, self._find_logits_cost(bound))
             done = 0
-            for part, labels, shares in _pieces(tokens, step):
+            for part, labels, _ in _pieces(tokens, step):
                 logits = self._skeleton.logits(x.index_select(0, part))
-                torch.eq(logits.argmax(dim=-1), labels, out=right[done : (done := done + len(labels))])
-                # Their gradient takes their place, and nobody reads it: one pass more, and no other kernel.
-                loss += self._cross_entropy(logits, labels, shares, 1.0, logits_bytes // loss_terms.WORK_SHARE)
+                here = slice(done, done := done + len(labels))
+                torch.eq(logits.argmax(dim=-1), labels, out=right[here])
+                scores[here] = loss_terms.log_probabilities(logits, labels, logits_bytes // loss_terms.WORK_SHARE)
                 del logits
-        return loss, right
+        return scores, right
 
     def logits(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Logits [n, vocab] of the last layer's output x [n, hidden]."""

@@ -199,6 +199,8 @@ class PlanInput:
     """None: the run writes none."""
     last_good: bool = False
     """Whether the last good generation is to be kept beside these, where there is room."""
+    scores: bool = False
+    """The loss of a target depends on those of its whole sequence (engine/objectives): the head is visited twice."""
     one_group: bool = False
     """Backward needs what all of the step's forward finds, so that all micro-batches are one group."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.data.loader import MicroBatch
-from penstock.engine.model.tokens import ChunkTokens, total_weight
+from penstock.engine.model.tokens import ChunkTokens, targets, total_weight
 from penstock.engine.plan.plan import Chunk, filled_chunks
 from penstock.engine.plan.problem import BYTES_PER_TOKEN
 from penstock.storage.tier.arena import pinned_empty
@@ -36,10 +36,20 @@ class Batch:
 
 @dataclass(slots=True)
 class EvaluationData(Batch):
-    total_loss: float = math.nan
-    """Sum of the negative log-likelihood of the targets by their weights, nats."""
+    scores: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    """float64 [num_targets], in host memory: the log-probability of each target, in order, nats."""
     right: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     """Bool [num_targets], in host memory: whether the model finds each target, in order, the likeliest token."""
+
+    @property
+    def total_loss(self) -> float:
+        """Sum of the negative log-likelihood of the targets by their weights, nats."""
+        wanted = [targets(m.labels, m.weights) for m in self.micro_batches]
+        if all(m.weights is None for m in self.micro_batches):
+            return -float(self.scores.sum())
+        pairs = zip(self.micro_batches, wanted, strict=True)
+        weights = [found.double() if m.weights is None else m.weights for m, found in pairs]
+        return -float(torch.cat([w[found].double() for w, found in zip(weights, wanted, strict=True)]) @ self.scores)
 
 
 @dataclass(slots=True)

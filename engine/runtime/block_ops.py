@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 from penstock.engine.clock import wait_for_copies
 from penstock.engine.config import TrainConfig
 from penstock.engine.model.tokens import mean_by_weight
+from penstock.engine.objectives.base import find_objective
 from penstock.engine.optim.base import Optimizer
 from penstock.engine.optim.lr import clip_coefficient, learning_rate
+from penstock.engine.runtime.coefficients import Coefficients
 from penstock.engine.runtime.failures import DivergedError, first_not_finite
 from penstock.engine.runtime.handlers import handles
 from penstock.engine.runtime.views import Views
@@ -25,12 +28,13 @@ from penstock.storage.tier.arena import pinned_empty
 
 
 class BlockOps:
-    """`store`: the NVMe tier; who carries out compute ops only needs none."""
+    """`store`: the NVMe tier; who carries out compute ops only needs none, nor an optimizer who trains nothing."""
 
     def __init__(
-        self, views: Views, optimizer: Optimizer, store: NvmeStore | None, train: TrainConfig, logits_bytes: int
+        self, views: Views, optimizer: Optimizer | None, store: object, train: TrainConfig, logits_bytes: int
     ) -> None:
-        self._views, self._optimizer, self._nvme, self._train = views, optimizer, cast(NvmeStore, store), train
+        self._views, self._train, self._nvme = views, train, cast(NvmeStore, store)
+        self._optimizer = cast(Optimizer, optimizer)
         self._runner, self._device, self._logits_bytes = views.runner, views.device, logits_bytes
         plan = views.plan
         self._number = {name: i for i, name in enumerate(plan.buffers)}
@@ -38,14 +42,17 @@ class BlockOps:
         shapes = [(len(plan.chunks),), (len(plan.buffers),), (2, len(plan.blocks), len(plan.chunks))]
         self._report = torch.zeros(sum(math.prod(shape) for shape in shapes), device=self._device)
         self._losses, self._square_norms, self._marks = self._split_report(self._report)
-        self._evaluations = torch.zeros(len(plan.chunks), dtype=torch.float64, device=self._device)
-        # Whether each target of a validation is the likeliest token; of a chunk those at its tokens' places, from the
-        # first on.
+        # Of each target of an evaluation its log-probability and whether it is the likeliest token; of a chunk those at
+        # its tokens' places, from the first on.
         self._starts = [0, *itertools.accumulate(chunk.end - chunk.start for chunk in plan.chunks)]
+        self._scores = torch.zeros(self._starts[-1], dtype=torch.float64, device=self._device)
         self._hits = torch.zeros(self._starts[-1], dtype=torch.bool, device=self._device)
+        objective = find_objective(train)
+        whole = objective.whole_sequences
+        self._coefficients = Coefficients(views, objective, self._scores, self._starts) if whole else None
         make = pinned_empty if self._device.type == "cuda" else torch.empty
-        self._report_on_host, self._evaluations_on_host, self._hits_on_host = (
-            make(tensor.numel(), dtype=tensor.dtype) for tensor in (self._report, self._evaluations, self._hits)
+        self._report_on_host, self._scores_on_host, self._hits_on_host = (
+            make(tensor.numel(), dtype=tensor.dtype) for tensor in (self._report, self._scores, self._hits)
         )
 
     # ------------------------------------------------------------------ blocks
@@ -62,21 +69,23 @@ class BlockOps:
         dx = views.hidden(op.slots[a.DY], views.chunk(op))
         self._runner.embed_backward(views.weights(op), views.tokens(op), dx, views.gradients(op))
 
-    @handles(a.HEAD_EVALUATE)
+    @handles(a.HEAD_EVALUATE, a.HEAD_SCORE)
     def _head_evaluate(self, op: Op) -> None:
         views = self._views
         x = views.hidden(op.slots[a.X], views.chunk(op))
-        total, right = self._runner.evaluate(views.weights(op), x, views.tokens(op), self._logits_bytes)
-        self._evaluations[op.index] = total
-        start = self._starts[op.index]
-        self._hits[start : start + right.shape[0]] = right
+        scores, right = self._runner.evaluate(views.weights(op), x, views.tokens(op), self._logits_bytes)
+        there = slice(start := self._starts[op.index], start + scores.shape[0])
+        self._scores[there], self._hits[there] = scores, right
 
     @handles(a.HEAD)
     def _head(self, op: Op) -> None:
         views, chunk = self._views, self._views.chunk(op)
-        scale, z_loss = mean_by_weight(1.0, views.steps[op.step].total_weight), self._train.z_loss
+        tokens, z_loss = views.tokens(op), self._train.z_loss
+        scale = mean_by_weight(1.0, views.steps[op.step].total_weight)
+        if self._coefficients is not None:
+            tokens, scale = replace(tokens, weights=self._coefficients.of(op)), 1.0
         x, weights, gradients = views.hidden(op.slots[a.X], chunk), views.weights(op), views.gradients(op)
-        loss, dx = self._runner.head(weights, x, views.tokens(op), scale, gradients, self._logits_bytes, z_loss=z_loss)
+        loss, dx = self._runner.head(weights, x, tokens, scale, gradients, self._logits_bytes, z_loss=z_loss)
         self._losses[op.index] = loss
         if a.OUT in op.slots:  # else nothing below is trained
             views.hidden(op.slots[a.OUT], chunk).copy_(dx)
@@ -128,7 +137,8 @@ class BlockOps:
         data.chunk_losses = {index: of_chunk[index] for index in data.cut}
         if (culprit := first_not_finite(self._views.plan, losses, squares, marks)) is not None:
             raise DivergedError(f"step {op.step}: {culprit} is not finite")
-        data.loss = mean_by_weight(float(losses[list(data.cut)].sum()), data.total_weight)
+        total = data.total_weight if self._coefficients is None else 1.0
+        data.loss = mean_by_weight(float(losses[list(data.cut)].sum()), total)
         data.grad_norm = float(squares.sum().sqrt())
         clip = clip_coefficient(data.grad_norm, self._train.clip_norm)
         lr = learning_rate(self._train, op.step)
@@ -138,11 +148,11 @@ class BlockOps:
     @handles(a.EVALUATE)
     def _evaluate(self, op: Op) -> None:
         data = self._views.evaluated[op.batch]
-        self._to_host(self._evaluations, self._evaluations_on_host)
-        data.total_loss = float(self._evaluations_on_host[list(data.cut)].sum())
+        self._to_host(self._scores, self._scores_on_host)
         self._to_host(self._hits, self._hits_on_host)
-        targets = ((self._starts[index], data.chunks[index].labels.shape[0]) for index in sorted(data.cut))
-        data.right = torch.cat([self._hits_on_host[start : start + count] for start, count in targets])
+        starts = [(self._starts[index], data.chunks[index].labels.shape[0]) for index in sorted(data.cut)]
+        data.scores = torch.cat([self._scores_on_host[start : start + count] for start, count in starts])
+        data.right = torch.cat([self._hits_on_host[start : start + count] for start, count in starts])
 
     def _to_host(self, source: Tensor, target: Tensor) -> None:
         """Copy what ops that are done have left on the compute device, and wait for that copy alone."""

@@ -16,9 +16,9 @@ class ExpertOps:
     def _forward(self, op: Op) -> None:
         """What the layer made of a chunk, with its experts' outputs added."""
         views, chunk = self._views, self._views.chunk(op)
-        found = self._experts.forward(views.experts_of(op), views.weights(op), views.routed(op.slots[a.ROUTED], chunk))
-        x = views.hidden(op.slots[a.X], chunk)
-        views.hidden(op.slots[a.OUT], chunk).copy_(found.add_(x))
+        x, routed = views.hidden(op.slots[a.X], chunk), views.routed(op.slots[a.ROUTED], chunk)
+        y = self._experts.forward(views.experts_of(op), views.weights(op), x, routed)
+        views.hidden(op.slots[a.OUT], chunk).copy_(y)
 
     @handles(a.EXPERTS_BACKWARD)
     def _backward(self, op: Op) -> None:

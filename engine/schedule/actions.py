@@ -344,7 +344,7 @@ HEAD = _compute(
     "backward",
     "computes the loss, forward and backward",
     Work(matmul=2, gradients=1, sums_gradients=True, logits=True),
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN),
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_EVALUATIONS),
     writes=(r.GPU_HIDDEN, r.GPU_LOSSES),
     adds=(r.GPU_GRADIENT,),
 )
@@ -353,9 +353,19 @@ HEAD_EVALUATE = _compute(
     "evaluate",
     "computes the validation loss of a chunk",
     Work(matmul=1, logits=True),
-    reads=HEAD.reads,
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN),
     writes=(r.GPU_EVALUATIONS,),
     measured_as="head",
+)
+
+
+HEAD_SCORE = _compute(
+    "head_score",
+    "forward",
+    "finds the log-probabilities of a chunk's targets",
+    HEAD_EVALUATE.work,
+    reads=HEAD_EVALUATE.reads,
+    writes=(r.GPU_EVALUATIONS,),
 )
 
 

@@ -70,6 +70,8 @@ class ScheduleBuilder:
         self._samples = SampleSchedule(plan, self._emitter)
         self._pass = Pass(step=0, groups=[], ends=a.CLIP)
         """The one whose ops are being emitted."""
+        self._updated: set[int] = set()
+        """Blocks that it has updated, or found nothing to update in."""
         self._next = {i: number for number, block in enumerate(plan.blocks) for i in block.inputs}
         """Block -> the one that takes its output."""
         self._last_user: dict[str, int] = {}
@@ -91,6 +93,7 @@ class ScheduleBuilder:
         assert pass_.groups[-1].chunks[0].index == 0, "a pass goes through every block, whatever it holds"
         self._emitter.step, self._emitter.batch = pass_.step, pass_.batch
         self._pass = pass_
+        self._updated.clear()
         for _ in self._visits(tasks(pass_.groups), commit_previous):
             yield self._emitter.take()
         self._state.applied(committed=commit_previous)
@@ -169,7 +172,8 @@ class ScheduleBuilder:
         task = visits[visit]
         block = self._plan.blocks[task.layer]
         loads: list[Load] = []
-        if task.group is visits[0].group and task.mode not in ("recompute", "backward"):
+        if task.layer not in self._updated:
+            self._updated.add(task.layer)
             if block.name in block.buffers:
                 loads = self._state.update(block.name, write_through=commit, fetched=True)
             if commit and task.layer == len(self._plan.blocks) - 1:
@@ -317,6 +321,8 @@ class ScheduleBuilder:
         writes = [*writes, *operands.gradients, *(r.activation(kind, slots[role]) for role, kind in made.items())]
         if action.result is not None:
             writes.append(r.place(action.result))
+        if task.mode == "loss" and self._plan.problem.scores:
+            reads.append(r.place(r.GPU_EVALUATIONS))
         flags = [*flags, *operands.zero]
         key = self._activations.key(task.layer, task.chunk)
         if not self._emitter.batch and key in self._plan.saved_graphs:

@@ -7,8 +7,9 @@ from typing import Literal
 
 from penstock.engine.schedule import actions as a
 
-Mode = Literal["forward", "loss", "recompute", "backward", "evaluate", "generate"]
-"""What a visit to a block does. "loss" is forward and backward of the block that ends the graph at once, so that a
+Mode = Literal["forward", "score", "loss", "recompute", "backward", "evaluate", "generate"]
+"""What a visit to a block does. "score" finds the log-probabilities of a chunk's targets, for an objective that needs
+those of whole sequences; "loss" is forward and backward of the block that ends the graph at once, so that a
 chunk's logits die where they are made; "recompute" computes the keys, values and attention of a layer that saved its
 input only; "evaluate" is forward with no backward to follow: what it finds is not saved, and hidden states wait where a
 step's do, none on NVMe; "generate" is the same of samples, whose keys and values have memory of their own
@@ -39,6 +40,6 @@ KINDS: dict[str, Mapping[Mode, a.Action]] = {
         "evaluate": a.EXPERTS_EVALUATE,
         "generate": a.EXPERTS_GENERATE,
     },
-    "head": {"loss": a.HEAD, "evaluate": a.HEAD_EVALUATE, "generate": a.HEAD_GENERATE},
+    "head": {"score": a.HEAD_SCORE, "loss": a.HEAD, "evaluate": a.HEAD_EVALUATE, "generate": a.HEAD_GENERATE},
 }
 """Kind of block -> mode -> what computes the block whole."""

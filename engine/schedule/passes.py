@@ -66,6 +66,8 @@ def training(
 def _forward_backward(plan: Plan, chunks: list[Chunk]) -> list[Visit]:
     last = len(plan.blocks) - 1
     visits: list[Visit] = [("forward", block, chunks) for block in range(last)]
+    if plan.problem.scores:
+        visits.append(("score", last, chunks))
     # The loss goes in backward's order: its last gradients are the first ones needed.
     visits.append(("loss", last, chunks[::-1]))
     for block in range(last - 1, -1, -1):

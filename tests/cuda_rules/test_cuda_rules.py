@@ -108,6 +108,13 @@ SORTS = {
         lambda plan: bool(plan.recomputed),
         least_ram=400,
     ),
+    "experts": Sort(
+        Case("120b_moe", "gh200-480", settings=("train.expert_blocks=true",)),
+        "train.expert_blocks=true model.num_layers=3 train.global_batch_size=8 budgets.ram=40GiB budgets.gpu=60GiB",
+        2,
+        {"load_routed", "store_routed", "load_drouted", "store_drouted"},
+        lambda plan: any(block.kind == "experts" for block in plan.blocks),
+    ),
     "24gb": Sort(
         Case("7b_1m", "rtx4090-64", STREAMED, 16384),
         "model.num_layers=2 data.sequence_length=131072 budgets.ram=12GiB",

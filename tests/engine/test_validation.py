@@ -24,7 +24,6 @@ from penstock.engine.events import SampleMetrics, ValidationMetrics, Want
 from penstock.engine.export import export
 from penstock.engine.generate.prompts import prepare_prompts
 from penstock.engine.hf.config import model_config
-from penstock.engine.hf.constants import CONSTANTS_FILE, write_constants
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
 from penstock.engine.validation import due, validate
@@ -385,7 +384,6 @@ def test_what_is_frozen_or_adapted_writes_what_its_export_writes(tmp_path: Path,
         found = run(session)
         prompts, recipe = session.prompts, session.recipe
     assert (found[0], found[3]) == (expected[0], expected[3])
-    write_constants(tmp_path / "on" / "state" / CONSTANTS_FILE, {})
     export(tmp_path / "on", recipe, out_dir=tmp_path / "export", dtype="float32", merged=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", attn_implementation="eager").eval()
     assert [sample.text for sample in found[2][-1].samples] == texts_by(model, prompts)

@@ -31,6 +31,7 @@ from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.model.anatomy import model_spec
+from penstock.engine.model.experts import Routed
 from penstock.engine.model.layer_graph import Projection
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
@@ -105,12 +106,32 @@ def planned(case: Case) -> Planned:
     return Planned(plan, spec, recipe.train, inputs_bytes(spec, compute_dtype(recipe.train)))
 
 
+class Experts:
+    """Stands in for those that are a block of their own."""
+
+    def __init__(self, around: Arithmetic) -> None:
+        self._around = around
+
+    def forward(self, index: int, weights: Tensors, x: Tensor, routed: Routed) -> Tensor:
+        self._around._cuda.use(*weights.values(), x, *routed, write=False)
+        return self._around._result(routed.hidden.shape[0])
+
+    def backward(
+        self, index: int, weights: Tensors, routed: Routed, dy: Tensor, grads: Tensors
+    ) -> tuple[Tensor, Tensor]:
+        self._around._cuda.use(*weights.values(), *routed, dy, write=False)
+        self._around._cuda.use(*grads.values(), write=True)
+        tokens, width = routed.shares.shape
+        return self._around._result(tokens), self._around._cuda.scratch(tokens, width, dtype=self._around.dtype)
+
+
 class Arithmetic:
     """Stands in for the blocks' computation: every tensor that a block is given is used as the block uses it."""
 
     def __init__(self, cuda: Pretended, shapes: Planned) -> None:
         self.spec, self.device, self.dtype = shapes.spec, DEVICE, compute_dtype(shapes.train)
-        self.layers, self.balance = self, None
+        self.layers, self.balance, self.experts = self, None, Experts(self)
+        self.sent: Routed | None = None
         self._cuda, self._plan, self._inputs_bytes = cuda, shapes.plan, shapes.inputs_bytes
 
     # ------------------------------------------------------------------ ModelRunner
@@ -139,8 +160,8 @@ class Arithmetic:
 
     def evaluate(self, weights: Tensors, x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> tuple[Tensor, Tensor]:
         self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, tokens.weights, write=False)
-        right = self._cuda.scratch(tokens.labels.numel(), dtype=torch.bool)
-        return self._cuda.scratch(1, dtype=torch.float64)[0], right
+        count = tokens.labels.numel()
+        return self._cuda.scratch(count, dtype=torch.float64), self._cuda.scratch(count, dtype=torch.bool)
 
     def logits(self, weights: Tensors, x: Tensor) -> Tensor:
         self._cuda.use(*weights.values(), x, write=False)
@@ -166,16 +187,33 @@ class Arithmetic:
     def forward(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, state: State) -> Tensor:
         self._read(weights, inputs, x)
         self._attend(state)
+        self._send(index, x.shape[0])
         return self._result(x.shape[0])
+
+    def _send(self, index: int, tokens: int) -> None:
+        if self.spec.expert_modules:
+            routes = [
+                self._cuda.scratch(tokens, self.spec.experts_per_token, dtype=t) for t in (torch.int64, self.dtype)
+            ]
+            self.sent = Routed(self._result(tokens), *routes)
 
     def forward_given(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, out: Tensor) -> Tensor:
         self._read(weights, inputs, x, out)
         return self._result(x.shape[0])
 
     def backward(
-        self, index: int, weights: Tensors, x: Tensor, dy: Tensor, inputs: LayerInputs, state: State, grads: Tensors
+        self,
+        index: int,
+        weights: Tensors,
+        x: Tensor,
+        dy: Tensor,
+        inputs: LayerInputs,
+        state: State,
+        grads: Tensors,
+        *,
+        dsent: Sequence[Tensor] = (),
     ) -> Tensor:
-        self._read(weights, inputs, x, dy)
+        self._read(weights, inputs, x, dy, *dsent)
         if state is not None:
             self._cuda.use(state.k[: state.end], state.v[: state.end], state.out, state.lse, write=False)
             self._cuda.use(state.dk[: state.end], state.dv[: state.end], write=True)
@@ -203,7 +241,8 @@ class Arithmetic:
         return graph
 
     def _graph_bytes(self, index: int, tokens: int) -> int:
-        return tokens * self._plan.blocks[index + 1].graph_bytes_per_token
+        numbers = [i for i, block in enumerate(self.spec.blocks) if block.layer == index]
+        return tokens * self._plan.blocks[numbers[0]].graph_bytes_per_token
 
     def _projection(self, index: int, tokens: int) -> Projection:
         shape = self.spec.attention[index]
@@ -279,7 +318,7 @@ class Graph:
             start = end
         return found
 
-    def top(self, weights: Tensors, dy: Tensor, grads: Tensors) -> Tensor | None:
+    def top(self, weights: Tensors, dy: Tensor, grads: Tensors, dsent: Sequence[Tensor] = ()) -> Tensor | None:
         held = [] if self._held is None else [self._held]
         self._cuda.use(*weights.values(), dy, *held, write=False)
         self._cuda.use(*grads.values(), write=True)

@@ -3,6 +3,7 @@
 from concurrent.futures import wait
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,10 +46,10 @@ def assert_holds(store: NvmeStore, step: int) -> None:
         assert torch.equal(read_all(store, spec), content(spec, step)), (spec, step)
 
 
-def advance(store: NvmeStore, *steps: int) -> None:
+def advance(store: NvmeStore, *steps: int, **meta: Any) -> None:
     for step in steps:
         write_all(store, step)
-        store.commit({"step": step})
+        store.commit({"step": step, **meta})
 
 
 def make(root: Path, *steps: int, drives: list[Path] | None = None) -> NvmeStore:

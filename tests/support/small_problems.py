@@ -141,6 +141,7 @@ BOTH = {
     "graph_bytes": st.sampled_from([None, 300, 3000]),
     "samples": spaces,
     "experts": some_blocks,
+    "scores": st.booleans(),
     "frozen": some_blocks,
     "halves": some_blocks,
 }

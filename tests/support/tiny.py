@@ -34,6 +34,7 @@ from penstock.engine.forecast.problem import DTYPE_BYTES
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.generate.prompts import prepare_prompts
 from penstock.engine.hf.config import make_config, model_config
+from penstock.engine.hf.constants import CONSTANTS_FILE, write_constants
 from penstock.engine.machine.budgets import Budgets
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.model.adapter_values import with_adapter
@@ -245,8 +246,10 @@ def session(
     root = folder / "state"
     if (root / "manifest.json").exists():
         store = NvmeStore.open(root, drives=drives, readers=readers)
+        identity["constants"] = store.meta["constants"]
     else:
         store = NvmeStore.create(root, state_arrays(plan), budget_bytes=None, drives=drives, readers=readers)
+        identity["constants"] = write_constants(root / CONSTANTS_FILE, {})
         buffers = Initializer(spec, train.seed).buffers()
         if spec.adapter is not None:
             buffers = with_adapter(spec, buffers, seed=train.seed, dtype=compute_dtype(train))

@@ -238,8 +238,7 @@ class Programs(RuleBasedStateMachine):
 
         def act() -> None:
             with closing(NvmeStore.create(state_folder(path), SPECS, budget_bytes=None, drives=folders)) as store:
-                write_constants(store.root / CONSTANTS_FILE, {})
-                advance(store, number)
+                advance(store, number, constants=write_constants(store.root / CONSTANTS_FILE, {}))
 
         error = in_child(act, None)
         assert (error is not None) == taken, error
@@ -255,7 +254,11 @@ class Programs(RuleBasedStateMachine):
         path, numbers = self.path(run.name), [next(self.numbers) for _ in range(commits)]
         if drives is not None and not self.is_inside(run):
             self.write_recipe(path, drives)
-        if self.change(run, lambda store: advance(store, *numbers), moment, numbers) and moment is None:
+
+        def act(store: NvmeStore) -> None:
+            advance(store, *numbers, constants=store.meta["constants"])
+
+        if self.change(run, act, moment, numbers) and moment is None:
             assert run.state == numbers[-1]
 
     def must_refuse(self, run: Run) -> bool:

@@ -364,15 +364,18 @@ CASES = {
     "joined, graphs leave": Case({"activation_checkpointing": "auto"}, LEAVING, WIDE),
     "joined, recomputed": Case({"activation_checkpointing": "full"}, model=WIDE),
     "records on the GPU, not clipped": Case({"clip_norm": None}, RECORDS),
+    "means of sequences": Case({"objective": "sequence_mean"}),
+    "means of sequences, in groups": Case({"objective": "sequence_mean"}, {"gpu": tiny.FLOOR, "group": 1}),
     "experts apart": Case(APART, model=MOE),
     "experts apart on two tiers, bfloat16": Case(APART | BFLOAT16, {"gpu": 1_000_000, "ram": 1_500_000}, MOE),
     "experts apart, recomputed, streamed": Case(APART | {"activation_checkpointing": "full"}, STREAMED, MOE),
     "experts apart, frozen": Case(APART | {"freeze": ["*.experts.*"]}, model=MOE),
     "joined, graphs, bfloat16": Case({"activation_checkpointing": "none"} | BFLOAT16, {}, WIDE),
 }
-CHECKED_OFTEN = ("experts apart", "experts apart on two tiers, bfloat16", "some on every tier, tied, bfloat16",
-         "halves frozen, tied, bfloat16", "joined, graphs leave", "joined, graphs, bfloat16", "joined, recomputed",
-         "records on the GPU, not clipped", "halves frozen, graphs leave", "frozen but for the head")  # fmt: skip
+CHECKED_OFTEN = ("means of sequences, in groups", "experts apart", "experts apart on two tiers, bfloat16",
+         "some on every tier, tied, bfloat16", "halves frozen, tied, bfloat16", "joined, graphs leave",
+         "joined, graphs, bfloat16", "joined, recomputed", "records on the GPU, not clipped",
+         "halves frozen, graphs leave", "frozen but for the head")  # fmt: skip
 
 
 def reference(session: Session, steps: int) -> tuple[Training, list[tuple[float, float]]]:

@@ -30,6 +30,7 @@ from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import HEAD
 from penstock.engine.model.tokens import ChunkTokens
 from penstock.engine.model.trace import random_model
+from penstock.engine.objectives.base import OBJECTIVES
 from penstock.engine.plan.problem import BYTES_PER_TOKEN
 from penstock.engine.runtime.batch import pack, unpack
 from penstock.engine.session import Session
@@ -223,6 +224,28 @@ def test_it_is_the_total_gradient_of_one_forward_in_transformers(kind: str) -> N
         assert loss == pytest.approx(alone, rel=1e-5), "the cross entropy alone"
     assert max(found[WEIGHT].values()) < 1e-5
     assert max(found[0.0].values()) > 1e-2
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_means_of_sequences_are_autograds(pieces: bool) -> None:
+    """Of documents of 1 to 40 targets in two streams, whose chunks of 7 cut most of them."""
+    config = config_of("qwen3")
+    spec, source = tiny.spec_of(config), random_model(config, 1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model.load_state_dict(source.state_dict())
+    generator = torch.Generator().manual_seed(0)
+    streams = [[torch.randint(300, (n,), generator=generator) for n in lengths] for lengths in ((41, 2, 9), (12, 30))]
+    each = [model(input_ids=ids[None], labels=ids[None]).loss for documents in streams for ids in documents]
+    expected = torch.stack(each).mean()
+    expected.backward()
+    runner = ModelRunner(spec, device="cpu", dtype=torch.float32)
+    weights = in_buffers(spec, {name: parameter.detach() for name, parameter in source.named_parameters()})
+    grads = in_buffers(spec, {name: torch.zeros_like(tensor) for name, tensor in weights.items()})
+    batch, objective = [TokenStream.of(documents) for documents in streams], OBJECTIVES["sequence_mean"]
+    loss = forward_backward(runner, weights, grads, batch, 7, 1 << 14, in_pieces=pieces, objective=objective)
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    found = relative_errors(grads, {name: parameter.grad for name, parameter in model.named_parameters()})
+    assert max(found.values()) < 1e-5
 
 
 def plain_gradients(model: Any, session: Session) -> dict[str, Tensor]:

@@ -347,6 +347,7 @@ PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "on NVMe, one chunk": (SCARCE | {"row_tokens": 64, "micro_batches": 1}, PlanOptions()),
     "on NVMe, streamed": (SCARCE | LONG, PlanOptions(streamed=True)),
     "in groups, graphs in RAM": (AUTO | {"gpu_budget": 300_000}, PlanOptions(group=1, graphs_aside="all")),
+    "scores of whole sequences": ({"scores": True}, PlanOptions()),
     "experts": (SAMPLES | {"experts": frozenset({0, 2})}, PlanOptions()),
     "experts on NVMe": (SCARCE | {"experts": frozenset({0, 1, 2})}, PlanOptions()),
     "graphs on NVMe": (AUTO | SCARCE, PlanOptions(graphs_aside="all")),

@@ -1,0 +1,50 @@
+"""The objectives that there are: train.objective -> the coefficient of each target.
+
+The loss is the sum over a step's targets of coefficient times negative log-likelihood. An objective that knows them
+beforehand takes one visit of the head. One that needs whole sequences takes two: the first finds the log-probability of
+every target, the objective makes coefficients of them, and the second is the head's forward and backward.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.engine.config import TrainConfig
+from penstock.storage.files.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """An entry of `OBJECTIVES`."""
+
+    implementation: str | None = None
+    """`module:function` from engine.objectives.sequences.Sequences to float64 [t], the coefficients of their targets;
+    None: a target's share of the step's weights."""
+
+    @property
+    def whole_sequences(self) -> bool:
+        """Whether coefficients need the scores of whole sequences."""
+        return self.implementation is not None
+
+    def coefficients(self, found: Any) -> Any:
+        module, _, name = str(self.implementation).partition(":")
+        return getattr(importlib.import_module(module), name)(found)
+
+
+OBJECTIVES = {
+    "next_token": Objective(),
+    "sequence_mean": Objective("penstock.engine.objectives.sequence_mean:coefficients"),
+}
+"""train.objective -> what it is."""
+
+
+def find_objective(train: TrainConfig) -> Objective:
+    """The recipe's objective. Raises UserError with the nearest name for an unknown one."""
+    if train.objective not in OBJECTIVES:
+        near = difflib.get_close_matches(train.objective, OBJECTIVES, n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'?" if near else f"valid names: {', '.join(OBJECTIVES)}"
+        raise UserError(f"train.objective: '{train.objective}' is unknown; {hint}")
+    return OBJECTIVES[train.objective]
