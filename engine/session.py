@@ -7,7 +7,7 @@ import math
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
@@ -19,7 +19,7 @@ import transformers
 
 from penstock.engine.config import Recipe, config_digest, given_fields
 from penstock.engine.data.documents import step_documents
-from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
+from penstock.engine.data.loader import DataLoader, ValidationSet
 from penstock.engine.data.text.tokenizer import TextTokenizer
 from penstock.engine.events import Spike, ValidationMetrics, step_name
 from penstock.engine.forecast.problem import LOGITS_BYTES
@@ -32,7 +32,7 @@ from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import LAST_GOOD
 from penstock.engine.preparing import Checklist
-from penstock.engine.runtime.batch import BatchCarrier, EvaluationData, SampleData, SampleRow, StepData
+from penstock.engine.runtime.batch import BatchCarrier, StepData
 from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.executor import GPU_LANES
 from penstock.engine.runtime.failures import explain
@@ -92,7 +92,6 @@ class Session:
         self.layouts = layouts(spec)
         self.step = int(store.meta["step"])
         self.tokens = int(store.meta["tokens"])
-        self._samples_passes = 0
         self.steps_told = 0
         """Steps that have ended in this process, and the observer knows of."""
         self.resumed = self.step > 0
@@ -134,7 +133,7 @@ class Session:
         self.settings, self.executor = lanes.settings, lanes.executor
         self._lanes, self._reservation, self.uploads = lanes, reservation, uploads
         self.fallbacks = lanes.fallbacks
-        self._carrier = BatchCarrier(plan.chunks, device, compiled=compute.compiled)
+        self.carrier = BatchCarrier(plan.chunks, device, compiled=compute.compiled)
         dtype = compute_dtype(train)
         gradient_dtype = torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32
         with checklist.step("allocating memory"):
@@ -202,18 +201,7 @@ class Session:
 
     def fetch(self) -> StepData:
         micro_batches = self.loader.next_step()
-        return self._carrier.step(micro_batches, self.loader.cursor)
-
-    def fetch_evaluation(self, micro_batches: Sequence[MicroBatch]) -> EvaluationData:
-        return self._carrier.evaluation(micro_batches)
-
-    def fetch_samples(self, pieces: Sequence[Sequence[SampleRow]], read: dict[int, int]) -> SampleData:
-        return self._carrier.samples(pieces, read)
-
-    def next_samples_pass(self) -> int:
-        """The number of the samples' pass about to run, below those of all before."""
-        self._samples_passes -= 1
-        return self._samples_passes
+        return self.carrier.step(micro_batches, self.loader.cursor)
 
     def next_batch(self) -> StepData:
         """The batch of the step about to run, fetched while the step before ran."""

@@ -7,11 +7,10 @@ bits as one that is not.
 from __future__ import annotations
 
 import time
-from collections import deque
 
 from penstock.engine.data.recall import Tally
 from penstock.engine.events import ValidationMetrics
-from penstock.engine.schedule.passes import evaluation
+from penstock.engine.passes import evaluations
 from penstock.engine.session import Session
 
 
@@ -33,41 +32,15 @@ def validate(session: Session) -> ValidationMetrics:
     generation is committed then if that is due.
     """
     assert session.validation is not None
-    started, step, runtime = time.perf_counter(), session.step, session.runtime
-    commit = session.commit_due(step) or step == session.recipe.train.steps
+    started, step = time.perf_counter(), session.step
     total, weight, tokens, right = 0.0, 0.0, 0, 0
     tally = Tally() if session.recipe.data.source == "needles" else None
-    under_way: deque[tuple[int, list[int]]] = deque()
-    """(number, each lane's last op on its tokens) of the passes that have been handed over: a copy that nobody waits
-    for looks at them too. Tokens of two passes are on the compute device."""
-
-    def finish_pass() -> None:
-        nonlocal total, weight, tokens, right
-        number, last = under_way.popleft()
-        for op in last:
-            session.executor.wait(op)
-        data = runtime.end_evaluation(number)
+    committed = session.commit_due(step) or step == session.recipe.train.steps
+    for data in evaluations(session, session.validation.passes(session.plan.group), commit=committed):
         total, weight = total + data.total_loss, weight + data.total_weight
         tokens, right = tokens + data.num_targets, right + int(data.right.sum())
         if tally is not None:
             tally.add(data.micro_batches, data.right)
-
-    runtime.drop_tokens()
-    for number, micro_batches in enumerate(session.validation.passes(session.plan.group), start=1):
-        if len(under_way) == 2:
-            finish_pass()
-        data = session.fetch_evaluation(micro_batches)
-        runtime.begin_evaluation(number, data)
-        documents, cut = [m.documents for m in micro_batches], list(data.cut.values())
-        ends: dict[str, int] = {}
-        due_now = commit and number == 1
-        pass_ = evaluation(session.plan, step, number, documents=documents, chunks=cut)
-        for ops in session.builder.stream(pass_, commit_previous=due_now):
-            session.executor.submit(ops)
-            ends |= {op.lane: op.id for op in ops if op.batch == number}
-        under_way.append((number, list(ends.values())))
-    while under_way:
-        finish_pass()
     return ValidationMetrics(
         step=step,
         loss=total / weight,

@@ -16,7 +16,7 @@ from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import printable
 
 if TYPE_CHECKING:
-    from penstock.engine.generate.streamed import StreamedModel
+    from penstock.engine.opened_model import OpenedModel
 
 GpuOption = Annotated[
     str | None,
@@ -119,7 +119,7 @@ def sample(
         _remark(sampling.took(found))
 
 
-def _remark_on(model: StreamedModel) -> None:
+def _remark_on(model: OpenedModel) -> None:
     for remark in model.take_remarks():
         _remark(remark)
 

@@ -45,7 +45,7 @@ def evaluate(
     Results of a run are kept in its evals/, and written to `out`; heat maps to `svg`. Raises UserError.
     """
     from penstock.app.evaluation.run import Wanted, ask_all, described, require_possible, save
-    from penstock.engine.generate.streamed import SCORED_TOKENS
+    from penstock.engine.opened_model import SCORED_TOKENS
 
     wanted = Wanted(
         tasks=tuple(dict.fromkeys(tasks)),

@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 
 from penstock.engine.data.text.chat import ChatTemplate
 from penstock.engine.data.text.tokenizer import TextTokenizer
+from penstock.engine.forecast.query import Estimate
 from penstock.engine.generate.decode import Continuation, Decoding, OnToken
-from penstock.engine.generate.forecast import Estimate
-from penstock.engine.generate.streamed import SCORED_TOKENS
+from penstock.engine.opened_model import SCORED_TOKENS
 from penstock.storage.files.errors import UserError
 
 _UNKNOWN_CONTEXT = 2048
@@ -25,7 +25,7 @@ Enough = Callable[[int, str], bool]
 
 
 class Model(Protocol):
-    """What an evaluation needs of engine/generate/streamed.py: StreamedModel."""
+    """What an evaluation needs of engine/opened_model.py: OpenedModel."""
 
     @property
     def tokenizer(self) -> TextTokenizer | None: ...

@@ -24,7 +24,7 @@ from penstock.app.evaluation.svg import heat_maps
 from penstock.app.runs.files import json_text
 from penstock.engine.data.needles.retrieval import FILLERS, KINDS, Filler, Haystacks
 from penstock.engine.data.text.chat import ChatTemplate
-from penstock.engine.generate.streamed import SCORED_TOKENS
+from penstock.engine.opened_model import SCORED_TOKENS
 from penstock.storage.files.disk import atomic_write
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import printable

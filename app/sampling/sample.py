@@ -23,7 +23,7 @@ from penstock.storage.files.untrusted import printable, shell
 
 if TYPE_CHECKING:
     from penstock.engine.generate.decode import Decoding
-    from penstock.engine.generate.streamed import StreamedModel
+    from penstock.engine.opened_model import OpenedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def opened(
     gpu: str | int | None = None,
     ram: str | int | None = None,
     device: str = "auto",
-) -> Iterator[StreamedModel]:
+) -> Iterator[OpenedModel]:
     """A run, by its directory or its name below runs/, or a model: a Hugging Face folder or a name on the hub.
 
     `gpu`, `ram`: sizes as recipes have them; None: what is free. Of a run that is running a checkpoint can be read.
@@ -65,11 +65,11 @@ def opened(
                 _require_idle(run)
                 stack.enter_context(RunDir.open(run, read_only=True))
         with loading():
-            from penstock.engine.generate.streamed import StreamedModel
+            from penstock.engine.opened_model import OpenedModel
 
         recipe = None if run is None else read_recipe(run)
         yield stack.enter_context(
-            StreamedModel.open(
+            OpenedModel.open(
                 where,
                 recipe=recipe,
                 checkpoint=checkpoint,
@@ -107,7 +107,7 @@ def _require_idle(run: Path) -> None:
 
 
 def continued(
-    model: StreamedModel,
+    model: OpenedModel,
     prompts: Sequence[str],
     decoding: Decoding,
     *,
@@ -139,7 +139,7 @@ def continued(
     ]
 
 
-def took(model: StreamedModel) -> str:
+def took(model: OpenedModel) -> str:
     """What the last call really took, in words."""
     first, later = model.passes_s[:1], model.passes_s[1:]
     said = f"{len(model.passes_s):,} passes in {seconds_text(sum(model.passes_s))}"
@@ -149,7 +149,7 @@ def took(model: StreamedModel) -> str:
 
 
 def chat(
-    model: StreamedModel,
+    model: OpenedModel,
     decoding: Decoding,
     ask: Callable[[], str | None],
     *,
@@ -189,7 +189,7 @@ def chat(
 
 
 def decoding_of(
-    model: StreamedModel, tokens: int, temperature: float, top_p: float, seed: int, *, chat: bool = False
+    model: OpenedModel, tokens: int, temperature: float, top_p: float, seed: int, *, chat: bool = False
 ) -> Decoding:
     """`chat`: the texts are answers. Raises UserError for values that nothing can be drawn with."""
     from penstock.engine.generate.decode import Decoding
@@ -249,7 +249,7 @@ def read_prompt(file: Path) -> str:
         raise UserError(f"--prompt-file: {file} is not UTF-8 text") from None
 
 
-def as_json(model: StreamedModel, samples: Sequence[Sample]) -> dict[str, Any]:
+def as_json(model: OpenedModel, samples: Sequence[Sample]) -> dict[str, Any]:
     """What `penstock sample --json` prints."""
     return {
         "samples": [

@@ -212,7 +212,8 @@ class Costs:
         leaving = 0.0
         if a.GRAPH in op.slots and op.action.phase == "forward":  # read and written
             leaving = 2 * leaving_bytes(block, self.tokens(op)) / self._machine.gpu_copy_bytes_per_s
-        return self._known[key] + zeroing + leaving
+        cached = op.slots.get(a.READ_TOKENS, 0) * block.kv_bytes_per_token / self._machine.gpu_copy_bytes_per_s
+        return self._known[key] + zeroing + leaving + cached
 
     def _measured(self, op: Op) -> float | None:
         """From the samples of its kind: a time per token and one per pair where there are samples to tell them apart,

@@ -85,7 +85,7 @@ def estimate_evaluation(
     def make(plan: Plan, documents: Documents, chunks: Sequence[Chunk]) -> Pass:
         return evaluation(plan, 1, 1, documents=documents, chunks=chunks)
 
-    return plan.num_groups * _pass_seconds(make, plan, machine, calibration, documents, filled, full)
+    return plan.num_groups * _spent(make, plan, machine, calibration, documents, filled, full).seconds
 
 
 def estimate_samples(
@@ -95,22 +95,48 @@ def estimate_samples(
     for each further token, as it is halfway through."""
     space = plan.problem.samples
     assert space is not None
-    rows, window = len(space.lengths), plan.window_tokens
-    prompts, so_far = sum(space.lengths) - rows * new_tokens, sum(space.lengths) - rows * new_tokens // 2
-
-    def seconds(tokens: int, read_tokens: int) -> float:
-        def make(plan: Plan, documents: Documents, chunks: Sequence[Chunk]) -> Pass:
-            return sampling(plan, 1, -1, chunks=chunks, wanted=[chunks[-1].index], read_tokens=read_tokens)
-
-        times = -(-tokens // (window * plan.group))
-        filled = [max(0, min(window, -(-tokens // times) - window * i)) for i in range(plan.problem.micro_batches)]
-        return times * _pass_seconds(make, plan, machine, calibration, None, filled, full)
-
-    later_s = seconds(rows, so_far) if space.keeps else seconds(so_far, 0)
-    return seconds(prompts, 0) + (new_tokens - 1) * later_s
+    rows, mean = len(space.lengths), sum(space.lengths) // len(space.lengths)
+    so_far = mean - new_tokens // 2
+    first = sampling_spent(plan, machine, rows, mean - new_tokens, 0, calibration, full=full)
+    later = (so_far, 0) if space.tier == "nowhere" else (1, so_far)
+    return (
+        first.seconds + (new_tokens - 1) * sampling_spent(plan, machine, rows, *later, calibration, full=full).seconds
+    )
 
 
-def _pass_seconds(
+def sampling_spent(
+    plan: Plan,
+    machine: Machine,
+    sequences: int,
+    new: int,
+    read: int,
+    calibration: Calibration | None = None,
+    *,
+    full: bool = False,
+) -> Spent:
+    """Of `new` tokens of each of so many sequences, of which `read` have been read."""
+
+    def make(plan: Plan, documents: Documents, chunks: Sequence[Chunk]) -> Pass:
+        return sampling(plan, 1, -1, chunks=chunks, wanted=[chunks[-1].index], read_tokens=sequences * read)
+
+    window, tokens = plan.window_tokens, sequences * new
+    times = -(-tokens // (window * plan.group))
+    filled = [max(0, min(window, -(-tokens // times) - window * i)) for i in range(plan.problem.micro_batches)]
+    documents = [list(range(0, window, max(1, new)))] * plan.problem.micro_batches
+    spent = _spent(make, plan, machine, calibration, documents, filled, full)
+    return Spent(times * spent.seconds, {lane: times * seconds for lane, seconds in spent.busy_s.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Time of a pass forward."""
+
+    seconds: float
+    busy_s: dict[str, float]
+    """Lane -> seconds in which it had an op under way."""
+
+
+def _spent(
     make: Callable[[Plan, Documents, Sequence[Chunk]], Pass],
     plan: Plan,
     machine: Machine,
@@ -118,8 +144,8 @@ def _pass_seconds(
     documents: Documents | None,
     filled: Filled | None,
     full: bool,
-) -> float:
-    """Seconds of the pass forward that `make` makes of documents and chunks of one group."""
+) -> Spent:
+    """Of the pass forward that `make` makes of documents and chunks of one group."""
     runs: list[_Run] = []
     small, joined = plan, plan.row_documents if documents is None else documents
     if full or num_ops(plan) <= FULL_OPS:
@@ -132,7 +158,15 @@ def _pass_seconds(
     clocks.run(ScheduleBuilder(small).ops(make(small, joined, chunks)), costs)
     ends = {op.block: end for op, _, end in clocks.times if op.lane == "compute"}
     dropped_s = sum(run.dropped * _pace([ends[plan.blocks[i].name] for i in run.blocks], run) for run in runs)
-    return clocks.times[-1][2] + dropped_s
+    stands_for: dict[str, float] = {}
+    """Block or buffer -> how many of the plan it is simulated for."""
+    for run in runs:
+        times = 1 + run.dropped * run.period / len(run.blocks)
+        stands_for |= {name: times for i in run.blocks for name in (plan.blocks[i].name, *plan.blocks[i].buffers)}
+    busy_s = dict.fromkeys(a.LANES, 0.0)
+    for op, start, end in clocks.times:
+        busy_s[op.lane] += (end - start) * stands_for.get(op.block, 1.0)
+    return Spent(max(clocks.times[-1][2] + dropped_s, *busy_s.values()), {str(lane): s for lane, s in busy_s.items()})
 
 
 def _small(

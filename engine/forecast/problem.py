@@ -21,7 +21,10 @@ from penstock.engine.plan.problem import (
 LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """What the logits that exist at once take with their gradient and their float32 rows, per device type."""
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+LOGIT_BYTES = 12
+"""Of one of them: in the compute dtype, in float32, and their gradient."""
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 TEMPLATE_TOKENS = 128
 """What a chat template puts around a message, at most, as far as a plan without the tokenizer is concerned."""
@@ -60,12 +63,13 @@ def kept_generations(recipe: Recipe) -> int:
 
 
 def block_shapes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> tuple[BlockShape, ...]:
-    """The blocks as the planner sees them, computing in `dtype`, for which spec.graph_bytes has been found.
+    """The blocks as the planner sees them, computing in `dtype`; what is to be trained has spec.graph_bytes of that.
 
     `compiled`: layers are, and so are their graphs where it is known what these take.
     """
     shapes, item = [], DTYPE_BYTES[dtype]
-    graphs = spec.graph_bytes.get(graph_key(dtype, compiled), spec.graph_bytes[dtype])
+    eager = spec.graph_bytes.get(dtype, (None,) * len(spec.attention))
+    graphs = spec.graph_bytes.get(graph_key(dtype, compiled), eager)
     numbers = {block.name: i for i, block in enumerate(spec.blocks)}
     for i, block in enumerate(spec.blocks):
         matmul = block_matmul(spec, block) if block.inputs else 0  # what begins with tokens looks them up
@@ -93,7 +97,7 @@ def block_shapes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> tupl
                 # Experts that are a block of their own are not part of a graph that is saved.
                 graph_bytes_per_token=None if any(spec.expert_modules) else graphs[layer],
                 # What is saved of a layer that runs eagerly is what its operations hand on to one another.
-                elementwise_bytes_per_token=spec.graph_bytes[dtype][layer] or 0,
+                elementwise_bytes_per_token=eager[layer] or 0,
                 unread_flops_per_token=unread_matmul(spec, block, spec.unread[layer]),
                 summed_numel=summed_numel(spec, block, spec.summed[layer]),
             )
@@ -150,8 +154,8 @@ def workspace_bytes(spec: ModelSpec, tokens: int, compute_bytes: int, logits_byt
     A layer's backward holds the output of every projection, twice for the elementwise work between them, eight
     hidden states, and the gradients of its trained parameters before they are summed: of those that products sum the
     inputs of the products instead, and one gradient where the device has no kernel for it. Experts count for the tokens
-    routed to them. The head holds its logits in the compute dtype, replaced by their gradient, and some rows in
-    float32.
+    routed to them. A forward that no backward follows holds half. The head holds its logits in the compute dtype,
+    replaced by their gradient, and some rows in float32.
     """
     worst = 0
     for block in spec.blocks:
@@ -168,12 +172,35 @@ def workspace_bytes(spec: ModelSpec, tokens: int, compute_bytes: int, logits_byt
                 gradients += max((p.numel for p in matrices), default=0) * compute_bytes
                 # Several projections have one input: about as many inputs as there are distinct widths, twice.
                 widths += sum({p.shape[1] for p in matrices})
-            temporaries = tokens * compute_bytes * (2 * widths + 8 * spec.hidden_size)
+            held = 2 * widths + 8 * spec.hidden_size
+            temporaries = tokens * compute_bytes * (held if spec.num_trained else held // 2)
         else:
-            logits = min(logits_bytes, tokens * spec.vocab_size * 12) if block is spec.blocks[-1] else 0
+            logits = min(logits_bytes, tokens * spec.vocab_size * LOGIT_BYTES) if block is spec.blocks[-1] else 0
             temporaries = logits + 4 * tokens * spec.hidden_size * 4
         worst = max(worst, temporaries + gradients)
     return worst
+
+
+def temporaries_bytes(
+    spec: ModelSpec,
+    tokens: int,
+    stream_tokens: int,
+    step_tokens: int,
+    *,
+    compute_bytes: int,
+    device_type: str,
+    logits_bytes: int | None = None,
+    deterministic: bool = False,
+) -> int:
+    """What the largest compute op takes beside its slots on chunks of `tokens` tokens of a stream of `stream_tokens`,
+    and on a GPU what a pass over `step_tokens` takes beside all ops."""
+    found = workspace_bytes(spec, tokens, compute_bytes, logits_bytes or LOGITS_BYTES[device_type])
+    found += adapter_workspace(spec, compute_bytes)
+    if device_type == "cuda":
+        found += attention_workspace(spec, tokens, stream_tokens, deterministic=deterministic)
+        found += min(found // 8, HOLES_BYTES)
+        found += overhead_bytes(step_tokens)
+    return found
 
 
 def adapter_workspace(spec: ModelSpec, compute_bytes: int) -> int:

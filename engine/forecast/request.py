@@ -13,16 +13,11 @@ from penstock.engine.forecast.least import MemoryTier, NoPlanError, helps, least
 from penstock.engine.forecast.problem import (
     ALLOCATOR_SHARE,
     DTYPE_BYTES,
-    HOLES_BYTES,
-    LOGITS_BYTES,
-    adapter_workspace,
-    attention_workspace,
     block_shapes,
     kept_generations,
     learned,
     most_prompt_tokens,
-    overhead_bytes,
-    workspace_bytes,
+    temporaries_bytes,
 )
 from penstock.engine.forecast.search import SearchResult, search
 from penstock.engine.machine.budgets import Budgets
@@ -85,13 +80,15 @@ class PlanRequest:
         largest_file = ChunkFormat(max(buffer.part_numel for buffer in buffers) * FP32).file_bytes
         optimizer, compute_bytes = find_optimizer(train), DTYPE_BYTES[train.compute_dtype]
         tokens = data.sequence_length if spec.recurrent else chunk_tokens
-        temporaries = workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[self.device_type])
-        temporaries += adapter_workspace(spec, compute_bytes)
-        if self.device_type == "cuda":
-            stream_tokens = train.micro_batch_size * data.sequence_length
-            temporaries += attention_workspace(spec, tokens, stream_tokens, deterministic=train.deterministic)
-            temporaries += min(temporaries // 8, HOLES_BYTES)
-            temporaries += overhead_bytes(train.global_batch_size * data.sequence_length)
+        temporaries = temporaries_bytes(
+            spec,
+            tokens,
+            train.micro_batch_size * data.sequence_length,
+            train.global_batch_size * data.sequence_length,
+            compute_bytes=compute_bytes,
+            device_type=self.device_type,
+            deterministic=train.deterministic,
+        )
         return PlanInput(
             blocks=learned(
                 block_shapes(spec, train.compute_dtype, compiled=self.device_type == "cuda" and train.compile != "off"),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, Handler, Operands, work_dtype
-from penstock.engine.model.spec import AttentionShape
 
 _KEYS_AT_ONCE = 4096
 """Keys of a single query that are taken to float32 at once."""
@@ -38,11 +37,6 @@ class KeysValues(NamedTuple):
     """[capacity, kv_heads, qk_dim]"""
     v: Tensor
     """[capacity, kv_heads, v_dim]"""
-
-    @classmethod
-    def empty(cls, shape: AttentionShape, capacity: int, *, dtype: torch.dtype, device: torch.device) -> KeysValues:
-        k = torch.empty(capacity, shape.kv_heads, shape.qk_dim, dtype=dtype, device=device)
-        return cls(k, torch.empty(capacity, shape.kv_heads, shape.v_dim, dtype=dtype, device=device))
 
 
 def positions_of(places: Sequence[Place]) -> Tensor:

@@ -127,8 +127,10 @@ class ModelSpec:
 
     @property
     def lowest_trained(self) -> int:
-        """Index of the lowest block that computes with anything trained: backward ends with it."""
-        return next(i for i, block in enumerate(self.blocks) if not self.frozen.issuperset(block.buffers))
+        """Index of the lowest block that computes with anything trained: backward ends with it; their number if none
+        does."""
+        trained = (i for i, block in enumerate(self.blocks) if not self.frozen.issuperset(block.buffers))
+        return next(trained, len(self.blocks))
 
 
 def rotary_tables(config: Any) -> list[dict[str, Any]]:

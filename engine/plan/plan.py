@@ -20,6 +20,7 @@ from penstock.engine.plan.problem import (
     DKV_SLOTS,
     FP32,
     GRAPH_SLACK_BYTES,
+    HIDDEN_SLOTS,
     KV_SLOTS,
     SAMPLE_STAGES,
     UPDATE_PARTS,
@@ -28,11 +29,15 @@ from penstock.engine.plan.problem import (
     PlanInput,
     PlanOptions,
     Pool,
+    SampleTier,
     Tier,
 )
 
 Graph = Literal["gpu", "aside"] | None
 """Where the saved graph of a layer's chunk is; None: it is not saved."""
+
+SAMPLES_SHARE = 64
+"""Keys and values of a run's samples stay on the GPU where they take no more than one part in so many of its budget."""
 
 Filled = Sequence[int | None]
 """Per micro-batch its tokens before the padding that ends it; None: it has no padding."""
@@ -228,7 +233,7 @@ class Plan:
     @property
     def part_stage_bytes(self) -> int:
         """Bytes of a slot in RAM for one part of any kind."""
-        return part_stage_bytes(self.buffers.values(), self.problem.compute_bytes)
+        return part_stage_bytes(self.buffers.values(), self.problem)
 
     def _saved(self) -> dict[str, dict[str, Any]]:
         """Buffer, the first of its layer -> chunks by what is saved of them, and those whose records are not in RAM."""
@@ -300,13 +305,14 @@ class Plan:
 
 
 def state_part_numel(buffers: Iterable[BufferShape | BufferPlan]) -> int:
-    """Elements of the largest part among the `buffers` that are trained."""
-    return max(buffer.part_numel for buffer in buffers if not buffer.frozen)
+    """Elements of the largest part among the `buffers` that are trained; 0 where none is."""
+    return max((buffer.part_numel for buffer in buffers if not buffer.frozen), default=0)
 
 
-def part_stage_bytes(buffers: Iterable[BufferShape | BufferPlan], compute_bytes: int) -> int:
-    """Bytes that any part of any kind of the `buffers` fits."""
-    return max(buffer.part_numel * (compute_bytes if buffer.frozen else FP32) for buffer in buffers)
+def part_stage_bytes(buffers: Iterable[BufferShape | BufferPlan], problem: PlanInput) -> int:
+    """Bytes that any part of any kind of the `buffers` fits; of frozen ones where the device does not read itself."""
+    sizes = {False: FP32, True: 0 if problem.device_reads else problem.compute_bytes}
+    return max(buffer.part_numel * sizes[buffer.frozen] for buffer in buffers)
 
 
 def _counts(keys: frozenset[tuple[int, int]]) -> Counter[int]:
@@ -409,9 +415,12 @@ def window_bytes(problem: PlanInput, max_chunk: int, streamed: bool, windows: in
     """
     blocks = problem.blocks
     kv, kv_numel = _widest(blocks, "kv_bytes_per_token"), _widest(blocks, "kv_numel_per_token")
+    if problem.continues_only:
+        return {}
     if not streamed:
         tokens = problem.rows * problem.row_tokens
-        return {"kv": [aligned(tokens * kv)] * windows, "dkv": [aligned(tokens * kv_numel * FP32)]}
+        summed = {"dkv": [aligned(tokens * kv_numel * FP32)]} if problem.trains else {}
+        return {"kv": [aligned(tokens * kv)] * windows} | summed
     q, out = _widest(blocks, "q_numel_per_token"), _widest(blocks, "out_numel_per_token")
     return {
         "kv": [aligned(max_chunk * kv)] * KV_SLOTS,
@@ -425,10 +434,13 @@ def window_bytes(problem: PlanInput, max_chunk: int, streamed: bool, windows: in
 
 @dataclass(frozen=True, slots=True)
 class SampleRegions:
-    """Memory of a run's samples, each piece in whole pages."""
+    """Memory of samples, each piece in whole pages."""
 
+    layers: list[int]
+    """Blocks with keys and values."""
     stages: list[int]
-    """Bytes on the compute device: keys and values of a layer, of all sequences."""
+    """Bytes on the compute device of a layer's keys and values, of all sequences: one of each layer where they stay
+    there, else a few for all layers."""
     logits: int
     """Bytes on the compute device, and as many in RAM: float32 [sequences, vocabulary]."""
     kept: dict[int, int]
@@ -444,14 +456,43 @@ class SampleRegions:
 
 
 def sample_regions(problem: PlanInput) -> SampleRegions:
-    """What the samples of a run take; nothing where it writes none."""
+    """What samples take with keys and values on the tier of `problem.samples`; nothing where there are none."""
     space = problem.samples
     if space is None:
-        return SampleRegions([], 0, {})
-    sizes = {i: aligned(space.kept_tokens * block.kv_bytes_per_token) for i, block in enumerate(problem.blocks)}
-    kept = {block: size for block, size in sizes.items() if size}
-    stages = [max(kept.values(), default=0)] * min(SAMPLE_STAGES, len(kept))
-    return SampleRegions(stages, aligned(len(space.lengths) * space.vocabulary * FP32), kept)
+        return SampleRegions([], [], 0, {})
+    tokens = sum(space.lengths)
+    sizes = {i: aligned(tokens * block.kv_bytes_per_token) for i, block in enumerate(problem.blocks) if block.attends}
+    stages = [max(sizes.values(), default=0)] * min(SAMPLE_STAGES, len(sizes))
+    if space.tier == "gpu":
+        stages = list(sizes.values())
+    logits = aligned(len(space.lengths) * space.vocabulary * FP32)
+    return SampleRegions(list(sizes), stages, logits, sizes if space.tier == "ram" else {})
+
+
+def sample_tiers(problem: PlanInput) -> list[SampleTier]:
+    """Where keys and values of samples may be cached, the best place first.
+
+    On the compute device nothing has to be copied; of a run, which rarely writes samples, they take little of it.
+    """
+    space = problem.samples
+    assert space is not None
+    if not space.keeps:
+        return ["nowhere"]
+    if not problem.trains:
+        return ["gpu", "ram", "nowhere"]
+    there = sample_regions(replace(problem, samples=replace(space, tier="gpu"))).gpu_bytes
+    return ["gpu", "ram"] if there * SAMPLES_SHARE <= problem.gpu_budget else ["ram"]
+
+
+def boundary_places(problem: PlanInput, places: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+    """The chunks whose hidden state between two blocks may have to wait in RAM: none where all stay in their slots."""
+    return places if problem.trains or not stay_in_slots(problem, len(places)) else ()
+
+
+def stay_in_slots(problem: PlanInput, chunks: int) -> bool:
+    """Whether the activations of so many chunks stay on the compute device between two blocks of a forward that no
+    backward follows: the input and output of the running op take one slot more than there are chunks."""
+    return chunks < HIDDEN_SLOTS and not routed_bytes(problem, 1)
 
 
 def attention_regions(

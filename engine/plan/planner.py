@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from penstock.engine.plan.plan import (
@@ -15,11 +16,13 @@ from penstock.engine.plan.plan import (
     TierPlan,
     aligned,
     attention_regions,
+    boundary_places,
     gib,
     graph_slot_bytes,
     part_stage_bytes,
     routed_bytes,
     sample_regions,
+    sample_tiers,
     state_part_numel,
     window_bytes,
 )
@@ -45,6 +48,8 @@ from penstock.storage.tier.chunk import ChunkFormat
 
 SMALL_WINDOW = 4
 """A window of keys and values is small where so many of them are no more than a layer's weights."""
+GOLDEN = (5**0.5 - 1) / 2
+"""The first multiples of it, however many, lie evenly in the unit interval, each taken modulo 1."""
 ACTIVATION_STAGES = {2: 2, 4: 9}
 """Choice.stages -> records on their way to or from NVMe at once."""
 
@@ -72,7 +77,11 @@ class _Planner(Saving):
         self.pool = _pools(p)
         self.in_order = sorted(p.buffers, key=lambda b: (self.pool[b.name] not in LAYER_POOLS, not b.frozen))
         """Buffers in the order in which they find a place: layers first, embedding and head, which are large, last; of
-        either the frozen ones first, which have more traffic a byte."""
+        either the frozen ones first, which have more traffic a byte. Of a model that is only queried those of each tier
+        are spread over its depth, so that disk and link are busy at once."""
+        if not p.trains:
+            numbers = {buffer.name: number for number, buffer in enumerate(p.buffers)}
+            self.in_order.sort(key=lambda b: (self.pool[b.name] not in LAYER_POOLS, numbers[b.name] * GOLDEN % 1))
         self.part_numel = state_part_numel(p.buffers)
         self.samples = sample_regions(p)
         self.ram_budget = p.ram_budget - p.beside_bytes - self.samples.ram_bytes
@@ -98,7 +107,7 @@ class _Planner(Saving):
     def num_windows(self) -> int:
         """Two where they are small: the next micro-batch's keys and values need not wait until this one's have left."""
         p = self.problem
-        if self.streamed or self.group == 1:
+        if self.streamed or self.group == 1 or p.continues_only:
             return 1
         (one,) = window_bytes(p, self.max_chunk, False, 1)["kv"]
         largest = max(b.numel for b in p.buffers if self.pool[b.name] in LAYER_POOLS) * p.compute_bytes
@@ -141,7 +150,7 @@ class _Planner(Saving):
             "gradient slots": sum(gradients[k] * aligned(numel[k] * FP32) for k in pools),
             "K/V window": sum(map(sum, window_bytes(p, self.max_chunk, self.streamed, self.windows).values())),
             "activation slots": HIDDEN_SLOTS * aligned(self.max_chunk * p.hidden_size * p.compute_bytes)
-            + SAVED_SLOTS * aligned(self.max_chunk * saved)
+            + (0 if p.continues_only else SAVED_SLOTS * aligned(self.max_chunk * saved))
             + ROUTED_SLOTS * routed_bytes(p, self.max_chunk),
             "saved activations": self.on_gpu_bytes,
             "saved graphs": self.graphs_bytes,
@@ -246,7 +255,7 @@ class _Planner(Saving):
     def stream_bytes(self) -> int:
         """The chunks of one block boundary: activations going up, their gradients coming down."""
         p, hidden = self.problem, self.problem.hidden_size * self.problem.compute_bytes
-        tokens = [chunk.end - chunk.start for chunk in self.places]
+        tokens = [chunk.end - chunk.start for chunk in boundary_places(p, self.places)]
         return sum(aligned(n * hidden) + routed_bytes(p, n) for n in tokens)
 
     def stage_bytes(self, grad_on_nvme: bool) -> tuple[int, int]:
@@ -255,7 +264,7 @@ class _Planner(Saving):
         part = self.part_numel
         gradient = p.gradient_bytes if grad_on_nvme else 0
         state = aligned(part * FP32) * len(self.problem.state_kinds) + aligned(part * gradient)
-        return state, aligned(part_stage_bytes(p.buffers, p.compute_bytes))
+        return state, aligned(part_stage_bytes(p.buffers, p))
 
     def block_bytes(self, spilling: bool) -> int:
         """RAM of one block's pass over a micro-batch, whatever is saved: see attention_regions."""
@@ -273,7 +282,7 @@ class _Planner(Saving):
         everything = sum(self.kind_bytes(b, kind) for b in rest for kind in kinds[b.name])
         part_stage = self.stage_bytes(False)[1]
         # State on the GPU passes through part stages when it is checkpointed, weights there when they are made.
-        through = self.choice.stages if self.weights else 2 if self.resident else 0
+        through = 0 if not part_stage else self.choice.stages if self.weights else 2 if self.resident else 0
         activations = self.stream_bytes() + self.records_bytes() + self.block_bytes(False)
         whole = activations + everything + through * part_stage
         if whole <= self.ram_budget:
@@ -378,7 +387,7 @@ class _Planner(Saving):
         p, stages = self.problem, self.choice.stages
         own = ACTIVATION_STAGES[stages] if spilling and self.saving else 0
         longest = max(self.places, key=lambda c: c.end - c.start).index
-        widest = max(max(self.record(i, longest).values(), default=0) for i in self.layers)
+        widest = max((max(self.record(i, longest).values(), default=0) for i in self.layers), default=0)
         if self.graphs_aside:
             widest = max(widest, graph_slot_bytes(p, self.max_chunk))
         stream, passing = self.stream_bytes(), self.block_bytes(spilling)
@@ -413,7 +422,11 @@ class _Planner(Saving):
             )
         spilled = {key for key in self.backward_order() if key not in self.saved_on_gpu and key not in in_place}
         parts = {"activations": stream + passing + records + own * widest, "resident blocks": 0, "stages": staged}
-        return _RamPlacement({}, parts, stages, stages, own, own and widest, spilled if spilling else set())
+        placement = _RamPlacement({}, parts, activation_stages=own, activation_stage_bytes=own and widest)
+        placement.state_stages = stages if p.trains else 0
+        placement.part_stages = stages if staged else 0
+        placement.spilled = spilled if spilling else set()
+        return placement
 
     def plan(self) -> Plan:
         p = self.problem
@@ -566,6 +579,12 @@ def make_plan(problem: PlanInput, choice: PlanOptions) -> Plan:
 
     Raises BudgetError, with the figures, when a budget cannot hold one block's working set.
     """
+    if problem.samples is not None and problem.samples.tier is None:
+        *tiers, last = sample_tiers(problem)
+        for tier in tiers:
+            with suppress(BudgetError):
+                return make_plan(replace(problem, samples=replace(problem.samples, tier=tier)), choice)
+        problem = replace(problem, samples=replace(problem.samples, tier=last))
     plan = _Planner(problem, choice).plan()
     if choice.graphs_aside != "none" and not plan.graphs_aside:
         without = make_plan(problem, replace(choice, graphs_aside="none"))  # which needs no slots for any

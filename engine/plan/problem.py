@@ -25,6 +25,9 @@ RamFirst = Literal["activations", "weights", "state", "records"]
 gradients, state; or weights, gradients, state, records; or these with records before frozen weights, which a drive only
 reads. What is not there moves twice a step, weights thrice."""
 
+SampleTier = Literal["gpu", "ram", "nowhere"]
+"""Where keys and values of samples are from one pass to the next; nowhere: each pass reads whole sequences again."""
+
 GraphsAside = Literal["none", "room", "quarter", "half", "most", "all"]
 """Of which layer chunks whose graph is not saved on the GPU it leaves for RAM or NVMe: as many as RAM has room for when
 all else has found its place; or, before anything else finds one, a quarter, half, three quarters or all of them, evenly
@@ -140,18 +143,16 @@ class BlockShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleSpace:
-    """What the samples of a run need room for."""
+    """What sequences that are continued need memory for: the samples of a run, or texts of a model that is queried."""
 
     lengths: tuple[int, ...]
     """Tokens that each prompt comes to, with what is written behind it."""
     keeps: bool
-    """Keys and values of all these are kept; else every new token computes its sequence again."""
+    """Keys and values may be cached; else every new token computes its sequence again."""
     vocabulary: int
     """Logits behind a token."""
-
-    @property
-    def kept_tokens(self) -> int:
-        return sum(self.lengths) if self.keeps else 0
+    tier: SampleTier | None = None
+    """Where they are cached; None: the planner has not chosen yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,6 +204,16 @@ class PlanInput:
     """The loss of a target depends on those of its whole sequence (engine/objectives): the head is visited twice."""
     one_group: bool = False
     """Backward needs what all of the step's forward finds, so that all micro-batches are one group."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is anything to train; else the model is only queried."""
+        return not all(buffer.frozen for buffer in self.buffers)
+
+    @property
+    def continues_only(self) -> bool:
+        """Whether all passes are those of samples, which have memory of their own for keys and values."""
+        return not self.trains and self.samples is not None
 
     @property
     def beside_bytes(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -32,3 +33,29 @@ def handlers_of(*owners: object) -> dict[Action, Handler]:
                 assert action not in found, f"two handlers of {action.name}"
                 found[action] = getattr(owner, name)
     return found
+
+
+def gather(futures: Sequence[Future[Any]]) -> Future[None]:
+    """A future that is done when all of `futures` are, with the first exception among them."""
+
+    result: Future[None] = Future()
+    lock = threading.Lock()
+    left = len(futures)
+
+    def one_done(_: Future[Any]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            errors = [error for error in (future.exception() for future in futures) if error is not None]
+            if errors:
+                result.set_exception(errors[0])
+            else:
+                result.set_result(None)
+
+    if not futures:
+        result.set_result(None)
+    for future in futures:
+        future.add_done_callback(one_done)
+    return result

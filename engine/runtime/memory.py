@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,7 @@ from penstock.engine.plan.plan import (
     BufferPlan,
     Plan,
     attention_regions,
+    boundary_places,
     graph_slot_bytes,
     routed_bytes,
     sample_regions,
@@ -84,7 +86,7 @@ class GpuMemory:
     records: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
     """(block, place) -> kind -> what is put aside for its backward and stays here, uint8: see plan.plan.record."""
     sample_stages: list[Tensor] = field(default_factory=list)
-    """Keys and values of the samples in one layer, uint8: see engine.plan.plan.sample_regions."""
+    """Keys and values of samples in one layer, uint8: see engine.plan.plan.sample_regions."""
     sample_logits: Tensor | None = None
     """float32 [sequences, vocabulary]; None where the run writes no samples."""
 
@@ -127,8 +129,11 @@ def _dtypes(
     return found | (dict.fromkeys(plan.problem.state_kinds, torch.float32) if buffer.state == tier else {})
 
 
-def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -> GpuMemory:
-    """Carve the compute device's memory; temporaries are not part of it."""
+def allocate_gpu(
+    plan: Plan, device: torch.device, compute_dtype: torch.dtype, weights: dict[str, Tensor] | None = None
+) -> GpuMemory:
+    """Carve the compute device's memory; temporaries are not part of it. `weights`: of buffers that have theirs there
+    already."""
     problem = plan.problem
     parts = plan.tiers["gpu"].parts
     gpu = GpuMemory(DeviceArena(sum(parts.values()) - parts["workspace"] - parts["saved graphs"], device))
@@ -140,6 +145,9 @@ def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -
         dtypes = _dtypes(plan, buffer, "gpu", compute_dtype, torch.float32)
         if buffer.sums == "gpu":
             dtypes["gradient"] = torch.float32
+        if weights and buffer.name in weights:
+            gpu.buffers[buffer.name] = {"weights": weights[buffer.name]}
+            continue
         gpu.buffers[buffer.name] = {kind: typed(buffer.numel, dtype) for kind, dtype in dtypes.items()}
     for pool in POOLS:
         numel = plan.weight_slot_numel[pool]
@@ -155,7 +163,8 @@ def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -
     if routed := routed_bytes(problem, tokens):
         gpu.routed = [gpu.arena.slot(routed) for _ in range(ROUTED_SLOTS)]
     saved = max(b.saved_bytes_per_token for b in plan.blocks)
-    gpu.saved = [gpu.arena.slot(tokens * saved) for _ in range(SAVED_SLOTS)]
+    if not problem.continues_only:
+        gpu.saved = [gpu.arena.slot(tokens * saved) for _ in range(SAVED_SLOTS)]
     if "graph slots" in parts:
         gpu.graphs = [gpu.arena.slot(graph_slot_bytes(problem, tokens)) for _ in range(GRAPH_SLOTS)]
     if problem.samples is not None:
@@ -168,7 +177,8 @@ def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -
 def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> RamMemory:
     """Carve the host arena, unpinned; what it does not hold of a buffer lives on another tier."""
     problem, tier = plan.problem, plan.tiers["ram"]
-    ram = RamMemory(HostArena(tier.peak_bytes - problem.beside_bytes, budget_bytes=tier.budget_bytes))
+    capacity = max(ALIGNMENT, tier.peak_bytes - problem.beside_bytes)  # a model that is queried may need none
+    ram = RamMemory(HostArena(capacity, budget_bytes=max(capacity, tier.budget_bytes)))
 
     def typed(name: str, numel: int, dtype: torch.dtype) -> Tensor:
         return ram.arena.slot(name, numel * dtype.itemsize).view(dtype)
@@ -182,13 +192,12 @@ def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torc
             # What is complete takes the place of what was summed so far.
             ram.sums[name] = ram.buffers[name]["gradient"]
             ram.buffers[name]["gradient"] = ram.sums[name].view(gradient_dtype)[: buffer.numel]
-    for chunk in plan.places:
-        tokens = chunk.end - chunk.start
-        shape = (tokens, problem.hidden_size)
-        hidden = tokens * problem.hidden_size
-        ram.boundary[chunk.index] = typed(f"boundary.{chunk.index}", hidden, compute_dtype).view(shape)
-        if routed := routed_bytes(problem, tokens):
+    for chunk in boundary_places(problem, plan.places):
+        shape = (chunk.end - chunk.start, problem.hidden_size)
+        ram.boundary[chunk.index] = typed(f"boundary.{chunk.index}", math.prod(shape), compute_dtype).view(shape)
+        if routed := routed_bytes(problem, shape[0]):
             ram.routed[chunk.index] = ram.arena.slot(f"routed.{chunk.index}", routed)
+    for chunk in plan.places:
         for i, block in enumerate(plan.blocks):
             key = (i, chunk.index)
             if key in plan.spilled or key in plan.saved_on_gpu:

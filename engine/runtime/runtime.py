@@ -24,6 +24,7 @@ from penstock.engine.runtime.handlers import handlers_of
 from penstock.engine.runtime.layer_ops import LayerOps
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
 from penstock.engine.runtime.sample_ops import SampleOps
+from penstock.engine.runtime.sources import Source
 from penstock.engine.runtime.state_ops import StateOps
 from penstock.engine.runtime.views import Views
 from penstock.engine.schedule import actions as a
@@ -40,23 +41,24 @@ class Runtime:
         plan: Plan,
         layouts: dict[str, FlatLayout],
         runner: ModelRunner,
-        optimizer: Optimizer,
-        store: NvmeStore | None,
+        optimizer: Optimizer | None,
+        store: NvmeStore | Source | None,
         gpu: GpuMemory,
         ram: RamMemory,
         train: TrainConfig,
         logits_bytes: int,
         commit: Callable[[int], None],
     ) -> None:
-        """`store`: the NVMe tier, of which compute ops need none; `commit` is called with a step's number."""
+        """`store`: the NVMe tier, of which compute ops need none; `commit` is called with a step's number. A model that
+        is only queried has no optimizer, and a source of its weights."""
         self.plan, self.runner, self.optimizer = plan, runner, optimizer
         self._views = Views(plan, layouts, runner, gpu, ram)
+        self._samples_passes = 0
         self.layer_ops = LayerOps(self._views)
         self._block_ops = BlockOps(self._views, optimizer, store, train, logits_bytes)
         state_ops = StateOps(self._views, optimizer, store, commit)
-        self.handlers = handlers_of(
-            self._block_ops, self.layer_ops, ExpertOps(self._views), state_ops, SampleOps(self._views)
-        )
+        self.sample_ops = SampleOps(self._views, logits_bytes)
+        self.handlers = handlers_of(self._block_ops, self.layer_ops, ExpertOps(self._views), state_ops, self.sample_ops)
 
     def perform(self, op: Op) -> Future[Any] | None:
         """Carry out `op`; a Future means that it goes on in the background."""
@@ -88,9 +90,11 @@ class Runtime:
         """What `begin_evaluation` was given, with its loss, once the pass's "evaluate" is done; forgets it."""
         return self._views.evaluated.pop(batch)
 
-    def begin_samples(self, batch: int, data: SampleData) -> None:
-        """Give the tokens of a samples' pass, numbered from -1 down, before its ops are submitted."""
-        self._views.samples[batch] = data
+    def begin_samples(self, data: SampleData) -> int:
+        """Give the tokens of a samples' pass before its ops are submitted; its number, from -1 down."""
+        self._samples_passes -= 1
+        self._views.samples[self._samples_passes] = data
+        return self._samples_passes
 
     def end_samples(self, batch: int) -> Tensor:
         """The logits, float32 [sequences, vocabulary] in host memory, once all ops of the pass are done; forgets its

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,14 +19,23 @@ from penstock.engine.schedule.ops import Op
 
 
 class SampleOps:
-    def __init__(self, views: Views) -> None:
-        self._views, self._runner = views, views.runner
+    def __init__(self, views: Views, logits_bytes: int) -> None:
+        self._views, self._runner, self._logits_bytes = views, views.runner, logits_bytes
         space = views.plan.problem.samples
-        self._kept_tokens = 0 if space is None else space.kept_tokens
-        self._room = list(itertools.pairwise([0, *itertools.accumulate(space.lengths if space else ())]))
-        """Per sequence the first and the end of its places among the kept tokens."""
+        self._tokens = 0 if space is None else sum(space.lengths)
+        self._ranges: list[tuple[int, int]] = []
+        self._cached: dict[tuple[str, int], list[KeysValues]] = {}
+        """(block, stage) -> keys and values there by sequence."""
+        self.cut(space.lengths if space else ())
         self._inputs: tuple[tuple[int, int], LayerInputs] | None = None
         """((pass, chunk), arguments of the layers) of the chunk that was computed last."""
+
+    def cut(self, lengths: Sequence[int]) -> None:
+        """Sequences of so many tokens from now on, which are no more than the plan has, nor are their tokens."""
+        assert sum(lengths) <= self._tokens
+        self._ranges = list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
+        """Per sequence the first and the end of its places among all tokens."""
+        self._cached.clear()
 
     # ------------------------------------------------------------------ operands
 
@@ -43,12 +51,19 @@ class SampleOps:
             self._inputs = key, self._runner.inputs(chunk.positions, torch.tensor(lasts))
         return self._inputs[1]
 
-    def _kept(self, op: Op, raw: Tensor) -> list[KeysValues]:
-        """Keys and values of the op's layer, by sequence, in `raw`."""
+    def _keys_values(self, op: Op, raw: Tensor) -> list[KeysValues]:
+        """Of the op's layer, by sequence, in `raw`."""
         shape = self._runner.spec.attention[self._views.layer(op)]
         assert shape is not None
-        k, v = keys_and_values(raw, self._kept_tokens, shape, self._views.dtype)
-        return [KeysValues(k[first:end], v[first:end]) for first, end in self._room]
+        k, v = keys_and_values(raw, self._tokens, shape, self._views.dtype)
+        return [KeysValues(k[first:end], v[first:end]) for first, end in self._ranges]
+
+    def _staged(self, op: Op) -> list[KeysValues]:
+        """Keys and values of the op's layer on the compute device, by sequence."""
+        stage = op.slots[a.SAMPLE_KV]
+        if (op.block, stage) not in self._cached:
+            self._cached[op.block, stage] = self._keys_values(op, self._views.gpu.sample_stages[stage])
+        return self._cached[op.block, stage]
 
     # ------------------------------------------------------------------ blocks
 
@@ -64,13 +79,8 @@ class SampleOps:
         shape, handler = self._runner.spec.attention[layer], None
         if shape is not None:
             places = [Place(row.start, len(row.ids)) for row in chunk.rows]
-            if a.SAMPLE_KV in op.slots:
-                of_all = self._kept(op, views.gpu.sample_stages[op.slots[a.SAMPLE_KV]])
-                kept = [of_all[row.sequence] for row in chunk.rows]
-            else:  # whole sequences, of which nothing is kept
-                made = partial(KeysValues.empty, dtype=views.dtype, device=views.device)
-                kept = [made(shape, place.end) for place in places]
-            handler = rows_handler(places, kept, shape.chunk)
+            staged = self._staged(op)
+            handler = rows_handler(places, [staged[row.sequence] for row in chunk.rows], shape.chunk)
         if self._runner.layers.balance is not None:
             self._runner.layers.balance.watch(chunk.chunk.end, counting=False)
         x = views.hidden(op.slots[a.X], chunk.chunk)
@@ -84,10 +94,11 @@ class SampleOps:
         views, chunk = self._views, self._chunk(op)
         if not chunk.last.numel():
             return
-        x = views.hidden(op.slots[a.X], chunk.chunk).index_select(0, chunk.last)
-        logits = views.gpu.sample_logits
+        weights, x, logits = views.weights(op), views.hidden(op.slots[a.X], chunk.chunk), views.gpu.sample_logits
         assert logits is not None
-        logits.index_copy_(0, chunk.sequences, self._runner.logits(views.weights(op), x).float())
+        most = max(1, self._logits_bytes // (3 * logits[0].nbytes))
+        for rows, sequences in zip(chunk.last.split(most), chunk.sequences.split(most), strict=True):
+            logits.index_copy_(0, sequences, self._runner.logits(weights, x.index_select(0, rows)).float())
 
     # ------------------------------------------------------------------ copies
 
@@ -116,9 +127,8 @@ class SampleOps:
 
     def _places(self, op: Op) -> tuple[list[KeysValues], list[KeysValues]]:
         """(on the compute device, in RAM): keys and values of the op's layer by sequence."""
-        stage = self._views.gpu.sample_stages[op.slots[a.SAMPLE_KV]]
         region = self._views.ram.sample_kv[self._views.block_index(op.block)]
-        return self._kept(op, stage), self._kept(op, region)
+        return self._staged(op), self._keys_values(op, region)
 
     def _rows(self, op: Op) -> Iterator[SampleRow]:
         return itertools.chain.from_iterable(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from penstock.engine.optim.base import MASTER
 from penstock.engine.plan.plan import BufferPlan, Plan
 from penstock.engine.plan.problem import BufferShape
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
+from penstock.engine.runtime.sources import Source
 from penstock.storage.files.errors import UserError
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.arena import empty_aligned
@@ -93,14 +94,23 @@ def fill_store(
     store.commit(meta)
 
 
-def load_memory(store: NvmeStore, plan: Plan, gpu: GpuMemory, ram: RamMemory, compute_dtype: torch.dtype) -> None:
+def load_memory(
+    store: NvmeStore | Source,
+    plan: Plan,
+    gpu: GpuMemory,
+    ram: RamMemory,
+    compute_dtype: torch.dtype,
+    there: Container[str] = (),
+) -> None:
     """Bring the committed generation to where the plan wants it: resident state, and weights on every tier.
 
     What lives in RAM is read there, some parts at a time; the rest passes through the plan's part stages in turn.
+    `there`: buffers that are there already. A source has the weights of a model of which nothing is trained.
     """
-    loading = _Loading(store, plan, gpu, ram, compute_dtype)
-    total, asked = sum(buffer.numel for buffer in plan.buffers.values()), 0
-    for buffer in plan.buffers.values():
+    loading = _Loading(cast(NvmeStore, store), plan, gpu, ram, compute_dtype)
+    buffers = [buffer for buffer in plan.buffers.values() if buffer.name not in there]
+    total, asked = sum(buffer.numel for buffer in buffers), 0
+    for buffer in buffers:
         for part in range(buffer.num_parts):
             if buffer.frozen:
                 loading.frozen(buffer, part)
@@ -125,6 +135,7 @@ class _Loading:
         self._dtype, self._stages = compute_dtype, ram.part_stages
         self._turn = itertools.cycle(self._stages)
         self._rounded = empty_aligned(plan.state_part_numel, compute_dtype)
+        self._device_reads = plan.problem.device_reads
         self._reading: deque[tuple[list[Future[None]], Callable[[], None]]] = deque()
 
     def in_place(self, buffer: BufferPlan, part: int) -> None:
@@ -155,11 +166,12 @@ class _Loading:
         start, end = buffer.part(part)
         if buffer.weights == "nvme":
             return
-        if buffer.weights == "ram":
-            target = self._ram.buffers[buffer.name][WEIGHTS][start:end]
+        memory = self._ram if buffer.weights == "ram" else self._gpu
+        target = memory.buffers[buffer.name][WEIGHTS][start:end]
+        if buffer.weights == "ram" or self._device_reads:
             self._read(buffer, part, {WEIGHTS: target}, lambda: None, _PARTS_AT_ONCE)
             return
-        rows, target = self._stage(end - start, self._dtype), self._gpu.buffers[buffer.name][WEIGHTS][start:end]
+        rows = self._stage(end - start, self._dtype)
 
         def then() -> None:
             target.copy_(rows, non_blocking=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, cast
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from penstock.engine.optim.base import Optimizer, UpdateRange
 from penstock.engine.plan.plan import BufferPlan
-from penstock.engine.runtime.handlers import handles
+from penstock.engine.runtime.handlers import gather, handles
 from penstock.engine.runtime.health import require_usable
 from penstock.engine.runtime.views import Views
 from penstock.engine.schedule import actions as a
@@ -22,12 +21,12 @@ from penstock.storage.generations.store import NvmeStore
 
 
 class StateOps:
-    """`store`: the NVMe tier; who carries out compute ops only needs none. `commit` is called with a step's number."""
+    """`store`: the NVMe tier, or where weights that are never trained are read from; who carries out compute ops only
+    needs none. `commit` is called with a step's number."""
 
-    def __init__(
-        self, views: Views, optimizer: Optimizer, store: NvmeStore | None, commit: Callable[[int], None]
-    ) -> None:
-        self._views, self._optimizer, self._nvme, self._commit = views, optimizer, cast(NvmeStore, store), commit
+    def __init__(self, views: Views, optimizer: Optimizer | None, store: object, commit: Callable[[int], None]) -> None:
+        self._views, self._nvme, self._commit = views, cast(NvmeStore, store), commit
+        self._optimizer = cast(Optimizer, optimizer)
         self._gpu, self._ram, self._kinds = views.gpu, views.ram, views.plan.problem.state_kinds
 
     def _buffer(self, op: Op) -> BufferPlan:
@@ -167,28 +166,3 @@ class StateOps:
     @handles(a.COMMIT)
     def _commit_generation(self, op: Op) -> None:
         self._commit(op.step)
-
-
-def gather(futures: Sequence[Future[Any]]) -> Future[None]:
-    """A future that is done when all of `futures` are, with the first exception among them."""
-
-    result: Future[None] = Future()
-    lock = threading.Lock()
-    left = len(futures)
-    assert left
-
-    def one_done(_: Future[Any]) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
-            errors = [error for error in (future.exception() for future in futures) if error is not None]
-            if errors:
-                result.set_exception(errors[0])
-            else:
-                result.set_result(None)
-
-    for future in futures:
-        future.add_done_callback(one_done)
-    return result

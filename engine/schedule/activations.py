@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.engine.plan.activations import ACTIVATIONS
-from penstock.engine.plan.plan import Chunk, Plan, leaving_bytes
+from penstock.engine.plan.plan import Chunk, Plan, leaving_bytes, stay_in_slots
 from penstock.engine.plan.problem import DKV_SLOTS, GRAPH_SLOTS, HIDDEN_SLOTS, KV_SLOTS, ROUTED_SLOTS, SAVED_SLOTS
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
@@ -45,6 +45,8 @@ class ActivationSchedule:
         keys and values are streamed."""
         self.streams: dict[int, list[Chunk]] = {}
         """Micro-batch -> its chunks, of the group being emitted; one without any is not there."""
+        self._stay = False
+        """Whether hidden states of a forward without a backward stay in their slots."""
         self._documents: Sequence[Sequence[int]] | None = None
         """Per micro-batch of the batch being emitted the sorted starts of its documents, where they are known."""
         self.kv = Slots("gpu.kv", KV_SLOTS)
@@ -54,7 +56,7 @@ class ActivationSchedule:
 
     def begin(self, chunks: Sequence[Chunk], documents: Sequence[Sequence[int]] | None) -> None:
         """What is emitted from now on is about these chunks, of each micro-batch the first ones."""
-        self.streams, self._documents = {}, documents
+        self.streams, self._documents, self._stay = {}, documents, stay_in_slots(self._plan.problem, len(chunks))
         for chunk in chunks:
             self.streams.setdefault(chunk.micro_batch, []).append(chunk)
 
@@ -113,10 +115,12 @@ class ActivationSchedule:
         return slot
 
     def store(self, kind: str, mode: Mode, layer: int, chunk: Chunk, slot: int) -> None:
-        """What a block has made leaves for where its next reader finds it."""
+        """What a block has made leaves for where its next reader finds it, unless that finds it in its slot."""
+        self.pool(kind).release(slot, keep=True)
+        if mode in ("evaluate", "generate") and self._stay:
+            return
         region = self._region(kind, layer, chunk)
         self._move(a.STORE[kind], layer, chunk, [r.activation(kind, slot)], [region], {a.SLOT: slot})
-        self.pool(kind).release(slot, keep=True)
         key, plan = self.key(layer, chunk), self._plan
         saved = kind in plan.blocks[layer].saved_inputs and mode == "forward"
         if saved and key in plan.spilled and key not in plan.saved_graphs:

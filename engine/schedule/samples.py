@@ -1,5 +1,5 @@
-"""The part of the schedule that moves keys and values of samples: in RAM between a layer's passes, staged on the GPU
-while the layer runs."""
+"""The part of the schedule that moves keys and values of samples: they stay on the GPU, or are in RAM between a layer's
+passes and staged on the GPU while the layer runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ class SampleSchedule:
     def __init__(self, plan: Plan, emitter: Emitter) -> None:
         self._plan, self._emit = plan, emitter.emit
         regions = sample_regions(plan.problem)
-        self._kept = regions.kept
+        self._layers, self._kept = regions.layers, regions.kept
         self._stages = Slots(r.GPU_SAMPLE_KV, len(regions.stages))
         self._stage: dict[int, int] = {}
-        """Block -> the stage that it has, from `open` to `close`."""
+        """Block -> the stage that it has: from `open` to `close`, or for good."""
+        self._stay = plan.problem.samples is not None and plan.problem.samples.tier == "gpu"
+        if self._stay:
+            self._stage = {block: number for number, block in enumerate(regions.layers)}
         self._read_tokens = self._new_tokens = 0
 
     def begin(self, read_tokens: int, new_tokens: int) -> None:
@@ -28,21 +31,25 @@ class SampleSchedule:
 
     def open(self, block: int) -> None:
         """Give a layer a stage, and bring there what is kept of it."""
-        if block not in self._kept:
+        if block not in self._layers or self._stay:
             return
         self._stage[block] = self._stages.take(block)
-        if self._read_tokens:
+        if self._read_tokens and block in self._kept:
             self._move(a.LOAD_SAMPLE_KV, block, self._read_tokens, self._region(block), self._place(block))
 
     def close(self, block: int) -> None:
         """Put aside what the pass has added, and let the stage go."""
         if block in self._kept:
             self._move(a.STORE_SAMPLE_KV, block, self._new_tokens, self._place(block), self._region(block))
+        if block in self._layers and not self._stay:
             self._stages.release(self._stage.pop(block))
 
     def operands(self, block: int) -> tuple[list[Resource], dict[str, int]]:
-        """What a layer that runs adds to, and in which slot it is; nothing where it keeps no keys and values."""
-        return ([self._place(block)], {a.SAMPLE_KV: self._stage[block]}) if block in self._kept else ([], {})
+        """What a layer that runs adds to, in which slot it is and how many tokens it reads there; nothing of a layer
+        without attention."""
+        if block not in self._layers:
+            return [], {}
+        return [self._place(block)], {a.SAMPLE_KV: self._stage[block], a.READ_TOKENS: self._read_tokens}
 
     def _place(self, block: int) -> Resource:
         return r.place(r.GPU_SAMPLE_KV, self._stage[block])

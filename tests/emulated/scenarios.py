@@ -27,11 +27,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.engine import session as session_module
 from penstock.engine.config import SamplesConfig
-from penstock.engine.generate import placement
-from penstock.engine.generate.attend import Place
+from penstock.engine.forecast import query
 from penstock.engine.generate.decode import Decoding
-from penstock.engine.generate.kept import Kept
-from penstock.engine.generate.streamed import StreamedModel
+from penstock.engine.opened_model import OpenedModel
 from penstock.engine.optim.lr import on_device
 from penstock.engine.runtime.executor import GPU_LANES, Executor
 from penstock.engine.samples import write
@@ -234,9 +232,9 @@ def samples(folder: Path, seed: int) -> str:
 
 @functools.cache
 def _model(folder: Path) -> Path:
-    """A small model; placed from now on as if nothing else took memory, which is more than all of it."""
-    placement._FIXED_BYTES = placement._LIBRARY_BYTES = 0  # type: ignore[misc]
-    placement._LEAST_CHUNK = 3  # type: ignore[misc]
+    """A small model; planned from now on as if nothing else took memory, which is more than all of it."""
+    query.temporaries_bytes = lambda *given, **named: 0
+    query.CHUNKS = (3,)  # type: ignore[assignment]
     sizes: dict[str, Any] = adapted.SIZES | {"num_hidden_layers": 5, "vocab_size": 211, "pad_token_id": 0}
     config = AutoConfig.for_model("qwen3", **sizes, bos_token_id=None, eos_token_id=None)
     torch.manual_seed(0)
@@ -253,7 +251,7 @@ def generate(folder: Path, seed: int) -> str:
     path, found = _model(folder), []
     prompts = [[5, 9, 2, 44, 7], [3], [7, 7, 9, 12, 100, 4, 8]]
     for gpu, ram in BUDGETS:
-        with StreamedModel.open(path, gpu_bytes=gpu, ram_bytes=ram, device="cuda", dtype="float32") as model:
+        with OpenedModel.open(path, gpu_bytes=gpu, ram_bytes=ram, device="cuda", dtype="float32") as model:
             for _ in range(2):
                 found.append(str([one.ids for one in model.generate(prompts, Decoding(new_tokens=4))]))
     return " ".join(found)
@@ -262,7 +260,7 @@ def generate(folder: Path, seed: int) -> str:
 def from_disk(folder: Path, seed: int) -> str:
     """Tokens of a model that is read from disk again and again, while copies to the GPU come very late."""
     path, found = _model(folder), []
-    with StreamedModel.open(path, gpu_bytes=400_000, ram_bytes=200_000, device="cuda", dtype="float32") as model:
+    with OpenedModel.open(path, gpu_bytes=330_000, ram_bytes=300_000, device="cuda", dtype="float32") as model:
         with emulator.delays(seed, 0, 20 * COPY_US if seed else 0):
             for _ in range(3):
                 found.append(str([one.ids for one in model.generate([[5, 9, 2]], Decoding(new_tokens=2))]))
@@ -271,30 +269,7 @@ def from_disk(folder: Path, seed: int) -> str:
     return " ".join(found)
 
 
-def broken_off(folder: Path, seed: int) -> str:
-    """A model that is closed after the first block of a pass, on a card where unpinning memory does not wait."""
-    with standin.setting("STANDIN_UNREGISTER", 0, after=1):
-        path, (gpu, ram) = _model(folder), BUDGETS[1]
-        with StreamedModel.open(path, gpu_bytes=gpu, ram_bytes=ram, device="cuda", dtype="float32") as model:
-            model.generate([[5, 9, 2]], Decoding(new_tokens=1))
-            with model._weights.block(0):
-                pass
-        torch.cuda.synchronize()
-    return "closed"
-
-
-def kept(folder: Path, seed: int) -> str:
-    """Keys and values that are given up while their last rows go to RAM, on such a card."""
-    with standin.setting("STANDIN_UNREGISTER", 0, after=1):
-        spec = tiny.spec_of(AutoConfig.from_pretrained(_model(folder)))
-        keys_values = Kept(spec, [64], "ram", dtype=torch.float32, device=CUDA, apart=True)
-        keys_values.take(0, [(0, Place(0, 64))])
-        keys_values.close()
-        torch.cuda.synchronize()
-    return "closed"
-
-
-BUDGETS = [(1 << 30, 1 << 30), (200_000, 1 << 30), (200_000, 1 << 18), (240_000, 150_000)]
+BUDGETS = [(1 << 30, 1 << 30), (330_000, 1 << 30), (330_000, 320_000), (500_000, 300_000)]
 
 
 def choose(folder: Path, seed: int) -> str:
@@ -318,8 +293,6 @@ SCENARIOS: dict[str, Callable[[Path, int], str]] = {
         samples,
         generate,
         from_disk,
-        broken_off,
-        kept,
         choose,
     )
 }

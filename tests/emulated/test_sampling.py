@@ -12,7 +12,7 @@ from chat_model import make_chat_model
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = ("--gpu", "56MiB", "--ram", "1GiB")
+BUDGETS = ("--gpu", "114MiB", "--ram", "1GiB")
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from transformers import PretrainedConfig
 
 from penstock.engine import export, opening, session
 from penstock.engine.forecast.request import PlanRequest
-from penstock.engine.generate import sources
 from penstock.engine.machine import budgets
 from penstock.engine.model import anatomy
+from penstock.engine.runtime import sources
 
 
 def _once(find: Callable[..., Any], key_of: Callable[..., object]) -> Callable[..., Any]:

@@ -132,6 +132,7 @@ spaces = st.none() | st.builds(
     lengths=st.lists(st.integers(2, 90), min_size=1, max_size=3).map(tuple),
     keeps=st.booleans(),
     vocabulary=st.just(50),
+    tier=st.sampled_from([None, "gpu", "ram"]),
 )
 some_blocks = st.just(frozenset[int]()) | st.frozensets(st.integers(0, 6))
 BOTH = {

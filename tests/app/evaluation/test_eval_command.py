@@ -27,7 +27,7 @@ from penstock.app.evaluation import harness
 from penstock.app.evaluation.harness import HarnessModel, TaskOptions, ask_tasks, find_tasks
 from penstock.app.evaluation.queried import QueriedModel, Requests, Writing
 from penstock.app.runs.directory import RunDir
-from penstock.engine.generate.streamed import StreamedModel
+from penstock.engine.opened_model import OpenedModel
 from penstock.storage.files.errors import UserError
 
 Captured = pytest.CaptureFixture[str]
@@ -150,8 +150,8 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def model(narrow: Path) -> Iterator[StreamedModel]:
-    with StreamedModel.open(narrow, device="cpu", dtype="float32", gpu_bytes=1 << 26, ram_bytes=1 << 26) as opened:
+def model(narrow: Path) -> Iterator[OpenedModel]:
+    with OpenedModel.open(narrow, device="cpu", dtype="float32", gpu_bytes=1 << 26, ram_bytes=1 << 26) as opened:
         yield opened
 
 
@@ -161,7 +161,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("chat", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_every_metric_is_the_harness_s(model: StreamedModel, narrow: Path, tasks: Path, chat: bool) -> None:
+def test_every_metric_is_the_harness_s(model: OpenedModel, narrow: Path, tasks: Path, chat: bool) -> None:
     """And nobody is asked for local tasks."""
     queried, names = QueriedModel(model, batch_tokens=400), ["fruits", "fruit_text"]
     options = TaskOptions(num_fewshot=2, limit=5, chat=queried.template if chat else None)
@@ -196,7 +196,7 @@ def test_every_metric_is_the_harness_s(model: StreamedModel, narrow: Path, tasks
     assert sum(done) == requests.total
 
 
-def test_likelihoods_and_texts_are_those_of_the_harness_own_model(model: StreamedModel, narrow: Path) -> None:
+def test_likelihoods_and_texts_are_those_of_the_harness_own_model(model: OpenedModel, narrow: Path) -> None:
     """Beginnings that are cut where the context ends, empty contexts and stop texts are among them."""
     words = "The apple is red. What colour has the pear?\n" * 9
     pairs = [("What colour", " has the"), ("", "The apple"), (words, " red"), ("The fig is ", "blue. The"), ("a", " ")]
@@ -222,7 +222,7 @@ def test_likelihoods_and_texts_are_those_of_the_harness_own_model(model: Streame
             assert got == pytest.approx(wanted, abs=1e-4)
 
 
-def test_weights_stream_by_once_for_a_batch(model: StreamedModel) -> None:
+def test_weights_stream_by_once_for_a_batch(model: OpenedModel) -> None:
     queried = QueriedModel(model, batch_tokens=54)
     done: list[int] = []
     found = queried.loglikelihoods([([1, 2, 3], [4] * size) for size in (1, 50, 20, 20, 3)], done.append)
@@ -231,7 +231,7 @@ def test_weights_stream_by_once_for_a_batch(model: StreamedModel) -> None:
     assert found[1][0] < found[2][0] == found[3][0] < found[4][0] < found[0][0] < 0
 
 
-def test_a_text_that_is_enough_is_not_gone_on_with(model: StreamedModel) -> None:
+def test_a_text_that_is_enough_is_not_gone_on_with(model: OpenedModel) -> None:
     queried = QueriedModel(model)
     prompts = [queried.encode("The apple is"), queried.encode("What colour")]
     whole = queried.write(prompts, Writing(12), lambda _: None)
@@ -259,7 +259,7 @@ def test_the_harness_own_tasks_are_found() -> None:
         find_tasks(["hellaswug"], None)
 
 
-def test_what_is_not_done_is_refused_in_a_line(model: StreamedModel, tasks: Path, monkeypatch: Patch) -> None:
+def test_what_is_not_done_is_refused_in_a_line(model: OpenedModel, tasks: Path, monkeypatch: Patch) -> None:
     queried = QueriedModel(model)
     with pytest.raises(UserError, match="200 new tokens leave no room for a prompt in a context of 160"):
         queried.write([[1, 2]], Writing(200), lambda _: None)

@@ -149,7 +149,7 @@ def test_what_it_refuses(
     assert "unborn" in refused("unborn", *asks)
     assert "only runs have checkpoints" in refused(str(model), *asks, "--checkpoint", "x")
     assert "checkpoint" in refused(str(run), *asks, "--checkpoint", "never")
-    assert "--gpu: 1MiB cannot hold one block" in (said := refused(str(model), *asks, "--gpu", "1MiB"))
+    assert "--gpu: 64KiB cannot hold one block" in (said := refused(str(model), *asks, "--gpu", "64KiB"))
     assert "give at least " in said
     assert "--gpu: 'much' is not a size" in refused(str(model), *asks, "--gpu", "much")
     assert "give --prompt TEXT, --prompt-file FILE or --chat" in refused(str(model))

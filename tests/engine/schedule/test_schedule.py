@@ -14,9 +14,9 @@ from samples import sampled
 from schedule_replay import Replay, races
 from small_problems import planned, problem, some_plan
 
-from penstock.engine.plan.plan import Plan, cut_chunks, filled_chunks
+from penstock.engine.plan.plan import Plan, cut_chunks, filled_chunks, sample_regions
 from penstock.engine.plan.planner import make_plan
-from penstock.engine.plan.problem import ALIGNMENT, DKV_SLOTS, KV_SLOTS, POOLS, SAMPLE_STAGES, PlanOptions, SampleSpace
+from penstock.engine.plan.problem import ALIGNMENT, DKV_SLOTS, KV_SLOTS, POOLS, PlanOptions, SampleSpace
 from penstock.engine.runtime.block_ops import BlockOps
 from penstock.engine.runtime.expert_ops import ExpertOps
 from penstock.engine.runtime.handlers import handlers_of, handles
@@ -83,7 +83,7 @@ def steps_of(
 def samples_of(plan: Plan, builder: ScheduleBuilder, step: int) -> list[Op]:
     """A pass over two chunks of prompts, where there are two, and one over a single token; it commits what is due."""
     halves = [replace(c, start=0, end=max(1, (c.end - c.start) // 2)) for c in plan.places[:2]]
-    read = sum(chunk.end for chunk in halves) if plan.problem.samples.keeps else 0
+    read = sum(chunk.end for chunk in halves) if plan.problem.samples.tier != "nowhere" else 0
     ops: list[Op] = []
     for number, chunks in enumerate([halves, [replace(halves[0], end=1)]], start=1):
         commit = number == 1 and step % 2 == 0 and builder.uncommitted
@@ -129,7 +129,7 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
         (r.RAM_ACTIVATION_STAGE,): plan.activation_stages,
         (r.GPU_KV,): KV_SLOTS if plan.streamed else plan.windows * plan.window_chunks,
         (r.GPU_DKV,): DKV_SLOTS,
-        (r.GPU_SAMPLE_KV,): SAMPLE_STAGES,
+        (r.GPU_SAMPLE_KV,): len(sample_regions(plan.problem).stages),
     }
     version = dict.fromkeys(plan.buffers, 0)
     held: dict[r.Resource, tuple[str, int]] = {}
@@ -337,7 +337,7 @@ def test_chunks_cover_a_batch(micro_batches: int, rows: int, row_tokens: int, ch
 SCARCE = {"gpu_budget": 1, "ram_budget": 1}
 AUTO = {"activation_checkpointing": "auto"}
 LONG = {"micro_batches": 1, "row_tokens": 512}
-SAMPLES = {"samples": SampleSpace(lengths=(9, 4), keeps=True, vocabulary=50)}
+SAMPLES = {"samples": SampleSpace(lengths=(9, 4), keeps=True, vocabulary=50, tier="ram")}
 PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "on the GPU, with samples": (SAMPLES, PlanOptions()),
     "in RAM": ({"gpu_budget": 1}, PlanOptions()),

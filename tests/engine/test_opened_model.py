@@ -3,8 +3,7 @@ lives where and how long it takes, of a model that fits nowhere: the figures of 
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,21 @@ import adapted
 import pytest
 import torch
 from samples import cases
-from streams_on_cpu import streams_on_cpu
 from tiny import HYBRID, Silent, recipe, storage, train_run, training
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from penstock.app.sampling.sample import opened
 from penstock.engine.config import BudgetConfig, parse_bytes
 from penstock.engine.export import export
-from penstock.engine.generate import streamed
+from penstock.engine.forecast.query import Estimate, Query
 from penstock.engine.generate.decode import Continuation, Decoding, Row, choose, decode
-from penstock.engine.generate.forecast import Estimate, forecast
-from penstock.engine.generate.placement import Sizes, place
-from penstock.engine.generate.streamed import StreamedModel
 from penstock.engine.machine.budgets import machine_budgets
 from penstock.engine.machine.presets import find_machine
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.spec import ModelSpec
+from penstock.engine.opened_model import OpenedModel
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import bytes_text, seconds_text
-from penstock.storage.tier.arena import HostArena
 
 SHAPE: dict[str, Any] = adapted.SIZES | {"num_hidden_layers": 3, "vocab_size": 211, "pad_token_id": 0}
 SHAPE |= {"bos_token_id": None, "eos_token_id": None}
@@ -47,12 +42,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": HYBRID,
 }
 CONFIGS = {name: AutoConfig.for_model(name, **SHAPE | fields) for name, fields in FAMILIES.items()}
-APART = [pytest.param("phi3", False, marks=pytest.mark.long), pytest.param("qwen3_next", True, marks=pytest.mark.long)]
 RUNS: dict[str, dict[str, Any]] = {
     "layers frozen": {"train": training(steps=3, freeze=["*layers.0.*", "*layers.2.mlp.*"])},
     "adapter": {"adapter": adapted.section("rslora"), "train": training(steps=4, lr=5e-2)},
 }
-PAGE = Path(__file__).parents[3] / "docs" / "sample.md"
+PAGE = Path(__file__).parents[2] / "docs" / "sample.md"
 MACHINES = {"RTX 4090, 64 GB RAM": "rtx4090-64", "RTX 4090, 128 GB RAM": "rtx4090-128"}
 LLAMA_70B = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
 LLAMA_70B |= {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072}
@@ -95,8 +89,8 @@ def ids_of(found: list[Continuation]) -> list[list[int]]:
 def least_gpu(folder: Path, tokens: int) -> int:
     """What a refusal asks for, of a model that reads so many tokens."""
     with pytest.raises(UserError, match="give at least") as refusal:
-        StreamedModel.open(folder, gpu_bytes=1 << 10, ram_bytes=0, device="cpu")
-    with StreamedModel.open(folder, gpu_bytes=_asked(refusal.value), ram_bytes=0, device="cpu") as small:
+        OpenedModel.open(folder, gpu_bytes=1 << 10, ram_bytes=1 << 12, device="cpu")
+    with OpenedModel.open(folder, gpu_bytes=_asked(refusal.value), ram_bytes=1 << 12, device="cpu") as small:
         try:
             small.estimate(tokens, 1, 0)
         except UserError as more:
@@ -116,42 +110,32 @@ def test_greedy_is_what_transformers_gives(family: str, tmp_path: Path) -> None:
     made = save(CONFIGS[family], tmp_path)
     count = 4
     expected = by_transformers(made, PROMPTS, count)
-    with StreamedModel.open(tmp_path, **ROOMY, device="cpu", dtype="float32") as ours:
+    with OpenedModel.open(tmp_path, **ROOMY, device="cpu", dtype="float32") as ours:
         told: list[list[int]] = [[] for _ in PROMPTS]
         found = ours.generate(PROMPTS, Decoding(new_tokens=count), lambda i, token: told[i].append(token))
         assert ids_of(found) == told == expected
         assert not any(continuation.ended for continuation in found)
         assert ours.passes == count
-    least = least_gpu(tmp_path, 64)
-    with StreamedModel.open(tmp_path, gpu_bytes=least, ram_bytes=0, device="cpu", dtype="float32") as ours:
+    least = least_gpu(tmp_path, 26)
+    with OpenedModel.open(tmp_path, gpu_bytes=least, ram_bytes=1 << 12, device="cpu", dtype="float32") as ours:
         assert ours.estimate(23, 1, 3).keys_values == "nowhere"
         assert ids_of(ours.generate(PROMPTS[1:2], Decoding(new_tokens=3))) == [expected[1][:3]]
 
 
-@contextmanager
-def memory_apart() -> Iterator[None]:
-    """As with a GPU: what lives in RAM is copied, on streams, to where it is computed with."""
-    with streams_on_cpu(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streamed, "memory_is_apart", lambda device: True)
-        patch.setattr(HostArena, "pin", lambda arena: None)
-        yield
-
-
-@pytest.mark.parametrize(("family", "apart"), [("gemma3_text", True), *APART])
-def test_tiers_change_no_token(family: str, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", cases(["gemma3_text", "phi3", "qwen3_next"], "gemma3_text"))
+def test_tiers_change_no_token(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, count = save(CONFIGS[family], tmp_path), 3
     expected = by_transformers(made, PROMPTS, count)
-    monkeypatch.setattr("penstock.engine.generate.placement._FIXED_BYTES", 0)
-    monkeypatch.setattr("penstock.engine.generate.placement._LIBRARY_BYTES", 0)
-    monkeypatch.setattr("penstock.engine.generate.placement._LEAST_CHUNK", 3)
+    monkeypatch.setattr("penstock.engine.forecast.query.CHUNKS", (3,))
     least = least_gpu(tmp_path, 64)
     seen = set()
     # Everything in memory; weights in RAM, all or some of them; some on disk, keys and values in RAM.
-    for gpu, ram in ((1 << 30, 1 << 30), (least, 1 << 30), (least, 1 << 18), (least + 10_000, 150_000)):
-        budgets = {"gpu_bytes": gpu, "ram_bytes": ram}
-        around = memory_apart() if apart else nullcontext()
-        with around, StreamedModel.open(tmp_path, **budgets, device="cpu", dtype="float32") as ours:
+    for gpu, ram in ((1 << 30, 1 << 30), (least, 1 << 30), (least, 1 << 17), (least + 10_000, 150_000)):
+        with OpenedModel.open(tmp_path, gpu_bytes=gpu, ram_bytes=ram, device="cpu", dtype="float32") as ours:
             assert ids_of(ours.generate(PROMPTS, Decoding(new_tokens=count))) == expected
+            if gpu > least:  # which does for continuing texts
+                (score,) = ours.loglikelihoods([PROMPTS[1::-1]])
+                assert score == pytest.approx(log_likelihood(made, *PROMPTS[1::-1]), abs=1e-3)
             forecast = ours.estimate(23, 1, count)
             seen |= {tier for tier, size in forecast.weights.items() if size} | {f"kv {forecast.keys_values}"}
     assert seen == {"gpu", "ram", "disk"} | ({"kv nowhere"} if family == "qwen3_next" else {"kv gpu", "kv ram"})
@@ -160,10 +144,10 @@ def test_tiers_change_no_token(family: str, apart: bool, tmp_path: Path, monkeyp
 def test_a_prompt_that_begins_as_before_is_not_read_again(tmp_path: Path) -> None:
     made = save(CONFIGS["qwen3"], tmp_path)
     read: list[int] = []
-    with StreamedModel.open(tmp_path, **ROOMY, device="cpu") as ours:
+    with OpenedModel.open(tmp_path, **ROOMY, device="cpu") as ours:
         first = ours.generate([PROMPTS[1]], Decoding(new_tokens=5), reuse=True)[0].ids
         longer = [*PROMPTS[1], *first, 7, 8, 9]
-        forward = ours._reading
+        forward = ours._forward
         call = type(forward).__call__
 
         def counted(self: Any, rows: list[Row]) -> torch.Tensor:
@@ -188,14 +172,14 @@ def test_a_run_and_its_checkpoint_are_read_as_their_exports(kind: str, tmp_path:
         out = tmp_path / f"export {checkpoint}"
         export(run, recipe(**sections), out_dir=out, checkpoint=checkpoint)
         made = AutoModelForCausalLM.from_pretrained(out)
-        with StreamedModel.open(run, recipe=recipe(**sections), checkpoint=checkpoint, **ROOMY, device="cpu") as ours:
+        with OpenedModel.open(run, recipe=recipe(**sections), checkpoint=checkpoint, **ROOMY, device="cpu") as ours:
             if kind != "adapter":  # which is exported merged: the same but for rounding
                 assert ids_of(ours.generate(PROMPTS, Decoding(new_tokens=6))) == by_transformers(made, PROMPTS, 6)
             values.append(ours.loglikelihoods([pair])[0][0])
         assert values[-1] == pytest.approx(log_likelihood(made, *pair)[0], abs=1e-3)
     assert abs(values[0] - values[1]) > 2e-3, "the steps between changed something"
     with pytest.raises(UserError):
-        StreamedModel.open(tmp_path / "none", recipe=recipe(**sections), device="cpu")
+        OpenedModel.open(tmp_path / "none", recipe=recipe(**sections), device="cpu")
 
 
 def log_likelihood(made: Any, context: list[int], continuation: list[int]) -> tuple[float, bool]:
@@ -211,7 +195,7 @@ def test_sequences_end_at_stop_ids_and_at_the_end_of_the_context(tmp_path: Path)
     long = prompt_of(124)
     expected = by_transformers(made, [long, PROMPTS[0]], 4)
     assert expected[1][2] not in expected[0] + expected[1][:2]
-    with StreamedModel.open(tmp_path, **ROOMY, device="cpu") as ours:
+    with OpenedModel.open(tmp_path, **ROOMY, device="cpu") as ours:
         stop = frozenset({expected[1][2]})
         found = ours.generate([long, PROMPTS[0]], Decoding(new_tokens=9, stop_ids=stop))
         assert found[0] == Continuation(expected[0], True)
@@ -259,11 +243,11 @@ def test_an_adapter_folder_is_asked_with_its_base(method: str, tmp_path: Path) -
     other.hidden_size = 64
     adapted.base(other).save_pretrained(tmp_path / "other")
     with pytest.raises(UserError, match="the adapter was trained on another base model"):
-        StreamedModel.open(tmp_path / "adapter", base=tmp_path / "other", device="cpu")
+        OpenedModel.open(tmp_path / "adapter", base=tmp_path / "other", device="cpu")
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "nowhere"}))
     with pytest.raises(UserError, match="the adapter's base model nowhere is missing"):
-        StreamedModel.open(tmp_path / "adapter", device="cpu")
+        OpenedModel.open(tmp_path / "adapter", device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -271,14 +255,17 @@ def spec() -> ModelSpec:
     return take_apart(LlamaConfig(**LLAMA_70B))  # type: ignore[arg-type]
 
 
+def query(spec: ModelSpec, machine_name: str) -> Query:
+    budgets = machine_budgets(BudgetConfig(), find_machine(machine_name))
+    return Query(Query.frozen(spec), "bfloat16", "cuda", budgets.gpu, budgets.ram)
+
+
 def ask(spec: ModelSpec, machine_name: str, prompts: int, length: int) -> Estimate:
-    sizes, machine = Sizes.of(spec, 2), find_machine(machine_name)
-    budgets = machine_budgets(BudgetConfig(), machine)
-    room = prompts * (length + TOKENS)
-    placement = place(sizes, room, gpu_bytes=budgets.gpu, ram_bytes=budgets.ram, staged=True)
-    how = {"cuda": True, "where": "", "assumed": False, "filled": False}
+    asked, machine = query(spec, machine_name), find_machine(machine_name)
+    plan = asked.plan([length + TOKENS] * prompts, continued=True)
+    stored = {name: 2 * buffer.numel for name, buffer in plan.buffers.items()}
     work = {"prompt_tokens": length, "sequences": prompts, "new_tokens": TOKENS}
-    return forecast(spec, sizes, placement, sizes.buffers, machine, **how, **work)
+    return asked.estimate(plan, machine, stored, filled=False, assumed=False, **work)
 
 
 def test_the_page_has_the_figures_of_the_forecast(spec: ModelSpec) -> None:
@@ -287,20 +274,18 @@ def test_the_page_has_the_figures_of_the_forecast(spec: ModelSpec) -> None:
     for machine, prompts, length, weights, kept, token, bound in rows:
         found = ask(spec, MACHINES[machine], int(prompts), int(length.replace(",", "")))
         sizes = [bytes_text(size).removesuffix(" GiB").replace("0 B", "0") for size in found.weights.values()]
-        assert ", ".join(sizes) + " GiB" == weights
         said = {"gpu": "GPU", "ram": "RAM"}[found.keys_values], seconds_text(found.pass_s), found.bound_by
-        assert said == (kept, token, bound)
+        assert (", ".join(sizes) + " GiB", *said) == (weights, kept, token, bound)
 
 
 def test_refusals_name_what_would_do(spec: ModelSpec) -> None:
-    sizes = Sizes.of(spec, 2)
-    for tier, said, budgets in (
-        ("gpu", r"1GiB cannot hold one block .* give at least (\w+)", {"gpu_bytes": 2**30, "ram_bytes": 2**36}),
-        ("ram", "512MiB cannot hold one block of this model on its way", {"gpu_bytes": 2**34, "ram_bytes": 2**29}),
-    ):
-        with pytest.raises(UserError, match=f"--{tier}: {said}") as refusal:
-            place(sizes, 1, **budgets, staged=True)
+    for tier, gpu, ram in (("gpu", 2**30, 2**36), ("ram", 2**34, 2**29)):
+        budgets = {"gpu_bytes": gpu, "ram_bytes": ram}
+        asked = replace(query(spec, "rtx4090-64"), **budgets)
+        said = rf"--{tier}: \w+ cannot hold one block of this model .* give at least (\w+)"
+        with pytest.raises(UserError, match=said) as refusal:
+            asked.plan([1], continued=True)
         least = _asked(refusal.value)
-        place(sizes, 1, **budgets | {f"{tier}_bytes": least}, staged=True)
+        replace(asked, **{f"{tier}_bytes": least}).plan([1], continued=True)
         with pytest.raises(UserError, match=f"--{tier}: "):
-            place(sizes, 1, **budgets | {f"{tier}_bytes": least - 1024}, staged=True)
+            replace(asked, **{f"{tier}_bytes": least - 1024}).plan([1], continued=True)

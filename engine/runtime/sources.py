@@ -1,4 +1,5 @@
-"""Where a model's weights are read from, again and again: a Hugging Face folder, or a run's committed state."""
+"""Where the weights of a model that is only queried are read from: a Hugging Face folder, an adapter's beside its base,
+or a run's committed state."""
 
 from __future__ import annotations
 
@@ -14,19 +15,21 @@ from torch import Tensor
 from penstock.engine.config import AdapterConfig, Recipe, drive_folders, state_folder
 from penstock.engine.data.corpus.prepare import saved_tokenizer
 from penstock.engine.data.text.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
+from penstock.engine.hf.adapter_folder import StoredAdapter, open_start
 from penstock.engine.hf.config import model_config, read_config, with_vocabulary
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file
 from penstock.engine.hf.conversion import Conversion
 from penstock.engine.hf.weights import FLOAT_DTYPES, CheckpointLayout, read_constants, require_same_twice
+from penstock.engine.model.adapters import is_adapter
 from penstock.engine.model.anatomy import spec_of_recipe, take_apart
 from penstock.engine.model.spec import ModelSpec, block_of, layouts
 from penstock.engine.optim.base import MASTER
+from penstock.engine.runtime.handlers import gather
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.safetensors import CheckpointReader
 from penstock.storage.generations.checkpoints import checkpoint_folder, read_checkpoint
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.arena import empty_aligned
-from penstock.storage.tier.layout import FlatLayout
 from penstock.storage.tier.manifest import ArraySpec
 
 _THREADS = 4
@@ -37,7 +40,7 @@ WEIGHTS = "weights"
 
 
 class Source(Protocol):
-    """A model's parameters on disk, by flat buffer."""
+    """A model's parameters on disk, by flat buffer: in the place of the NVMe tier of a plan that trains nothing."""
 
     spec: ModelSpec
     constants: dict[str, Tensor]
@@ -52,9 +55,9 @@ class Source(Protocol):
         """Bytes that are read from disk for a buffer."""
         ...
 
-    def read(self, buffer: str, out: Tensor) -> None:
+    def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
         """Fill `out` [numel of the buffer's layout], on the host, with its parameters rounded to the dtype of `out`;
-        the gaps between parameters are left as they are."""
+        the gaps between parameters are left as they are. Each buffer has one part, of the kind "weights"."""
         ...
 
     def close(self) -> None: ...
@@ -95,11 +98,11 @@ class FolderSource:
     def stored_bytes(self, buffer: str) -> int:
         return sum(self._bytes(name) for one in self._layout.of_block[block_of(buffer)] for name in one.sources)
 
-    def read(self, buffer: str, out: Tensor) -> None:
+    def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
         views = self._flat[buffer].views(out)
-        work = [self._threads.submit(self._convert, one, views) for one in self._layout.of_block[block_of(buffer)]]
-        for future in work:
-            future.result()
+        return gather(
+            [self._threads.submit(self._convert, one, views) for one in self._layout.of_block[block_of(buffer)]]
+        )
 
     def _convert(self, conversion: Conversion, views: dict[str, Tensor]) -> None:
         """Put what one conversion makes where it belongs; a tied tensor that is stored twice is the same twice."""
@@ -117,6 +120,35 @@ class FolderSource:
 
     def close(self) -> None:
         self._threads.shutdown()
+
+
+class AdapterSource(FolderSource):
+    """A model with an adapter beside it: the base tensor by tensor as a folder's, the adapter held in memory."""
+
+    def __init__(self, folder: Path, base: Path | None = None) -> None:
+        """`base`: the model's folder; None: where the adapter says that it is. Raises UserError as for any adapter to
+        go on from, and where there is no base."""
+        stored = StoredAdapter.open(folder)
+        folder_of_base = Path(stored.base or "").expanduser() if base is None else base
+        if base is None and (stored.base is None or not folder_of_base.is_dir()):
+            raise UserError(f"{folder}: the adapter's base model {stored.base} is missing; copy or download it there")
+        super().__init__(folder_of_base, stored.section)
+        if has_tokenizer(folder):
+            self.tokenizer = load_tokenizer(folder)
+        self._values = open_start(folder, self.spec, None).values()
+
+    def stored_bytes(self, buffer: str) -> int:
+        return 0 if self._is_adapter(buffer) else super().stored_bytes(buffer)
+
+    def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
+        if not self._is_adapter(buffer):
+            return super().read(buffer, kind, part, out)
+        for name, view in self._flat[buffer].views(out).items():
+            view.copy_(self._values[name])
+        return gather([])
+
+    def _is_adapter(self, buffer: str) -> bool:
+        return all(is_adapter(param.name) for param in self.spec.buffers[buffer])
 
 
 class RunSource:
@@ -144,13 +176,16 @@ class RunSource:
             raise
         self.usual_dtype = torch.float32 if recipe.train.compute_dtype == "float32" else torch.bfloat16
         self._arrays = {spec.buffer: spec for spec in self._store.arrays() if spec.kind in (MASTER, WEIGHTS)}
-        self._flat: dict[str, FlatLayout] = layouts(self.spec)
+        self._threads = ThreadPoolExecutor(_THREADS, "buffers")
 
     def stored_bytes(self, buffer: str) -> int:
         array = self._arrays[buffer]
         return array.numel * array.item_bytes
 
-    def read(self, buffer: str, out: Tensor) -> None:
+    def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
+        return self._threads.submit(self._read, buffer, out)
+
+    def _read(self, buffer: str, out: Tensor) -> None:
         array = self._arrays[buffer]
         parts = array.parts()
         same = str(out.dtype).removeprefix("torch.") == array.dtype
@@ -180,4 +215,5 @@ class RunSource:
             reading.popleft()()
 
     def close(self) -> None:
+        self._threads.shutdown()
         self._store.close()

@@ -1,0 +1,162 @@
+"""Passes forward that a run makes between two steps and an opened model makes all the time: likelihoods of texts, and
+what may follow them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.engine.data.loader import MicroBatch
+from penstock.engine.generate.decode import Row
+from penstock.engine.model.spec import ModelSpec
+from penstock.engine.plan.plan import Plan
+from penstock.engine.runtime.batch import BatchCarrier, EvaluationData, SampleRow
+from penstock.engine.runtime.executor import Executor
+from penstock.engine.runtime.runtime import Runtime
+from penstock.engine.schedule.builder import ScheduleBuilder
+from penstock.engine.schedule.passes import Pass, evaluation, sampling
+
+
+class Computes(Protocol):
+    """What carries out passes of a plan: a run's session, or an opened model's memory and lanes."""
+
+    step: int
+    """The one whose weights compute."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def builder(self) -> ScheduleBuilder: ...
+
+    @property
+    def executor(self) -> Executor: ...
+
+    @property
+    def runtime(self) -> Runtime: ...
+
+    @property
+    def carrier(self) -> BatchCarrier: ...
+
+
+def _start(on: Computes, pass_: Pass, commit: bool) -> list[int]:
+    """Hand a pass over; each lane's last op on its tokens, which are in use until those are done."""
+    ends: dict[str, int] = {}
+    for ops in on.builder.stream(pass_, commit_previous=commit):
+        on.executor.submit(ops)
+        ends |= {op.lane: op.id for op in ops if op.batch == pass_.batch}
+    return list(ends.values())
+
+
+def evaluations(
+    on: Computes, batches: Iterable[Sequence[MicroBatch]], *, first: int = 1, commit: bool = False
+) -> Iterator[EvaluationData]:
+    """What the model finds of the labels of `batches`, a pass each, in their order.
+
+    `first`: the number of the first pass, of which no two of a step are the same. `commit`: the first one commits the
+    step's generation. Tokens of two passes are on the compute device.
+    """
+    under_way: deque[tuple[int, list[int]]] = deque()
+
+    def finished() -> EvaluationData:
+        number, ends = under_way.popleft()
+        for op in ends:
+            on.executor.wait(op)
+        return on.runtime.end_evaluation(number)
+
+    on.runtime.drop_tokens()
+    for number, micro_batches in enumerate(batches, start=first):
+        if len(under_way) == 2:
+            yield finished()
+        data = on.carrier.evaluation(micro_batches)
+        on.runtime.begin_evaluation(number, data)
+        documents, cut = [m.documents for m in micro_batches], list(data.cut.values())
+        pass_ = evaluation(on.plan, on.step, number, documents=documents, chunks=cut)
+        under_way.append((number, _start(on, pass_, commit and number == first)))
+    while under_way:
+        yield finished()
+
+
+class Forward:
+    """Finds what may follow tokens (engine/generate/decode.py: Forward)."""
+
+    def __init__(self, on: Computes, lengths: Sequence[int], *, commit: bool = False) -> None:
+        """`lengths`: tokens that each sequence comes to. `commit`: the first pass commits the step's generation."""
+        self._on, self._commit = on, commit
+        self.lengths = list(lengths)
+        self.ids: list[list[int]] = [[] for _ in lengths]
+        """Of each sequence the tokens that have been read."""
+        self._tables: list[list[bytes]] = [[] for _ in lengths]
+        """Of models whose rotary tables depend on the length: those that each sequence's keys were turned by."""
+        space = on.plan.problem.samples
+        self._cached = space is not None and space.tier != "nowhere"
+        on.runtime.drop_tokens()
+        on.runtime.sample_ops.cut(lengths)
+
+    def __call__(self, rows: Sequence[Row]) -> Tensor:
+        logits: Tensor | None = None
+        for pieces in self._passes([self._unread(row) for row in rows]):
+            logits = self._run(pieces)
+        for row in rows:  # what a broken pass leaves behind does not count as read
+            self.ids[row.sequence][row.start :] = row.ids
+        assert logits is not None
+        return logits[[row.sequence for row in rows]]
+
+    def _unread(self, row: Row) -> Row:
+        """What has to be read for a row: all of its sequence where its keys and values are not cached."""
+        known = self.ids[row.sequence][: row.start]
+        assert len(known) == row.start, "tokens that were never read"
+        whole = not self._cached
+        if self._on.spec.length_dependent_rotary:
+            table = self._on.runtime.runner.table(row.start + len(row.ids))
+            whole = whole or table != self._tables[row.sequence]
+            self._tables[row.sequence] = table
+        return Row(row.sequence, 0, [*known, *row.ids]) if whole else row
+
+    def _passes(self, rows: Sequence[Row]) -> Iterator[list[list[SampleRow]]]:
+        """The rows in the places of the plan's chunks, as many of them to a pass as a group has; what is longer than a
+        chunk is cut."""
+        capacity = [chunk.end - chunk.start for chunk in self._on.plan.places]
+        pieces: list[list[SampleRow]] = []
+        left = 0
+        for row in rows:
+            ids, start = list(row.ids), row.start
+            if self._on.spec.recurrent:
+                left = 0
+            while ids:
+                if not left:
+                    if len(pieces) == len(capacity):
+                        yield pieces
+                        pieces = []
+                    pieces.append([])
+                    left = capacity[len(pieces) - 1]
+                now = ids[:left]
+                assert len(now) == len(ids) or not self._on.spec.recurrent, "a sequence is one chunk"
+                pieces[-1].append(SampleRow(row.sequence, start, now, wanted=len(now) == len(ids)))
+                ids, start, left = ids[len(now) :], start + len(now), left - len(now)
+        yield pieces
+
+    def _run(self, pieces: list[list[SampleRow]]) -> Tensor:
+        """One pass: every block computes all pieces. The logits of all sequences."""
+        on, rows = self._on, [row for piece in pieces for row in piece]
+        read = {row.sequence: row.start for row in reversed(rows) if row.start}
+        data = on.carrier.samples(pieces, read)
+        number = on.runtime.begin_samples(data)
+        pass_ = sampling(
+            on.plan,
+            on.step,
+            number,
+            chunks=[one.chunk for one in data.chunks.values()],
+            wanted=[i for i, one in data.chunks.items() if i == len(pieces) - 1 or any(row.wanted for row in one.rows)],
+            read_tokens=sum(read.values()),
+        )
+        commit, self._commit = self._commit, False
+        for op in _start(on, pass_, commit):
+            on.executor.wait(op)
+        return on.runtime.end_samples(number)
