@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import adapted
 import pytest
@@ -24,6 +25,7 @@ from penstock.engine.machine.presets import find_machine
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.opened_model import OpenedModel
+from penstock.engine.runtime.executor import Executor
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import bytes_text, seconds_text
 
@@ -159,6 +161,19 @@ def test_a_prompt_that_begins_as_before_is_not_read_again(tmp_path: Path) -> Non
             again = ours.generate([longer], Decoding(new_tokens=3), reuse=True)[0].ids
     assert again == by_transformers(made, [longer], 3)[0]
     assert read == [4, 1, 1]  # the last token that was drawn, three new ones; then one by one
+
+
+def test_a_pass_that_is_broken_off_changes_no_later_answer(tmp_path: Path) -> None:
+    made, wait = save(CONFIGS["qwen3"], tmp_path), Executor.wait
+    with OpenedModel.open(tmp_path, **ROOMY, device="cpu") as ours, pytest.MonkeyPatch.context() as patch:
+        first = ours.generate([PROMPTS[1]], Decoding(new_tokens=2), reuse=True)[0].ids
+        patch.setattr(Executor, "wait", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            ours.generate([[*PROMPTS[1], *first, 5, 6]], Decoding(new_tokens=3), reuse=True)
+        patch.setattr(Executor, "wait", wait)
+        longer = [*PROMPTS[1], *first, 7, 8]
+        assert ids_of(ours.generate([longer], Decoding(new_tokens=3), reuse=True)) == by_transformers(made, [longer], 3)
+        assert ours.passes == 2 + 3
 
 
 @pytest.mark.long
