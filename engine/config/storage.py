@@ -42,9 +42,9 @@ class StorageConfig:
     nvme: str | list[str] | None = None
     """Folder for the NVMe tier, or a list of folders on several drives to stripe over. none uses state/ in the run
     directory."""
-    reader: Literal["auto", "kvikio", "direct"] = "auto"
-    """How chunk files are read: kvikio reads straight into GPU memory, direct uses direct I/O into RAM. auto uses
-    kvikio for the GPU if it works, and direct for RAM."""
+    reader: Literal["auto", "kvikio", "direct", "tensorstore"] = "auto"
+    """How chunk files are read: kvikio reads straight into GPU memory, direct uses direct I/O into RAM, tensorstore is
+    the most portable. auto uses kvikio for the GPU if it works, and direct for RAM."""
     part_bytes: str | int = "32MiB"
     """Size of one chunk file of float32 state. Files of bfloat16 weights are half as large."""
     checkpoint_every: int = 50

@@ -23,7 +23,7 @@ from penstock.storage.files.errors import BudgetError, UserError
 from penstock.storage.tier import chunk, readers
 from penstock.storage.tier.arena import MOST_BYTES, PIECE_BYTES, HostArena, cut_pieces, empty_aligned
 from penstock.storage.tier.layout import ALIGN_NUMEL, FlatLayout, ParamSpec, part_ranges
-from penstock.storage.tier.readers import DirectReader, Reader, Readers, find_readers, select_readers
+from penstock.storage.tier.readers import DirectReader, Reader, Readers, TensorstoreReader, find_readers, select_readers
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PART = torch.empty(checks.PART_BYTES, dtype=torch.uint8)
@@ -36,7 +36,7 @@ class Buffered(DirectReader):
         chunk.read_chunk(path, out.numpy(), form, direct=False, expected=expected)
 
 
-@pytest.fixture(params=[DirectReader, Buffered])
+@pytest.fixture(params=[DirectReader, Buffered, TensorstoreReader])
 def reader(request: pytest.FixtureRequest) -> Reader:
     made: Reader = request.param()
     return made
@@ -55,16 +55,16 @@ def test_checks(reader: Reader, tmp_path: Path, check: Callable[[Reader, str, Pa
 
 
 def test_choices_on_cpu(tmp_path: Path) -> None:
-    for choice in ("auto", "direct"):
+    for choice, name in {"auto": "direct", "direct": "direct", "tensorstore": "tensorstore"}.items():
         chosen = select_readers(choice, CPU, [tmp_path])
-        assert chosen.host.name == "direct"
+        assert chosen.host.name == name
         assert chosen.device is chosen.host  # the gpu tier is ordinary memory
         assert chosen.warning is None
     kvikio = select_readers("kvikio", CPU, [tmp_path])
     assert (kvikio.host.name, kvikio.device) == ("direct", kvikio.host)
     assert kvikio.warning is not None
     assert "CPU" in kvikio.warning
-    with pytest.raises(UserError, match=r"storage\.reader: 'fast' is not one of auto, kvikio, direct"):
+    with pytest.raises(UserError, match=r"storage\.reader: 'fast' is not one of auto, kvikio, direct, tensorstore"):
         select_readers("fast", CPU, [tmp_path])
 
 
