@@ -166,7 +166,7 @@ class Replay:
             if not has_graph:
                 self._wants(r.saved(op.slots[a.SAVED]), self._content("saved", op), op)
         batch = (op.step, op.batch)
-        if op.action in (a.HEAD_EVALUATE, a.HEAD_GENERATE):
+        if op.action in (a.HEAD_SCORE, a.HEAD_EVALUATE, a.HEAD_GENERATE):
             assert a.OUT not in op.slots
         elif op.action.phase in ("forward", "evaluate", "generate"):
             assert following is not None
