@@ -331,7 +331,8 @@ class OpenedModel:
         if self._computing is not None and _holds(self._computing.plan, totals, continued=continued):
             return self._computing
         plan = self._query.plan(totals, continued=continued)
-        logits_bytes = self._query.logits_bytes(len(totals) if continued else plan.max_chunk_tokens)
+        space = plan.problem.samples
+        logits_bytes = self._query.logits_bytes(plan.max_chunk_tokens if space is None else len(space.lengths))
         weights = {} if self._computing is None else self._computing.weights
         self._give_up()
         for name in [name for name in weights if plan.buffers[name].weights != "gpu"]:

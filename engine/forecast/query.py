@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from penstock.engine.forecast.extrapolate import sampling_spent
@@ -118,10 +119,26 @@ class Query:
         )
 
     def plan(self, lengths: Sequence[int], *, continued: bool) -> Plan:
-        """For sequences that come to `lengths` tokens, which are `continued`, or scored.
+        """For sequences that come to `lengths` tokens, which are `continued`, or scored; where there is memory for it,
+        for some more, so that not every larger batch is planned anew.
 
         Raises UserError with the least budget that would do.
         """
+        with suppress(UserError):
+            found = self._plan(self._more(lengths), continued=continued)
+            if sample_tier(found) != "nowhere" or self.spec.recurrent:
+                return found
+        return self._plan(lengths, continued=continued)
+
+    def _more(self, lengths: Sequence[int]) -> list[int]:
+        """Lengths of as many sequences or some more, that come to as many tokens or some more."""
+        count, total = _rounded(len(lengths), 4), sum(lengths)
+        if self.spec.recurrent:
+            return [_rounded(max(lengths), 16)] * count
+        others = max(1, count - len(lengths))
+        return [*lengths, *[(_rounded(total, 16) - total) // others] * others]
+
+    def _plan(self, lengths: Sequence[int], *, continued: bool) -> Plan:
         fits: list[Plan] = []
         refusals: list[BudgetError] = []
         for chunk in CHUNKS[: 1 if self.spec.recurrent else None]:
@@ -179,6 +196,12 @@ class Query:
             where=describe(plan, self.device_type),
             assumed=assumed,
         )
+
+
+def _rounded(number: int, share: int) -> int:
+    """A number or more, at most by one part in `share`, a power of 2."""
+    step = 1 << max(0, (number // share).bit_length() - 1)
+    return -(-number // step) * step
 
 
 def sample_tier(plan: Plan) -> SampleTier | None:

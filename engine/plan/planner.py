@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from penstock.engine.plan.plan import (
@@ -580,11 +579,13 @@ def make_plan(problem: PlanInput, choice: PlanOptions) -> Plan:
     Raises BudgetError, with the figures, when a budget cannot hold one block's working set.
     """
     if problem.samples is not None and problem.samples.tier is None:
-        *tiers, last = sample_tiers(problem)
-        for tier in tiers:
-            with suppress(BudgetError):
+        refusals: list[BudgetError] = []
+        for tier in sample_tiers(problem):
+            try:
                 return make_plan(replace(problem, samples=replace(problem.samples, tier=tier)), choice)
-        problem = replace(problem, samples=replace(problem.samples, tier=last))
+            except BudgetError as error:
+                refusals.append(error)
+        raise min((e for e in refusals if e.tier == refusals[-1].tier), key=lambda error: error.need_bytes)
     plan = _Planner(problem, choice).plan()
     if choice.graphs_aside != "none" and not plan.graphs_aside:
         without = make_plan(problem, replace(choice, graphs_aside="none"))  # which needs no slots for any
