@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -18,14 +17,8 @@ from torch import Tensor
 
 from penstock.engine.computing import Computing
 from penstock.engine.config import DataConfig, Recipe, TrainConfig
-from penstock.engine.data.loader import MicroBatch
-from penstock.engine.data.text.chat import ChatTemplate, find_template
-from penstock.engine.data.text.saved_template import load_template, trained_ends
-from penstock.engine.data.text.tokenizer import TextTokenizer
-from penstock.engine.data.text.turn_ends import turn_ends
 from penstock.engine.forecast.query import Estimate, Query, sample_tier
 from penstock.engine.generate.decode import Continuation, Decoding, OnToken, Row, decode
-from penstock.engine.hf.generation import stop_ids
 from penstock.engine.hf.weights import FLOAT_DTYPES
 from penstock.engine.machine.budgets import free_budgets
 from penstock.engine.machine.device import resolve_device
@@ -35,12 +28,12 @@ from penstock.engine.machine.precision import usual_dtype
 from penstock.engine.model.anatomy import context_of
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import layouts
-from penstock.engine.model.tokens import IGNORE_LABEL
-from penstock.engine.passes import Forward, evaluations
+from penstock.engine.opened_texts import Texts
+from penstock.engine.passes import Forward, evaluations, scored_stream
 from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.sources import AdapterSource, FolderSource, RunSource, Source
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.model_folder import is_adapter_folder, remarks_on_weights
+from penstock.storage.files.model_folder import is_adapter_folder
 from penstock.storage.files.units import bytes_text, params_text
 
 _LEAST_CAPACITY = 1024
@@ -51,12 +44,11 @@ _RAM_SHARE = 8
 """Without a GPU both tiers are the same memory: one part in so many of it is for what waits between two blocks."""
 
 
-class OpenedModel:
+class OpenedModel(Texts):
     """A causal language model that need not fit anywhere but on disk. Close it, or use it as a context manager.
 
-    Attributes: `spec`, `device`, `tokenizer` (None: there is none), `template` (for chats; None likewise), `stop_ids`
-    (tokens that end a text), `context` (tokens that a sequence may have; None where the config does not say),
-    `passes` (how often the weights have passed so far), `passes_s` (seconds of each of the last call).
+    Attributes: `spec`, `device`, `context` (tokens that a sequence may have; None where the config does not say),
+    `passes` (how often the weights have passed so far), `passes_s` (seconds of each of the last call), and of `Texts`.
     """
 
     def __init__(
@@ -71,23 +63,11 @@ class OpenedModel:
         ram_bytes: int | None,
     ) -> None:
         """Use `open`."""
+        super().__init__(source, where, data)
         self.spec, self.device, self.dtype = Query.frozen(source.spec), device, dtype
-        self.tokenizer: TextTokenizer | None = source.tokenizer
-        self.template: ChatTemplate | None = None
-        self.stop_ids = stop_ids(source.origin, self.spec.config, self.tokenizer)
-        if isinstance(source, AdapterSource):
-            self.stop_ids |= stop_ids(where, self.spec.config, self.tokenizer)
-        if self.tokenizer is not None and isinstance(source, RunSource):
-            self.template = load_template(data, self.tokenizer, where / "data")
-            self.stop_ids |= trained_ends(data, self.tokenizer, self.template)
-        elif self.tokenizer is not None:
-            self.template = find_template(data, self.tokenizer)
         self.context = context_of(self.spec)
-        self._remarks = list[str]()
-        if source.origin is not None and not isinstance(source, RunSource):
-            self._remarks = remarks_on_weights(source.origin)
         self.passes, self.passes_s = 0, list[float]()
-        self._where, self._source, self._data = where, source, data
+        self._source = source
         budgets = free_budgets(device, gpu=gpu_bytes, ram=ram_bytes)
         gpu, ram = budgets.gpu, budgets.ram
         if device.type == "cpu" and gpu_bytes is None and ram_bytes is None:
@@ -139,40 +119,6 @@ class OpenedModel:
             model.close()
             raise
         return model
-
-    def encode(self, text: str) -> list[int]:
-        """A prompt's token ids, begun as the tokenizer begins a text, or the run's recipe. Raises UserError where there
-        is no tokenizer."""
-        tokenizer = self._tokenizer()
-        ids = tokenizer.encode_batch([text])[0]
-        if self._data.bos == "on" or (self._data.bos == "auto" and tokenizer.puts_bos):
-            ids = [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *ids]
-        if not ids:
-            raise UserError(
-                "an empty prompt: this tokenizer does not begin a text with a token; give at least one character"
-            )
-        return ids
-
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """A conversation, each message with `role` and `content`, up to where the assistant is to write."""
-        tokenizer = self._tokenizer()
-        if self.template is None:
-            raise UserError(
-                f"{tokenizer.folder}: the tokenizer has no chat template; use --prompt, or a model that can chat"
-            )
-        return tokenizer.encode_batch([self.template.prompt(messages)])[0]
-
-    @cached_property
-    def chat_stop_ids(self) -> frozenset[int]:
-        """Tokens that end an answer: `stop_ids`, and what ends a turn under the chat template."""
-        if self.template is None or self.tokenizer is None:
-            return self.stop_ids
-        return self.stop_ids | turn_ends(self.template.texts, self.tokenizer)
-
-    def _tokenizer(self) -> TextTokenizer:
-        if self.tokenizer is None:
-            raise UserError(f"{self._where}: it has no tokenizer, so no text can be read; give a model with one")
-        return self.tokenizer
 
     # ------------------------------------------------------------------ continuing
 
@@ -230,7 +176,7 @@ class OpenedModel:
     def _caches(self, totals: Sequence[int]) -> bool:
         """Whether keys and values of sequences that are read together find room."""
         try:
-            return self.spec.recurrent or sample_tier(self._query.plan(totals, continued=True)) != "nowhere"
+            return sample_tier(self._query.plan(totals, continued=True)) != "nowhere" or self.spec.recurrent
         except UserError:
             return False
 
@@ -277,9 +223,12 @@ class OpenedModel:
             batches[-1].append(i)
         # The last token of a text predicts nothing that is asked. The plan is that of the batch with most tokens.
         lengths = max(([sizes[i] - 1 for i in batch] for batch in batches), key=sum)
+        texts = [[pairs[i] for i in batch] for batch in batches]
+        streams = ([scored_stream(some)] for some in texts)
+        if self.spec.recurrent:  # a text is one chunk
+            lengths = [max(sizes) - 1] * max(map(len, batches))
+            streams = ([scored_stream([pair]) for pair in some] for some in texts)
         computing, found = self._prepare(lengths, continued=False), [(0.0, True)] * len(pairs)
-        texts = ([pairs[i] for i in batch] for batch in batches)
-        streams = ([_stream([pair]) for pair in some] if self.spec.recurrent else [_stream(some)] for some in texts)
         scored = evaluations(computing, streams, first=self.passes + 1)
         for batch in batches:
             with self._pass():
@@ -291,8 +240,8 @@ class OpenedModel:
 
     def take_remarks(self) -> list[str]:
         """What is to be said of its weights and memory since the last call, once each."""
-        said, self._remarks = list(dict.fromkeys(self._remarks)), []
-        return said
+        found, self._remarks = list(dict.fromkeys(self._remarks)), []
+        return found
 
     # ------------------------------------------------------------------ memory and time
 
@@ -386,23 +335,3 @@ def _holds(plan: Plan, totals: Sequence[int], *, continued: bool) -> bool:
         return max(totals) <= p.row_tokens and len(totals) <= p.micro_batches
     # Where keys and values are nowhere, fewer may find room.
     return sum(totals) <= p.row_tokens and (sample_tier(plan) != "nowhere" or 2 * sum(totals) > p.row_tokens)
-
-
-def _stream(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> MicroBatch:
-    """Texts end to end, a document each; targets are the tokens of continuations."""
-    ids, labels, positions, documents = list[int](), list[int](), list[Tensor](), list[int]()
-    for context, continuation in pairs:
-        documents.append(len(ids))
-        text = [*context, *continuation][:-1]
-        ids += text
-        labels += [*[IGNORE_LABEL] * (len(text) - len(continuation)), *continuation]
-        positions.append(torch.arange(len(text)))
-    return MicroBatch(
-        ids=torch.tensor(ids),
-        labels=torch.tensor(labels),
-        positions=torch.cat(positions),
-        documents=documents,
-        num_targets=sum(len(continuation) for _, continuation in pairs),
-        lengths=[len(each) for each in positions],
-        filled=len(ids),
-    )

@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from penstock.engine.data.loader import MicroBatch
 from penstock.engine.generate.decode import Row
 from penstock.engine.model.spec import ModelSpec
+from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.batch import BatchCarrier, EvaluationData, SampleRow
 from penstock.engine.runtime.executor import Executor
@@ -160,3 +162,23 @@ class Forward:
         for op in _start(on, pass_, commit):
             on.executor.wait(op)
         return on.runtime.end_samples(number)
+
+
+def scored_stream(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> MicroBatch:
+    """Texts end to end, a document each; targets are the tokens of continuations."""
+    ids, labels, positions, documents = list[int](), list[int](), list[Tensor](), list[int]()
+    for context, continuation in pairs:
+        documents.append(len(ids))
+        text = [*context, *continuation][:-1]
+        ids += text
+        labels += [*[IGNORE_LABEL] * (len(text) - len(continuation)), *continuation]
+        positions.append(torch.arange(len(text)))
+    return MicroBatch(
+        ids=torch.tensor(ids),
+        labels=torch.tensor(labels),
+        positions=torch.cat(positions),
+        documents=documents,
+        num_targets=sum(len(continuation) for _, continuation in pairs),
+        lengths=[len(each) for each in positions],
+        filled=len(ids),
+    )

@@ -136,8 +136,9 @@ def test_tiers_change_no_token(family: str, tmp_path: Path, monkeypatch: pytest.
         with OpenedModel.open(tmp_path, gpu_bytes=gpu, ram_bytes=ram, device="cpu", dtype="float32") as ours:
             assert ids_of(ours.generate(PROMPTS, Decoding(new_tokens=count))) == expected
             if gpu > least:  # which does for continuing texts
-                (score,) = ours.loglikelihoods([PROMPTS[1::-1]])
-                assert score == pytest.approx(log_likelihood(made, *PROMPTS[1::-1]), abs=1e-3)
+                pairs = [(PROMPTS[1], PROMPTS[0]), (PROMPTS[2], PROMPTS[0]), (PROMPTS[0], PROMPTS[2])]
+                for score, pair in zip(ours.loglikelihoods(pairs, batch_tokens=30), pairs, strict=True):
+                    assert score == pytest.approx(log_likelihood(made, *pair), abs=1e-3)
             forecast = ours.estimate(23, 1, count)
             seen |= {tier for tier, size in forecast.weights.items() if size} | {f"kv {forecast.keys_values}"}
     assert seen == {"gpu", "ram", "disk"} | ({"kv nowhere"} if family == "qwen3_next" else {"kv gpu", "kv ram"})

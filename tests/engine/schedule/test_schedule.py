@@ -355,6 +355,31 @@ PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
 """Problems and choices in which every action has its place."""
 
 
+@pytest.mark.parametrize("experts", [(), (1,)])
+@pytest.mark.parametrize("budgets", [{}, {"gpu_budget": 1}, SCARCE])
+def test_a_model_that_is_only_queried_is_a_plan_of_weights(budgets: dict[str, int], experts: tuple[int, ...]) -> None:
+    """Nothing is written but what is computed, and no hidden state leaves where there are slots for all chunks."""
+    for tier in (None, SAMPLES["samples"]):
+        shape = problem(micro_batches=1, row_tokens=48, chunk_tokens=16, experts=frozenset(experts), **budgets)
+        shape = replace(
+            shape,
+            samples=tier,
+            state_kinds=(),
+            buffers=tuple(replace(buffer, frozen=True) for buffer in shape.buffers),
+            blocks=tuple(replace(block, backward=False, frozen_flops_per_token=0) for block in shape.blocks),
+        )
+        plan = some_plan(shape)
+        assert "state" not in plan.tiers["gpu"].parts
+        builder = ScheduleBuilder(plan)
+        ops = builder.ops(evaluation(plan, 0, 1, documents=[[0, 20]])) if tier is None else samples_of(plan, builder, 0)
+        assert list(races(ops)) == []
+        assert {op.lane for op in ops} <= {"compute", "optimizer", "nvme_read", "h2d", "d2h"}
+        assert (a.STORE["x"] in {op.action for op in ops}) == bool(experts)
+        assert not builder.uncommitted
+        read = {op.block for op in ops if op.lane == "nvme_read"}
+        assert read == {name for name, buffer in plan.buffers.items() if buffer.weights == "nvme"}
+
+
 def test_every_action_has_one_handler() -> None:
     owners = [object.__new__(owner) for owner in (BlockOps, LayerOps, ExpertOps, StateOps, SampleOps)]
     assert handlers_of(*owners).keys() == set(a.ACTIONS.values())
