@@ -26,6 +26,7 @@ from penstock.engine.schedule.ops import Op
 
 RESIDENT_7B = Case("7b_512k", "gh200-480", PlanOptions(gpu_first="blocks"))
 PROMPTED_7B = replace(RESIDENT_7B, prompt_tokens=(300, 40, 1))  # of unequal length, which lie end to end
+KV_MOVES = {"load_sample_kv", "store_sample_kv"}
 STREAMED = PlanOptions(streamed=True, gpu_first="graphs", ram_first="state", stages=4)
 GROUPED = PlanOptions(group=2, graphs_aside="half", ram_first="activations")
 RECORDS_HERE = PlanOptions(gpu_first="records", recompute="all", ram_first="weights", stages=4)
@@ -99,7 +100,8 @@ SORTS = {
         second,
     ),
     "validated": Sort(RESIDENT_7B, RESIDENT_SMALL, 2, EVALUATED, then=validated),
-    "sampled": Sort(PROMPTED_7B, RESIDENT_SMALL, 4, SAMPLES, then=sampled),
+    "sampled": Sort(PROMPTED_7B, RESIDENT_SMALL, 4, SAMPLES - KV_MOVES, then=sampled),
+    "sampled through RAM": Sort(replace(PROMPTED_7B, samples_in="ram"), RESIDENT_SMALL, 4, SAMPLES, then=sampled),
     "120b": Sort(
         Case("120b_gh200", "gh200-480"),
         "model.num_layers=6 train.global_batch_size=6 budgets.ram=18GiB budgets.gpu=36GiB",

@@ -42,7 +42,7 @@ from penstock.engine.optim.adamw import Scalars, scalars
 from penstock.engine.optim.base import UpdateRange
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan
-from penstock.engine.plan.problem import PlanOptions
+from penstock.engine.plan.problem import PlanOptions, SampleTier
 from penstock.engine.runtime import sample_ops
 from penstock.engine.runtime.batch import BatchCarrier, SampleRow, StepData
 from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
@@ -74,6 +74,8 @@ class Case:
     """Fields that the recipe is given, as of fewer layers: what they do is alike."""
     prompt_tokens: tuple[int, ...] = ()
     """Of the prompts behind which samples are written; none are where it is empty."""
+    samples_in: SampleTier | None = None
+    """Where their keys and values are, of a given choice; None: where the plan puts them."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,10 @@ def planned(case: Case) -> Planned:
     if case.choice is None:
         plan = task.search(machine).plan
     else:
-        plan = make_plan(task.problem(case.chunk_tokens or task.chunks[-1]), case.choice)
+        problem = task.problem(case.chunk_tokens or task.chunks[-1])
+        if case.samples_in is not None:
+            problem = replace(problem, samples=replace(problem.samples, tier=case.samples_in))
+        plan = make_plan(problem, case.choice)
     return Planned(plan, spec, recipe.train, inputs_bytes(spec, compute_dtype(recipe.train)))
 
 
@@ -439,17 +444,17 @@ class Replay:
         lengths = [length - NEW_TOKENS for length in self.plan.problem.samples.lengths]
         prompts = [SampleRow(i, 0, range(length), wanted=True) for i, length in enumerate(lengths)]
         tokens = [SampleRow(i, length, [1], wanted=True) for i, length in enumerate(lengths)]
-        for batch, (rows, read) in enumerate([(prompts, {}), (tokens, dict(enumerate(lengths)))], start=1):
+        for rows, read in ((prompts, {}), (tokens, dict(enumerate(lengths)))):
             data = self._carrier.samples([rows], read)
-            self.runtime.begin_samples(-batch, data)
+            number = self.runtime.begin_samples(data)
             last: dict[str, int] = {}
             cut: dict[str, Any] = {"chunks": [data.chunks[0].chunk], "wanted": [0], "read_tokens": sum(read.values())}
-            for ops in self.builder.stream(sampling(self.plan, step, -batch, **cut)):
+            for ops in self.builder.stream(sampling(self.plan, step, number, **cut)):
                 self.perform(ops)
                 last |= {op.lane: op.id for op in ops}
             for op in last.values():
                 self.watch.wait(op)
-            self.runtime.end_samples(-batch)
+            self.runtime.end_samples(number)
 
     def finish(self) -> None:
         self.perform(self.builder.finish(commit=True))

@@ -79,6 +79,11 @@ def run(folder: Path) -> Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def exported(run: Path, folder: Path) -> Path:
+    return penstock.export(run, folder / "out")
+
+
 def test_the_export_of_a_run_that_kept_no_template(run: Path, tmp_path: Path, capsys: Captured) -> None:
     """As one of an earlier version, whose template's file is gone."""
     old = Path(shutil.copytree(run, tmp_path / "run"))
@@ -94,8 +99,8 @@ def ends_of(folder: Path) -> Any:
     return json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
 
 
-def test_a_turn_s_end_stops_the_export_and_the_chat(run: Path, folder: Path) -> None:
-    out = penstock.export(run, folder / "out")
+def test_a_turn_s_end_stops_the_export_and_the_chat(run: Path, exported: Path) -> None:
+    out = exported
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer.chat_template == TEMPLATE
     assert tokenizer.convert_ids_to_tokens(ends_of(out)) == ["<|endoftext|>", "<|im_end|>"]
@@ -130,9 +135,9 @@ def test_of_an_adapter_as_well(run: Path, folder: Path, capsys: pytest.CaptureFi
     assert sample_text(alone, "The", 2, str(left)) == sample_text(alone, "The", 2, str(folder / "base"))
 
 
-def test_the_end_of_a_turn_ends_a_chat_with_any_folder(folder: Path, tmp_path: Path) -> None:
+def test_the_end_of_a_turn_ends_a_chat_with_any_folder(exported: Path, tmp_path: Path) -> None:
     """A chat, not a text: a base model whose files name another end."""
-    out = Path(shutil.copytree(folder / "out", tmp_path / "chatty"))
+    out = Path(shutil.copytree(exported, tmp_path / "chatty"))
     (out / "generation_config.json").unlink()
     (answer,) = penstock.sample(out, ASKED, chat=True, tokens=40, **SMALL)
     assert answer.endswith(".")
