@@ -251,21 +251,16 @@ class OpenedModel(Texts):
         return f"{params_text(self.spec.num_params)} parameters in {self._query.dtype}, {bytes_text(total)}"
 
     def estimate(self, prompt_tokens: int, sequences: int, new_tokens: int) -> Estimate:
-        """How long it would take to give `sequences` prompts, of `prompt_tokens` each, `new_tokens` more."""
-        groups = list(self._groups([prompt_tokens + new_tokens] * sequences))
-        plan, machine = self._query.plan(groups[0], continued=True), machine_here(self._where)
+        """How long it would take to give `sequences` prompts, of `prompt_tokens` each, `new_tokens` more; 0: to score
+        them."""
+        totals = [prompt_tokens + new_tokens] * sequences
+        groups = list(self._groups(totals)) if new_tokens else [totals]
+        plan, machine = self._query.plan(groups[0], continued=new_tokens > 0), machine_here(self._where)
+        stored = {name: self._source.stored_bytes(name) for name in self.spec.buffers}
 
         def of(group: Sequence[int], filled: bool) -> Estimate:
-            return self._query.estimate(
-                plan,
-                machine,
-                {name: self._source.stored_bytes(name) for name in self.spec.buffers},
-                prompt_tokens=prompt_tokens,
-                sequences=len(group),
-                new_tokens=new_tokens,
-                filled=filled,
-                assumed=is_assumed(machine),
-            )
+            work = {"prompt_tokens": prompt_tokens, "sequences": len(group), "new_tokens": new_tokens}
+            return self._query.estimate(plan, machine, stored, filled=filled, assumed=is_assumed(machine), **work)
 
         first, rest = of(groups[0], self._computing is not None), groups[1:]
         if not rest:

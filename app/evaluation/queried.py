@@ -116,8 +116,8 @@ class QueriedModel:
         and what one batch of them takes."""
         mean = max(1, round(tokens / count))
         each = max(1, min(count, self.batch_tokens // (mean + new_tokens)))
-        one = self._model.estimate(mean, each, max(1, new_tokens))
-        return -(-count // each) * (one.total_s if new_tokens else one.first_s), one
+        one, others = self._model.estimate(mean, each, new_tokens), -(-count // each) - 1
+        return one.total_s + others * (one.total_s if new_tokens else one.pass_s), one
 
     def loglikelihoods(self, pairs: Sequence[Pair], on_done: OnDone) -> list[tuple[float, bool]]:
         """For each (context ids, continuation ids), neither empty: the sum of the continuation's log-probabilities, and

@@ -81,11 +81,24 @@ def estimate_evaluation(
     full: bool = False,
 ) -> float:
     """Seconds that a validation's pass over as much as a step has takes; what it updates, the next step need not."""
+    return plan.num_groups * evaluation_spent(plan, machine, documents, filled, calibration, full=full).seconds
+
+
+def evaluation_spent(
+    plan: Plan,
+    machine: Machine,
+    documents: Sequence[Sequence[int]] | None,
+    filled: Filled | None = None,
+    calibration: Calibration | None = None,
+    *,
+    full: bool = False,
+) -> Spent:
+    """Of one group's documents."""
 
     def make(plan: Plan, documents: Documents, chunks: Sequence[Chunk]) -> Pass:
         return evaluation(plan, 1, 1, documents=documents, chunks=chunks)
 
-    return plan.num_groups * _spent(make, plan, machine, calibration, documents, filled, full).seconds
+    return _spent(make, plan, machine, calibration, documents, filled, full)
 
 
 def estimate_samples(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from penstock.engine.forecast.extrapolate import sampling_spent
+from penstock.engine.forecast.extrapolate import evaluation_spent, sampling_spent
 from penstock.engine.forecast.problem import (
     ALLOCATOR_SHARE,
     DTYPE_BYTES,
@@ -174,15 +174,18 @@ class Query:
         filled: bool,
         assumed: bool,
     ) -> Estimate:
-        """Of `sequences` prompts of `prompt_tokens` each that get `new_tokens` more.
+        """Of `sequences` prompts of `prompt_tokens` each that get `new_tokens` more, or are scored, where that is 0.
 
         `stored`: bytes of each buffer on disk. `filled`: what stays in memory is there already.
         """
-        tier = sample_tier(plan)
-        assert tier is not None
-        middle = prompt_tokens + new_tokens // 2
-        first = sampling_spent(plan, machine, sequences, prompt_tokens, 0)
-        later = sampling_spent(plan, machine, sequences, *((middle, 0) if tier == "nowhere" else (1, middle)))
+        if new_tokens:
+            middle = prompt_tokens + new_tokens // 2
+            first = sampling_spent(plan, machine, sequences, prompt_tokens, 0)
+            rereads = sample_tier(plan) == "nowhere"
+            later = sampling_spent(plan, machine, sequences, *((middle, 0) if rereads else (1, middle)))
+        else:
+            documents = list(range(0, plan.window_tokens, max(1, prompt_tokens)))
+            first = later = evaluation_spent(plan, machine, [documents] * plan.problem.micro_batches)
         loading = [buffer.name for buffer in plan.buffers.values() if buffer.weights != "nvme"]
         load_s = 0.0 if filled else sum(stored[name] for name in loading) / machine.nvme_read_bytes_per_s
         lane = max(later.busy_s, key=later.busy_s.__getitem__)
@@ -192,7 +195,7 @@ class Query:
             total_s=load_s + first.seconds + max(0, new_tokens - 1) * later.seconds,
             bound_by=_WAITS_FOR.get(lane, "compute"),
             weights=weights_bytes(plan),
-            keys_values=tier,
+            keys_values=sample_tier(plan) or "nowhere",
             where=describe(plan, self.device_type),
             assumed=assumed,
         )
@@ -230,4 +233,5 @@ def describe(plan: Plan, device_type: str) -> str:
     if held["disk"]:
         parts.append(f"{bytes_text(held['disk'])} are read from disk for every pass")
     cached = names | {"nowhere": "are not kept: the whole text is read again for every token"}
-    return ", ".join(parts) + f"; keys and values {cached[sample_tier(plan) or 'nowhere']}"
+    tier = sample_tier(plan)
+    return ", ".join(parts) + ("" if tier is None else f"; keys and values {cached[tier]}")

@@ -94,7 +94,7 @@ def least_gpu(folder: Path, tokens: int) -> int:
         OpenedModel.open(folder, gpu_bytes=1 << 10, ram_bytes=1 << 12, device="cpu")
     with OpenedModel.open(folder, gpu_bytes=_asked(refusal.value), ram_bytes=1 << 12, device="cpu") as small:
         try:
-            small.estimate(tokens, 1, 0)
+            small.estimate(tokens - 1, 1, 1)
         except UserError as more:
             return _asked(more)
         return _asked(refusal.value)

@@ -87,13 +87,14 @@ class Replay:
         self.held[target] = self.held[source]
 
     def _layer_generate(self, op: Op) -> None:
-        """What the passes before have kept is there, as is what the pass's other chunks have added."""
+        """What the passes before have cached is there, as is what the pass's other chunks have added."""
         layer, now = self._number[op.block], (op.step, op.batch)
         if a.SAMPLE_KV in op.slots:
             place = r.place(r.GPU_SAMPLE_KV, op.slots[a.SAMPLE_KV])
             assert place in op.writes
             before = self._sampled.get(layer)
-            if before is not None and before[0] == op.step:
+            cached = self.plan.problem.samples.tier != "nowhere"
+            if before is not None and (before[0] == op.step if cached else before == now):
                 assert self.held[place] == ("sample_kv", layer, before), op
             self._sampled[layer] = now
             self.held[place] = ("sample_kv", layer, now)
