@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 def run(scenario: str, folder: Path, package: Path, expected: str, seeds: int) -> list[str]:
     """Results of the seeds, of a process that finds the package in `package`."""
     folder.mkdir()
-    path = (package, REPOSITORY / "src", REPOSITORY / "tests" / "support", *os.environ["PYTHONPATH"].split(os.pathsep))
+    path = (package / "src", REPOSITORY / "tests" / "support", *os.environ["PYTHONPATH"].split(os.pathsep))
     done = subprocess.run(
         [sys.executable, str(HERE / "scenarios.py"), scenario, str(folder), expected, str(seeds)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))},
@@ -53,8 +53,8 @@ def right(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-
 
 def without(wait: Wait, folder: Path) -> Path:
     """The package's sources without the wait."""
-    for name in ("app", "engine", "storage", "tui", "recipes", "penstock"):
-        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("app", "engine", "storage", "tui", "recipes", "src"):
+        shutil.copytree(REPOSITORY / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     path = folder / wait.file
     text = path.read_text()
     assert text.count(wait.code) == 1, f"{wait.name}: not once in {wait.file}"

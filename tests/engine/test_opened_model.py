@@ -12,7 +12,7 @@ import adapted
 import pytest
 import torch
 from samples import cases
-from tiny import HYBRID, Silent, recipe, storage, train_run, training
+from tiny import HYBRID, Silent, model, recipe, storage, train_run, training
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from penstock.app.sampling.sample import opened
@@ -44,9 +44,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": HYBRID,
 }
 CONFIGS = {name: AutoConfig.for_model(name, **SHAPE | fields) for name, fields in FAMILIES.items()}
+MIXTURE = model(model_type="qwen3_moe", overrides=FAMILIES["qwen3_moe"])
 RUNS: dict[str, dict[str, Any]] = {
     "layers frozen": {"train": training(steps=3, freeze=["*layers.0.*", "*layers.2.mlp.*"])},
     "adapter": {"adapter": adapted.section("rslora"), "train": training(steps=4, lr=5e-2)},
+    "expert blocks": {"model": MIXTURE, "train": training(steps=3, lr=5e-2, expert_blocks=True)},
 }
 PAGE = Path(__file__).parents[2] / "docs" / "sample.md"
 MACHINES = {"RTX 4090, 64 GB RAM": "rtx4090-64", "RTX 4090, 128 GB RAM": "rtx4090-128"}
