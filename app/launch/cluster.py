@@ -256,6 +256,7 @@ def import_dcp(given: Path, *, run_dir: Path | None, overrides: Sequence[str] = 
                     read_dcp(folder, record, spec, recipe, run.path)
             finally:
                 display.close()
+                log.drain()  # its thread would write to the directory of a run that is discarded
             _take_history(folder, run.path, record.step)
             observer.close("stopped")
         except BaseException:

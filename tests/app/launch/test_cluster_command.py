@@ -22,7 +22,7 @@ from recipe_texts import recipe_text
 from torch.distributed.checkpoint import FileSystemReader
 
 from penstock.app.cli.main import main
-from penstock.app.runs import control
+from penstock.app.runs import control, log
 from penstock.engine.cluster.layout import checksums_of
 from penstock.engine.cluster.train import require_even
 from penstock.storage.files import sealed
@@ -240,6 +240,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(
     checkpoint: Path, tmp_path: Path, capsys: Captured, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(log, "HEARTBEAT_S", 1e-4)  # nobody may write to the run's directory while it is removed
     for damage, expected in DAMAGES:
         copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
         damage(copy)
