@@ -42,7 +42,7 @@ def main(
     if tokens < 2 * chunk:
         raise UserError(f"--tokens {tokens}: give at least two chunks, {2 * chunk}")
     case = Case(shapes={"small": MODEL}, row_tokens=tokens, chunk_tokens=chunk, needs_cuda=False, compiled=compile)
-    found: list[dict[str, float]] = []
+    result: list[dict[str, float]] = []
     with scratch(folder) as path, Working() as shown:
         with shown.step("preparing"):
             setup = choose(case, Path(path))
@@ -55,9 +55,9 @@ def main(
                     alone = _attention_s(session, tokens)
                 with shown.step(f"round {number} of {rounds}: a step of {tokens:,} tokens"):
                     step = train_step(session).step_s
-                found.append({"step_s": step, "attention_s": alone, "ratio": step / alone})
-    report: dict[str, Any] = {key: statistics.median(each[key] for each in found) for key in found[0]}
-    report |= {"tokens": tokens, "chunk_tokens": chunk, "rounds": found}
+                result.append({"step_s": step, "attention_s": alone, "ratio": step / alone})
+    report: dict[str, Any] = {key: statistics.median(each[key] for each in result) for key in result[0]}
+    report |= {"tokens": tokens, "chunk_tokens": chunk, "rounds": result}
     line = (
         f"a step of {tokens:,} tokens takes {report['step_s']:.2f} s, its attention alone in torch "
         f"{report['attention_s']:.2f} s: {report['ratio']:.3f} x"

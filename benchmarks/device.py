@@ -49,24 +49,24 @@ def main(small: bool = False, drive: bool = False) -> None:
 
 def packages(small: bool) -> dict[str, str]:
     """Versions."""
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for name in PACKAGES.split():
         try:
-            found[name] = version(name)
+            result[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            result[name] = "not installed"
+    return result
 
 
 def machine(small: bool) -> dict[str, Any]:
     """GPU, driver, CUDA, compilers, cores, NUMA nodes."""
     import torch
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
-        found = {"gpu": gpu.name, "gpu_bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"}
-    return found | {
+        result = {"gpu": gpu.name, "gpu_bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"}
+    return result | {
         "driver, PCIe generation, lanes": nvidia_smi("driver_version", "pcie.link.gen.max", "pcie.link.width.max"),
         "cuda": torch.version.cuda or "none",
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else "none",
@@ -124,13 +124,13 @@ def attention(small: bool) -> dict[str, Any]:
     if small:
         layer = chunk.Attends(heads=4, kv_heads=2, qk_dim=64, v_dim=64, chunk=128, total=512)
     chunk.prepare(_probe(small)[0], torch.bfloat16, [layer])
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for direction in ("forward", "backward"):
         # Of all kinds the one with the most keys is where time goes.
         kinds = [kind for kind in chunk.attention_report() if kind["direction"] == direction]
         kind = max(kinds, key=lambda k: (k["keys"], not k["causal"]))
-        found[direction] = {name: kind[name] for name in ("chosen", "tflops", "refused", "queries", "keys")}
-    return found
+        result[direction] = {name: kind[name] for name in ("chosen", "tflops", "refused", "queries", "keys")}
+    return result
 
 
 def reads(small: bool) -> dict[str, Any]:
@@ -148,19 +148,19 @@ def pinned(small: bool) -> dict[str, Any]:
     from penstock.storage.files.errors import BudgetError
     from penstock.storage.tier.arena import HostArena
 
-    size, found = (64 << 20) if small else (512 << 20), dict[str, Any]()
+    size, result = (64 << 20) if small else (512 << 20), dict[str, Any]()
     most = size if small else free_memory().free_bytes // 4
-    while size <= most and found.get("took_s", 0.0) < _LONG_S:
+    while size <= most and result.get("took_s", 0.0) < _LONG_S:
         arena, begun = HostArena(size, budget_bytes=size), time.perf_counter()
         arena.slot("all", size)
         try:
             arena.pin()
         except BudgetError as error:
-            return found | {"refused": str(error)}
-        found = {"most_bytes": size, "took_s": time.perf_counter() - begun}
+            return result | {"refused": str(error)}
+        result = {"most_bytes": size, "took_s": time.perf_counter() - begun}
         arena.close()
         size *= 2
-    return found
+    return result
 
 
 def compile_s(small: bool) -> dict[str, float]:

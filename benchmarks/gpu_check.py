@@ -63,13 +63,13 @@ def commands(*, small: bool) -> list[Command]:
     pytest += ["-o", "addopts=", "-o", "faulthandler_timeout=60", f"--rootdir={REPOSITORY}"]
     pytest += [str(REPOSITORY / "tests" / "gpu" / f"test_{name}.py") for name in (TESTS[:1] if small else TESTS)]
     device, smoke = (command(name, *tiny) for name in ("device", "smoke"))
-    found = "machine packages memory matmul_flops links attention reads pinned compile_s"
+    result = "machine packages memory matmul_flops links attention reads pinned compile_s"
     trained = "model parameters state_bytes penstock plain wrong"
     drive = "drives.1.read_bytes_per_s drives.1.write_bytes_per_s drives.1.size_bytes"
     size = ["--size", "64MiB", "--chunk", "1MiB"] if small else ["--size", "1GiB"]
     storage = child.command("app.cli.main", "bench", "storage", ".", *size, "--rounds", "1", "--json")
     listed = [
-        Command("device", "what this machine is and what works on it", device, 100, found),
+        Command("device", "what this machine is and what works on it", device, 100, result),
         Command("smoke", "six steps through all three tiers beside plain PyTorch", smoke, 130, trained),
         Command("tests", "tests/gpu", pytest, 150, "collected passed failed error skipped failing"),
         step("long-7b", "a step of Qwen2.5-7B's shape at 524,288 tokens against its kernels alone", 120),
@@ -247,16 +247,16 @@ def _one(
 
 def _outcome(code: int | None, log: str, limit_s: float, left_s: float) -> tuple[str, str]:
     """Status and reason of a command that ended with `code`, None where its time did."""
-    found = figures(log)
+    result = figures(log)
     if code == 0:
-        return ("not measured", str(found["reason"])) if found.get("status") == "skipped" else ("done", "")
+        return ("not measured", str(result["reason"])) if result.get("status") == "skipped" else ("done", "")
     if code is None and limit_s == left_s:
         return "not measured", f"stopped after {limit_s:.0f} s, when the time for all commands was over"
     if code is None:
         return "failed", f"not finished after {limit_s:.0f} s, so it was stopped"
     if code < 0:
         return "failed", f"crashed by {signal.Signals(-code).name}"
-    said = str(found.get("reason") or found.get("error") or last_words(log) or "it said nothing").splitlines()[0]
+    said = str(result.get("reason") or result.get("error") or last_words(log) or "it said nothing").splitlines()[0]
     if (missing := re.search(r"No module named '?([\w.]+)", said)) is not None:
         return "not measured", f"{sys.executable} has no package {missing[1]}"
     return "failed", f"exit {code}: {said}"
@@ -268,9 +268,9 @@ def _now() -> str:
 
 def _write(folder: Path, head: Mapping[str, str], records: Mapping[str, dict[str, Any]]) -> None:
     """Both files, whole at any time."""
-    found = [*records.values()]
-    whole = json.dumps({"head": head, "commands": found}, indent=1) + "\n"
-    for name, text in (("gpu-check.json", whole), ("gpu-check.md", page(head, found))):
+    result = [*records.values()]
+    whole = json.dumps({"head": head, "commands": result}, indent=1) + "\n"
+    for name, text in (("gpu-check.json", whole), ("gpu-check.md", page(head, result))):
         new = folder / f"{name}.new"
         new.write_text(text)
         os.replace(new, folder / name)
@@ -287,23 +287,23 @@ def figures(log: str) -> dict[str, Any]:
 
     The one case of a benchmark's report stands for the report.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     at, decoder = 0, json.JSONDecoder()
     while (begin := re.compile(r"^\{", re.MULTILINE).search(log, at)) is not None:
         try:
             values, at = decoder.raw_decode(log, begin.start())
-            found |= values
+            result |= values
         except ValueError:  # cut off, or something else
             at = begin.end()
-    if len(found.get("cases", ())) == 1:
-        found |= found.pop("cases")[0]
+    if len(result.get("cases", ())) == 1:
+        result |= result.pop("cases")[0]
     if (collected := re.search(r"\bcollected (\d+) items?", log)) is not None:  # pytest -v -rfE
         ended = Counter(re.findall(r"^\S+::.* (PASSED|FAILED|SKIPPED|ERROR)(?: .*)?$", log, re.MULTILINE))
         failing = re.findall(r"^(?:FAILED|ERROR) \S*?([^/\s]+::.*)$", log, re.MULTILINE)
-        found |= {"collected": int(collected[1])}
-        found |= {name: ended[name.upper()] for name in ("passed", "failed", "skipped", "error")}
-        found["failing"] = dict(enumerate(failing, start=1))
-    return found
+        result |= {"collected": int(collected[1])}
+        result |= {name: ended[name.upper()] for name in ("passed", "failed", "skipped", "error")}
+        result["failing"] = dict(enumerate(failing, start=1))
+    return result
 
 
 def page(head: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:

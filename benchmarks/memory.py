@@ -142,8 +142,8 @@ def plotted(report: dict[str, Any]) -> Any:
     rows = report["rows"]
     for axis, key in zip(axes, _MEASURED, strict=True):
         for window, depth in sorted({(row["window"], row["depth"]) for row in rows}, reverse=True):
-            found = sorted((r["tokens"], r[key]) for r in rows if (r["window"], r["depth"]) == (window, depth))
-            x, y = [tokens for tokens, _ in found], [size / 2**20 for _, size in found]
+            result = sorted((r["tokens"], r[key]) for r in rows if (r["window"], r["depth"]) == (window, depth))
+            x, y = [tokens for tokens, _ in result], [size / 2**20 for _, size in result]
             color, mark = "C0" if window == "whole" else "C1", "x" if depth == 1 else "o"
             label = f"{window}, {depth} layer{'s' if depth > 1 else ''}"
             axis.plot(x, y, mark, color=color, fillstyle="none", label=label)

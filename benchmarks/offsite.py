@@ -74,11 +74,11 @@ def main(
                     with shown.step(about), upload or nullcontext():
                         times[way].append([train_step(session).step_s for _ in range(steps)])
                     moved[way] += upload.moved if upload else 0
-    medians = {way: [statistics.median(of_round) for of_round in found] for way, found in times.items()}
+    medians = {way: [statistics.median(of_round) for of_round in result] for way, result in times.items()}
     ratios = {
         way: statistics.median(b / a for a, b in zip(medians["alone"], medians[way], strict=True)) for way in WAYS[1:]
     }
-    step_s = {way: statistics.median(found) for way, found in medians.items()}
+    step_s = {way: statistics.median(result) for way, result in medians.items()}
     report = {
         "ratios": ratios,
         "parameters": session.spec.num_params,

@@ -68,8 +68,8 @@ def main(
                     cpu_times[name].append(time.process_time() - before_s)
         computed = {name: _computed(session) for name, session in opened.items()}
     assert len(set(tokens.values())) == 1, "both train the same documents"
-    seconds = {name: statistics.median(found) for name, found in times.items()}
-    cpu_seconds = {name: statistics.median(found) for name, found in cpu_times.items()}
+    seconds = {name: statistics.median(result) for name, result in times.items()}
+    cpu_seconds = {name: statistics.median(result) for name, result in cpu_times.items()}
     report = {
         "ratio": statistics.median(a / p for a, p in zip(times["apart"], times["packed"], strict=True)),
         "cpu_ratio": cpu_seconds["apart"] / cpu_seconds["packed"],

@@ -266,7 +266,7 @@ def _elsewhere(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         rates.setdefault(row["label"], {})[row["machine"]] = _rate(row) if row["fits"] else "-"
     machines = sorted({row["machine"] for row in rows})
-    return markdown_table(("recipe", *machines), [(name, *map(found.get, machines)) for name, found in rates.items()])
+    return markdown_table(("recipe", *machines), [(name, *map(result.get, machines)) for name, result in rates.items()])
 
 
 def _memory_cells(whole: Mapping[str, Any], part: Mapping[str, Any]) -> tuple[str, ...]:

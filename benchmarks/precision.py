@@ -180,8 +180,8 @@ def go_on(run: str, folder: str, steps: int, every: int, lr: float) -> dict[str,
         "stochastic": lambda: _plain(run, recipe, judge.loader, every, torch.bfloat16, stochastic=True),
     }
     first, rows = judge.row(0, judge.start), dict[str, list[dict[str, float]]]()
-    for number, found in enumerate(ways[run](), start=1):
-        for case, weights in found.items():
+    for number, result in enumerate(ways[run](), start=1):
+        for case, weights in result.items():
             rows.setdefault(case, [first]).append(judge.row(number * every, weights))
     return rows
 

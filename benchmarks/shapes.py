@@ -124,8 +124,8 @@ def measure(case: Case, folder: Path, trace: Path | None = None) -> dict[str, An
         "matmul_tflops": matmul_rates(setup.spec, chunk, setup.device, DTYPE, case.kernel_s),
     }
     settings.restore()
-    found = figures(case, setup, ran, kernels) | {"plain": plain}
-    return found | {"best_plain_ratio": plain["step_s"] and found["measured"]["step_s"] / plain["step_s"]}
+    result = figures(case, setup, ran, kernels) | {"plain": plain}
+    return result | {"best_plain_ratio": plain["step_s"] and result["measured"]["step_s"] / plain["step_s"]}
 
 
 def _give_back(device: torch.device) -> None:
@@ -183,16 +183,16 @@ def run_steps(case: Case, session: Session, folder: Path) -> Ran:
 
 def _tiers(session: Session) -> dict[str, dict[str, int]]:
     plan = session.plan
-    found = {
+    result = {
         name: {"budget_bytes": plan.tiers[name].budget_bytes, "planned_bytes": plan.tiers[name].peak_bytes}
         for name in ("gpu", "ram")
     }
-    found["gpu"]["peak_bytes"] = session.gpu.arena.used_bytes
-    found["ram"]["peak_bytes"] = session.ram.arena.used_bytes + plan.problem.beside_bytes
-    found["nvme"] = {"peak_bytes": session.store.disk_bytes()}
+    result["gpu"]["peak_bytes"] = session.gpu.arena.used_bytes
+    result["ram"]["peak_bytes"] = session.ram.arena.used_bytes + plan.problem.beside_bytes
+    result["nvme"] = {"peak_bytes": session.store.disk_bytes()}
     if (used := memory_use(session.device)) is not None:
-        found["gpu"] |= used | {"peak_bytes": used["reserved_bytes"]}
-    return found
+        result["gpu"] |= used | {"peak_bytes": used["reserved_bytes"]}
+    return result
 
 
 def profiled(step: Callable[[], Any], file: Path) -> float | None:

@@ -95,7 +95,7 @@ CAPACITY = {"gpu": 0.5, "ram": 0.6}
 for weights and gradients of what is not on the GPU."""
 
 
-def tell(**values: Any) -> None:
+def report(**values: Any) -> None:
     """Print a finding at once, for what may end this before its time."""
     print(json.dumps(values), flush=True)
 
@@ -157,7 +157,7 @@ def penstock(setup: Setup, folder: Path) -> dict[str, Any]:
         for _ in range(STEPS):
             metrics = train_step(session)
             steps.append((metrics.loss, metrics.grad_norm, metrics.step_s))
-            tell(penstock=_columns(steps))
+            report(penstock=_columns(steps))
         session.executor.drain()
     return _columns(steps)
 
@@ -173,7 +173,7 @@ def plain(setup: Setup, folder: Path) -> dict[str, Any]:
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         for step in plain_steps(setup.spec.config, batches, setup.recipe.train, setup.device, weights):
             steps.append(step)
-            tell(plain=_columns(steps))
+            report(plain=_columns(steps))
     return _columns(steps)
 
 
@@ -209,7 +209,7 @@ def state_bytes(plan: Plan) -> dict[str, int]:
 def check(setup: Setup, folder: Path) -> dict[str, Any]:
     """Everything: figures, and in `wrong` what is not as it should be."""
     held = state_bytes(setup.plan)
-    tell(model=setup.name, parameters=setup.spec.num_params, state_bytes=held)
+    report(model=setup.name, parameters=setup.spec.num_params, state_bytes=held)
     ours = penstock(setup, folder)
     gc.collect()
     if setup.device.type == "cuda":
@@ -223,6 +223,6 @@ def main(small: bool = False) -> None:
     """Check this card in the current folder. Exits with words where something is wrong, or nothing fits."""
     device, folder = resolve_device(TrainConfig()), Path.cwd()
     wrong = check(prepare(SMALL, folder, device) if small else choose(folder, device), folder)["wrong"]
-    tell(wrong=wrong)
+    report(wrong=wrong)
     if wrong:
         sys.exit(f"{len(wrong)} figures beyond the tolerance, the first: {wrong[0]}")

@@ -79,7 +79,7 @@ class _Terminal:
 
     def read(self, seconds: float) -> bytes:
         """Output of the next `seconds`, or what there is at the program's end. Raises UserError when it has ended."""
-        deadline, found = time.monotonic() + seconds, bytearray()
+        deadline, result = time.monotonic() + seconds, bytearray()
         while (left := deadline - time.monotonic()) > 0:
             if select.select([self._leader], [], [], left)[0]:
                 try:
@@ -88,9 +88,9 @@ class _Terminal:
                     data = b""
                 if not data:
                     raise UserError(f"penstock ended by itself with code {self.process.wait()}")
-                found += data
-        self.num_bytes += len(found)
-        return bytes(found)
+                result += data
+        self.num_bytes += len(result)
+        return bytes(result)
 
     def sample(self) -> Sample:
         times = self._usage.cpu_times()

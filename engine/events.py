@@ -130,7 +130,7 @@ class Recall:
     """Tokens of the haystacks, rising."""
     right: list[list[int]]
     """[length][depth]: answers that were right; the depths are equal bands of a haystack, from its beginning."""
-    asked: list[list[int]]
+    queried: list[list[int]]
     """[length][depth]: all answers."""
 
 

@@ -34,7 +34,7 @@ _INSTALL = {
 }
 
 
-class Asked(NamedTuple):
+class KernelQuery(NamedTuple):
     """What the passes of a plan ask kernels for."""
 
     attention: list[Attends]
@@ -44,7 +44,7 @@ class Asked(NamedTuple):
     """Of such products, at most."""
 
 
-def asked(spec: ModelSpec, plan: Plan) -> Asked:
+def kernel_query(spec: ModelSpec, plan: Plan) -> KernelQuery:
     """Everything once."""
     products: dict[tuple[int, int], None] = {}
     for block, summed, joined in zip(spec.layers, spec.summed, spec.joined, strict=True):
@@ -53,14 +53,14 @@ def asked(spec: ModelSpec, plan: Plan) -> Asked:
             ends = tuple(f".{name}.weight" for name in names)
             if shapes := [param.shape for param in trained if param.name.endswith(ends)]:
                 products[sum(shape[0] for shape in shapes), shapes[0][1]] = None
-    return Asked(_attends(spec, plan), list(products), plan.max_chunk_tokens)
+    return KernelQuery(_attends(spec, plan), list(products), plan.max_chunk_tokens)
 
 
 def _attends(spec: ModelSpec, plan: Plan) -> list[Attends]:
     chunk, total = plan.max_chunk_tokens, plan.max_chunk_tokens if plan.streamed else plan.window_tokens
     if (samples := plan.problem.samples) is not None:  # a prompt goes on in the next chunk, however batches are cut
         total = max(total, 2 * chunk, *samples.lengths)
-    found = {
+    result = {
         Attends(
             heads=shape.heads,
             kv_heads=shape.kv_heads,
@@ -75,11 +75,11 @@ def _attends(spec: ModelSpec, plan: Plan) -> list[Attends]:
         for shape in spec.attention
         if shape is not None
     }
-    return list(found)
+    return list(result)
 
 
 def choose_kernels(
-    what: Asked, device: torch.device, dtype: torch.dtype, recorded: Mapping[str, Any] | None = None
+    what: KernelQuery, device: torch.device, dtype: torch.dtype, recorded: Mapping[str, Any] | None = None
 ) -> list[str]:
     """Choose kernels for all that a run can ask for, while GPU memory is still free; as `recorded`, if given.
 
@@ -97,8 +97,8 @@ def choose_kernels(
 
 def kernel_record(device: torch.device) -> dict[str, Any]:
     """What a generation records of the kernels that were chosen: with others a resumed run has other bits."""
-    found: dict[str, Any] = {"environment": environment(device), "rankings": {}, "products": {}}
-    return found | {"rankings": rankings(), "products": sums.choices()} if measured(device) else found
+    result: dict[str, Any] = {"environment": environment(device), "rankings": {}, "products": {}}
+    return result | {"rankings": rankings(), "products": sums.choices()} if measured(device) else result
 
 
 def is_kernel_record(value: Any) -> bool:
@@ -149,7 +149,7 @@ class Faster(NamedTuple):
         return f"attention: {names} would be faster on {self.gpus}{missing}: {_INSTALL[self.extra]}; {expected}"
 
 
-def tell_kernels(
+def report_kernels(
     observer: Observer,
     device: torch.device,
     machine: Machine,

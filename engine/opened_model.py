@@ -97,8 +97,8 @@ class OpenedModel(Texts):
         auto, float32, bfloat16 or float16. Raises UserError for what is no model, for a run that another process has
         open, and for budgets that are too small for anything.
         """
-        asked = "bfloat16" if dtype == "bfloat16" else "float32"
-        found = resolve_device(TrainConfig(steps=1, device=device, compute_dtype=asked))  # type: ignore[arg-type]
+        requested = "bfloat16" if dtype == "bfloat16" else "float32"
+        result = resolve_device(TrainConfig(steps=1, device=device, compute_dtype=requested))  # type: ignore[arg-type]
         source: Source
         if recipe is not None:
             source = RunSource(where, recipe, checkpoint)
@@ -107,9 +107,9 @@ class OpenedModel(Texts):
         data = DataConfig() if recipe is None else recipe.data
         try:
             chosen = FLOAT_DTYPES[dtype] if dtype != "auto" else source.usual_dtype
-            slow = usual_dtype(found) == "float32" if chosen == torch.bfloat16 else found.type == "cpu"
+            slow = usual_dtype(result) == "float32" if chosen == torch.bfloat16 else result.type == "cpu"
             chosen = torch.float32 if dtype == "auto" and slow else chosen
-            model = cls(source, where, data, device=found, dtype=chosen, gpu_bytes=gpu_bytes, ram_bytes=ram_bytes)
+            model = cls(source, where, data, device=result, dtype=chosen, gpu_bytes=gpu_bytes, ram_bytes=ram_bytes)
         except BaseException:
             source.close()
             raise
@@ -137,9 +137,9 @@ class OpenedModel(Texts):
         """
         self.require_context(prompts)
         self.passes_s = []
-        found: list[Continuation] = []
+        result: list[Continuation] = []
         for group in self._groups([len(prompt) + decoding.new_tokens for prompt in prompts]):
-            first = len(found)
+            first = len(result)
             some = prompts[first : first + len(group)]
             forward, known = self._begin(some, group, reuse=reuse and len(prompts) == 1)
 
@@ -152,10 +152,10 @@ class OpenedModel(Texts):
                 length = len(forward.ids[sequence]) + 1
                 return True if self.context is not None and length >= self.context else ended
 
-            found += decode(compute, some, decoding, on_chosen, known=known, first=first)
+            result += decode(compute, some, decoding, on_chosen, known=known, first=first)
         if not reuse:
             self._forward = None
-        return found
+        return result
 
     def require_context(self, prompts: Sequence[Sequence[int]]) -> None:
         """UserError for a prompt that leaves no room in the context."""
@@ -228,20 +228,20 @@ class OpenedModel(Texts):
         if self.spec.recurrent:  # a text is one chunk
             lengths = [max(sizes) - 1] * max(map(len, batches))
             streams = ([scored_stream([pair]) for pair in some] for some in texts)
-        computing, found = self._prepare(lengths, continued=False), [(0.0, True)] * len(pairs)
+        computing, result = self._prepare(lengths, continued=False), [(0.0, True)] * len(pairs)
         scored = evaluations(computing, streams, first=self.passes + 1)
         for batch in batches:
             with self._pass():
                 data = next(scored)
             counts = [len(pairs[i][1]) for i in batch]
             for i, scores, right in zip(batch, data.scores.split(counts), data.right.split(counts), strict=True):
-                found[i] = float(scores.sum()), bool(right.all())
-        return found
+                result[i] = float(scores.sum()), bool(right.all())
+        return result
 
     def take_remarks(self) -> list[str]:
         """What is to be said of its weights and memory since the last call, once each."""
-        found, self._remarks = list(dict.fromkeys(self._remarks)), []
-        return found
+        result, self._remarks = list(dict.fromkeys(self._remarks)), []
+        return result
 
     # ------------------------------------------------------------------ memory and time
 

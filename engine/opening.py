@@ -37,7 +37,7 @@ from penstock.engine.hf import weights
 from penstock.engine.hf.adapter_folder import Start
 from penstock.engine.hf.config import require_overrides
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file, write_constants
-from penstock.engine.kernels import Asked, asked, choose_kernels, kernel_record, tell_kernels
+from penstock.engine.kernels import KernelQuery, choose_kernels, kernel_query, kernel_record, report_kernels
 from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.budgets import run_budgets
 from penstock.engine.machine.compilers import Compilation, find_compilation
@@ -161,9 +161,9 @@ def open_session(
                 size = bytes_text(getattr(task.budgets, tier))
                 observer.on_message(f"budgets.{tier}={budget}: {size} ({task.budgets.why[tier]})")
         with checklist.step("searching a plan"):
-            found = task.search(machine, documents=documents, filled=filled, rough=train.calibrate)
+            result = task.search(machine, documents=documents, filled=filled, rough=train.calibrate)
         with checklist.step("self-check"):
-            _refuse_unless_exact(spec, train, found.plan, observer)
+            _refuse_unless_exact(spec, train, result.plan, observer)
         nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
         recorded: Recorded | None = None
         kernels: dict[str, Any] | None = None
@@ -175,7 +175,7 @@ def open_session(
                 undo.callback(store.close)
                 require_record(store)
                 _require_same_adapter(store, recipe)
-                _require_same_state(store, found.plan)
+                _require_same_state(store, result.plan)
                 if checkpoint is not None:
                     store.restore(checkpoint)
                     require_record(store)
@@ -187,7 +187,7 @@ def open_session(
             with checklist.step("writing the first generation"):
                 store = NvmeStore.create(
                     root,
-                    state_arrays(found.plan),
+                    state_arrays(result.plan),
                     budget_bytes=nvme_budget,
                     drives=drives,
                     readers=readers,
@@ -204,7 +204,7 @@ def open_session(
             uploads.attach(store)
         if recorded is not None:
             task = replace(task, graph_bytes=recorded.graph_bytes)
-            found = task.search(machine, documents=documents, filled=filled, only=recorded.choice)
+            result = task.search(machine, documents=documents, filled=filled, only=recorded.choice)
             compilation = Compilation(
                 layers=compilation.layers and recorded.compiled is not False,
                 optimizer=compilation.optimizer and recorded.optimizer_mode != "fused",
@@ -213,9 +213,9 @@ def open_session(
             constants_crc = store.meta.get("constants")
             constants = read_constants_file(root / CONSTANTS_FILE, constants_crc, spec.constants)
             compute = Compute.make(spec, train, device, constants, compilation)
-        wanted = asked(spec, found.plan)
+        wanted = kernel_query(spec, result.plan)
         with checklist.step("choosing kernels", when=measured(device)):
-            lost = _choose_kernels(wanted, lanes, device, train, found.plan, kernels)
+            lost = _choose_kernels(wanted, lanes, device, train, result.plan, kernels)
         if lost:
             report_changed(observer, store, lost, anew=True)
         calibration = None
@@ -223,21 +223,21 @@ def open_session(
             fixed = recorded is not None or train.deterministic
             steps_left = train.steps - int(store.meta["step"])
             tuning = Tuning(task, machine, batch, lanes, checklist, observer)
-            compute, calibration = tuning.run(found, compute, None if fixed else steps_left)
+            compute, calibration = tuning.run(result, compute, None if fixed else steps_left)
             if task.graph_bytes is None:
                 task = replace(task, graph_bytes=calibration.graph_bytes_per_token)
-            known = (found.best.chunk_tokens, found.best.choice)
+            known = (result.best.chunk_tokens, result.best.choice)
             with checklist.step("planning with these times"):
                 only = known if fixed else None
-                found = task.search(machine, calibration, documents, filled, known=known, only=only, before=found)
-            if (others := asked(spec, found.plan)) != wanted:
+                result = task.search(machine, calibration, documents, filled, known=known, only=only, before=result)
+            if (others := kernel_query(spec, result.plan)) != wanted:
                 with checklist.step("choosing kernels", when=measured(device)):
-                    _choose_kernels(others, lanes, device, train, found.plan)
-        reservation.settle(found.plan)
-        _tell_plan(observer, task, machine, found, calibration, batch, device)
+                    _choose_kernels(others, lanes, device, train, result.plan)
+        reservation.settle(result.plan)
+        _report_plan(observer, task, machine, result, calibration, batch, device)
         session = Session(
             spec=spec,
-            plan=found.plan,
+            plan=result.plan,
             store=store,
             loader=loader,
             compute=compute,
@@ -307,7 +307,7 @@ def _readers(
 
 
 def _choose_kernels(
-    what: Asked,
+    what: KernelQuery,
     lanes: Lanes,
     device: torch.device,
     train: TrainConfig,
@@ -321,11 +321,11 @@ def _choose_kernels(
         raise explain(error, None, plan) or error from error
 
 
-def _tell_plan(
+def _report_plan(
     observer: Observer,
     task: PlanRequest,
     machine: Machine,
-    found: SearchResult,
+    result: SearchResult,
     calibration: Calibration | None,
     batch: Sequence[MicroBatch],
     device: torch.device,
@@ -336,9 +336,9 @@ def _tell_plan(
         observer.on_message(line, detail=True)
     documents, filled = [m.documents for m in batch], [m.filled for m in batch]
     if device.type == "cuda":
-        tell_kernels(observer, device, machine, found.plan, documents, filled)
-    simulation = predict(found.plan, machine, calibration, documents, filled)
-    predicted = forecast(task, machine, found, calibration, batch, simulation)
+        report_kernels(observer, device, machine, result.plan, documents, filled)
+    simulation = predict(result.plan, machine, calibration, documents, filled)
+    predicted = forecast(task, machine, result, calibration, batch, simulation)
     measured = None if calibration is None else calibration.to_json()
     observer.on_plan(predicted | {"attention": kernels, "calibration": measured}, simulation.spans)
 

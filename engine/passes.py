@@ -124,7 +124,7 @@ class Forward:
     def _passes(self, rows: Sequence[Row]) -> Iterator[list[list[SampleRow]]]:
         """The rows in the places of the plan's chunks, as many of them to a pass as a group has; what is longer than a
         chunk is cut."""
-        capacity = [chunk.end - chunk.start for chunk in self._on.plan.places]
+        capacity = [chunk.end - chunk.start for chunk in self._on.plan.group_chunks]
         pieces: list[list[SampleRow]] = []
         left = 0
         for row in rows:

@@ -82,9 +82,9 @@ def _there(named: str | None, saved: Path) -> Path | None:
 
 def _below(folder: Path) -> Iterator[tuple[str, Path]]:
     """(path within it, path) of all files below a folder of ours, links left out."""
-    for place, _, names in os.walk(folder):
+    for folder_path, _, names in os.walk(folder):
         for name in sorted(names):
-            path = Path(place, name)
+            path = Path(folder_path, name)
             if not path.is_symlink() and may_be_named(inner := path.relative_to(folder).as_posix()):
                 yield inner, path
 

@@ -38,7 +38,7 @@ def write(session: Session) -> SampleMetrics:
     )
     committed = session.commit_due(session.step) or session.is_over
     forward = Forward(session, prompts.lengths, commit=committed and session.builder.uncommitted)
-    found = decode(forward, prompts.ids, decoding)
+    result = decode(forward, prompts.ids, decoding)
     return SampleMetrics(
         step=session.step,
         samples=[
@@ -48,7 +48,7 @@ def write(session: Session) -> SampleMetrics:
                 tokens=len(written.ids) + written.ended,
                 ended=written.ended,
             )
-            for number, (prompt, written) in enumerate(zip(config.prompts, found, strict=True))
+            for number, (prompt, written) in enumerate(zip(config.prompts, result, strict=True))
         ],
         seconds=time.perf_counter() - started,
         time=time.time(),

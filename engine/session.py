@@ -92,7 +92,7 @@ class Session:
         self.layouts = layouts(spec)
         self.step = int(store.meta["step"])
         self.tokens = int(store.meta["tokens"])
-        self.steps_told = 0
+        self.steps_reported = 0
         """Steps that have ended in this process, and the observer knows of."""
         self.resumed = self.step > 0
         self._next: StepData | None = None
@@ -115,7 +115,7 @@ class Session:
         checkpoint best is of it: it is measured again, due or not."""
         self.notes: list[str] = []
         """What is to be told of the steps so far; whoever tells it empties the list."""
-        self._outgrown_told = False
+        self._outgrown_reported = False
         self._proved: set[int] = set()
         """Steps of generations, committed or about to be, whose following step had a good loss."""
         if recipe.storage.keep_best:
@@ -190,7 +190,7 @@ class Session:
         """End the lanes and free the memory; what was not committed is lost."""
         self.executor.close()  # before the memory that its ops use
         if self.uploads is not None:
-            self.uploads.close(began=self.resumed or self.steps_told > 0)
+            self.uploads.close(began=self.resumed or self.steps_reported > 0)
         self.store.close()
         self.ram.arena.close()
         self._lanes.close()
@@ -288,10 +288,10 @@ class Session:
                 f"checkpoint {name} is of a step that is being repeated; the next best generation replaces it"
             )
 
-    def finish_uploads(self, tell: Callable[[str], None]) -> None:
+    def finish_uploads(self, report: Callable[[str], None]) -> None:
         """Wait for the uploads that are due, telling how far they are."""
         if self.uploads is not None:
-            self.uploads.finish(tell)
+            self.uploads.finish(report)
 
     def take_notes(self) -> list[str]:
         """What is to be told of the steps so far, once each."""
@@ -302,9 +302,9 @@ class Session:
     def look_for_outgrown(self) -> None:
         """Tell, once, of saved graphs that were larger than planned."""
         outgrown = self.runtime.layer_ops.outgrown
-        if outgrown and not self._outgrown_told:
-            self._outgrown_told = True
-            (block, chunk), nbytes = max(outgrown.items(), key=lambda found: found[1])
+        if outgrown and not self._outgrown_reported:
+            self._outgrown_reported = True
+            (block, chunk), nbytes = max(outgrown.items(), key=lambda result: result[1])
             self.notes.append(
                 f"{len(outgrown):,} saved graphs are larger than planned (the largest: {block}, chunk {chunk}, "
                 f"{bytes_text(nbytes)}), so backward recomputes these layers"

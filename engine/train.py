@@ -118,8 +118,8 @@ def train(
         except DivergedError as error:
             session.executor.close()  # a commit on its way ends first
             session.look_at_failure()
-            _tell_spikes(session, observer)
-            if not (resume or session.steps_told):
+            _report_spikes(session, observer)
+            if not (resume or session.steps_reported):
                 raise
             raise DivergedError(
                 f"{error}. {session.way_back()}, with a lower train.lr or more train.warmup_steps"
@@ -129,7 +129,7 @@ def train(
             if reason is None:
                 raise
             session.executor.close()  # a commit on its way ends first
-            if not (resume or session.steps_told):
+            if not (resume or session.steps_reported):
                 raise UserError(str(reason)) from error
             store, step = session.store, session.store.meta["step"]
             raise UserError(
@@ -177,8 +177,8 @@ def _run(session: Session, observer: Observer) -> TrainResult:
             metrics.time, metrics.tier_bytes = time.time(), live.tier_bytes()
             metrics.warmup = len(steps) < WARMUP_STEPS
             observer.on_step(metrics)
-            _tell_spikes(session, observer)
-            session.steps_told += 1
+            _report_spikes(session, observer)
+            session.steps_reported += 1
             steps.append(metrics)
             if len(steps) == 1:
                 # Everything long-lived exists now. From here on garbage is looked for once a step (Session.prefetch).
@@ -254,7 +254,7 @@ def _goes_on(session: Session, observer: Observer) -> bool:
     return want == "run"
 
 
-def _tell_spikes(session: Session, observer: Observer) -> None:
+def _report_spikes(session: Session, observer: Observer) -> None:
     while session.spikes:
         observer.on_spike(session.spikes.popleft())
 
@@ -278,8 +278,8 @@ def _drives(session: Session, steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def _tiers(session: Session, told: Mapping[str, int]) -> dict[str, dict[str, int]]:
+def _tiers(session: Session, reported: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """What the tiers hold now, or what was told of them if that was more: a drive may have held a commit then."""
     now = memory_peaks(session) | {"nvme": session.store.peak_disk_bytes()}
-    peaks = {tier: max(now[tier], told[tier]) for tier in now}
+    peaks = {tier: max(now[tier], reported[tier]) for tier in now}
     return {tier: {"budget_bytes": session.plan.tiers[tier].budget_bytes, "peak_bytes": peaks[tier]} for tier in peaks}

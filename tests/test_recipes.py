@@ -128,7 +128,7 @@ def test_the_quickstart_finds_what_was_said_once(folder: Path) -> None:
     out = done(process).stdout
     assert len(re.findall(r"^killed after step 9\d \(SIGKILL", out, re.M)) == 1
     before, after = json.loads((folder / "run" / "summary.json").read_text())["recall"]
-    shares = [[sum(r) / sum(a) for r, a in zip(one["right"], one["asked"], strict=True)] for one in (before, after)]
+    shares = [[sum(r) / sum(a) for r, a in zip(one["right"], one["queried"], strict=True)] for one in (before, after)]
     assert before["lengths"] == after["lengths"] == [512, 1024, 2048, 4096, 8192]
     assert max(shares[0]) < 0.3
     assert min(shares[1]) >= 0.9

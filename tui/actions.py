@@ -214,9 +214,9 @@ def actions(scope: str) -> list[Action]:
     return own + [a for a in ACTIONS if a.scope == "global" and a.id not in {action.id for action in own}]
 
 
-def grouped(found: Iterable[Action]) -> dict[str, list[Action]]:
+def grouped(result: Iterable[Action]) -> dict[str, list[Action]]:
     """Title -> the actions below it on the help screen."""
-    return {title: list(actions) for title, actions in groupby(found, attrgetter("group"))}
+    return {title: list(actions) for title, actions in groupby(result, attrgetter("group"))}
 
 
 def bindings(scope: str) -> list[Binding]:
@@ -232,7 +232,7 @@ def keys_page() -> str:
     """docs/keys.md: every key of every screen."""
     lines = ["# Keys", ""]
     lines.append("Made from the action table (`tui/actions.py`) by `make screens`; `?` shows the same on every screen.")
-    for scope, found in groupby(ACTIONS, attrgetter("scope")):
+    for scope, result in groupby(ACTIONS, attrgetter("scope")):
         lines += ["", f"## {'everywhere' if scope == 'global' else scope}", "| key | action | |", "|---|---|---|"]
-        lines += [f"| {' '.join(f'`{key}`' for key in a.shown_keys)} | {a.label} | {a.help} |" for a in found]
+        lines += [f"| {' '.join(f'`{key}`' for key in a.shown_keys)} | {a.label} | {a.help} |" for a in result]
     return "\n".join(lines) + "\n"

@@ -30,13 +30,13 @@ def serve_browsers(root: Path, host: str, port: int, *, allow_remote: bool, read
 
     Raises UserError where the port cannot be had, and for an address that others reach without `allow_remote`.
     """
-    places = _resolve(host)
-    if is_remote(address for _, address, _ in places) and not allow_remote:
+    endpoints = _resolve(host)
+    if is_remote(address for _, address, _ in endpoints) and not allow_remote:
         raise UserError(
             f"--host {host}: other machines could reach it over plain HTTP, and whoever learns the address can run "
             "recipes, which are Python code, as you. Leave --host out and use an SSH tunnel, or add --allow-remote"
         )
-    sockets = _listen(places, host, port)
+    sockets = _listen(endpoints, host, port)
     try:
         access = Access(host, tuple(item.getsockname()[0] for item in sockets), sockets[0].getsockname()[1])
         read_only = access.is_remote if read_only is None else read_only
@@ -74,17 +74,17 @@ async def _serve(server: WebServer, sockets: list[socket.socket]) -> None:
 
 def _resolve(host: str) -> list[_Endpoint]:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        result = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, ValueError) as error:
         raise UserError(f"--host {host}: is not an address of this machine ({error})") from None
-    return list(dict.fromkeys((family, str(name[0]), name[2:]) for family, _, _, _, name in found))
+    return list(dict.fromkeys((family, str(name[0]), name[2:]) for family, _, _, _, name in result))
 
 
-def _listen(places: list[_Endpoint], host: str, port: int) -> list[socket.socket]:
+def _listen(endpoints: list[_Endpoint], host: str, port: int) -> list[socket.socket]:
     """Sockets on all places that this machine has; port 0 is one that is free. Raises UserError."""
     sockets: list[socket.socket] = []
     trouble: Exception | None = None
-    for family, address, scope in places:
+    for family, address, scope in endpoints:
         same = sockets[0].getsockname()[1] if sockets else port
         try:
             sockets.append(socket.create_server((address, same, *scope), family=family))

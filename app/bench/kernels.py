@@ -82,7 +82,7 @@ def _attention_once(
     """Seconds forward and backward of a layer's attention over whole rows: of the engine's kernels row by row or of
     torch's own for all rows, whichever take less."""
     engine = attention_of_chunk(shape, 0, row_tokens, device, dtype, 0.0)
-    found = [(rows * engine["forward"][1], rows * engine["backward"][1])]
+    result = [(rows * engine["forward"][1], rows * engine["backward"][1])]
     if shape.window is None and shape.qk_dim == shape.v_dim:
         q, k, v = (
             _random((rows, row_tokens, heads, shape.qk_dim), device, dtype).transpose(1, 2).requires_grad_()
@@ -93,8 +93,8 @@ def _attention_once(
         out = attend()
         dout = torch.randn_like(out)
         backward_s = _once(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), device)
-        found.append((forward_s, backward_s))
-    return min(found, key=sum)
+        result.append((forward_s, backward_s))
+    return min(result, key=sum)
 
 
 def _adamw_once(spec: ModelSpec, device: torch.device, train: TrainConfig, *, compiled: bool) -> float:
@@ -131,7 +131,7 @@ def attention_of_chunk(
     given = Gradients(dout, dout, lse)
     parts = spans(start, end, 0, end, [0], shape.window)
     causal = [span for span in parts if span.causal]
-    found = {}
+    result = {}
     for direction in ("forward", "backward"):
         calls: list[tuple[Backend, Call]] = []
         for unit in (causal, parts[len(causal) :]):
@@ -150,8 +150,8 @@ def attention_of_chunk(
         work = forward if direction == "forward" else backward
         names = ", ".join(sorted({backend.name for backend, _ in calls}))
         pairs = sum(call.geometry.pairs for _, call in calls)
-        found[direction] = (pairs, clock(work, device, seconds / 2), names)
-    return found
+        result[direction] = (pairs, clock(work, device, seconds / 2), names)
+    return result
 
 
 def _random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -113,12 +113,12 @@ def compiled_steps(
             part.backward()
             loss += part.detach()
             if len(micro_batches) > 1:
-                found: list[Tensor] = [_gradient(param) for param in params]
+                result: list[Tensor] = [_gradient(param) for param in params]
                 if gradients:
-                    for total, gradient in zip(gradients, found, strict=True):
+                    for total, gradient in zip(gradients, result, strict=True):
                         total.add_(gradient)
                 else:
-                    gradients = [gradient.float() for gradient in found]
+                    gradients = [gradient.float() for gradient in result]
                 model.zero_grad()
         gradients = gradients or [_gradient(param) for param in params]
         with torch.no_grad():

@@ -56,10 +56,10 @@ do."""
 
 def parse_batch(text: str) -> tuple[int, int]:
     """(rows, tokens of a row) of ROWSxTOKENS. Raises UserError."""
-    found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text, re.ASCII)
-    if found is None or int(found[2]) < 2:
+    result = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text, re.ASCII)
+    if result is None or int(result[2]) < 2:
         raise UserError(f"--batch {text}: write ROWSxTOKENS, as in 2x512; a row has at least 2 tokens")
-    return int(found[1]), int(found[2])
+    return int(result[1]), int(result[2])
 
 
 def bench_step(
@@ -196,8 +196,8 @@ def _plain_times(case: str, steps: int, batch: tuple[int, int]) -> list[float]:
     torch.manual_seed(0)
     batches = ([PlainBatch(torch.randint(0, VOCAB, batch))] for _ in range(steps))
     given = (model_config(recipe, None), batches, recipe.train, _device())
-    found = compiled_steps(*given) if case == "compiled" else plain_steps(*given, checkpointing=case == "plain")
-    return [seconds for _, _, seconds in found]
+    result = compiled_steps(*given) if case == "compiled" else plain_steps(*given, checkpointing=case == "plain")
+    return [seconds for _, _, seconds in result]
 
 
 def _kernel_parts(steps: int, batch: tuple[int, int]) -> list[dict[str, float]]:

@@ -97,16 +97,16 @@ def bench_storage(
     with contextlib.ExitStack() as cleanup:
         # As Ctrl-C does by itself.
         cleanup.enter_context(raised_by_signals(lambda number: SystemExit(128 + number), signal.SIGTERM, signal.SIGHUP))
-        places = {folder: Path(cleanup.enter_context(scratch(folder))) for folder in folders}
+        scratch_folders = {folder: Path(cleanup.enter_context(scratch(folder))) for folder in folders}
         plans = [_Plan(str(folder), (folder,), parts_per_drive, part_bytes) for folder in folders]
         if len(folders) > 1:
             plans.append(_Plan("all drives", tuple(folders), parts_per_drive * len(folders), part_bytes))
-        readers, skipped = _readers(list(places.values()))
+        readers, skipped = _readers(list(scratch_folders.values()))
         load_before = os.getloadavg()[0]
         cases = []
         for plan in plans:
             with working(f"measuring {plan.name}"):
-                cases.append(_run_case(plan, places, readers, rounds))
+                cases.append(_run_case(plan, scratch_folders, readers, rounds))
     figures: dict[str, Any] = {
         "read_ratio": cases[-1]["ratios"]["direct_read"],
         "write_ratio": cases[-1]["ratios"]["store_write"],
@@ -184,11 +184,13 @@ def _readers(folders: Sequence[Path]) -> tuple[dict[str, Reader], dict[str, str]
     return readers | {"kvikio": chosen.device}, {}
 
 
-def _run_case(plan: _Plan, places: dict[Path, Path], readers: dict[str, Reader], rounds: int) -> dict[str, Any]:
+def _run_case(
+    plan: _Plan, scratch_folders: dict[Path, Path], readers: dict[str, Reader], rounds: int
+) -> dict[str, Any]:
     """Measure one set of drives; everything made for it is gone afterwards."""
     num_drives, part_numel = len(plan.folders), plan.part_bytes // 4
     raw = [
-        RawFiles(places[folder] / "raw", plan.num_parts // num_drives, ChunkFormat(plan.part_bytes).file_bytes)
+        RawFiles(scratch_folders[folder] / "raw", plan.num_parts // num_drives, ChunkFormat(plan.part_bytes).file_bytes)
         for folder in plan.folders
     ]
     num_slots = num_drives * _SLOTS
@@ -197,12 +199,12 @@ def _run_case(plan: _Plan, places: dict[Path, Path], readers: dict[str, Reader],
     for index, slot in enumerate(memory):  # real data is not compressible, and a drive might compress
         slot.random_(generator=torch.Generator().manual_seed(index))
     slots = [slot[: plan.part_bytes] for slot in memory]
-    stores = [places[folder] / "store" for folder in plan.folders]
+    stores = [scratch_folders[folder] / "store" for folder in plan.folders]
     try:
         for files in raw:
             files.create(memory[0])
         store = NvmeStore.create(
-            places[plan.folders[0]] / "root",
+            scratch_folders[plan.folders[0]] / "root",
             [ArraySpec(*_ARRAY, plan.num_parts * part_numel, "float32", part_numel)],
             budget_bytes=None,
             drives=stores,
@@ -213,8 +215,8 @@ def _run_case(plan: _Plan, places: dict[Path, Path], readers: dict[str, Reader],
                 _write_store(store, plan, slots)
             chunk_files = [path for folder in stores for path in folder.glob("*/*/*/c.*.0")]
             spread = {
-                str(folder): sum(path.stat().st_size for path in chunk_files if path.is_relative_to(place))
-                for folder, place in zip(plan.folders, stores, strict=True)
+                str(folder): sum(path.stat().st_size for path in chunk_files if path.is_relative_to(scratch_folder))
+                for folder, scratch_folder in zip(plan.folders, stores, strict=True)
             }
             jobs = _jobs(plan, store, raw, RawLoop(memory), slots, readers, chunk_files)
             runs: dict[str, list[Timed]] = {name: [] for name in jobs}
@@ -234,7 +236,7 @@ def _run_case(plan: _Plan, places: dict[Path, Path], readers: dict[str, Reader],
     finally:
         arena.close()
         for folder in plan.folders:
-            for child in places[folder].iterdir():
+            for child in scratch_folders[folder].iterdir():
                 shutil.rmtree(child, ignore_errors=True)
     return {
         "name": plan.name,

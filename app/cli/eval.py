@@ -77,7 +77,7 @@ def evaluate(
     """
     from penstock.app.evaluation import public
 
-    found = public.evaluate(
+    result = public.evaluate(
         where,
         [name.strip() for name in tasks.split(",") if name.strip()],
         limit=limit,
@@ -99,12 +99,12 @@ def evaluate(
         svg=svg,
     )
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps(result, indent=1))
         return
     from rich.console import Console
 
     from penstock.app.evaluation.report import print_report
 
-    print_report(found, Console())
-    for file in found["files"]:
+    print_report(result, Console())
+    for file in result["files"]:
         typer.echo(printable(f"written to {file}"))

@@ -71,30 +71,30 @@ def finetune(
         require_new(out, overwrite=replaces)
     require_new_run(run_dir)
     with Working(each=as_json) as shown:
-        found = propose(model, data, overrides=overrides or [], epochs=epochs, machine=machine or "", listener=shown)
+        result = propose(model, data, overrides=overrides or [], epochs=epochs, machine=machine or "", listener=shown)
         with shown.step("planning"):
-            forecast = api.plan(found.recipe)
+            forecast = api.plan(result.recipe)
     if as_json:
-        typer.echo(json.dumps(found.report | {"plan": forecast}))
+        typer.echo(json.dumps(result.report | {"plan": forecast}))
         return
     console = Console()
     page = console_page(console)
-    print_rows(report_rows(found.report, page.width, page.glyphs), console)
+    print_rows(report_rows(result.report, page.width, page.glyphs), console)
     console.print()
     print_plan(forecast, console)
     console.print()
     if not forecast["fits"]:
         raise typer.Exit(REFUSED)
-    file = out or recipe_file(found.recipe)
+    file = out or recipe_file(result.recipe)
     trains = machine is None
     if trains and not yes:
         if not asks:
             raise UserError("finetune: there is no terminal to ask on; add --yes to train without asking")
         trains = typer.confirm(f"train now? (the recipe will be written to {printable(file)})", default=True)
-    write_recipe(found, file, command(model, data, overrides or [], epochs, machine), overwrite=replaces)
+    write_recipe(result, file, command(model, data, overrides or [], epochs, machine), overwrite=replaces)
     typer.echo(printable(f"recipe written to {file}; to train it again: ") + shell("penstock", "train", file))
     if trains:
-        api.begin(file, run_dir=run_dir, is_told=True)
+        api.begin(file, run_dir=run_dir, is_shown=True)
 
 
 def data(
@@ -131,21 +131,21 @@ def data(
     if data is None and Path(recipe).expanduser().is_dir():
         raise UserError(f"{recipe}: is a folder; give a recipe, or a model and its data: penstock data MODEL DATA")
     if data is None:
-        found, said = api.resolved_recipe(Path(recipe), overrides or [])
+        result, said = api.resolved_recipe(Path(recipe), overrides or [])
         for line in said:
             print(printable(line), file=sys.stderr)
     else:
-        found = first_recipe(recipe, data, overrides or [])
+        result = first_recipe(recipe, data, overrides or [])
         require_of_data(overrides or [])
     with Working() as shown:
-        source = open_source(found, shown, with_model=False)
+        source = open_source(result, shown, with_model=False)
     if as_json:
         for document in itertools.islice(source.documents(), show):
             print(json.dumps(token_row(document, source.tokenizer)), flush=True)
     console = Console(stderr=as_json)
     page, samples = console_page(console), console_page(console)
     with working("counting tokens"):
-        report = data_report(source, found, 0 if as_json else 3 if show is None else show)
+        report = data_report(source, result, 0 if as_json else 3 if show is None else show)
     sample_rows(samples, report["samples"], most=WHOLE_CHARS)
     found_rows(page, report)
     print_rows([*samples.rows, *page.rows], console)

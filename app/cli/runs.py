@@ -92,8 +92,8 @@ def checkpoint(
     """
     if delete and name is None:
         raise UserError("--delete: give the NAME of the checkpoint to delete")
-    if name is None and to is None and (place := offsite.place_of(run)) is not None:
-        for line in offsite.listed(place):
+    if name is None and to is None and (location := offsite.location_of(run)) is not None:
+        for line in offsite.listed(location):
             typer.echo(printable(line))
         return
     path = find_run(run)
@@ -105,9 +105,9 @@ def checkpoint(
     if name is None:
         from penstock.storage.generations.checkpoints import list_checkpoints
 
-        for found, content in list_checkpoints(path / "state").items():
+        for result, content in list_checkpoints(path / "state").items():
             step = "unknown" if content.step is None else f"{content.step:,}"
-            typer.echo(printable(f"{found}  step {step}, generation {content.generation}"))
+            typer.echo(printable(f"{result}  step {step}, generation {content.generation}"))
     elif delete:
         delete_checkpoint_of(path, name)
         typer.echo(f"checkpoint {name} deleted")
@@ -180,19 +180,19 @@ def runs() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    found = list_runs()
-    if not found:
+    result = list_runs()
+    if not result:
         typer.echo("no runs in runs/")
         return
     table = Table(header_style="bold")
     for name in ("run", "state", "step", "loss"):
         table.add_column(name, overflow="fold")
-    for info in found:
+    for info in result:
         loss = "n/a" if info.loss is None else f"{info.loss:.4f}"
         table.add_row(info.name, info.state, f"{info.step:,}/{info.total_steps:,}", loss)
     console = Console(markup=False, highlight=False, emoji=False)
     console.print(table)
-    for info in found:
+    for info in result:
         if info.error is not None:
             console.print(f"{info.name}: {info.error}", soft_wrap=True)
 

@@ -76,16 +76,16 @@ def sample(
         raise UserError("--json: cannot be used in an interactive chat; give --prompt TEXT")
     with Working() as shown, ExitStack() as stack:
         with shown.step(f"opening {model}"):
-            found = stack.enter_context(sampling.opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram))
+            result = stack.enter_context(sampling.opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram))
         shown.clear()
-        stack.callback(_remark_on, found)
-        _remark_on(found)
+        stack.callback(_remark_on, result)
+        _remark_on(result)
         decoding = sampling.decoding_of(
-            found, (1024 if chat else 64) if tokens is None else tokens, temperature, top_p, seed, chat=chat
+            result, (1024 if chat else 64) if tokens is None else tokens, temperature, top_p, seed, chat=chat
         )
         if not given:
             shown.end()
-            sampling.chat(found, decoding, _ask, on_start=_remark, on_text=_show)
+            sampling.chat(result, decoding, _ask, on_start=_remark, on_text=_show)
             return
         between = "\n" if chat else ""
         alone = len(given) == 1 and not as_json
@@ -108,15 +108,15 @@ def sample(
                 _show(text)
 
         with shown.step("reading the prompt and writing"):
-            samples = sampling.continued(found, given, decoding, chat=chat, on_start=begin, on_text=more)
+            samples = sampling.continued(result, given, decoding, chat=chat, on_start=begin, on_text=more)
         if as_json:
-            print(json.dumps(sampling.as_json(found, samples)))
+            print(json.dumps(sampling.as_json(result, samples)))
         elif alone:
             print(flush=True)
         else:
             for number, one in enumerate(samples, 1):
                 _show(f"[{number}] {one.prompt}{between}{one.text}\n\n")
-        _remark(sampling.took(found))
+        _remark(sampling.took(result))
 
 
 def _remark_on(model: OpenedModel) -> None:

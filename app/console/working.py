@@ -39,7 +39,7 @@ class Working:
         self._each = each
         self._rewrites = not each and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._item: Preparing | None = None
-        self._told_at = 0.0
+        self._reported_at = 0.0
         self._began = time.monotonic()
         self._due_s = FIRST_S
         """Seconds after the beginning at which the next line may be printed, without a terminal."""
@@ -75,7 +75,7 @@ class Working:
 
     def on_prepare(self, item: Preparing) -> None:
         with self._lock:
-            self._item, self._told_at = None if item.state == "done" else item, time.monotonic()
+            self._item, self._reported_at = None if item.state == "done" else item, time.monotonic()
             if item.state == "done":
                 self._erase()
             elif item.state == "begun" or self._each:
@@ -84,14 +84,14 @@ class Working:
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
         """While entered, `name` is being done; a step inside another takes its place meanwhile."""
-        outer, told_at = self._item, self._told_at
+        outer, reported_at = self._item, self._reported_at
         try:
             with Checklist(self).step(name):
                 yield
         finally:
             with self._lock:
                 self._erase()
-                self._item, self._told_at = outer, told_at
+                self._item, self._reported_at = outer, reported_at
 
     def _tick(self) -> None:
         while not self._ended.wait(_TICK_S):
@@ -109,7 +109,7 @@ class Working:
             _write(self._text(self._item, now) + "\n")
 
     def _text(self, item: Preparing, now: float) -> str:
-        seconds = item.seconds + now - self._told_at
+        seconds = item.seconds + now - self._reported_at
         parts = [
             "" if item.fraction is None else f"{item.fraction:.0%}",
             item.detail or "",

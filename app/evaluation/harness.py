@@ -86,32 +86,32 @@ def find_tasks(names: Sequence[str], include_path: Path | None, others: Sequence
             f"--include-path {printable(include_path)}: no such folder; give a folder with tasks as .yaml files"
         )
     manager = _manager(names, include_path)
-    found: list[str] = []
+    result: list[str] = []
     for name in names:
         if not (matches := _matching(name, manager)):
             known = [*manager.all_tasks, *others]
             near = difflib.get_close_matches(name, known, n=_NAMED) or [k for k in known if name in k][:_NAMED]
             hint = f"did you mean {' or '.join(map(printable, near))}?" if near else "`lm_eval ls tasks` lists them"
             raise UserError(f"--tasks {printable(name)}: no such task; {hint}")
-        found += matches
-    return TaskNames(manager, list(dict.fromkeys(found)))
+        result += matches
+    return TaskNames(manager, list(dict.fromkeys(result)))
 
 
-def ask_tasks(
+def query_tasks(
     queried: QueriedModel,
     index: TaskNames,
     options: TaskOptions,
     *,
-    tell: Callable[[Requests], None],
+    report: Callable[[Requests], None],
     say: Callable[[str], None],
     on_done: OnDone,
 ) -> dict[str, Any]:
     """Evaluate tasks; JSON: `tasks` and `groups` by name, each with its `metrics`.
 
-    `tell` hears once what will be asked, before anything is; `say` of data that is fetched; `on_done` of requests that
+    `report` hears once what will be asked, before anything is; `say` of data that is fetched; `on_done` of requests that
     are done. Raises UserError for tasks that there are not or that cannot be asked.
     """
-    model = HarnessModel(queried, options.chat, tell, on_done)
+    model = HarnessModel(queried, options.chat, report, on_done)
     with _seeded(), _silent():
         loaded = _load(index, say)
         tasks = loaded["tasks"]
@@ -229,30 +229,32 @@ def _configure(task: Any, num_fewshot: int | None) -> None:
     task.set_fewshot_seed(seed=_OTHER_SEED)
 
 
-def _results(found: Mapping[str, Any]) -> dict[str, Any]:
+def _results(result: Mapping[str, Any]) -> dict[str, Any]:
     """The harness's results as ours: its keys are "metric,filter" and "metric_stderr,filter"."""
-    groups = found.get("groups", {})
+    groups = result.get("groups", {})
     return {
-        "tasks": {name: _task(name, values, found) for name, values in found["results"].items() if name not in groups},
-        "groups": {name: _task(name, values, found) for name, values in groups.items()},
+        "tasks": {
+            name: _task(name, values, result) for name, values in result["results"].items() if name not in groups
+        },
+        "groups": {name: _task(name, values, result) for name, values in groups.items()},
     }
 
 
-def _task(name: str, values: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+def _task(name: str, values: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
     metrics = []
     for key, value in values.items():
         metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr"):
             continue
-        higher = found.get("higher_is_better", {}).get(name, {}).get(metric)
+        higher = result.get("higher_is_better", {}).get(name, {}).get(metric)
         stderr = _number(values.get(f"{metric}_stderr,{filter_name}"))
         one = {"metric": metric, "filter": filter_name, "value": _number(value), "stderr": stderr}
         metrics.append(one | {"higher_is_better": higher})
-    samples = found.get("n-samples", {}).get(name, {}).get("effective")
+    samples = result.get("n-samples", {}).get(name, {}).get("effective")
     return {
         "alias": values.get("alias", name),
-        "version": found.get("versions", {}).get(name),
-        "num_fewshot": found.get("n-shot", {}).get(name),
+        "version": result.get("versions", {}).get(name),
+        "num_fewshot": result.get("n-shot", {}).get(name),
         "documents": samples,
         "metrics": metrics,
     }
@@ -271,10 +273,10 @@ class HarnessModel(TemplateLM):
     """What lm-evaluation-harness asks: texts, as its own `hf` model reads them, log-likelihoods and continuations."""
 
     def __init__(
-        self, queried: QueriedModel, chat: ChatTemplate | None, tell: Callable[[Requests], None], on_done: OnDone
+        self, queried: QueriedModel, chat: ChatTemplate | None, report: Callable[[Requests], None], on_done: OnDone
     ) -> None:
         super().__init__()
-        self._queried, self._chat, self._tell, self._on_done = queried, chat, tell, on_done
+        self._queried, self._chat, self._report, self._on_done = queried, chat, report, on_done
         self._announced = False
         self.tasks: list[Any] = []
         self.asking = False
@@ -314,8 +316,8 @@ class HarnessModel(TemplateLM):
             return self._chat.prompt(without, goes_on=goes_on)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        return found
+        result: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return result
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
@@ -329,9 +331,9 @@ class HarnessModel(TemplateLM):
         windows = [self._windows(request.args[0]) for request in requests]
         totals = []
         with self._asks():
-            found = iter(self._queried.loglikelihoods([pair for pairs in windows for pair in pairs], lambda _: None))
+            result = iter(self._queried.loglikelihoods([pair for pairs in windows for pair in pairs], lambda _: None))
             for pairs in windows:
-                totals.append(sum(next(found)[0] for _ in pairs))
+                totals.append(sum(next(result)[0] for _ in pairs))
                 self._on_done(1)
         return totals
 
@@ -346,12 +348,12 @@ class HarnessModel(TemplateLM):
         groups: dict[Writing, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(self._writing(request), []).append(number)
-        found: dict[int, str] = {}
+        result: dict[int, str] = {}
         with self._asks():
             for writing, numbers in groups.items():
                 prompts = [self.tok_encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers]
-                found |= dict(zip(numbers, self._queried.write(prompts, writing, self._on_done), strict=True))
-        return [found[number] for number in range(len(requests))]
+                result |= dict(zip(numbers, self._queried.write(prompts, writing, self._on_done), strict=True))
+        return [result[number] for number in range(len(requests))]
 
     def _writing(self, request: Any) -> Writing:
         settings: Any = dict(normalize_gen_kwargs(request.args[1], _DEFAULT_NEW_TOKENS))
@@ -390,4 +392,4 @@ class HarnessModel(TemplateLM):
             else:
                 likelihoods += request.repeats
                 likelihood_tokens += request.repeats * len(self._queried.encode("".join(request.args)))
-        self._tell(Requests(likelihoods, likelihood_tokens, texts, prompt_tokens, new_tokens))
+        self._report(Requests(likelihoods, likelihood_tokens, texts, prompt_tokens, new_tokens))

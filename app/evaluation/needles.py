@@ -48,20 +48,20 @@ def make_questions(
     return [(question, prompt(question)) for question in made]
 
 
-def ask_needles(
+def query_needles(
     queried: QueriedModel,
     haystacks: Haystacks,
     chat: ChatTemplate | None,
     system: str | None,
     *,
-    tell: Callable[[Requests], None],
+    report: Callable[[Requests], None],
     on_done: OnDone,
 ) -> dict[str, Any]:
     """Ask for the needles; JSON: of each kind its `recall` and, by length and depth, the values that were `right` and
     all that were `asked`. An answer is not gone on with once all of its values are in it."""
     made = make_questions(queried, haystacks, chat, system)
     asks = [question for question, _ in made]
-    tell(Requests(0, 0, len(made), sum(len(ids) for _, ids in made), haystacks.new_tokens))
+    report(Requests(0, 0, len(made), sum(len(ids) for _, ids in made), haystacks.new_tokens))
     answers = queried.write(
         [ids for _, ids in made],
         Writing(haystacks.new_tokens),
@@ -80,29 +80,29 @@ def _scores(haystacks: Haystacks, kind: Kind, asks: list[Question], answers: lis
         if question.kind != kind:
             continue
         right, queried = rows[question.length]
-        for depth, found in zip(question.depths, found_values(question, answer), strict=True):
-            right[depth] += found
+        for depth, result in zip(question.depths, found_values(question, answer), strict=True):
+            right[depth] += result
             queried[depth] += 1
         scores[question.length].append(recall(question, answer))
-    by_length = [sum(found) / len(found) for found in scores.values()]
+    by_length = [sum(result) / len(result) for result in scores.values()]
     return {
         "lengths": list(rows),
         "right": [right for right, _ in rows.values()],
-        "asked": [queried for _, queried in rows.values()],
+        "queried": [queried for _, queried in rows.values()],
         "recall_by_length": by_length,
         "recall": sum(by_length) / len(by_length),
     }
 
 
-def maps(found: Mapping[str, Any]) -> dict[str, RecallMap]:
-    """Of each kind in what `ask_needles` made, its map."""
+def maps(result: Mapping[str, Any]) -> dict[str, RecallMap]:
+    """Of each kind in what `query_needles` made, its map."""
     return {
         kind: RecallMap(
             0,
             tuple(one["lengths"]),
             tuple(map(tuple, one["right"])),
-            tuple(map(tuple, one["asked"])),
+            tuple(map(tuple, one["queried"])),
             f"needles, {kind}",
         )
-        for kind, one in found["kinds"].items()
+        for kind, one in result["kinds"].items()
     }

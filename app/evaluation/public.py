@@ -44,7 +44,7 @@ def evaluate(
     what may be used of each.
     Results of a run are kept in its evals/, and written to `out`; heat maps to `svg`. Raises UserError.
     """
-    from penstock.app.evaluation.run import Wanted, ask_all, described, require_possible, save
+    from penstock.app.evaluation.run import Wanted, described, query_all, require_possible, save
     from penstock.engine.opened_model import SCORED_TOKENS
 
     wanted = Wanted(
@@ -69,8 +69,8 @@ def evaluate(
     def ask() -> Any:
         return opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram, device=device)
 
-    found = described(ask_all(ask, wanted), wanted, str(where), checkpoint)
-    return found | {"files": [str(file) for file in save(found, run, *files)]}
+    result = described(query_all(ask, wanted), wanted, str(where), checkpoint)
+    return result | {"files": [str(file) for file in save(result, run, *files)]}
 
 
 def _new_file(file: str | Path, option: str) -> Path:

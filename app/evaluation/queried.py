@@ -123,12 +123,12 @@ class QueriedModel:
         """For each (context ids, continuation ids), neither empty: the sum of the continuation's log-probabilities, and
         whether it is what greedy decoding gives. A context that is too long loses its beginning."""
         cut = [self._cut(*pair) for pair in pairs]
-        found: dict[int, tuple[float, bool]] = {}
+        result: dict[int, tuple[float, bool]] = {}
         for batch in batches([len(context) + len(continuation) for context, continuation in cut], self.batch_tokens):
             some = self._model.loglikelihoods([cut[i] for i in batch], batch_tokens=self.batch_tokens)
-            found |= dict(zip(batch, some, strict=True))
+            result |= dict(zip(batch, some, strict=True))
             on_done(len(batch))
-        return [found[i] for i in range(len(pairs))]
+        return [result[i] for i in range(len(pairs))]
 
     def _cut(self, context: Sequence[int], continuation: Sequence[int]) -> Pair:
         if len(continuation) > self.context:
@@ -155,13 +155,13 @@ class QueriedModel:
             top_p=writing.top_p,
             stop_ids=self._model.stop_ids | {self.end_id},
         )
-        found: dict[int, str] = {}
+        result: dict[int, str] = {}
         for number, batch in enumerate(batches([len(ids) + writing.new_tokens for ids in cut], self.batch_tokens)):
             drawn = replace(decoding, seed=self._seed + number)
             made = self._model.generate([cut[i] for i in batch], drawn, Ends(self, batch, writing.until, enough))
-            found |= {i: before(self.decode(one.ids), writing.until) for i, one in zip(batch, made, strict=True)}
+            result |= {i: before(self.decode(one.ids), writing.until) for i, one in zip(batch, made, strict=True)}
             on_done(len(batch))
-        return [found[i] for i in range(len(prompts))]
+        return [result[i] for i in range(len(prompts))]
 
 
 class Ends:

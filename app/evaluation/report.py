@@ -68,7 +68,7 @@ def before_line(queried: QueriedModel, requests: Requests) -> str:
         estimates.append(queried.estimate(requests.texts, requests.prompt_tokens, requests.new_tokens))
     if not estimates:
         return "nothing to evaluate"
-    seconds, (_, one) = sum(found for found, _ in estimates), estimates[-1]
+    seconds, (_, one) = sum(result for result, _ in estimates), estimates[-1]
     where = ", ".join(f"{bytes_text(size)} in {tier}" for tier, size in one.weights.items() if size)
     guess = " (a guess until `penstock probe` has measured this machine)" if one.assumed else ""
     most = " at most" if requests.texts else ""
@@ -79,11 +79,11 @@ def before_line(queried: QueriedModel, requests: Requests) -> str:
     )
 
 
-def print_report(found: Mapping[str, Any], console: Console) -> None:
+def print_report(result: Mapping[str, Any], console: Console) -> None:
     """Print the metrics as a table, and needles as heat maps."""
-    if found["tasks"] or found["groups"]:
-        console.print(_table(found))
-    if (needles := found["needles"]) is not None:
+    if result["tasks"] or result["groups"]:
+        console.print(_table(result))
+    if (needles := result["needles"]) is not None:
         glyphs = ASCII if console.options.ascii_only else UNICODE
         rows: list[Row] = [[("hidden numbers found, by context length and by depth of the number", "text")]]
         for one in maps(needles).values():
@@ -91,11 +91,11 @@ def print_report(found: Mapping[str, Any], console: Console) -> None:
         print_rows(rows, console)
 
 
-def _table(found: Mapping[str, Any]) -> Table:
+def _table(result: Mapping[str, Any]) -> Table:
     table = Table(header_style="bold")
     for name in ("task", "shots", "documents", "metric", "value", "stderr"):
         table.add_column(name, overflow="fold", justify="left" if name in ("task", "metric") else "right")
-    for name, task in [*found["tasks"].items(), *found["groups"].items()]:
+    for name, task in [*result["tasks"].items(), *result["groups"].items()]:
         first = [printable(name), _count(task["num_fewshot"]), _count(task["documents"])]
         for one in task["metrics"]:
             metric = one["metric"] if one["filter"] == "none" else f"{one['metric']} ({one['filter']})"

@@ -103,11 +103,11 @@ def find_harness_tasks(wanted: Wanted) -> TaskNames | None:
     return find_tasks(wanted.harness, wanted.include_path, tuple(needles.NAMES))
 
 
-def ask_all(open_model: Opener, wanted: Wanted) -> dict[str, Any]:
+def query_all(open_model: Opener, wanted: Wanted) -> dict[str, Any]:
     """Ask everything; the results as JSON, with `tasks`, `groups` and `needles`. What is going on is told on stderr."""
     require_possible(wanted)
     index = find_harness_tasks(wanted)
-    found: dict[str, Any] = {"tasks": {}, "groups": {}, "needles": None}
+    result: dict[str, Any] = {"tasks": {}, "groups": {}, "needles": None}
     began = time.perf_counter()
     with working("opening the model") as shown, open_model() as model:
         reporter = Reporter(Console(file=sys.stderr), shown)
@@ -116,28 +116,28 @@ def ask_all(open_model: Opener, wanted: Wanted) -> dict[str, Any]:
         chat = _template(queried) if wanted.chat else None
         if wanted.kinds:
             haystacks = _haystacks(wanted, queried.context)
-            found["needles"] = needles.ask_needles(
+            result["needles"] = needles.query_needles(
                 queried,
                 haystacks,
                 chat,
                 wanted.system,
-                tell=lambda requests: reporter.asks(queried, requests),
+                report=lambda requests: reporter.asks(queried, requests),
                 on_done=reporter.done,
             )
         if index is not None:
-            from penstock.app.evaluation.harness import TaskOptions, ask_tasks
+            from penstock.app.evaluation.harness import TaskOptions, query_tasks
 
             options = TaskOptions(limit=wanted.limit, num_fewshot=wanted.num_fewshot, chat=chat, system=wanted.system)
-            found |= ask_tasks(
+            result |= query_tasks(
                 queried,
                 index,
                 options,
-                tell=lambda requests: reporter.asks(queried, requests),
+                report=lambda requests: reporter.asks(queried, requests),
                 say=reporter.say,
                 on_done=reporter.done,
             )
         reporter.say_all(model.take_remarks())
-    return found | {"seconds": round(time.perf_counter() - began, 1)}
+    return result | {"seconds": round(time.perf_counter() - began, 1)}
 
 
 def _haystacks(wanted: Wanted, context: int) -> Haystacks:
@@ -164,17 +164,17 @@ def file_name(tasks: Sequence[str]) -> str:
     return f"{words}-{datetime.now():%Y%m%d-%H%M%S}.json"
 
 
-def save(found: dict[str, Any], run: Path | None, out: Path | None, svg: Path | None) -> list[Path]:
+def save(result: dict[str, Any], run: Path | None, out: Path | None, svg: Path | None) -> list[Path]:
     """Write results to the run's evals/ and to `out`, and the heat maps to `svg`; the files that were written.
 
     Of one that cannot be written stderr is told: the results are still to be shown.
     """
-    text = json_text(found, indent=1)
-    wanted = [] if run is None else [(run / "evals" / file_name(found["asked"]), text)]
+    text = json_text(result, indent=1)
+    wanted = [] if run is None else [(run / "evals" / file_name(result["queried"]), text)]
     wanted += [] if out is None else [(out, text)]
-    if svg is not None and found["needles"] is not None:
-        maps = list(needles.maps(found["needles"]).values())
-        wanted.append((svg, heat_maps(maps, f"{found['model']}: numbers found")))
+    if svg is not None and result["needles"] is not None:
+        maps = list(needles.maps(result["needles"]).values())
+        wanted.append((svg, heat_maps(maps, f"{result['model']}: numbers found")))
     written = []
     for file, content in wanted:
         try:
@@ -187,7 +187,7 @@ def save(found: dict[str, Any], run: Path | None, out: Path | None, svg: Path | 
     return written
 
 
-def described(found: dict[str, Any], wanted: Wanted, model: str, checkpoint: str | None) -> dict[str, Any]:
+def described(result: dict[str, Any], wanted: Wanted, model: str, checkpoint: str | None) -> dict[str, Any]:
     """The results with what was asked of which model, when and by which version."""
     about = {"penstock": penstock.__version__, "model": model, "checkpoint": checkpoint, "time": time.time()}
     options = {
@@ -198,4 +198,4 @@ def described(found: dict[str, Any], wanted: Wanted, model: str, checkpoint: str
         "batch_tokens": wanted.batch_tokens,
         "seed": wanted.seed,
     }
-    return about | {"asked": list(wanted.tasks), "options": options} | found
+    return about | {"queried": list(wanted.tasks), "options": options} | result

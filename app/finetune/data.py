@@ -146,11 +146,11 @@ class Source:
         result = []
         for part in self.recipe.data.parts:
             files = source_files(part)
-            place = short_path(part.path) if part.path else part.source
+            location = short_path(part.path) if part.path else part.source
             many = f", {len(files):,} files" if len(files) > 1 else ""
             split = f", split {part.split}" if part.split else ""
             columns = "".join(f", {name} in column {column}" for name, column in part.columns.items())
-            result.append(printable(f"{part.source}: {place}{many}{split}{columns}"))
+            result.append(printable(f"{part.source}: {location}{many}{split}{columns}"))
         data = self.recipe.data
         found_templates = (find_template(part, self.tokenizer) for part in data.parts if part.source not in _TEXT)
         templates = [template for template in found_templates if template is not None]
@@ -214,7 +214,7 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
         with loading():
             from penstock.engine.data.prepare import prepare_data
 
-        with _place() as folder:
+        with _location() as folder:
             result = prepare_data(recipe, folder)
             _ = result.corpus.origins  # read while its file is there
     assert result.tokenizer is not None
@@ -225,7 +225,7 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
 
 
 @contextmanager
-def _place() -> Iterator[Path]:
+def _location() -> Iterator[Path]:
     """A folder for a corpus, which goes at the end: its files are open, and cached for this user where that is worth it
     (engine/data/corpus/cache.py), best on the file system of the cache."""
     cache = cache_folder("looking")
@@ -237,7 +237,7 @@ def _place() -> Iterator[Path]:
 
 
 def _look_at_model(recipe: Recipe) -> ModelFacts:
-    from penstock.app.planning.model_cache import kept_spec
+    from penstock.app.planning.model_cache import cached_spec
 
     with loading():
         from penstock.engine.hf.config import model_config, require_overrides
@@ -248,7 +248,7 @@ def _look_at_model(recipe: Recipe) -> ModelFacts:
     context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if context is not None and recipe.data.sequence_length == DataConfig().sequence_length > context:
         recipe = replace(recipe, data=replace(recipe.data, sequence_length=context))  # nobody has said it yet
-    spec = kept_spec(recipe, lambda: model_spec(config, recipe))
+    spec = cached_spec(recipe, lambda: model_spec(config, recipe))
     path = short_path(str(recipe.model.path))
     return ModelFacts(spec.model_type, spec.num_params, context, spec.vocab_size, path, spec.recurrent)
 

@@ -136,7 +136,7 @@ def _opened(
 
 def first_recipe(model: str, data: str, overrides: Sequence[str], *, machine: str = "") -> Recipe:
     """The model and the data alone, with what the user says of them."""
-    model_path, data_path = _place(model), _place(data)
+    model_path, data_path = _location(model), _location(data)
     recipe = Recipe(
         name=run_name(model, data),
         machine=machine,
@@ -183,7 +183,7 @@ def run_name(model: str, data: str) -> str:
     return "-".join(words)[:80].rstrip("-._").lower()
 
 
-def _place(name: str) -> str:
+def _location(name: str) -> str:
     """A path as it is, a name of the hub as hf://OWNER/NAME."""
     from penstock.app.hub.names import on_hub
 

@@ -112,19 +112,19 @@ def for_plan(recipe: Recipe, *, fetch: bool = True) -> Recipe:
 
 def _folder(hub: HubName, kind: Kind, *, weights: bool = True, config_only: bool = False) -> Path:
     if offline_wanted():
-        found = _cached(hub, kind, weights=weights, config_only=config_only)
-        if found is None:
+        result = _cached(hub, kind, weights=weights, config_only=config_only)
+        if result is None:
             raise UserError(f"{hub}: HF_HUB_OFFLINE is set and it is not in {cache()}; {elsewhere(hub, kind)}")
-        return found
+        return result
     with online(), explaining(hub, kind):
         try:
             files = _choose(hub, kind, _listing(hub, kind), weights=weights, config_only=config_only)
         except Exception as error:
-            found = _cached(hub, kind, weights=weights, config_only=config_only) if is_unreachable(error) else None
-            if found is None:
+            result = _cached(hub, kind, weights=weights, config_only=config_only) if is_unreachable(error) else None
+            if result is None:
                 raise
-            say(f"{hub}: the hub cannot be reached; using the cached copy, {found.name[:12]}")
-            return found
+            say(f"{hub}: the hub cannot be reached; using the cached copy, {result.name[:12]}")
+            return result
         return _fetch(hub, kind, files)
 
 
@@ -292,6 +292,6 @@ def _difference(path: Path, size: int, file: _File) -> str | None:
     with open(path, "rb") as stream:
         while block := stream.read(_HASH_BYTES):
             digest.update(block)
-    if (found := digest.hexdigest()) != file.blob:
-        return f"came with digest {found[:16]}..., and the hub says {file.blob[:16]}..."
+    if (result := digest.hexdigest()) != file.blob:
+        return f"came with digest {result[:16]}..., and the hub says {file.blob[:16]}..."
     return None

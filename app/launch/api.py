@@ -57,9 +57,9 @@ def begin(
     overrides: Sequence[str] = (),
     from_scratch: bool = False,
     guest: Callbacks | None = None,
-    is_told: bool = False,
+    is_shown: bool = False,
 ) -> Path:
-    """`train`, in a process of the run's own where there is no `guest`; `is_told`: the plan's notes have been shown."""
+    """`train`, in a process of the run's own where there is no `guest`; `is_shown`: the plan's notes have been shown."""
     from penstock.app.launch.run import run_training
     from penstock.app.planning.inputs import require_inputs
 
@@ -73,7 +73,7 @@ def begin(
         require_push(resolved.after.push)
     with RunDir.create(resolved, None if run_dir is None else Path(run_dir)) as run:
         try:
-            run_training(run, resume=False, guest=guest, said=[] if is_told else said)
+            run_training(run, resume=False, guest=guest, said=[] if is_shown else said)
         except Exception:
             if not run.has_begun:
                 run.discard()
@@ -106,10 +106,10 @@ def finetune(
     if file is not None:
         tuning.require_new(file)
     tuning.require_new_run(None if run_dir is None else Path(run_dir))
-    found = tuning.propose(str(model), str(data), overrides=overrides, epochs=epochs)
-    tuning.require_fits(plan(found.recipe))
-    file = file or tuning.recipe_file(found.recipe)
-    tuning.write_recipe(found, file, tuning.command(str(model), str(data), overrides, epochs))
+    result = tuning.propose(str(model), str(data), overrides=overrides, epochs=epochs)
+    tuning.require_fits(plan(result.recipe))
+    file = file or tuning.recipe_file(result.recipe)
+    tuning.write_recipe(result, file, tuning.command(str(model), str(data), overrides, epochs))
     return train(
         file,
         run_dir=run_dir,
@@ -157,8 +157,11 @@ def go_on(
     guest: Callbacks | None = None,
 ) -> Path:
     """`resume`, in a process of the run's own where there is no `guest`."""
-    if (place := offsite.place_of(str(run))) is not None:
-        run, checkpoint = offsite.fetch(place, None if run_dir is None else Path(run_dir), checkpoint, overrides), None
+    if (location := offsite.location_of(str(run))) is not None:
+        run, checkpoint = (
+            offsite.fetch(location, None if run_dir is None else Path(run_dir), checkpoint, overrides),
+            None,
+        )
     elif run_dir is not None:
         raise UserError(
             f"--run-dir: {one_line(run, 80)} is a run on this machine and stays where it is; leave --run-dir out"
@@ -322,8 +325,8 @@ def resolved_recipe(
 ) -> Opened:
     """The recipe with its overrides, its paths absolute and its data found; `get` puts folders in place of names on the
     hub. UserError."""
-    found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    resolved = get(resolve_paths(apply_overrides(found, overrides), Path.cwd()))
+    result = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    resolved = get(resolve_paths(apply_overrides(result, overrides), Path.cwd()))
     if from_scratch:
         from penstock.app.planning import inputs
 

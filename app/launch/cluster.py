@@ -120,7 +120,7 @@ def _resolve(
         recipe = change_run(before, overrides, Path.cwd())
         return recipe, run_dir.absolute(), idle_notes(recipe, before)
     recipe, said = resolved_recipe(
-        given, overrides, from_scratch=from_scratch, get=lambda found: fetch.fetched(found, weights=not from_scratch)
+        given, overrides, from_scratch=from_scratch, get=lambda result: fetch.fetched(result, weights=not from_scratch)
     )
     require_inputs(recipe)
     return recipe, run_dir.absolute(), said
@@ -163,7 +163,7 @@ def _train_first(run: RunDir, ranks: Ranks, context_parallel: int, said_before: 
     log, display = RunLog(run.path, recipe.train.steps, step), Display(Console(), recipe.train.steps, step)
     observer = RunObserver(run, log, display, None)
     for line in (f"run directory {short_path(run.path)}", *said_before):
-        observer.tell(line)
+        observer.report(line)
     with observer.signals:
         try:
             result = train_cluster(
@@ -172,7 +172,7 @@ def _train_first(run: RunDir, ranks: Ranks, context_parallel: int, said_before: 
             said = _outcome(run.path, result)
             summary, last_losses, warnings = observer.conclude(_as_result(result), said)
         except StopRequested:
-            observer.tell("stopped before the first step; the same command continues the run")
+            observer.report("stopped before the first step; the same command continues the run")
             observer.close("stopped")
             return
         except BaseException as error:

@@ -89,7 +89,7 @@ class Display:
         self._line_due_s = _LONG_S
         """When an item that is not done is worth its next line, in seconds since it began."""
         self._validation = ""
-        self._told: tuple[int, float] | None = None
+        self._reported: tuple[int, float] | None = None
         """Which third of the run the last line of a step was in, and when it was printed."""
         self._progress: Progress | None = None
         if console.is_terminal:
@@ -137,10 +137,10 @@ class Display:
         """What stands beside the bar, asked for each time that it is drawn."""
         if (word := self._item) is None:
             return Text(self._line)
-        item, told_at = word
+        item, reported_at = word
         name = f"preparing: {item.name}"
         return Text(
-            printable("  ".join([name, f"{item.seconds + time.perf_counter() - told_at:.0f} s", *_how_far(item)]))
+            printable("  ".join([name, f"{item.seconds + time.perf_counter() - reported_at:.0f} s", *_how_far(item)]))
         )
 
     def validation(self, metrics: ValidationMetrics) -> None:
@@ -161,9 +161,9 @@ class Display:
             self._progress.update(self._task, completed=metrics.step)
             return
         third, now = 3 * metrics.step // self._total_steps, time.perf_counter()
-        due = self._told is None or third > self._told[0] or now - self._told[1] >= _QUIET_S
+        due = self._reported is None or third > self._reported[0] or now - self._reported[1] >= _QUIET_S
         if due and metrics.step < self._total_steps:
-            self._told = (third, now)
+            self._reported = (third, now)
             self.message(f"step {metrics.step:,} of {self._total_steps:,}  {line}")
 
     def abandon(self) -> None:
@@ -201,7 +201,7 @@ def plan_line(plan: dict[str, Any]) -> str:
     traffic += f", {bytes_text(spilled['bytes'])} of it activations" if spilled["bytes"] else ""
     recompute = chunks - plan["saved_graphs"]["chunks"]
     recomputed = f"{recompute:,} of {chunks:,} layer chunks recompute the layer in backward"
-    if aside := plan.get("graphs_aside", {}).get("chunks"):
+    if aside := plan.get("offloaded_graphs", {}).get("chunks"):
         recomputed += f", the graphs of {aside:,} are moved off the GPU until then"
     if (groups := plan.get("groups", 1)) > 1:
         recomputed = f"in each of {groups:,} groups of {plan['group_tokens']:,} tokens {recomputed}"

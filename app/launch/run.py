@@ -69,7 +69,7 @@ class RunObserver:
         self._first_s: float | None = None
         self._last_s = 0.0
         self._step_spans = StepLanes()
-        self.trackers = Trackers(run.path, run.recipe.trackers, self.tell)
+        self.trackers = Trackers(run.path, run.recipe.trackers, self.report)
 
     @property
     def wall_s(self) -> float:
@@ -87,7 +87,7 @@ class RunObserver:
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         self.signals.interrupts_main = False
         self._run.write_plan(plan, predicted)
-        self.tell(plan_line(plan))
+        self.report(plan_line(plan))
         self._log.watch_drives(drive_folders(self._run.path, self._run.recipe.storage))
         self.on_begin()
 
@@ -132,19 +132,19 @@ class RunObserver:
 
     def on_spike(self, spike: Spike) -> None:
         self._log.spike(spike)
-        self.tell(spike.words(), "warning")
+        self.report(spike.words(), "warning")
 
     def on_message(self, text: str, *, detail: bool = False) -> None:
         self._log.message(text)
         if not detail:
             self._display.message(text)
 
-    def tell(self, text: str, level: Level = "info") -> None:
+    def report(self, text: str, level: Level = "info") -> None:
         self._log.message(text, level)
         self._display.message(text)
 
     def _on_first_signal(self) -> None:
-        self.tell("stopping after this step is committed; a second signal aborts at once")
+        self.report("stopping after this step is committed; a second signal aborts at once")
 
     def _on_guest_signal(self, number: int) -> None:
         self._callbacks.signal = number
@@ -159,13 +159,13 @@ class RunObserver:
         return self._requests.take()
 
     def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
-        untold = self._requests.answer(name, step, error)
-        if untold is not None:
-            self.tell(untold, "warning")
+        unreported = self._requests.answer(name, step, error)
+        if unreported is not None:
+            self.report(unreported, "warning")
         if error is None:
-            self.tell(f"checkpoint {step_name(name, step)}: step {step}")
+            self.report(f"checkpoint {step_name(name, step)}: step {step}")
         else:
-            self.tell(f"no checkpoint {step_name(name, step)}: {error}", "warning")
+            self.report(f"no checkpoint {step_name(name, step)}: {error}", "warning")
 
     def wanted(self) -> Want:
         if self.signals.requested.is_set() or self._callbacks.stopping:
@@ -196,7 +196,7 @@ class RunObserver:
 
     def on_pause(self, paused: bool) -> None:
         self._log.set_state("paused" if paused else "running")
-        self.tell("paused; the step is committed" if paused else "continuing")
+        self.report("paused; the step is committed" if paused else "continuing")
 
 
 def run_training(
@@ -239,7 +239,7 @@ def run_training(
 
     observer = RunObserver(run, log, display, guest)
     for line in (f"run directory {short_path(run.path)}", *said):
-        observer.tell(line)
+        observer.report(line)
     with observer.signals:
         try:
             result = _train(recipe, run.path, observer, resume, checkpoint)
@@ -247,7 +247,7 @@ def run_training(
             said = go_on if result.stopped else f"finished after step {result.steps}"
             summary, last_losses, warnings = observer.conclude(result, said)
         except StopRequested:
-            observer.tell(f"stopped before the first step; continue with: {shell('penstock', 'resume', run.path)}")
+            observer.report(f"stopped before the first step; continue with: {shell('penstock', 'resume', run.path)}")
             observer.close("stopped")
             return
         except KeyboardInterrupt:
@@ -373,17 +373,17 @@ def _validation(path: Path) -> tuple[dict[str, Any] | None, list[RecallMap], str
     """The last and the best validation loss, None where none was measured; the first and the last map of recall, where
     there are any; what to say of damaged lines."""
     lines = JsonLines(path / "validation.jsonl")
-    found: list[tuple[float, int]] = []
+    result: list[tuple[float, int]] = []
     maps: list[RecallMap] = []
     for line in lines.steps():
         if (loss := number(line.get("loss"))) is not None:
-            found.append((loss, line["step"]))
+            result.append((loss, line["step"]))
         if (recall := recall_of(line)) is not None:
             maps = [*maps[:1], recall]
-    if not found:
+    if not result:
         return None, [], lines.warning()
-    best, best_step = min(found)
-    return {"last": found[-1][0], "best": best, "best_step": best_step}, maps, lines.warning()
+    best, best_step = min(result)
+    return {"last": result[-1][0], "best": best, "best_step": best_step}, maps, lines.warning()
 
 
 def export_run(

@@ -29,12 +29,12 @@ def steps(
     the run at that step, which is committed. The other callbacks are called in the thread that trains, which is not
     the one that iterates. Raises what `penstock.train` raises.
     """
-    told: SimpleQueue[StepMetrics | BaseException | None] = SimpleQueue()
+    reported: SimpleQueue[StepMetrics | BaseException | None] = SimpleQueue()
     wanted = threading.Semaphore(0)
     left = threading.Event()
 
     def on_step(metrics: StepMetrics) -> None:
-        told.put(metrics)
+        reported.put(metrics)
         wanted.acquire()
         if left.is_set():
             raise StopTraining
@@ -47,13 +47,13 @@ def steps(
             begin(recipe, run_dir=run_dir, overrides=overrides, from_scratch=from_scratch, guest=guest)
         except BaseException as error:
             end = error
-        told.put(end)
+        reported.put(end)
 
     # A program that ends in the middle of the loop does not wait for the step: what was committed stays.
     thread = threading.Thread(target=work, name="training", daemon=True)
     thread.start()
     try:
-        while isinstance(item := told.get(), StepMetrics):
+        while isinstance(item := reported.get(), StepMetrics):
             yield item
             wanted.release()
         if item is not None:

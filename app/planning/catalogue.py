@@ -87,10 +87,10 @@ def matching(pattern: str | None) -> list[str]:
         return list(NAMES)
     words = [word.strip().lower() for word in pattern.split(",") if word.strip()]
     tests = [word if any(char in word for char in "*?[") else f"*{word}*" for word in words]
-    found = [name for name in NAMES if any(fnmatch(name.lower(), test) for test in tests)]
-    if not found:
+    result = [name for name in NAMES if any(fnmatch(name.lower(), test) for test in tests)]
+    if not result:
         raise UserError(f"--models {pattern}: matches none of {', '.join(NAMES)}")
-    return found
+    return result
 
 
 def known_model(name: str) -> KnownModel:
@@ -121,7 +121,7 @@ def packed(spec: ModelSpec) -> dict[str, Any]:
             "joined": whole["joined"][index],
             "returns": whole["returns"][index],
             "counts_positions": whole["counts_positions"][index],
-            "graph_bytes": {dtype: found[index] for dtype, found in whole["graph_bytes"].items()},
+            "graph_bytes": {dtype: result[index] for dtype, result in whole["graph_bytes"].items()},
         }
         if kind not in kinds:
             kinds.append(kind)
@@ -194,10 +194,10 @@ def text() -> str:
     """What catalogue.json should hold."""
     lines = []
     for name in NAMES:
-        found = packed(computed_spec(name))
-        kinds = found.pop("kinds")
+        result = packed(computed_spec(name))
+        kinds = result.pop("kinds")
         inner = ",\n  ".join(json.dumps(kind) for kind in kinds)
-        lines.append(f'"{name}": {json.dumps(found)[:-1]}, "kinds": [\n  {inner}\n]}}')
+        lines.append(f'"{name}": {json.dumps(result)[:-1]}, "kinds": [\n  {inner}\n]}}')
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 

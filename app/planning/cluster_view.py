@@ -14,54 +14,54 @@ _PARTS = 4
 
 def cluster_rows(page: Page, forecast: dict[str, Any]) -> None:
     """The forecast's `cluster` beside its own machine: time to finish, memory of a GPU, what bounds the step."""
-    if (found := forecast.get("cluster")) is None:
+    if (result := forecast.get("cluster")) is None:
         return
-    nodes = f"{found['nodes']:,} nodes" if found["nodes"] > 1 else "one node"
-    gpu = str(found["gpu"]).removeprefix("NVIDIA ")
-    page.head(f"FSDP2 on {nodes} of {found['gpus_per_node']} {gpu}", found["source"])
+    nodes = f"{result['nodes']:,} nodes" if result["nodes"] > 1 else "one node"
+    gpu = str(result["gpu"]).removeprefix("NVIDIA ")
+    page.head(f"FSDP2 on {nodes} of {result['gpus_per_node']} {gpu}", result["source"])
     here = (forecast.get("run") or {}).get("seconds") if forecast["fits"] else None
-    there = found["run_s"] if found["fits"] else None
+    there = result["run_s"] if result["fits"] else None
     first = f"to finish: {'does not fit' if here is None else duration_text(here)} here"
     if there is not None:
         faster = "" if here is None else f" ({here / there:.1f} times as fast)"
         page.wrapped(f"{first}, {duration_text(there)} there{faster}", "accent bold")
         page.wrapped(
-            f"{found['steps']:,} steps of {seconds_text(found['step_s'])}, "
-            f"{speed_figure(found['tokens_per_s'])} tokens/s, MFU {percent_text(found['mfu'])}; "
-            f"a GPU's micro-batches in a step: {found['micro_batches_per_gpu']:,}",
+            f"{result['steps']:,} steps of {seconds_text(result['step_s'])}, "
+            f"{speed_figure(result['tokens_per_s'])} tokens/s, MFU {percent_text(result['mfu'])}; "
+            f"a GPU's micro-batches in a step: {result['micro_batches_per_gpu']:,}",
             "text",
         )
     else:
         page.wrapped(f"{first}, does not fit there", "bad bold")
-    parts = sorted(((size, name) for name, size in found["parts"].items()), reverse=True)
+    parts = sorted(((size, name) for name, size in result["parts"].items()), reverse=True)
     named = ", ".join(f"{name} {bytes_text(size)}" for size, name in parts[:_PARTS])
     others = sum(size for size, _ in parts[_PARTS:])
-    mark = page.glyphs.check if found["fits"] else page.glyphs.cross
+    mark = page.glyphs.check if result["fits"] else page.glyphs.cross
     page.wrapped(
-        f"{mark} memory of a GPU {of_text(found['peak_bytes'], found['budget_bytes'])}: {named}"
+        f"{mark} memory of a GPU {of_text(result['peak_bytes'], result['budget_bytes'])}: {named}"
         + (f", others {bytes_text(others)}" if others else ""),
-        "text" if found["fits"] else "bad",
+        "text" if result["fits"] else "bad",
     )
-    if not found["fits"]:
-        short = bytes_text(found["peak_bytes"] - found["budget_bytes"])
+    if not result["fits"]:
+        short = bytes_text(result["peak_bytes"] - result["budget_bytes"])
         would = (
-            "would fit: " + " or ".join(found["would_fit"])
-            if found["would_fit"]
+            "would fit: " + " or ".join(result["would_fit"])
+            if result["would_fit"]
             else "no single change was found that fits"
         )
         page.wrapped(f"too large by {short}; {would}", "text")
-    page.wrapped(_bound(found), "dim")
+    page.wrapped(_bound(result), "dim")
 
 
-def _bound(found: dict[str, Any]) -> str:
+def _bound(result: dict[str, Any]) -> str:
     """What bounds a step: computing, or what crosses the slower link meanwhile."""
-    layers = "compiled layers" if found["compiled"] else "eager layers"
-    words = [f"bound by {found['bound_by']}: compute takes {seconds_text(found['compute_s'])} a step ({layers})"]
-    if found["nvlink_s"] or found["network_s"]:
+    layers = "compiled layers" if result["compiled"] else "eager layers"
+    words = [f"bound by {result['bound_by']}: compute takes {seconds_text(result['compute_s'])} a step ({layers})"]
+    if result["nvlink_s"] or result["network_s"]:
         words.append("all-gather and reduce-scatter meanwhile")
-    if found["nvlink_s"]:
-        words.append(f"{seconds_text(found['nvlink_s'])} over NVLink")
-    if found["network_s"]:
-        network = f"the network, for each GPU {found['network_gbit_per_s']:g} Gbit/s, assumed"
-        words.append(f"{seconds_text(found['network_s'])} over {network}")
+    if result["nvlink_s"]:
+        words.append(f"{seconds_text(result['nvlink_s'])} over NVLink")
+    if result["network_s"]:
+        network = f"the network, for each GPU {result['network_gbit_per_s']:g} Gbit/s, assumed"
+        words.append(f"{seconds_text(result['network_s'])} over {network}")
     return ", ".join(words)

@@ -121,10 +121,10 @@ def ask(
 
 def context_sizes(text: str, option: str) -> tuple[int, ...]:
     """Contexts such as 8k,64k, ascending, each of at least 2 tokens. Raises UserError naming the option."""
-    found = {parse_count(one, option, _BINARY, MOST_TOKENS): one for one in text.split(",")}
-    if (least := min(found)) < 2:
-        raise UserError(f"{option} {found[least]}: a context needs at least 2 tokens")
-    return tuple(sorted(found))
+    result = {parse_count(one, option, _BINARY, MOST_TOKENS): one for one in text.split(",")}
+    if (least := min(result)) < 2:
+        raise UserError(f"{option} {result[least]}: a context needs at least 2 tokens")
+    return tuple(sorted(result))
 
 
 def parse_count(text: str, option: str, suffixes: dict[str, int], most: int) -> int:
@@ -165,8 +165,8 @@ def _text_share(head: bytes, where: str) -> float:
     text = 0
     for number, line in enumerate(lines, start=1):
         try:
-            found = json.loads(line)["text"] if line.strip() else ""
-            text += len(found.encode())
+            result = json.loads(line)["text"] if line.strip() else ""
+            text += len(result.encode())
         except (ValueError, TypeError, KeyError, AttributeError):
             raise UserError(f'--data {where}: line {number} is not a JSON object with a "text"') from None
     return text / max(1, sum(map(len, lines)))
@@ -231,10 +231,10 @@ def plan_cell(question: Question, name: str, context: int) -> dict[str, Any]:
         "recipe": changes(recipe),
     }
     try:
-        found = task.search(question.machine)
+        result = task.search(question.machine)
     except BudgetError as error:
         return cell | {"fits": False} | _refusal(question, task, error)
-    return cell | {"fits": True} | _figures(question, forecast(task, question.machine, found))
+    return cell | {"fits": True} | _figures(question, forecast(task, question.machine, result))
 
 
 def _figures(question: Question, forecast: dict[str, Any]) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def _figures(question: Question, forecast: dict[str, Any]) -> dict[str, Any]:
         "written_bytes": sum(drive["bytes_written"] for drive in drives),
         "endurance_share": max(shares, default=None),
         "kwh_at_most": None if power is None else power * hours / 1000,
-        "peak_bytes": {tier: found["peak_bytes"] for tier, found in forecast["tiers"].items()},
+        "peak_bytes": {tier: result["peak_bytes"] for tier, result in forecast["tiers"].items()},
     }
 
 
@@ -262,14 +262,14 @@ def _refusal(question: Question, task: PlanRequest, error: BudgetError) -> dict[
     """What is short; of a model's first context that does not fit, `changes` that would each make it fit."""
     from penstock.engine.forecast import advice
 
-    found = {"tier": error.tier, "short_bytes": error.need_bytes - error.budget_bytes, "message": str(error)}
+    result = {"tier": error.tier, "short_bytes": error.need_bytes - error.budget_bytes, "message": str(error)}
     context = task.recipe.data.sequence_length
     shorter = max((length for length in question.contexts if length < context), default=None)
     if shorter is not None:
         sequences = max(1, STEP_TOKENS // shorter)
         before = {"data.sequence_length": shorter, "train.global_batch_size": sequences}
         if not advice.fits(task.changed(before)):
-            return found
+            return result
     sizes = {"gpu": task.budgets.gpu, "ram": task.budgets.ram, "nvme": task.budgets.nvme or 0}
     changes = advice.nearest(task, error, sizes, shorter or _LEAST_CONTEXT - 1)
-    return found | {"changes": [change.to_json() for change in changes]}
+    return result | {"changes": [change.to_json() for change in changes]}

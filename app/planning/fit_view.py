@@ -122,10 +122,10 @@ def head_lines(question: Mapping[str, Any]) -> list[str]:
 
 def notes(question: Mapping[str, Any], cells: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """What the figures mean, of those that are there."""
-    found = list(cells)
+    result = list(cells)
     yield "takes: tokens divided by tokens/s. writes: to all drives together" + (
         ", and the share of their rated endurance"
-        if any(cell.get("endurance_share") is not None for cell in found)
+        if any(cell.get("endurance_share") is not None for cell in result)
         else "; their endurance is not known"
     )
     power = question["power_w"]
@@ -133,10 +133,10 @@ def notes(question: Mapping[str, Any], cells: Iterable[Mapping[str, Any]]) -> It
         yield "kWh: n/a, as the power limit of the GPU's board is not known"
     else:
         yield f"kWh: at most; only the GPU's board, at its power limit of {power:,.0f} W all the time"
-    models = list(dict.fromkeys(cell["model"] for cell in found if cell["gradient_dtype"] == "bfloat16"))
+    models = list(dict.fromkeys(cell["model"] for cell in result if cell["gradient_dtype"] == "bfloat16"))
     if models:
         yield f"gradients are stored in bfloat16, as in the recipes of these models: {', '.join(models)}"
-    if any(cell["stretched"] for cell in found):
+    if any(cell["stretched"] for cell in result):
         yield "context*: longer than the model's own context, extended by YaRN"
     if question["machine"]["source"].startswith("assumed"):
         yield "assumed rates; `penstock probe` measures them in a minute"

@@ -80,7 +80,7 @@ def _class(num_bytes: int) -> int:
 @cache
 def _code_digest() -> str:
     base = Path(__file__).resolve().parents[2]
-    return code_digest([base / "app", *(base / "engine" / room for room in _CODE)])
+    return code_digest([base / "app", *(base / "engine" / available for available in _CODE)])
 
 
 def _content_digest(path: Path) -> str | None:
@@ -93,13 +93,13 @@ def _content_digest(path: Path) -> str | None:
 def read_fit(recipe: str, here: str) -> Fit | None:
     """The kept answer for a recipe file's digest and `here_digest`; None without one."""
     folder = cache_folder("fits")
-    kept = None if folder is None else read_cached(folder, _name(recipe, here))
-    if kept is None:
+    cached = None if folder is None else read_cached(folder, _name(recipe, here))
+    if cached is None:
         return None
     from penstock.storage.files.untrusted import typed
 
     try:
-        return typed(kept, Fit)
+        return typed(cached, Fit)
     except ValueError:
         return None
 

@@ -27,7 +27,7 @@ _CODE = ("model", "attention", "hf")
 """Rooms of the engine whose code says what a model is made of."""
 
 
-def kept_spec(recipe: Recipe, make: Callable[[], ModelSpec], *, compiled: bool = False) -> ModelSpec:
+def cached_spec(recipe: Recipe, make: Callable[[], ModelSpec], *, compiled: bool = False) -> ModelSpec:
     """What the recipe's model is made of, without its `config`: as kept, else as `make` says, whose errors pass.
 
     The recipe's compute dtype is decided. `make` depends on the recipe and the model's config.json alone, and on
@@ -66,7 +66,7 @@ def _digest(recipe: Recipe, compiled: bool) -> str:
 
 def _read(folder: Path, digest: str) -> ModelSpec | None:
     try:
-        kept = read_cached(folder, digest)
-        return None if kept is None else typed(kept["spec"], ModelSpec)
+        cached = read_cached(folder, digest)
+        return None if cached is None else typed(cached["spec"], ModelSpec)
     except (ValueError, KeyError):
         return None

@@ -34,10 +34,10 @@ def opened(recipe: Recipe) -> Opened:
 def _linked(recipe: Recipe) -> Iterator[str]:
     """A line for each folder that lies elsewhere in part."""
     for key, path in (("model.path", recipe.model.path), ("data.tokenizer", recipe.data.tokenizer)):
-        if path is not None and not is_hub(path) and (found := linked_files(Path(path).expanduser())):
-            name, place = next(iter(found.items()))
-            more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
-            yield printable(f"{key}: {name} ({place}){more} are read through links that lead out of the folder")
+        if path is not None and not is_hub(path) and (result := linked_files(Path(path).expanduser())):
+            name, source = next(iter(result.items()))
+            more = f" and {len(result) - 1:,} more" if len(result) > 1 else ""
+            yield printable(f"{key}: {name} ({source}){more} are read through links that lead out of the folder")
 
 
 def with_found_data(recipe: Recipe) -> tuple[Recipe, list[str]]:

@@ -143,11 +143,11 @@ def forecast_or_refusal(task: PlanRequest, on: Machine) -> dict[str, Any]:
 
 def _spec(recipe: Recipe, device: str) -> ModelSpec:
     """What the recipe's model is made of, and what graphs of its layers take on that kind of device."""
-    from penstock.app.planning.model_cache import kept_spec
+    from penstock.app.planning.model_cache import cached_spec
 
     # A run on a GPU that compiles measures them; where nothing runs they are found.
     compiled = device == "cuda" and recipe.train.compile != "off"
-    return kept_spec(recipe, lambda: _take_apart(recipe, compiled), compiled=compiled)
+    return cached_spec(recipe, lambda: _take_apart(recipe, compiled), compiled=compiled)
 
 
 def _take_apart(recipe: Recipe, compiled: bool) -> ModelSpec:

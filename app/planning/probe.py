@@ -73,14 +73,14 @@ def _plan_text(folders: Sequence[Path], written: int, seconds: float) -> str:
     """What measuring does to the drives."""
     from penstock.storage.tier.filesystem import device_of
 
-    places = []
+    described = []
     for folder in folders:
         disks = ", ".join(device_of(folder).disks)
-        places.append(f"{folder}{f' ({disks})' if disks else ''}")
-    each = "" if len(places) == 1 else "each of "
+        described.append(f"{folder}{f' ({disks})' if disks else ''}")
+    each = "" if len(described) == 1 else "each of "
     return (
         f"measuring takes about {duration_text(seconds)} and writes up to {written / 1e9:.3g} GB to {each}"
-        f"{', '.join(places)}, in temporary files that are removed at the end (--size sets how much)"
+        f"{', '.join(described)}, in temporary files that are removed at the end (--size sets how much)"
     )
 
 

@@ -79,10 +79,10 @@ class PlanServer:
         if not data:
             return False
         *lines, self._pending = (self._pending + data).split(b"\n")
-        found = [line for line in lines if line.strip()]
-        if found:
+        result = [line for line in lines if line.strip()]
+        if result:
             self._end_child()
-            self._begin(found[-1])
+            self._begin(result[-1])
         return True
 
     def _begin(self, line: bytes) -> None:

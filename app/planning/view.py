@@ -193,9 +193,9 @@ def _figures(page: Page, forecast: dict[str, Any]) -> None:
     least = max(len(text) for figure in figures for text in figure) + 1
     each = max(2, min(len(figures), page.width // least))
     for start in range(0, len(figures), each):
-        shown, room = figures[start : start + each], page.width // each
-        page.line([(f"{value:<{room}}", "accent bold") for value, _ in shown])
-        page.line([(f"{unit:<{room}}", "dim") for _, unit in shown])
+        shown, available = figures[start : start + each], page.width // each
+        page.line([(f"{value:<{available}}", "accent bold") for value, _ in shown])
+        page.line([(f"{unit:<{available}}", "dim") for _, unit in shown])
 
 
 def _tier(page: Page, name: str, tier: dict[str, Any]) -> None:
@@ -207,8 +207,8 @@ def _tier(page: Page, name: str, tier: dict[str, Any]) -> None:
     parts = _largest(tier.get("parts") or {})
     if page.width >= _SIDE_BY_SIDE:
         label.append((f" {figures:<20} ", "text"))
-        room = page.width - sum(cell_len(text) for text, _ in label)
-        page.line([*label, *_bar(room, peak, budget, parts, name, page.glyphs)])
+        available = page.width - sum(cell_len(text) for text, _ in label)
+        page.line([*label, *_bar(available, peak, budget, parts, name, page.glyphs)])
     else:
         page.line([*label, (f" {figures}", "text")])
         page.line(_bar(page.width, peak, budget, parts, name, page.glyphs))
@@ -249,9 +249,9 @@ def _bar(
 
 def _largest(parts: dict[str, int]) -> list[tuple[str, int]]:
     """The biggest parts of a tier, and the sum of the others."""
-    found = sorted(((size, name) for name, size in parts.items() if size), reverse=True)
-    named = [(name, size) for size, name in found[:_PARTS]]
-    rest = found[_PARTS:]
+    result = sorted(((size, name) for name, size in parts.items() if size), reverse=True)
+    named = [(name, size) for size, name in result[:_PARTS]]
+    rest = result[_PARTS:]
     return [*named, (f"{len(rest)} more", sum(size for size, _ in rest))] if rest else named
 
 
@@ -266,9 +266,9 @@ def _lanes(page: Page, forecast: dict[str, Any]) -> None:
         tail = f" {percent_text(share, 0):>4} {seconds_text(figures.get('busy_s')):>8}"
         if page.width >= _SIDE_BY_SIDE:
             tail += f" {bytes_text(moved) if moved else '-':>9}"
-        room = page.width - name - 1 - len(tail)
-        bar = _busy(share, room, page.glyphs)
-        free = _free(page.glyphs) * (room - len(bar))
+        available = page.width - name - 1 - len(tail)
+        bar = _busy(share, available, page.glyphs)
+        free = _free(page.glyphs) * (available - len(bar))
         page.line([(f"{lane:<{name}} ", token), (bar, f"lane.{lane}"), (free, "axis"), (tail, token)])
 
 
@@ -359,10 +359,10 @@ def _block_map(page: Page, forecast: dict[str, Any]) -> None:
 
 def by_block(blocks: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Block -> its buffers: of what is trained, and of what is frozen."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    result: dict[str, list[dict[str, Any]]] = {}
     for buffer in blocks:
-        found.setdefault(buffer.get("block") or buffer["name"], []).append(buffer)
-    return found
+        result.setdefault(buffer.get("block") or buffer["name"], []).append(buffer)
+    return result
 
 
 def _together(buffers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -403,7 +403,7 @@ def _alike(blocks: Sequence[dict[str, Any]], most: int) -> list[tuple[list[dict[
         return (*stem(block), *(block[target] for target in TARGETS))
 
     def treatment(block: dict[str, Any]) -> tuple[Any, ...]:
-        where = (block.get(key) for key in ("spilled", "saved_on_gpu", "graphs_aside"))
+        where = (block.get(key) for key in ("spilled", "saved_on_gpu", "offloaded_graphs"))
         return (*place(block), tuple(_levels(block).items()), *where)
 
     for key in (treatment, place):
@@ -449,13 +449,13 @@ def _saved(members: Sequence[dict[str, Any]], chunks: int) -> list[str]:
     for block in members:
         for level, count in _levels(block).items():
             counts[level] = counts.get(level, 0) + count
-    found = {level: count for level, count in counts.items() if count}
-    if not found:
+    result = {level: count for level, count in counts.items() if count}
+    if not result:
         return ["-"]
     texts = [
-        _SAVED[level] if count == total else f"{_SAVED[level]} {_part(count, total)}" for level, count in found.items()
+        _SAVED[level] if count == total else f"{_SAVED[level]} {_part(count, total)}" for level, count in result.items()
     ]
-    places = {"spilled": "on NVMe", "saved_on_gpu": "on the GPU", "graphs_aside": "graphs that leave the GPU"}
+    places = {"spilled": "on NVMe", "saved_on_gpu": "on the GPU", "offloaded_graphs": "graphs that leave the GPU"}
     for key, where in places.items():
         if count := sum(block.get(key) or 0 for block in members):
             texts.append(f"{_part(count, total)} {where}")
@@ -475,8 +475,8 @@ def _groups(forecast: dict[str, Any]) -> list[str]:
 
 def _levels(block: dict[str, Any]) -> dict[str, int]:
     """train.activation_checkpointing -> chunks of the block, as planned."""
-    found: dict[str, int] = block.get("activation_checkpointing") or {}
-    return {level: count for level, count in found.items() if level in _SAVED}
+    result: dict[str, int] = block.get("activation_checkpointing") or {}
+    return {level: count for level, count in result.items() if level in _SAVED}
 
 
 def _part(count: int, total: int) -> str:
@@ -528,18 +528,18 @@ def _drive(drive: dict[str, Any]) -> str:
     return f"{name}: writes {written} ({step} a step), endurance used {worn}{of}"
 
 
-def _reasons(page: Page, forecast: dict[str, Any], room: int = 10_000) -> None:
-    """The reasons that fit `room` rows under a heading, whole ones only."""
+def _reasons(page: Page, forecast: dict[str, Any], available: int = 10_000) -> None:
+    """The reasons that fit `available` rows under a heading, whole ones only."""
     reasons = forecast.get("reasons") or {}
-    if not reasons or room < 3:
+    if not reasons or available < 3:
         return
     page.head("why this plan")
-    room -= 1
+    available -= 1
     for index, (choice, text) in enumerate(reasons.items()):
         entry = Page(page.width, page.glyphs)
         entry.wrapped(f"{choice.replace('_', ' ')}: {text}", "dim")
-        room -= len(entry.rows)
-        if room < (1 if index + 1 < len(reasons) else 0):
+        available -= len(entry.rows)
+        if available < (1 if index + 1 < len(reasons) else 0):
             page.line([(f"{len(reasons) - index} more with --json", "dim")])
             return
         page.rows += entry.rows

@@ -46,9 +46,9 @@ class CheckpointRequests:
 
     def take(self) -> list[str]:
         """Names asked for since the last call; two system calls when there are none."""
-        asked = sorted(name for name in self._names() if name.endswith(".request") and not name.startswith("."))
+        requested = sorted(name for name in self._names() if name.endswith(".request") and not name.startswith("."))
         # One that cannot be removed would be asked for again at every step.
-        names = [name.removesuffix(".request") for name in asked if self._remove(name)]
+        names = [name.removesuffix(".request") for name in requested if self._remove(name)]
         self._taken.update(names)
         return names
 
@@ -229,12 +229,12 @@ def checkpoint_steps(run_path: Path) -> list[tuple[str, int]]:
 
     Reads whole manifests, some megabytes of a large model: ask again when the folder has changed.
     """
-    found = []
+    result = []
     for manifest in checkpoint_manifests(run_path):
         step = _step_of(manifest, run_path)
         if step is not None:
-            found.append((printable(manifest.parent.name), step))
-    return sorted(found, key=lambda item: (item[1], item[0]))
+            result.append((printable(manifest.parent.name), step))
+    return sorted(result, key=lambda item: (item[1], item[0]))
 
 
 def checkpoint_manifests(run_path: Path) -> list[Path]:
@@ -279,8 +279,8 @@ def scrub_run(run_path: Path) -> str:
                 checks = [partial(store.verify, preparing.report)]
                 if folder == root:
                     checks.append(partial(verify_run_files, run.path, store.meta))
-                read, found = run_checks(checks)
-                size, failures = size + read, [*failures, *found]
+                read, result = run_checks(checks)
+                size, failures = size + read, [*failures, *result]
     if failures:
         raise UserError("\n".join(failures))
     took_s = time.perf_counter() - started

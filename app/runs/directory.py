@@ -393,8 +393,8 @@ class RunInfo(NamedTuple):
 
 def read_info(path: Path) -> RunInfo:
     """What a run directory says about its run, never waiting and never failing on damaged files."""
-    found, wrong = examine_object(path / "status.json")
-    status = found or {}
+    result, wrong = examine_object(path / "status.json")
+    status = result or {}
     metrics = read_last(path / "metrics.jsonl")
     state = state_of(path, status, time.time())
     error = status.get("error")
@@ -444,10 +444,10 @@ def why_gone(path: Path, status: dict[str, Any]) -> str:
             return f"its last message was: {str(line.get('text')).strip()}"
     go_on = f"continue with: {shell('penstock', 'resume', path)}"
     try:
-        room = os.statvfs(path)
+        space = os.statvfs(path)
     except OSError as error:
         return f"its process is gone, and its folder cannot be read: {error.strerror}"
-    if room.f_bavail * room.f_frsize < _FULL_BYTES:
+    if space.f_bavail * space.f_frsize < _FULL_BYTES:
         return (
             f"its process is gone, and the disk is full, so the reason could not be recorded. Free space, then {go_on}"
         )

@@ -16,10 +16,10 @@ def early_end_of(path: Path) -> EarlyEnd | None:
 
 def early_end_in(summary: dict[str, Any]) -> EarlyEnd | None:
     """The same of a summary."""
-    found = summary.get("ended_early")
-    if not isinstance(found, dict) or (validations := whole(found.get("validations"))) is None:
+    result = summary.get("ended_early")
+    if not isinstance(result, dict) or (validations := whole(result.get("validations"))) is None:
         return None
-    best, step = number(found.get("best")), whole(found.get("best_step"))
+    best, step = number(result.get("best")), whole(result.get("best_step"))
     if best is None or step is None:
         best = step = None
     return EarlyEnd(validations, best, step)

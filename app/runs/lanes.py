@@ -94,21 +94,21 @@ class LaneTimes:
             raise UserError(
                 f"--steps {first}:{last}: in the run's log the last of them ends before the first; choose other steps"
             )
-        found, moved = {}, {}
+        result, moved = {}, {}
         for lane, ops in self._lanes.items():
             began, ended, size = np.frombuffer(ops).reshape(-1, 3).T
             inside = (ended > start) & (began < end)
-            found[lane] = np.stack([began[inside].clip(start), ended[inside].clip(max=end)], axis=1)
+            result[lane] = np.stack([began[inside].clip(start), ended[inside].clip(max=end)], axis=1)
             moved[lane] = int(size[(ended > start) & (ended <= end)].sum())
-        moving = [found[lane] for lane in (*DRIVE, "h2d", "d2h")]
-        busy = {lane: _covered(found[lane]) for lane in LANES}
-        working = _covered(*moving, found["compute"])
+        moving = [result[lane] for lane in (*DRIVE, "h2d", "d2h")]
+        busy = {lane: _covered(result[lane]) for lane in LANES}
+        working = _covered(*moving, result["compute"])
         return LaneShares(
             steps=last - first + 1,
             window_s=window,
             busy={lane: seconds / window for lane, seconds in busy.items()},
             bytes=moved,
-            drive_busy=_covered(*(found[lane] for lane in DRIVE)) / window,
+            drive_busy=_covered(*(result[lane] for lane in DRIVE)) / window,
             exposed_io=(working - busy["compute"]) / window,
             idle=1 - working / window,
         )

@@ -164,8 +164,8 @@ class RunLog:
         now: dict[str, list[dict[str, Any]]] = {}
         for op in progress.under_way:
             start_s = None if op.start_s is None else round(op.start_s + self._offset_s, 7)
-            told = op._asdict() | {"start_s": start_s}
-            now.setdefault(told.pop("lane"), []).append(told)
+            reported = op._asdict() | {"start_s": start_s}
+            now.setdefault(reported.pop("lane"), []).append(reported)
         self._status |= {"clock_s": round(progress.clock_s + self._offset_s, 7), "now": now}
 
     def message(self, text: str, level: Level = "info") -> None:
@@ -293,8 +293,8 @@ class RunLog:
             self._write(_Message(time.time(), "warning", warning, self._status["step"]))
 
     def _look_at_drives(self) -> None:
-        found = {folder: {"temperature_c": disk_temperature(disks)} for folder, disks in self._disks.items()}
-        self._status["drives"] = found
+        result = {folder: {"temperature_c": disk_temperature(disks)} for folder, disks in self._disks.items()}
+        self._status["drives"] = result
 
     def _write_status(self) -> None:
         """Replace status.json. Not synced: after a power cut nobody needs the heartbeat of before."""
@@ -315,10 +315,10 @@ class RunLog:
             self._status_lock.release()
 
     @staticmethod
-    def _item(item: Preparing, told_at: float) -> dict[str, Any]:
+    def _item(item: Preparing, reported_at: float) -> dict[str, Any]:
         """An item as status.json has it; one that is not done has gone on since it was told."""
         done = item.state == "done"
-        seconds = item.seconds if done else item.seconds + time.perf_counter() - told_at
+        seconds = item.seconds if done else item.seconds + time.perf_counter() - reported_at
         line: dict[str, Any] = {"name": item.name, "state": "done" if done else "running", "seconds": round(seconds, 3)}
         if not done:
             line |= {"detail": item.detail, "fraction": item.fraction}

@@ -169,7 +169,7 @@ def _facts(run_path: Path, recipe: Recipe, exported: Exported) -> list[tuple[str
 
 def _losses(run_path: Path, step: int | None) -> list[tuple[str, str]]:
     """Of the exported step, or the last one before it that was measured."""
-    found = []
+    result = []
     for title, file in (("training loss", "metrics.jsonl"), ("validation loss", "validation.jsonl")):
         last: tuple[int, float] | None = None
         for line in JsonLines(run_path / file).steps():
@@ -177,8 +177,8 @@ def _losses(run_path: Path, step: int | None) -> list[tuple[str, str]]:
             if loss is not None and (step is None or line["step"] <= step):
                 last = line["step"], loss
         if last is not None:
-            found.append((title, f"{last[1]:.4f} (step {last[0]:,})"))
-    return found
+            result.append((title, f"{last[1]:.4f} (step {last[0]:,})"))
+    return result
 
 
 def _version(package: str) -> str | None:

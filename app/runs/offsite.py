@@ -39,22 +39,22 @@ class _Moved:
     def begins(self, total: int) -> None:
         self._total = total
 
-    def told(self, moved: int) -> None:
+    def reported(self, moved: int) -> None:
         self._moved += moved
         rate = self._moved / max(1e-9, time.monotonic() - self._began)
         words = f"of {bytes_text(self._total)}, {bytes_text(int(rate))}/s"
         preparing.report(self._moved / self._total if self._total else 0.0, words)
 
 
-def named_place(text: str) -> Location | None:
+def named_location(text: str) -> Location | None:
     """The place that an argument RUN names by its scheme; None for a run directory or its name. UserError."""
     return parse_location(text, "RUN") if is_location(text) else None
 
 
-def place_of(text: str) -> Location | None:
+def location_of(text: str) -> Location | None:
     """The same, and of a folder that storage.offsite or `--to` wrote to, or the name of a generation in it."""
-    if (place := named_place(text)) is not None:
-        return place
+    if (location := named_location(text)) is not None:
+        return location
     path = Path(text).expanduser()
     try:
         is_run = (path / "recipe.json").exists()
@@ -77,9 +77,9 @@ def send(run_path: Path, name: str, to: str) -> str:
     from penstock.storage.tier.manifest import Manifest
 
     require_own(run_path)
-    place, recipe, root = parse_location(to, "--to"), read_recipe(run_path), state_folder(run_path.resolve())
+    location, recipe, root = parse_location(to, "--to"), read_recipe(run_path), state_folder(run_path.resolve())
     store = Manifest.read(root).store
-    with Link(place, "--to") as link:
+    with Link(location, "--to") as link:
         require_usable(link, root, store)  # before the checkpoint is made
         name = resolve_checkpoint(root, name) if name in ("last-good", "best") else name
         if name not in checkpoint_names(root):
@@ -87,7 +87,7 @@ def send(run_path: Path, name: str, to: str) -> str:
         files = run_files(run_path.resolve(), recipe)
         started = time.monotonic()
         progress = _Moved()
-        with working(f"sending to {place}") as shown:
+        with working(f"sending to {location}") as shown:
 
             def waits() -> None:
                 shown.clear()
@@ -102,26 +102,26 @@ def send(run_path: Path, name: str, to: str) -> str:
                 name=name,
                 waits=waits,
                 begins=progress.begins,
-                report=progress.told,
+                report=progress.reported,
             )
     took_s, step = time.monotonic() - started, sent.entry.step
     if not sent.moved_bytes:
-        return f"checkpoint {name}: step {step:,} is already at {place}"
+        return f"checkpoint {name}: step {step:,} is already at {location}"
     return (
-        f"checkpoint {name}: step {step:,}, {sent.moved_bytes:,} bytes in {took_s:.1f} s at {place}; "
-        f"to continue from there: {shell('penstock', 'resume', f'{place}/{name}')}"
+        f"checkpoint {name}: step {step:,}, {sent.moved_bytes:,} bytes in {took_s:.1f} s at {location}; "
+        f"to continue from there: {shell('penstock', 'resume', f'{location}/{name}')}"
     )
 
 
-def listed(place: Location) -> list[str]:
+def listed(location: Location) -> list[str]:
     """A line for each generation at a place, oldest first. UserError where there is none."""
     from penstock.storage.offsite.index import read_index
     from penstock.storage.offsite.link import Link
 
-    with working(f"looking at {place}"), Link(place, "RUN") as link:
+    with working(f"looking at {location}"), Link(location, "RUN") as link:
         index = read_index(link).index
         if index is None:
-            raise UserError(f"{place}: contains no state, as penstock.json is missing; check the name")
+            raise UserError(f"{location}: contains no state, as penstock.json is missing; check the name")
         return [
             f"{entry.name}  step {'unknown' if entry.step is None else f'{entry.step:,}'}, generation "
             f"{entry.generation}, {bytes_text(entry.bytes)}, {time.strftime('%Y-%m-%d %H:%M', local_time(entry.time))}"
@@ -130,9 +130,13 @@ def listed(place: Location) -> list[str]:
 
 
 def fetch(
-    place: Location, run_dir: Path | None, checkpoint: str | None, overrides: Sequence[str], root: Path = Path("runs")
+    location: Location,
+    run_dir: Path | None,
+    checkpoint: str | None,
+    overrides: Sequence[str],
+    root: Path = Path("runs"),
 ) -> Path:
-    """Make a run directory of the newest generation at `place`, or of `checkpoint`; it, ready to be resumed.
+    """Make a run directory of the newest generation at `location`, or of `checkpoint`; it, ready to be resumed.
 
     `run_dir`: a new one, or one in which this was begun before; None takes `root`/<name>-<time>. `overrides` of the
     recipe count already for where its state goes. It is a run only when all of it is there and was compared with its
@@ -141,28 +145,28 @@ def fetch(
     from penstock.storage.offsite.fetch import fetch_files, fetch_state, find, read_small
     from penstock.storage.offsite.link import Link
 
-    with working(f"looking at {place}"):
-        link, found = find(lambda where: Link(where, "RUN"), place, checkpoint)
+    with working(f"looking at {location}"):
+        link, result = find(lambda where: Link(where, "RUN"), location, checkpoint)
     with link, tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
-        for name in found.files:
+        for name in result.files:
             if name not in (RECIPE, *HISTORY, _CONSTANTS) and name.split("/")[0] not in ("data", INPUTS):
-                raise UserError(f"{found.location}: names '{one_line(name, 80)}', which is not a file of a run")
-        text = read_small(link, found, RECIPE, Path(scratch)).decode("utf-8", errors="replace")
-        recipe = from_run_json(text, f"{found.location}/{found.folder}/{RECIPE}")
+                raise UserError(f"{result.location}: names '{one_line(name, 80)}', which is not a file of a run")
+        text = read_small(link, result, RECIPE, Path(scratch)).decode("utf-8", errors="replace")
+        recipe = from_run_json(text, f"{result.location}/{result.folder}/{RECIPE}")
         recipe = change_run(recipe, overrides, Path.cwd())
-        mark = {"place": str(found.location), "folder": found.folder}
+        mark = {"place": str(result.location), "folder": result.folder}
         path = _target(run_dir, mark, root) or fresh_path(root, recipe.name)
         progress = _Moved()
-        with _made(path, mark), working(f"fetching from {found.location}") as shown:
+        with _made(path, mark), working(f"fetching from {result.location}") as shown:
             path = path.resolve()
             shown.clear()
-            print(printable(f"run directory {path}: step {found.manifest.step} of {place}"), file=sys.stderr)
-            progress.begins(found.num_bytes)
-            names = [name for name in found.files if name != RECIPE]
-            fetch_files(link, found, {name: path / name for name in names}, path, progress.told)
+            print(printable(f"run directory {path}: step {result.manifest.step} of {location}"), file=sys.stderr)
+            progress.begins(result.num_bytes)
+            names = [name for name in result.files if name != RECIPE]
+            fetch_files(link, result, {name: path / name for name in names}, path, progress.reported)
             if not (state_folder(path) / "manifest.json").exists():
-                fetch_state(link, found, state_folder(path), drive_folders(path, recipe.storage), progress.told)
-            status = {"state": "stopped", "step": found.manifest.step or 0, "total_steps": recipe.train.steps}
+                fetch_state(link, result, state_folder(path), drive_folders(path, recipe.storage), progress.reported)
+            status = {"state": "stopped", "step": result.manifest.step or 0, "total_steps": recipe.train.steps}
             atomic_write(path / "status.json", json.dumps(status))
             atomic_write(path / RECIPE, to_run_json(recipe))
             remove_own(path / MARK)
@@ -178,8 +182,8 @@ def _target(run_dir: Path | None, mark: dict[str, str], root: Path) -> Path | No
         if run_dir.is_dir() and any(run_dir.iterdir()) and not _is_broken_off(run_dir, mark):
             raise UserError(f"run directory {run_dir}: is not empty; choose another --run-dir")
         return run_dir
-    found = sorted(root.iterdir()) if root.is_dir() else []
-    return next((path for path in found if _is_broken_off(path, mark) and not is_live(path)), None)
+    result = sorted(root.iterdir()) if root.is_dir() else []
+    return next((path for path in result if _is_broken_off(path, mark) and not is_live(path)), None)
 
 
 def _is_broken_off(path: Path, mark: dict[str, str]) -> bool:

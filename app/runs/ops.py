@@ -29,19 +29,19 @@ PARTS = ("forward", "backward", "update", "validation", "samples")
 @lru_cache(maxsize=4096)
 def part_of(op: str) -> str:
     """The part of a step whose work an op is, one of PARTS; empty where its name does not tell."""
-    found = action_of(op)
-    return "" if found is None else found.part
+    result = action_of(op)
+    return "" if result is None else result.part
 
 
 @lru_cache(maxsize=4096)
 def route_of(op: str) -> tuple[str, str] | None:
     """From which tier to which (`nvme`, `ram`, `gpu`) an op moves bytes; None for what moves none."""
-    found = action_of(op)
-    return None if found is None else found.route
+    result = action_of(op)
+    return None if result is None else result.route
 
 
 @lru_cache(maxsize=4096)
 def cargo_of(op: str) -> str:
     """What an op moves, for people: `weights`; empty for what moves nothing."""
-    found = action_of(op)
-    return "" if found is None else found.cargo
+    result = action_of(op)
+    return "" if result is None else result.cargo

@@ -113,14 +113,14 @@ class JsonTail:
         if self._within_line:
             del lines[0]
         self._within_line = False
-        found = []
+        result = []
         for line in lines:
             value = parse_line(line) if len(line) <= self._max_line_bytes else None
             if value is None:
                 self.damaged += 1
             else:
-                found.append(value)
-        return found
+                result.append(value)
+        return result
 
     def _without_end(self, data: bytes) -> None:
         """A piece of one line: wait for its end, or pass over it where the line is too long already."""

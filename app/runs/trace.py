@@ -86,12 +86,12 @@ def write_trace(
     out: Path,
     steps: tuple[int, int] | None = None,
     extent: tuple[int, int] | None = None,
-    tell: Callable[[str], None] = warn,
+    report: Callable[[str], None] = warn,
 ) -> int:
     """Write the trace of a run's spans.jsonl to `out`; returns the number of spans. Memory does not grow with it.
 
     `steps`: the first and the last of those to write, with all that ran meanwhile; `extent`: the bytes of the file that
-    hold them, where that is known. `tell` gets a word on damaged lines, which are left out. Raises UserError when the
+    hold them, where that is known. `report` gets a word on damaged lines, which are left out. Raises UserError when the
     run has no spans yet, or not these steps, or `out` cannot be written.
     """
     spans_path = run_path / "spans.jsonl"
@@ -107,7 +107,7 @@ def write_trace(
     metrics = JsonLines(run_path / "metrics.jsonl").steps()
     count = write_spans(spans, printable(name), out, Steps(metrics, start_s))
     if (warning := lines.warning()) is not None:
-        tell(warning)
+        report(warning)
     return count
 
 

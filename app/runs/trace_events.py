@@ -160,7 +160,7 @@ class _Moving:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._told_s = -math.inf
+        self._reported_s = -math.inf
         """Until when the rate has been told."""
         self._start_s = self._end_s = 0.0
         self._bytes = self._count = 0
@@ -174,8 +174,8 @@ class _Moving:
                 yield from self.stop()
         if not self._count:
             # What began while the rate of others was told, or right behind it, counts from there.
-            near = span.start_s - self._told_s <= _GAP_S
-            self._start_s = self._told_s if near else span.start_s
+            near = span.start_s - self._reported_s <= _GAP_S
+            self._start_s = self._reported_s if near else span.start_s
             self._end_s = self._start_s
         self._count += 1
         self._bytes += span.bytes
@@ -187,14 +187,14 @@ class _Moving:
         if self._count and microseconds(self._end_s) > microseconds(self._start_s):
             rate = float(f"{self._bytes / seconds / 1e9:.4g}")
             yield counter(self._name, microseconds(self._start_s), "GB/s", rate)
-            self._told_s = self._end_s
+            self._reported_s = self._end_s
             self._bytes = 0
         self._count = 0
 
     def stop(self) -> Iterator[Event]:
         """From the end of what was told the lane moves nothing."""
-        if self._told_s > -math.inf:
-            yield counter(self._name, microseconds(self._told_s), "GB/s", 0.0)
+        if self._reported_s > -math.inf:
+            yield counter(self._name, microseconds(self._reported_s), "GB/s", 0.0)
 
 
 def counter(name: str, at_us: float, unit: str, value: float) -> Event:

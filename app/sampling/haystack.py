@@ -27,15 +27,15 @@ def haystack_line(folder: Path, length: int, seed: int, base: str | None = None)
     inputs = tokenizer(" ".join(words), return_tensors="pt", return_token_type_ids=False)
     with torch.no_grad():
         likeliest = model(**inputs).logits[0].argmax(dim=-1).tolist()
-    asked = np.flatnonzero(weights)
-    said = [tokenizer.decode([likeliest[place - 1]]) for place in asked]
-    right = sum(answer == words[place] for answer, place in zip(said, asked, strict=True))
-    name, answer = words[asked[-1] - 1], said[-1]
-    place = words.index(name)
-    around = " ".join(words[max(0, place - _AROUND) : place + 2 + _AROUND])
-    verdict = "correct" if answer == words[asked[-1]] else f"wrong, the answer is {words[asked[-1]]}"
+    queried = np.flatnonzero(weights)
+    said = [tokenizer.decode([likeliest[position - 1]]) for position in queried]
+    right = sum(answer == words[position] for answer, position in zip(said, queried, strict=True))
+    name, answer = words[queried[-1] - 1], said[-1]
+    position = words.index(name)
+    around = " ".join(words[max(0, position - _AROUND) : position + 2 + _AROUND])
+    verdict = "correct" if answer == words[queried[-1]] else f"wrong, the answer is {words[queried[-1]]}"
     return (
-        f"plain transformers with the exported model answer {right} of {len(asked)} questions about a context of "
-        f"{length:,} tokens; '{around}' is at token {place:,}, and for '{name}' the model answers {answer}: "
+        f"plain transformers with the exported model answer {right} of {len(queried)} questions about a context of "
+        f"{length:,} tokens; '{around}' is at token {position:,}, and for '{name}' the model answers {answer}: "
         f"{verdict}"
     )

@@ -126,16 +126,16 @@ def continued(
     model.require_context(ids)
     assert tokenizer is not None
     streams = [TextStream(tokenizer, prompt) for prompt in ids]
-    tell = on_text or (lambda sequence, text: None)
+    report = on_text or (lambda sequence, text: None)
     if on_start is not None:
         estimate = model.estimate(max(map(len, ids)), len(ids), decoding.new_tokens)
         on_start(f"{model.describe()}: {estimate.where}; {estimate.describe()}")
-    found = model.generate(ids, decoding, lambda sequence, token: tell(sequence, streams[sequence].add(token)))
+    result = model.generate(ids, decoding, lambda sequence, token: report(sequence, streams[sequence].add(token)))
     for sequence, stream in enumerate(streams):
-        tell(sequence, stream.end())
+        report(sequence, stream.end())
     return [
         Sample(prompt, stream.text, some.ids, len(tokens), some.ended)
-        for prompt, stream, some, tokens in zip(prompts, streams, found, ids, strict=True)
+        for prompt, stream, some, tokens in zip(prompts, streams, result, ids, strict=True)
     ]
 
 
@@ -176,11 +176,11 @@ def chat(
             on_start(f"{model.describe()}: {estimate.where}; {estimate.describe()}")
         stream = TextStream(model.tokenizer, ids)
 
-        def told(sequence: int, token: int, stream: TextStream = stream) -> None:
+        def reported(sequence: int, token: int, stream: TextStream = stream) -> None:
             on_text(stream.add(token))
 
         try:
-            model.generate([ids], decoding, told, reuse=True)
+            model.generate([ids], decoding, reported, reuse=True)
         except KeyboardInterrupt:
             on_text(" [stopped]")
         on_text(stream.end() + "\n")
@@ -234,9 +234,9 @@ def sample(
     given = [prompts] if isinstance(prompts, str) else list(prompts)
     if not given:
         return []
-    with opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram) as found:
-        decoding = decoding_of(found, tokens, temperature, top_p, seed, chat=chat)
-        return [one.text for one in continued(found, given, decoding, chat=chat, on_text=on_text)]
+    with opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram) as result:
+        decoding = decoding_of(result, tokens, temperature, top_p, seed, chat=chat)
+        return [one.text for one in continued(result, given, decoding, chat=chat, on_text=on_text)]
 
 
 def read_prompt(file: Path) -> str:

@@ -44,7 +44,7 @@ def start_sender(run: Path, name: str, *, once: bool = False) -> subprocess.Pope
     )
 
 
-def listen(process: subprocess.Popen[bytes], tell: Tell, *, once: bool = False) -> str | None:
+def listen(process: subprocess.Popen[bytes], report: Tell, *, once: bool = False) -> str | None:
     """Tell what a sender says until it has ended; why it failed, None where all was sent."""
     assert process.stdout is not None
     problem = ""
@@ -55,9 +55,9 @@ def listen(process: subprocess.Popen[bytes], tell: Tell, *, once: bool = False) 
         if "error" in word:
             problem = one_line(word["error"])
         elif "at" in word:
-            tell(one_line(word["at"]), "info")
+            report(one_line(word["at"]), "info")
         elif "remark" in word:
-            tell(one_line(word["remark"]), "warning")
+            report(one_line(word["remark"]), "warning")
     code = process.wait()
     if code == -signal.SIGALRM:
         return f"it has not answered for {CLOSING_S if once else ANSWER_S} s"
@@ -73,11 +73,11 @@ def end_sender(process: subprocess.Popen[bytes]) -> None:
 class _Attached(threading.Thread):
     """One tracker of a running run: sends to it, again and again where that fails, until the run has ended."""
 
-    def __init__(self, run: Path, name: str, tell: Tell) -> None:
+    def __init__(self, run: Path, name: str, report: Tell) -> None:
         super().__init__(name=f"tracker-{name}", daemon=True)
         self.problem: str | None = "its process has not begun"
         """Why it failed at last; None: all was sent and the tracker's run is closed."""
-        self._run_path, self._tracker, self._tell = run, name, tell
+        self._run_path, self._tracker, self._report = run, name, report
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._end: End | None = None
@@ -108,7 +108,7 @@ class _Attached(threading.Thread):
                         return
                     self._process = process = start_sender(self._run_path, self._tracker)
                     self._say_end()
-                self.problem = listen(process, self.tell)
+                self.problem = listen(process, self.report)
             except OSError as error:
                 self.problem = f"its process cannot be started: {error.strerror}"
             if self.problem is None or last or self._killed:
@@ -116,15 +116,15 @@ class _Attached(threading.Thread):
             if pause_s == _PAUSE_S and not self._ended.is_set():  # told once: it is tried as long as the run runs
                 log = f"{self._run_path.name}/{FOLDER}/{self._tracker}.log"
                 more = f"it will be tried again, and the run continues without it ({log} has its own messages)"
-                self.tell(f"{self.problem}; {more}", "warning")
+                self.report(f"{self.problem}; {more}", "warning")
             self._ended.wait(pause_s)
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
-    def tell(self, text: str, level: Level) -> None:
+    def report(self, text: str, level: Level) -> None:
         """Each text once."""
         if text not in self._reported:
             self._reported.add(text)
-            self._tell(f"tracker {self._tracker}: {text}", level)
+            self._report(f"tracker {self._tracker}: {text}", level)
 
     def _say_end(self) -> None:
         if self._process is not None and self._process.stdin is not None and self._end is not None:
@@ -136,10 +136,10 @@ class _Attached(threading.Thread):
 class Trackers:
     """Sends a run to its trackers while it runs. Nothing that a tracker does reaches the run's own threads."""
 
-    def __init__(self, run: Path, names: Iterable[str], tell: Tell) -> None:
-        """`tell`: from threads of these trackers, each message once."""
+    def __init__(self, run: Path, names: Iterable[str], report: Tell) -> None:
+        """`report`: from threads of these trackers, each message once."""
         self._run = run
-        self._all = {name: _Attached(run, name, tell) for name in names}
+        self._all = {name: _Attached(run, name, report) for name in names}
         self._begun = False
 
     def begin(self) -> None:
@@ -164,7 +164,7 @@ class Trackers:
             if problem is not None:
                 what = unsent(self._run, name) or "the last data may not have arrived"
                 again = shell("penstock", "track", self._run)
-                tracker.tell(f"{what} ({problem}); nothing is lost, send it with: {again}", "warning")
+                tracker.report(f"{what} ({problem}); nothing is lost, send it with: {again}", "warning")
         self._all = {}
 
 

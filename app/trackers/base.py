@@ -61,13 +61,13 @@ def line_of(stream: Stream, line: dict[str, Any]) -> Line | None:
     step, time = number(line.get("step")), number(line.get("time")) or 0.0
     if step is None or step != int(step) or step < 0:
         return None
-    found: dict[str, object] = {shown: line.get(name) for name, shown in _FIGURES[stream].items()}
+    result: dict[str, object] = {shown: line.get(name) for name, shown in _FIGURES[stream].items()}
     if isinstance(tiers := line.get("tier_bytes"), dict):
-        found |= {f"memory/{tier}_bytes": tiers.get(tier) for tier in ("gpu", "ram", "nvme")}
+        result |= {f"memory/{tier}_bytes": tiers.get(tier) for tier in ("gpu", "ram", "nvme")}
     for way in ("read", "written"):
         if isinstance(drives := line.get(f"nvme_{way}_bytes"), dict) and drives:
-            found[f"drives/{way}_bytes"] = sum(number(value) or 0.0 for value in drives.values())
-    values = {name: value for name, given in found.items() if (value := number(given)) is not None}
+            result[f"drives/{way}_bytes"] = sum(number(value) or 0.0 for value in drives.values())
+    values = {name: value for name, given in result.items() if (value := number(given)) is not None}
     if (loss := values.get("validation/loss")) is not None and loss < math.log(1e30):
         values["validation/perplexity"] = math.exp(loss)
     given = line.get("samples") if stream == "samples" else None
@@ -90,11 +90,11 @@ def samples_text(samples: list[tuple[str, str]]) -> str:
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """The leaves of nested dicts by dotted names; lists and nulls are leaves."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        found |= flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
-    return found
+        result |= flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return result
 
 
 class Tracker(ABC):

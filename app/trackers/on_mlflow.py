@@ -54,8 +54,8 @@ class MLflow(Tracker):
             return
         experiment = os.environ.get("MLFLOW_EXPERIMENT_ID")
         if not experiment:
-            found = self._client.get_experiment_by_name(self._experiment)
-            experiment = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+            result = self._client.get_experiment_by_name(self._experiment)
+            experiment = self._client.create_experiment(self._experiment) if result is None else result.experiment_id
         made = {f"penstock.{name}": value for name, value in self.config["made_with"].items()}
         run_name = os.environ.get("MLFLOW_RUN_NAME") or self.run_name
         id = self._client.create_run(experiment, run_name=run_name, tags=made).info.run_id

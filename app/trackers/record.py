@@ -105,15 +105,15 @@ class Feed:
         """Lines that have come since, at most some thousands; the marks are set behind them."""
         lines = self._held + [line for stream in STREAMS for line in self._new(stream)]
         last = self._read_step if self._tails["metrics"].behind else float("inf")
-        found = [line for line in lines if line.stream == "metrics" or line.step <= last]
+        result = [line for line in lines if line.stream == "metrics" or line.step <= last]
         self._held = [line for line in lines if line.stream != "metrics" and line.step > last]
-        found.sort(key=lambda line: (line.step, STREAMS.index(line.stream)))
-        for line in found:
+        result.sort(key=lambda line: (line.step, STREAMS.index(line.stream)))
+        for line in result:
             self.marks[line.stream] = Mark(line.step, line.time)
-        return found
+        return result
 
     def _new(self, stream: Stream) -> list[Line]:
-        found = []
+        result = []
         for read in self._tails[stream].read():
             if (line := line_of(stream, read)) is None:
                 continue
@@ -122,7 +122,7 @@ class Feed:
             mark = self._seen[stream]
             if line.step > mark.step or (self._again and line.time > mark.time):
                 self._seen[stream] = Mark(line.step, line.time)
-                found.append(line)
+                result.append(line)
             elif line.time > mark.time:
                 self.repeated = True
-        return found
+        return result

@@ -75,8 +75,8 @@ def _wandb() -> str | None:
         return None
     server = environ.get("WANDB_BASE_URL") or said.get("default", "base_url", fallback="https://api.wandb.ai")
     with contextlib.suppress(OSError, netrc.NetrcParseError, ValueError):
-        found = netrc.netrc(environ.get("NETRC")).authenticators(str(urllib.parse.urlsplit(server).hostname))
-        if found is not None and found[2]:
+        result = netrc.netrc(environ.get("NETRC")).authenticators(str(urllib.parse.urlsplit(server).hostname))
+        if result is not None and result[2]:
             return None
     return "you are not logged in; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
 

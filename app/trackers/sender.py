@@ -163,10 +163,10 @@ def follow(sender: Sender, run: Path, end: End | None, answer_s: int) -> None:
 
 def made_with(folder: Path) -> dict[str, str]:
     """Versions, and the commit of the git repository that `folder` is in."""
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for name in _VERSIONS:
         try:
-            found[name] = importlib.metadata.version(name)
+            result[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -174,11 +174,11 @@ def made_with(folder: Path) -> dict[str, str]:
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_S, env=environment)
     except (OSError, subprocess.SubprocessError):
-        return found
+        return result
     if done.returncode == 0:
         commit, _, dirty = one_line(done.stdout.decode(errors="replace")).partition("-")
-        found |= {"git_commit": commit, "git_changed": "yes" if dirty else "no"}
-    return found
+        result |= {"git_commit": commit, "git_changed": "yes" if dirty else "no"}
+    return result
 
 
 def describe(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from penstock.engine.data.loader import DataLoader, MicroBatch
 from penstock.engine.data.prepare import make_loader, prepare_data
 from penstock.engine.events import Observer, Want
 from penstock.engine.forecast.problem import LOGITS_BYTES
-from penstock.engine.kernels import asked, choose_kernels
+from penstock.engine.kernels import choose_kernels, kernel_query
 from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.compilers import find_compilation
 from penstock.engine.machine.presets import this_machine
@@ -108,7 +108,7 @@ def open_drawn(
         budget = setup.plan.tiers["gpu"].budget_bytes
         lanes = Lanes.open(setup.device, budget, compiled=compiled.layers, placement=place_threads(setup.device))
         undo.callback(lanes.close)
-        what = asked(setup.spec, setup.plan)
+        what = kernel_query(setup.spec, setup.plan)
         lanes.executor.call("compute", lambda: choose_kernels(what, setup.device, DTYPE))
         compute = Compute.make(setup.spec, setup.recipe.train, setup.device, {}, compiled)
         loader = loader_of(setup, folder)

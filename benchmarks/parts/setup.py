@@ -205,7 +205,7 @@ def _scaled_peaks(full: Plan, share: float) -> tuple[int, int]:
         if full.buffers[name].sums == "gpu" and full.buffers[name].gradient != "gpu"
     ]
     sums_bytes = sum(waiting_on_gpu)
-    graphs_bytes, graphs = full.tiers["gpu"].parts["saved graphs"], len(full.saved_graphs - full.graphs_aside)
+    graphs_bytes, graphs = full.tiers["gpu"].parts["saved graphs"], len(full.saved_graphs - full.offloaded_graphs)
     gone = _gone(resident_bytes, len(resident), share) + _gone(graphs_bytes, graphs, share)
     gone += _gone(sums_bytes, len(waiting_on_gpu), share)
     state = sum(
@@ -214,15 +214,15 @@ def _scaled_peaks(full: Plan, share: float) -> tuple[int, int]:
         for kind, size in sizes.items()
         if getattr(full.buffers[name], kind) == "ram"
     )
-    records = sum(
-        full.record_bytes(index, chunk.index)
+    saved = sum(
+        full.saved_bytes(index, chunk.index)
         for index, block in enumerate(full.blocks)
         if block.saved_inputs
-        for chunk in full.places
+        for chunk in full.group_chunks
         if (index, chunk.index) not in full.spilled
     )
     ram = full.tiers["ram"]
-    in_ram = state + min(records, ram.parts["activations"])
+    in_ram = state + min(saved, ram.parts["activations"])
     # What the GPU holds less of for being counted in whole pieces has a place in RAM.
     rounded = int(gone - (1 - share) * (resident_bytes + graphs_bytes + sums_bytes))
     gpu_bytes = full.tiers["gpu"].peak_bytes - gone

@@ -49,7 +49,7 @@ def _rows(frame: str, classes: dict[str, str]) -> dict[int, str]:
     rows: dict[int, list[str]] = {}
     for piece in _PIECE.finditer(body[2]):
         text = re.sub(r' clip-path="[^"]*"', "", piece[0])
-        text = re.sub(r'class="[\w-]+-(r\d+)"', lambda found: f'class="{names[found[1]]}"', text)
+        text = re.sub(r'class="[\w-]+-(r\d+)"', lambda result: f'class="{names[result[1]]}"', text)
         # A rectangle begins at the top of its row, a text stands on its ground line.
         line = int(float(piece[1]) / _LINE_PX) if piece[1] else int((float(piece[2]) - 1) / _LINE_PX)
         rows.setdefault(line, []).append(text)

@@ -109,11 +109,11 @@ def forward_handler(state: AttentionState) -> Handler:
 def backward_handler(state: AttentionState) -> Handler:
     """Stands in for attention in the recomputed layer: the saved output forward, exact gradients backward."""
 
-    return KeptAttention(state).saved
+    return SavedAttention(state).saved
 
 
 @dataclass(slots=True)
-class KeptAttention:
+class SavedAttention:
     """Attention of one chunk inside a graph that outlives forward: its windows may be others in backward."""
 
     state: AttentionState
@@ -161,13 +161,13 @@ def attend(x: Operands) -> tuple[Tensor, Tensor]:
     [n, heads, v_dim] in q's dtype and lse [heads, n] in float32 (float64 for float64); a row that sees none of these
     keys has out 0 and lse -inf.
     """
-    found: tuple[Tensor, Tensor] | None = None
+    result: tuple[Tensor, Tensor] | None = None
     for rows, out, lse in _forward(x):
         if rows == slice(0, x.q.shape[0]):
             return out.to(x.q.dtype), lse
-        found = found or _nothing_seen(x)
-        found[0][rows], found[1][:, rows] = out, lse
-    return found or _nothing_seen(x)
+        result = result or _nothing_seen(x)
+        result[0][rows], result[1][:, rows] = out, lse
+    return result or _nothing_seen(x)
 
 
 def _nothing_seen(x: Operands) -> tuple[Tensor, Tensor]:
@@ -270,19 +270,19 @@ class _SavedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall, kept: KeptAttention
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall, saved: SavedAttention
     ) -> Tensor:
         # k and v are not kept: forward left the same values in the windows.
         ctx.save_for_backward(q)
         ctx.call = call
-        ctx.kept = kept
-        return kept.state.out.detach()
+        ctx.saved = saved
+        return saved.state.out.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dout,) = grads
         (q,) = ctx.saved_tensors
-        return *_chunk_backward(ctx.kept.state, dout, q, ctx.call), None, None
+        return *_chunk_backward(ctx.saved.state, dout, q, ctx.call), None, None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

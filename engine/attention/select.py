@@ -156,12 +156,12 @@ def launches(x: Operands, given: Gradients | None = None) -> tuple[Launch, ...]:
         *(x.q.device, x.q.dtype, *x.q.shape, *x.v.shape, x.start, x.key_start, call.softcap is None),
         *(call.window, given is None, torch.are_deterministic_algorithms_enabled(), *shown),
     )
-    found = _launches.get(key)
-    if found is None:
+    result = _launches.get(key)
+    if result is None:
         if len(_launches) >= _MOST_REMEMBERED:
             _launches.clear()
-        found = _launches[key] = tuple(_find_launches(x, given))
-    return found
+        result = _launches[key] = tuple(_find_launches(x, given))
+    return result
 
 
 def _find_launches(x: Operands, given: Gradients | None) -> Iterator[Launch]:
@@ -267,17 +267,17 @@ def prepare(
                 continue
             if kind not in checked:  # what is right does not depend on lengths
                 checked[kind] = rank(x, parts, BACKENDS, backward=given is not None, checked=measured(x.q.device))
-            found = checked[kind]
+            result = checked[kind]
             names = (recorded or {}).get(_label(kind, size))
-            by_name = {strategy.name: strategy for strategy in found.strategies}
+            by_name = {strategy.name: strategy for strategy in result.strategies}
             missing = [name for name in names or () if name not in by_name]
-            lost |= dict.fromkeys(f"{name}: {found.why_not(name)}" for name in missing)
+            lost |= dict.fromkeys(f"{name}: {result.why_not(name)}" for name in missing)
             if names is not None and not missing:
                 ranked = [by_name[name] for name in names]
-                found = replace(found, strategies=[*ranked, found.strategies[-1]])
+                result = replace(result, strategies=[*ranked, result.strategies[-1]])
             elif measured(x.q.device) and not kind.deterministic:
-                found = timed(found, x, parts, given)
-            known[size] = found
+                result = timed(result, x, parts, given)
+            known[size] = result
     return list(lost)
 
 
@@ -301,18 +301,18 @@ def _label(kind: _Kind, size: _Size) -> str:
 def environment(device: torch.device) -> dict[str, str]:
     """What may not change if rankings and bits are to be the same: versions of torch and of the kernels, and the GPU,
     or the CPU's instructions."""
-    found = {"torch": str(torch.__version__)}
+    result = {"torch": str(torch.__version__)}
     if device.type == "cuda":
         major, minor = capability(device)
-        found["GPU"] = f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
-        found["cuDNN"] = str(torch.backends.cudnn.version())
+        result["GPU"] = f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
+        result["cuDNN"] = str(torch.backends.cudnn.version())
     else:
-        found["CPU"] = torch.backends.cpu.get_cpu_capability()
+        result["CPU"] = torch.backends.cpu.get_cpu_capability()
     packages = [name for backend in BACKENDS for name in getattr(backend, "packages", ()) if measured(device)]
     for package in dict.fromkeys(packages):
         with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            result[package] = metadata.version(package)
+    return result
 
 
 def attention_report() -> list[dict[str, Any]]:

@@ -111,7 +111,7 @@ def spans(
 
     Queries and keys of the causal spans follow one another without gaps; at most one span, the last, is not causal.
     """
-    found = []
+    result = []
     position = start
     while position < end:
         index = bisect_right(documents, position)
@@ -124,9 +124,9 @@ def spans(
                 q1 = min(q1, k1 + window - 1)
                 k0 = max(k0, q0 - window + 1)
             if q0 < q1 and k0 < k1:
-                found.append(Span(q0, q1, k0, k1, window if window is not None and q1 - k0 > window else None))
+                result.append(Span(q0, q1, k0, k1, window if window is not None and q1 - k0 > window else None))
         position = stop
-    return found
+    return result
 
 
 def cut(

@@ -105,17 +105,17 @@ def _error(
     part = share.part(micro_batch, device)
     summed, objective = loss_sums(target_logits(model, part), part, 0.0)
     (objective / micro_batch.num_targets).backward()
-    found = {
+    result = {
         name: torch.zeros(p.shape) if p.grad is None else p.grad.float().cpu()
         for name, p in model.named_parameters()
         if p.requires_grad
     }
     if context is not None:
-        for values in (summed, *found.values()):
+        for values in (summed, *result.values()):
             dist.all_reduce(values, group=context.group)
     if model.dtype == torch.float32:
-        worst = max(relative_errors(found, gradients).values())
+        worst = max(relative_errors(result, gradients).values())
     else:
-        difference = sum(float((found[name] - gradients[name]).norm()) ** 2 for name in gradients)
+        difference = sum(float((result[name] - gradients[name]).norm()) ** 2 for name in gradients)
         worst = (difference / sum(float(g.norm()) ** 2 for g in gradients.values())) ** 0.5
     return max(worst, abs(float(summed) / micro_batch.num_targets - loss) / abs(loss))

@@ -151,8 +151,8 @@ class Context:
 
 def _eager(module: nn.Module) -> Callable[..., Any]:
     """The attention in plain operations of the model's own file."""
-    found: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
-    return found
+    result: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
+    return result
 
 
 def _gathered(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:

@@ -119,13 +119,13 @@ def read_dcp(folder: Path, record: layout.Record, spec: ModelSpec, recipe: Recip
     root = state_folder(run_dir)
     store = NvmeStore.create(root, arrays, budget_bytes=budget, drives=drive_folders(run_dir, recipe.storage))
     try:
-        found = layout.locations(spec, optimizer.kinds)
+        result = layout.locations(spec, optimizer.kinds)
         flat, total, written = layouts(spec), sum(array.numel for array in arrays), 0
         for array in arrays:
             values = empty_aligned(array.numel, getattr(torch, array.dtype)).zero_()
             views = flat[array.buffer].views(values)
             layout.load(
-                folder, {n: views[location.param.name] for n, location in _of(found, array).items()}, no_dist=True
+                folder, {n: views[location.param.name] for n, location in _of(result, array).items()}, no_dist=True
             )
             parts = [store.write(array.buffer, array.kind, i, values[a:b]) for i, (a, b) in enumerate(array.parts())]
             for part in parts:
@@ -139,14 +139,14 @@ def read_dcp(folder: Path, record: layout.Record, spec: ModelSpec, recipe: Recip
     return record.step
 
 
-def _of(found: Mapping[str, layout.Location], array: ArraySpec) -> dict[str, layout.Location]:
-    return {name: at for name, at in found.items() if (at.buffer, at.kind) == (array.buffer, array.kind)}
+def _of(result: Mapping[str, layout.Location], array: ArraySpec) -> dict[str, layout.Location]:
+    return {name: at for name, at in result.items() if (at.buffer, at.kind) == (array.buffer, array.kind)}
 
 
 def _constants(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
     """The model's constants, in the dtypes that the checkpoint has them in."""
     held = layout.held_tensors(folder)
-    found = {name: torch.empty(shape, dtype=held[name].properties.dtype) for name, shape in spec.constants.items()}
-    if found:
-        layout.load(folder, found, no_dist=True)
-    return found
+    result = {name: torch.empty(shape, dtype=held[name].properties.dtype) for name, shape in spec.constants.items()}
+    if result:
+        layout.load(folder, result, no_dist=True)
+    return result

@@ -70,14 +70,14 @@ def moment(name: str, kind: str) -> str:
 
 def locations(spec: ModelSpec, kinds: Sequence[str]) -> dict[str, Location]:
     """Name in a checkpoint -> location, for all parameters and their optimizer's `kinds` (master weights left out)."""
-    found: dict[str, Location] = {}
+    result: dict[str, Location] = {}
     for buffer, params in spec.buffers.items():
         trained = buffer not in spec.frozen
         for param in params:
-            found[param.name] = Location(buffer, MASTER if trained else WEIGHTS, param)
+            result[param.name] = Location(buffer, MASTER if trained else WEIGHTS, param)
             if trained:
-                found |= {moment(param.name, kind): Location(buffer, kind, param) for kind in kinds}
-    return found
+                result |= {moment(param.name, kind): Location(buffer, kind, param) for kind in kinds}
+    return result
 
 
 def trained_names(spec: ModelSpec) -> list[str]:
@@ -292,7 +292,7 @@ def _require_short(content: bytes) -> None:
 
 def require_same_model(folder: Path, spec: ModelSpec, kinds: Sequence[str]) -> None:
     """UserError unless the checkpoint in `folder` holds the state of exactly this model."""
-    held = {name: tuple(found.size) for name, found in held_tensors(folder).items()}
+    held = {name: tuple(result.size) for name, result in held_tensors(folder).items()}
     wanted = {name: tuple(location.param.shape) for name, location in locations(spec, kinds).items()} | spec.constants
     wanted |= {moment(name, "step"): () for name in trained_names(spec)}
     for name, shape in wanted.items():
@@ -318,7 +318,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 def held_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     """The tensors of a checkpoint by name. UserError as of `read_index`."""
     held = read_index(folder).state_dict_metadata
-    return {name: found for name, found in held.items() if isinstance(found, TensorStorageMetadata)}
+    return {name: result for name, result in held.items() if isinstance(result, TensorStorageMetadata)}
 
 
 def save(folder: Path, tensors: Mapping[str, torch.Tensor], planner: SavePlanner | None = None) -> None:

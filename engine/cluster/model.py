@@ -58,11 +58,11 @@ class Sharded:
 
     def tensors(self) -> State:
         """All that a checkpoint holds, by its names there: parameters, constants, the optimizer's state."""
-        found: State = {name: param.detach() for name, param in self.model.named_parameters()}
-        found |= {name: self.model.get_buffer(name) for name in self.spec.constants}
+        result: State = {name: param.detach() for name, param in self.model.named_parameters()}
+        result |= {name: self.model.get_buffer(name) for name in self.spec.constants}
         for name, param in self.trained().items():
-            found |= {moment(name, kind): tensor for kind, tensor in self.optimizer.state[param].items()}
-        return found
+            result |= {moment(name, kind): tensor for kind, tensor in self.optimizer.state[param].items()}
+        return result
 
     def load(self, buffers: Iterable[tuple[str, Mapping[str, Tensor]]], constants: Mapping[str, Tensor]) -> None:
         """Give the model its first values, of which every rank keeps its shards; one buffer is in memory at a time."""

@@ -74,9 +74,9 @@ class Ranks:
 
     def all_of(self, value: T) -> list[T]:
         """The value of every rank, by rank."""
-        found: list[T | None] = [None] * self.count
-        dist.all_gather_object(found, value)
-        return found  # type: ignore[return-value]
+        result: list[T | None] = [None] * self.count
+        dist.all_gather_object(result, value)
+        return result  # type: ignore[return-value]
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """All ranks in a row, each with a device of its own of the type of `device`."""

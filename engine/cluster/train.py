@@ -173,19 +173,21 @@ def require_even(recipe: Recipe, ranks: int, spread: int = 1) -> None:
 
 def not_done(recipe: Recipe) -> list[str]:
     """What the recipe asks for that a run on several machines leaves out, in words."""
-    found = []
+    result = []
     if recipe.samples.every is not None:
-        found.append("samples are not generated on several machines")
+        result.append("samples are not generated on several machines")
     if recipe.storage.keep_best:
-        found.append("storage.keep_best: on several machines, the checkpoint with the best validation loss is not kept")
+        result.append(
+            "storage.keep_best: on several machines, the checkpoint with the best validation loss is not kept"
+        )
     if recipe.storage.offsite is not None:
-        found.append("storage.offsite: on several machines, nothing is uploaded")
+        result.append("storage.offsite: on several machines, nothing is uploaded")
     if recipe.after.export:
-        found.append(
+        result.append(
             "after.export: the last checkpoint stays a DCP checkpoint; penstock import-dcp turns it into a run, which "
             "penstock export writes as a Hugging Face folder"
         )
-    return found
+    return result
 
 
 def _newest(run_dir: Path, recipe: Recipe, observer: Observer) -> Path | None:
@@ -307,7 +309,7 @@ class _ClusterRun:
         partial = layout.partial_folder(folder)
         ranks.together(lambda: layout.save(partial, self.sharded.tensors()))
         own = ranks.together(lambda: layout.checksums_of(partial, (ranks.rank, ranks.count)))
-        checksums = {name: found for rank in ranks.all_of(own) for name, found in rank.items()}
+        checksums = {name: result for rank in ranks.all_of(own) for name, result in rank.items()}
         ranks.together(lambda: self._on_first(lambda: layout.end_folder(folder, checksums)))
         self.saved = folder
         self._on_first(self._prune)

@@ -34,12 +34,12 @@ class Tally:
                 document = ids[start : start + length]
                 of_document = slice(*np.searchsorted(rows, (start, start + length)))
                 for row, hit in zip(rows[of_document] - start, hits[of_document], strict=True):
-                    place = int(np.argmax(document == document[row]))
-                    if place < row:
+                    depth_index = int(np.argmax(document == document[row]))
+                    if depth_index < row:
                         counts = self._counts.setdefault(length, np.zeros((2, DEPTHS), np.int64))
-                        counts[:, place * DEPTHS // length] += (int(hit), 1)
+                        counts[:, depth_index * DEPTHS // length] += (int(hit), 1)
 
     def recall(self) -> Recall:
         lengths = sorted(self._counts)
-        right, asked = ([self._counts[length][row].tolist() for length in lengths] for row in (0, 1))
-        return Recall(lengths=lengths, right=right, asked=asked)
+        right, queried = ([self._counts[length][row].tolist() for length in lengths] for row in (0, 1))
+        return Recall(lengths=lengths, right=right, queried=queried)

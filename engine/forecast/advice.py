@@ -46,9 +46,9 @@ def fixes(task: PlanRequest, sizes: Mapping[str, int]) -> list[Change]:
 
     `sizes`: tier -> bytes that the machine has; a budget beyond them is a change of the machine.
     """
-    found = [change for change in _single(task) if fits(task.changed(change.values))]
+    result = [change for change in _single(task) if fits(task.changed(change.values))]
     budgets = _budgets(task, sizes)
-    return found + ([] if budgets is None else [budgets])
+    return result + ([] if budgets is None else [budgets])
 
 
 def nearest(task: PlanRequest, refusal: BudgetError, sizes: Mapping[str, int], least_context: int) -> list[Change]:
@@ -57,9 +57,9 @@ def nearest(task: PlanRequest, refusal: BudgetError, sizes: Mapping[str, int], l
     The quick part of `fixes`: of the recipe, gradients in bfloat16, fewer sequences in a step, and a context shorter by
     half, a quarter and so on but above `least_context`, in this order; each is tried where its least value fits.
     """
-    found = [] if state_exceeds_disk(task.problem(task.chunks[0])) else _nearest_in_recipe(task, least_context)
+    result = [] if state_exceeds_disk(task.problem(task.chunks[0])) else _nearest_in_recipe(task, least_context)
     budgets = _budgets(task, sizes, refusal)
-    return found + ([] if budgets is None else [budgets])
+    return result + ([] if budgets is None else [budgets])
 
 
 def _nearest_in_recipe(task: PlanRequest, least_context: int) -> list[Change]:
@@ -106,11 +106,11 @@ def _single(task: PlanRequest) -> Iterator[Change]:
 
 def _halves(value: int, least: int) -> list[int]:
     """value / 2, value / 4, ... down to `least`."""
-    found = []
+    result = []
     while value // 2 >= least:
         value //= 2
-        found.append(value)
-    return found
+        result.append(value)
+    return result
 
 
 def _least(task: PlanRequest, name: str, values: Iterable[int | str], text: str) -> Iterator[Change]:
@@ -145,14 +145,14 @@ _NAMES = {"gpu": "GPU memory", "ram": "RAM", "nvme": "disk"}
 
 
 def best_change(
-    task: PlanRequest, machine: Machine, found: SearchResult, tokens_per_step: int
+    task: PlanRequest, machine: Machine, result: SearchResult, tokens_per_step: int
 ) -> dict[str, Any] | None:
     """The one change that trains the most tokens per second more, tried by planning with it; None where none helps."""
-    now = tokens_per_step / found.best.step_s
+    now = tokens_per_step / result.best.step_s
     best: tuple[float, dict[str, Any]] | None = None
     for change, other, on in _improvements(task, machine):
         try:
-            tried = other.search(on, only=(found.best.chunk_tokens, found.best.choice))
+            tried = other.search(on, only=(result.best.chunk_tokens, result.best.choice))
         except BudgetError:
             continue
         scale = other.recipe.train.global_batch_size / task.recipe.train.global_batch_size

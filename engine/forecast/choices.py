@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.engine.plan.problem import KV_SLOTS, GraphsAside, PlanInput, PlanOptions
+from penstock.engine.plan.problem import KV_SLOTS, OffloadedGraphs, PlanInput, PlanOptions
 
 MOST_CHUNKS = 128
 """Chunks of one micro-batch that an automatic chunk length makes at most, unless shorter ones alone fit."""
@@ -27,38 +27,38 @@ def dimensions(problem: PlanInput, num_chunks: int) -> dict[str, list[Any]]:
     useful = attends and num_chunks > KV_SLOTS
     streamed = {"whole": [False], "streamed": [useful], "auto": [False, True] if useful else [False]}
     recompute: dict[str, list[Any]] = {"full": ["all"], "auto": ["none", "half", "all"] if attends else ["none"]}
-    gpu_first = ["graphs", "blocks", "half", "graphs only", "weights", "records"]
+    gpu_first = ["graphs", "blocks", "half", "graphs only", "weights", "saved activations"]
     if problem.activation_checkpointing != "auto":
         of_graphs = ["graphs"] if problem.activation_checkpointing == "none" else []
-        gpu_first = [*of_graphs, "blocks", "graphs only", "weights", "records"]
+        gpu_first = [*of_graphs, "blocks", "graphs only", "weights", "saved activations"]
     return {
         "streamed": streamed[problem.kv_window],
         "gpu_first": gpu_first,
         "recompute": recompute.get(problem.activation_checkpointing, ["none"]),
-        "ram_first": ["activations", "weights", "state", *["records"] * any(b.frozen for b in problem.buffers)],
+        "ram_first": ["activations", "weights", "state", *["frozen last"] * any(b.frozen for b in problem.buffers)],
         "stages": [4, 2],
         "spare_slots": [1, 2],
         "group": _groups(problem),
-        "graphs_aside": _graphs_aside(problem),
+        "offloaded_graphs": _offloaded_graphs(problem),
     }
 
 
 def _groups(problem: PlanInput) -> list[int]:
     """Micro-batches of a group: all of a step, half of them, and so on."""
-    found = [0]
+    result = [0]
     size = 1 if problem.one_group else problem.micro_batches
     while size > 1:
-        found.append(size := -(-size // 2))
-    return found
+        result.append(size := -(-size // 2))
+    return result
 
 
-def _graphs_aside(problem: PlanInput) -> list[GraphsAside]:
+def _offloaded_graphs(problem: PlanInput) -> list[OffloadedGraphs]:
     known = any(b.backward and b.graph_bytes_per_token is not None for b in problem.blocks)
     if not known or problem.kv_window == "streamed" or problem.activation_checkpointing not in ("auto", "none"):
         return ["none"]
     if problem.activation_checkpointing == "none":
         return ["none", "all"]
-    return ["none", "room", "quarter", "half", "most", "all"]
+    return ["none", "rest", "quarter", "half", "most", "all"]
 
 
 def options(problem: PlanInput) -> dict[str, list[Any]]:
@@ -70,9 +70,9 @@ def frugal_choices(problem: PlanInput) -> Iterator[PlanOptions]:
     """The choices that need least of each tier: one of them fits, or a plan is refused."""
     values = options(problem)
     names = ["group", "streamed", "recompute", "ram_first", "gpu_first"]
-    ends = {name: list(dict.fromkeys((found[0], found[-1]))) for name, found in values.items()}
+    ends = {name: list(dict.fromkeys((result[0], result[-1]))) for name, result in values.items()}
     ends["ram_first"] = values["ram_first"]
     if problem.activation_checkpointing == "none":  # else what leaves need not be saved
-        names.insert(0, "graphs_aside")
+        names.insert(0, "offloaded_graphs")
     for way in itertools.product(*(ends[name] for name in names)):
         yield PlanOptions(**dict(zip(names, way, strict=True)))

@@ -303,7 +303,7 @@ def _would_fit(
 ) -> list[str]:
     """Changes that were tried and make it fit, each alone: a smaller micro-batch, full recomputation, twice as many
     nodes and so on; where none does, more nodes and a smaller micro-batch."""
-    train, found = recipe.train, []
+    train, result = recipe.train, []
 
     def fits(changed: Recipe, on: Cluster) -> bool:
         again = recompute or _recompute(spec, changed.train.activation_checkpointing, compiled)
@@ -312,13 +312,13 @@ def _would_fit(
 
     smaller = replace(recipe, train=replace(train, micro_batch_size=1))
     if train.micro_batch_size > 1 and fits(smaller, cluster):
-        found.append("train.micro_batch_size=1")
+        result.append("train.micro_batch_size=1")
     full = replace(recipe, train=replace(train, activation_checkpointing="full"))
     if recompute is None and train.activation_checkpointing in ("selective", "none") and fits(full, cluster):
-        found.append("train.activation_checkpointing=full")
+        result.append("train.activation_checkpointing=full")
     for changed, words in ((recipe, ""), (smaller, "train.micro_batch_size=1 on ")):
         more = (replace(cluster, nodes=cluster.nodes << power) for power in range(1, MOST_NODES.bit_length()))
         on = next((on for on in more if on.nodes <= MOST_NODES and fits(changed, on)), None)
         if on is not None:
-            return [*found, f"{words}{on.nodes}x{on.gpus_per_node} GPUs"]
-    return found
+            return [*result, f"{words}{on.nodes}x{on.gpus_per_node} GPUs"]
+    return result

@@ -15,11 +15,11 @@ from msgspec import structs
 
 from penstock.engine.attention.pairs import chunk_pairs
 from penstock.engine.machine.profile import AttentionRate, Machine
-from penstock.engine.plan.plan import Filled, Plan, leaving_bytes
+from penstock.engine.plan.plan import Filled, Plan, offloaded_graph_bytes
 from penstock.engine.plan.problem import FP32, BlockShape
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.actions import ACTIONS, Cost
-from penstock.engine.schedule.builder import stays_aside
+from penstock.engine.schedule.builder import is_device_local
 from penstock.engine.schedule.ops import WHOLE, Op
 
 LAUNCH_S = {"cpu": 4e-4, "gpu": 1.5e-4}
@@ -64,8 +64,8 @@ class Calibration:
 
     def to_json(self) -> dict[str, Any]:
         samples = {
-            kind: [{"tokens": s.tokens, "pairs": s.pairs, "seconds": s.seconds} for s in found]
-            for kind, found in self.samples.items()
+            kind: [{"tokens": s.tokens, "pairs": s.pairs, "seconds": s.seconds} for s in result]
+            for kind, result in self.samples.items()
         }
         rates = ("graph_bytes_per_token", "update_params_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
         return {"samples": samples} | {name: getattr(self, name) for name in rates}
@@ -149,7 +149,7 @@ class Costs:
         return self._by_action[op.action.name](op)
 
     def _copy(self, op: Op) -> float:
-        if stays_aside(self._plan, op):
+        if is_device_local(self._plan, op):
             return COPY_S + 2 * op.nbytes / self._machine.gpu_copy_bytes_per_s
         return COPY_S + op.nbytes / (self._h2d if op.lane == "h2d" else self._d2h)
 
@@ -209,11 +209,11 @@ class Costs:
         key = (op_kind(op, self._same[op.block]), self.tokens(op), self.pairs(op))
         if key not in self._known:
             self._known[key] = self._measured(op) or self._formula(op) * self._correction
-        leaving = 0.0
+        offloading = 0.0
         if a.GRAPH in op.slots and op.action.phase == "forward":  # read and written
-            leaving = 2 * leaving_bytes(block, self.tokens(op)) / self._machine.gpu_copy_bytes_per_s
+            offloading = 2 * offloaded_graph_bytes(block, self.tokens(op)) / self._machine.gpu_copy_bytes_per_s
         cached = op.slots.get(a.READ_TOKENS, 0) * block.kv_bytes_per_token / self._machine.gpu_copy_bytes_per_s
-        return self._known[key] + zeroing + leaving + cached
+        return self._known[key] + zeroing + offloading + cached
 
     def _measured(self, op: Op) -> float | None:
         """From the samples of its kind: a time per token and one per pair where there are samples to tell them apart,

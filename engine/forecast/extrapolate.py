@@ -67,8 +67,8 @@ def estimate(
         costs = Costs(plan, machine, calibration, documents, filled)
         return simulate(plan, costs, machine, documents, filled, settled=settled)
     runs, small, joined, filled, costs = _small(plan, machine, calibration, documents, filled)
-    found = simulate(small, costs, machine, joined, filled, settled=False)
-    return _extended(plan, runs, small, found)
+    result = simulate(small, costs, machine, joined, filled, settled=False)
+    return _extended(plan, runs, small, result)
 
 
 def estimate_evaluation(
@@ -198,8 +198,8 @@ def _small(
     runs = _runs(plan)
     plan, documents, filled = _few_groups(plan, documents, filled)
     shallow = _shallow(plan, [i for run in runs for i in run.blocks])
-    times = -(-plan.num_places // MOST_CHUNKS)
-    while times > 1 and _few_chunks(shallow, times).num_places <= more_than:
+    times = -(-plan.num_group_chunks // MOST_CHUNKS)
+    while times > 1 and _few_chunks(shallow, times).num_group_chunks <= more_than:
         times -= 1
     small = _few_parts(_few_chunks(shallow, times))
     joined, few_filled = _joined(plan, documents, filled, times)
@@ -227,7 +227,7 @@ def num_ops(plan: Plan) -> int:
 def _runs(plan: Plan) -> list[_Run]:
     """Blocks in order; layers in runs of equals."""
     counts: dict[str, dict[int, int]] = {}
-    for name in ("saved_graphs", "graphs_aside", "saved_on_gpu", "spilled"):
+    for name in ("saved_graphs", "offloaded_graphs", "saved_on_gpu", "spilled"):
         counts[name] = defaultdict(int)
         for block, _ in getattr(plan, name):
             counts[name][block] += 1
@@ -242,8 +242,8 @@ def _runs(plan: Plan) -> list[_Run]:
         period = -period
         if times <= SIMULATED_LAYERS + 1:
             times, period = 1, 1
-        kept = min(times, SIMULATED_LAYERS)
-        runs.append(_Run(list(range(start, start + kept * period)), times - kept, period))
+        simulated = min(times, SIMULATED_LAYERS)
+        runs.append(_Run(list(range(start, start + simulated * period)), times - simulated, period))
         start += times * period
     return runs
 
@@ -307,25 +307,25 @@ def _few_chunks(plan: Plan, times: int) -> Plan:
                     end=group[-1].end + shift[1],
                 )
             )
-    of = {c.index: _index_of(chunks, c, plan, batches) for c in plan.places}
+    of = {c.index: _index_of(chunks, c, plan, batches) for c in plan.group_chunks}
     sizes = Counter(of.values())
 
     def shared(keys: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
         """As many of the joined chunks of each block as come to the same share of its tokens, evenly spread."""
         counts = Counter((block, of[chunk]) for block, chunk in keys)
-        found: set[tuple[int, int]] = set()
+        result: set[tuple[int, int]] = set()
         for block in {block for block, _ in keys}:
             due, taken = 0.0, 0
             for chunk in sizes:
                 due += counts[block, chunk] / sizes[chunk]
                 if due + 0.5 >= taken + 1:
                     taken += 1
-                    found.add((block, chunk))
-        return frozenset(found)
+                    result.add((block, chunk))
+        return frozenset(result)
 
-    in_place = shared(plan.saved_graphs - plan.graphs_aside)
+    in_place = shared(plan.saved_graphs - plan.offloaded_graphs)
     on_gpu = shared(plan.saved_on_gpu) - in_place
-    aside = shared(plan.graphs_aside) - in_place - on_gpu
+    offloaded = shared(plan.offloaded_graphs) - in_place - on_gpu
     return replace(
         plan,
         problem=problem,
@@ -333,8 +333,8 @@ def _few_chunks(plan: Plan, times: int) -> Plan:
         chunks=tuple(chunks),
         spilled=shared(plan.spilled) - in_place - on_gpu,
         saved_on_gpu=on_gpu,
-        saved_graphs=in_place | aside,
-        graphs_aside=aside,
+        saved_graphs=in_place | offloaded,
+        offloaded_graphs=offloaded,
     )
 
 
@@ -367,11 +367,11 @@ def _joined(
     joined: list[list[int]] = []
     totals: list[int | None] = []
     for first in range(0, plan.problem.micro_batches, batches):
-        found, total = [], 0
+        result, total = [], 0
         for of_one, end in zip(starts[first : first + batches], ends[first : first + batches], strict=True):
-            found += [total + start for start in of_one if start < end]
+            result += [total + start for start in of_one if start < end]
             total += end
-        joined.append(found or [0])
+        joined.append(result or [0])
         totals.append(total)
     return joined, None if filled is None else totals
 
@@ -401,16 +401,16 @@ def _shallow(plan: Plan, blocks: list[int]) -> Plan:
         spilled=moved(plan.spilled),
         saved_on_gpu=moved(plan.saved_on_gpu),
         saved_graphs=moved(plan.saved_graphs),
-        graphs_aside=moved(plan.graphs_aside),
+        offloaded_graphs=moved(plan.offloaded_graphs),
         recomputed=frozenset(number[block] for block in plan.recomputed if block in number),
     )
 
 
-def _extended(plan: Plan, runs: list[_Run], small: Plan, found: Simulation) -> Simulation:
+def _extended(plan: Plan, runs: list[_Run], small: Plan, result: Simulation) -> Simulation:
     """What the whole model and all groups take, from the layers and groups of `small` that were simulated."""
     groups = [{chunk.index for chunk in group} for group in small.groups(small.chunks)]
     number = {index: k for k, members in enumerate(groups) for index in members}
-    computed = [s for s in found.spans if s.lane == "compute" and s.chunk in number and s.op != a.UPDATE_ON_GPU.name]
+    computed = [s for s in result.spans if s.lane == "compute" and s.chunk in number and s.op != a.UPDATE_ON_GPU.name]
     group_ends = [max(s.end_s for s in computed if number[s.chunk] == k) for k in range(len(groups))]
     turns = [
         min(s.start_s for s in computed if number[s.chunk] == k and s.op == a.HEAD.name) for k in range(len(groups))
@@ -423,11 +423,11 @@ def _extended(plan: Plan, runs: list[_Run], small: Plan, found: Simulation) -> S
     # Other lanes run ahead of the one that computes, or behind it, by about the same in each group.
     work: dict[tuple[int, str, str], float] = defaultdict(float)
     moved: dict[tuple[int, str, str], int] = defaultdict(int)
-    for span in found.spans:
+    for span in result.spans:
         k = min(bisect_left(group_ends, span.start_s), len(groups) - 1)
         work[k, span.block, span.lane] += span.end_s - span.start_s
         moved[k, span.block, span.lane] += span.bytes
-    step_s, busy, total = found.step_s, dict(found.busy_s), dict(found.bytes)
+    step_s, busy, total = result.step_s, dict(result.busy_s), dict(result.bytes)
     more = plan.num_groups - len(groups)
     """Groups that are like the second one and are not simulated."""
     if more:
@@ -451,4 +451,4 @@ def _extended(plan: Plan, runs: list[_Run], small: Plan, found: Simulation) -> S
             busy[lane] += times * sum(work[k, name, lane] for name in owners) * run.period / len(inner)
             total[lane] += times * sum(moved[k, name, lane] for name in owners) * run.period // len(inner)
     step_s = max(step_s, *busy.values())
-    return replace(found, step_s=step_s, busy_s=busy, bytes=total)
+    return replace(result, step_s=step_s, busy_s=busy, bytes=total)

@@ -128,7 +128,7 @@ def executed_flops(spec: ModelSpec, plan: Plan, lengths: Iterable[int], filled: 
         extra = projection_matmul(spec, shape) * (passes - 1 + plan.streamed)
         for chunk, count in tokens.items():
             layer_matmul += count * (once + backward_matmul(spec, index) + extra)
-            if not below and (index, plan.place(chunk)) not in plan.saved_graphs:
+            if not below and (index, plan.index_in_group(chunk)) not in plan.saved_graphs:
                 layer_matmul += count * again
         forward += passes * pair_flops(shape, lengths, 1, 1)
         backward += 0 if below else pair_flops(shape, lengths, 3, 2)

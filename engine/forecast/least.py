@@ -62,10 +62,10 @@ def why_not(problem_at: ProblemAt, chunks: Iterable[int]) -> NoPlanError | None:
     """The refusal of the combination that lacks least; None as soon as one fits."""
     refusals: list[NoPlanError] = []
     for chunk in chunks:
-        found = frugal(problem_at(chunk))
-        if isinstance(found, Plan):
+        result = frugal(problem_at(chunk))
+        if isinstance(result, Plan):
             return None
-        refusals += found
+        refusals += result
     return least_lacking(refusals)
 
 
@@ -119,14 +119,14 @@ def _with_margin(problem: PlanInput) -> PlanInput:
 
 
 def _smallest(problem_at: ProblemAt, chunks: Sequence[int], tier: MemoryTier) -> int:
-    found: list[int] = []
+    result: list[int] = []
     most = 0
     for chunk in chunks:
         problem = problem_at(chunk)
         most = problem.gpu_budget if tier == "gpu" else problem.ram_budget
-        found += [size for choice in frugal_choices(problem) if (size := need(problem, choice, tier)) is not None]
-    if found and min(found) <= most:
-        return min(found)
+        result += [size for choice in frugal_choices(problem) if (size := need(problem, choice, tier)) is not None]
+    if result and min(result) <= most:
+        return min(result)
     return _bisected(problem_at, chunks, tier, most)
 
 

@@ -39,10 +39,10 @@ shrink by pages of 20 MiB, and blocks of about that size leave some of them half
 
 def learned(blocks: tuple[BlockShape, ...], graph_bytes: Mapping[str, int]) -> tuple[BlockShape, ...]:
     """The blocks with what was measured of their graphs."""
-    found = [graph_bytes.get(name) for name in representatives(blocks)]
+    result = [graph_bytes.get(name) for name in representatives(blocks)]
     return tuple(
         block if size is None else replace(block, graph_bytes_per_token=max(1, size - block.lse_bytes_per_token))
-        for block, size in zip(blocks, found, strict=True)
+        for block, size in zip(blocks, result, strict=True)
     )
 
 
@@ -53,7 +53,7 @@ def most_prompt_tokens(samples: SamplesConfig) -> tuple[int, ...]:
     return tuple(len(prompt.encode()) + around for prompt in samples.prompts)
 
 
-def kept_generations(recipe: Recipe) -> int:
+def retained_generations(recipe: Recipe) -> int:
     """Generations that a whole run keeps on disk, at most, beside the newest and the one being written."""
     train, storage = recipe.train, recipe.storage
     commits = range(storage.checkpoint_every, train.steps + 1, storage.checkpoint_every)
@@ -194,13 +194,13 @@ def temporaries_bytes(
 ) -> int:
     """What the largest compute op takes beside its slots on chunks of `tokens` tokens of a stream of `stream_tokens`,
     and on a GPU what a pass over `step_tokens` takes beside all ops."""
-    found = workspace_bytes(spec, tokens, compute_bytes, logits_bytes or LOGITS_BYTES[device_type])
-    found += adapter_workspace(spec, compute_bytes)
+    result = workspace_bytes(spec, tokens, compute_bytes, logits_bytes or LOGITS_BYTES[device_type])
+    result += adapter_workspace(spec, compute_bytes)
     if device_type == "cuda":
-        found += attention_workspace(spec, tokens, stream_tokens, deterministic=deterministic)
-        found += min(found // 8, HOLES_BYTES)
-        found += overhead_bytes(step_tokens)
-    return found
+        result += attention_workspace(spec, tokens, stream_tokens, deterministic=deterministic)
+        result += min(result // 8, HOLES_BYTES)
+        result += overhead_bytes(step_tokens)
+    return result
 
 
 def adapter_workspace(spec: ModelSpec, compute_bytes: int) -> int:

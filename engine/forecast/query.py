@@ -125,9 +125,9 @@ class Query:
         Raises UserError with the least budget that would do.
         """
         with suppress(UserError):
-            found = self._plan(self._more(lengths), continued=continued)
-            if sample_tier(found) != "nowhere" or self.spec.recurrent:
-                return found
+            result = self._plan(self._more(lengths), continued=continued)
+            if sample_tier(result) != "nowhere" or self.spec.recurrent:
+                return result
         return self._plan(lengths, continued=continued)
 
     def _more(self, lengths: Sequence[int]) -> list[int]:

@@ -32,7 +32,7 @@ _DOUBLINGS = 12
 def forecast(
     task: PlanRequest,
     machine: Machine,
-    found: SearchResult,
+    result: SearchResult,
     calibration: Calibration | None = None,
     batch: Sequence[MicroBatch] | None = None,
     simulation: Simulation | None = None,
@@ -41,11 +41,11 @@ def forecast(
 
     `batch`: a typical step's; None: every row is one document. `simulation`: what `predict` gave for it.
     """
-    plan = found.plan
+    plan = result.plan
     documents = None if batch is None else [m.documents for m in batch]
     filled = None if batch is None else [m.filled for m in batch]
     if simulation is None and calibration is None and documents is None and num_ops(plan) > WHOLE_OPS:
-        simulation = found.best.simulation
+        simulation = result.best.simulation
     elif simulation is None:
         simulation = predict(plan, machine, calibration, documents, filled)
     validation_s = validation_seconds(task, machine, plan, calibration, documents, filled)
@@ -76,7 +76,7 @@ def forecast(
         "mfu": mfu(wanted, step_s, peak),
         "hfu": hfu(done, step_s, peak),
         "run": whole_run(task, machine, plan, simulation, validation_s, samples_s),
-        "reasons": reasons(found),
+        "reasons": reasons(result),
         "calibrated": calibration is not None,
     }
 
@@ -248,7 +248,7 @@ _WORDS: dict[str, dict[Any, str]] = {
         "blocks": "resident blocks first",
         "half": "half for resident blocks",
         "graphs only": "saved graphs and no block resident",
-        "records": "saved activations on the GPU first",
+        "saved activations": "saved activations on the GPU first",
         "weights": "weights on the GPU first",
     },
     "recompute": {"none": "attention saved", "half": "half of attention recomputed", "all": "attention recomputed"},
@@ -256,13 +256,13 @@ _WORDS: dict[str, dict[Any, str]] = {
         "activations": "no activation on NVMe",
         "weights": "weights first",
         "state": "state first",
-        "records": "saved activations before frozen weights",
+        "frozen last": "saved activations before frozen weights",
     },
     "stages": {4: "four parts in flight", 2: "two parts in flight"},
     "spare_slots": {1: "one layer fetched ahead", 2: "two layers fetched ahead"},
-    "graphs_aside": {
+    "offloaded_graphs": {
         "none": "no graph leaves the GPU",
-        "room": "graphs leave for what room RAM has left",
+        "rest": "graphs leave for what room RAM has left",
         "quarter": "a quarter of the graphs leaves the GPU",
         "half": "half of the graphs leaves the GPU",
         "most": "three quarters of the graphs leave the GPU",
@@ -276,38 +276,38 @@ def _group(micro_batches: int) -> str:
     return words if micro_batches else "one group"
 
 
-def reasons(found: SearchResult) -> dict[str, str]:
+def reasons(result: SearchResult) -> dict[str, str]:
     """Choice -> why it was made: what the best of each alternative would have come to."""
-    texts = {"chunk_tokens": _reason(found, lambda chunk, choice: chunk, "{:,} tokens".format)}
+    texts = {"chunk_tokens": _reason(result, lambda chunk, choice: chunk, "{:,} tokens".format)}
     for name, words in _WORDS.items():
-        texts[name] = _reason(found, lambda chunk, choice, name=name: getattr(choice, name), words.__getitem__)  # type: ignore[misc]
-    texts["group"] = _reason(found, lambda chunk, choice: choice.group, _group)
+        texts[name] = _reason(result, lambda chunk, choice, name=name: getattr(choice, name), words.__getitem__)  # type: ignore[misc]
+    texts["group"] = _reason(result, lambda chunk, choice: choice.group, _group)
     return {name: text for name, text in texts.items() if text}
 
 
-def _reason(found: SearchResult, value_of: Callable[[int, PlanOptions], Any], word: Callable[[Any], str]) -> str:
+def _reason(result: SearchResult, value_of: Callable[[int, PlanOptions], Any], word: Callable[[Any], str]) -> str:
     best: dict[Any, float] = {}
-    for c in found.tried:
+    for c in result.tried:
         value = value_of(c.chunk_tokens, c.choice)
         best[value] = min(c.step_s, best.get(value, c.step_s))
-    mine = value_of(found.best.chunk_tokens, found.best.choice)
-    others = sorted((seconds / found.best.step_s - 1, word(value)) for value, seconds in best.items() if value != mine)
+    mine = value_of(result.best.chunk_tokens, result.best.choice)
+    others = sorted((seconds / result.best.step_s - 1, word(value)) for value, seconds in best.items() if value != mine)
     compared = [f"{other} {'the same' if slower < 5e-4 else f'{slower:+.1%} time'}" for slower, other in others]
-    refused = {value_of(chunk, choice) for chunk, choice, _ in found.refused} - best.keys()
+    refused = {value_of(chunk, choice) for chunk, choice, _ in result.refused} - best.keys()
     compared += sorted(f"{word(value)} does not fit" for value in refused)
     return f"{word(mine)}; {', '.join(compared)}" if compared else ""
 
 
-def compute_bound_tokens(task: PlanRequest, machine: Machine, found: SearchResult) -> int | None:
+def compute_bound_tokens(task: PlanRequest, machine: Machine, result: SearchResult) -> int | None:
     """Tokens per step from which computing takes longest; None where more sequences change nothing about it.
 
     Tried by doubling or halving the sequences of a step with the same choices.
     """
-    train, choice = task.recipe.train, found.best.choice
+    train, choice = task.recipe.train, result.best.choice
     per_row = task.recipe.data.sequence_length
 
     def bound(sequences: int) -> bool | None:
-        changed = replace(train, global_batch_size=sequences, chunk_tokens=found.best.chunk_tokens)
+        changed = replace(train, global_batch_size=sequences, chunk_tokens=result.best.chunk_tokens)
         try:
             plan = replace(task, recipe=replace(task.recipe, train=changed)).plan(choice)
         except BudgetError:

@@ -14,9 +14,9 @@ from penstock.engine.forecast.problem import (
     ALLOCATOR_SHARE,
     DTYPE_BYTES,
     block_shapes,
-    kept_generations,
     learned,
     most_prompt_tokens,
+    retained_generations,
     temporaries_bytes,
 )
 from penstock.engine.forecast.search import SearchResult, search
@@ -113,9 +113,9 @@ class PlanRequest:
             activation_checkpointing=train.activation_checkpointing,
             kv_window=train.kv_window,
             nvme_budget=budgets.nvme,
-            nvme_room=budgets.nvme_room,
+            nvme_capacity=budgets.nvme_capacity,
             state_kinds=optimizer.state_kinds,
-            kept_generations=kept_generations(recipe),
+            retained_generations=retained_generations(recipe),
             samples=self.samples,
             last_good=storage.keep_good is not None,
             # The loss of the routers' balance is over all of a step's tokens.
@@ -193,13 +193,13 @@ class PlanRequest:
             if tier not in self.budgets.least:
                 continue
             try:
-                found = least(task.problem, task.chunks, tier)
+                result = least(task.problem, task.chunks, tier)
             except NoPlanError as error:
                 raise task._explained(error) from None
             why = "the least that a plan needs"
-            if found.margin_bytes:
-                why += f", and {bytes_text(found.margin_bytes)} for saved graphs, whose sizes are not measured yet"
-            task = replace(task, budgets=task.budgets.with_size(tier, found.need_bytes + found.margin_bytes, why))
+            if result.margin_bytes:
+                why += f", and {bytes_text(result.margin_bytes)} for saved graphs, whose sizes are not measured yet"
+            task = replace(task, budgets=task.budgets.with_size(tier, result.need_bytes + result.margin_bytes, why))
         return task
 
     def changed(self, values: Mapping[str, Any]) -> PlanRequest:
@@ -217,15 +217,15 @@ class PlanRequest:
 
     def _explained(self, error: NoPlanError) -> BudgetError:
         """A refusal that also names what of the recipe to lower instead: each was tried, and lowers the need."""
-        found: dict[str, list[str]] = {}
+        result: dict[str, list[str]] = {}
         for verb, name, value in self._instead(error):
             try:
                 task = self.changed({name: value})
             except UserError:
                 continue
             if helps(task.problem, task.chunks, error):
-                found.setdefault(verb, []).append(name if verb == "lower" else f"{name}={str(value).lower()}")
-        ways = [f"{verb} {' or '.join(filter(None, (', '.join(n[:-1]), n[-1])))}" for verb, n in found.items()]
+                result.setdefault(verb, []).append(name if verb == "lower" else f"{name}={str(value).lower()}")
+        ways = [f"{verb} {' or '.join(filter(None, (', '.join(n[:-1]), n[-1])))}" for verb, n in result.items()]
         return BudgetError(
             ", or ".join([str(error), *ways]),
             tier=error.tier,

@@ -16,7 +16,7 @@ from penstock.engine.forecast.simulate import Simulation
 from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.plan.planner import make_plan
-from penstock.engine.plan.problem import GraphsAside, PlanInput, PlanOptions
+from penstock.engine.plan.problem import OffloadedGraphs, PlanInput, PlanOptions
 from penstock.storage.files.errors import BudgetError
 
 EXHAUSTIVE_OPS = 1_500
@@ -30,7 +30,7 @@ WEAR_GAIN = 0.02
 """By how much a plan must be faster to write twice as much to the drives as another, which wear."""
 SWITCH_GAIN = 0.03
 """By how much a plan must be faster to replace one of which it is known that it works."""
-FIRST_ASIDES: tuple[GraphsAside, ...] = ("none", "half")
+FIRST_OFFLOADED: tuple[OffloadedGraphs, ...] = ("none", "half")
 """Shares of graphs that leave the GPU with which groups are combined first; the other ones are near them."""
 LIKELY_WITH_GROUPS: tuple[dict[str, Any], ...] = (
     {"gpu_first": "graphs", "ram_first": "activations", "recompute": "none"},
@@ -122,15 +122,15 @@ class _Search:
         """Simulate a plan, unless one that runs the same schedule has been."""
         key = decisions(plan)
         if key not in self.simulated:
-            found = estimate(plan, self.machine, self.calibration, self.documents, self.filled, settled=not self.rough)
-            self.simulated[key] = found
+            result = estimate(plan, self.machine, self.calibration, self.documents, self.filled, settled=not self.rough)
+            self.simulated[key] = result
         self.tried.append(candidate := Candidate(chunk, plan.choice, plan, self.simulated[key]))
         return candidate
 
     def everything(self, chunk: int, values: dict[str, list[Any]], before: SearchResult | None) -> None:
         """Every combination, of those in which some graphs leave the GPU or a step has groups the likely ones."""
         far = set() if before is None else before.far()
-        fixed = values | {name: values[name][:1] for name in ("group", "graphs_aside")}
+        fixed = values | {name: values[name][:1] for name in ("group", "offloaded_graphs")}
         for combination in itertools.product(*fixed.values()):
             choice = PlanOptions(**dict(zip(values, combination, strict=True)))
             if (chunk, choice) not in far:
@@ -141,20 +141,20 @@ class _Search:
         without them. They are combined with `best`, with graphs on the GPU and with blocks there, and with chunks of
         the next shorter length as well; several of what is found are then improved."""
         where = chunks.index(best.chunk_tokens)
-        found: list[Candidate] = []
+        result: list[Candidate] = []
         for chunk in chunks[max(0, where - 1) : where + 1]:
             values = options(self.problem(chunk))
             likely = [best.choice]
             for changes in LIKELY_WITH_GROUPS:
                 allowed = {name: value for name, value in changes.items() if value in values[name]}
                 likely.append(replace(best.choice, **allowed))
-            asides = [v for v in values["graphs_aside"] if v in (*FIRST_ASIDES, best.choice.graphs_aside)]
-            for group, aside, choice in itertools.product(values["group"], asides, likely):
-                if (one := self.attempt(chunk, replace(choice, group=group, graphs_aside=aside))) is not None:
-                    found.append(one)
-        starts: dict[tuple[int, GraphsAside], Candidate] = {}
-        for one in sorted(found, key=rank):
-            starts.setdefault((one.choice.group, one.choice.graphs_aside), one)
+            offloaded = [v for v in values["offloaded_graphs"] if v in (*FIRST_OFFLOADED, best.choice.offloaded_graphs)]
+            for group, graphs, choice in itertools.product(values["group"], offloaded, likely):
+                if (one := self.attempt(chunk, replace(choice, group=group, offloaded_graphs=graphs))) is not None:
+                    result.append(one)
+        starts: dict[tuple[int, OffloadedGraphs], Candidate] = {}
+        for one in sorted(result, key=rank):
+            starts.setdefault((one.choice.group, one.choice.offloaded_graphs), one)
         for start in list(starts.values())[:GROUP_STARTS]:
             self.descend(start, chunks)
 
@@ -207,7 +207,7 @@ def sparing(tried: Sequence[Candidate]) -> Candidate:
 def decisions(plan: Plan) -> tuple[Any, ...]:
     """Equal for plans that run the same schedule."""
     buffers = tuple((b.weights, b.state, b.gradient, b.sums) for b in plan.buffers.values())
-    sets = (plan.spilled, plan.recomputed, plan.saved_on_gpu, plan.saved_graphs, plan.graphs_aside)
+    sets = (plan.spilled, plan.recomputed, plan.saved_on_gpu, plan.saved_graphs, plan.offloaded_graphs)
     slots = (plan.state_stages, plan.part_stages, plan.activation_stages, *plan.weight_slots.values())
     return plan.max_chunk_tokens, plan.group, buffers, sets, slots, plan.streamed
 
@@ -263,7 +263,7 @@ def search(
         raise least_lacking(refusals)
     best = sparing(hunt.tried)
     if known is not None and known[0] in lengths:
-        kept = hunt.attempt(*known)
-        if kept is not None and best.step_s > kept.step_s * (1 - SWITCH_GAIN):
-            best = kept
+        cached = hunt.attempt(*known)
+        if cached is not None and best.step_s > cached.step_s * (1 - SWITCH_GAIN):
+            best = cached
     return SearchResult(best, hunt.tried, hunt.refused)

@@ -17,7 +17,7 @@ from penstock.engine.forecast.costs import Costs
 from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.schedule.actions import LANES, Lane
-from penstock.engine.schedule.builder import ScheduleBuilder, stays_aside
+from penstock.engine.schedule.builder import ScheduleBuilder, is_device_local
 from penstock.engine.schedule.ops import Op, span_of
 from penstock.engine.schedule.passes import training
 
@@ -88,7 +88,7 @@ def simulate(
     spans = clocks.spans(start)
     moved: Counter[str] = Counter(dict.fromkeys(LANES, 0))
     for op in second:
-        if op.nbytes and not stays_aside(plan, op):
+        if op.nbytes and not is_device_local(plan, op):
             moved[op.lane] += op.nbytes
     return Simulation(end - start, busy_seconds(spans, 0.0, end - start), dict(moved), spans)
 
@@ -201,16 +201,16 @@ class Clocks:
     def spans(self, start: float) -> list[Span]:
         """What ended after `start`, counted from there, in order of end."""
         lane_end: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
-        found, done_at = [], self.done_at
+        result, done_at = [], self.done_at
         for op, begin, end in self.times:
             lane = op.action.lane
             if end > start:
                 waited: tuple[int, ...] = ()
                 if begin > (idle_from := lane_end[lane]) + DISPATCH_S:
                     waited = tuple([dep for dep in op.deps if done_at[dep] > idle_from])
-                found.append(span_of(op, begin - start, end - start, waited))
+                result.append(span_of(op, begin - start, end - start, waited))
             lane_end[lane] = end
-        return found
+        return result
 
 
 def _speeds(machine: Machine, mask: int) -> list[float]:

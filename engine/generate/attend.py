@@ -18,7 +18,7 @@ _KEYS_AT_ONCE = 4096
 """Keys of a single query that are taken to float32 at once."""
 
 
-class Place(NamedTuple):
+class RowRange(NamedTuple):
     """Where new tokens of one sequence stand in it."""
 
     start: int
@@ -39,42 +39,42 @@ class KeysValues(NamedTuple):
     """[capacity, kv_heads, v_dim]"""
 
 
-def positions_of(places: Sequence[Place]) -> Tensor:
+def positions_of(ranges: Sequence[RowRange]) -> Tensor:
     """int64 [n]: the positions of the stream's tokens, on the host."""
-    return torch.cat([torch.arange(place.start, place.end) for place in places])
+    return torch.cat([torch.arange(range_.start, range_.end) for range_ in ranges])
 
 
-def rows_handler(places: Sequence[Place], kept: Sequence[KeysValues], chunk: int | None) -> Handler:
-    """Attention of a stream of new tokens: puts their keys and values into `kept`, and attends to all up to their own.
+def rows_handler(ranges: Sequence[RowRange], cached: Sequence[KeysValues], chunk: int | None) -> Handler:
+    """Attention of a stream of new tokens: puts their keys and values into `cached`, and attends to all up to their own.
 
-    `places` and `kept`: of each sequence that is part of the stream, in order; rows before `start` are filled. `chunk`:
+    `ranges` and `cached`: of each sequence that is part of the stream, in order; rows before `start` are filled. `chunk`:
     AttentionShape.chunk of the layer. Exact for sliding windows, chunks, soft-caps, sinks and grouped heads.
     """
 
     def handle(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         first = 0
-        for place, mine in zip(places, kept, strict=True):
-            rows = slice(first, first + place.length)
-            first += place.length
-            mine.k[place.start : place.end].copy_(k[rows])
-            mine.v[place.start : place.end].copy_(v[rows])
-            out[rows] = _attend(q[rows], mine, place, call, chunk)
+        for range_, mine in zip(ranges, cached, strict=True):
+            rows = slice(first, first + range_.length)
+            first += range_.length
+            mine.k[range_.start : range_.end].copy_(k[rows])
+            mine.v[range_.start : range_.end].copy_(v[rows])
+            out[rows] = _attend(q[rows], mine, range_, call, chunk)
         return out
 
     return handle
 
 
-def _attend(q: Tensor, kept: KeysValues, place: Place, call: AttentionCall, chunk: int | None) -> Tensor:
+def _attend(q: Tensor, cached: KeysValues, range_: RowRange, call: AttentionCall, chunk: int | None) -> Tensor:
     """[length, heads, v_dim]: attention of one sequence's new queries [length, heads, qk_dim]."""
-    if place.length == 1:
-        position = place.start
+    if range_.length == 1:
+        position = range_.start
         seen = 0 if call.window is None else max(0, position - call.window + 1)
         if chunk is not None:
             seen = max(seen, position - position % chunk)
-        return _single(q[0], kept.k[seen : position + 1], kept.v[seen : position + 1], call)[None]
-    documents = [0] if chunk is None else attention.split_documents([0], place.end, chunk)
-    x = Operands(q, kept.k[: place.end], kept.v[: place.end], call, place.start, 0, documents)
+        return _single(q[0], cached.k[seen : position + 1], cached.v[seen : position + 1], call)[None]
+    documents = [0] if chunk is None else attention.split_documents([0], range_.end, chunk)
+    x = Operands(q, cached.k[: range_.end], cached.v[: range_.end], call, range_.start, 0, documents)
     return attention.finish(*attention.attend(x), call.sinks)[0].to(q.dtype)
 
 

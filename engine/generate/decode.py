@@ -84,10 +84,10 @@ def decode(
     starts = [0] * len(prompts) if known is None else known
     rows = [Row(i, start, ids[start:]) for i, (start, ids) in enumerate(zip(starts, prompts, strict=True))]
     while rows:
-        places = [(row.sequence, row.start + len(row.ids)) for row in rows]
-        chosen = choose(forward(rows), [(first + sequence, position) for sequence, position in places], decoding)
+        targets = [(row.sequence, row.start + len(row.ids)) for row in rows]
+        chosen = choose(forward(rows), [(first + sequence, position) for sequence, position in targets], decoding)
         rows = []
-        for (sequence, position), token in zip(places, chosen, strict=True):
+        for (sequence, position), token in zip(targets, chosen, strict=True):
             if token in decoding.stop_ids:
                 ended[sequence] = True
                 continue
@@ -96,22 +96,22 @@ def decode(
                 ended[sequence] = True
             elif len(made[sequence]) < decoding.new_tokens:
                 rows.append(Row(sequence, position, [token]))
-    return [Continuation(*found) for found in zip(made, ended, strict=True)]
+    return [Continuation(*result) for result in zip(made, ended, strict=True)]
 
 
-def choose(logits: Tensor, places: Sequence[tuple[int, int]], decoding: Decoding) -> list[int]:
-    """The next token of each row of `logits` [rows, vocab]; `places`: the (sequence, position) that each is for."""
+def choose(logits: Tensor, targets: Sequence[tuple[int, int]], decoding: Decoding) -> list[int]:
+    """The next token of each row of `logits` [rows, vocab]; `targets`: the (sequence, position) that each is for."""
     if not decoding.temperature:
         return [int(token) for token in logits.argmax(dim=-1).tolist()]
     # On the host and in float64: the draw is the same wherever the logits were made.
     probabilities = torch.softmax(logits.double().cpu() / decoding.temperature, dim=-1)
     ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
     cumulative = ordered.cumsum(dim=-1)
-    found = []
-    for row, (sequence, position) in enumerate(places):
+    result = []
+    for row, (sequence, position) in enumerate(targets):
         # Kept is every token before which less than `top_p` has been reached: at least the first.
         count = max(1, int(((cumulative[row] - ordered[row]) < decoding.top_p).sum()))
         share = random.Random(f"{decoding.seed}:{sequence}:{position}").random()
-        place = int(torch.searchsorted(cumulative[row, :count], share * float(cumulative[row, count - 1]), right=True))
-        found.append(int(ids[row, min(place, count - 1)]))
-    return found
+        choice = int(torch.searchsorted(cumulative[row, :count], share * float(cumulative[row, count - 1]), right=True))
+        result.append(int(ids[row, min(choice, count - 1)]))
+    return result

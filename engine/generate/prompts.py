@@ -58,17 +58,17 @@ def prepare_prompts(recipe: Recipe, tokenizer: TextTokenizer | None, spec: Model
             "samples.every out"
         )
     template = find_template(data, tokenizer)
-    texts = [_asked(text, template) for text in config.prompts] if config.chat else config.prompts
+    texts = [_as_chat(text, template) for text in config.prompts] if config.chat else config.prompts
     begin = [tokenizer.bos_id] if not config.chat and Encoder(data, tokenizer).adds_bos else []
-    found = [[*(i for i in begin if i is not None), *ids] for ids in tokenizer.encode_batch(texts)]
-    for number, ids in enumerate(found, start=1):
+    result = [[*(i for i in begin if i is not None), *ids] for ids in tokenizer.encode_batch(texts)]
+    for number, ids in enumerate(result, start=1):
         _check(number, ids, recipe, spec)
     folder = _model_folder(recipe)
     ends = frozenset([tokenizer.eos_id]) if folder is None else stop_ids(folder, spec.config, tokenizer)
     ends |= trained_ends(data, tokenizer, template)
     if config.chat and template is not None:
         ends |= turn_ends(template.texts, tokenizer)
-    return Prompts(config, found, tokenizer, ends)
+    return Prompts(config, result, tokenizer, ends)
 
 
 def _model_tokenizer(recipe: Recipe) -> TextTokenizer | None:
@@ -86,7 +86,7 @@ def _model_folder(recipe: Recipe) -> Path | None:
     return folder if folder is not None and folder.is_dir() else None
 
 
-def _asked(text: str, template: ChatTemplate | None) -> str:
+def _as_chat(text: str, template: ChatTemplate | None) -> str:
     """What the chat template makes of a user who says this."""
     if template is None:
         raise UserError(

@@ -16,7 +16,7 @@ class TextStream:
     def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt[-_BEFORE:])
-        self._first, self._told = 0, len(self._ids)
+        self._first, self._reported = 0, len(self._ids)
         self.text = ""
         """All of it so far."""
 
@@ -30,12 +30,12 @@ class TextStream:
         return self._more(final=True)
 
     def _more(self, *, final: bool) -> str:
-        before = self._tokenizer.decode(self._ids[self._first : self._told])
+        before = self._tokenizer.decode(self._ids[self._first : self._reported])
         now = self._tokenizer.decode(self._ids[self._first :])
         if len(now) <= len(before) or (now.endswith("\ufffd") and not final):
             return ""
         more = now[len(before) :]
-        self._first, self._told = self._told, len(self._ids)
+        self._first, self._reported = self._reported, len(self._ids)
         self.text += more
         return more
 

@@ -108,8 +108,8 @@ class StoredAdapter:
 
     @property
     def base(self) -> str | None:
-        found = self.config.get("base_model_name_or_path")
-        return found if isinstance(found, str) and found else None
+        result = self.config.get("base_model_name_or_path")
+        return result if isinstance(result, str) and result else None
 
     @property
     def section(self) -> AdapterConfig:
@@ -155,13 +155,13 @@ class Start:
 
     def values(self) -> dict[str, Tensor]:
         """All of them, float32. UserError where one is not finite."""
-        found = {name: self.reader.read(key).float() for name, key in self.keys.items()}
-        for name, tensor in found.items():
+        result = {name: self.reader.read(key).float() for name, key in self.keys.items()}
+        for name, tensor in result.items():
             if not tensor.isfinite().all():
                 raise UserError(
                     f"{self.reader.folder}: '{self.keys[name]}' has a value that is not finite; use another adapter"
                 )
-        return found
+        return result
 
 
 def open_start(folder: Path, spec: ModelSpec, model_path: str | None) -> Start:

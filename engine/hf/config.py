@@ -295,19 +295,19 @@ def _require_agreement(model: ModelConfig, config: PretrainedConfig, folder: Pat
     text = config.get_text_config(decoder=True)
     names = _SHAPE_FIELDS | {"vocab_size": "vocab_size", "max_position": "max_position_embeddings"}
     given = {ours: value for ours in names if (value := getattr(model, ours)) is not None}
-    found = {ours: getattr(text, names[ours], None) for ours in given}
-    if found.get("head_dim", 0) is None:
-        found["head_dim"] = text.hidden_size // text.num_attention_heads
-    if found.get("num_kv_heads", 0) is None:
-        found["num_kv_heads"] = text.num_attention_heads
+    result = {ours: getattr(text, names[ours], None) for ours in given}
+    if result.get("head_dim", 0) is None:
+        result["head_dim"] = text.hidden_size // text.num_attention_heads
+    if result.get("num_kv_heads", 0) is None:
+        result["num_kv_heads"] = text.num_attention_heads
     theirs = {"model_type": config.model_type, "tie_embeddings": getattr(config, "tie_word_embeddings", None)}
     for name in theirs:
         value = getattr(model, name)
         if model.has_shape or value != getattr(ModelConfig(), name):
-            given[name], found[name] = value, theirs[name]
+            given[name], result[name] = value, theirs[name]
     for name, value in given.items():
-        if found[name] != value:
+        if result[name] != value:
             raise UserError(
-                f"model.{name}: {value} in the recipe, but {found[name]} in {folder}; set model.path to the recipe's "
+                f"model.{name}: {value} in the recipe, but {result[name]} in {folder}; set model.path to the recipe's "
                 f"model with --set model.path=..., or correct model.{name}"
             )

@@ -32,8 +32,8 @@ def read_constants_file(path: Path, crc: object, shapes: Mapping[str, tuple[int,
     """
     with _damaged(path):
         tensors = load(_checked(path, crc))
-        if (found := {name: tuple(tensor.shape) for name, tensor in tensors.items()}).items() - shapes.items():
-            raise ValueError(f"it holds {_words(found)}, but the model has {_words(shapes)}")
+        if (result := {name: tuple(tensor.shape) for name, tensor in tensors.items()}).items() - shapes.items():
+            raise ValueError(f"it holds {_words(result)}, but the model has {_words(shapes)}")
         return tensors
 
 
@@ -54,8 +54,8 @@ def _damaged(path: Path) -> Iterator[None]:
 
 def _checked(path: Path, crc: object) -> bytes:
     content = read_regular(path)
-    if (found := hex_crc(content)) != crc:
-        raise ValueError(f"it has CRC-32C {found} instead of {crc!r:.20} as written")
+    if (result := hex_crc(content)) != crc:
+        raise ValueError(f"it has CRC-32C {result} instead of {crc!r:.20} as written")
     return content
 
 

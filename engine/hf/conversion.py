@@ -171,7 +171,7 @@ def _match(made: list[str], names: list[str]) -> dict[str, str] | None:
     if set(made) == set(names):
         return {name: name for name in made}
     matches = {m: [n for n in names if m.endswith(f".{n}") or n.endswith(f".{m}")] for m in made}
-    unique = {m: found[0] for m, found in matches.items() if len(found) == 1}
+    unique = {m: result[0] for m, result in matches.items() if len(result) == 1}
     if len(unique) != len(made) or set(unique.values()) != set(names):
         return None
     return unique

@@ -26,10 +26,10 @@ def stop_ids(where: Path | None, config: PretrainedConfig, tokenizer: TextTokeni
     """
     if where is None and tokenizer is not None:
         return frozenset([tokenizer.eos_id])
-    found: list[Any] = [*_config_ends(config), _read(where).get("eos_token_id")]
+    result: list[Any] = [*_config_ends(config), _read(where).get("eos_token_id")]
     if tokenizer is not None:
-        found.append(tokenizer.eos_id)
-    return frozenset(_ids(found))
+        result.append(tokenizer.eos_id)
+    return frozenset(_ids(result))
 
 
 def with_stops(where: Path | None, config: PretrainedConfig, stops: Collection[int]) -> bytes | None:
@@ -71,7 +71,7 @@ def _read(where: Path | None) -> dict[str, Any]:
         raise UserError(f"{where / NAME}: not JSON ({error}); correct or remove it") from None
 
 
-def _ids(found: list[Any]) -> list[int]:
+def _ids(result: list[Any]) -> list[int]:
     """Token ids, each once, in their order."""
-    ids = [id for some in found for id in (some if isinstance(some, list) else [some])]
+    ids = [id for some in result for id in (some if isinstance(some, list) else [some])]
     return list(dict.fromkeys(id for id in ids if is_whole(id)))

@@ -21,18 +21,18 @@ def named_code(folder: Path, files: Mapping[str, bytes]) -> tuple[dict[str, byte
     the names of those that are not there."""
     texts = [content for name, content in files.items() if name.endswith(".json")]
     wanted = [f"{module}.py" for content in texts for module in _modules(content)]
-    found: dict[str, bytes] = {}
+    result: dict[str, bytes] = {}
     missing = []
-    while wanted and len(found) < _MOST:
+    while wanted and len(result) < _MOST:
         name = wanted.pop(0)
-        if name in found or name in missing:
+        if name in result or name in missing:
             continue
         if not is_plain_name(name) or not has_model_file(folder, name):
             missing.append(name)
             continue
-        found[name] = read_model_file(folder, name, _BYTES)
-        wanted += [f"{(a or b).decode()}.py" for a, b in _RELATIVE.findall(found[name])]
-    return found, missing
+        result[name] = read_model_file(folder, name, _BYTES)
+        wanted += [f"{(a or b).decode()}.py" for a, b in _RELATIVE.findall(result[name])]
+    return result, missing
 
 
 def _modules(content: bytes) -> list[str]:

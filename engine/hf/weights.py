@@ -163,7 +163,7 @@ def remarks_on_unused(folder: Path, config: PretrainedConfig) -> list[str]:
 
 
 def _plan(reader: CheckpointReader, model: PreTrainedModel) -> ConversionPlan:
-    return ConversionPlan(model, {n: Stored(*found, str(reader.file(n))) for n, found in reader.tensors.items()})
+    return ConversionPlan(model, {n: Stored(*result, str(reader.file(n))) for n, result in reader.tensors.items()})
 
 
 def require_same_twice(reader: CheckpointReader, plan: ConversionPlan, canonical: Mapping[str, str]) -> None:

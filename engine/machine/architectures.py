@@ -181,10 +181,10 @@ ARCHITECTURES = (
 def architecture(gpu: str | None) -> Architecture | None:
     """The architecture of the GPU that the driver calls `gpu`; None where nothing is known of it."""
     model = re.sub(r"^NVIDIA\s+", "", (gpu or "").strip())
-    return next((found for found in ARCHITECTURES if re.fullmatch(found.gpus, model)), None)
+    return next((result for result in ARCHITECTURES if re.fullmatch(result.gpus, model)), None)
 
 
 def peak_of(gpu: str) -> float | None:
     """FLOP/s by the data sheet, or derived from it; None where neither is known."""
-    found = architecture(gpu)
-    return peak_flops(gpu) or (None if found is None else found.peak)
+    result = architecture(gpu)
+    return peak_flops(gpu) or (None if result is None else result.peak)

@@ -42,7 +42,7 @@ class Budgets:
     """None: what the drives have."""
     why: dict[str, str]
     """Tier -> how its figure came about, in words."""
-    nvme_room: int | None = None
+    nvme_capacity: int | None = None
     """What the drives have for the run, free or held by it already, where `nvme` is None."""
     least: frozenset[str] = frozenset()
     """Tiers that shall have no more than a plan needs: until that is known (PlanRequest.settled) all that is there."""
@@ -112,16 +112,16 @@ def run_budgets(
                 f"budgets.gpu and budgets.ram: {gpu:,} and {ram:,} bytes, but here both tiers share the {total:,} of "
                 "this machine's memory; lower them, or leave one out to give it the rest"
             )
-    room = None
+    capacity = None
     if nvme is not None:
         why = "the recipe's"
     elif new:
         nvme = _free_on(drives)
         why = "free on the drives, less a reserve"
     else:
-        room = _free_on(drives) + disk_bytes(drives)
+        capacity = _free_on(drives) + disk_bytes(drives)
         why = "free on the drives, less a reserve, and what the run holds there"
-    return replace(free, nvme=nvme, nvme_room=room, why=free.why | {"nvme": why})
+    return replace(free, nvme=nvme, nvme_capacity=capacity, why=free.why | {"nvme": why})
 
 
 def machine_budgets(config: BudgetConfig, machine: Machine) -> Budgets:

@@ -79,7 +79,7 @@ class Compilation(NamedTuple):
     optimizer: bool
 
 
-def find_compilation(train: TrainConfig, device: torch.device, tell: Callable[[str], None]) -> Compilation:
+def find_compilation(train: TrainConfig, device: torch.device, report: Callable[[str], None]) -> Compilation:
     """What train.compile asks for and this machine can do; what it cannot do is reported in a line each.
 
     Raises UserError where train.compile is on and it cannot.
@@ -90,12 +90,12 @@ def find_compilation(train: TrainConfig, device: torch.device, tell: Callable[[s
     if train.compile == "on" and not (layers.ok and optimizer.ok):
         raise UserError(f"train.compile: {layers.reason or optimizer.reason}; fix that, or use auto")
     if not layers.ok:
-        tell(f"layers run eagerly, which is slower: {layers.reason}")
+        report(f"layers run eagerly, which is slower: {layers.reason}")
     if not optimizer.ok:
-        tell(f"AdamW uses torch's fused kernel: {optimizer.reason}")
+        report(f"AdamW uses torch's fused kernel: {optimizer.reason}")
     compilation = Compilation(layers.ok, optimizer.ok)
     if any(compilation) and (removed := remove_cut_off()):
-        tell(f"{removed} compiled files, which a process that was killed had left cut off, are compiled again")
+        report(f"{removed} compiled files, which a process that was killed had left cut off, are compiled again")
     return compilation
 
 

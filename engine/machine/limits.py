@@ -89,7 +89,7 @@ def control_groups(root: Path, controller: str, mounts: Sequence[str]) -> list[t
 
     `mounts`: names under which version 1 mounts the controller.
     """
-    found: dict[Path, int] = {}
+    result: dict[Path, int] = {}
     for line in lines_of(root / "proc/self/cgroup"):
         number, controllers, own = line.split(":", 2)
         is_second = number == "0" and not controllers
@@ -99,9 +99,9 @@ def control_groups(root: Path, controller: str, mounts: Sequence[str]) -> list[t
             inside = top.joinpath(own.lstrip("/")).resolve()
             folder = inside if inside.is_dir() and inside.is_relative_to(top) else top
             while folder.is_relative_to(top):
-                found.setdefault(folder, 2 if is_second else 1)
+                result.setdefault(folder, 2 if is_second else 1)
                 folder = folder.parent
-    return list(found.items())
+    return list(result.items())
 
 
 def free_memory(
@@ -112,7 +112,7 @@ def free_memory(
     `groups`: what `memory_groups` found, where it is called often. `enough_bytes`: a group's file cache, which the
     kernel counts slowly, is looked at only where less than this is free without it.
     """
-    found = list(_machine_memory(root))
+    result = list(_machine_memory(root))
     for group in memory_groups(root) if groups is None else groups:
         limit = group.limit_bytes()
         if limit is None:
@@ -120,8 +120,8 @@ def free_memory(
         free = limit - group.used_bytes()
         if enough_bytes is None or free < enough_bytes:
             free += group.cache_bytes()
-        found.append(FreeMemory(max(0, free), limit, f"the memory limit of control group {group.folder}"))
-    return min(found, key=lambda each: each.free_bytes)
+        result.append(FreeMemory(max(0, free), limit, f"the memory limit of control group {group.folder}"))
+    return min(result, key=lambda each: each.free_bytes)
 
 
 def total_memory(root: Path = Path("/")) -> int:
@@ -193,11 +193,11 @@ def free_disk(folder: Path) -> int:
     A missing folder is judged by its nearest existing parent. Quotas of projects (XFS, ext4) are in the file system's
     own answer.
     """
-    place = existing(folder.expanduser())
-    status = os.statvfs(place)
+    folder_path = existing(folder.expanduser())
+    status = os.statvfs(folder_path)
     free = status.f_bavail * status.f_frsize
-    device = mount_of(place).source
-    info = os.stat(place)
+    device = mount_of(folder_path).source
+    info = os.stat(folder_path)
     owners = ((_USER, os.geteuid()), (_GROUP, info.st_gid if info.st_mode & 0o2000 else os.getegid()))
     for kind, owner in owners:
         left = _quota_left(device, kind, owner)

@@ -76,25 +76,25 @@ def remarks(device: torch.device, root: Path = Path("/")) -> list[str]:
     """What a run on this platform should say of it."""
     import torch
 
-    found = []
+    result = []
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         if torch.version.hip is not None:
-            found.append(
+            result.append(
                 f"{name} is an AMD GPU (ROCm {torch.version.hip}), on which Penstock has never been tested; kernels "
                 "are checked against a float32 reference before they are used"
             )
         if is_wsl(root):
-            found.append(
+            result.append(
                 "WSL2 can pin about half of its RAM at most: the RAM tier takes no more, unless budgets.ram says "
                 "otherwise"
             )
         if shares_memory(torch.cuda.get_device_properties(device)):
-            found.append(f"{one_line(name, 80)} has no memory of its own: both tiers share the machine's")
+            result.append(f"{one_line(name, 80)} has no memory of its own: both tiers share the machine's")
     cpus, own = usable_cpus(root), len(os.sched_getaffinity(0))
     if cpus < own:
-        found.append(f"a control group limits this process to {cpus} of the {own} CPUs that it sees; {cpus} are used")
-    return found
+        result.append(f"a control group limits this process to {cpus} of the {own} CPUs that it sees; {cpus} are used")
+    return result
 
 
 def _words(path: Path) -> list[str]:

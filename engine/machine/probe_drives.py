@@ -100,22 +100,22 @@ def _write_phases(num_drives: int) -> int:
 
 def check_folders(folders: Sequence[Path], block_bytes: int = BLOCK_BYTES) -> list[int]:
     """Bytes that each drive's files may take; UserError for a folder that cannot be used. Leaves nothing behind."""
-    rooms = []
+    capacities = []
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; give an existing folder on the drive to measure")
         require_writable(folder)
-        room = min(MOST_BYTES, _fillable(folder, folders))
+        capacity = min(MOST_BYTES, _fillable(folder, folders))
         if mount_of(folder).filesystem in MEMORY:
-            room = min(room, free_memory().free_bytes // (4 * len(folders)))
+            capacity = min(capacity, free_memory().free_bytes // (4 * len(folders)))
         need = _LEAST_BLOCKS * block_bytes
-        if room < need:
+        if capacity < need:
             raise UserError(
-                f"{folder}: measuring needs {need:,} bytes of disk and {room:,} may be used; free some, or give a "
+                f"{folder}: measuring needs {need:,} bytes of disk and {capacity:,} may be used; free some, or give a "
                 "folder on another drive"
             )
-        rooms.append(room)
-    return rooms
+        capacities.append(capacity)
+    return capacities
 
 
 def _fillable(folder: Path, folders: Sequence[Path]) -> int:
@@ -138,16 +138,16 @@ def probe_drives(
     Files take at most `most_bytes` of each, and `most_written` bytes, `least_written` at least, are written to each.
     Each alone: writes with the sync that makes them durable, reads, both at once; then all drives at once.
     """
-    rooms = check_folders(folders, block_bytes)
+    capacities = check_folders(folders, block_bytes)
     sizes = [_fillable(folder, folders) for folder in folders]
     count, filled = len(folders), max(_LEAST_BLOCKS * block_bytes, int(seconds * _FILL_BYTES_PER_S))
     filled, blocks = min(filled, max(_LEAST_BLOCKS * block_bytes, most_written // 2)), most_written // block_bytes
     with ExitStack() as cleanup:
         drives = [
             cleanup.enter_context(
-                _opened(folder, min(room, most_bytes, filled) // block_bytes, blocks, _write_phases(count))
+                _opened(folder, min(capacity, most_bytes, filled) // block_bytes, blocks, _write_phases(count))
             )
-            for folder, room in zip(folders, rooms, strict=True)
+            for folder, capacity in zip(folders, capacities, strict=True)
         ]
         bench = _Bench(max(count, 2) * _THREADS, block_bytes, seconds, phases=3 * count + (2 if count > 1 else 0))
         cleanup.callback(bench.close)
@@ -181,13 +181,15 @@ def with_measured_drives(machine: Machine, folders: Sequence[Path], block_bytes:
 
     Raises UserError where they have no room for that.
     """
-    places, seconds = [existing(folder) for folder in folders], BRIEF_S * len(folders)
-    found = probe_drives(places, seconds, block_bytes=min(block_bytes, BLOCK_BYTES), most_written=BRIEF_BYTES)
+    existing_folders, seconds = [existing(folder) for folder in folders], BRIEF_S * len(folders)
+    result = probe_drives(
+        existing_folders, seconds, block_bytes=min(block_bytes, BLOCK_BYTES), most_written=BRIEF_BYTES
+    )
     return structs.replace(
         machine,
-        drives=found.drives,
-        drives_share=found.drives_share,
-        drive_duplex_share=found.drive_duplex_share,
+        drives=result.drives,
+        drives_share=result.drives_share,
+        drive_duplex_share=result.drive_duplex_share,
     )
 
 

@@ -49,8 +49,8 @@ _RECORD_BYTES, _MOST_PATH = 8192, 1000
 
 def reserved() -> list[Reserved]:
     """What other processes have reserved; nothing is written. [] where that cannot be read."""
-    for place in _places():
-        with contextlib.suppress(OSError), held(_open_folder(place)) as folder:
+    for folder_path in _folder_paths():
+        with contextlib.suppress(OSError), held(_open_folder(folder_path)) as folder:
             return _read(folder)
     return []
 
@@ -84,24 +84,24 @@ class Reservation:
 
     def __enter__(self) -> Reservation:
         errors = []
-        for place in _places():
+        for folder_path in _folder_paths():
             try:
-                self._enter(place)
+                self._enter(folder_path)
                 break
             except OSError as error:
                 self.release()
-                errors.append(f"{place}: {error.strerror or error}")
+                errors.append(f"{folder_path}: {error.strerror or error}")
             except BaseException:
                 self.release()
                 raise
         if self._folder < 0:
-            self._tell_unreserved("; ".join(errors))
+            self._report_unreserved("; ".join(errors))
         return self
 
-    def _enter(self, place: Path) -> None:
+    def _enter(self, folder_path: Path) -> None:
         with contextlib.suppress(FileExistsError):
-            os.mkdir(place, 0o700)
-        self._folder = _open_folder(place)
+            os.mkdir(folder_path, 0o700)
+        self._folder = _open_folder(folder_path)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._lock = os.open(_LOCK, flags, 0o600, dir_fd=self._folder)
         if self._wait():
@@ -110,7 +110,7 @@ class Reservation:
         taken = sum(other.ram_bytes for other in self.others)
         self._left_bytes = max(0, free_memory(self._root).free_bytes - taken)
 
-    def _tell_unreserved(self, why: str) -> None:
+    def _report_unreserved(self, why: str) -> None:
         self._observer.on_message(f"memory is not reserved against other runs' plans ({why})")
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -188,7 +188,7 @@ class Reservation:
                 self._file, self._name = _make(self._folder)
             os.pwrite(self._file, content, 0)
         except OSError as error:
-            self._tell_unreserved(str(error.strerror or error))
+            self._report_unreserved(str(error.strerror or error))
             self.release()
 
     def _wait(self) -> bool:
@@ -213,7 +213,7 @@ class Reservation:
         return True
 
 
-def _places() -> Iterator[Path]:
+def _folder_paths() -> Iterator[Path]:
     """Folders for the records of this user's processes, the best first."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime.startswith("/"):
@@ -222,9 +222,9 @@ def _places() -> Iterator[Path]:
         yield Path(tempfile.gettempdir(), f"penstock-{os.geteuid()}")
 
 
-def _open_folder(place: Path) -> int:
+def _open_folder(folder_path: Path) -> int:
     """A descriptor of the folder. OSError where other users can access it: what is in it decides over their runs."""
-    folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    folder = os.open(folder_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     status = os.fstat(folder)
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         os.close(folder)
@@ -257,13 +257,13 @@ def _sweep(folder: int) -> None:
 
 def _read(folder: int) -> list[Reserved]:
     """What other live processes have reserved and do not hold; whatever is no record is left out."""
-    found = []
+    result = []
     for name in sorted(os.listdir(folder)):
         if name.startswith(_PREFIX):
             with contextlib.suppress(OSError, ValueError), _opened(folder, name) as fd:
                 if not _try_lock(fd, fcntl.LOCK_SH) and (other := _planned(os.pread(fd, _RECORD_BYTES, 0))) is not None:
-                    found.append(other)
-    return found
+                    result.append(other)
+    return result
 
 
 class _Record(Struct):

@@ -39,14 +39,14 @@ class AdapterLayers:
     def row_norms(self, values: Tensors, dtype: torch.dtype) -> dict[str, Tensor]:
         """The first magnitudes of dora, float32: lengths of the rows of the matrices among `values`, which count as
         `dtype` holds them; by the magnitude's name."""
-        found = {}
+        result = {}
         for module, base in self.bases.items():
             if base in values:
                 magnitude = self._layers[module].lora_magnitude_vector["default"]
                 matrix = values[base].to(dtype).float()
                 matrix = matrix.T if magnitude.fan_in_fan_out else matrix
-                found[f"{module}.{MAGNITUDE}.default.weight"] = torch.linalg.norm(matrix, dim=1)
-        return found
+                result[f"{module}.{MAGNITUDE}.default.weight"] = torch.linalg.norm(matrix, dim=1)
+        return result
 
     def require_mergeable(self) -> None:
         """Raise UserError where two blocks compute with a matrix that one of them has an adapter beside."""
@@ -68,21 +68,21 @@ class AdapterLayers:
         `values`: base and adapter, float32. `dtypes`: of a parameter by its plain name; peft's own layers merge in it,
         so its result is one of that dtype. Raises UserError where that does not hold a sum.
         """
-        found = {plain_name(name): tensor for name, tensor in values.items() if not is_adapter(name)}
+        result = {plain_name(name): tensor for name, tensor in values.items() if not is_adapter(name)}
         of_module: dict[str, dict[str, Tensor]] = {}
         for name, tensor in values.items():
             if is_adapter(name):
                 of_module.setdefault(adapted_module(name), {})[name] = tensor
         for module, own in of_module.items():
             base = plain_name(self.bases[module])
-            sums = self._merge(module, own, found[base].to(dtypes(base), copy=True))
+            sums = self._merge(module, own, result[base].to(dtypes(base), copy=True))
             if not sums.isfinite().all():
                 raise UserError(
                     f"export: '{base}' with its adapter has a value that {str(sums.dtype).removeprefix('torch.')} "
                     "cannot represent; export as bfloat16 or float32"
                 )
-            found[base] = sums.float()
-        return found
+            result[base] = sums.float()
+        return result
 
     def _merge(self, module: str, own: Tensors, base: Tensor) -> Tensor:
         layer = self._layers[module]

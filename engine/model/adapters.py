@@ -47,8 +47,8 @@ def plain_name(name: str) -> str:
 
 def base_module(module: Any) -> nn.Module:
     """The model's own module where `module` is peft's around it."""
-    found: nn.Module = module.get_base_layer() if hasattr(module, "get_base_layer") else module
-    return found
+    result: nn.Module = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+    return result
 
 
 def id_columns(module: Any) -> list[nn.Module]:
@@ -85,13 +85,13 @@ def find_targets(model: PreTrainedModel, layers: str, adapter: AdapterConfig) ->
     unmatched = []
     for target in adapter.targets:
         if target == ALL_LINEAR:
-            found = {name for name, module in modules.items() if name.startswith(f"{layers}.") and _is_matrix(module)}
+            result = {name for name, module in modules.items() if name.startswith(f"{layers}.") and _is_matrix(module)}
         else:
-            found = {name for name in modules if _fits(name, target)}
-        among = {p for p, owner in held.items() if _fits(p, target) or _fits(owner, target)} if not found else set()
-        wanted |= found
+            result = {name for name in modules if _fits(name, target)}
+        among = {p for p, owner in held.items() if _fits(p, target) or _fits(owner, target)} if not result else set()
+        wanted |= result
         parameters |= among
-        if not found and not among:
+        if not result and not among:
             unmatched.append(target)
     by_parameter = _by_parameter(model, wanted, adapter)
     return Targets(

@@ -94,8 +94,8 @@ def take_apart(
     constants = {name: tuple(model.state_dict()[name].shape) for name in _persistent(model)}
     length_dependent = _length_dependent(model)
     with refused(f"{kind}: transformers does not run the model", with_type=False):
-        found = attention_shapes(model, structures, attends, returns)  # last, as it takes the model's layers away
-    shapes = [AttentionShape(*shape) if shape else None for shape in found]
+        result = attention_shapes(model, structures, attends, returns)  # last, as it takes the model's layers away
+    shapes = [AttentionShape(*shape) if shape else None for shape in result]
     specs = [spec for params in buffers.values() for spec in params]
     spec = ModelSpec(
         config=copy.deepcopy(config),
@@ -250,26 +250,26 @@ class Initializer:
         names = [*owned.get(block, ()), *owned.get(block + EXPERTS, ())]
         members = [param for name in names for param in self._spec.buffers[name]]
         params = sorted((p for p in members if not is_adapter(p.name)), key=lambda param: param.name)
-        places = [self._sites[plain_name(param.name)][0] for param in params]
-        on_meta = [module._parameters[key] for module, key in places]
+        sites = [self._sites[plain_name(param.name)][0] for param in params]
+        on_meta = [module._parameters[key] for module, key in sites]
         # Post-order, as transformers does it: a module's own initialiser overrules its children's.
         if block.startswith("layers."):
             modules = list(self._layers[int(block.removeprefix("layers."))].modules())[::-1]
         else:
             modules = [module for _, module in skeleton.outer_modules(self._model, self._layers)][::-1]
         try:
-            for param, (module, key) in zip(params, places, strict=True):
+            for param, (module, key) in zip(params, sites, strict=True):
                 module._parameters[key] = nn.Parameter(torch.full(param.shape, float("nan")), requires_grad=False)
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
                 for module in modules:
                     self._model._init_weights(module)
-                for module, key in places:
+                for module, key in sites:
                     if self._embedding_std is not None and module is self._model.get_input_embeddings():
                         nn.init.normal_(module.get_parameter(key), std=self._embedding_std)
             values = {p.name: skeleton.site_parameter(self._sites[plain_name(p.name)]).detach() for p in params}
         finally:
-            for (module, key), parameter in zip(places, on_meta, strict=True):
+            for (module, key), parameter in zip(sites, on_meta, strict=True):
                 module._parameters[key] = parameter
         unset = [name for name, value in values.items() if value.isnan().any()]
         if unset and self._constructed is None:
@@ -324,7 +324,7 @@ def _joined(
     names, trained = {param.name for param in params}, [param for param in params if param.name not in stays]
     offsets = FlatLayout.build(trained).offsets if trained else {}
     ends = {param.name: offsets[param.name] + param.numel for param in trained}
-    found: list[list[str]] = []
+    result: list[list[str]] = []
     for readers in sharing:
         last: tuple[int, bool] | None = None
         """Where the one before ends, and whether it has a bias."""
@@ -334,36 +334,36 @@ def _joined(
                 last = None
                 continue
             if last == (offsets[weight], bias in names):
-                found[-1].append(name)
+                result[-1].append(name)
             else:
-                found.append([name])
+                result.append([name])
             last = ends[weight], bias in names
-    return tuple(tuple(group) for group in found if len(group) > 1)
+    return tuple(tuple(group) for group in result if len(group) > 1)
 
 
 def _split(whole: dict[str, tuple[ParamSpec, ...]], stays: frozenset[str]) -> dict[str, tuple[ParamSpec, ...]]:
     """Block -> its parameters as the flat buffers of those that are trained and of those in `stays`."""
-    found: dict[str, tuple[ParamSpec, ...]] = {}
+    result: dict[str, tuple[ParamSpec, ...]] = {}
     for block, params in whole.items():
-        found[block] = tuple(param for param in params if param.name not in stays)
-        found[frozen(block)] = tuple(param for param in params if param.name in stays)
-    return {name: params for name, params in found.items() if params}
+        result[block] = tuple(param for param in params if param.name not in stays)
+        result[frozen(block)] = tuple(param for param in params if param.name in stays)
+    return {name: params for name, params in result.items() if params}
 
 
 def _with_experts_apart(
     whole: dict[str, tuple[ParamSpec, ...]], prefix: str, modules: Sequence[str | None]
 ) -> dict[str, tuple[ParamSpec, ...]]:
     """Block -> its parameters, those of the experts that are a block of their own in that."""
-    found: dict[str, tuple[ParamSpec, ...]] = {}
+    result: dict[str, tuple[ParamSpec, ...]] = {}
     own = {f"layers.{i}": f"{prefix}.{i}.{name}." for i, name in enumerate(modules) if name is not None}
     for block, params in whole.items():
         start = own.get(block)
         if start is None:
-            found[block] = params
+            result[block] = params
             continue
-        found[block] = tuple(param for param in params if not param.name.startswith(start))
-        found[block + EXPERTS] = tuple(param for param in params if param.name.startswith(start))
-    return found
+        result[block] = tuple(param for param in params if not param.name.startswith(start))
+        result[block + EXPERTS] = tuple(param for param in params if param.name.startswith(start))
+    return result
 
 
 def _own(block: str, buffers: dict[str, tuple[ParamSpec, ...]]) -> tuple[str, ...]:

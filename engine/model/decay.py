@@ -65,7 +65,7 @@ class _Summands(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[str] = set()
         self._names = {_storage(parameter): {name} for name, parameter in parameters.items()}
-        self._kept: list[Any] = [parameters]  # another tensor might else come to lie where one lay
+        self._held: list[Any] = [parameters]  # another tensor might else come to lie where one lay
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -76,7 +76,7 @@ class _Summands(TorchDispatchMode):
             self.found |= self._names.get(_storage(args[_SUMMANDS[name]]), set())
         elif operands and all(made_of):
             if name != "embedding":  # a table's rows are of the tokens
-                self._kept.append(output)
+                self._held.append(output)
                 for tensor in filter(_is_float, pytree.tree_leaves(output)):
                     self._names.setdefault(_storage(tensor), set()).update(*made_of)
         elif name in _ADDS:

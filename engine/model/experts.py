@@ -99,8 +99,8 @@ class ExpertRunner:
     def forward(self, index: int, weights: Mapping[str, Tensor], x: Tensor, routed: Routed) -> Tensor:
         """x [n, hidden], what layer `index` makes without its experts, with their outputs added."""
         with torch.no_grad():
-            found: Tensor = self._bound(index, weights)(*self._typed(routed))
-            return found.add_(x)
+            result: Tensor = self._bound(index, weights)(*self._typed(routed))
+            return result.add_(x)
 
     def backward(
         self, index: int, weights: Mapping[str, Tensor], routed: Routed, dy: Tensor, grads: Mapping[str, Tensor]

@@ -14,15 +14,15 @@ from penstock.storage.files.untrusted import one_line
 
 def frozen_names(names: Sequence[str], patterns: Iterable[str]) -> frozenset[str]:
     """Those of a model's parameters `names` that a pattern of train.freeze fits. UserError for one that fits none."""
-    found: set[str] = set()
+    result: set[str] = set()
     for pattern in patterns:
         fitting = [name for name in names if fnmatchcase(name, pattern)]
         if not fitting:
             raise UserError(
                 f"train.freeze: '{one_line(pattern)}' matches no parameter; the nearest are {nearest(pattern, names)}"
             )
-        found.update(fitting)
-    return frozenset(found)
+        result.update(fitting)
+    return frozenset(result)
 
 
 def require_rows_trained(spec: ModelSpec) -> None:

@@ -68,7 +68,7 @@ def _measure(spec: ModelSpec, dtype: torch.dtype, compiled: bool) -> tuple[int |
         around, device=torch.device("cpu"), dtype=dtype, returns=spec.returns, counting=spec.counts_positions
     )
     inputs = [_inputs(frame, tokens) for tokens in _TOKENS]
-    found: dict[int, int | None] = {}
+    result: dict[int, int | None] = {}
     for index in sorted(set(spec.structures)):
         weights: dict[str, Tensor] = {}
         for name in spec.layers[index].buffers:
@@ -80,10 +80,10 @@ def _measure(spec: ModelSpec, dtype: torch.dtype, compiled: bool) -> tuple[int |
             if not _NEEDS_DATA.search(str(error)) and not isinstance(error, TorchDynamoException):
                 error.add_note(f"in layer {index}, which was run without data to find what its graph takes")
                 raise
-            found[index] = None
+            result[index] = None
             continue
-        found[index] = math.ceil((sizes[1] - sizes[0]) / (_TOKENS[1] - _TOKENS[0]))
-    return tuple(found[index] for index in spec.structures)
+        result[index] = math.ceil((sizes[1] - sizes[0]) / (_TOKENS[1] - _TOKENS[0]))
+    return tuple(result[index] for index in spec.structures)
 
 
 def _backend() -> Callable[..., Any]:
@@ -115,7 +115,7 @@ def _graph_bytes(
         return out
 
     x = torch.empty(tokens, spec.hidden_size, dtype=next(iter(weights.values())).dtype, device=META)
-    return runner.keep(index, weights, x, inputs, None if shape is None else attend)[0].nbytes
+    return runner.save_graph(index, weights, x, inputs, None if shape is None else attend)[0].nbytes
 
 
 class _Attention(torch.autograd.Function):

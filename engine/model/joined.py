@@ -19,11 +19,11 @@ from penstock.engine.model.recompute import sharing_copy
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     """Matrices [rows, in] that lie one behind the other in one flat buffer, as one [sum of rows, in]; no copy."""
     first = tensors[0]
-    place = first.storage_offset()
+    offset = first.storage_offset()
     for tensor in tensors:
-        lies = tensor.untyped_storage()._cdata == first.untyped_storage()._cdata and tensor.storage_offset() == place
+        lies = tensor.untyped_storage()._cdata == first.untyped_storage()._cdata and tensor.storage_offset() == offset
         assert lies, "matrices that are joined do not lie one behind the other"
-        place += tensor.numel()
+        offset += tensor.numel()
     if len(tensors) == 1:
         return first
     rows, width = sum(tensor.shape[0] for tensor in tensors), first.shape[1]

@@ -77,11 +77,11 @@ class LayerGraph:
             again = self.products
         wanted = self._wanted() if self.out is None else [*self._wanted(), self.out]
         given = [gradient.to(sent.dtype) for gradient, sent in zip(dsent, self.sent, strict=True)]
-        found = self._backward([self.y, *self.sent], [dy, *given], wanted, weights)
-        self._dx = found[0]
-        self._add(found[1 : len(self._wanted())], grads)
+        result = self._backward([self.y, *self.sent], [dy, *given], wanted, weights)
+        self._dx = result[0]
+        self._add(result[1 : len(self._wanted())], grads)
         self.products = again
-        return None if self.out is None else found[-1]
+        return None if self.out is None else result[-1]
 
     def bottom(
         self, weights: Mapping[str, Tensor], given: Sequence[Tensor], grads: Mapping[str, Tensor], dsinks: Tensor | None
@@ -94,9 +94,9 @@ class LayerGraph:
             assert dsinks is not None
             outputs.append(sinks)
             gradients.append(dsinks)
-        found = self._backward(outputs, gradients, self._wanted(), weights)
-        self._add(found[1:], grads)
-        through = found[0]
+        result = self._backward(outputs, gradients, self._wanted(), weights)
+        self._add(result[1:], grads)
+        through = result[0]
         assert through is not None
         return through[0] if self._dx is None else through.add_(self._dx)[0]
 
@@ -115,15 +115,15 @@ class LayerGraph:
         }
         return sum(storages.values())
 
-    def leave(self, slot: Tensor, also: Sequence[Tensor]) -> bool:
+    def offload(self, slot: Tensor, also: Sequence[Tensor]) -> bool:
         """Copy all that the graph holds, and `also`, to `slot`, uint8, and hold it no longer; whether it fits there."""
         assert self._weights is not None
-        return self._weights.leave(slot, also)
+        return self._weights.offload(slot, also)
 
-    def arrive(self, slot: Tensor) -> list[Tensor]:
-        """Backward finds in `slot` what was copied by `leave`; the tensors that were given to it, there."""
+    def restore(self, slot: Tensor) -> list[Tensor]:
+        """Backward finds in `slot` what was copied by `offload`; the tensors that were given to it, there."""
         assert self._weights is not None
-        return self._weights.arrive(slot)
+        return self._weights.restore(slot)
 
     @staticmethod
     def _tensor(end: Tensor | GradientEdge) -> Tensor:
@@ -144,20 +144,20 @@ class LayerGraph:
     ) -> Sequence[Tensor | None]:
         if self._weights is not None:
             self._weights.now = weights
-        found: Sequence[Tensor | None] = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)  # type: ignore[arg-type]
-        return found
+        result: Sequence[Tensor | None] = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)  # type: ignore[arg-type]
+        return result
 
     def _wanted(self) -> list[Tensor | GradientEdge]:
         """What backward is to find the gradients of: the input, parameters, factors of products."""
         factors = [factor for product in self.products for factor in (product.into, product.onto)]
         return [self.x, *self.parameters, *factors]
 
-    def _add(self, found: Sequence[Tensor | None], grads: Mapping[str, Tensor]) -> None:
+    def _add(self, result: Sequence[Tensor | None], grads: Mapping[str, Tensor]) -> None:
         sums = grads if isinstance(grads, GradientSums) else GradientSums(grads)
-        for name, grad in zip(self.names, found, strict=False):
+        for name, grad in zip(self.names, result, strict=False):
             if grad is not None:
                 sums.add(name, grad)
-        factors = iter(found[len(self.names) :])
+        factors = iter(result[len(self.names) :])
         for product, x, dy in zip(self.products, factors, factors, strict=True):
             if x is not None and dy is not None:
                 sums.add_product(product.weights, dy, x)
@@ -166,15 +166,15 @@ class LayerGraph:
 
 def _nodes(tensors: Sequence[Tensor]) -> set[Any]:
     """The autograd nodes that backward from `tensors` passes, leaves excluded."""
-    found: set[Any] = set()
+    result: set[Any] = set()
     left = [t.grad_fn for t in tensors if t.grad_fn is not None]
     while left:
         node = left.pop()
-        if node in found or not node.next_functions:
+        if node in result or not node.next_functions:
             continue
-        found.add(node)
+        result.add(node)
         left += [following for following, _ in node.next_functions if following is not None]
-    return found
+    return result
 
 
 class _WeightView(NamedTuple):
@@ -246,39 +246,39 @@ class SavedTensors:
 
     def storages(self) -> dict[int, int]:
         """Storage -> bytes, of all that the graph holds."""
-        found = (held.tensor.untyped_storage() for held in self._held if held.tensor is not None)
-        return {storage._cdata: storage.nbytes() for storage in found}
+        result = (held.tensor.untyped_storage() for held in self._held if held.tensor is not None)
+        return {storage._cdata: storage.nbytes() for storage in result}
 
-    def leave(self, slot: Tensor, also: Sequence[Tensor]) -> bool:
+    def offload(self, slot: Tensor, also: Sequence[Tensor]) -> bool:
         """See LayerGraph. Of each storage the bytes between the first and the last that are used are copied, once."""
         self._also = [self._hold(tensor) for tensor in also]
         ranges: dict[int, list[int]] = {}
-        leaving = [held for held in self._held if held.tensor is not None and held.tensor.device == slot.device]
-        for held in leaving:
+        offloaded = [held for held in self._held if held.tensor is not None and held.tensor.device == slot.device]
+        for held in offloaded:
             start, storage = _start(held), held.tensor.untyped_storage()._cdata  # type: ignore[union-attr]
             known = ranges.setdefault(storage, [start, start])
             known[:] = min(known[0], start), max(known[1], start + held.nbytes)
-        places, end = {}, 0
+        offsets, end = {}, 0
         for storage, (first, behind) in ranges.items():
-            places[storage] = end
+            offsets[storage] = end
             end += -(-(behind - first) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         if end > slot.numel():
             return False
         copied: set[int] = set()
-        for held in leaving:
+        for held in offloaded:
             assert held.tensor is not None
-            kept = held.tensor.untyped_storage()
-            (first, behind), place = ranges[kept._cdata], places[kept._cdata]
-            held.at = place + _start(held) - first
-            if kept._cdata not in copied:
-                copied.add(kept._cdata)
-                source = torch.empty(0, dtype=torch.uint8, device=slot.device).set_(kept)
-                slot[place : place + behind - first].copy_(source[first:behind])
-        for held in leaving:
+            storage = held.tensor.untyped_storage()
+            (first, behind), offset = ranges[storage._cdata], offsets[storage._cdata]
+            held.at = offset + _start(held) - first
+            if storage._cdata not in copied:
+                copied.add(storage._cdata)
+                source = torch.empty(0, dtype=torch.uint8, device=slot.device).set_(storage)
+                slot[offset : offset + behind - first].copy_(source[first:behind])
+        for held in offloaded:
             held.tensor = None
         return True
 
-    def arrive(self, slot: Tensor) -> list[Tensor]:
+    def restore(self, slot: Tensor) -> list[Tensor]:
         self._slot = slot
         return [self.unpack(held) for held in self._also]
 

@@ -3,7 +3,7 @@
 Layers of one structure share one template, an unmodified transformers layer whose parameters are pointed at the given
 views of a flat buffer. A layer can be run from end to end (`forward`, `backward`), with attention taken from the
 chunk's AttentionState; or in pieces around its attention, which is then computed elsewhere (`project`,
-`forward_given`, `graph`). The graph of a forward can be kept for its backward (`keep`, `graph`).
+`forward_given`, `graph`). The graph of a forward can be kept for its backward (`save_graph`, `graph`).
 """
 
 from __future__ import annotations
@@ -114,13 +114,13 @@ class _Template:
         names = {name: (name,) for name in alone if name not in in_one} | self._joined.members
         whole = self._joined.module
         base = whole if unread is None or unread in names else for_backward(whole, unread)
-        self.kept = SummedTwin(whole, names, None)
+        self.saving = SummedTwin(whole, names, None)
         """Its forward with a graph to keep, and what backward recomputes."""
         self.recomputed = SummedTwin(base, names, unread)
-        self.modules = (whole, self.kept.module, self.recomputed.module)
+        self.modules = (whole, self.saving.module, self.recomputed.module)
         self.forward: Callable[..., Any]
         self.recompute: Callable[..., Any]
-        self.keep: Callable[..., Any]
+        self.save_graph: Callable[..., Any]
         """Forward with a graph to keep."""
         self.compile(compile)
 
@@ -128,18 +128,18 @@ class _Template:
 
     def compile(self, compiled: Compiled) -> None:
         """Run through torch.compile from now on, or eagerly."""
-        layer, kept, twin = self.modules
+        layer, saving, twin = self.modules
         # One graph per chunk length: a general-size graph would also slow down the usual length.
         backend = "inductor" if compiled is True else compiled
         self.forward = torch.compile(layer, dynamic=False, backend=backend) if backend else layer
         self.recompute = torch.compile(twin, dynamic=False, backend=backend) if backend else twin
-        self.keep = holding_little(torch.compile(kept, dynamic=False, backend=backend)) if backend else kept
+        self.save_graph = holding_little(torch.compile(saving, dynamic=False, backend=backend)) if backend else saving
 
     def adopt(self, index: int, layer: nn.Module) -> None:
         """Know of itself what `layer`, the model's layer `index`, knows of its place in the model."""
         if index not in self._indices:
             ours = {self.plain, *self.modules}
-            self._indices[index] = [found for module in ours for found in skeleton.layer_index(module, layer)]
+            self._indices[index] = [result for module in ours for result in skeleton.layer_index(module, layer)]
         for part, key, value in self._indices[index]:
             if vars(part)[key] != value:
                 setattr(part, key, value)
@@ -230,12 +230,12 @@ class LayerRunner:
 
         k, dk = (zeros(total, shape.kv_heads, shape.qk_dim, dtype=dtype) for dtype in (self._dtype, sums))
         v, dv = (zeros(total, shape.kv_heads, shape.v_dim, dtype=dtype) for dtype in (self._dtype, sums))
-        found = []
+        result = []
         for start, end in ranges:
             out = zeros(end - start, shape.heads, shape.v_dim, dtype=self._dtype)
             lse = zeros(shape.heads, end - start, dtype=sums)
-            found.append(AttentionState(k, v, out, lse, start, end, documents, dk, dv))
-        return found
+            result.append(AttentionState(k, v, out, lse, start, end, documents, dk, dv))
+        return result
 
     def forward(
         self,
@@ -298,10 +298,10 @@ class LayerRunner:
         """
         if state is None or keys is None:
             handler = None if state is None else attention.backward_handler(self.in_blocks(index, state))
-            graph = self._graph(index, weights, x, inputs, handler, keep=False)
+            graph = self._graph(index, weights, x, inputs, handler, save_graph=False)
             graph.top(weights, dy, grads, dsent)
             return graph.dx()
-        graph = self.graph(index, weights, x, inputs, lambda p: state.out, keep=False)
+        graph = self.graph(index, weights, x, inputs, lambda p: state.out, save_graph=False)
         dout = graph.top(weights, dy, grads, dsent)
         assert dout is not None
         assert graph.projection is not None
@@ -361,11 +361,11 @@ class LayerRunner:
         inputs: LayerInputs,
         attend: Callable[[Projection], Tensor],
         *,
-        keep: bool,
+        save_graph: bool,
     ) -> LayerGraph:
         """Run layer `index` on x [n, hidden] with a graph cut at attention, whose output `attend` gives.
 
-        `keep`: the graph is to last while the slots of the weights, of x and of attention's output serve others.
+        `save_graph`: the graph is to last while the slots of the weights, of x and of attention's output serve others.
         Otherwise it is for backward at once, and what nobody reads of the layer's output is left out.
         """
         seen: list[Projection] = []
@@ -375,10 +375,10 @@ class LayerRunner:
             seen.append(Projection(q, k, v, call))
             with torch.no_grad():
                 out = attend(Projection(q.detach(), k.detach(), v.detach(), call))
-            leaves.append((out.clone() if keep else out.detach()).requires_grad_())
+            leaves.append((out.clone() if save_graph else out.detach()).requires_grad_())
             return leaves[0]
 
-        graph = self._graph(index, weights, x, inputs, handle, keep=keep)
+        graph = self._graph(index, weights, x, inputs, handle, save_graph=save_graph)
         graph.projection, graph.out = seen[0], leaves[0]
         leaf = graph.x  # not the graph: what refers to itself lives until garbage is collected
         assert isinstance(leaf, Tensor)
@@ -391,7 +391,7 @@ class LayerRunner:
         graph._project = project
         return graph
 
-    def keep(
+    def save_graph(
         self,
         index: int,
         weights: Mapping[str, Tensor],
@@ -405,11 +405,11 @@ class LayerRunner:
         output [n, hidden], which it does not hold.
         """
         template, hooks = self._template(index), SavedTensors(weights)
-        products, names, parameters = self._summed(index, template.kept, x)
+        products, names, parameters = self._summed(index, template.saving, x)
         with torch.enable_grad():
             entered: Tensor = _Entry.apply(x[None], torch.zeros((), device=x.device, requires_grad=True))  # type: ignore[no-untyped-call]
             with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
-                y = self._run(index, weights, entered, inputs, handler, template.keep)
+                y = self._run(index, weights, entered, inputs, handler, template.save_graph)
         graph = LayerGraph(
             x=get_gradient_edge(entered),
             y=get_gradient_edge(y),
@@ -428,16 +428,16 @@ class LayerRunner:
         inputs: LayerInputs,
         handler: attention.Handler | None,
         *,
-        keep: bool,
+        save_graph: bool,
     ) -> LayerGraph:
         template = self._template(index)
-        products, names, parameters = self._summed(index, template.kept if keep else template.recomputed, x)
-        x = (x[None].clone() if keep else x[None].detach()).requires_grad_()
+        products, names, parameters = self._summed(index, template.saving if save_graph else template.recomputed, x)
+        x = (x[None].clone() if save_graph else x[None].detach()).requires_grad_()
         hooks = SavedTensors(weights)
         with torch.enable_grad():
-            if keep:
+            if save_graph:
                 with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
-                    y = self._run(index, weights, x, inputs, handler, template.keep)
+                    y = self._run(index, weights, x, inputs, handler, template.save_graph)
             else:
                 y = self._run(index, weights, x, inputs, handler, template.recompute)
         return LayerGraph(
@@ -447,7 +447,7 @@ class LayerRunner:
             names=names,
             parameters=parameters,
             products=products,
-            _weights=hooks if keep else None,
+            _weights=hooks if save_graph else None,
         )
 
     # ------------------------------------------------------------------ templates
@@ -456,15 +456,15 @@ class LayerRunner:
         """What a run of `twin` on x [n, hidden] has of products, by state-dict names, and the other parameters that are
         trained, with their names."""
         prefix, template = self._prefixes[index], self._template(index)
-        found = twin.products(x[None])
-        covered = {name for product in found for name in (*product.weights, *product.biases)}
+        result = twin.products(x[None])
+        covered = {name for product in result for name in (*product.weights, *product.biases)}
         rest = {name: parameter for name, parameter in template.trained.items() if name not in covered}
         products = [
             product._replace(
                 weights=tuple(prefix + name for name in product.weights),
                 biases=tuple(prefix + name for name in product.biases),
             )
-            for product in found
+            for product in result
         ]
         return products, [prefix + name for name in rest], list(rest.values())
 

@@ -108,11 +108,11 @@ def log_probabilities(logits: Tensor, labels: Tensor, work_bytes: int) -> Tensor
     """Of each row of logits [n, vocab] that of its label, float64 [n]; rows are taken to float32 as by CrossEntropy."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     step = max(1, work_bytes // (logits.shape[1] * dtype.itemsize))
-    found = []
+    result = []
     for rows, targets in zip(even_pieces(logits, step), even_pieces(labels, step), strict=True):
         work = rows.to(dtype)
-        found.append(work.gather(1, targets[:, None])[:, 0].double() - work.logsumexp(dim=-1).double())
-    return torch.cat(found)
+        result.append(work.gather(1, targets[:, None])[:, 0].double() - work.logsumexp(dim=-1).double())
+    return torch.cat(result)
 
 
 def _block_(logits: Tensor, labels: Tensor, weights: Tensor, factor: Tensor, z: Tensor | None) -> Tensor:

@@ -82,13 +82,13 @@ class Training:
 def in_buffers(spec: ModelSpec, tensors: Tensors) -> dict[str, Tensor]:
     """Copies of parameters, or of what is as large, that lie as in the model's flat buffers: of those of which all are
     there."""
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for layout in layouts(spec).values():
         own = [tensors[param.name] for param in layout.params if param.name in tensors]
         if len(own) == len(layout.params):
             flat = torch.zeros(layout.numel, dtype=own[0].dtype, device=own[0].device)
-            found |= {name: view.copy_(tensors[name]) for name, view in layout.views(flat).items()}
-    return found
+            result |= {name: view.copy_(tensors[name]) for name, view in layout.views(flat).items()}
+    return result
 
 
 def forward_backward(
@@ -147,8 +147,8 @@ def forward_backward(
     if objective.whole_sequences:
         # What each target counts follows from the scores of all.
         scores = [runner.evaluate(here, x, tokens, logits_bytes)[0] for x, tokens in zip(hidden, targets, strict=True)]
-        found = _sequences(streams, ranges, targets, scores)
-        weighed = zip(targets, split_coefficients(objective, found), strict=True)
+        result = _sequences(streams, ranges, targets, scores)
+        weighed = zip(targets, split_coefficients(objective, result), strict=True)
         targets, total = [replace(tokens, weights=weights) for tokens, weights in weighed], 1.0
     for i in backwards:
         scale = mean_by_weight(1.0, total)
@@ -200,7 +200,7 @@ def _sequences(
     ]
     count = len(torch.unique(torch.cat(numbers)))
     of = zip(scores, targets, numbers, strict=True)
-    return [Sequences(found, tokens.weights, number, count) for found, tokens, number in of]
+    return [Sequences(result, tokens.weights, number, count) for result, tokens, number in of]
 
 
 class _Chunk(NamedTuple):

@@ -67,16 +67,16 @@ def router_coefficient(config: PretrainedConfig, wanted: float | None, *, recurr
 
 
 def _model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    found: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    return found if isinstance(found, type) else None
+    result: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return result if isinstance(result, type) else None
 
 
 def _recorder(model: type[PreTrainedModel] | None) -> OutputRecorder | None:
     """What transformers looks at for the router's logits, of a model with such a loss over one kind of router."""
     if model is None or not hasattr(sys.modules[model.__module__], FUNCTION):
         return None
-    found = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-    return found if isinstance(found, OutputRecorder) else None
+    result = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    return result if isinstance(result, OutputRecorder) else None
 
 
 def find_router(model: PreTrainedModel) -> Router:

@@ -138,7 +138,7 @@ class ModelRunner:
         ):
             wanted = _trained(bound)
             with torch.enable_grad():
-                x = self._skeleton.embed(tokens.places, tokens.positions)
+                x = self._skeleton.embed(tokens.row_of, tokens.positions)
             computed = torch.autograd.grad(x, list(wanted.values()), dx, allow_unused=True)
         for name, grad in zip(wanted, computed, strict=True):
             if grad is None:
@@ -247,5 +247,5 @@ def _trained(bound: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
 def _pieces(tokens: ChunkTokens, most: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Rows, labels and weights of the tokens that have a target, at most so many at once; nothing if none has one."""
     if tokens.rows.numel():
-        found = (loss_terms.even_pieces(tensor, most) for tensor in (tokens.rows, tokens.labels, tokens.weights))
-        yield from zip(*found, strict=True)
+        result = (loss_terms.even_pieces(tensor, most) for tensor in (tokens.rows, tokens.labels, tokens.weights))
+        yield from zip(*result, strict=True)

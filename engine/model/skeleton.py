@@ -120,8 +120,8 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     Raises UserError when there is not exactly one list of num_hidden_layers modules.
     """
     count = num_layers(model.config)
-    found = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    outermost = [(n, m) for n, m in found if not any(n.startswith(f"{other}.") for other, _ in found)]
+    result = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    outermost = [(n, m) for n, m in result if not any(n.startswith(f"{other}.") for other, _ in result)]
     if len(outermost) > 1:
         # A list of norms or embeddings per layer may stand beside the layers, which hold nearly all parameters.
         sizes = [sum(p.numel() for p in m.parameters()) for _, m in outermost]
@@ -203,22 +203,22 @@ def materialise_buffers(model: PreTrainedModel, modules: Iterable[tuple[str, nn.
     A buffer may be set by a module that its own is part of, or by the constructor alone. A persistent float buffer that
     nothing sets is NaN, to be given by a checkpoint. Raises UserError naming any other float buffer that nothing sets.
     """
-    found = [
+    result = [
         (name, part, key) for name, part in modules for key, b in part._buffers.items() if b is not None and b.is_meta
     ]
-    for _, part, key in found:
+    for _, part, key in result:
         fresh = torch.empty_like(part.get_buffer(key), device="cpu")
         part._buffers[key] = fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh.zero_()
-    owners = {name for name, _, _ in found}
-    above = {"", *(name[:end] for name in owners for end, mark in enumerate(name) if mark == ".")} if found else set()
+    owners = {name for name, _, _ in result}
+    above = {"", *(name[:end] for name in owners for end, mark in enumerate(name) if mark == ".")} if result else set()
     with torch.no_grad():
         # As transformers does it: a module's own initialiser overrules those of its parts.
         for name, part in [*model.named_modules()][::-1]:
             if name in owners or name in above:
                 model._init_weights(part)
-    unset = {f"{name}.{key}" for name, part, key in found if _has_nan(part.get_buffer(key))}
+    unset = {f"{name}.{key}" for name, part, key in result if _has_nan(part.get_buffer(key))}
     constructed = constructed_values(model, unset) if unset else {}
-    for name, part, key in found:
+    for name, part, key in result:
         value = constructed.get(f"{name}.{key}", part.get_buffer(key))
         if _has_nan(value) and key in part._non_persistent_buffers_set:
             raise UserError(
@@ -423,8 +423,8 @@ def parameter_sites(model: nn.Module, exclude: str) -> dict[str, list[tuple[nn.M
 def vocabulary_tables(model: PreTrainedModel) -> set[str]:
     """Names of the parameters with a row for each token: the input embedding, the head and its bias."""
     modules: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    found = {id(p) for module in modules if module is not None for p in module.parameters(recurse=False)}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in found}
+    result = {id(p) for module in modules if module is not None for p in module.parameters(recurse=False)}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in result}
 
 
 def first_parameter(layer: nn.Module) -> str:

@@ -158,10 +158,10 @@ def block_of(buffer: str) -> str:
 
 def buffers_of_blocks(spec: ModelSpec) -> dict[str, list[str]]:
     """Block -> the buffers with parameters of its own, of blocks that have any."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for buffer in spec.buffers:
-        found.setdefault(block_of(buffer), []).append(buffer)
-    return found
+        result.setdefault(block_of(buffer), []).append(buffer)
+    return result
 
 
 def depths(spec: ModelSpec) -> dict[str, int]:

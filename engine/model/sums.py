@@ -247,14 +247,14 @@ class SummedTwin:
 
     def products(self, x: Tensor) -> list[Product]:
         """What a run on x [1, n, hidden] has as gradients of the weights in place of gradients."""
-        found = []
+        result = []
         for members, linear in self._linears:
             out_features, in_features = linear.weight.shape
             linear.into, linear.onto = self._tap(x, in_features), self._tap(x, out_features)
             weights = tuple(f"{member}.weight" for member in members)
             biases = () if linear.bias is None else tuple(f"{member}.bias" for member in members)
-            found.append(Product(weights, biases, linear.into, linear.onto))
-        return found
+            result.append(Product(weights, biases, linear.into, linear.onto))
+        return result
 
     def _tap(self, x: Tensor, width: int) -> Tensor:
         """[n, width] that takes no memory and wants a gradient; each time another one."""
@@ -290,10 +290,10 @@ def summed_linears(layer: nn.Module, run: Callable[[nn.Module], Tensor], x: Tens
     y = run(twin.module)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
     taps = [tap for product in products for tap in (product.into, product.onto)]
-    found = torch.autograd.grad(y, taps, dy, allow_unused=True)
+    result = torch.autograd.grad(y, taps, dy, allow_unused=True)
     expected = torch.autograd.grad(run(layer), [own[p.weights[0]] for p in products], dy, allow_unused=True)
     for i, weight in enumerate(expected):
-        into, onto = found[2 * i : 2 * i + 2]
+        into, onto = result[2 * i : 2 * i + 2]
         if weight is None or into is None or onto is None or not torch.allclose(onto.t() @ into, weight, rtol=1e-4):
             return ()
     return names

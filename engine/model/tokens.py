@@ -34,13 +34,13 @@ class ChunkTokens:
     """[t] float64, above 0: how much the loss of each target counts."""
     distinct: Tensor
     """[u] the token ids that occur, ascending."""
-    places: Tensor
+    row_of: Tensor
     """[n] where each token's id is in `distinct`."""
 
     @staticmethod
     def of(ids: Tensor, labels: Tensor, positions: Tensor, weights: Tensor | None = None) -> ChunkTokens:
         """From tensors [n] in host memory; a label of -100 or of weight 0 is no target. No weights: 1 for all."""
-        distinct, places = np.unique(ids.numpy(), return_inverse=True)
+        distinct, row_of = np.unique(ids.numpy(), return_inverse=True)
         rows = targets(labels, weights).nonzero().squeeze(-1)
         ones = torch.ones(rows.numel(), dtype=torch.float64)
         return ChunkTokens(
@@ -50,7 +50,7 @@ class ChunkTokens:
             labels=labels[rows],
             weights=ones if weights is None else weights[rows].double(),
             distinct=torch.from_numpy(distinct),
-            places=torch.from_numpy(places),
+            row_of=torch.from_numpy(row_of),
         )
 
     def tensors(self) -> list[Tensor]:
@@ -70,14 +70,14 @@ class ChunkTokens:
 
 def targets(labels: Tensor, weights: Tensor | None) -> Tensor:
     """Which tokens [n] have a target, of labels [n] and their weights."""
-    found = labels != IGNORE_LABEL
-    return found if weights is None else found & (weights > 0)
+    result = labels != IGNORE_LABEL
+    return result if weights is None else result & (weights > 0)
 
 
 def total_weight(labels: Tensor, weights: Tensor | None) -> float:
     """Sum of the weights of all targets, their number where each counts as much as the others."""
-    found = targets(labels, weights)
-    return float(found.sum()) if weights is None else float(weights[found].sum(dtype=torch.float64))
+    result = targets(labels, weights)
+    return float(result.sum()) if weights is None else float(weights[result].sum(dtype=torch.float64))
 
 
 def mean_by_weight(weighted_sum: float, total: float) -> float:

@@ -214,10 +214,10 @@ def _mixes_tokens(kind: str, index: int, layer: nn.Module, call: _Seen) -> bool:
 class _AskedCache(skeleton.TokensBefore):
     """Knows whether it was asked how many tokens came before."""
 
-    asked = False
+    queried = False
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        self.asked = True
+        self.queried = True
         return self.offsets
 
 
@@ -230,7 +230,7 @@ def _counts_positions(layer: nn.Module, call: _Seen) -> bool:
             layer(call.hidden.detach(), *call.args, **call.kwargs | {skeleton.CACHE: cache})
     except Exception:  # it wants more of a cache; if it counts as well, the self-check says so
         return False
-    return cache.asked
+    return cache.queried
 
 
 def _unread_linear(layer: nn.Module, call: _Seen) -> str | None:

@@ -29,9 +29,9 @@ class Objective:
         """Whether coefficients need the scores of whole sequences."""
         return self.implementation is not None
 
-    def coefficients(self, found: Any) -> Any:
+    def coefficients(self, result: Any) -> Any:
         module, _, name = str(self.implementation).partition(":")
-        return getattr(importlib.import_module(module), name)(found)
+        return getattr(importlib.import_module(module), name)(result)
 
 
 OBJECTIVES = {

@@ -8,8 +8,8 @@ from torch import Tensor
 from penstock.engine.objectives.sequences import Sequences
 
 
-def coefficients(found: Sequences) -> Tensor:
+def coefficients(result: Sequences) -> Tensor:
     """w_t / (sum of w over t's sequence) / (sequences of the step)."""
-    _, which, counts = torch.unique_consecutive(found.sequence, return_inverse=True, return_counts=True)
-    totals = torch.segment_reduce(found.weights, "sum", lengths=counts)
-    return found.weights / totals[which] / found.num_sequences
+    _, which, counts = torch.unique_consecutive(result.sequence, return_inverse=True, return_counts=True)
+    totals = torch.segment_reduce(result.weights, "sum", lengths=counts)
+    return result.weights / totals[which] / result.num_sequences

@@ -37,5 +37,5 @@ def split_coefficients(objective: Objective, chunks: Sequence[Sequences]) -> lis
     """The coefficients of each of `chunks`, which together are whole sequences, in the order of the stream."""
     scores, weights, numbers = (torch.cat(parts) for parts in zip(*(chunk[:3] for chunk in chunks), strict=True))
     whole = Sequences(scores, weights, numbers, chunks[0].num_sequences)
-    found: Tensor = objective.coefficients(whole)
-    return list(found.split([len(chunk.scores) for chunk in chunks]))
+    result: Tensor = objective.coefficients(whole)
+    return list(result.split([len(chunk.scores) for chunk in chunks]))

@@ -44,12 +44,12 @@ def lr_factors(train: TrainConfig, depths: Mapping[str, int], frozen: Collection
 
 def _fits_none(pattern: str, names: list[str], frozen: Collection[str]) -> str:
     """Why a pattern counts for no parameter."""
-    told = one_line(pattern)
+    line = one_line(pattern)
     if any(fnmatchcase(name, pattern) for name in names):
-        return f"train.lr_groups: '{told}' applies to no parameter, as earlier patterns match them all; put it first"
+        return f"train.lr_groups: '{line}' applies to no parameter, as earlier patterns match them all; put it first"
     if any(fnmatchcase(name, pattern) for name in frozen):
-        return f"train.lr_groups: '{told}' matches only frozen parameters, which have no learning rate; remove it"
-    return f"train.lr_groups: '{told}' matches no parameter; the nearest are {nearest(pattern, names)}"
+        return f"train.lr_groups: '{line}' matches only frozen parameters, which have no learning rate; remove it"
+    return f"train.lr_groups: '{line}' matches no parameter; the nearest are {nearest(pattern, names)}"
 
 
 def nearest(pattern: str, names: Sequence[str]) -> str:

@@ -33,7 +33,7 @@ from penstock.engine.plan.problem import (
     Tier,
 )
 
-Graph = Literal["gpu", "aside"] | None
+Graph = Literal["gpu", "offloaded"] | None
 """Where the saved graph of a layer's chunk is; None: it is not saved."""
 
 SAMPLES_SHARE = 64
@@ -135,14 +135,14 @@ class Plan:
     """RAM slots that hold one saved activation on its way to or from NVMe."""
     activation_stage_bytes: int
     spilled: frozenset[tuple[int, int]]
-    """(block, place) whose saved activations live on NVMe between forward and backward; for places see `places`."""
+    """(block, place) whose saved activations live on NVMe between forward and backward; for places see `group_chunks`."""
     recomputed: frozenset[int]
     """Layers of which only the input is saved: backward recomputes keys, values and attention."""
     saved_on_gpu: frozenset[tuple[int, int]]
     """(block, place) whose saved activations stay on the compute device, as RAM has no room for them."""
     saved_graphs: frozenset[tuple[int, int]]
     """(block, place) of which everything is saved: backward recomputes nothing."""
-    graphs_aside: frozenset[tuple[int, int]]
+    offloaded_graphs: frozenset[tuple[int, int]]
     """Those of them whose graph leaves the compute device, as part of their saved activations."""
     streamed: bool
     """Keys and values pass through the compute device chunk by chunk; else those of a micro-batch are there whole."""
@@ -169,18 +169,18 @@ class Plan:
         return -(-self.problem.micro_batches // self.group)
 
     @property
-    def places(self) -> tuple[Chunk, ...]:
+    def group_chunks(self) -> tuple[Chunk, ...]:
         """The chunks of one group. What is saved of a chunk has the place of the chunk of that number; the chunks of
         the groups that follow have the same places."""
-        return self.chunks[: self.num_places]
+        return self.chunks[: self.num_group_chunks]
 
     @property
-    def num_places(self) -> int:
+    def num_group_chunks(self) -> int:
         return len(self.chunks) if self.num_groups == 1 else self.group * self.window_chunks
 
-    def place(self, chunk: int) -> int:
+    def index_in_group(self, chunk: int) -> int:
         """The place, within its group, of the step's chunk of that index."""
-        return chunk % self.num_places
+        return chunk % self.num_group_chunks
 
     def groups(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         """`chunks` of a step by group, in the order in which groups are computed: the step's last chunks first.
@@ -188,10 +188,10 @@ class Plan:
         Backward goes through chunks from the last to the first. Gradients are thus summed in the same order, and with
         the same bits, in however many groups, except those of a buffer that two blocks share.
         """
-        found: dict[int, list[Chunk]] = {}
+        result: dict[int, list[Chunk]] = {}
         for chunk in chunks:
-            found.setdefault(chunk.micro_batch // self.group, []).append(chunk)
-        return [found[number] for number in sorted(found, reverse=True)]
+            result.setdefault(chunk.micro_batch // self.group, []).append(chunk)
+        return [result[number] for number in sorted(result, reverse=True)]
 
     @property
     def row_documents(self) -> list[list[int]]:
@@ -209,21 +209,21 @@ class Plan:
     @property
     def spill_bytes(self) -> int:
         """Bytes of saved activations on NVMe at the turn from forward to backward."""
-        return sum(self.record_bytes(*record) for record in self.spilled)
+        return sum(self.saved_bytes(*saved_activations) for saved_activations in self.spilled)
 
     @property
     def window_chunks(self) -> int:
         return bisect_right(self.chunks, 0, key=attrgetter("micro_batch"))
 
-    def record(self, block: int, place: int) -> dict[str, int]:
+    def saved_activations(self, block: int, chunk: int) -> dict[str, int]:
         """Kind -> bytes of what is put aside for backward of a layer's chunk: x, saved, kv, graph."""
-        c, key = self.chunks[place], (block, place)
-        graph = where_graph_is(key, self.saved_graphs, self.graphs_aside)
-        return record(self.problem, block, c.end - c.start, block in self.recomputed, graph)
+        c, key = self.chunks[chunk], (block, chunk)
+        graph = graph_location(key, self.saved_graphs, self.offloaded_graphs)
+        return saved_activations(self.problem, block, c.end - c.start, block in self.recomputed, graph)
 
-    def record_bytes(self, block: int, place: int) -> int:
+    def saved_bytes(self, block: int, chunk: int) -> int:
         """Bytes of the record, each of its kinds in whole pages."""
-        return sum(self.record(block, place).values())
+        return sum(self.saved_activations(block, chunk).values())
 
     @property
     def state_part_numel(self) -> int:
@@ -237,21 +237,21 @@ class Plan:
 
     def _saved(self) -> dict[str, dict[str, Any]]:
         """Buffer, the first of its layer -> chunks by what is saved of them, and those whose records are not in RAM."""
-        kept, spilled, held = _counts(self.saved_graphs), _counts(self.spilled), _counts(self.saved_on_gpu)
-        aside = _counts(self.graphs_aside)
-        nothing = {"activation_checkpointing": {}, "spilled": 0, "saved_on_gpu": 0, "graphs_aside": 0}
-        found: dict[str, dict[str, Any]] = {name: dict(nothing) for name in self.buffers}
+        cached, spilled, held = _counts(self.saved_graphs), _counts(self.spilled), _counts(self.saved_on_gpu)
+        offloaded = _counts(self.offloaded_graphs)
+        nothing = {"activation_checkpointing": {}, "spilled": 0, "saved_on_gpu": 0, "offloaded_graphs": 0}
+        result: dict[str, dict[str, Any]] = {name: dict(nothing) for name in self.buffers}
         for i, block in enumerate(self.blocks):
             if block.saved_inputs and block.backward and block.buffers:
                 rest = "full" if i in self.recomputed or not block.attends else "selective"
-                saved = {"none": kept[i], "selective": 0, "full": 0} | {rest: self.num_places - kept[i]}
-                found[block.buffers[0]] = {
+                saved = {"none": cached[i], "selective": 0, "full": 0} | {rest: self.num_group_chunks - cached[i]}
+                result[block.buffers[0]] = {
                     "activation_checkpointing": saved,
                     "spilled": spilled[i],
                     "saved_on_gpu": held[i],
-                    "graphs_aside": aside[i],
+                    "offloaded_graphs": offloaded[i],
                 }
-        return found
+        return result
 
     def _item_bytes(self, buffer: BufferPlan) -> int:
         """Bytes of one parameter's weights and state, gradient excluded."""
@@ -281,8 +281,8 @@ class Plan:
             "chunk_tokens": self.max_chunk_tokens,
             "groups": self.num_groups,
             "group_tokens": self.group * self.window_tokens,
-            "group_chunks": self.num_places,
-            "layer_chunks": self.num_places * sum(bool(b.saved_inputs) and b.backward for b in self.blocks),
+            "group_chunks": self.num_group_chunks,
+            "layer_chunks": self.num_group_chunks * sum(bool(b.saved_inputs) and b.backward for b in self.blocks),
             "spilled_activations": {"chunks": len(self.spilled), "bytes": self.spill_bytes},
             "saved_on_gpu": {
                 "chunks": len(self.saved_on_gpu),
@@ -290,9 +290,9 @@ class Plan:
             },
             "recomputed_blocks": [self.blocks[i].name for i in sorted(self.recomputed)],
             "saved_graphs": {"chunks": len(self.saved_graphs), "bytes": self.tiers["gpu"].parts["saved graphs"]},
-            "graphs_aside": {
-                "chunks": len(self.graphs_aside),
-                "bytes": sum(self.record(*key)["graph"] for key in self.graphs_aside),
+            "offloaded_graphs": {
+                "chunks": len(self.offloaded_graphs),
+                "bytes": sum(self.saved_activations(*key)["graph"] for key in self.offloaded_graphs),
             },
             "kv_window": "streamed" if self.streamed else "whole",
             "weight_slots": dict(self.weight_slots),
@@ -337,7 +337,7 @@ def filled_chunks(chunks: Sequence[Chunk], filled: Filled, multiple: int = 1) ->
     What begins in the padding is left out, and what it begins in ends there, rounded up to `multiple` tokens from the
     chunk's start. The first chunk always stays: a step goes through every block, whatever it holds.
     """
-    found = []
+    result = []
     for chunk in chunks:
         if chunk.micro_batch >= len(filled):
             break
@@ -345,20 +345,22 @@ def filled_chunks(chunks: Sequence[Chunk], filled: Filled, multiple: int = 1) ->
         real = chunk.end if end is None else end - chunk.start
         if real > 0 or chunk.index == 0:
             end = min(chunk.end, chunk.start + max(1, -(-real // multiple)) * multiple)
-            found.append(chunk if end == chunk.end else replace(chunk, end=end))
-    return found
+            result.append(chunk if end == chunk.end else replace(chunk, end=end))
+    return result
 
 
 def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def where_graph_is(key: tuple[int, int], saved: Container[tuple[int, int]], aside: Container[tuple[int, int]]) -> Graph:
-    """Where the graph of the chunk `key` is, of which all those are `saved`, and those `aside` elsewhere."""
-    return None if key not in saved else "aside" if key in aside else "gpu"
+def graph_location(
+    key: tuple[int, int], saved: Container[tuple[int, int]], offloaded: Container[tuple[int, int]]
+) -> Graph:
+    """Where the graph of the chunk `key` is, of which all those are `saved`, and those `offloaded` elsewhere."""
+    return None if key not in saved else "offloaded" if key in offloaded else "gpu"
 
 
-def record(problem: PlanInput, block: int, tokens: int, recomputed: bool, graph: Graph) -> dict[str, int]:
+def saved_activations(problem: PlanInput, block: int, tokens: int, recomputed: bool, graph: Graph) -> dict[str, int]:
     """Kind -> bytes, in whole pages, of what is put aside for backward of `tokens` tokens of a layer.
 
     x, routed: its inputs; saved: attention's output and log-sum-exp; kv: keys and values; graph: all that its graph
@@ -370,8 +372,8 @@ def record(problem: PlanInput, block: int, tokens: int, recomputed: bool, graph:
     kinds = () if graph else shape.saved_inputs
     if shape.attends and not recomputed:
         kinds += ("kv",) if graph else ("saved", "kv")
-    found = {kind: aligned(tokens * ACTIVATIONS[kind].bytes_per_token(problem, shape)) for kind in kinds}
-    return found | ({"graph": aligned(leaving_bytes(shape, tokens))} if graph == "aside" else {})
+    result = {kind: aligned(tokens * ACTIVATIONS[kind].bytes_per_token(problem, shape)) for kind in kinds}
+    return result | ({"graph": aligned(offloaded_graph_bytes(shape, tokens))} if graph == "offloaded" else {})
 
 
 def graph_bytes(block: BlockShape) -> int:
@@ -380,7 +382,7 @@ def graph_bytes(block: BlockShape) -> int:
     return block.graph_bytes_per_token + block.lse_bytes_per_token
 
 
-def leaving_bytes(block: BlockShape, tokens: int) -> int:
+def offloaded_graph_bytes(block: BlockShape, tokens: int) -> int:
     """Bytes of what a graph of `tokens` tokens holds where it is laid out in one piece."""
     return tokens * graph_bytes(block) + GRAPH_SLACK_BYTES
 
@@ -388,7 +390,7 @@ def leaving_bytes(block: BlockShape, tokens: int) -> int:
 def graph_slot_bytes(problem: PlanInput, max_chunk: int) -> int:
     """Bytes of a slot on the compute device for any layer's graph of one chunk on its way."""
     shapes = [block for block in problem.blocks if block.graph_bytes_per_token is not None]
-    return aligned(max(leaving_bytes(block, max_chunk) for block in shapes))
+    return aligned(max(offloaded_graph_bytes(block, max_chunk) for block in shapes))
 
 
 def routed_bytes(problem: PlanInput, tokens: int) -> int:
@@ -443,7 +445,7 @@ class SampleRegions:
     there, else a few for all layers."""
     logits: int
     """Bytes on the compute device, and as many in RAM: float32 [sequences, vocabulary]."""
-    kept: dict[int, int]
+    cached: dict[int, int]
     """Block -> bytes in RAM of that layer's keys and values."""
 
     @property
@@ -452,7 +454,7 @@ class SampleRegions:
 
     @property
     def ram_bytes(self) -> int:
-        return sum(self.kept.values()) + self.logits
+        return sum(self.cached.values()) + self.logits
 
 
 def sample_regions(problem: PlanInput) -> SampleRegions:
@@ -484,9 +486,9 @@ def sample_tiers(problem: PlanInput) -> list[SampleTier]:
     return ["gpu", "ram"] if there * SAMPLES_SHARE <= problem.gpu_budget else ["ram"]
 
 
-def boundary_places(problem: PlanInput, places: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+def boundary_chunks(problem: PlanInput, group_chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
     """The chunks whose hidden state between two blocks may have to wait in RAM: none where all stay in their slots."""
-    return places if problem.trains or not stay_in_slots(problem, len(places)) else ()
+    return group_chunks if problem.trains or not stay_in_slots(problem, len(group_chunks)) else ()
 
 
 def stay_in_slots(problem: PlanInput, chunks: int) -> bool:

@@ -15,7 +15,7 @@ from penstock.engine.plan.plan import (
     TierPlan,
     aligned,
     attention_regions,
-    boundary_places,
+    boundary_chunks,
     gib,
     graph_slot_bytes,
     part_stage_bytes,
@@ -93,7 +93,7 @@ class _Planner(Saving):
             pool: any(self.pool[name] == pool for name, count in users.items() if count > 1) for pool in POOLS
         }
         """Whether two blocks compute with the same buffer of a pool."""
-        self.graph_slots_bytes = GRAPH_SLOTS * graph_slot_bytes(p, self.max_chunk) if self.leaving else 0
+        self.graph_slots_bytes = GRAPH_SLOTS * graph_slot_bytes(p, self.max_chunk) if self.offloads else 0
         self.windows = self.num_windows()
         self.resident: set[str] = set()
         self.weights: set[str] = set()
@@ -157,7 +157,7 @@ class _Planner(Saving):
         }
         if self.grouped:
             parts["gradient sums"] = sum(b.numel for b in p.buffers if b.name in self.sums - resident) * FP32
-        if self.leaving:
+        if self.offloads:
             parts["graph slots"] = self.graph_slots_bytes
         return parts if p.samples is None else parts | {"samples": self.samples.gpu_bytes}
 
@@ -166,11 +166,11 @@ class _Planner(Saving):
 
     def place_gpu(self) -> None:
         p = self.problem
-        all_graphs = p.activation_checkpointing == "none" and not self.leaving
+        all_graphs = p.activation_checkpointing == "none" and not self.offloads
         if p.activation_checkpointing == "none":
             self.require_graphs()
         if all_graphs:
-            self.saved_graphs.update(self.keepable())
+            self.saved_graphs.update(self.savable())
             self.graphs_bytes = sum(self.graph_bytes(*key) for key in self.saved_graphs)
         taken = self.gpu_need(set())
         if taken > p.gpu_budget:
@@ -190,25 +190,25 @@ class _Planner(Saving):
         graphs_first = self.choice.gpu_first in ("graphs", "graphs only")
         if not self.grouped or graphs_first or self.keep_sums(p.gpu_budget):
             self._fill_gpu(p.gpu_budget - self.gpu_need(set()))
-        self.leave()
+        self.choose_offloaded()
 
     def _fill_gpu(self, left: int) -> None:
         """What the GPU's last `left` bytes go to."""
         p = self.problem
         match self.choice.gpu_first:
             case "graphs":
-                self.keep(left) and self.reside(p.gpu_budget)
+                self.save_graphs(left) and self.reside(p.gpu_budget)
             case "blocks":
-                self.reside(p.gpu_budget) and self.keep(p.gpu_budget - self.gpu_need(self.resident))
+                self.reside(p.gpu_budget) and self.save_graphs(p.gpu_budget - self.gpu_need(self.resident))
             case "half":
                 self.reside(p.gpu_budget - left // 2)
-                self.keep(left // 2)
+                self.save_graphs(left // 2)
             case "graphs only":
-                self.keep(left)
-            case "records":
+                self.save_graphs(left)
+            case "saved activations":
                 self.hold(left) and self.reside(p.gpu_budget)
             case "weights":
-                self.hold_weights(p.gpu_budget) and self.keep(p.gpu_budget - self.gpu_need(set()))
+                self.hold_weights(p.gpu_budget) and self.save_graphs(p.gpu_budget - self.gpu_need(set()))
 
     def keep_sums(self, budget: int) -> bool:
         """Let gradients stay on the GPU between groups as long as all there takes no more than `budget` bytes; whether
@@ -254,7 +254,7 @@ class _Planner(Saving):
     def stream_bytes(self) -> int:
         """The chunks of one block boundary: activations going up, their gradients coming down."""
         p, hidden = self.problem, self.problem.hidden_size * self.problem.compute_bytes
-        tokens = [chunk.end - chunk.start for chunk in boundary_places(p, self.places)]
+        tokens = [chunk.end - chunk.start for chunk in boundary_chunks(p, self.group_chunks)]
         return sum(aligned(n * hidden) + routed_bytes(p, n) for n in tokens)
 
     def stage_bytes(self, grad_on_nvme: bool) -> tuple[int, int]:
@@ -267,7 +267,7 @@ class _Planner(Saving):
 
     def block_bytes(self, spilling: bool) -> int:
         """RAM of one block's pass over a micro-batch, whatever is saved: see attention_regions."""
-        regions = attention_regions(self.problem, self.places, self.streamed, bool(self.recomputed), spilling)
+        regions = attention_regions(self.problem, self.group_chunks, self.streamed, bool(self.recomputed), spilling)
         return sum(size for sizes in regions.values() for size in sizes)
 
     def place_ram(self) -> _RamPlacement:
@@ -282,13 +282,13 @@ class _Planner(Saving):
         part_stage = self.stage_bytes(False)[1]
         # State on the GPU passes through part stages when it is checkpointed, weights there when they are made.
         through = 0 if not part_stage else self.choice.stages if self.weights else 2 if self.resident else 0
-        activations = self.stream_bytes() + self.records_bytes() + self.block_bytes(False)
+        activations = self.stream_bytes() + self.all_saved_bytes() + self.block_bytes(False)
         whole = activations + everything + through * part_stage
         if whole <= self.ram_budget:
             tiers: dict[str, dict[str, Tier]] = {b.name: dict.fromkeys(kinds[b.name], "ram") for b in rest}
             parts = {"activations": activations, "resident blocks": everything, "stages": through * part_stage}
             placement = _RamPlacement(tiers, parts, part_stages=through)
-            self.fill_room(placement, self.ram_budget - sum(parts.values()))
+            self.fill_ram(placement, self.ram_budget - sum(parts.values()))
             return placement
         spilling = self.choice.ram_first != "activations"
         placement = self._stages(spilling, whole)
@@ -306,7 +306,7 @@ class _Planner(Saving):
             else:
                 placement.spilled.discard(item)
                 placement.parts["activations"] += size
-        self.fill_room(placement, left)
+        self.fill_ram(placement, left)
         return placement
 
     def kinds_elsewhere(self, buffer: BufferShape) -> list[str]:
@@ -321,23 +321,23 @@ class _Planner(Saving):
         sizes = {"weights": p.compute_bytes, "gradient": gradient, "state": len(p.state_kinds) * FP32}
         return aligned(buffer.numel * sizes[kind])
 
-    def fill_room(self, placement: _RamPlacement, left: int) -> None:
+    def fill_ram(self, placement: _RamPlacement, left: int) -> None:
         """Let graphs leave for RAM while `left` bytes last: as many quarters of them as fit, then backward's first."""
-        if not self.leaving or self.choice.graphs_aside != "room":
+        if not self.offloads or self.choice.offloaded_graphs != "rest":
             return
-        leavable = self.leavable()
-        more = {key: self.more_bytes(key) for key in leavable if key not in placement.spilled}
+        offloadable = self.offloadable()
+        more = {key: self.more_bytes(key) for key in offloadable if key not in placement.spilled}
         for quarters in (4, 3, 2, 1):
-            found, nbytes, whole = fitting(
-                [key for key in spread(leavable, quarters) if key in more], more.__getitem__, left
+            result, nbytes, whole = fitting(
+                [key for key in spread(offloadable, quarters) if key in more], more.__getitem__, left
             )
             if whole:
                 break
         else:
-            found, nbytes = [], 0
-        taken = set(found)
+            result, nbytes = [], 0
+        taken = set(result)
         rest, of_rest, _ = fitting([key for key in more if key not in taken], more.__getitem__, left - nbytes)
-        self.put_aside([*found, *rest])
+        self.offload_graphs([*result, *rest])
         placement.parts["activations"] += nbytes + of_rest
 
     def _items(
@@ -352,12 +352,12 @@ class _Planner(Saving):
         trained, frozen = ([b for b in rest if b.frozen is which] for which in (False, True))
 
         def of_kinds(of: list[BufferShape], *kinds: str) -> Iterator[tuple[tuple[str, str], int]]:
-            found = ((b, kind) for kind in kinds for b in of if kind in self.kinds_elsewhere(b))
-            return (((b.name, kind), self.kind_bytes(b, kind)) for b, kind in found)
+            result = ((b, kind) for kind in kinds for b in of if kind in self.kinds_elsewhere(b))
+            return (((b.name, kind), self.kind_bytes(b, kind)) for b, kind in result)
 
-        def records() -> Iterator[tuple[tuple[int, int], int]]:
-            elsewhere = (self.saved_graphs - self.graphs_aside) | self.saved_on_gpu
-            return ((key, self.record_bytes(*key)) for key in self.backward_order() if key not in elsewhere)
+        def saved() -> Iterator[tuple[tuple[int, int], int]]:
+            elsewhere = (self.saved_graphs - self.offloaded_graphs) | self.saved_on_gpu
+            return ((key, self.saved_bytes(*key)) for key in self.backward_order() if key not in elsewhere)
 
         first = self.choice.ram_first
         waiting = trained
@@ -368,11 +368,11 @@ class _Planner(Saving):
         if first != "weights":
             yield from of_kinds(waiting, "gradient")
             yield from of_kinds(trained, "state")
-        if first == "records":
-            yield from records()
+        if first == "frozen last":
+            yield from saved()
         yield from of_kinds(frozen, "weights")
-        if spilling and first != "records":
-            yield from records()
+        if spilling and first != "frozen last":
+            yield from saved()
         if first == "weights":
             yield from of_kinds(waiting, "gradient")
             yield from of_kinds(trained, "state")
@@ -385,25 +385,25 @@ class _Planner(Saving):
         """
         p, stages = self.problem, self.choice.stages
         own = ACTIVATION_STAGES[stages] if spilling and self.saving else 0
-        longest = max(self.places, key=lambda c: c.end - c.start).index
-        widest = max((max(self.record(i, longest).values(), default=0) for i in self.layers), default=0)
-        if self.graphs_aside:
+        longest = max(self.group_chunks, key=lambda c: c.end - c.start).index
+        widest = max((max(self.saved_activations(i, longest).values(), default=0) for i in self.layers), default=0)
+        if self.offloaded_graphs:
             widest = max(widest, graph_slot_bytes(p, self.max_chunk))
         stream, passing = self.stream_bytes(), self.block_bytes(spilling)
-        in_place = self.saved_graphs - self.graphs_aside
-        pinned = sum(self.record_bytes(*key) for key in in_place)
-        records = pinned if spilling else self.records_bytes()
+        in_place = self.saved_graphs - self.offloaded_graphs
+        pinned = sum(self.saved_bytes(*key) for key in in_place)
+        saved = pinned if spilling else self.all_saved_bytes()
         staged = stages * sum((self.stage_bytes(True)[0], self.stage_bytes(False)[1]))
         summed = [b for b in p.buffers if b.name not in self.resident and self.sums_tier(b) == "ram"]
         sums = sum(self.kind_bytes(b, "gradient") for b in summed)
-        least = stream + passing + records + staged + own * widest + sums
+        least = stream + passing + saved + staged + own * widest + sums
         if least > self.ram_budget:
             beside = p.beside_bytes + self.samples.ram_bytes
             need = min(least, whole) + beside
             parts = {
                 "hidden states of the step": stream,
                 "one block's pass": passing,
-                "saved activations": records,
+                "saved activations": saved,
                 "staging": staged + own * widest,
                 "gradients between groups": sums if self.grouped else 0,
                 "samples": self.samples.ram_bytes if p.samples else 0,
@@ -420,7 +420,7 @@ class _Planner(Saving):
                 budget_bytes=p.ram_budget,
             )
         spilled = {key for key in self.backward_order() if key not in self.saved_on_gpu and key not in in_place}
-        parts = {"activations": stream + passing + records + own * widest, "resident blocks": 0, "stages": staged}
+        parts = {"activations": stream + passing + saved + own * widest, "resident blocks": 0, "stages": staged}
         placement = _RamPlacement({}, parts, activation_stages=own, activation_stage_bytes=own and widest)
         placement.state_stages = stages if p.trains else 0
         placement.part_stages = stages if staged else 0
@@ -471,14 +471,14 @@ class _Planner(Saving):
             recomputed=frozenset(self.recomputed),
             saved_on_gpu=frozenset(self.saved_on_gpu),
             saved_graphs=frozenset(self.saved_graphs),
-            graphs_aside=frozenset(self.graphs_aside),
+            offloaded_graphs=frozenset(self.offloaded_graphs),
             streamed=self.streamed,
             windows=self.windows,
             tiers={
                 "gpu": TierPlan(budget_bytes=p.gpu_budget, peak_bytes=sum(gpu.values()), parts=gpu),
                 "ram": TierPlan(budget_bytes=p.ram_budget, peak_bytes=sum(ram.parts.values()), parts=ram.parts),
                 "nvme": TierPlan(
-                    budget_bytes=p.nvme_budget or p.nvme_room or sum(nvme.values()),
+                    budget_bytes=p.nvme_budget or p.nvme_capacity or sum(nvme.values()),
                     peak_bytes=sum(nvme.values()),
                     parts=nvme,
                 ),
@@ -503,13 +503,13 @@ class _Planner(Saving):
         generation = generation_bytes(p)
         parts = {
             "state, two generations": 2 * generation,
-            "kept generations": p.kept_generations * generation,
+            "kept generations": p.retained_generations * generation,
             **({"frozen weights": frozen} if (frozen := frozen_bytes(p)) else {}),
             "weights": sum(
                 on_disk(b, p.compute_bytes) for b in buffers.values() if b.weights == "nvme" and not b.frozen
             ),
             "gradients": sum(on_disk(b, p.gradient_bytes) for b in buffers.values() if b.gradient == "nvme"),
-            "spilled activations": sum(self.record_bytes(*key) for key in spilled),
+            "spilled activations": sum(self.saved_bytes(*key) for key in spilled),
         }
         need = sum(parts.values())
         if p.nvme_budget is not None and need > p.nvme_budget:
@@ -568,7 +568,7 @@ def _file_bytes(buffer: BufferShape, item_bytes: int) -> int:
 
 def state_exceeds_disk(problem: PlanInput) -> bool:
     """Whether the generations of the state alone are more than the drives hold, whatever a plan chooses."""
-    generations = 2 + problem.kept_generations
+    generations = 2 + problem.retained_generations
     need = generations * generation_bytes(problem) + frozen_bytes(problem)
     return problem.nvme_budget is not None and need > problem.nvme_budget
 
@@ -587,7 +587,7 @@ def make_plan(problem: PlanInput, choice: PlanOptions) -> Plan:
                 refusals.append(error)
         raise min((e for e in refusals if e.tier == refusals[-1].tier), key=lambda error: error.need_bytes)
     plan = _Planner(problem, choice).plan()
-    if choice.graphs_aside != "none" and not plan.graphs_aside:
-        without = make_plan(problem, replace(choice, graphs_aside="none"))  # which needs no slots for any
+    if choice.offloaded_graphs != "none" and not plan.offloaded_graphs:
+        without = make_plan(problem, replace(choice, offloaded_graphs="none"))  # which needs no slots for any
         return replace(without, choice=choice)
     return plan

@@ -13,14 +13,14 @@ that autograd wants, so that nothing is recomputed."""
 Window = Literal["auto", "whole", "streamed"]
 """Whether one layer's keys and values are on the compute device whole or pass through it chunk by chunk."""
 
-GpuFirst = Literal["graphs", "blocks", "half", "graphs only", "records", "weights"]
+GpuFirst = Literal["graphs", "blocks", "half", "graphs only", "saved activations", "weights"]
 """What the GPU's memory that the working set leaves goes to: saved graphs, then resident blocks; the other way round;
 half for each; graphs alone, as the update of resident blocks takes time of what computes; records that wait there, then
 resident blocks; or weights, whose state is elsewhere, then graphs. Graphs are saved only where no record goes to
 NVMe."""
 Recompute = Literal["none", "half", "all"]
 """Whose attention backward recomputes: no layer's, the first half's, which wait longest, or every layer's."""
-RamFirst = Literal["activations", "weights", "state", "records"]
+RamFirst = Literal["activations", "weights", "state", "frozen last"]
 """What RAM is filled with: all records, so that none goes to NVMe, then weights, gradients, state; or weights, records,
 gradients, state; or weights, gradients, state, records; or these with records before frozen weights, which a drive only
 reads. What is not there moves twice a step, weights thrice."""
@@ -28,7 +28,7 @@ reads. What is not there moves twice a step, weights thrice."""
 SampleTier = Literal["gpu", "ram", "nowhere"]
 """Where keys and values of samples are from one pass to the next; nowhere: each pass reads whole sequences again."""
 
-GraphsAside = Literal["none", "room", "quarter", "half", "most", "all"]
+OffloadedGraphs = Literal["none", "rest", "quarter", "half", "most", "all"]
 """Of which layer chunks whose graph is not saved on the GPU it leaves for RAM or NVMe: as many as RAM has room for when
 all else has found its place; or, before anything else finds one, a quarter, half, three quarters or all of them, evenly
 spread, as a link may be slower than forward."""
@@ -190,9 +190,9 @@ class PlanInput:
     kv_window: Window = "auto"
     nvme_budget: int | None = None
     """Bytes of disk; None: as much as there is."""
-    nvme_room: int | None = None
+    nvme_capacity: int | None = None
     """Bytes that there are for the run, where there is no such budget; None: not known."""
-    kept_generations: int = 0
+    retained_generations: int = 0
     """Generations that are kept on disk beside the two between which a run alternates."""
     state_kinds: tuple[str, ...]
     """The optimizer's kinds of state, master weights first."""
@@ -236,4 +236,4 @@ class PlanOptions:
     embedding and head."""
     group: int = 0
     """Micro-batches that go forward and backward before the next ones do; 0: all of a step."""
-    graphs_aside: GraphsAside = "none"
+    offloaded_graphs: OffloadedGraphs = "none"

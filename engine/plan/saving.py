@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from penstock.engine.plan.plan import Graph, aligned, cut_chunks, graph_bytes, record, where_graph_is
+from penstock.engine.plan.plan import Graph, aligned, cut_chunks, graph_bytes, graph_location, saved_activations
 from penstock.engine.plan.problem import BlockShape, PlanInput, PlanOptions
 
 Key = tuple[int, int]
@@ -43,7 +43,7 @@ class Saving:
         self.choice = choice
         self.chunks = cut_chunks(p.micro_batches, p.rows, p.row_tokens, p.chunk_tokens, p.chunk_per_row)
         self.group = min(choice.group or p.micro_batches, p.micro_batches)
-        self.places = tuple(c for c in self.chunks if c.micro_batch < self.group)
+        self.group_chunks = tuple(c for c in self.chunks if c.micro_batch < self.group)
         """The chunks of one group, whose saved activations those of the groups that follow take the place of."""
         self.grouped = self.group < p.micro_batches
         self.max_chunk = max(c.end - c.start for c in self.chunks)
@@ -53,7 +53,7 @@ class Saving:
         self.attending = [i for i in self.saving if p.blocks[i].attends]
         self.streamed = choice.streamed
         self.saved_graphs: set[tuple[int, int]] = set()
-        self.graphs_aside: set[tuple[int, int]] = set()
+        self.offloaded_graphs: set[tuple[int, int]] = set()
         self.saved_on_gpu: set[tuple[int, int]] = set()
         self.graphs_bytes = self.on_gpu_bytes = 0
         """Bytes on the GPU of the saved graphs and of the saved activations there."""
@@ -65,63 +65,68 @@ class Saving:
         self._layer_sizes: dict[tuple[int, bool], int] = {}
         count = {"none": 0, "half": -(-len(self.attending) // 2), "all": len(self.attending)}[choice.recompute]
         self.recomputed = set(self.attending[:count])
-        may_leave = p.activation_checkpointing in ("auto", "none") and not self.streamed
-        self.leaving = choice.graphs_aside != "none" and may_leave and bool(self.keepable())
+        may_offload = p.activation_checkpointing in ("auto", "none") and not self.streamed
+        self.offloads = choice.offloaded_graphs != "none" and may_offload and bool(self.savable())
         """Whether graphs of some layer chunks may leave the GPU."""
 
     def backward_order(self) -> Iterator[tuple[int, int]]:
         """(block, place) of all layers that backward passes, its first ones first."""
-        return ((i, chunk.index) for i in reversed(self.saving) for chunk in reversed(self.places))
+        return ((i, chunk.index) for i in reversed(self.saving) for chunk in reversed(self.group_chunks))
 
-    def record(self, block: int, place: int) -> dict[str, int]:
-        tokens = self.places[place].end - self.places[place].start
-        return record(self.problem, block, tokens, block in self.recomputed, self.graph_is(block, place))
+    def saved_activations(self, block: int, chunk: int) -> dict[str, int]:
+        tokens = self.group_chunks[chunk].end - self.group_chunks[chunk].start
+        return saved_activations(
+            self.problem, block, tokens, block in self.recomputed, self.graph_location(block, chunk)
+        )
 
-    def graph_is(self, block: int, place: int) -> Graph:
-        return where_graph_is((block, place), self.saved_graphs, self.graphs_aside)
+    def graph_location(self, block: int, chunk: int) -> Graph:
+        return graph_location((block, chunk), self.saved_graphs, self.offloaded_graphs)
 
-    def record_bytes(self, block: int, place: int) -> int:
-        c = self.places[place]
-        key = (self._kinds[block], c.end - c.start, block in self.recomputed, self.graph_is(block, place))
+    def saved_bytes(self, block: int, chunk: int) -> int:
+        c = self.group_chunks[chunk]
+        key = (self._kinds[block], c.end - c.start, block in self.recomputed, self.graph_location(block, chunk))
         if key not in self._sizes:
-            self._sizes[key] = sum(self.record(block, place).values())
+            self._sizes[key] = sum(self.saved_activations(block, chunk).values())
         return self._sizes[key]
 
     def layer_bytes(self, block: int) -> int:
         """Bytes of the records of a layer of which nothing is saved on the GPU."""
         key = (self._kinds[block], block in self.recomputed)
         if key not in self._layer_sizes:
-            self._layer_sizes[key] = sum(self.record_bytes(block, chunk.index) for chunk in self.places)
+            self._layer_sizes[key] = sum(self.saved_bytes(block, chunk.index) for chunk in self.group_chunks)
         return self._layer_sizes[key]
 
-    def records_bytes(self) -> int:
+    def all_saved_bytes(self) -> int:
         """Bytes of all saved activations outside the GPU."""
         touched = {i for i, _ in self.saved_on_gpu | self.saved_graphs}
         sizes = (self.layer_bytes(i) for i in self.saving if i not in touched)
         partial = (
-            self.record_bytes(i, c.index) for i in touched for c in self.places if (i, c.index) not in self.saved_on_gpu
+            self.saved_bytes(i, c.index)
+            for i in touched
+            for c in self.group_chunks
+            if (i, c.index) not in self.saved_on_gpu
         )
         return sum(sizes) + sum(partial)
 
-    def graph_bytes(self, block: int, place: int) -> int:
+    def graph_bytes(self, block: int, chunk: int) -> int:
         """Bytes of one saved graph, with attention's log-sum-exp."""
-        c, shape, p = self.places[place], self.problem.blocks[block], self.problem
+        c, shape, p = self.group_chunks[chunk], self.problem.blocks[block], self.problem
         # A graph that is cut at attention holds the layer's output and its keys and values as well.
         cut = p.hidden_size * p.compute_bytes + shape.kv_bytes_per_token if self.streamed else 0
         return aligned((c.end - c.start) * (graph_bytes(shape) + cut))
 
-    def keepable(self) -> list[tuple[int, int]]:
+    def savable(self) -> list[tuple[int, int]]:
         """(block, place) in the order in which backward wants them; none of a layer whose attention runs again."""
         graphs = [block.graph_bytes_per_token for block in self.problem.blocks]
         known = [i for i in self.saving if graphs[i] is not None and i not in self.recomputed]
-        return [(i, chunk.index) for i in reversed(known) for chunk in reversed(self.places)]
+        return [(i, chunk.index) for i in reversed(known) for chunk in reversed(self.group_chunks)]
 
-    def keep(self, left: int) -> bool:
+    def save_graphs(self, left: int) -> bool:
         """Keep graphs, backward's first ones first, while `left` bytes last; whether all that may be are."""
         p = self.problem
-        free = p.activation_checkpointing == "auto" or (p.activation_checkpointing == "none" and self.leaving)
+        free = p.activation_checkpointing == "auto" or (p.activation_checkpointing == "none" and self.offloads)
         may = free and self.choice.ram_first == "activations"
-        taken, nbytes, whole = fitting(self.keepable() if may else (), lambda key: self.graph_bytes(*key), left)
+        taken, nbytes, whole = fitting(self.savable() if may else (), lambda key: self.graph_bytes(*key), left)
         self.saved_graphs.update(taken)
         self.graphs_bytes += nbytes
         return whole
@@ -129,27 +134,27 @@ class Saving:
     def hold(self, left: int) -> bool:
         """Let records stay on the GPU, backward's first ones first, while `left` bytes last; whether all do. None where
         every graph has to be saved and may leave, as what is held is saved without its graph."""
-        may = not (self.leaving and self.problem.activation_checkpointing == "none")
-        taken, nbytes, whole = fitting(self.backward_order() if may else (), lambda key: self.record_bytes(*key), left)
+        may = not (self.offloads and self.problem.activation_checkpointing == "none")
+        taken, nbytes, whole = fitting(self.backward_order() if may else (), lambda key: self.saved_bytes(*key), left)
         self.saved_on_gpu.update(taken)
         self.on_gpu_bytes += nbytes
         return whole
 
-    def leave(self) -> None:
-        """Choose graphs that leave the GPU before RAM is filled; "room" is chosen when it has been."""
-        if self.leaving and self.choice.graphs_aside != "room":
-            self.put_aside(spread(self.leavable(), _QUARTERS[self.choice.graphs_aside]))
+    def choose_offloaded(self) -> None:
+        """Choose graphs that leave the GPU before RAM is filled; "rest" is chosen when it has been."""
+        if self.offloads and self.choice.offloaded_graphs != "rest":
+            self.offload_graphs(spread(self.offloadable(), _QUARTERS[self.choice.offloaded_graphs]))
 
-    def leavable(self) -> list[Key]:
+    def offloadable(self) -> list[Key]:
         """Layer chunks whose graph may leave, backward's first ones first."""
-        return [key for key in self.keepable() if key not in self.saved_graphs and key not in self.saved_on_gpu]
+        return [key for key in self.savable() if key not in self.saved_graphs and key not in self.saved_on_gpu]
 
-    def put_aside(self, keys: Sequence[Key]) -> None:
-        self.graphs_aside.update(keys)
+    def offload_graphs(self, keys: Sequence[Key]) -> None:
+        self.offloaded_graphs.update(keys)
         self.saved_graphs.update(keys)
 
     def more_bytes(self, key: tuple[int, int]) -> int:
         """What the record of a layer's chunk takes more with its graph than without."""
-        (block, place), p = key, self.problem
-        tokens = self.places[place].end - self.places[place].start
-        return sum(record(p, block, tokens, False, "aside").values()) - self.record_bytes(block, place)
+        (block, chunk), p = key, self.problem
+        tokens = self.group_chunks[chunk].end - self.group_chunks[chunk].start
+        return sum(saved_activations(p, block, tokens, False, "offloaded").values()) - self.saved_bytes(block, chunk)

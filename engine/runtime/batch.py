@@ -48,8 +48,8 @@ class EvaluationData(Batch):
         if all(m.weights is None for m in self.micro_batches):
             return -float(self.scores.sum())
         pairs = zip(self.micro_batches, wanted, strict=True)
-        weights = [found.double() if m.weights is None else m.weights for m, found in pairs]
-        return -float(torch.cat([w[found].double() for w, found in zip(weights, wanted, strict=True)]) @ self.scores)
+        weights = [result.double() if m.weights is None else m.weights for m, result in pairs]
+        return -float(torch.cat([w[result].double() for w, result in zip(weights, wanted, strict=True)]) @ self.scores)
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ class BatchCarrier:
 
     def samples(self, pieces: Sequence[Sequence[SampleRow]], read: dict[int, int]) -> SampleData:
         """A pass over rows of samples, `pieces[i]` of them in the place of chunk i, which has room for their tokens."""
-        found: list[SampleChunk] = []
+        result: list[SampleChunk] = []
         tensors: list[Tensor] = []
         for chunk, rows in zip(self._chunks, pieces, strict=False):
             ends = list(itertools.accumulate(len(row.ids) for row in rows))
@@ -161,16 +161,16 @@ class BatchCarrier:
                 [row.sequence for row in rows if row.wanted],
             )
             own = [torch.tensor(values, dtype=torch.int64) for values in lists]
-            found.append(SampleChunk(replace(chunk, start=0, end=ends[-1]), list(rows), *own))
+            result.append(SampleChunk(replace(chunk, start=0, end=ends[-1]), list(rows), *own))
             tensors += own
         if self._device.type == "cuda":
             there = self._to_device(tensors)
-            for of_chunk, first in zip(found, range(0, len(there), 4), strict=True):
+            for of_chunk, first in zip(result, range(0, len(there), 4), strict=True):
                 of_chunk.ids, of_chunk.positions, of_chunk.last, of_chunk.sequences = there[first : first + 4]
         longest: dict[int, int] = {}
         for row in itertools.chain.from_iterable(pieces):
             longest[row.sequence] = max(longest.get(row.sequence, 0), row.start + len(row.ids) - 1)
-        return SampleData({one.chunk.index: one for one in found}, read, longest)
+        return SampleData({one.chunk.index: one for one in result}, read, longest)
 
     def _batch(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
         """The fields of a Batch."""

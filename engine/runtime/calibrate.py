@@ -99,12 +99,12 @@ def calibrate(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     if brief:
-        return Calibration(samples={kind: tuple(found) for kind, found in samples.items()})
+        return Calibration(samples={kind: tuple(result) for kind, result in samples.items()})
     up, down = _link_rates(executor, device)
     updates = any(buffer.state in ("ram", "nvme") for buffer in plan.buffers.values())
     rate = executor.call("optimizer", lambda: _update_rate(plan, optimizer, train, runner.dtype)) if updates else None
     return Calibration(
-        samples={kind: tuple(found) for kind, found in samples.items()},
+        samples={kind: tuple(result) for kind, result in samples.items()},
         graph_bytes_per_token=graphs,
         update_params_per_s=rate,
         h2d_bytes_per_s=up,
@@ -143,12 +143,12 @@ def _compute_ops(
             layers = {block.name for block in plan.blocks if block.saved_inputs}
             chosen = [unit for unit in chosen if unit.ops[0].block in layers]
         timed = chosen + ([] if brief else _to_save(plan, units))
-        for unit, times, kept_bytes in _measured(timed, runtime, 1 if brief else REPEATS):
+        for unit, times, last_graph_bytes in _measured(timed, runtime, 1 if brief else REPEATS):
             same, tokens = costs.representative(unit.ops[0].block), costs.tokens(unit.ops[0])
             for op, seconds in zip(unit.ops, times, strict=True):
                 samples.setdefault(op_kind(op, same), []).append(Sample(tokens, costs.pairs(op), seconds))
-            if kept_bytes:
-                graphs[same] = -(-kept_bytes // tokens)
+            if last_graph_bytes:
+                graphs[same] = -(-last_graph_bytes // tokens)
     finally:
         arena.close()
     runner.layers.unbind()
@@ -191,14 +191,14 @@ def _units(plan: Plan, costs: Costs, documents: Sequence[Sequence[int]]) -> Iter
 
 def _few_attends(ops: Sequence[Op]) -> list[Op]:
     """Without most of the passes over a chunk of keys that are neither the first nor the last."""
-    found, seen = [], {a.ATTEND: 0, a.ATTEND_BACKWARD: 0}
+    result, seen = [], {a.ATTEND: 0, a.ATTEND_BACKWARD: 0}
     for op in ops:
         if op.action in seen and a.FIRST not in op.flags and a.LAST not in op.flags:
             seen[op.action] += 1
             if seen[op.action] > MOST_ATTENDS:
                 continue
-        found.append(op)
-    return found
+        result.append(op)
+    return result
 
 
 def _chosen(units: Sequence[_Unit]) -> list[_Unit]:
@@ -208,9 +208,9 @@ def _chosen(units: Sequence[_Unit]) -> list[_Unit]:
         alike.setdefault(unit.kinds, []).append(unit)
     pairs = attrgetter("pairs")
     chosen = []
-    for found in alike.values():
-        for unit in sorted({min(found, key=pairs), max(found, key=pairs)}, key=pairs):
-            others = [other for other in found if other is not unit] if unit.saves_graph else []
+    for result in alike.values():
+        for unit in sorted({min(result, key=pairs), max(result, key=pairs)}, key=pairs):
+            others = [other for other in result if other is not unit] if unit.saves_graph else []
             chosen.append(replace(unit, between=tuple(others[:MOST_WAITING])))
     return chosen
 
@@ -223,20 +223,20 @@ def _to_save(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:
     tier, shapes = plan.tiers["gpu"], {block.name: block for block in plan.blocks}
     if plan.saved_graphs or plan.streamed or plan.problem.activation_checkpointing != "auto":
         return []
-    found: dict[str, _Unit] = {}
-    room = tier.budget_bytes - tier.peak_bytes
+    result: dict[str, _Unit] = {}
+    capacity = tier.budget_bytes - tier.peak_bytes
     forward = {(u.ops[0].block, u.ops[0].index): u for u in units if u.ops[0].action is a.LAYER_FORWARD}
     for unit in units:
         op = unit.ops[0]
         kind = unit.kinds[0].partition(" ")[0]
         graph = shapes[op.block].graph_bytes_per_token
-        if op.action is not a.LAYER_BACKWARD or kind in found or graph is None:
+        if op.action is not a.LAYER_BACKWARD or kind in result or graph is None:
             continue
-        if graph * plan.max_chunk_tokens > room:
+        if graph * plan.max_chunk_tokens > capacity:
             continue
         ops = (*forward[op.block, op.index].ops, op)
-        found[kind] = replace(unit, ops=tuple(structs.replace(o, flags=o.flags | {a.SAVED_GRAPH}) for o in ops))
-    return list(found.values())
+        result[kind] = replace(unit, ops=tuple(structs.replace(o, flags=o.flags | {a.SAVED_GRAPH}) for o in ops))
+    return list(result.values())
 
 
 def _measured(units: Sequence[_Unit], runtime: Runtime, repeats: int) -> Iterator[tuple[_Unit, list[float], int]]:
@@ -256,19 +256,19 @@ def _measured(units: Sequence[_Unit], runtime: Runtime, repeats: int) -> Iterato
             times.append(elapsed_s(lambda op=op: runtime.perform(op), runtime.runner.device))  # type: ignore[misc]
         return times
 
-    kept_bytes = []
+    last_graph_bytes = []
     for done, unit in enumerate(units):
         preparing.report(done / len(units), f"{unit.ops[0].action.name.replace('_', ' ')} of {unit.ops[0].block}")
-        runtime.layer_ops.kept_bytes = 0
+        runtime.layer_ops.last_graph_bytes = 0
         run(unit)
-        kept_bytes.append(runtime.layer_ops.kept_bytes)
+        last_graph_bytes.append(runtime.layer_ops.last_graph_bytes)
     times: list[list[list[float]]] = [[] for _ in units]
     for _ in range(repeats):
-        for unit, found in zip(units, times, strict=True):
-            if sum(map(sum, found)) < SLOW_S:
-                found.append(run(unit))
-    for unit, found, kept in zip(units, times, kept_bytes, strict=True):
-        yield unit, [statistics.median(each) for each in zip(*found, strict=True)], kept
+        for unit, result in zip(units, times, strict=True):
+            if sum(map(sum, result)) < SLOW_S:
+                result.append(run(unit))
+    for unit, result, measured in zip(units, times, last_graph_bytes, strict=True):
+        yield unit, [statistics.median(each) for each in zip(*result, strict=True)], measured
 
 
 def _link_rates(executor: Executor, device: torch.device) -> tuple[float, float]:

@@ -33,15 +33,15 @@ class Coefficients:
             batch = self._views.batch(op)
             members = [chunk for _, chunk in sorted(batch.cut.items()) if chunk.micro_batch // size == group]
             firsts, num_sequences = _count(batch)
-            found = []
+            result = []
             for chunk in members:
                 tokens, first = batch.chunks[chunk.index], firsts[chunk.micro_batch]
                 documents = batch.micro_batches[chunk.micro_batch].documents
                 start = self._starts[chunk.index]
                 scores = self._scores[start : start + tokens.labels.shape[0]]
                 numbers = sequence_numbers(tokens.rows, chunk.start, documents, first)
-                found.append(Sequences(scores, tokens.weights, numbers, num_sequences))
-            made = split_coefficients(self._objective, found)
+                result.append(Sequences(scores, tokens.weights, numbers, num_sequences))
+            made = split_coefficients(self._objective, result)
             of_chunk = {chunk.index: part for chunk, part in zip(members, made, strict=True)}
             self._of_group = (op.step, group), of_chunk
         return self._of_group[1][op.index]
@@ -50,8 +50,8 @@ class Coefficients:
 def _count(batch: Batch) -> tuple[list[int], int]:
     """The number that the first sequence of each micro-batch bears, and how many of all have a target."""
     firsts = [0, *itertools.accumulate(len(m.documents) for m in batch.micro_batches)]
-    found = 0
+    result = 0
     for m in batch.micro_batches:
         rows = targets(m.labels, m.weights).nonzero().squeeze(-1)
-        found += len(torch.unique(sequence_numbers(rows, 0, m.documents, 0)))
-    return firsts, found
+        result += len(torch.unique(sequence_numbers(rows, 0, m.documents, 0)))
+    return firsts, result

@@ -253,11 +253,11 @@ class Executor:
     def under_way(self) -> tuple[float, list[UnderWay]]:
         """The spans' clock now, and the ops that are being carried out. Any thread may call this."""
         with self._lock:
-            found = [_under_way(op, start - self.epoch) for op, start in self._on_host.values()]
+            result = [_under_way(op, start - self.epoch) for op, start in self._on_host.values()]
             for issued in self._on_gpu.values():
                 if issued and issued[0].first.query() and not issued[0].last.query():
-                    found.append(_under_way(issued[0].op, self._gpu_time(issued[0].first)))
-            return (self._stopped_at or time.perf_counter()) - self.epoch, found
+                    result.append(_under_way(issued[0].op, self._gpu_time(issued[0].first)))
+            return (self._stopped_at or time.perf_counter()) - self.epoch, result
 
     def close(self) -> None:
         """End the lanes; ops in progress finish, queued ones are dropped.

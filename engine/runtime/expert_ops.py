@@ -25,10 +25,10 @@ class ExpertOps:
         views, chunk = self._views, self._views.chunk(op)
         routed, dy = views.routed(op.slots[a.ROUTED], chunk), views.hidden(op.slots[a.DY], chunk)
         gradients = views.gradients(op)
-        found = self._experts.backward(views.experts_of(op), views.weights(op), routed, dy, gradients)
+        result = self._experts.backward(views.experts_of(op), views.weights(op), routed, dy, gradients)
         gradients.settle()
         if a.OUT in op.slots:  # else nothing below is trained
             views.hidden(op.slots[a.OUT], chunk).copy_(dy)
             sent = views.routed(op.slots[a.DROUTED], chunk)
-            sent.hidden.copy_(found[0])
-            sent.shares.copy_(found[1])
+            sent.hidden.copy_(result[0])
+            sent.shares.copy_(result[1])

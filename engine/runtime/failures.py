@@ -49,10 +49,10 @@ def explain(error: BaseException, op: Op | None, plan: Plan) -> UserError | None
 
 def _out_of_memory(text: str, where: str, plan: Plan) -> str:
     tried = _TRIED.search(text)
-    asked = f" asked for {tried[1]} more" if tried else ""
+    requested = f" asked for {tried[1]} more" if tried else ""
     gpu = plan.tiers["gpu"]
     return (
-        f"budgets.gpu: out of GPU memory despite the plan: {where}{asked}; the plan's peak is {gpu.peak_bytes:,} "
+        f"budgets.gpu: out of GPU memory despite the plan: {where}{requested}; the plan's peak is {gpu.peak_bytes:,} "
         f"bytes of a budget of {gpu.budget_bytes:,}. Raise budgets.gpu, lower train.chunk_tokens, or stop the other "
         "programs on this GPU"
     )
@@ -77,8 +77,8 @@ def first_not_finite(plan: Plan, losses: Tensor, squares: Tensor, marks: Tensor)
     for group in plan.groups(plan.chunks):
         first = group[0].index
         members = slice(first, group[-1].index + 1)
-        if (found := _first_of_group(plan, losses[members], marks[:, :, members], first)) is not None:
-            return found
+        if (result := _first_of_group(plan, losses[members], marks[:, :, members], first)) is not None:
+            return result
     bad = (~squares.isfinite()).nonzero()
     if bad.numel():
         return f"the gradient of {list(plan.buffers)[int(bad[0])]}"
@@ -88,8 +88,8 @@ def first_not_finite(plan: Plan, losses: Tensor, squares: Tensor, marks: Tensor)
 def _first_of_group(plan: Plan, losses: Tensor, marks: Tensor, first: int) -> str | None:
     """The same of the chunks from `first` on alone."""
 
-    def of_chunk(what: str, place: str, index: int) -> str:
-        return f"{what} of {place}[{first + index}] {_tokens(plan, first + index)}"
+    def of_chunk(what: str, location: str, index: int) -> str:
+        return f"{what} of {location}[{first + index}] {_tokens(plan, first + index)}"
 
     def first_mark(part: Tensor) -> tuple[int, int] | None:
         bad = (~part.isfinite()).nonzero()

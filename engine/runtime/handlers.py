@@ -26,13 +26,13 @@ def handles(*actions: Action) -> Callable[[_Method], _Method]:
 
 def handlers_of(*owners: object) -> dict[Action, Handler]:
     """Action -> the method of one of `owners` that carries it out; two for one action are a mistake."""
-    found: dict[Action, Handler] = {}
+    result: dict[Action, Handler] = {}
     for owner in owners:
         for name, function in vars(type(owner)).items():
             for action in getattr(function, _ATTRIBUTE, ()):
-                assert action not in found, f"two handlers of {action.name}"
-                found[action] = getattr(owner, name)
-    return found
+                assert action not in result, f"two handlers of {action.name}"
+                result[action] = getattr(owner, name)
+    return result
 
 
 def gather(futures: Sequence[Future[Any]]) -> Future[None]:

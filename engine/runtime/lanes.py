@@ -109,7 +109,7 @@ class EagerFallbacks(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._noted, self._told = deque[str](), set[str]()
+        self._noted, self._reported = deque[str](), set[str]()
 
     def begin(self) -> None:
         logging.getLogger(self._LOGGER).addHandler(self)
@@ -122,8 +122,8 @@ class EagerFallbacks(logging.Handler):
         if "recompile_limit" not in record.getMessage() or not isinstance(record.args, tuple) or len(record.args) < 3:
             return
         what = str(record.args[2])
-        if what not in self._told:
-            self._told.add(what)
+        if what not in self._reported:
+            self._reported.add(what)
             self._noted.append(
                 f"torch.compile has given up on {what} after compiling it {record.args[1]} times: it runs eagerly "
                 "from now on, slower than planned; chunks of equal length (train.chunk_tokens) need fewer compilations"

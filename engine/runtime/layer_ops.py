@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention import chunk as attention
-from penstock.engine.attention.chunk import AttentionCall, AttentionState, Gradients, KeptAttention, Operands
+from penstock.engine.attention.chunk import AttentionCall, AttentionState, Gradients, Operands, SavedAttention
 from penstock.engine.model.layer_graph import SLOT_ALIGNMENT, LayerGraph, Projection
 from penstock.engine.model.spec import AttentionShape
-from penstock.engine.plan.plan import Chunk, leaving_bytes
+from penstock.engine.plan.plan import Chunk, offloaded_graph_bytes
 from penstock.engine.runtime.handlers import handles
 from penstock.engine.runtime.views import Views, keys_and_values
 from penstock.engine.schedule import actions as a
@@ -26,7 +26,7 @@ class _Waiting:
 
     graph: LayerGraph | None
     """None: it was larger than its slot, and backward recomputes it."""
-    attends: KeptAttention | None
+    attends: SavedAttention | None
     """The attention in it."""
     nbytes: int
     """Bytes on the compute device that it holds itself."""
@@ -45,7 +45,7 @@ class LayerOps:
         self.graphs_bytes = 0
         """Bytes of the graphs that wait."""
         self.graphs_peak_bytes = 0
-        self.kept_bytes = 0
+        self.last_graph_bytes = 0
         """Bytes of the graph that was made last, wherever it waits."""
         self.outgrown: dict[tuple[str, int], int] = {}
         """(layer, chunk) whose graph was larger than its slot, so that backward computed it again -> its bytes."""
@@ -108,7 +108,7 @@ class LayerOps:
                 state.dv[: chunk.end].zero_()
         return state
 
-    def _tell_routers(self, op: Op) -> None:
+    def _watch_routers(self, op: Op) -> None:
         """What the routers of the op's layer are about to see, where their balance is trained."""
         balance = self._layers.balance
         if balance is None:
@@ -129,9 +129,9 @@ class LayerOps:
     @handles(a.LAYER_FORWARD, a.LAYER_FORWARD_BOTTOM, a.LAYER_EVALUATE, a.LAYER_EVALUATE_BOTTOM)
     def _forward(self, op: Op) -> None:
         views, (layer, chunk) = self._views, self._layer(op)
-        self._tell_routers(op)
+        self._watch_routers(op)
         if a.SAVED_GRAPH in op.flags:
-            y = self._keep(op)
+            y = self._forward_saving(op)
         else:
             weights, inputs = views.weights(op), views.layer_inputs(op, chunk)
             x, shape = views.hidden(op.slots[a.X], chunk), self._shapes[layer]
@@ -145,33 +145,33 @@ class LayerOps:
         if a.ROUTED in op.slots:
             views.send(op.slots[a.ROUTED], chunk, self._layers.sent)
 
-    def _keep(self, op: Op) -> Tensor:
+    def _forward_saving(self, op: Op) -> Tensor:
         """Run a layer forward and save its graph until backward; its output."""
         views, (layer, chunk) = self._views, self._layer(op)
         weights, inputs = views.weights(op), views.layer_inputs(op, chunk)
         x, shape = views.hidden(op.slots[a.X], chunk), self._shapes[layer]
-        attends: KeptAttention | None = None
-        leaves = a.GRAPH in op.slots
+        attends: SavedAttention | None = None
+        offloads = a.GRAPH in op.slots
         if shape is None:
-            graph, y = self._layers.keep(layer, weights, x if leaves else x.clone(), inputs, None)
+            graph, y = self._layers.save_graph(layer, weights, x if offloads else x.clone(), inputs, None)
         elif self._plan.streamed:
             out, lse = self._saved(op, shape)
-            graph = self._layers.graph(layer, weights, x, inputs, lambda p: out, keep=True)
+            graph = self._layers.graph(layer, weights, x, inputs, lambda p: out, save_graph=True)
             graph.lse, y = lse.clone(), graph.output
         else:
             state = self._layers.in_blocks(layer, self._state(op, *self._saved(op, shape)))
-            attends = KeptAttention(state, apart=not leaves)
-            graph, y = self._layers.keep(layer, weights, x if leaves else x.clone(), inputs, attends.forward)
+            attends = SavedAttention(state, apart=not offloads)
+            graph, y = self._layers.save_graph(layer, weights, x if offloads else x.clone(), inputs, attends.forward)
         # Of a graph that is cut the log-sum-exp is its own.
-        nbytes = self.kept_bytes = graph.nbytes + (0 if attends is None else attends.state.lse.nbytes)
+        nbytes = self.last_graph_bytes = graph.nbytes + (0 if attends is None else attends.state.lse.nbytes)
         waiting: LayerGraph | None = graph
-        if leaves:
+        if offloads:
             nbytes = 0
             also = [] if attends is None else [attends.state.out, attends.state.lse]
-            if not graph.leave(self._graph_slot(op), also):
+            if not graph.offload(self._graph_slot(op), also):
                 waiting = None
-                self.outgrown[op.block, op.index] = self.kept_bytes
-                self._put_down(op, x)
+                self.outgrown[op.block, op.index] = self.last_graph_bytes
+                self._save_recompute_inputs(op, x)
         self._graphs[layer, op.index] = _Waiting(waiting, attends, nbytes)
         self.graphs_bytes += nbytes
         self.graphs_peak_bytes = max(self.graphs_peak_bytes, self.graphs_bytes)
@@ -180,23 +180,23 @@ class LayerOps:
     def _graph_slot(self, op: Op) -> Tensor:
         """The bytes of the op's slot for a graph that are stored and loaded."""
         block = self._plan.blocks[self._views.block_index(op.block)]
-        return self._gpu.graphs[op.slots[a.GRAPH]][: leaving_bytes(block, _tokens(self._views.chunk(op)))]
+        return self._gpu.graphs[op.slots[a.GRAPH]][: offloaded_graph_bytes(block, _tokens(self._views.chunk(op)))]
 
-    def _put_down(self, op: Op, x: Tensor) -> None:
+    def _save_recompute_inputs(self, op: Op, x: Tensor) -> None:
         """Of a graph larger than its slot what backward recomputes it from: the input, attention's output and
         log-sum-exp."""
-        for target, source in zip(self._put(op), (x, *self._outputs(op)), strict=True):
+        for target, source in zip(self._recompute_inputs(op), (x, *self._outputs(op)), strict=True):
             target.copy_(source)
 
-    def _put(self, op: Op) -> list[Tensor]:
+    def _recompute_inputs(self, op: Op) -> list[Tensor]:
         """Where these are in the op's slot for a graph."""
-        found, start = [], 0
+        result, start = [], 0
         x = self._views.hidden(0, self._views.chunk(op))
         for like in (x, *self._outputs(op, 0)):
             end = start + like.numel() * like.dtype.itemsize
-            found.append(self._graph_slot(op)[start:end].view(like.dtype).view(like.shape))
+            result.append(self._graph_slot(op)[start:end].view(like.dtype).view(like.shape))
             start = -(-end // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        return found
+        return result
 
     def _outputs(self, op: Op, slot: int | None = None) -> tuple[Tensor, ...]:
         """Attention's output and log-sum-exp in the op's slot for them, or in `slot`; nothing of a layer without."""
@@ -223,7 +223,7 @@ class LayerOps:
         views, (layer, chunk) = self._views, self._layer(op)
         weights, gradients = views.weights(op), views.gradients(op)
         dy, shape = views.hidden(op.slots[a.DY], chunk), self._shapes[layer]
-        self._tell_routers(op)
+        self._watch_routers(op)
         if a.SAVED_GRAPH in op.flags:
             dx = self._backward_saved(op, weights, dy, gradients)
         else:
@@ -250,13 +250,13 @@ class LayerOps:
         waiting, layer = self._release(op), self._layer(op)[0]
         graph, attends = waiting.graph, waiting.attends
         if graph is None:
-            x, *outputs = self._put(op)
+            x, *outputs = self._recompute_inputs(op)
             inputs = self._views.layer_inputs(op, self._views.chunk(op))
             state = self._state(op, *outputs) if outputs else None
             return self._layers.backward(layer, weights, x, dy, inputs, state, gradients)
-        found = graph.arrive(self._graph_slot(op)) if a.GRAPH in op.slots else []
+        result = graph.restore(self._graph_slot(op)) if a.GRAPH in op.slots else []
         if attends is not None:
-            out, lse = found or (attends.state.out, attends.state.lse)
+            out, lse = result or (attends.state.out, attends.state.lse)
             attends.state = self._layers.in_blocks(layer, self._state(op, out, lse))
         graph.top(weights, dy, gradients)
         return graph.dx()
@@ -301,7 +301,7 @@ class LayerOps:
         """Streamed: backward of what follows attention; queries and the gradient of its output to their slots."""
         views, (layer, chunk) = self._views, self._layer(op)
         weights, gradients, shape = views.weights(op), views.gradients(op), self._shape(layer)
-        self._tell_routers(op)
+        self._watch_routers(op)
         if a.SAVED_GRAPH in op.flags:
             waiting = self._graphs[layer, op.index].graph
             assert waiting is not None
@@ -309,7 +309,7 @@ class LayerOps:
         else:
             x, inputs = views.hidden(op.slots[a.X], chunk), views.layer_inputs(op, chunk)
             out = self._saved(op, shape)[0]
-            graph = self._layers.graph(layer, weights, x, inputs, lambda p: out, keep=False)
+            graph = self._layers.graph(layer, weights, x, inputs, lambda p: out, save_graph=False)
         dout = graph.top(weights, views.hidden(op.slots[a.DY], chunk), gradients, self._dsent(op))
         gradients.settle()
         assert dout is not None
@@ -374,14 +374,14 @@ class LayerOps:
 
     # ------------------------------------------------------------------ links
 
-    def _places(self, op: Op) -> Iterator[tuple[Tensor, Tensor]]:
+    def _both_ends(self, op: Op) -> Iterator[tuple[Tensor, Tensor]]:
         """(on the compute device, in RAM or aside) of what a copy is about; keys and values are two.
 
         How many tokens, the op's bytes say: a copy that nobody waits for may outlive what is known of its batch.
         """
-        kind, aside = op.action.kind, self._views.aside(op)
+        kind, offloaded = op.action.kind, self._views.offloaded(op)
         if kind in ("x", "dy"):
-            rows = aside.view(self._dtype).view(-1, self._views.runner.spec.hidden_size)
+            rows = offloaded.view(self._dtype).view(-1, self._views.runner.spec.hidden_size)
             yield self._gpu.hidden[op.slots[a.SLOT]][: rows.shape[0]], rows
         elif kind == "kv":
             shape = self._shape(self._views.layer(op))
@@ -392,16 +392,16 @@ class LayerOps:
                 here = keys_and_values(self._gpu.window["kv"][op.slots["kv"]], tokens, shape, self._dtype)
             else:
                 here = [window[start : start + tokens] for window in self._window("kv", shape, chunk.micro_batch)]
-            yield from zip(here, keys_and_values(aside, tokens, shape, self._dtype), strict=True)
+            yield from zip(here, keys_and_values(offloaded, tokens, shape, self._dtype), strict=True)
         else:
             gpu = self._gpu
             slots = {a.SAVED: gpu.saved, a.GRAPH: gpu.graphs, a.ROUTED: gpu.routed, a.DROUTED: gpu.routed}
-            found = slots.get(kind) or gpu.window[kind]
-            yield found[op.slots[a.SLOT if kind in (a.ROUTED, a.DROUTED) else kind]][: op.nbytes], aside
+            result = slots.get(kind) or gpu.window[kind]
+            yield result[op.slots[a.SLOT if kind in (a.ROUTED, a.DROUTED) else kind]][: op.nbytes], offloaded
 
     @handles(*a.LOAD.values(), *a.STORE.values())
     def _copy(self, op: Op) -> None:
-        for here, there in self._places(op):
+        for here, there in self._both_ends(op):
             target, source = (here, there) if op.lane == "h2d" else (there, here)
             self._views.ram.arena.copy(target, source)
 

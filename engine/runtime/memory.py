@@ -12,7 +12,7 @@ from penstock.engine.plan.plan import (
     BufferPlan,
     Plan,
     attention_regions,
-    boundary_places,
+    boundary_chunks,
     graph_slot_bytes,
     routed_bytes,
     sample_regions,
@@ -83,7 +83,7 @@ class GpuMemory:
     """What a layer's saved graph of one chunk holds, on its way, uint8."""
     window: dict[str, list[Tensor]] = field(default_factory=dict)
     """What attention reads and sums, uint8: see engine.plan.plan.window_bytes."""
-    records: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+    saved_activations: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
     """(block, place) -> kind -> what is put aside for its backward and stays here, uint8: see plan.plan.record."""
     sample_stages: list[Tensor] = field(default_factory=list)
     """Keys and values of samples in one layer, uint8: see engine.plan.plan.sample_regions."""
@@ -97,7 +97,7 @@ class RamMemory:
 
     arena: HostArena
     buffers: dict[str, Resident] = field(default_factory=dict)
-    records: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+    saved_activations: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
     """(block, place) -> kind -> what is put aside for its backward, uint8: see engine.plan.plan.record."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Buffer -> its gradient as it waits between groups, float32."""
@@ -124,9 +124,9 @@ def _dtypes(
     plan: Plan, buffer: BufferPlan, tier: Tier, weights: torch.dtype, gradient: torch.dtype
 ) -> dict[str, torch.dtype]:
     """Kind -> dtype of what lives on `tier` of a buffer."""
-    found = {"weights": weights} if buffer.weights == tier else {}
-    found |= {"gradient": gradient} if buffer.gradient == tier else {}
-    return found | (dict.fromkeys(plan.problem.state_kinds, torch.float32) if buffer.state == tier else {})
+    result = {"weights": weights} if buffer.weights == tier else {}
+    result |= {"gradient": gradient} if buffer.gradient == tier else {}
+    return result | (dict.fromkeys(plan.problem.state_kinds, torch.float32) if buffer.state == tier else {})
 
 
 def allocate_gpu(
@@ -156,7 +156,9 @@ def allocate_gpu(
     sizes = window_bytes(problem, plan.max_chunk_tokens, plan.streamed, plan.windows)
     gpu.window = {name: [gpu.arena.slot(nbytes) for nbytes in each] for name, each in sizes.items()}
     for key in plan.saved_on_gpu:
-        gpu.records[key] = {kind: gpu.arena.slot(nbytes) for kind, nbytes in plan.record(*key).items()}
+        gpu.saved_activations[key] = {
+            kind: gpu.arena.slot(nbytes) for kind, nbytes in plan.saved_activations(*key).items()
+        }
     tokens = plan.max_chunk_tokens
     shape = (tokens, problem.hidden_size)
     gpu.hidden = [typed(tokens * problem.hidden_size, compute_dtype).view(shape) for _ in range(HIDDEN_SLOTS)]
@@ -192,20 +194,22 @@ def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torc
             # What is complete takes the place of what was summed so far.
             ram.sums[name] = ram.buffers[name]["gradient"]
             ram.buffers[name]["gradient"] = ram.sums[name].view(gradient_dtype)[: buffer.numel]
-    for chunk in boundary_places(problem, plan.places):
+    for chunk in boundary_chunks(problem, plan.group_chunks):
         shape = (chunk.end - chunk.start, problem.hidden_size)
         ram.boundary[chunk.index] = typed(f"boundary.{chunk.index}", math.prod(shape), compute_dtype).view(shape)
         if routed := routed_bytes(problem, shape[0]):
             ram.routed[chunk.index] = ram.arena.slot(f"routed.{chunk.index}", routed)
-    for chunk in plan.places:
+    for chunk in plan.group_chunks:
         for i, block in enumerate(plan.blocks):
             key = (i, chunk.index)
             if key in plan.spilled or key in plan.saved_on_gpu:
                 continue
-            sizes = plan.record(*key).items()
-            ram.records[key] = {kind: ram.arena.slot(f"{kind}.{block.name}.{chunk.index}", n) for kind, n in sizes}
+            sizes = plan.saved_activations(*key).items()
+            ram.saved_activations[key] = {
+                kind: ram.arena.slot(f"{kind}.{block.name}.{chunk.index}", n) for kind, n in sizes
+            }
     regions = attention_regions(
-        problem, plan.places, plan.streamed, bool(plan.recomputed), bool(plan.activation_stages)
+        problem, plan.group_chunks, plan.streamed, bool(plan.recomputed), bool(plan.activation_stages)
     )
     ram.window = {
         name: [ram.arena.slot(f"window.{name}.{i}", nbytes) for i, nbytes in enumerate(each)]
@@ -219,7 +223,7 @@ def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torc
         ram.state_stages.append(stage | {"gradient": typed(f"stage.{i}.gradient", part, gradient_dtype)})
     ram.part_stages = [ram.arena.slot(f"part.{i}", plan.part_stage_bytes) for i in range(plan.part_stages)]
     if problem.samples is not None:
-        kept, of_logits = sample_regions(problem).kept, (len(problem.samples.lengths), problem.samples.vocabulary)
-        ram.sample_kv = {block: ram.arena.slot(f"sample_kv.{block}", nbytes) for block, nbytes in kept.items()}
+        cached, of_logits = sample_regions(problem).cached, (len(problem.samples.lengths), problem.samples.vocabulary)
+        ram.sample_kv = {block: ram.arena.slot(f"sample_kv.{block}", nbytes) for block, nbytes in cached.items()}
         ram.sample_logits = typed("sample_logits", of_logits[0] * of_logits[1], torch.float32).view(of_logits)
     return ram

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.clock import wait_for_copies
-from penstock.engine.generate.attend import KeysValues, Place, rows_handler
+from penstock.engine.generate.attend import KeysValues, RowRange, rows_handler
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.runtime.batch import SampleChunk, SampleRow
 from penstock.engine.runtime.handlers import handles
@@ -78,9 +78,9 @@ class SampleOps:
         views, chunk, layer = self._views, self._chunk(op), self._views.layer(op)
         shape, handler = self._runner.spec.attention[layer], None
         if shape is not None:
-            places = [Place(row.start, len(row.ids)) for row in chunk.rows]
+            rows = [RowRange(row.start, len(row.ids)) for row in chunk.rows]
             staged = self._staged(op)
-            handler = rows_handler(places, [staged[row.sequence] for row in chunk.rows], shape.chunk)
+            handler = rows_handler(rows, [staged[row.sequence] for row in chunk.rows], shape.chunk)
         if self._runner.layers.balance is not None:
             self._runner.layers.balance.watch(chunk.chunk.end, counting=False)
         x = views.hidden(op.slots[a.X], chunk.chunk)
@@ -112,20 +112,20 @@ class SampleOps:
 
     @handles(a.LOAD_SAMPLE_KV)
     def _load(self, op: Op) -> None:
-        here, there = self._places(op)
+        here, there = self._both_ends(op)
         for sequence, tokens in self._views.samples[op.batch].read.items():
             for target, source in zip(here[sequence], there[sequence], strict=True):
                 self._views.ram.arena.copy(target[:tokens], source[:tokens])
 
     @handles(a.STORE_SAMPLE_KV)
     def _store(self, op: Op) -> None:
-        here, there = self._places(op)
+        here, there = self._both_ends(op)
         for row in self._rows(op):
             new = slice(row.start, row.start + len(row.ids))
             for target, source in zip(there[row.sequence], here[row.sequence], strict=True):
                 self._views.ram.arena.copy(target[new], source[new])
 
-    def _places(self, op: Op) -> tuple[list[KeysValues], list[KeysValues]]:
+    def _both_ends(self, op: Op) -> tuple[list[KeysValues], list[KeysValues]]:
         """(on the compute device, in RAM): keys and values of the op's layer by sequence."""
         region = self._views.ram.sample_kv[self._views.block_index(op.block)]
         return self._staged(op), self._keys_values(op, region)

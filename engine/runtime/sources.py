@@ -87,8 +87,8 @@ class FolderSource:
         require_same_twice(self._reader, self._layout.plan, self._layout.canonical)
         self.usual_dtype = FLOAT_DTYPES[max(sizes, key=sizes.__getitem__)]
         self.constants = read_constants(self._reader, self.spec)
-        found = has_tokenizer(folder)
-        self.tokenizer = load_tokenizer(folder) if found else None
+        result = has_tokenizer(folder)
+        self.tokenizer = load_tokenizer(folder) if result else None
         self._threads = ThreadPoolExecutor(_THREADS, "tensors")
 
     def _bytes(self, name: str) -> int:

@@ -109,7 +109,7 @@ def load_memory(
     """
     loading = _Loading(cast(NvmeStore, store), plan, gpu, ram, compute_dtype)
     buffers = [buffer for buffer in plan.buffers.values() if buffer.name not in there]
-    total, asked = sum(buffer.numel for buffer in buffers), 0
+    total, requested = sum(buffer.numel for buffer in buffers), 0
     for buffer in buffers:
         for part in range(buffer.num_parts):
             if buffer.frozen:
@@ -119,8 +119,8 @@ def load_memory(
             else:
                 loading.through_stages(buffer, part)
             start, end = buffer.part(part)
-            asked += end - start
-            preparing.report(asked / total, buffer.name)
+            requested += end - start
+            preparing.report(requested / total, buffer.name)
     loading.finish()
 
 

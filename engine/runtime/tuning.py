@@ -45,38 +45,38 @@ class Tuning:
     checklist: Checklist
     observer: Observer
 
-    def run(self, found: SearchResult, compute: Compute, steps_left: int | None) -> tuple[Compute, Calibration]:
+    def run(self, result: SearchResult, compute: Compute, steps_left: int | None) -> tuple[Compute, Calibration]:
         """What the run computes with, and what the ops of the plan take with that.
 
         With `steps_left` and train.compile=auto it is measured whether compiling pays within so many steps; without,
         what can be compiled is.
         """
         compiled = self.task.recipe.train.compile == "auto" and compute.compiled
-        if compiled and steps_left is not None and steps_left * found.best.step_s < OPTIMIZER_S:
+        if compiled and steps_left is not None and steps_left * result.best.step_s < OPTIMIZER_S:
             compute = compute.with_fused_optimizer(self.task.recipe.train)
-        if not compiled or steps_left is None or steps_left * found.best.step_s > CERTAIN_S:
+        if not compiled or steps_left is None or steps_left * result.best.step_s > CERTAIN_S:
             what = "compiling, and timing the ops" if compute.compiled else "timing the ops"
-            return compute, self._calibrate(what, found, compute)
+            return compute, self._calibrate(what, result, compute)
         compute.runner.compile(False)
         with self.checklist.step("timing uncompiled layers"):
-            eager_s = self._step_s(found, self._measure(found, compute, brief=True))
+            eager_s = self._step_s(result, self._measure(result, compute, brief=True))
         if steps_left * eager_s * GAIN < COMPILE_S:
             self.observer.on_message(
                 f"layers are not compiled: {steps_left:,} steps of about {eager_s:.2g} s finish sooner without",
                 detail=True,
             )
-            return compute, self._calibrate("timing the ops", found, compute)
+            return compute, self._calibrate("timing the ops", result, compute)
         compute.runner.compile(True)
-        return compute, self._calibrate("compiling, and timing the ops", found, compute)
+        return compute, self._calibrate("compiling, and timing the ops", result, compute)
 
-    def _calibrate(self, what: str, found: SearchResult, compute: Compute) -> Calibration:
+    def _calibrate(self, what: str, result: SearchResult, compute: Compute) -> Calibration:
         with self.checklist.step(what):
-            return self._measure(found, compute, brief=False)
+            return self._measure(result, compute, brief=False)
 
-    def _measure(self, found: SearchResult, compute: Compute, *, brief: bool) -> Calibration:
+    def _measure(self, result: SearchResult, compute: Compute, *, brief: bool) -> Calibration:
         try:
             return calibrate(
-                found.plan,
+                result.plan,
                 layouts(self.task.spec),
                 compute.runner,
                 compute.optimizer,
@@ -90,13 +90,13 @@ class Tuning:
         except UserError:
             raise
         except Exception as error:
-            if (told := explain(error, None, found.plan)) is None:
+            if (text := explain(error, None, result.plan)) is None:
                 raise
-            raise told from error
+            raise text from error
 
-    def _step_s(self, found: SearchResult, calibration: Calibration) -> float:
+    def _step_s(self, result: SearchResult, calibration: Calibration) -> float:
         """Seconds of a step of the plan with these times."""
         task = replace(self.task, graph_bytes=None)
-        known = (found.best.chunk_tokens, found.best.choice)
+        known = (result.best.chunk_tokens, result.best.choice)
         documents, filled = [m.documents for m in self.batch], [m.filled for m in self.batch]
         return task.search(self.machine, calibration, documents, filled, known=known, only=known).best.step_s

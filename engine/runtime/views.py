@@ -24,12 +24,12 @@ from penstock.storage.tier.layout import FlatLayout
 
 def keys_and_values(raw: Tensor, tokens: int, shape: AttentionShape, dtype: torch.dtype) -> list[Tensor]:
     """k [tokens, kv_heads, qk_dim] and v [tokens, kv_heads, v_dim] that lie one after the other in uint8 `raw`."""
-    found, start = [], 0
+    result, start = [], 0
     for width in (shape.qk_dim, shape.v_dim):
         end = start + tokens * shape.kv_heads * width * dtype.itemsize
-        found.append(raw[start:end].view(dtype).view(tokens, shape.kv_heads, width))
+        result.append(raw[start:end].view(dtype).view(tokens, shape.kv_heads, width))
         start = end
-    return found
+    return result
 
 
 class Views:
@@ -83,7 +83,7 @@ class Views:
     def gradients(self, op: Op) -> GradientSums:
         """float32 gradients of what is trained of the op's block: where this op is the first to add to them, fresh in a
         layer, and zero in other blocks."""
-        block, found = self._blocks[op.block][1], GradientSums({})
+        block, result = self._blocks[op.block][1], GradientSums({})
         for name in block.buffers:
             if self.plan.buffers[name].frozen:
                 continue
@@ -94,11 +94,11 @@ class Views:
                 if op.action.work.fresh_gradients:
                     for start, end in self.layouts[name].gaps:
                         flat[start:end].zero_()
-                    found.fresh |= views.keys()
+                    result.fresh |= views.keys()
                 else:
                     flat.zero_()
-            found |= views
-        return found
+            result |= views
+        return result
 
     def flat(self, kind: str, name: str, slot: int) -> Tensor:
         """The flat tensor of a buffer on the compute device: resident, or in its slot."""
@@ -157,14 +157,14 @@ class Views:
     def routed(self, slot: int, chunk: Chunk) -> Routed:
         """What a router sends of a chunk, or its gradient, in a slot on the compute device; experts as int32."""
         tokens, per_token = chunk.end - chunk.start, self.runner.spec.experts_per_token
-        raw, found = self.gpu.routed[slot], []
+        raw, result = self.gpu.routed[slot], []
         start = 0
         sizes = (self.plan.problem.hidden_size, per_token, per_token)
         for width, dtype in zip(sizes, (self.dtype, torch.int32, torch.float32), strict=True):
             end = start + tokens * width * dtype.itemsize
-            found.append(raw[start:end].view(dtype).view(tokens, width))
+            result.append(raw[start:end].view(dtype).view(tokens, width))
             start = end
-        return Routed(*found)
+        return Routed(*result)
 
     def send(self, slot: int, chunk: Chunk, sent: Routed | None) -> None:
         """Put what a layer's router has sent of a chunk into a slot."""
@@ -172,18 +172,18 @@ class Views:
         for target, source in zip(self.routed(slot, chunk), sent, strict=True):
             target.copy_(source)
 
-    def aside(self, op: Op) -> Tensor:
+    def offloaded(self, op: Op) -> Tensor:
         """Where an activation of the op's block and chunk is put aside, uint8: its stage, its record, the place of its
         chunk in one block's pass, or the boundary between two blocks."""
         if a.STAGE in op.slots:
             return self.ram.activation_stages[op.slots[a.STAGE]][: op.nbytes]
-        place, kind = self.plan.place(op.index), op.action.kind
-        key = (self._blocks[op.block][0], place)
-        record = self.gpu.records.get(key) or self.ram.records.get(key) or {}
-        if kind in record:
-            region = record[kind]
+        chunk, kind = self.plan.index_in_group(op.index), op.action.kind
+        key = (self._blocks[op.block][0], chunk)
+        saved = self.gpu.saved_activations.get(key) or self.ram.saved_activations.get(key) or {}
+        if kind in saved:
+            region = saved[kind]
         elif kind in self.ram.window:
             region = self.ram.window[kind][self.plan.chunks[op.index].local]
         else:
-            region = (self.ram.routed if kind in (a.ROUTED, a.DROUTED) else self.ram.boundary)[place]
+            region = (self.ram.routed if kind in (a.ROUTED, a.DROUTED) else self.ram.boundary)[chunk]
         return region.view(torch.uint8).view(-1)[: op.nbytes]

@@ -411,7 +411,7 @@ def _on_gpu(kind: str) -> tuple[str, ...]:
 def _in_ram(kind: str) -> tuple[str, ...]:
     row = ACTIVATIONS[kind]
     waiting = () if row.ram is None else (row.ram,)
-    return (r.RECORD[kind], *waiting, r.RAM_ACTIVATION_STAGE) if row.saved else waiting
+    return (r.SAVED[kind], *waiting, r.RAM_ACTIVATION_STAGE) if row.saved else waiting
 
 
 def _on_nvme(kind: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.engine.plan.activations import ACTIVATIONS
-from penstock.engine.plan.plan import Chunk, Plan, leaving_bytes, stay_in_slots
+from penstock.engine.plan.plan import Chunk, Plan, offloaded_graph_bytes, stay_in_slots
 from penstock.engine.plan.problem import DKV_SLOTS, GRAPH_SLOTS, HIDDEN_SLOTS, KV_SLOTS, ROUTED_SLOTS, SAVED_SLOTS
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
@@ -32,7 +32,7 @@ class ActivationSchedule:
         self.routed = Slots("gpu.routed", ROUTED_SLOTS)
         self.saved = Slots("gpu.saved", SAVED_SLOTS)
         self.graphs = Slots("gpu.graph_slot", GRAPH_SLOTS)
-        self._num_places = plan.num_places
+        self._num_group_chunks = plan.num_group_chunks
         self._stages = Slots("ram.activation_stage", plan.activation_stages)
         without = {i for i, block in enumerate(plan.blocks) if not (block.backward and block.attends)}
         self._unsaved = plan.recomputed | without
@@ -66,7 +66,7 @@ class ActivationSchedule:
 
     def key(self, layer: int, chunk: Chunk) -> tuple[int, int]:
         """A layer's chunk as the plan's sets name it."""
-        return layer, chunk.index % self._num_places
+        return layer, chunk.index % self._num_group_chunks
 
     def content(self, layer: int, chunk: Chunk) -> tuple[int, int, int, int]:
         """What a slot holds that belongs to a layer's chunk in the step being emitted."""
@@ -84,7 +84,7 @@ class ActivationSchedule:
         """Emit what brings an activation of a layer's chunk from one place to another."""
         block, tokens = self._plan.blocks[layer], chunk.end - chunk.start
         if action.kind == a.GRAPH:
-            nbytes = leaving_bytes(block, tokens)
+            nbytes = offloaded_graph_bytes(block, tokens)
         else:
             nbytes = tokens * ACTIVATIONS[action.kind].bytes_per_token(self._plan.problem, block)
         self._emit(action, block.name, chunk.index, reads=reads, writes=writes, nbytes=nbytes, slots=slots)
@@ -106,7 +106,7 @@ class ActivationSchedule:
             saved = kind in self._plan.blocks[layer].saved_inputs and mode in ("recompute", "backward")
             if saved and self.key(layer, chunk) in self._plan.spilled:
                 slots[a.STAGE] = self._unspill(kind, layer, chunk, keep=not last_use)
-                source: Resource = r.place(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
+                source: Resource = r.resource(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
             else:
                 source = self._region(kind, layer, chunk)
             self._move(a.LOAD[kind], layer, chunk, [source], [r.activation(kind, slot)], slots)
@@ -131,10 +131,10 @@ class ActivationSchedule:
         key, block = self.key(layer, chunk), self._plan.blocks[layer]
         saved = kind in block.saved_inputs and block.backward
         if saved and key not in self._plan.spilled and key not in self._plan.saved_graphs:
-            return r.record(kind, *key)
+            return r.saved_activation(kind, *key)
         space = ACTIVATIONS[kind].ram
         assert space is not None
-        return r.place(space, key[1])
+        return r.resource(space, key[1])
 
     # ------------------------------------------------------------------ NVMe
 
@@ -151,7 +151,7 @@ class ActivationSchedule:
         """
         stage = self._stages.take((kind, layer, chunk.index))
         self._stages.release(stage)
-        self._emit_unspill(kind, layer, chunk, r.place(r.RAM_ACTIVATION_STAGE, stage), {a.STAGE: stage}, keep)
+        self._emit_unspill(kind, layer, chunk, r.resource(r.RAM_ACTIVATION_STAGE, stage), {a.STAGE: stage}, keep)
         return stage
 
     def _emit_unspill(
@@ -184,9 +184,9 @@ class ActivationSchedule:
             self._discard("saved", layer, chunk)
             return slot
         slot = self.saved.take(content)
-        region = r.record("saved", *self.key(layer, chunk))
+        region = r.saved_activation("saved", *self.key(layer, chunk))
         if layer in self._plan.recomputed:
-            region = r.place(r.RAM_WINDOW_SAVED, chunk.local)
+            region = r.resource(r.RAM_WINDOW_SAVED, chunk.local)
         self._load_part("saved", layer, chunk, region, r.saved(slot), {a.SAVED: slot})
         return slot
 
@@ -196,7 +196,7 @@ class ActivationSchedule:
         key, recomputed = self.key(layer, chunk), layer in self._unsaved
         if mode == "evaluate" or key in self._plan.saved_graphs or (recomputed and mode == "forward"):
             return
-        region = r.place(r.RAM_WINDOW_SAVED, chunk.local) if recomputed else r.record("saved", *key)
+        region = r.resource(r.RAM_WINDOW_SAVED, chunk.local) if recomputed else r.saved_activation("saved", *key)
         self._store_part("saved", mode, layer, chunk, ("gpu.saved", slot), region, {"saved": slot})
 
     # ------------------------------------------------------------------ saved graphs that leave
@@ -209,13 +209,13 @@ class ActivationSchedule:
             self._discard("graph", layer, chunk)
             return slot
         slot = self.graphs.take(content)
-        region = r.record("graph", *self.key(layer, chunk))
+        region = r.saved_activation("graph", *self.key(layer, chunk))
         self._load_part("graph", layer, chunk, region, r.graph_slot(slot), {a.GRAPH: slot})
         return slot
 
     def store_graph(self, layer: int, chunk: Chunk, slot: int) -> None:
         """What a chunk's graph holds leaves its slot."""
-        region = r.record("graph", *self.key(layer, chunk))
+        region = r.saved_activation("graph", *self.key(layer, chunk))
         self._store_part("graph", "forward", layer, chunk, r.graph_slot(slot), region, {a.GRAPH: slot})
 
     # ------------------------------------------------------------------ to and from where records wait
@@ -225,7 +225,7 @@ class ActivationSchedule:
     ) -> None:
         if (kind, *self.key(layer, chunk)) in self._on_nvme:
             slots[a.STAGE] = self._unspill(kind, layer, chunk)
-            region = r.place(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
+            region = r.resource(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
         self._move(a.LOAD[kind], layer, chunk, [region], [target], slots)
 
     def _store_part(
@@ -238,7 +238,7 @@ class ActivationSchedule:
         staged = spilled and region[0] != r.RAM_WINDOW_KV
         if staged:
             slots[a.STAGE] = self._stages.take((kind, layer, chunk.index))
-            region = r.place(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
+            region = r.resource(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
         self._move(a.STORE[kind], layer, chunk, [source], [region], slots)
         if spilled:
             self._spill(kind, layer, chunk, region, {k: v for k, v in slots.items() if k != a.KV})
@@ -247,33 +247,33 @@ class ActivationSchedule:
 
     # ------------------------------------------------------------------ keys and values, whole
 
-    def _place(self, chunk: Chunk) -> int:
+    def _window_index(self, chunk: Chunk) -> int:
         """A chunk's place in the windows."""
         return chunk.micro_batch % self._plan.windows * self._window_chunks + chunk.local
 
     def window(self, chunk: Chunk) -> list[Resource]:
         """The places in its window of a chunk and of those before it."""
-        place = self._place(chunk)
-        return [r.kv(i) for i in range(place - chunk.local, place + 1)]
+        index = self._window_index(chunk)
+        return [r.kv(i) for i in range(index - chunk.local, index + 1)]
 
     def write_window(self, layer: int, chunk: Chunk) -> None:
         """The chunk's place in the window is about to be computed."""
-        self._window[self._place(chunk)] = self.content(layer, chunk)
+        self._window[self._window_index(chunk)] = self.content(layer, chunk)
 
     def store_window(self, layer: int, chunk: Chunk) -> None:
         """Keys and values leave, unless backward makes them again or never comes."""
         if layer not in self._unsaved:
-            region = r.record("kv", *self.key(layer, chunk))
-            self._store_part("kv", "forward", layer, chunk, r.kv(self._place(chunk)), region, {})
+            region = r.saved_activation("kv", *self.key(layer, chunk))
+            self._store_part("kv", "forward", layer, chunk, r.kv(self._window_index(chunk)), region, {})
 
     def load_window(self, layer: int, chunk: Chunk) -> None:
         """Bring a chunk's keys and values to its place in the window, unless they are there."""
-        content, place = self.content(layer, chunk), self._place(chunk)
-        if self._window[place] == content or not self._plan.blocks[layer].attends:
+        content, index = self.content(layer, chunk), self._window_index(chunk)
+        if self._window[index] == content or not self._plan.blocks[layer].attends:
             self._discard("kv", layer, chunk)
             return
-        self._window[place] = content
-        self._load_part("kv", layer, chunk, r.record("kv", *self.key(layer, chunk)), r.kv(place), {})
+        self._window[index] = content
+        self._load_part("kv", layer, chunk, r.saved_activation("kv", *self.key(layer, chunk)), r.kv(index), {})
 
     def load_whole_window(self, layer: int, chunk: Chunk) -> None:
         """Bring keys and values of all chunks of a chunk's micro-batch."""
@@ -319,15 +319,15 @@ class ActivationSchedule:
         if reach is not None:
             first = max(first, chunk.start - reach + 1)
         before = self.streams[chunk.micro_batch][: chunk.local]
-        found = [other for other in before if other.end > first]
-        return found if chunk.local % 2 else found[::-1]
+        result = [other for other in before if other.end > first]
+        return result if chunk.local % 2 else result[::-1]
 
     def _kv_region(self, layer: int, chunk: Chunk) -> Resource:
         """Where keys and values wait in RAM to be streamed: in their record, or in the block's window."""
         key = self.key(layer, chunk)
         if layer in self._unsaved or key in self._plan.spilled:
-            return r.place(r.RAM_WINDOW_KV, chunk.local)
-        return r.record("kv", *key)
+            return r.resource(r.RAM_WINDOW_KV, chunk.local)
+        return r.saved_activation("kv", *key)
 
     def store_kv(self, layer: int, chunk: Chunk, slot: int, mode: Mode) -> None:
         """Keys and values in `slot` leave, to be streamed by later chunks and in backward."""
@@ -356,7 +356,7 @@ class ActivationSchedule:
                 self._discard("kv", layer, other)
                 continue
             self._window[other.local] = self.content(layer, other)
-            self._emit_unspill("kv", layer, other, r.place(r.RAM_WINDOW_KV, other.local), {}, False)
+            self._emit_unspill("kv", layer, other, r.resource(r.RAM_WINDOW_KV, other.local), {}, False)
 
     def load_dkv(self, layer: int, chunk: Chunk) -> tuple[int, bool]:
         """Slot with the gradients of a chunk's keys and values summed so far, pinned; True where there are none yet."""
@@ -366,12 +366,12 @@ class ActivationSchedule:
         if slot is None:
             slot = self.dkv.take(content)
             if not new:
-                there = r.place(r.RAM_WINDOW_DKV, chunk.local)
+                there = r.resource(r.RAM_WINDOW_DKV, chunk.local)
                 self._move(a.LOAD["dkv"], layer, chunk, [there], [r.dkv(slot)], {a.DKV: slot})
         return slot, new
 
     def store_dkv(self, layer: int, chunk: Chunk, slot: int) -> None:
         """The sum so far leaves for RAM; it stays in its slot until that is wanted."""
-        there = r.place(r.RAM_WINDOW_DKV, chunk.local)
+        there = r.resource(r.RAM_WINDOW_DKV, chunk.local)
         self._move(a.STORE["dkv"], layer, chunk, [r.dkv(slot)], [there], {a.DKV: slot})
         self.dkv.release(slot, keep=True)

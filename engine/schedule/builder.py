@@ -100,7 +100,9 @@ class ScheduleBuilder:
         if pass_.trains:
             self._state.read_ahead(pass_.step)
             self._state.waiting = pass_.step
-        self._emit(pass_.ends, "all", reads=map(r.place, pass_.ends.reads), writes=map(r.place, pass_.ends.writes))
+        self._emit(
+            pass_.ends, "all", reads=map(r.resource, pass_.ends.reads), writes=map(r.resource, pass_.ends.writes)
+        )
         yield self._emitter.take()
 
     def ops(self, pass_: Pass, *, commit_previous: bool = False) -> list[Op]:
@@ -128,7 +130,7 @@ class ScheduleBuilder:
         visits = [task for task in tasks if task.first]
         lengths = Counter(task.visit for task in tasks)
         ends = list(itertools.accumulate(lengths[visit] for visit in range(len(visits))))
-        leaving: list[tuple[int, deque[Load]]] = []
+        offloading: list[tuple[int, deque[Load]]] = []
         """Gradients that leave until the next group: the visit with which they have to be gone, and what moves them."""
         weights = deque(self._prepare(visits, 0, commit, 1))
         turns = 1
@@ -145,12 +147,12 @@ class ScheduleBuilder:
             if task.first:
                 weights.extend(self._prepare(visits, task.visit + 1, commit, turns))
             _emit_share(weights, turns)
-            for until, stores in leaving:
+            for until, stores in offloading:
                 _emit_share(stores, ends[until] - number)
-            leaving = [(until, stores) for until, stores in leaving if stores]
+            offloading = [(until, stores) for until, stores in offloading if stores]
             if task.last:
                 assert not weights
-                leaving += self._leave(task, visits)
+                offloading += self._end_visit(task, visits)
             if following is not None and following.group is not task.group:
                 self._begin(following.group)
             if following is not None:
@@ -188,7 +190,7 @@ class ScheduleBuilder:
                     loads += self._state.fetch_sum(name, turns)
         return loads
 
-    def _leave(self, task: Task, visits: list[Task]) -> list[tuple[int, deque[Load]]]:
+    def _end_visit(self, task: Task, visits: list[Task]) -> list[tuple[int, deque[Load]]]:
         """The block has seen all of the pass's chunks: its weights may go, and gradients that are complete do.
 
         Returns of those that wait for the next group the visit with whose end they have to be gone, and what moves
@@ -197,20 +199,23 @@ class ScheduleBuilder:
         block = self._plan.blocks[task.layer]
         self._state.release(block)
         done = task.chunk is task.group.chunks[0] if task.mode == "backward" else task.mode == "loss"
-        leaving: list[tuple[int, deque[Load]]] = []
+        offloading: list[tuple[int, deque[Load]]] = []
         for name in block.buffers if done else ():
             if self._last_user.get(name) == task.layer:
                 if task.group is self._pass.groups[-1]:
                     self._state.close_gradient(name)
                     continue
-                stores, until = deque(self._state.suspend_gradient(name)), self._gone_by(task.visit, name, visits)
+                stores, until = (
+                    deque(self._state.suspend_gradient(name)),
+                    self._offload_deadline(task.visit, name, visits),
+                )
                 if until > task.visit:
-                    leaving.append((until, stores))
+                    offloading.append((until, stores))
                 else:
                     _emit_share(stores, 1)
-        return leaving
+        return offloading
 
-    def _gone_by(self, visit: int, name: str, visits: list[Task]) -> int:
+    def _offload_deadline(self, visit: int, name: str, visits: list[Task]) -> int:
         """The last visit in which a gradient may leave its slot: the next one, where there are slots for one that comes
         and one that goes, else the one before that in which the slot's next sum begins to come."""
         pool = self._plan.buffers[name].pool
@@ -232,7 +237,7 @@ class ScheduleBuilder:
         key = self._activations.key(layer, chunk)
         has_graph = task.mode == "backward" and key in self._plan.saved_graphs
         loaded: dict[str, int] = {}
-        if has_graph and key in self._plan.graphs_aside:
+        if has_graph and key in self._plan.offloaded_graphs:
             loaded[a.GRAPH] = self._activations.load_graph(layer, chunk)
         if task.mode == "generate" and task.first:
             self._samples.open(layer)
@@ -249,14 +254,14 @@ class ScheduleBuilder:
     def _compute(self, task: Task, loaded: dict[str, int]) -> None:
         block, chunk, activations = self._plan.blocks[task.layer], task.chunk, self._activations
         operands = self._operands(task)
-        again = task.mode in ("forward", "recompute") and block.backward
+        reread = task.mode in ("forward", "recompute") and block.backward
         outputs, other = self._outputs(task)
         slots = dict(loaded)
         for kind in outputs:
             pool = activations.pool(kind)
             slots[_role(kind)] = pool.take((kind, *activations.content(other, chunk)))
-        leaves = task.mode == "forward" and activations.key(task.layer, chunk) in self._plan.graphs_aside
-        if leaves:
+        offloads = task.mode == "forward" and activations.key(task.layer, chunk) in self._plan.offloaded_graphs
+        if offloads:
             slots[a.GRAPH] = activations.graphs.take(activations.content(task.layer, chunk))
         if task.mode == "generate":
             self._compute_generated(task, operands, slots)
@@ -266,17 +271,17 @@ class ScheduleBuilder:
             self._compute_streamed(task, operands, slots)
         else:
             self._compute_whole(task, operands, slots)
-        if leaves:
+        if offloads:
             activations.store_graph(task.layer, chunk, slots[a.GRAPH])
         for kind in outputs:
             activations.store(kind, task.mode, other, chunk, slots[_role(kind)])
         for kind in loaded.keys() & _BETWEEN:
             # What is saved of a block's inputs is read again in backward.
-            activations.pool(kind).release(loaded[kind], keep=kind in block.saved_inputs and again)
+            activations.pool(kind).release(loaded[kind], keep=kind in block.saved_inputs and reread)
         if a.SAVED in slots:
-            activations.saved.release(slots[a.SAVED], keep=again)
+            activations.saved.release(slots[a.SAVED], keep=reread)
         if a.GRAPH in slots:
-            activations.graphs.release(slots[a.GRAPH], keep=again)
+            activations.graphs.release(slots[a.GRAPH], keep=reread)
 
     def _outputs(self, task: Task) -> tuple[Sequence[str], int]:
         """Which activations a task makes, and of which block: the next one's inputs, or the gradients of an input's
@@ -320,9 +325,9 @@ class ScheduleBuilder:
         reads = [*operands.weights, *_read(slots, made), *reads]
         writes = [*writes, *operands.gradients, *(r.activation(kind, slots[role]) for role, kind in made.items())]
         if action.result is not None:
-            writes.append(r.place(action.result))
+            writes.append(r.resource(action.result))
         if task.mode == "loss" and self._plan.problem.scores:
-            reads.append(r.place(r.GPU_EVALUATIONS))
+            reads.append(r.resource(r.GPU_EVALUATIONS))
         flags = [*flags, *operands.zero]
         key = self._activations.key(task.layer, task.chunk)
         if not self._emitter.batch and key in self._plan.saved_graphs:
@@ -390,7 +395,7 @@ class ScheduleBuilder:
             self._plan.blocks[layer].name,
             chunk.index,
             reads=[*operands.weights, r.hidden(slots[a.X])],
-            writes=[r.place(r.GPU_QUERIES), r.kv(own)],
+            writes=[r.resource(r.GPU_QUERIES), r.kv(own)],
             slots=operands.weight_slots | {a.X: slots[a.X], a.KV: own},
         )
         activations.store_kv(layer, chunk, own, task.mode)
@@ -404,8 +409,8 @@ class ScheduleBuilder:
                 a.ATTEND,
                 self._plan.blocks[layer].name,
                 chunk.index,
-                reads=[r.place(r.GPU_QUERIES), r.kv(kv)],
-                writes=[r.place(r.GPU_PARTIAL), *saved],
+                reads=[r.resource(r.GPU_QUERIES), r.kv(kv)],
+                writes=[r.resource(r.GPU_PARTIAL), *saved],
                 slots={a.KV: kv, a.KEYS: other.index, a.SAVED: slots[a.SAVED]},
                 flags=flags,
             )
@@ -421,7 +426,7 @@ class ScheduleBuilder:
         has_graph = key in self._plan.saved_graphs
         if activations.ends_stream(chunk):
             activations.restore_window(layer, chunk)
-        graph = r.saved_graph(*key) if has_graph else r.place(r.GPU_GRAPH)
+        graph = r.saved_graph(*key) if has_graph else r.resource(r.GPU_GRAPH)
         saved: list[Resource] = [] if has_graph else [r.saved(slots[a.SAVED])]
         inputs = _read(slots, {_role(kind) for kind in self._outputs(task)[0]})
         self._emit(
@@ -429,7 +434,7 @@ class ScheduleBuilder:
             name,
             chunk.index,
             reads=[*operands.weights, *inputs, *saved],
-            writes=[*operands.gradients, graph, r.place(r.GPU_QUERIES), r.place(r.GPU_DOUT)],
+            writes=[*operands.gradients, graph, r.resource(r.GPU_QUERIES), r.resource(r.GPU_DOUT)],
             slots=operands.weight_slots | operands.gradient_slots | slots,
             flags=[*operands.zero, *([a.SAVED_GRAPH] if has_graph else [])],
         )
@@ -443,13 +448,13 @@ class ScheduleBuilder:
                 name,
                 chunk.index,
                 reads=[
-                    r.place(r.GPU_QUERIES),
-                    r.place(r.GPU_DOUT),
+                    r.resource(r.GPU_QUERIES),
+                    r.resource(r.GPU_DOUT),
                     r.kv(kv),
                     *saved,
                     *([graph] if has_graph else []),
                 ],
-                writes=[r.place(r.GPU_PARTIAL), r.dkv(dkv)],
+                writes=[r.resource(r.GPU_PARTIAL), r.dkv(dkv)],
                 slots={role: slots[role] for role in (a.SAVED,) if role in slots}
                 | {a.KV: kv, a.DKV: dkv, a.KEYS: other.index},
                 flags=flags,
@@ -458,7 +463,7 @@ class ScheduleBuilder:
             if other is not chunk:
                 activations.store_dkv(layer, other, dkv)
         operands.zero = []
-        sums: list[Resource] = [r.place(r.GPU_PARTIAL), r.dkv(dkv)]
+        sums: list[Resource] = [r.resource(r.GPU_PARTIAL), r.dkv(dkv)]
         self._emit_block(task, operands, slots | {a.DKV: dkv}, a.LAYER_BACKWARD_BOTTOM, reads=sums, writes=[graph])
         activations.dkv.release(dkv)
 
@@ -469,12 +474,12 @@ def _emit_share(loads: deque[Load], turns: int) -> None:
         loads.popleft()()
 
 
-def stays_aside(plan: Plan, op: Op) -> bool:
+def is_device_local(plan: Plan, op: Op) -> bool:
     """Whether a copy puts a record aside on the compute device, or brings it back, and so crosses no link."""
-    if not (aside := plan.saved_on_gpu):
+    if not (device_local := plan.saved_on_gpu):
         return False
     for resources in (op.reads, op.writes):  # called for each op of each plan that is tried
         for resource in resources:
-            if resource[0] in r.RECORDS and resource[1:] in aside:
+            if resource[0] in r.SAVED_SPACES and resource[1:] in device_local:
                 return True
     return False

@@ -59,8 +59,8 @@ def training(
     `chunks`: what the step computes (plan.filled_chunks); None: all of the plan's chunks.
     """
     groups = plan.groups(plan.chunks if chunks is None else chunks)
-    found = [Group(members, _forward_backward(plan, members)) for members in groups]
-    return Pass(step=step, groups=found, ends=a.CLIP, documents=documents)
+    result = [Group(members, _forward_backward(plan, members)) for members in groups]
+    return Pass(step=step, groups=result, ends=a.CLIP, documents=documents)
 
 
 def _forward_backward(plan: Plan, chunks: list[Chunk]) -> list[Visit]:
@@ -93,7 +93,7 @@ def evaluation(
     """
     assert batch > 0
     if chunks is None:
-        chunks = [chunk for chunk in plan.places if chunk.micro_batch < len(documents)]
+        chunks = [chunk for chunk in plan.group_chunks if chunk.micro_batch < len(documents)]
     # The last block begins with the chunk that was computed last.
     group = _forward_only(plan, "evaluate", list(chunks), list(chunks)[::-1])
     return Pass(step=step, batch=batch, groups=[group], ends=a.EVALUATE, documents=documents)

@@ -47,14 +47,14 @@ NVME_GRADIENT = "nvme.gradient"
 NVME_STATE = "nvme.state"
 GENERATION = "generation"
 
-RECORD = {kind: f"record.{kind}" for kind, row in ACTIVATIONS.items() if row.saved}
+SAVED = {kind: f"record.{kind}" for kind, row in ACTIVATIONS.items() if row.saved}
 """Kind of activation -> what is saved of it of a block's chunk for its backward; block and place follow."""
-SPILLED = {kind: f"nvme.{kind}" for kind in RECORD}
+SPILLED = {kind: f"nvme.{kind}" for kind in SAVED}
 """The same on NVMe."""
-RECORDS = frozenset(RECORD.values())
+SAVED_SPACES = frozenset(SAVED.values())
 
 
-def place(space: str, *where: str | int) -> Resource:
+def resource(space: str, *where: str | int) -> Resource:
     """A piece of a space.
 
     By buffer: what is resident, and what a whole buffer has in RAM; with its part, and by itself its kind, on NVMe. By
@@ -85,9 +85,9 @@ def saved(slot: int) -> Resource:
     return (GPU_SAVED, slot)
 
 
-def kv(place: int) -> Resource:
+def kv(index: int) -> Resource:
     """Keys and values on the compute device: of a chunk's place in the window, or in a slot where they are streamed."""
-    return (GPU_KV, place)
+    return (GPU_KV, index)
 
 
 def dkv(slot: int | None = None) -> Resource:
@@ -95,9 +95,9 @@ def dkv(slot: int | None = None) -> Resource:
     return (GPU_DKV,) if slot is None else (GPU_DKV, slot)
 
 
-def saved_graph(block: int, place: int) -> Resource:
+def saved_graph(block: int, chunk: int) -> Resource:
     """The graph of a layer's chunk that waits for its backward."""
-    return (GPU_GRAPH, block, place)
+    return (GPU_GRAPH, block, chunk)
 
 
 def graph_slot(slot: int) -> Resource:
@@ -105,11 +105,11 @@ def graph_slot(slot: int) -> Resource:
     return (GPU_GRAPH_SLOT, slot)
 
 
-def record(kind: str, block: int, place: int) -> Resource:
+def saved_activation(kind: str, block: int, chunk: int) -> Resource:
     """Part `kind` of the record of a layer's chunk."""
-    return (RECORD[kind], block, place)
+    return (SAVED[kind], block, chunk)
 
 
-def spilled(kind: str, block: int, place: int) -> Resource:
+def spilled(kind: str, block: int, chunk: int) -> Resource:
     """Part `kind` of a record on NVMe."""
-    return (SPILLED[kind], block, place)
+    return (SPILLED[kind], block, chunk)

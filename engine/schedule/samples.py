@@ -16,7 +16,7 @@ class SampleSchedule:
     def __init__(self, plan: Plan, emitter: Emitter) -> None:
         self._plan, self._emit = plan, emitter.emit
         regions = sample_regions(plan.problem)
-        self._layers, self._kept = regions.layers, regions.kept
+        self._layers, self._cached = regions.layers, regions.cached
         self._stages = Slots(r.GPU_SAMPLE_KV, len(regions.stages))
         self._stage: dict[int, int] = {}
         """Block -> the stage that it has: from `open` to `close`, or for good."""
@@ -34,13 +34,13 @@ class SampleSchedule:
         if block not in self._layers or self._stay:
             return
         self._stage[block] = self._stages.take(block)
-        if self._read_tokens and block in self._kept:
-            self._move(a.LOAD_SAMPLE_KV, block, self._read_tokens, self._region(block), self._place(block))
+        if self._read_tokens and block in self._cached:
+            self._move(a.LOAD_SAMPLE_KV, block, self._read_tokens, self._in_ram(block), self._on_gpu(block))
 
     def close(self, block: int) -> None:
         """Put aside what the pass has added, and let the stage go."""
-        if block in self._kept:
-            self._move(a.STORE_SAMPLE_KV, block, self._new_tokens, self._place(block), self._region(block))
+        if block in self._cached:
+            self._move(a.STORE_SAMPLE_KV, block, self._new_tokens, self._on_gpu(block), self._in_ram(block))
         if block in self._layers and not self._stay:
             self._stages.release(self._stage.pop(block))
 
@@ -49,13 +49,13 @@ class SampleSchedule:
         without attention."""
         if block not in self._layers:
             return [], {}
-        return [self._place(block)], {a.SAMPLE_KV: self._stage[block], a.READ_TOKENS: self._read_tokens}
+        return [self._on_gpu(block)], {a.SAMPLE_KV: self._stage[block], a.READ_TOKENS: self._read_tokens}
 
-    def _place(self, block: int) -> Resource:
-        return r.place(r.GPU_SAMPLE_KV, self._stage[block])
+    def _on_gpu(self, block: int) -> Resource:
+        return r.resource(r.GPU_SAMPLE_KV, self._stage[block])
 
-    def _region(self, block: int) -> Resource:
-        return r.place(r.RAM_SAMPLE_KV, block)
+    def _in_ram(self, block: int) -> Resource:
+        return r.resource(r.RAM_SAMPLE_KV, block)
 
     def _move(self, action: a.Action, block: int, tokens: int, source: Resource, target: Resource) -> None:
         shape = self._plan.blocks[block]

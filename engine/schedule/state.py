@@ -74,7 +74,7 @@ class StateSchedule:
         """Where the weights of buffer `name` are on the compute device."""
         buffer = self._plan.buffers[name]
         if buffer.weights == "gpu":
-            return r.place(r.GPU_WEIGHTS, name)
+            return r.resource(r.GPU_WEIGHTS, name)
         return r.weight_slot(buffer.pool, self.weight_slot[name])
 
     def fetch(self, block: BlockShape, turns: int) -> list[Load]:
@@ -110,7 +110,7 @@ class StateSchedule:
             pieces = _num_pieces(buffer.numel * item, turns)
             return [partial(self._load_piece, buffer, slot, index, pieces) for index in range(pieces)]
         if self._plan.problem.device_reads:
-            reads = [r.place(r.NVME_WEIGHTS, name, part) for part in range(buffer.num_parts)]
+            reads = [r.resource(r.NVME_WEIGHTS, name, part) for part in range(buffer.num_parts)]
             whole = partial(self._emit, a.READ_WEIGHTS_WHOLE, name, reads=reads, nbytes=buffer.numel * item)
             return [partial(whole, writes=[r.weight_slot(buffer.pool, slot)], slots={name: slot})]
         return [partial(self._load_part, buffer, slot, part) for part in range(buffer.num_parts)]
@@ -122,7 +122,7 @@ class StateSchedule:
             a.LOAD_WEIGHTS,
             buffer.name,
             index,
-            reads=[r.place(r.RAM_WEIGHTS, buffer.name)],
+            reads=[r.resource(r.RAM_WEIGHTS, buffer.name)],
             writes=[r.weight_slot(buffer.pool, slot)],
             nbytes=(end - start) * self._plan.problem.compute_bytes,
             slots={buffer.name: slot, a.PIECES: pieces},
@@ -131,8 +131,8 @@ class StateSchedule:
     def _load_part(self, buffer: BufferPlan, slot: int, part: int) -> None:
         """A part of weights on NVMe to its slot, through a stage in RAM."""
         stage, item = self._part_stages.take((buffer.name, part)), self._plan.problem.compute_bytes
-        staged, slots = [r.place(r.RAM_PART_STAGE, stage)], {a.STAGE: stage, buffer.name: slot}
-        file = r.place(r.NVME_WEIGHTS, buffer.name, part)
+        staged, slots = [r.resource(r.RAM_PART_STAGE, stage)], {a.STAGE: stage, buffer.name: slot}
+        file = r.resource(r.NVME_WEIGHTS, buffer.name, part)
         self._move(a.READ_WEIGHTS, buffer, part, [file], staged, slots, item)
         self._move(a.LOAD_WEIGHTS_PART, buffer, part, staged, [r.weight_slot(buffer.pool, slot)], slots, item)
         self._part_stages.release(stage)
@@ -143,8 +143,8 @@ class StateSchedule:
         """Where the gradient of buffer `name` is being summed."""
         buffer = self._plan.buffers[name]
         if self.gradient_slot[name] == WHOLE:
-            return r.place(r.GPU_GRADIENT, name)
-        return r.place(r.GPU_GRADIENT, buffer.pool, self.gradient_slot[name])
+            return r.resource(r.GPU_GRADIENT, name)
+        return r.resource(r.GPU_GRADIENT, buffer.pool, self.gradient_slot[name])
 
     def open_gradient(self, name: str) -> bool:
         """Make sure that `name` has a place for its gradient; True when there is no sum yet and it must be zeroed."""
@@ -176,7 +176,7 @@ class StateSchedule:
     def _move_sum(self, action: a.Action, buffer: BufferPlan, slot: int, index: int, pieces: int) -> None:
         """Copy one of `pieces` of a gradient between its slot and where it waits between groups."""
         start, end = buffer.piece(index, pieces)
-        here, there = [r.place(r.GPU_GRADIENT, buffer.pool, slot)], [r.place(r.RAM_GRADIENT, buffer.name)]
+        here, there = [r.resource(r.GPU_GRADIENT, buffer.pool, slot)], [r.resource(r.RAM_GRADIENT, buffer.name)]
         self._emit(
             action,
             buffer.name,
@@ -203,18 +203,18 @@ class StateSchedule:
         source = [self.gradient(name)]
         slot = self.gradient_slot.pop(name)
         self._begun.discard(name)
-        self._emit(a.NORM, name, reads=source, writes=[r.place(r.GPU_NORMS)], slots={name: slot})
+        self._emit(a.NORM, name, reads=source, writes=[r.resource(r.GPU_NORMS)], slots={name: slot})
         if buffer.gradient == "gpu":
             return
         item = self._plan.problem.gradient_bytes
         if buffer.gradient == "ram":
-            size, waiting = buffer.numel * item, [r.place(r.RAM_GRADIENT, name)]
+            size, waiting = buffer.numel * item, [r.resource(r.RAM_GRADIENT, name)]
             self._emit(a.STORE_GRADIENT, name, reads=source, writes=waiting, nbytes=size, slots={name: slot})
         for part in range(buffer.num_parts if buffer.gradient == "nvme" else 0):
             stage = self._part_stages.take((name, part))
-            staged, slots = [r.place(r.RAM_PART_STAGE, stage)], {a.STAGE: stage, name: slot}
+            staged, slots = [r.resource(r.RAM_PART_STAGE, stage)], {a.STAGE: stage, name: slot}
             self._move(a.STORE_GRADIENT_PART, buffer, part, source, staged, slots, item)
-            self._move(a.WRITE_GRADIENT, buffer, part, staged, [r.place(r.NVME_GRADIENT, name, part)], slots, item)
+            self._move(a.WRITE_GRADIENT, buffer, part, staged, [r.resource(r.NVME_GRADIENT, name, part)], slots, item)
             self._part_stages.release(stage)
         if slot != WHOLE:
             self._gradients[buffer.pool].release(slot)
@@ -257,16 +257,16 @@ class StateSchedule:
         name = buffer.name
         self._version[name] += 1
         if buffer.state == "gpu":
-            reads: list[Resource] = [r.place(r.GPU_GRADIENT, name), r.place(r.RAM_CLIP)]
-            writes: list[Resource] = [r.place(r.GPU_STATE, name), r.place(r.GPU_WEIGHTS, name)]
+            reads: list[Resource] = [r.resource(r.GPU_GRADIENT, name), r.resource(r.RAM_CLIP)]
+            writes: list[Resource] = [r.resource(r.GPU_STATE, name), r.resource(r.GPU_WEIGHTS, name)]
             return [partial(self._emit, a.UPDATE_ON_GPU, name, reads=reads, writes=writes, step=step)]
         onward = fetched or buffer.weights == "gpu"
-        found: list[Load] = [partial(self._update_part, buffer, i, step, onward) for i in range(buffer.num_updates)]
+        result: list[Load] = [partial(self._update_part, buffer, i, step, onward) for i in range(buffer.num_updates)]
         if fetched and buffer.weights == "nvme":
             pool = self._weights[buffer.pool]
             slot = self.weight_slot[name] = pool.take((name, self._version[name]))
-            found.append(partial(pool.release, slot, keep=True))
-        return found
+            result.append(partial(pool.release, slot, keep=True))
+        return result
 
     def _update_part(self, buffer: BufferPlan, part: int, step: int, onward: bool) -> None:
         """Emit update op number `part`: of one part, or of several that are in RAM and need no stage.
@@ -274,37 +274,37 @@ class StateSchedule:
         `onward`: what is made in a stage goes to the compute device from there.
         """
         name = buffer.name
-        reads: list[Resource] = [r.place(r.RAM_CLIP)]
+        reads: list[Resource] = [r.resource(r.RAM_CLIP)]
         writes: list[Resource] = []
         slots: dict[str, int] = {}
         staged: list[Resource] = []
         if "nvme" in (buffer.state, buffer.gradient):
             ahead = self._ahead.pop((name, part), None)
             slots[a.STAGE] = self._read_state(buffer, part, step) if ahead is None else ahead
-            staged = [r.place(r.RAM_STATE_STAGE, slots[a.STAGE])]
+            staged = [r.resource(r.RAM_STATE_STAGE, slots[a.STAGE])]
             reads += staged
             if buffer.state == "nvme":
                 writes += staged
         if buffer.gradient == "ram":
-            reads.append(r.place(r.RAM_GRADIENT, name))
+            reads.append(r.resource(r.RAM_GRADIENT, name))
         if buffer.state == "ram":
-            writes.append(r.place(r.RAM_STATE, name))
+            writes.append(r.resource(r.RAM_STATE, name))
         if buffer.weights == "ram":
-            writes.append(r.place(r.RAM_WEIGHTS, name))
+            writes.append(r.resource(r.RAM_WEIGHTS, name))
         else:
             slots[a.WEIGHTS_STAGE] = self._part_stages.take((name, part))
-            writes.append(r.place(r.RAM_PART_STAGE, slots[a.WEIGHTS_STAGE]))
+            writes.append(r.resource(r.RAM_PART_STAGE, slots[a.WEIGHTS_STAGE]))
         self._emit(a.UPDATE, name, part, reads=reads, writes=writes, slots=slots, step=step)
         if buffer.state == "nvme":
-            file = r.place(r.NVME_STATE, name, part)
+            file = r.resource(r.NVME_STATE, name, part)
             self._move(
-                a.WRITE_STATE, buffer, part, [*staged, r.place(r.GENERATION)], [file], slots, self._state_bytes, step
+                a.WRITE_STATE, buffer, part, [*staged, r.resource(r.GENERATION)], [file], slots, self._state_bytes, step
             )
         if a.WEIGHTS_STAGE in slots:  # of resident state new weights are made where they stay
             stage, item = slots[a.WEIGHTS_STAGE], self._plan.problem.compute_bytes
-            made: list[Resource] = [r.place(r.RAM_PART_STAGE, stage)]
+            made: list[Resource] = [r.resource(r.RAM_PART_STAGE, stage)]
             if buffer.weights == "nvme":
-                file = r.place(r.NVME_WEIGHTS, name, part)
+                file = r.resource(r.NVME_WEIGHTS, name, part)
                 self._move(a.WRITE_WEIGHTS, buffer, part, made, [file], slots, item, step)
             if onward:
                 there = {a.STAGE: stage, name: self.weight_slot.get(name, WHOLE)}
@@ -320,12 +320,12 @@ class StateSchedule:
         files: list[Resource] = []
         item = 0
         if buffer.state == "nvme":
-            files.append(r.place(r.NVME_STATE, name, part))
+            files.append(r.resource(r.NVME_STATE, name, part))
             item += self._state_bytes
         if buffer.gradient == "nvme":
-            files.append(r.place(r.NVME_GRADIENT, name, part))
+            files.append(r.resource(r.NVME_GRADIENT, name, part))
             item += self._plan.problem.gradient_bytes
-        staged = [r.place(r.RAM_STATE_STAGE, stage)]
+        staged = [r.resource(r.RAM_STATE_STAGE, stage)]
         self._move(a.READ_STATE, buffer, part, files, staged, {a.STAGE: stage}, item, step)
         return stage
 
@@ -344,19 +344,22 @@ class StateSchedule:
     def commit(self) -> None:
         """Commit the generation whose state has been written, unless it has been committed."""
         if self._newest is not None:
-            self._emit(a.COMMIT, "all", writes=[r.place(r.GENERATION)], step=self._newest)
+            self._emit(a.COMMIT, "all", writes=[r.resource(r.GENERATION)], step=self._newest)
 
     def _write_through(self, buffer: BufferPlan, part: int, step: int) -> None:
         """Write a part of state that lives in RAM or on the GPU, for the generation about to be committed."""
         name = buffer.name
         if buffer.state == "ram":
-            state, file = [r.place(r.RAM_STATE, name), r.place(r.GENERATION)], r.place(r.NVME_STATE, name, part)
+            state, file = (
+                [r.resource(r.RAM_STATE, name), r.resource(r.GENERATION)],
+                r.resource(r.NVME_STATE, name, part),
+            )
             self._move(a.CHECKPOINT_STATE, buffer, part, state, [file], {}, self._state_bytes, step)
             return
         for number, kind in enumerate(self._kinds):
             stage = self._part_stages.take((name, kind, part))
-            staged, slots = r.place(r.RAM_PART_STAGE, stage), {a.STAGE: stage, a.KIND: number}
-            self._move(a.STAGE_STATE, buffer, part, [r.place(r.GPU_STATE, name)], [staged], slots, FP32, step)
-            file = r.place(r.NVME_STATE, name, part, kind)
-            self._move(a.CHECKPOINT_STAGED, buffer, part, [staged, r.place(r.GENERATION)], [file], slots, FP32, step)
+            staged, slots = r.resource(r.RAM_PART_STAGE, stage), {a.STAGE: stage, a.KIND: number}
+            self._move(a.STAGE_STATE, buffer, part, [r.resource(r.GPU_STATE, name)], [staged], slots, FP32, step)
+            file = r.resource(r.NVME_STATE, name, part, kind)
+            self._move(a.CHECKPOINT_STAGED, buffer, part, [staged, r.resource(r.GENERATION)], [file], slots, FP32, step)
             self._part_stages.release(stage)

@@ -286,9 +286,9 @@ def build_folder(folder: Path) -> Iterator[Path]:
     temporary = folder.with_name(f"{folder.name}.building-{os.getpid()}")
     for leftover in folder.parent.glob(f"{glob.escape(folder.name)}.building-*"):
         shutil.rmtree(leftover, ignore_errors=True)  # none through a link
-    for place, fine in ((temporary, False), (folder, is_real_folder(folder))):
-        if os.path.lexists(place) and not fine:
-            raise UserError(f"{place}: is where a folder has to be made; move it away")
+    for target, fine in ((temporary, False), (folder, is_real_folder(folder))):
+        if os.path.lexists(target) and not fine:
+            raise UserError(f"{target}: is where a folder has to be made; move it away")
     require_writable(temporary)
     try:
         yield temporary

@@ -88,9 +88,9 @@ def leads_out(folder: Path, name: str) -> Path | None:
 
     UserError for a link that is not followed.
     """
-    place = of_model(folder, name)
+    target = of_model(folder, name)
     entry = _entry_of(folder)
-    return None if place.is_relative_to(folder) or (entry and place.is_relative_to(entry)) else place
+    return None if target.is_relative_to(folder) or (entry and target.is_relative_to(entry)) else target
 
 
 def require_no_entry(path: Path) -> None:
@@ -98,11 +98,11 @@ def require_no_entry(path: Path) -> None:
     entry = path.parent if path.name == "snapshots" else path
     if _ENTRY.fullmatch(entry.name) is None or not (entry / "snapshots").is_dir():
         return
-    found = sorted(place for place in (entry / "snapshots").iterdir() if place.is_dir())
+    result = sorted(target for target in (entry / "snapshots").iterdir() if target.is_dir())
     with contextlib.suppress(OSError, ValueError):
         main = entry / "snapshots" / read_regular(entry / "refs" / "main", most_bytes=_MARK_BYTES).decode().strip()
-        found = [place for place in found if place == main] or found
-    advice = f"name a snapshot of it, as {printable(found[0])}" if found else "which is empty; download it again"
+        result = [target for target in result if target == main] or result
+    advice = f"name a snapshot of it, as {printable(result[0])}" if result else "which is empty; download it again"
     raise UserError(f"{printable(path)}: is an entry of the Hugging Face cache; {advice}")
 
 
@@ -122,11 +122,11 @@ def _require_one(file: Path, root: Path, base: Path) -> None:
     real = real_target(file)
     if _is_within(real, base):
         return
-    place = root
+    target = root
     for part in file.relative_to(root).parts:
-        place /= part
-        if place.is_symlink():
-            _require_own(place, real)
+        target /= part
+        if target.is_symlink():
+            _require_own(target, real)
     if not any(_ENTRY.fullmatch(parent.name) for parent in real.parents):
         _require_public(file, real)
 
@@ -193,14 +193,14 @@ def _is_within(real: Path, folder: Path) -> bool:
     """Whether a real path is in the folder, in its entry of the hub's cache, or where the user lets links lead."""
     allowed = [Path(text).expanduser().resolve() for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
     entry = _entry_of(folder)
-    return any(real.is_relative_to(place) for place in (folder, *allowed, *([] if entry is None else [entry])))
+    return any(real.is_relative_to(target) for target in (folder, *allowed, *([] if entry is None else [entry])))
 
 
 def _entry_of(folder: Path) -> Path | None:
     """The entry of the hub's cache that a snapshot, or a folder in one, belongs to."""
-    for place in (folder, *folder.parents):
-        if place.parent.name == "snapshots" and _ENTRY.fullmatch(place.parent.parent.name) is not None:
-            return place.parent.parent
+    for target in (folder, *folder.parents):
+        if target.parent.name == "snapshots" and _ENTRY.fullmatch(target.parent.parent.name) is not None:
+            return target.parent.parent
     return None
 
 

@@ -65,15 +65,15 @@ def linked_files(folder: Path) -> dict[str, Path]:
 
     UserError for one that would be refused once it is read. Empty for what is no folder.
     """
-    found: dict[str, Path] = {}
+    result: dict[str, Path] = {}
     if not folder.is_dir():
-        return found
+        return result
     real = folder.resolve()
     for path in [*sorted(real.iterdir()), *more_templates(real)]:
         is_read = path.suffix in _SUFFIXES or path.name == MORE_TEMPLATES
-        if is_read and path.is_symlink() and (place := links.leads_out(path.parent, path.name)) is not None:
-            found[path.name] = place
-    return found
+        if is_read and path.is_symlink() and (target := links.leads_out(path.parent, path.name)) is not None:
+            result[path.name] = target
+    return result
 
 
 def has_model_file(folder: Path, name: str) -> bool:
@@ -96,8 +96,8 @@ def read_config_file(path: Path) -> tuple[Path, bytes]:
     if not has_model_file(file.parent, file.name):
         raise UserError(f"{file}: no such file; give a Hugging Face folder or a config.json")
     # A file that the user names may be a link of the user's; what is in a folder may not.
-    place = file if path.is_dir() else real_path(file)
-    return file, read_model_file(place.parent, place.name, _CONFIG_BYTES)
+    target = file if path.is_dir() else real_path(file)
+    return file, read_model_file(target.parent, target.name, _CONFIG_BYTES)
 
 
 def weights_file(folder: Path) -> str | None:

@@ -340,15 +340,15 @@ class _Item(Struct, forbid_unknown_fields=True):
 def _entry(path: Path, data_start: int, name: str, item: Any) -> _Entry:
     """Where a tensor of the header is. ValueError for anything but a known dtype, a shape and offsets that agree."""
     try:
-        found = typed(item, _Item)
+        result = typed(item, _Item)
     except ValueError as error:
         raise ValueError(f"tensor '{name}': {error}") from None
-    if found.dtype not in _DTYPES:
-        raise ValueError(f"dtype {one_line(found.dtype)} of tensor '{name}' is unknown")
-    if math.prod(max(size, 1) for size in found.shape) >= 2**60:
-        raise ValueError(f"shape {one_line(found.shape)} of tensor '{name}' is too large")
-    start, end = found.data_offsets
-    entry = _Entry(path, _DTYPES[found.dtype], found.shape, data_start + start, end - start)
-    if entry.nbytes != math.prod(found.shape) * entry.dtype.itemsize:
-        raise ValueError(f"tensor '{name}' of shape {found.shape} and dtype {found.dtype} has {entry.nbytes} bytes")
+    if result.dtype not in _DTYPES:
+        raise ValueError(f"dtype {one_line(result.dtype)} of tensor '{name}' is unknown")
+    if math.prod(max(size, 1) for size in result.shape) >= 2**60:
+        raise ValueError(f"shape {one_line(result.shape)} of tensor '{name}' is too large")
+    start, end = result.data_offsets
+    entry = _Entry(path, _DTYPES[result.dtype], result.shape, data_start + start, end - start)
+    if entry.nbytes != math.prod(result.shape) * entry.dtype.itemsize:
+        raise ValueError(f"tensor '{name}' of shape {result.shape} and dtype {result.dtype} has {entry.nbytes} bytes")
     return entry

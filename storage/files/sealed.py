@@ -35,8 +35,8 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
 def unseal(value: Mapping[str, Any]) -> Unsealed:
     """What `seal` was given, of an object read back; one without a checksum is taken as it is. ChangedError."""
     content = {key: item for key, item in value.items() if key != KEY}
-    if KEY in value and value[KEY] != (found := _crc(content)):
-        raise ChangedError(f"its content has CRC-32C {found}, but it records {value[KEY]!r:.40}")
+    if KEY in value and value[KEY] != (result := _crc(content)):
+        raise ChangedError(f"its content has CRC-32C {result}, but it records {value[KEY]!r:.40}")
     return Unsealed(content, KEY in value)
 
 

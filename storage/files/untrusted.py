@@ -94,8 +94,8 @@ def parse_printable(content: bytes) -> dict[str, Any]:
         value = json.loads(content)  # such text holds no control character and nests no deeper
         if isinstance(value, dict):
             return value
-    found: dict[str, Any] = printable_value(parse_object(content))
-    return found
+    result: dict[str, Any] = printable_value(parse_object(content))
+    return result
 
 
 def printable_value(value: Any) -> Any:
@@ -109,12 +109,12 @@ def printable_value(value: Any) -> Any:
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object (json's `object_pairs_hook`). ValueError for a name given twice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"'{one_line(twice, 40)}' appears twice")
-    return found
+    return result
 
 
 def _kind(value: object) -> str:

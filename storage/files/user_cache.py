@@ -31,19 +31,19 @@ def cache_folder(kind: str) -> Path | None:
 
 def code_digest(folders: Iterable[Path]) -> str:
     """Of the Python files in these folders."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for folder in folders:
         for file in sorted(folder.glob("*.py")):
-            found.update(file.read_bytes())
-    return found.hexdigest()
+            result.update(file.read_bytes())
+    return result.hexdigest()
 
 
 def read_cached(folder: Path, digest: str) -> dict[str, Any] | None:
     """What was cached under a digest; None where there is nothing that can be trusted."""
     try:
         with open(open_regular(folder / f"{digest}.json"), "rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            result = os.fstat(file.fileno())
+            if result.st_uid != os.geteuid() or result.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 return None
             content, sealed = unseal(parse_object(file.read(_MOST_BYTES + 1), most_bytes=_MOST_BYTES))
         return content if sealed and content.pop("digest", None) == digest else None

@@ -117,8 +117,8 @@ def list_checkpoints(root: Path) -> dict[str, Manifest]:
 
     UserError when one has a damaged manifest.
     """
-    found = {name: Manifest.read(root / CHECKPOINTS / name) for name in checkpoint_names(root)}
-    return dict(sorted(found.items(), key=lambda item: item[1].generation))
+    result = {name: Manifest.read(root / CHECKPOINTS / name) for name in checkpoint_names(root)}
+    return dict(sorted(result.items(), key=lambda item: item[1].generation))
 
 
 def read_checkpoint(root: Path, name: str) -> Manifest:
@@ -342,10 +342,10 @@ def _bases(root: Path, name: str) -> set[Path]:
     The others are swept when their drive is back.
     """
     folder = root / CHECKPOINTS / name
-    found = {folder} | _recorded(folder)
+    result = {folder} | _recorded(folder)
     with contextlib.suppress(UserError):
-        found |= {root / drive.path / CHECKPOINTS / name for drive in Manifest.read(root).drives}
-    named = {base: identity for base in found - {folder} if (identity := read_identity(base)) is not None}
+        result |= {root / drive.path / CHECKPOINTS / name for drive in Manifest.read(root).drives}
+    named = {base: identity for base in result - {folder} if (identity := read_identity(base)) is not None}
     mine = owned({base: identity for base, identity in named.items() if identity.checkpoint == name}, root)
     # Of a run directory that has moved since only the drive itself knows.
     drives = {base.parent.parent: identity for base in mine if (identity := read_identity(base.parent.parent))}

@@ -46,8 +46,8 @@ def copy_state(root: Path, drives: Sequence[Path], report: Report = no_report) -
     try:
         locks.take(root)
         current = Manifest.read(root)
-        found, _ = ownership.find_drives(current, root, [], to_change=False)
-        for folder in _foreign(found.values(), root):
+        result, _ = ownership.find_drives(current, root, [], to_change=False)
+        for folder in _foreign(result.values(), root):
             locks.take(folder)  # before the first checkpoint is copied
         ids: dict[str, Path] = {}
         linked: _Linked = {}
@@ -55,14 +55,14 @@ def copy_state(root: Path, drives: Sequence[Path], report: Report = no_report) -
         # The state itself comes last: as long as it is another's, nothing is trained here.
         for path in (*sorted((root / CHECKPOINTS).glob(f"[!.]*/{manifest.FILE_NAME}")), root / manifest.FILE_NAME):
             content = Manifest.read(path.parent)
-            found = locate(content, path.parent, [])
-            foreign = _foreign(found.values(), root)
+            result = locate(content, path.parent, [])
+            foreign = _foreign(result.values(), root)
             if not foreign:
                 continue
             for folder in foreign:
                 locks.take(folder)
             ids = ids or _claim(targets, foreign, content.store, root, locks)
-            total += _copy(content, path.parent, root, found, ids, linked, report)
+            total += _copy(content, path.parent, root, result, ids, linked, report)
     except OSError as error:
         raise disk_error(error, Path(error.filename or root), "copying the state") from error
     finally:
@@ -96,25 +96,25 @@ _Linked = dict[tuple[int, int, int], Path]
 
 def _copy(
     content: Manifest,
-    place: Path,
+    where: Path,
     root: Path,
-    found: Mapping[str, Path],
+    result: Mapping[str, Path],
     ids: Mapping[str, Path],
     linked: _Linked,
     report: Report,
 ) -> int:
-    """Copy all that `content`, the manifest in folder `place`, names, and name the copies there; their bytes.
+    """Copy all that `content`, the manifest in folder `where`, names, and name the copies there; their bytes.
 
     What generations share is copied once: `linked` has the copies so far, and gets these.
     """
     inner = Path() if content.checkpoint is None else Path(CHECKPOINTS, content.checkpoint)
     bases = {id: folder / inner for id, folder in ids.items()}
-    records = tuple(record(id, base, root, place, active=True) for id, base in bases.items())
+    records = tuple(record(id, base, root, where, active=True) for id, base in bases.items())
     arrays = {spec: structs.replace(stored, drives=tuple(ids)) for spec, stored in content.arrays.items()}
     copied = replace(content, arrays=arrays, drives=records)
     jobs: dict[Path, Path] = {}
     total = 0
-    for old, new in zip(content.chunks(found), copied.chunks(bases), strict=True):
+    for old, new in zip(content.chunks(result), copied.chunks(bases), strict=True):
         if not old.path.is_file() or old.path.stat().st_size != old.file_bytes:
             raise UserError(
                 f"{old.path}: is missing or incomplete, so this state cannot be copied; scrub the original run"
@@ -125,7 +125,7 @@ def _copy(
     for spec, stored in content.arrays.items():
         below = Path(spec.buffer, spec.kind, str(stored.slot))
         for id, base in bases.items():
-            jobs[base / below / "zarr.json"] = found[stored.drives[0]] / below / "zarr.json"
+            jobs[base / below / "zarr.json"] = result[stored.drives[0]] / below / "zarr.json"
             owners[base / below] = ids[id]
     keys = {target: _shared_key(target, source, owners) for target, source in jobs.items()}
     jobs = {target: linked.get(keys[target], source) for target, source in jobs.items()}
@@ -135,8 +135,8 @@ def _copy(
     for id, base in bases.items():
         if content.checkpoint is not None:
             write_identity(base, Identity.of(content.store, id, root, content.checkpoint))
-    publish(copied.prepare(place), place / manifest.FILE_NAME)
-    copied.back_up({place, *bases.values()} if content.checkpoint is None else set(bases.values()) - {place})
+    publish(copied.prepare(where), where / manifest.FILE_NAME)
+    copied.back_up({where, *bases.values()} if content.checkpoint is None else set(bases.values()) - {where})
     return total
 
 

@@ -77,12 +77,12 @@ def find_drives(
     Whose they are, and whether they know a newer generation, comes before what is missing: an older run directory names
     drives that have been given up since.
     """
-    found = present(current, root, given)
-    said = take_over(found.values(), root) if to_change else []
+    result = present(current, root, given)
+    said = take_over(result.values(), root) if to_change else []
     if current.checkpoint is None:
-        require_newest(current, root, found.values())
-    require_present(current, root, found)
-    return found, said
+        require_newest(current, root, result.values())
+    require_present(current, root, result)
+    return result, said
 
 
 def take_over(folders: Iterable[Path], root: Path) -> list[str]:
@@ -214,26 +214,26 @@ def _status(folder: Path) -> os.stat_result | None:
 
 def _names(other: Path, folder: Path, identity: Identity) -> bool:
     """Whether the manifest in `other` names `folder` as its own. One that cannot be read owns what names it."""
-    place = other if identity.checkpoint is None else other / CHECKPOINTS / identity.checkpoint
+    where = other if identity.checkpoint is None else other / CHECKPOINTS / identity.checkpoint
     try:
-        if not (place / manifest.FILE_NAME).exists() and not manifest.has_backup(place):
+        if not (where / manifest.FILE_NAME).exists() and not manifest.has_backup(where):
             return False
-        content = Manifest.read(place)
+        content = Manifest.read(where)
     except (UserError, PermissionError):
         return True
     if content.store != identity.store:
         return False
     for record in content.drives:
         if record.id == identity.drive:
-            there = Path(os.path.normpath(place / record.path))
+            there = Path(os.path.normpath(where / record.path))
             return is_same(there, folder) or not _is_drive(there, identity)
     return False
 
 
 def _is_drive(folder: Path, identity: Identity) -> bool:
     with contextlib.suppress(UserError):
-        found = read_identity(folder)
-        return found is not None and (found.store, found.drive) == (identity.store, identity.drive)
+        result = read_identity(folder)
+        return result is not None and (result.store, result.drive) == (identity.store, identity.drive)
     return False
 
 
@@ -243,7 +243,7 @@ def require_newest(current: Manifest, root: Path, folders: Iterable[Path]) -> No
     `root` is then an older copy put in the place of the run directory, or is somewhere else. The message names
     the newest that they know, or the drives that it names.
     """
-    newest, place = current, root
+    newest, where = current, root
     left, seen = list(folders), set[Path]()
     while left:
         folder = left.pop()
@@ -252,13 +252,13 @@ def require_newest(current: Manifest, root: Path, folders: Iterable[Path]) -> No
         if newer is None or newer.store != current.store or newer.generation <= current.generation:
             continue
         if newer.generation > newest.generation:
-            newest, place = newer, folder
+            newest, where = newer, folder
         left += [Path(os.path.normpath(root / drive.path)) for drive in newer.drives]  # a drive may have been given up
     if newest is not current:
         raise UserError(
-            f"{root / manifest.FILE_NAME}: holds generation {_named(current)}, but the drive {place} holds generation "
+            f"{root / manifest.FILE_NAME}: holds generation {_named(current)}, but the drive {where} holds generation "
             f"{_named(newest)}: this is an older copy of the run directory. To resume from the newer generation: "
-            f"{shell('cp', place / manifest.BACKUP_NAME, root / manifest.FILE_NAME)}. Nothing was changed"
+            f"{shell('cp', where / manifest.BACKUP_NAME, root / manifest.FILE_NAME)}. Nothing was changed"
         )
 
 
@@ -271,13 +271,13 @@ def unlisted(root: Path, folders: Iterable[Path]) -> list[str]:
     said = []
     for folder in folders:
         for base in sorted((folder / CHECKPOINTS).glob("*")):
-            place = root / CHECKPOINTS / base.name
-            if (place / manifest.FILE_NAME).exists() or not manifest.has_backup(base):
+            where = root / CHECKPOINTS / base.name
+            if (where / manifest.FILE_NAME).exists() or not manifest.has_backup(base):
                 continue
             said.append(
                 f"{base}: is a checkpoint that {root} does not list, as happens with an older copy of the run "
-                f"directory. To list it: {shell('mkdir', '-p', place)} && "
-                f"{shell('cp', base / manifest.BACKUP_NAME, place / manifest.FILE_NAME)}; to drop it, remove the folder"
+                f"directory. To list it: {shell('mkdir', '-p', where)} && "
+                f"{shell('cp', base / manifest.BACKUP_NAME, where / manifest.FILE_NAME)}; to drop it, remove the folder"
             )
     return said
 

@@ -154,23 +154,23 @@ class NvmeStore:
         try:
             locks.take(root)
             current = Manifest.read(root)  # again: it may have moved before the lock was ours
-            found, said = ownership.find_drives(current, root, given, to_change=not read_only)
-            active = [drive.id for drive in current.drives if drive.active and drive.id in found] or list(found)
+            result, said = ownership.find_drives(current, root, given, to_change=not read_only)
+            active = [drive.id for drive in current.drives if drive.active and drive.id in result] or list(result)
             if not read_only:
                 require_writable(root)
                 ids = [ownership.claim(folder, current.store, root) or uuid.uuid4().hex for folder in given]
                 for id, folder in zip(ids, given, strict=True):
                     require_writable(folder)
-                    found[id] = folder
+                    result[id] = folder
                 active = ids or active
-                ownership.require_plain({root, *found.values()})
-            for folder in found.values():
+                ownership.require_plain({root, *result.values()})
+            for folder in result.values():
                 locks.take(folder)
             if not read_only:
-                ownership.take_over(found.values(), root)  # again: another run directory may have had them meanwhile
-                ownership.require_newest(current, root, found.values())
+                ownership.take_over(result.values(), root)  # again: another run directory may have had them meanwhile
+                ownership.require_newest(current, root, result.values())
             chosen = DriveSet(
-                root, current.store, locks, found, active, writable=not read_only, on_thread_start=on_thread_start
+                root, current.store, locks, result, active, writable=not read_only, on_thread_start=on_thread_start
             )
             store = NvmeStore(chosen, current, budget_bytes, readers)
             if not read_only:

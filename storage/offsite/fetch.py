@@ -84,10 +84,10 @@ def _find_below(link: Link, location: Location, name: str, given: Location) -> R
         index = None
     if index is not None and any(name in (entry.name, entry.folder) for entry in index.entries):
         return _chosen(link, location, index, name)
-    found = read_manifest(link, name)
-    if found is None:
+    result = read_manifest(link, name)
+    if result is None:
         raise _nothing(given)
-    return Remote(location, name, found.checkpoint or name, None, found, read_files(link, name))
+    return Remote(location, name, result.checkpoint or name, None, result, read_files(link, name))
 
 
 def _nothing(location: Location) -> UserError:
@@ -107,18 +107,18 @@ def _chosen(link: Link, location: Location, index: Index, name: str | None) -> R
             there = ", ".join(entry.name for entry in index.entries)
             raise UserError(f"{location}: has no generation '{one_line(name, 80)}'; it has {there}")
         entry = named[-1]
-    found = read_manifest(link, entry.folder)
-    if found is None or found.store != index.store or found.generation != entry.generation:
-        what = "has no manifest" if found is None else "has the manifest of another generation"
+    result = read_manifest(link, entry.folder)
+    if result is None or result.store != index.store or result.generation != entry.generation:
+        what = "has no manifest" if result is None else "has the manifest of another generation"
         raise UserError(f"{location}/{entry.folder}: {what}; choose another with --checkpoint NAME")
-    return Remote(location, entry.folder, entry.name, index, found, read_files(link, entry.folder))
+    return Remote(location, entry.folder, entry.name, index, result, read_files(link, entry.folder))
 
 
-def read_small(link: Link, found: Remote, name: str, folder: Path) -> bytes:
+def read_small(link: Link, result: Remote, name: str, folder: Path) -> bytes:
     """The content of one of a run's small files, through `folder`. UserError where there is none, or it is large."""
-    pieces = found.files.get(name)
+    pieces = result.files.get(name)
     if pieces is None or file_bytes(pieces) > _MOST_SMALL_BYTES:
-        raise UserError(f"{found.location}/{found.folder}: lacks {name}; choose another with --checkpoint NAME")
+        raise UserError(f"{result.location}/{result.folder}: lacks {name}; choose another with --checkpoint NAME")
     path = folder / f"fetched-{uuid.uuid4().hex[:8]}"
     try:
         link.get_files({path: pieces}, FILES, lambda moved: None)
@@ -127,12 +127,12 @@ def read_small(link: Link, found: Remote, name: str, folder: Path) -> bytes:
         path.unlink(missing_ok=True)
 
 
-def fetch_files(link: Link, found: Remote, targets: Mapping[str, Path], inside: Path, report: Report) -> None:
+def fetch_files(link: Link, result: Remote, targets: Mapping[str, Path], inside: Path, report: Report) -> None:
     """Make files of the run, `targets` by their names, in folders that are made below `inside`."""
-    wanted = {path: found.files[name] for name, path in targets.items()}
+    wanted = {path: result.files[name] for name, path in targets.items()}
     size = sum(map(file_bytes, wanted.values()))
     if size > _MOST_FILES_BYTES:
-        raise UserError(f"{found.location}/{found.folder}: its files add up to {size:,} bytes, more than any run has")
+        raise UserError(f"{result.location}/{result.folder}: its files add up to {size:,} bytes, more than any run has")
     require_capacity({inside: size}, "the run's files")
     for path in wanted:
         try:
@@ -145,8 +145,8 @@ def fetch_files(link: Link, found: Remote, targets: Mapping[str, Path], inside: 
             write_file(path, b"")
 
 
-def fetch_state(link: Link, found: Remote, root: Path, drives: Sequence[Path], report: Report) -> None:
-    """Make the store of generation `found`, its manifest in `root` and its chunk files striped over `drives`.
+def fetch_state(link: Link, result: Remote, root: Path, drives: Sequence[Path], report: Report) -> None:
+    """Make the store of generation `result`, its manifest in `root` and its chunk files striped over `drives`.
 
     Each chunk is compared with the manifest's checksum. The manifest is written last: until then there is no store, and
     a second call keeps what is whole. UserError where a folder holds another run's state, or there is no room.
@@ -159,21 +159,21 @@ def fetch_state(link: Link, found: Remote, root: Path, drives: Sequence[Path], r
         locks.take(root)
         if (root / manifest.FILE_NAME).exists():
             raise UserError(f"{root}: already holds a state; choose another --run-dir")
-        ids = {ownership.join(folder, found.manifest.store, root, locks): folder for folder in folders}
-        arrays = {spec: Stored(0, tuple(ids), stored.crcs) for spec, stored in found.manifest.arrays.items()}
+        ids = {ownership.join(folder, result.manifest.store, root, locks): folder for folder in folders}
+        arrays = {spec: Stored(0, tuple(ids), stored.crcs) for spec, stored in result.manifest.arrays.items()}
         records = tuple(record(id, folder, root, root, active=True) for id, folder in ids.items())
-        fetched = replace(found.manifest, arrays=arrays, drives=records, checkpoint=None)
-        _require_capacity(found, folders)
+        fetched = replace(result.manifest, arrays=arrays, drives=records, checkpoint=None)
+        _require_capacity(result, folders)
         below = {folder / spec.buffer / spec.kind / "0": (folder, spec) for folder in folders for spec in arrays}
         for inner, (folder, spec) in below.items():
             make_folder(inner, folder)
             write_file(inner / "zarr.json", zarr_json(spec))
         ownership.require_plain({root, *folders})
-        link.get([_job(found, *chunk) for chunk in fetched.chunks(ids)], report)
+        link.get([_job(result, *chunk) for chunk in fetched.chunks(ids)], report)
         for path in sorted({above for inner in below for above in (inner, *list(inner.parents)[:3])}, reverse=True):
             fsync_dir(path)
-        if found.index is not None:
-            write_tokens(root, str(found.location), [*read_tokens(root, str(found.location)), found.index.token])
+        if result.index is not None:
+            write_tokens(root, str(result.location), [*read_tokens(root, str(result.location)), result.index.token])
         publish(fetched.prepare(root), root / manifest.FILE_NAME)
         fetched.back_up({root, *folders})
     except OSError as error:
@@ -182,13 +182,13 @@ def fetch_state(link: Link, found: Remote, root: Path, drives: Sequence[Path], r
         locks.release()
 
 
-def _job(found: Remote, spec: ArraySpec, path: Path, file_bytes: int, crc: int) -> Job:
-    source = array_folder(found.folder, spec.buffer, spec.kind, fixed=spec.fixed)
+def _job(result: Remote, spec: ArraySpec, path: Path, file_bytes: int, crc: int) -> Job:
+    source = array_folder(result.folder, spec.buffer, spec.kind, fixed=spec.fixed)
     return f"{source}/{path.name}", path, file_bytes, crc
 
 
-def _require_capacity(found: Remote, folders: Sequence[Path]) -> None:
+def _require_capacity(result: Remote, folders: Sequence[Path]) -> None:
     """UserError unless the drives hold two generations, less what an earlier try has left there."""
-    need = sum(_array_bytes(spec) * (1 if spec.fixed else 2) for spec in found.manifest.arrays)
+    need = sum(_array_bytes(spec) * (1 if spec.fixed else 2) for spec in result.manifest.arrays)
     there = sum(path.stat().st_blocks * 512 for folder in folders for path in folder.glob("*/*/0/c.*.0"))
     require_capacity(dict.fromkeys(folders, max(0, need - there) // len(folders)), "two generations of the state")

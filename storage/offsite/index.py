@@ -90,9 +90,9 @@ class Index(Struct, frozen=True, forbid_unknown_fields=True):
     def decode(data: bytes) -> Index:
         """ValueError where it is none."""
         content = sealed.unseal(parse_object(data, most_bytes=_INDEX_BYTES)).content
-        found = (content.pop("format", None), content.pop("version", None))
-        if found != (_FORMAT, _VERSION):
-            raise ValueError(f"its format is {found[0]!r:.40}, version {found[1]!r:.20}")
+        result = (content.pop("format", None), content.pop("version", None))
+        if result != (_FORMAT, _VERSION):
+            raise ValueError(f"its format is {result[0]!r:.40}, version {result[1]!r:.20}")
         return typed(content, Index)
 
     @property

@@ -96,8 +96,8 @@ class Link:
 
     def read(self, key: str, most_bytes: int) -> tuple[bytes | None, bytes]:
         """An object, None where there is none, and its generation."""
-        found: tuple[bytes | None, bytes] = self._call("read", key, most_bytes)
-        return found
+        result: tuple[bytes | None, bytes] = self._call("read", key, most_bytes)
+        return result
 
     def write(self, key: str, value: bytes) -> None:
         self._call("write", key, value)
@@ -108,8 +108,8 @@ class Link:
         return generation
 
     def keys(self, prefix: str) -> list[str]:
-        found: list[str] = self._call("keys", prefix)
-        return found
+        result: list[str] = self._call("keys", prefix)
+        return result
 
     def delete(self, keys: Sequence[str]) -> None:
         self._call("delete", keys)
@@ -122,8 +122,8 @@ class Link:
         self, files: Mapping[str, Path], have: set[str], folder: str, bytes_per_s: float | None, report: Report
     ) -> dict[str, Pieces]:
         """Write files in pieces below `folder`, but for pieces that are there; the pieces of each."""
-        found: dict[str, Pieces] = self._call("put_files", files, have, folder, bytes_per_s, report=report)
-        return found
+        result: dict[str, Pieces] = self._call("put_files", files, have, folder, bytes_per_s, report=report)
+        return result
 
     def get(self, jobs: Sequence[Job], report: Report) -> int:
         """Make chunk files of what the location has; those that are whole already stay."""

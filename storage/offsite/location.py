@@ -52,19 +52,19 @@ class Location:
     def spec(self, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
         """tensorstore's kvstore spec; what it has no field for comes from `environment`, this process's by default."""
         env = os.environ if environment is None else environment
-        found: dict[str, Any] = {"driver": self.driver, "path": f"{self.path}/"}
+        result: dict[str, Any] = {"driver": self.driver, "path": f"{self.path}/"}
         if self.driver == "file":
-            return found
-        found["bucket"] = self.bucket
+            return result
+        result["bucket"] = self.bucket
         if self.driver == "gcs":
-            return found
+            return result
         endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
         region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or ("us-east-1" if endpoint else None)
         if endpoint:
-            found["endpoint"] = endpoint.rstrip("/")
+            result["endpoint"] = endpoint.rstrip("/")
         if region:
-            found["aws_region"] = region
-        return found | {"aws_credentials": aws_credentials(env)}
+            result["aws_region"] = region
+        return result | {"aws_credentials": aws_credentials(env)}
 
 
 def aws_credentials(env: Mapping[str, str]) -> dict[str, Any]:

@@ -106,12 +106,12 @@ class Bucket:
                 if not str(error).startswith("OUT_OF_RANGE"):
                     raise
             else:  # it is longer, or not there
-                found = self._read(key, slice(0, 1))
-                if found.state == "value":
+                result = self._read(key, slice(0, 1))
+                if result.state == "value":
                     raise Refusal(f"{key} is larger than the limit of {most_bytes:,} bytes", permanent=True)
-                return None, bytes(found.stamp.generation)
-            found = self._read(key, slice(0, None), most_bytes)
-            return bytes(found.value) if found.state == "value" else None, bytes(found.stamp.generation)
+                return None, bytes(result.stamp.generation)
+            result = self._read(key, slice(0, None), most_bytes)
+            return bytes(result.value) if result.state == "value" else None, bytes(result.stamp.generation)
 
         value: tuple[bytes | None, bytes] = self._try(act)
         return value
@@ -129,9 +129,9 @@ class Bucket:
                 digest = hashlib.md5(value, usedforsecurity=False).hexdigest()
                 if stamp.generation == b'\x00"' + digest.encode() + b'"':
                     return
-            found = self._result(self._kv.read(key), len(value))
-            there = found.value if found.state == "value" else b""  # a copy, each time that it is asked for
-            del found
+            result = self._result(self._kv.read(key), len(value))
+            there = result.value if result.state == "value" else b""  # a copy, each time that it is asked for
+            del result
             if len(there) != len(value):
                 raise Refusal(f"{key} has only {len(there):,} of its {len(value):,} bytes there")
             if checksum(memoryview(there)) != crc:
@@ -146,8 +146,8 @@ class Bucket:
         def act() -> bytes | None:
             nonlocal expected
             stamp = self._result(self._kv.write(key, value, if_equal=expected), len(value))
-            found, generation = self.read(key, 1 << 28)
-            if found == value:  # ours: also where the answer to an earlier try was cut, and this one came too late
+            result, generation = self.read(key, 1 << 28)
+            if result == value:  # ours: also where the answer to an earlier try was cut, and this one came too late
                 return generation
             if not stamp.generation or generation != stamp.generation:
                 return None
@@ -246,10 +246,10 @@ class Bucket:
 
         def act() -> bytes:
             try:
-                found = self._read(key, slice(0, size), size)
-                if found.state != "value":
+                result = self._read(key, slice(0, size), size)
+                if result.state != "value":
                     raise Refusal(f"{key} is missing", permanent=True)
-                check(value := bytes(found.value))
+                check(value := bytes(result.value))
             except UserError as error:
                 raise Refusal(str(error)) from None
             except ValueError as error:
@@ -324,10 +324,10 @@ def read_chunk_bytes(path: Path, file_bytes: int, crc: int) -> bytes:
 def require_chunk(data: bytes, crc: int, name: str) -> None:
     """UserError unless `data` is a chunk file of checksum `crc`."""
     view = memoryview(data)
-    found, stored = checksum(view[:-4]), int.from_bytes(view[-4:], "little")
-    if not found == stored == crc:
+    result, stored = checksum(view[:-4]), int.from_bytes(view[-4:], "little")
+    if not result == stored == crc:
         raise UserError(
-            f"{name}: is damaged: it has CRC-32C {found:08x}, but records {stored:08x}, and the manifest records "
+            f"{name}: is damaged: it has CRC-32C {result:08x}, but records {stored:08x}, and the manifest records "
             f"{crc:08x}"
         )
 

@@ -132,7 +132,7 @@ def load_of(
 ) -> Load:
     """What is written to `folder` for manifest `saved` of the checkpoint in `base`; `there`: fixed arrays that are
     whole at the location. UserError where a drive is missing, or a fixed array there is another one."""
-    found = locate(saved, base, drives)
+    result = locate(saved, base, drives)
     arrays: dict[ArraySpec, Stored] = {}
     fixed: dict[str, str] = {}
     to: dict[ArraySpec, str] = {}
@@ -147,7 +147,9 @@ def load_of(
             fixed[label] = digest
         to[spec] = array_folder(folder, spec.buffer, spec.kind, fixed=spec.fixed)
     small = [(f"{below}/zarr.json", zarr_json(spec)) for spec, below in to.items()]
-    chunks = [(f"{to[c.spec]}/{c.path.name}", c.path, c.file_bytes, c.crc) for c in saved.chunks(found) if c.spec in to]
+    chunks = [
+        (f"{to[c.spec]}/{c.path.name}", c.path, c.file_bytes, c.crc) for c in saved.chunks(result) if c.spec in to
+    ]
     manifest = replace(saved, arrays=arrays, drives=(DriveRecord(_DRIVE, ".", True),), checkpoint=name)
     return Load(manifest, small, chunks, fixed)
 
@@ -181,11 +183,11 @@ def _write(
     begins(load.num_bytes + sum(path.stat().st_size for path in small.values()))
     if link.location.driver == "file":
         require_free(existing_folder(Path(link.location.path)), load.num_bytes, "the upload")
-    found = link.put_files(small, have, FILES, bytes_per_s, report)
-    link.write(f"{folder}/{RUN_FILES}", encode_files(found))
+    result = link.put_files(small, have, FILES, bytes_per_s, report)
+    link.write(f"{folder}/{RUN_FILES}", encode_files(result))
     for key, content in load.small:
         link.write(key, content)
-    new = {digest: size for pieces in found.values() for digest, size in pieces if digest not in have}
+    new = {digest: size for pieces in result.values() for digest, size in pieces if digest not in have}
     return link.put(load.chunks, bytes_per_s, report) + sum(new.values())
 
 

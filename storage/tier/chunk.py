@@ -171,10 +171,10 @@ def _stored(block: memoryview, payload_bytes: int, form: ChunkFormat) -> int:
     return int.from_bytes(block[-_CRC_BYTES:], "little")
 
 
-def require_sum(found: int, stored: int) -> None:
-    """Raise ChunkError unless the bytes' checksum `found` is the one that the file records."""
-    if found != stored:
-        raise ChunkError(f"checksum mismatch: the bytes have CRC-32C {found:08x}, the file records {stored:08x}")
+def require_sum(result: int, stored: int) -> None:
+    """Raise ChunkError unless the bytes' checksum `result` is the one that the file records."""
+    if result != stored:
+        raise ChunkError(f"checksum mismatch: the bytes have CRC-32C {result:08x}, the file records {stored:08x}")
 
 
 def require_expected(stored: int, expected: int | None) -> None:

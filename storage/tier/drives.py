@@ -182,14 +182,14 @@ def locate(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, Pa
     UserError when two given folders claim to be one drive, and when a drive that holds state of the generation is
     nowhere; others may be missing.
     """
-    found = present(current, root, given)
-    require_present(current, root, found)
-    return found
+    result = present(current, root, given)
+    require_present(current, root, result)
+    return result
 
 
 def present(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, Path]:
     """As `locate`, for those drives that are there."""
-    found: dict[str, Path] = {}
+    result: dict[str, Path] = {}
     for folder in given:
         candidates = [folder] if current.checkpoint is None else [folder, folder / CHECKPOINTS / current.checkpoint]
         for candidate in candidates:
@@ -198,26 +198,26 @@ def present(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, P
                 continue
             if (identity.store, identity.checkpoint) != (current.store, current.checkpoint):
                 continue
-            if identity.drive in found:
+            if identity.drive in result:
                 raise UserError(
-                    f"storage.nvme: {candidate} and {found[identity.drive]} are copies of the same drive; name only one"
+                    f"storage.nvme: {candidate} and {result[identity.drive]} are copies of the same drive; name only one"
                 )
-            found[identity.drive] = candidate
+            result[identity.drive] = candidate
     for record in current.drives:
         path = root / record.path  # a recorded absolute path stays what it is
-        identity = read_identity(path) if record.id not in found else None
+        identity = read_identity(path) if record.id not in result else None
         expected = (current.store, record.id, current.checkpoint)
         if identity is not None and (identity.store, identity.drive, identity.checkpoint) == expected:
-            found[record.id] = Path(os.path.normpath(path))
-    return found
+            result[record.id] = Path(os.path.normpath(path))
+    return result
 
 
-def require_present(current: Manifest, root: Path, found: Container[str]) -> None:
-    """UserError unless every drive that holds state of the generation is `found`."""
+def require_present(current: Manifest, root: Path, result: Container[str]) -> None:
+    """UserError unless every drive that holds state of the generation is `result`."""
     needed = {drive for stored in current.arrays.values() for drive in stored.drives}
     for record in current.drives:
         path = root / record.path
-        if record.id in needed and record.id not in found:
+        if record.id in needed and record.id not in result:
             what = f"checkpoint '{current.checkpoint}'" if current.checkpoint else f"generation {current.generation}"
             state = "it is not there" if not path.exists() else f"the folder lacks this drive's {IDENTITY_NAME}"
             raise UserError(

@@ -115,9 +115,9 @@ def check_folder(folder: Path) -> list[str]:
 
 def device_of(folder: Path) -> Device:
     """The device under `folder` (or its nearest existing parent), followed through partitions and volumes to drives."""
-    place = existing(folder)
-    mount = mount_of(place)
-    block = _block_folder(os.stat(place).st_dev)
+    location = existing(folder)
+    mount = mount_of(location)
+    block = _block_folder(os.stat(location).st_dev)
     if block is None and mount.source.startswith(f"{_DEV}/"):  # btrfs: files have a device number of their own
         try:
             block = _block_folder(os.stat(mount.source).st_rdev)
@@ -175,8 +175,8 @@ def _disks(block: Path) -> list[Path]:
     members = sorted((block / "slaves").iterdir()) if (block / "slaves").is_dir() else []
     if not members:
         return [block]
-    found = [disk for member in members for disk in _disks(member.resolve())]
-    return list(dict.fromkeys(found))
+    result = [disk for member in members for disk in _disks(member.resolve())]
+    return list(dict.fromkeys(result))
 
 
 def _rotational(disk: Path) -> bool | None:

@@ -81,16 +81,18 @@ class FlatLayout:
         behind a parameter goes with it."""
         bounds = [*(self.offsets[param.name] for param in self.params), self.numel]
         pieces = zip(self.params, itertools.pairwise(bounds), strict=True)
-        runs = [(decays, list(found)) for decays, found in itertools.groupby(pieces, key=lambda piece: piece[0].decay)]
-        return tuple((found[0][1][0], found[-1][1][1], decays) for decays, found in runs)
+        runs = [
+            (decays, list(result)) for decays, result in itertools.groupby(pieces, key=lambda piece: piece[0].decay)
+        ]
+        return tuple((result[0][1][0], result[-1][1][1], decays) for decays, result in runs)
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
         """(first element, end) of what belongs to no parameter."""
         starts = [self.offsets[param.name] for param in self.params]
         ends = [start + param.numel for start, param in zip(starts, self.params, strict=True)]
-        found = zip([0, *ends], [*starts, self.numel], strict=True)
-        return [(start, end) for start, end in found if start < end]
+        result = zip([0, *ends], [*starts, self.numel], strict=True)
+        return [(start, end) for start, end in result if start < end]
 
     @staticmethod
     def build(params: Sequence[ParamSpec]) -> FlatLayout:

@@ -210,9 +210,9 @@ def decode(data: bytes) -> Manifest:
         raise ValueError(f"format is {content.get('format')!r}, not {_FORMAT!r}")
     if content.get("version") != _VERSION:
         raise ValueError(f"version {content.get('version')} is not version {_VERSION}, which this Penstock reads")
-    stored, found = content.pop("crc32c", None), _own_checksum(content)
-    if stored != found:
-        raise ValueError(f"checksum mismatch: the content has CRC-32C {found}, the file records {stored}")
+    stored, result = content.pop("crc32c", None), _own_checksum(content)
+    if stored != result:
+        raise ValueError(f"checksum mismatch: the content has CRC-32C {result}, the file records {stored}")
     # The checksum finds accidents; whoever writes a manifest can write that as well.
     file = typed(content, _File)
     known = {drive.id for drive in file.drives}

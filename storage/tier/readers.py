@@ -76,8 +76,8 @@ class Readers:
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="nvme-probe", initializer=on_thread_start) as thread:
                 for folder in folders:
-                    place = existing(folder)
-                    _probe(lambda path, form: thread.submit(reader.read, path, out, form, None).result(), out, place)
+                    location = existing(folder)
+                    _probe(lambda path, form: thread.submit(reader.read, path, out, form, None).result(), out, location)
         except Exception as error:  # of a library or driver, out of room, no permission: each has its own type
             return _without_device(self.host, error)
         return self
@@ -193,12 +193,12 @@ class KvikioReader:
         if not hasattr(self._own, "piece"):  # this thread's
             self._own.piece = torch.empty(self.checked_bytes, dtype=torch.uint8, pin_memory=True)
             self._own.stream = torch.cuda.Stream(priority=-1)  # of another pool than the lanes' streams
-        found = 0
+        result = 0
         with torch.cuda.stream(self._own.stream):
             for part in out.split(self.checked_bytes):
                 piece = self._own.piece[: part.numel()].copy_(part)
-                found = checksum(piece.numpy().data, before=found)
-        chunk.require_sum(checksum(memoryview(b""), form.stored_bytes - out.numel(), found), stored)
+                result = checksum(piece.numpy().data, before=result)
+        chunk.require_sum(checksum(memoryview(b""), form.stored_bytes - out.numel(), result), stored)
         chunk.require_expected(stored, expected)
 
 
@@ -228,14 +228,14 @@ def find_readers(choice: str, device: torch.device) -> Readers:
 
 def select_readers(choice: str, device: torch.device, folders: Sequence[Path]) -> Readers:
     """What `find_readers` finds, confirmed in memory of its own: for measurements, whose allocator is torch's."""
-    found = find_readers(choice, device)
-    if found.device is None or found.device is found.host:
-        return found
+    result = find_readers(choice, device)
+    if result.device is None or result.device is result.host:
+        return result
     try:
         memory = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
     except Exception as error:  # no such device, no memory left
-        return _without_device(found.host, error)
-    return found.confirm(memory, folders)
+        return _without_device(result.host, error)
+    return result.confirm(memory, folders)
 
 
 def _without_device(host: Reader, error: Exception) -> Readers:

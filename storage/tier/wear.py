@@ -34,8 +34,8 @@ _SENSORS = ("hwmon*", "hwmon/hwmon*", "nvme*/hwmon*", "nvme*/hwmon/hwmon*")
 def percentage_used(folder: Path) -> float | None:
     """Of the life that its maker rates it for, the most worn drive's under `folder`; may exceed 100. None where none
     tells."""
-    found = [used for disk in device_of(folder).disks if (used := _used(disk)) is not None]
-    return max(found, default=None)
+    result = [used for disk in device_of(folder).disks if (used := _used(disk)) is not None]
+    return max(result, default=None)
 
 
 def _used(disk: str) -> float | None:
@@ -78,8 +78,8 @@ def disk_temperature(disks: Iterable[str], sys: Path = Path("/sys")) -> float | 
 
     An NVMe drive's first sensor is its composite temperature, which its own limits are about.
     """
-    found = [celsius for disk in disks if (celsius := _temperature(sys / "block" / disk / "device")) is not None]
-    return max(found, default=None)
+    result = [celsius for disk in disks if (celsius := _temperature(sys / "block" / disk / "device")) is not None]
+    return max(result, default=None)
 
 
 def _temperature(device: Path) -> float | None:

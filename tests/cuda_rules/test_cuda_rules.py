@@ -28,8 +28,8 @@ RESIDENT_7B = Case("7b_512k", "gh200-480", PlanOptions(gpu_first="blocks"))
 PROMPTED_7B = replace(RESIDENT_7B, prompt_tokens=(300, 40, 1))  # of unequal length, which lie end to end
 KV_MOVES = {"load_sample_kv", "store_sample_kv"}
 STREAMED = PlanOptions(streamed=True, gpu_first="graphs", ram_first="state", stages=4)
-GROUPED = PlanOptions(group=2, graphs_aside="half", ram_first="activations")
-RECORDS_HERE = PlanOptions(gpu_first="records", recompute="all", ram_first="weights", stages=4)
+GROUPED = PlanOptions(group=2, offloaded_graphs="half", ram_first="activations")
+RECORDS_HERE = PlanOptions(gpu_first="saved activations", recompute="all", ram_first="weights", stages=4)
 WEIGHTS_ON_NVME = Case("32b_workstation", "rtx4090-64", RECORDS_HERE)
 STAGED = replace(WEIGHTS_ON_NVME, device_reads=False)
 ON_NVME_SMALL = "model.num_layers=4 train.global_batch_size=2 budgets.ram=8GiB"
@@ -129,7 +129,7 @@ SORTS = {
         "model.num_layers=4",
         2,
         (ACTIVATIONS - {"load_dy"}) | STATE | {"load_graph", "store_graph", "load_sum", "store_sum"},
-        lambda plan: plan.num_groups > 1 and bool(plan.graphs_aside),
+        lambda plan: plan.num_groups > 1 and bool(plan.offloaded_graphs),
     ),
     "weights here": Sort(
         Case("32b_workstation", "rtx4090-64", replace(RECORDS_HERE, gpu_first="weights")),
@@ -157,7 +157,7 @@ def check(run: Replay) -> None:
     beside = overhead_bytes(tokens) - CUBLAS_WORKSPACE_BYTES + plan.problem.gpu_budget // ALLOCATOR_SHARE
     assert run.slot_bytes <= slots + plan.problem.gpu_budget // ALLOCATOR_SHARE // 4
     # A graph that is about to leave is part of its op's temporaries.
-    temporaries = tier.parts["workspace"] if plan.graphs_aside else 0
+    temporaries = tier.parts["workspace"] if plan.offloaded_graphs else 0
     assert 0 < dynamic <= beside + temporaries
     assert cuda.reserved_bytes() + tier.parts["workspace"] - temporaries - beside <= tier.budget_bytes
     # torch's pinned allocator takes powers of two; the reserve of RAM is what they come from.

@@ -46,7 +46,7 @@ DELAY_US, COPY_US = 400, 20_000
 PLANS: list[dict[str, Any]] = [
     {"gpu": tiny.FLOOR, "ram": tiny.FLOOR},
     {"gpu": 1_100_000, "ram": 750_000},
-    {"gpu": tiny.FLOOR, "ram": "1GiB", "group": 1, "graphs_aside": "all"},
+    {"gpu": tiny.FLOOR, "ram": "1GiB", "group": 1, "offloaded_graphs": "all"},
     {"gpu": "1GiB", "ram": "1GiB"},
 ]
 

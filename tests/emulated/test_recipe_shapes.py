@@ -100,7 +100,7 @@ def shape_of(path: Path) -> Shape:
     run = tiny.recipe(model=sections["m"], data=sections["d"], train=sections["t"], adapter=recipe.adapter)
     spec = tiny.spec_of(model_config(run, run.model.vocab_size), (), adapter)
     group = 2 if plan.num_groups > 1 else 0
-    choice = {name: getattr(plan.choice, name) for name in ("gpu_first", "ram_first", "graphs_aside")}
+    choice = {name: getattr(plan.choice, name) for name in ("gpu_first", "ram_first", "offloaded_graphs")}
     choice["group"] = group
     seen = set()
     for budgets in candidates(choice):

@@ -32,7 +32,7 @@ def trained(session: Session) -> str:
 def saved_bytes(session: Session) -> int:
     """Saved activations of a step, on whatever tier."""
     layers = [i for i, block in enumerate(session.plan.blocks) if block.saved_inputs]
-    return sum(session.plan.record_bytes(i, chunk.index) for i in layers for chunk in session.plan.chunks)
+    return sum(session.plan.saved_bytes(i, chunk.index) for i in layers for chunk in session.plan.chunks)
 
 
 def spill_files(session: Session) -> list[Path]:
@@ -131,31 +131,31 @@ def test_groups_compute_the_same_bits(tmp_path: Path, tier: str, gradient_dtype:
 def stay(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What comes of graphs that stay on the GPU."""
     *found, plan = digest(tmp_path_factory.mktemp("stay"), t=training(activation_checkpointing="none"))
-    assert not plan.graphs_aside
+    assert not plan.offloaded_graphs
     return found
 
 
 @pytest.mark.parametrize(("tier", "group"), [("ram", 2), ("nvme", 0)])
 def test_graphs_that_leave_give_the_same_gradients(tmp_path: Path, stay: list[Any], tier: str, group: int) -> None:
     gpu, ram = TIERS[tier]
-    *found, plan = digest(tmp_path / "leave", t=training(), gpu=gpu, ram=ram, group=group, graphs_aside="all")
+    *found, plan = digest(tmp_path / "leave", t=training(), gpu=gpu, ram=ram, group=group, offloaded_graphs="all")
     layers = {i for i, block in enumerate(plan.blocks) if block.saved_inputs}
-    assert plan.graphs_aside == {(i, chunk.index) for i in layers for chunk in plan.places}
-    assert plan.spilled == (plan.graphs_aside if tier == "nvme" else set())
+    assert plan.offloaded_graphs == {(i, chunk.index) for i in layers for chunk in plan.group_chunks}
+    assert plan.spilled == (plan.offloaded_graphs if tier == "nvme" else set())
     assert found == stay
 
 
 def test_a_graph_larger_than_its_slot_is_computed_again_and_told(tmp_path: Path, stay: list[Any]) -> None:
-    small: dict[str, Any] = {"gpu": tiny.FLOOR, "graphs_aside": "all", "graph_bytes": {"layers.0": 1}}
+    small: dict[str, Any] = {"gpu": tiny.FLOOR, "offloaded_graphs": "all", "graph_bytes": {"layers.0": 1}}
     *found, plan = digest(tmp_path, outgrown=True, t=training(), **small)
-    assert plan.graphs_aside
+    assert plan.offloaded_graphs
     assert found == stay
 
 
 def test_a_kept_graph_goes_with_its_backward(tmp_path: Path) -> None:
     """Not when garbage is looked for: until then there could be another step's graphs beside it."""
     t = training(global_batch_size=1)
-    with tiny.session(tmp_path, t=t, gpu=tiny.FLOOR, graphs_aside="all") as session:
+    with tiny.session(tmp_path, t=t, gpu=tiny.FLOOR, offloaded_graphs="all") as session:
         gc.collect()
         gc.disable()
         try:

@@ -94,7 +94,7 @@ def train_killed(folder: Path, seed: int | None, gpu: str | int, ram: str | int,
     adapter, freeze = how if isinstance(how, AdapterConfig) else None, how if isinstance(how, list) else []
     policy = {"global_batch_size": 3, "activation_checkpointing": "auto"} if groups else {"global_batch_size": 1}
     settings = tiny.training(steps=STEPS, freeze=freeze, **policy)
-    plan: dict[str, Any] = {"group": 1, "graphs_aside": "all"} if groups else {}
+    plan: dict[str, Any] = {"group": 1, "offloaded_graphs": "all"} if groups else {}
     drives = [folder / "state", folder / "second"][:num_drives]
     options = {"gpu": gpu, "ram": ram, "drives": drives, "adapter": adapter} | plan
     with tiny.session(folder, t=settings, s=tiny.storage(checkpoint_every=2, keep_last=2), **options) as session:

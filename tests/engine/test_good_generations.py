@@ -21,7 +21,7 @@ from samples import cases
 from penstock.engine import validation
 from penstock.engine.events import StepMetrics, ValidationMetrics, Want
 from penstock.engine.export import export
-from penstock.engine.forecast.problem import kept_generations
+from penstock.engine.forecast.problem import retained_generations
 from penstock.engine.gains import EarlyEnd, Gains
 from penstock.engine.plan.problem import LAST_GOOD
 from penstock.engine.run_files import run_files
@@ -495,7 +495,7 @@ class Pausing(tiny.Silent):
 
 def test_the_plan_counts_what_an_upload_takes(tmp_path: Path) -> None:
     storage = tiny.storage(offsite=str(tmp_path / "place"))
-    assert kept_generations(tiny.recipe(storage=storage)) == kept_generations(tiny.recipe()) + 1
+    assert retained_generations(tiny.recipe(storage=storage)) == retained_generations(tiny.recipe()) + 1
     with pytest.raises(BudgetError, match=r"budgets\.ram: .* uploads \(storage\.offsite\) 96\.2 MiB"):
         tiny.train_run(tmp_path, tiny.Silent(), storage=storage, budgets=tiny.BudgetConfig(gpu="64MiB", ram="64MiB"))
 

@@ -23,7 +23,7 @@ from penstock.engine.attention.flash_attn import NOT_INSTALLED, FlashAttention2,
 from penstock.engine.attention.select import Attends, installed
 from penstock.engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn
 from penstock.engine.hf.config import model_config
-from penstock.engine.kernels import Faster, asked, describe, expected_gain, faster_kernel, tell_kernels
+from penstock.engine.kernels import Faster, asked, describe, expected_gain, faster_kernel, report_kernels
 from penstock.engine.machine.architectures import architecture
 from penstock.engine.machine.presets import PRESETS
 from penstock.engine.model import sums as model_sums
@@ -148,7 +148,7 @@ def test_what_is_installed_and_what_would_be_faster_is_told(monkeypatch: pytest.
     on_cpu = kind("forward", "torch-cpu-flash", {}) | {"device": "cpu"}
     monkeypatch.setattr(kernels, "attention_report", lambda: [*report("torch-cudnn", "torch-cudnn"), on_cpu])
     observer = tiny.Silent()
-    tell_kernels(observer, device, PRESETS["h200-1500"], plan())
+    report_kernels(observer, device, PRESETS["h200-1500"], plan())
     assert observer.messages[0] == describe(there)
     assert observer.messages[1].startswith("attention: flash-attn-3 or flash-attn-4 would be faster on Hopper GPUs")
     assert "of a step's time from it" in observer.messages[1]

@@ -160,7 +160,7 @@ PLACEMENTS = {
     "ram": st.sampled_from([tiny.FLOOR, 850_000, "1GiB"]),
     "gpu_first": st.sampled_from(["blocks", "weights"]),
 }
-LEAVING = {"group": st.sampled_from([0, 1]), "graphs_aside": st.sampled_from(["none", "half", "all"])}
+LEAVING = {"group": st.sampled_from([0, 1]), "offloaded_graphs": st.sampled_from(["none", "half", "all"])}
 
 
 @sampled(6, 25)

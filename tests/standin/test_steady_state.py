@@ -36,16 +36,16 @@ CASES: dict[str, dict[str, Any]] = {
     "frozen": LEAST | {"t": small_model.training(freeze=["*embed_tokens*", "*.layers.0.*", "*.mlp.*"])},
     "lora": LEAST | {"adapter": adapted.section("lora")},
     "dora": {"gpu": "4GiB", "ram": "1GiB", "adapter": adapted.section("dora")},
-    "two groups, graphs in RAM": {"gpu": 48 * MIB, "ram": 64 * MIB, "group": 1, "graphs_aside": "all", "t": KEPT},
-    "graphs on drives": {"gpu": 48 * MIB, "ram": 16 * MIB, "graphs_aside": "all", "t": KEPT},
+    "two groups, graphs in RAM": {"gpu": 48 * MIB, "ram": 64 * MIB, "group": 1, "offloaded_graphs": "all", "t": KEPT},
+    "graphs on drives": {"gpu": 48 * MIB, "ram": 16 * MIB, "offloaded_graphs": "all", "t": KEPT},
     "weights on the GPU, state not": {"gpu": 32 * MIB, "ram": 48 * MIB, "gpu_first": "weights"},
     "not pinned": {"gpu": 32 * MIB, "ram": 48 * MIB, "gpu_first": "weights"},
     "samples": LEAST | {"samples": SamplesConfig(every=1, prompts=["the mill", "a"], tokens=4)},
 }
 
 PLANNED: dict[str, Callable[[Plan], bool]] = {
-    "two groups, graphs in RAM": lambda p: p.num_groups == 2 and bool(p.graphs_aside) and not p.spilled,
-    "graphs on drives": lambda p: bool(p.graphs_aside & p.spilled),
+    "two groups, graphs in RAM": lambda p: p.num_groups == 2 and bool(p.offloaded_graphs) and not p.spilled,
+    "graphs on drives": lambda p: bool(p.offloaded_graphs & p.spilled),
     "weights on the GPU, state not": lambda p: all(b.weights == "gpu" != b.state for b in p.buffers.values()),
 }
 """What a case is there for."""

@@ -75,10 +75,10 @@ class Replay:
         assert found[:4] == content, op
         if not self.plan.blocks[content[1]].backward:
             assert verb != "spill", "saved for no backward"
-            assert op.writes[0][0] not in r.RECORDS, "saved for no backward"
+            assert op.writes[0][0] not in r.SAVED_SPACES, "saved for no backward"
         self.held[op.writes[0]] = found
         if verb == "spill":
-            self.spilled.add((content[1], self.plan.place(op.index)))
+            self.spilled.add((content[1], self.plan.index_in_group(op.index)))
 
     def _move_sample_kv(self, op: Op) -> None:
         (source,), (target,) = op.reads, op.writes
@@ -90,7 +90,7 @@ class Replay:
         """What the passes before have cached is there, as is what the pass's other chunks have added."""
         layer, now = self._number[op.block], (op.step, op.batch)
         if a.SAMPLE_KV in op.slots:
-            place = r.place(r.GPU_SAMPLE_KV, op.slots[a.SAMPLE_KV])
+            place = r.resource(r.GPU_SAMPLE_KV, op.slots[a.SAMPLE_KV])
             assert place in op.writes
             before = self._sampled.get(layer)
             cached = self.plan.problem.samples.tier != "nowhere"
@@ -127,7 +127,7 @@ class Replay:
         """A block from its input to its output."""
         evaluates, backward = op.action.phase == "evaluate", op.action.phase == "backward" and op.action is not a.HEAD
         generates = op.action.phase == "generate"
-        key = (self._number[op.block], self.plan.place(op.index))
+        key = (self._number[op.block], self.plan.index_in_group(op.index))
         has_graph = not op.batch and key in self.plan.saved_graphs
         assert evaluates == (op.batch > 0)
         assert generates == (op.batch < 0)
@@ -148,7 +148,7 @@ class Replay:
                 self._wants(r.activation(gradient, op.slots[gradient]), self._content(gradient, op), op)
         if has_graph:
             self.graphs += -1 if backward else 1
-        assert (a.GRAPH in op.slots) == (has_graph and key in self.plan.graphs_aside)
+        assert (a.GRAPH in op.slots) == (has_graph and key in self.plan.offloaded_graphs)
         if a.GRAPH in op.slots:
             slot = r.graph_slot(op.slots[a.GRAPH])
             if not backward:
@@ -201,7 +201,7 @@ class Replay:
 
     def _sum_place(self, name: str, slot: int) -> Resource:
         pool = self.plan.buffers[name].pool
-        return r.place(r.GPU_GRADIENT, name) if slot < 0 else r.place(r.GPU_GRADIENT, pool, slot)
+        return r.resource(r.GPU_GRADIENT, name) if slot < 0 else r.resource(r.GPU_GRADIENT, pool, slot)
 
     def _complete(self, op: Op) -> None:
         """A gradient whose norm is taken has had every chunk of the step's added, the last ones first."""

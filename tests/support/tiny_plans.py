@@ -8,7 +8,7 @@ from penstock.engine.plan.plan import Plan
 
 STREAMED = {"kv_window": "streamed", "chunk_tokens": 7}
 LEAVING = {"activation_checkpointing": "auto", "chunk_tokens": 7}
-GROUPS = {"group": 1, "graphs_aside": "all"}
+GROUPS = {"group": 1, "offloaded_graphs": "all"}
 FLOORS = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR}
 PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpu": ({}, {}),
@@ -37,7 +37,7 @@ SHORT = ("ram-two-rows", "mixed", "nvme-aside", "nvme-recomputed", "nvme-streame
 
 def features(plan: Plan) -> set[str]:
     """The words of PLANS that are true of a plan."""
-    fields = {"aside": "saved_on_gpu", "graphs": "saved_graphs", "leaving": "graphs_aside"}
+    fields = {"aside": "saved_on_gpu", "graphs": "saved_graphs", "leaving": "offloaded_graphs"}
     names = ("spilled", "aside", "recomputed", "graphs", "leaving", "streamed")
     found = {name for name in names if getattr(plan, fields.get(name, name))}
     found |= {"groups"} if plan.num_groups > 1 else set()

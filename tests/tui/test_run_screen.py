@@ -362,7 +362,7 @@ async def test_what_is_found_in_haystacks_stands_beside_the_loss_and_runs_withou
     (first / "spans.jsonl").write_text("")
     (first / "validation.jsonl").unlink(missing_ok=True)
     for n, right in enumerate((1, 8)):
-        recall = {"lengths": [512, 8192], "right": [[right] * 5] * 2, "asked": [[8] * 5] * 2}
+        recall = {"lengths": [512, 8192], "right": [[right] * 5] * 2, "queried": [[8] * 5] * 2}
         append(first / "validation.jsonl", {"step": 12 * n, "loss": 4.0 - n, "recall": recall})
     async with opened(first, (60, 24)) as (pilot, screen):
         assert "right" not in drawn(screen.loss)

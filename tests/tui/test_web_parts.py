@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.tui.web.access import SECURITY_HEADERS, Access, is_remote
-from penstock.tui.web.messages import MOST_TYPED, PIECE_BYTES, MalformedError, asked_size, read_message
+from penstock.tui.web.messages import MOST_TYPED, PIECE_BYTES, MalformedError, read_message, requested_size
 from penstock.tui.web.server import STATIC
 
 LOCAL = Access("localhost", ("127.0.0.1", "::1"), 8000)
@@ -105,7 +105,7 @@ def test_sizes_are_bounded_what_is_typed_goes_on_in_pieces_and_what_costs_much_t
         assert (kind, json.loads(payload)) == ("M", {"type": "resize", "width": width, "height": height}), asked
     in_address = {("100", "30"): (100, 30), ("1e8", "99999999999"): (1000, 500), ("inf", "-1"): (1000, 5)}
     in_address |= {("nan", "30"): (80, 24), ("", ""): (80, 24), ("x", "30"): (80, 24), ("9" * 5000, "1"): (1000, 5)}
-    assert {texts: asked_size(*texts) for texts in in_address} == in_address
+    assert {texts: requested_size(*texts) for texts in in_address} == in_address
 
 
 PAGE = """

@@ -73,23 +73,23 @@ class Alert(NamedTuple):
 
 def alerts(data: RunData) -> list[Alert]:
     """All that is wrong or unusual now."""
-    found = [*_of_state(data), *(Alert(problem, "warn") for problem in data.problems)]
+    result = [*_of_state(data), *(Alert(problem, "warn") for problem in data.problems)]
     if data.state != "running":
-        return found
+        return result
     for name, label in (("loss", "loss"), ("grad_norm", "gradient norm")):
         score = data.metrics.z_score(name)
         if score is not None and score > Z_ALERT:
-            found.append(
+            result.append(
                 Alert(f"{label} {figure(data.metrics.last(name))} is {score:.0f} sigma above the last steps", "warn")
             )
     if (leapt := spike(data)) is not None:
-        found.append(leapt)
+        result.append(leapt)
     if data.metrics.rows and data.metrics.last("loss") is None:
-        found.append(Alert(f"the loss of step {data.metrics.last_step:,} is not a number", "bad"))
+        result.append(Alert(f"the loss of step {data.metrics.last_step:,} is not a number", "bad"))
     stalled = stall(data)
     if stalled is not None:
-        found.append(stalled)
-    return [*found, *(alert for tier in tiers(data) if (alert := _of_tier(tier)) is not None)]
+        result.append(stalled)
+    return [*result, *(alert for tier in tiers(data) if (alert := _of_tier(tier)) is not None)]
 
 
 def _of_tier(tier: Tier) -> Alert | None:
@@ -122,9 +122,9 @@ def spike(data: RunData) -> Alert | None:
     if step is None or not 0 <= data.metrics.last_step - step < SPIKE_STEPS:
         return None
     named = [
-        place or f"document {number:,}"
+        where or f"document {number:,}"
         for one in objects(data.spike, "documents")[:2]
-        if (place := text(one, "where")) or (number := whole(one, "document")) is not None
+        if (where := text(one, "where")) or (number := whole(one, "document")) is not None
     ]
     more = (whole(data.spike, "num_documents") or 0) - len(named)
     documents = ", ".join(named) + (f" and {more:,} more" if more > 0 else "")

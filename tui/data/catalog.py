@@ -127,16 +127,16 @@ def about_lines(folder: Path) -> list[str]:
     plan, done = read_object(folder / "plan.json", MOST_PLAN_BYTES), read_object(folder / "summary.json")
     step_s, tokens_per_s = (number(plan, name) for name in ("step_s", "tokens_per_s"))
     params, layers = (number(plan, "model", name) for name in ("params", "layers"))
-    found = []
+    result = []
     if step_s is not None and tokens_per_s is not None:
         speed = speed_figure(tokens_per_s)
-        found.append(f"planned {speed} tok/s, {step_s:.3g} s a step, bound by {text(plan, 'bound_by')}")
+        result.append(f"planned {speed} tok/s, {step_s:.3g} s a step, bound by {text(plan, 'bound_by')}")
     if params is not None and layers is not None:
-        found.append(f"{params_text(params)} parameters, {layers:.0f} layers")
+        result.append(f"{params_text(params)} parameters, {layers:.0f} layers")
     step_s, tokens_per_s = (number(done, name) for name in ("mean_step_s", "mean_tokens_per_s"))
     tokens, first, last = (number(done, name) for name in ("tokens", "first_loss", "last_loss"))
     if step_s is not None and tokens_per_s is not None:
-        found.append(f"mean {step_s:.3g} s a step, {speed_figure(tokens_per_s)} tok/s")
+        result.append(f"mean {step_s:.3g} s a step, {speed_figure(tokens_per_s)} tok/s")
     if tokens is not None and first is not None and last is not None:
-        found.append(f"{tokens:,.0f} tokens, loss {first:.4f} to {last:.4f}")
-    return found
+        result.append(f"{tokens:,.0f} tokens, loss {first:.4f} to {last:.4f}")
+    return result

@@ -62,13 +62,13 @@ class ComparedRun:
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Sections' fields under dotted keys; a field that is itself an object stays one."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and not prefix:
-            found |= _flat(value, f"{key}.")
+            result |= _flat(value, f"{key}.")
         else:
-            found[prefix + key] = value
-    return found
+            result[prefix + key] = value
+    return result
 
 
 def config_rows(runs: list[ComparedRun], *, all_fields: bool) -> list[list[str]]:

@@ -95,8 +95,8 @@ class StepAnalysis:
                 op, block = view.ops[view.op[part.cause_row]], view.blocks[view.block[part.cause_row]]
             blocks[part.kind, op][block] += part.end_s - part.start_s
         totals = [
-            IdleTotal(kind, op, tuple(sorted(found, key=lambda b: -found[b])), sum(found.values()))
-            for (kind, op), found in blocks.items()
+            IdleTotal(kind, op, tuple(sorted(result, key=lambda b: -result[b])), sum(result.values()))
+            for (kind, op), result in blocks.items()
         ]
         return sorted(totals, key=lambda total: -total.seconds)
 
@@ -112,8 +112,8 @@ class Blockers:
 
     def waited(self, row: int) -> list[int]:
         """Rows of the ops that were not done when the lane reached this one, as far as the view holds them."""
-        found = map(self.view.row_of_id, self.view.waited(row))
-        return [other for other in found if other is not None and other != row]
+        result = map(self.view.row_of_id, self.view.waited(row))
+        return [other for other in result if other is not None and other != row]
 
     def blocker(self, row: int) -> int | None:
         """The row of what ended last of all that this op had to wait for; None where nothing held it."""
@@ -139,15 +139,15 @@ class Blockers:
     def _ops_in_turn(self, row: int) -> list[int]:
         """What this op waited for, and the ops in front of it that were still under way when it began."""
         view = self.view
-        found = self.waited(row)
+        result = self.waited(row)
         rows = self._by_id[int(view.lane[row])]
         at = int(np.searchsorted(view.id[rows], view.id[row], side="left"))
         for before in rows[max(0, at - _MAX_OVERLAPS) : at][::-1]:
             if view.end_s[before] <= view.start_s[row] + EPSILON_S:
                 break
-            found += self.waited(int(before))
-            found += self._lane_was_free(int(before))
-        return found
+            result += self.waited(int(before))
+            result += self._lane_was_free(int(before))
+        return result
 
 
 def analyse(view: SpanView, window: StepWindow) -> StepAnalysis:
@@ -164,8 +164,8 @@ def path_busy(view: SpanView, analysis: StepAnalysis) -> dict[str, Busy]:
         if part.row is not None:
             parts[view.lanes[view.lane[part.row]]].append((part.start_s, part.end_s))
     return {
-        lane: IDLE.merge(np.array([start for start, _ in found]), np.array([end for _, end in found]))
-        for lane, found in parts.items()
+        lane: IDLE.merge(np.array([start for start, _ in result]), np.array([end for _, end in result]))
+        for lane, result in parts.items()
     }
 
 
@@ -194,22 +194,22 @@ def _critical_path(view: SpanView, window: StepWindow, blockers: Blockers) -> li
 def _idle_times(view: SpanView, window: StepWindow, lane: str, blockers: Blockers) -> list[Idle]:
     rows = view.rows_of(lane)
     starts = view.start_s[rows]
-    found: list[Idle] = []
+    result: list[Idle] = []
     for start_s, end_s in _gaps(view, window, lane):
         at = int(np.searchsorted(starts, end_s - 1e-12, side="left"))
         if at == len(rows):
-            found.append(Idle(start_s, end_s, "no more work", None, None))
+            result.append(Idle(start_s, end_s, "no more work", None, None))
             continue
         following = int(rows[at])
         cause = blockers.awaited(following)
         if cause is None or view.end_s[cause] <= start_s:
-            found.append(Idle(start_s, end_s, "for no op", following, None))
+            result.append(Idle(start_s, end_s, "for no op", following, None))
             continue
         done_s = min(end_s, float(view.end_s[cause]))
-        found.append(Idle(start_s, done_s, "waiting", following, cause))
+        result.append(Idle(start_s, done_s, "waiting", following, cause))
         if done_s < end_s:
-            found.append(Idle(done_s, end_s, "starting", following, None))
-    return found
+            result.append(Idle(done_s, end_s, "starting", following, None))
+    return result
 
 
 def _gaps(view: SpanView, window: StepWindow, lane: str) -> list[tuple[float, float]]:

@@ -23,17 +23,17 @@ def number(value: Any, *keys: str) -> float | None:
 
 def whole(value: Any, *keys: str) -> int | None:
     """A whole number under nested keys; None where there is none."""
-    found = number(value, *keys)
-    return None if found is None else int(found)
+    result = number(value, *keys)
+    return None if result is None else int(result)
 
 
 def text(value: Any, *keys: str) -> str | None:
     """A string under nested keys; None where there is none."""
-    found = get(value, *keys)
-    return found if isinstance(found, str) else None
+    result = get(value, *keys)
+    return result if isinstance(result, str) else None
 
 
 def objects(value: Any, *keys: str) -> list[dict[str, Any]]:
     """The objects of a list under nested keys."""
-    found = get(value, *keys)
-    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+    result = get(value, *keys)
+    return [item for item in result if isinstance(item, dict)] if isinstance(result, list) else []

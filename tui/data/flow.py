@@ -43,7 +43,7 @@ class Tier:
 
 def tiers(data: RunData) -> list[Tier]:
     """The tiers of the plan: budget, planned peak, and what was held at most as far as the run says."""
-    found = []
+    result = []
     for name in _TIERS:
         held = data.metrics.tier_bytes.get(name)
         if held is None and not data.is_live:
@@ -51,8 +51,8 @@ def tiers(data: RunData) -> list[Tier]:
         budget = number(data.plan, "tiers", name, "budget_bytes")
         planned = number(data.plan, "tiers", name, "peak_bytes")
         if budget is not None or planned is not None or held is not None:
-            found.append(Tier(name, budget, planned, held))
-    return found
+            result.append(Tier(name, budget, planned, held))
+    return result
 
 
 RATE_S = 5.0
@@ -202,14 +202,14 @@ def _nodes(data: RunData, under_way: _UnderWay) -> dict[str, Node]:
 
 
 def _under_way(data: RunData) -> _UnderWay:
-    found: _UnderWay = {}
+    result: _UnderWay = {}
     for lane, op, block in [*_said(data.now), *_newest(data.spans.view, data.clock_s)]:
         of_block = "" if block == "all" else block
         if (route := route_of(op)) is not None:
-            found.setdefault(route, (cargo_of(op), of_block))
+            result.setdefault(route, (cargo_of(op), of_block))
         elif lane in ("compute", "optimizer") and part_of(op):
-            found.setdefault("gpu" if lane == "compute" else "ram", (part_of(op), of_block))
-    return found
+            result.setdefault("gpu" if lane == "compute" else "ram", (part_of(op), of_block))
+    return result
 
 
 def _said(now: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

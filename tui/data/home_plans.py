@@ -54,17 +54,17 @@ class HomePlans:
         here = self._here
         if time.monotonic() - self._looked >= _HERE_S:
             here, self._looked = here_digest(self._root), time.monotonic()
-        found: dict[Path, Fit | None] = {}
+        result: dict[Path, Fit | None] = {}
         for entry in entries:
             key = (entry.digest, here)
             if key not in self._fits and entry.digest and (fit := read_fit(*key)) is not None:
                 self._fits[key] = fit
-            found[entry.path] = self._fits.get(key)
+            result[entry.path] = self._fits.get(key)
         listed = {entry.digest for entry in entries}
         for key in [key for key in self._fits if key[0] not in listed or key[1] != here]:
             self._fits.pop(key, None)
         self._here = here  # last: what is kept for this machine is known before anything is planned for it
-        return found
+        return result
 
     def will_plan(self, entry: RecipeEntry) -> bool:
         """Whether an answer that is missing will come by itself."""

@@ -246,16 +246,16 @@ def with_samples(known: Sequence[Samples], lines: Iterable[dict[str, Any]]) -> t
 
     What was written again replaces those from its step on.
     """
-    found, skipped = list(known), 0
+    result, skipped = list(known), 0
     for line in lines:
         step, samples = whole(line, "step"), [_sample(one) for one in objects(line, "samples")]
         if step is None or not samples:
             skipped += 1
             continue
-        while found and found[-1].step >= step:
-            found.pop()
-        found.append(Samples(step, samples))
-    return found, skipped
+        while result and result[-1].step >= step:
+            result.pop()
+        result.append(Samples(step, samples))
+    return result, skipped
 
 
 def _sample(value: dict[str, Any]) -> Sample:

@@ -49,12 +49,12 @@ class Client:
         self,
         command: Sequence[str],
         take: Callable[[bytes], None],
-        told: Callable[[str], None] = lambda text: None,
+        show: Callable[[str], None] = lambda text: None,
         begun: Callable[[], None] | None = None,
     ) -> tuple[int, str]:
         """Run a command in a session of its own, without the application's limit on memory.
 
-        `take` gets each line of stdout, `told` each of stderr; `begun` is called once it runs, and writes to its stdin.
+        `take` gets each line of stdout, `show` each of stderr; `begun` is called once it runs, and writes to its stdin.
         Returns the exit code and the last line of stderr, or why the command could not be started.
         """
         try:
@@ -76,7 +76,7 @@ class Client:
             nonlocal last
             if text := line.decode(errors="replace").strip():
                 last = text
-                told(text)
+                show(text)
 
         errors = asyncio.create_task(read_lines(process.stderr, say))
         try:
@@ -139,13 +139,13 @@ class FitClient(Client):
     async def _read(self, state: FitState, options: list[str]) -> None:
         def take(line: bytes) -> None:
             try:
-                found = json.loads(line)
+                result = json.loads(line)
             except ValueError:
                 return
             if state.question is None:
-                state.question = found
+                state.question = result
             else:
-                state.cells[found["model"], found["context"]] = found
+                state.cells[result["model"], result["context"]] = result
             self._changed()
 
         code, said = await self._run([*FIT_COMMAND, *options], take)
@@ -206,11 +206,11 @@ class FinetuneClient(Client):
     async def _read(self, state: FinetuneState, request: FinetuneRequest) -> None:
         printed: list[bytes] = []
 
-        def told(text: str) -> None:
+        def show(text: str) -> None:
             state.doing = text
             self._changed()
 
-        _, said = await self._run([*FINETUNE_COMMAND, *request.arguments()], printed.append, told)
+        _, said = await self._run([*FINETUNE_COMMAND, *request.arguments()], printed.append, show)
         with contextlib.suppress(ValueError):
             state.report = json.loads(b"".join(printed))
         if state.report is None:

@@ -75,13 +75,13 @@ class RecipeCatalog:
         """What there is now; never raises."""
         own = self.root / "recipes"
         folders = [own, shipped.FOLDER] if own.resolve() != shipped.FOLDER else [own]
-        found = {}
+        result = {}
         for folder in folders:
             is_own = folder.resolve() != shipped.FOLDER
             for path in _recipe_files(folder):
-                found[path] = self._entry(path, is_own)
-        self._known = found
-        return [entry for _, entry in found.values()]
+                result[path] = self._entry(path, is_own)
+        self._known = result
+        return [entry for _, entry in result.values()]
 
     def _entry(self, path: Path, own: bool) -> tuple[_Stamp, RecipeEntry]:
         try:
@@ -100,10 +100,10 @@ def find_recipes(root: Path) -> list[RecipeEntry]:
 
 def _recipe_files(folder: Path) -> list[Path]:
     try:
-        found = [path for path in folder.iterdir() if path.suffix in (".py", ".json") and path.name[0] not in "._"]
+        result = [path for path in folder.iterdir() if path.suffix in (".py", ".json") and path.name[0] not in "._"]
     except OSError:
         return []
-    return sorted(found, key=lambda path: (path.stem != "quickstart", _natural(path.stem)))
+    return sorted(result, key=lambda path: (path.stem != "quickstart", _natural(path.stem)))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -121,8 +121,8 @@ def read_recipe_entry(path: Path, *, own: bool) -> RecipeEntry:
     except (OSError, ValueError, SyntaxError, RuntimeError, MemoryError, UserError) as error:
         reason = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
         return RecipeEntry(path, name, own, problem=printable(f"{path.name} cannot be read: {reason}"))
-    found = (_NEEDS.fullmatch(line.strip()) for line in about.splitlines())
-    needs = {match[1]: match[2] for match in found if match}
+    result = (_NEEDS.fullmatch(line.strip()) for line in about.splitlines())
+    needs = {match[1]: match[2] for match in result if match}
     return RecipeEntry(path, name, own, about, needs, digest=hashlib.sha256(content).hexdigest(), recipe=recipe)
 
 
@@ -142,17 +142,17 @@ def describe(recipe: Recipe) -> dict[str, str]:
         shape = f"{model.num_layers} layers, width {model.hidden_size:,}"
     tokens = data.sequence_length * train.global_batch_size
     source = f"{'' if data.source == 'auto' else data.source} {data.path or ''}".strip()
-    found = {
+    result = {
         "model": f"{model.path or model.model_type}, {shape}",
         "context": f"{data.sequence_length:,} tokens",
         "batch": f"{tokens:,} tokens a step, {train.steps:,} steps",
         "data": source or "none",
         "machine": recipe.machine or "any",
     }
-    return {label: printable(value) for label, value in found.items()}
+    return {label: printable(value) for label, value in result.items()}
 
 
 def matches(words: str, *texts: str) -> bool:
     """Whether every word of `words` is in one of the texts, whatever its case."""
-    found = "\n".join(texts).lower()
-    return all(word in found for word in words.lower().split())
+    result = "\n".join(texts).lower()
+    return all(word in result for word in words.lower().split())

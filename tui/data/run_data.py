@@ -138,8 +138,8 @@ class RunData:
     @property
     def now(self) -> dict[str, Any]:
         """Lane -> ops under way, as the run's process last said; {} when none works on it."""
-        found = get(self.status, "now")
-        return found if self.state == "running" and isinstance(found, dict) else {}
+        result = get(self.status, "now")
+        return result if self.state == "running" and isinstance(result, dict) else {}
 
     @property
     def preparing(self) -> list[Prepared]:
@@ -235,11 +235,11 @@ class RunData:
             stamp = _stamp(path)
             if stamp == self._stamps.get(name, ()):
                 continue
-            found, wrong = examine_object(path, _OBJECT_BYTES)
+            result, wrong = examine_object(path, _OBJECT_BYTES)
             self._stamps[name] = stamp
             self._note(name, wrong)
-            if found is not None or stamp is None:
-                setattr(self, name, found or {})
+            if result is not None or stamp is None:
+                setattr(self, name, result or {})
             changed.add("status" if name == "status" else "plan")
             if name == "plan":
                 self._locations = BlockLocations(self.plan)
@@ -270,7 +270,7 @@ class RunData:
         if stamps == self._manifests:
             return set()
         self._manifests = stamps
-        self.checkpoints = [Checkpoint(*found) for found in checkpoint_steps(self.path)]
+        self.checkpoints = [Checkpoint(*result) for result in checkpoint_steps(self.path)]
         self.committed_step = committed_step(self.path)
         return {"checkpoints"}
 

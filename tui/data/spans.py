@@ -105,8 +105,8 @@ _COLUMNS = {
 }
 
 
-def _columns(room: int) -> dict[str, NDArray[Any]]:
-    return {name: np.empty(room, dtype) for name, dtype in _COLUMNS.items()}
+def _columns(available: int) -> dict[str, NDArray[Any]]:
+    return {name: np.empty(available, dtype) for name, dtype in _COLUMNS.items()}
 
 
 @dataclass(frozen=True)

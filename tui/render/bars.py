@@ -71,22 +71,22 @@ def drives(data: RunData) -> list[Drive]:
     folders = dict.fromkeys(data.metrics.written_bytes)
     if isinstance(temperatures, dict):
         folders |= dict.fromkeys(folder for folder in temperatures if isinstance(folder, str))
-    found = []
+    result = []
     for folder in folders:
         at = [drive for drive in planned if folder.startswith(text(drive, "path") or "\0")]
         if not at and len(planned) == 1 == len(folders):
             at = planned
         endurance = number(max(at, key=lambda drive: len(text(drive, "path") or "")), "endurance_bytes") if at else None
         temperature = number(temperatures, folder, "temperature_c")
-        found.append(Drive(folder, data.metrics.written_bytes.get(folder, 0.0), endurance, temperature))
-    return found
+        result.append(Drive(folder, data.metrics.written_bytes.get(folder, 0.0), endurance, temperature))
+    return result
 
 
 def tier_pane_rows(data: RunData, width: int, height: int, glyphs: Glyphs) -> list[Row]:
     """Gauges in two rows each where there is room, then drive rates, temperature, bytes written against endurance."""
-    found, below = tiers(data), _drive_rows(data, width, glyphs)
-    each = 2 if height >= 2 * len(found) + min(2, len(below)) else 1
-    rows = tier_rows(found, width, each, glyphs) or [exactly([("no plan yet", "dim")], width)]
+    result, below = tiers(data), _drive_rows(data, width, glyphs)
+    each = 2 if height >= 2 * len(result) + min(2, len(below)) else 1
+    rows = tier_rows(result, width, each, glyphs) or [exactly([("no plan yet", "dim")], width)]
     if height > len(rows) + len(below):
         rows.append([(" " * width, "text")])
     return (rows + below)[:height]
@@ -102,9 +102,9 @@ def _drive_rows(data: RunData, width: int, glyphs: Glyphs) -> list[Row]:
         when = f"  {window.words}" if 22 + len(written) + len(window.words) <= width else ""
         rows.append([("read ", "dim"), (read.ljust(11), "lane.nvme_read"), ("write ", "dim")])
         rows[0] += [(written, "lane.nvme_write"), (when, "dim")]
-    found = drives(data)
-    for drive in found:
-        row: Row = [(fit(drive.folder[-14:], 15, glyphs.ellipsis), "dim")] if len(found) > 1 else []
+    result = drives(data)
+    for drive in result:
+        row: Row = [(fit(drive.folder[-14:], 15, glyphs.ellipsis), "dim")] if len(result) > 1 else []
         row += [("written ", "dim"), (bytes_text(drive.written_bytes), "text")]
         if drive.endurance_bytes:
             share = drive.written_bytes / drive.endurance_bytes
@@ -176,9 +176,9 @@ def figure_rows(
         before, now = (planned.shares or {}).get(lane), (real.shares or {}).get(lane)
         row: Row = [(lane.ljust(_LABEL)[:_LABEL], f"lane.{lane}"), (percent_text(before, 0).rjust(_CELL), "predicted")]
         row.append((percent_text(now, 0).rjust(_CELL), "text"))
-        room = width - _LABEL - 2 * _CELL - 1
-        if room >= 6 and now is not None:
-            row += [(" ", "text"), *bar(room, now, before, glyphs, f"lane.{lane}")]
+        available = width - _LABEL - 2 * _CELL - 1
+        if available >= 6 and now is not None:
+            row += [(" ", "text"), *bar(available, now, before, glyphs, f"lane.{lane}")]
         rows.append(exactly(row, width))
     return rows[:height]
 

@@ -71,10 +71,10 @@ def block_map(blocks: Sequence[BlockLocation], width: int, height: int, glyphs: 
             rows.append(exactly(merged(piece for piece in row if piece[0]), width))
     if len(rows) < height:
         rows.append(legend(width, glyphs))
-    room = height - len(rows) - 2
-    if room >= 3 and width >= 34:
+    available = height - len(rows) - 2
+    if available >= 3 and width >= 34:
         # Where there is no room for all, those that are not at rest.
-        listed = blocks if len(blocks) <= room else [block for block in blocks if _is_away(block)][:room]
+        listed = blocks if len(blocks) <= available else [block for block in blocks if _is_away(block)][:available]
         rows += _table(listed, width, glyphs) if listed else []
     return rows[:height]
 

@@ -147,11 +147,11 @@ def decimate(x: Floats, y: Floats, low: float, high: float, columns: int) -> tup
     after = np.searchsorted(used, between)  # of a used column: itself
     empty = used[after] != between
     if empty.any():
-        place, right = between[empty], after[empty]
+        position, right = between[empty], after[empty]
         left = right - 1
-        share = (place - used[left]) / (used[right] - used[left])
+        share = (position - used[left]) / (used[right] - used[left])
         joined = y[ends[left] - 1] * (1 - share) + y[starts[right]] * share
-        least[place] = greatest[place] = joined
+        least[position] = greatest[position] = joined
     return least, greatest
 
 
@@ -188,16 +188,16 @@ def _y_ticks(axes: Axes, height: int) -> list[tuple[int, float]]:
     most = max(2, height // 2)
     if axes.log:
         values = log_ticks(10**axes.bottom, 10**axes.top, most)
-        places = [math.log10(value) for value in values]
+        positions = [math.log10(value) for value in values]
     else:
         values = linear_ticks(axes.bottom, axes.top, most)
-        places = values
-    found: dict[int, float] = {}
-    for value, place in zip(values, places, strict=True):
-        row = round((axes.top - place) / (axes.top - axes.bottom) * height - 0.5)
+        positions = values
+    result: dict[int, float] = {}
+    for value, position in zip(values, positions, strict=True):
+        row = round((axes.top - position) / (axes.top - axes.bottom) * height - 0.5)
         if 0 <= row < height:
-            found.setdefault(row, value)
-    return sorted(found.items())
+            result.setdefault(row, value)
+    return sorted(result.items())
 
 
 def _x_axis(axes: Axes, width: int, gutter: int, x_kind: XKind, marks: Sequence[float], glyphs: Glyphs) -> list[Row]:
@@ -277,16 +277,16 @@ def _draw_line(
     cells = lit.reshape(height, down, width, across)
     if glyphs.braille:
         bits = np.einsum("hdwa,da->hw", cells.astype(np.int64), _BRAILLE)
-        found = 0x2800 + bits
+        result = 0x2800 + bits
     else:
         bits = np.einsum("hdw,d->hw", cells[..., 0].astype(np.int64), np.array([1, 2, 4]))
-        found = _ASCII_DOTS[bits]
+        result = _ASCII_DOTS[bits]
     mask = bits > 0
     if glyphs.braille:
         # A thin line below shows through; a band gives way, so that the line over it can be followed.
         below = np.where((codes >= 0x2800) & (codes <= 0x28FF), codes - 0x2800, 0)
-        found = np.where(_NUM_DOTS[below] <= _THIN_DOTS, found | below, found)
-    codes[mask] = found[mask]
+        result = np.where(_NUM_DOTS[below] <= _THIN_DOTS, result | below, result)
+    codes[mask] = result[mask]
     tokens[mask] = token
 
 

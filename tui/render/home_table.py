@@ -186,22 +186,22 @@ def _table(
     longest = max(map(cell_len, [title, *names]))
     least = max([len(title), *map(cell_len, distinct(names, min(longest, _LEAST_NAME), glyphs.ellipsis))])
     widths = {source: source.width for source in sources if source.keep == 0}
-    room = width - least - PADDING - sum(cells + PADDING for cells in widths.values())
+    available = width - least - PADDING - sum(cells + PADDING for cells in widths.values())
     for source in sorted(sources, key=lambda source: -source.keep):
         needed = min(source.width, _LEAST_ABOUT) if source.flexible else source.width
-        if source.keep == 0 or needed + PADDING > room:
+        if source.keep == 0 or needed + PADDING > available:
             break
         widths[source] = needed
-        room -= needed + PADDING
-    name_cells = min(longest, least + max(0, room), max(least, width // _MOST_NAME_SHARE))
-    room -= name_cells - least
+        available -= needed + PADDING
+    name_cells = min(longest, least + max(0, available), max(least, width // _MOST_NAME_SHARE))
+    available -= name_cells - least
     columns, cells = [], []
     for source in sources:
         if source not in widths:
             continue
         if source.flexible:
-            more = min(source.width - widths[source], max(0, room))
-            widths[source], room = widths[source] + more, room - more
+            more = min(source.width - widths[source], max(0, available))
+            widths[source], available = widths[source] + more, available - more
         columns.append(ColumnSpec(source.title, widths[source], source.right))
         cells.append(source.cells)
     cut = distinct(names, name_cells, glyphs.ellipsis)
@@ -225,9 +225,9 @@ _COMMANDS = (
 
 def welcome_rows(*, read_only: bool) -> list[Row]:
     """The lines, with the keys of the action table; a read-only window starts nothing."""
-    found = {action.id: action for action in actions("home")}
+    result = {action.id: action for action in actions("home")}
     rows: list[Row] = [[("No runs yet.", "title")]]
     if not read_only:
         rows[0].append((" To start one, press", "text"))
-        rows += [[(f"  {found[id].shown_key:<7}", "accent"), (words, "text")] for id, words in _BEGINNINGS.items()]
+        rows += [[(f"  {result[id].shown_key:<7}", "accent"), (words, "text")] for id, words in _BEGINNINGS.items()]
     return [*rows, *([(words, "dim")] for words in _COMMANDS)]

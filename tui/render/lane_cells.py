@@ -141,9 +141,9 @@ def _alone(view: SpanView, rows: Ints) -> NDArray[np.bool_]:
 def box_name(view: SpanView, row: int, width: int, ellipsis: str) -> str:
     """As much of the op's name as `width` cells hold: of its block and chunk the end, which tells them apart."""
     op, block, chunk = view.ops[view.op[row]], view.blocks[view.block[row]], int(view.chunk[row])
-    place = location_text(block, chunk)
-    end = ellipsis + place.rpartition(".")[2]
-    for text in (op_text(op, block, chunk), f"{op} {end}", op, place, end):
+    grid = location_text(block, chunk)
+    end = ellipsis + grid.rpartition(".")[2]
+    for text in (op_text(op, block, chunk), f"{op} {end}", op, grid, end):
         if len(text) <= width:
             return text
     return op[:width]

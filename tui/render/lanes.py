@@ -121,19 +121,19 @@ def layout(width: int, height: int, scene: LaneScene) -> Layout:
     left = height - len(lanes) - title - band
     info = left >= 2 or (left >= 1 and pointed)
     axis = left >= 1 + info
-    room = height - title - band - axis - info
-    if room < len(lanes):
+    available = height - title - band - axis - info
+    if available < len(lanes):
         busiest = sorted(lanes, key=lambda lane: -scene.view.busy_s(lane, scene.start_s, scene.end_s))
-        kept = {*busiest[: max(1, room)]}
+        kept = {*busiest[: max(1, available)]}
         lanes = [lane for lane in lanes if lane in kept]
-    each = max(1, room // len(lanes))
+    each = max(1, available // len(lanes))
     predicted = scene.predicted is not None and each >= 2
     label = 11 if width >= 64 else 7 if width >= 36 else 0
     share = 5 if width >= 16 else 0
     if scene.predicted is not None and not predicted and width >= 60:
         share += 6
     each = min(_TALLEST, max(1, each - predicted))
-    left = max(0, room - len(lanes) * (each + predicted)) if each < _TALLEST else 0
+    left = max(0, available - len(lanes) * (each + predicted)) if each < _TALLEST else 0
     tall = set(sorted(lanes, key=_priority)[:left])
     if width >= 100:
         share = max(share, 11) if each > 1 else share + 11
@@ -159,25 +159,25 @@ def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> lis
     """At most `height` rows of exactly `width` cells."""
     if width < 1 or height < 1:
         return []
-    place = layout(width, height, scene)
-    edges = np.linspace(scene.start_s, scene.end_s, place.num_cells + 1)
+    grid = layout(width, height, scene)
+    edges = np.linspace(scene.start_s, scene.end_s, grid.num_cells + 1)
     known = scene.end_s if scene.until_s is None else min(scene.until_s, scene.end_s)
-    busy = {lane: _busy(scene, lane, known) for lane in place.lanes}
-    shares = {lane: _share(busy[lane], scene.start_s, known) for lane in place.lanes}
+    busy = {lane: _busy(scene, lane, known) for lane in grid.lanes}
+    shares = {lane: _share(busy[lane], scene.start_s, known) for lane in grid.lanes}
     bound = max(shares, key=lambda lane: shares[lane])
-    moved = scene.view.bytes_by_lane(scene.start_s, known) if place.share_cells >= 11 else {}
+    moved = scene.view.bytes_by_lane(scene.start_s, known) if grid.share_cells >= 11 else {}
     in_window = _rows_with_boxes(scene, BOX_CELLS * float(edges[1] - edges[0]))
     in_view = InView(scene.view, edges, wanted=has_parts(scene.view))
-    moving = sum(np.diff(busy[lane].until(edges)) for lane in place.lanes)
+    moving = sum(np.diff(busy[lane].until(edges)) for lane in grid.lanes)
     rows: list[Row] = []
-    if place.title_row:
+    if grid.title_row:
         rows.append(_title(width, scene, bound, shares))
-    if place.band_row:
-        canvas = Canvas(1, place.num_cells)
+    if grid.band_row:
+        canvas = Canvas(1, grid.num_cells)
         in_view.draw_band(canvas, glyphs)
-        rows.append([(fit("phase", place.label_cells, ""), "dim"), *canvas.row(0)])
-    for lane, bar_rows in zip(place.lanes, place.bar_rows, strict=True):
-        canvas = Canvas(bar_rows, place.num_cells)
+        rows.append([(fit("phase", grid.label_cells, ""), "dim"), *canvas.row(0)])
+    for lane, bar_rows in zip(grid.lanes, grid.bar_rows, strict=True):
+        canvas = Canvas(bar_rows, grid.num_cells)
         token = lane_token(lane)
         coverage = np.diff(busy[lane].until(edges)) / np.diff(edges)
         _draw_marks(canvas, scene, edges, glyphs)
@@ -192,24 +192,24 @@ def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> lis
         _draw_selection(canvas, scene, lane, edges)
         draw_outline(canvas, critical, lane, glyphs)
         forecast = _forecast(scene, lane, edges, known) if scene.predicted is not None else None
-        margin = _margin(place, scene, shares[lane], moved.get(lane, 0), forecast, known)
-        label = _label(place, lane, scene, bold=lane == bound and shares[bound] > 0)
+        margin = _margin(grid, scene, shares[lane], moved.get(lane, 0), forecast, known)
+        label = _label(grid, lane, scene, bold=lane == bound and shares[bound] > 0)
         for y in range(bar_rows):
             first = y == 0
             rows.append(
                 [
-                    (fit(label[0] if first else "", place.label_cells, glyphs.ellipsis), label[1] if first else "text"),
+                    (fit(label[0] if first else "", grid.label_cells, glyphs.ellipsis), label[1] if first else "text"),
                     *canvas.row(y),
-                    *exactly(margin[y] if y < len(margin) else [], place.share_cells),
-                    (history(scene.history, lane, place.history_cells, glyphs) if first else "", "raw"),
-                    *(_now(place, scene, lane, glyphs) if first else []),
+                    *exactly(margin[y] if y < len(margin) else [], grid.share_cells),
+                    (history(scene.history, lane, grid.history_cells, glyphs) if first else "", "raw"),
+                    *(_now(grid, scene, lane, glyphs) if first else []),
                 ]
             )
-        if place.predicted_row and forecast is not None:
-            rows.append(_predicted_row(place, forecast, edges, glyphs))
-    if place.axis_row:
-        rows.append(_axis(place, scene, edges, glyphs))
-    if place.info_row:
+        if grid.predicted_row and forecast is not None:
+            rows.append(_predicted_row(grid, forecast, edges, glyphs))
+    if grid.axis_row:
+        rows.append(_axis(grid, scene, edges, glyphs))
+    if grid.info_row:
         rows.append(scene.info)
     return [exactly(row, width) for row in rows[:height]]
 
@@ -315,21 +315,21 @@ def _forecast(scene: LaneScene, lane: str, edges: Floats, known_s: float) -> _Fo
     return _Forecast(covered, float(covered.sum()) / length_s if length_s > 0 else 0.0)
 
 
-def _predicted_row(place: Layout, forecast: _Forecast, edges: Floats, glyphs: Glyphs) -> Row:
+def _predicted_row(grid: Layout, forecast: _Forecast, edges: Floats, glyphs: Glyphs) -> Row:
     levels = np.rint(forecast.busy_s / np.diff(edges) * 8).astype(int).clip(0, 8)
     text = "".join(glyphs.eighths[level] for level in levels)
-    label = fit(" predicted" if place.label_cells >= 11 else " plan", place.label_cells)
-    share = f" {forecast.share:4.0%}" if place.share_cells else ""
-    return [(label, "predicted"), (text, "predicted"), (fit(share, place.share_cells, ""), "predicted")]
+    label = fit(" predicted" if grid.label_cells >= 11 else " plan", grid.label_cells)
+    share = f" {forecast.share:4.0%}" if grid.share_cells else ""
+    return [(label, "predicted"), (text, "predicted"), (fit(share, grid.share_cells, ""), "predicted")]
 
 
-def _label(place: Layout, lane: str, scene: LaneScene, *, bold: bool) -> tuple[str, str]:
-    name = lane if place.label_cells >= 11 else SHORT.get(lane, lane)
+def _label(grid: Layout, lane: str, scene: LaneScene, *, bold: bool) -> tuple[str, str]:
+    name = lane if grid.label_cells >= 11 else SHORT.get(lane, lane)
     return name, lane_token(lane) + (" reverse" if lane == scene.lane else " bold" if bold else "")
 
 
 def _margin(
-    place: Layout,
+    grid: Layout,
     scene: LaneScene,
     share: float,
     num_bytes: int,
@@ -337,20 +337,20 @@ def _margin(
     known_s: float,
 ) -> list[Row]:
     row: Row = [(f" {share:4.0%}", "bold" if share >= 0.5 else "text")]
-    if forecast is not None and not place.predicted_row and place.share_cells >= 11:
+    if forecast is not None and not grid.predicted_row and grid.share_cells >= 11:
         row.append((f" {forecast.share:4.0%}p", "predicted"))
     seconds = share * (known_s - scene.start_s)
     if not num_bytes or seconds <= 0:
         return [row]
     rate: Row = [(f" {rate_text(num_bytes / seconds):>10}", "dim")]
-    return [row, rate] if min(place.bar_rows) > 1 else [[*row, *rate]]
+    return [row, rate] if min(grid.bar_rows) > 1 else [[*row, *rate]]
 
 
-def _now(place: Layout, scene: LaneScene, lane: str, glyphs: Glyphs) -> Row:
+def _now(grid: Layout, scene: LaneScene, lane: str, glyphs: Glyphs) -> Row:
     ops = [op for op in scene.now or () if op.lane == lane]
     more = f" +{len(ops) - 1}" if len(ops) > 1 else ""
     text = f" {glyphs.arrow} {op_name(ops[0])}{more}" if ops else ""
-    return [(fit(text, place.now_cells, glyphs.ellipsis), "dim")]
+    return [(fit(text, grid.now_cells, glyphs.ellipsis), "dim")]
 
 
 def _title(width: int, scene: LaneScene, bound: str, shares: Mapping[str, float]) -> Row:
@@ -361,33 +361,33 @@ def _title(width: int, scene: LaneScene, bound: str, shares: Mapping[str, float]
     return [*row, (scene.status.rjust(width - used) if len(scene.status) + used + 2 <= width else "", "dim")]
 
 
-def _axis(place: Layout, scene: LaneScene, edges: Floats, glyphs: Glyphs) -> Row:
-    canvas = Canvas(1, place.num_cells)
+def _axis(grid: Layout, scene: LaneScene, edges: Floats, glyphs: Glyphs) -> Row:
+    canvas = Canvas(1, grid.num_cells)
     low, high = scene.start_s - scene.origin_s, scene.end_s - scene.origin_s
-    ticks = linear_ticks(low, high, max(1, place.num_cells // 12))
+    ticks = linear_ticks(low, high, max(1, grid.num_cells // 12))
     scale, unit = (1.0, "s") if high - low >= 0.05 or abs(high) >= 1 else (1e3, "ms")
     for tick, text in zip(ticks, tick_texts([tick * scale for tick in ticks]), strict=True):
         cell = _cell(tick + scene.origin_s, edges)
-        if cell + len(text) + 2 <= place.num_cells:
+        if cell + len(text) + 2 <= grid.num_cells:
             canvas.write(0, cell, f"{glyphs.vline}{text}", "axis")
     borders = _borders(scene, edges)
     for cell, step in borders.items():
         text = f"{glyphs.vline}step {step + 1}"
         crowded = any(cell < other < cell + len(text) + 1 for other in borders)
-        if not crowded and cell + len(text) <= place.num_cells:
+        if not crowded and cell + len(text) <= grid.num_cells:
             canvas.write(0, cell, text + " ", "bold")
-        elif cell >= len(text) + 1 and cell + len(text) > place.num_cells:
+        elif cell >= len(text) + 1 and cell + len(text) > grid.num_cells:
             canvas.write(0, cell - len(text), f" step {step}{glyphs.vline}", "bold")
     if scene.cursor_s is not None and edges[0] <= scene.cursor_s < edges[-1]:
         canvas.write(0, _cell(scene.cursor_s, edges), glyphs.up, "accent")
     return [
-        (fit(unit.rjust(place.label_cells - 1) if place.label_cells else "", place.label_cells, ""), "axis"),
+        (fit(unit.rjust(grid.label_cells - 1) if grid.label_cells else "", grid.label_cells, ""), "axis"),
         *canvas.row(0),
-        (_heads(place), "axis"),
+        (_heads(grid), "axis"),
     ]
 
 
-def _heads(place: Layout) -> str:
-    rates = "while busy".rjust(11) if place.share_cells >= 16 and not place.predicted_row else ""
-    share = ("busy".rjust(min(5, place.share_cells)) + rates).ljust(place.share_cells)
-    return share + "per step".rjust(place.history_cells) if place.history_cells else share
+def _heads(grid: Layout) -> str:
+    rates = "while busy".rjust(11) if grid.share_cells >= 16 and not grid.predicted_row else ""
+    share = ("busy".rjust(min(5, grid.share_cells)) + rates).ljust(grid.share_cells)
+    return share + "per step".rjust(grid.history_cells) if grid.history_cells else share

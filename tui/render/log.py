@@ -52,13 +52,13 @@ def _wrapped(line: LogLine, width: int) -> list[Row]:
     return [[(start, "dim"), (piece, token)] for start, piece in zip(starts, pieces, strict=True)]
 
 
-def sample_rows(found: Samples, prompt: int, note: str, width: int, glyphs: Glyphs) -> list[Row]:
+def sample_rows(result: Samples, prompt: int, note: str, width: int, glyphs: Glyphs) -> list[Row]:
     """The samples of a step at one prompt; `note` stands at the end of the first row."""
-    page, sample, number = Page(width, glyphs), found.samples[prompt], len(found.samples)
+    page, sample, number = Page(width, glyphs), result.samples[prompt], len(result.samples)
     which = f"prompt {prompt + 1:,} of {number:,}  " if number > 1 else ""
     tokens = "n/a" if sample.tokens is None else f"{sample.tokens:,}"
     ended = "ended by the model" if sample.ended else "cut off"
-    page.ends([(f"step {found.step:,}", "value"), (f"  {which}{tokens} tokens, {ended}", "dim")], [(note, "dim")])
+    page.ends([(f"step {result.step:,}", "value"), (f"  {which}{tokens} tokens, {ended}", "dim")], [(note, "dim")])
     for text, token in ((sample.prompt, "dim"), (sample.text, "text")):
         for piece in _pieces(text, width):
             page.line([(piece, token)])
@@ -67,11 +67,11 @@ def sample_rows(found: Samples, prompt: int, note: str, width: int, glyphs: Glyp
 
 def _pieces(text: str, width: int) -> list[str]:
     """The lines of a text, each of exactly `width` cells, with nothing in them that a terminal would obey."""
-    found: list[str] = []
+    result: list[str] = []
     for line in text.expandtabs(4).split("\n"):
         clean = printable(line)[: width * _MOST_SAMPLE_ROWS]
         space = max(1, width // 2 if cell_len(clean) > len(clean) else width)
-        found += textwrap.wrap(clean, space, replace_whitespace=False) or [""]
-        if len(found) >= _MOST_SAMPLE_ROWS:
+        result += textwrap.wrap(clean, space, replace_whitespace=False) or [""]
+        if len(result) >= _MOST_SAMPLE_ROWS:
             break
-    return [set_cell_size(piece, width) for piece in found[:_MOST_SAMPLE_ROWS]]
+    return [set_cell_size(piece, width) for piece in result[:_MOST_SAMPLE_ROWS]]

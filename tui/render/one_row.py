@@ -15,9 +15,9 @@ def bar(width: int, share: float | None, mark: float | None, glyphs: Glyphs, tok
     filled = 0 if share is None or not math.isfinite(share) else round(min(1.0, max(0.0, share)) * width)
     cells = [(glyphs.bar_full, token)] * filled + [(glyphs.bar_empty, "axis")] * (width - filled)
     if mark is not None and math.isfinite(mark):
-        place = min(width - 1, max(0, math.ceil(mark * width) - 1))
+        position = min(width - 1, max(0, math.ceil(mark * width) - 1))
         peak = "┃" if glyphs.braille else glyphs.bar_peak
-        cells[place] = (peak, "title" if place >= filled else token + " reverse")
+        cells[position] = (peak, "title" if position >= filled else token + " reverse")
     return merged(cells)
 
 

@@ -80,11 +80,11 @@ def _carries(link: Link, width: int, glyphs: Glyphs) -> str:
     rate = rate_text(link.bytes_per_s)
     names = [name for name, _ in link.cargo]
     short = [_SHORT.get(name, name) for name in names]
-    found = [", ".join(some) for some in (names, short)]
-    found += [f"{', '.join(short[:count])}, {glyphs.ellipsis}" for count in range(len(short) - 1, 0, -1)]
-    found += [short[0] + glyphs.ellipsis] if len(short) > 1 else []
-    found = [f"{text} {rate}" for text in found] + [short[0], rate]
-    return next((text for text in found if len(text) <= width), "")
+    result = [", ".join(some) for some in (names, short)]
+    result += [f"{', '.join(short[:count])}, {glyphs.ellipsis}" for count in range(len(short) - 1, 0, -1)]
+    result += [short[0] + glyphs.ellipsis] if len(short) > 1 else []
+    result = [f"{text} {rate}" for text in result] + [short[0], rate]
+    return next((text for text in result if len(text) <= width), "")
 
 
 def _on_the_way(link: Link, width: int) -> str:
@@ -92,8 +92,8 @@ def _on_the_way(link: Link, width: int) -> str:
     if not cargo:
         return ""
     short, of = _SHORT.get(cargo, cargo), f" of {block}" if block else ""
-    found = (f"{cargo}{of}", f"{short}{of}", f"{short} {block}", block, short)
-    return next((text for text in found if text and len(text) <= width), "")
+    result = (f"{cargo}{of}", f"{short}{of}", f"{short} {block}", block, short)
+    return next((text for text in result if text and len(text) <= width), "")
 
 
 def _line(now: Flow, glyphs: Glyphs, width: int) -> Row:
@@ -193,8 +193,8 @@ def _listed(prefix: str, names: Sequence[str], width: int, glyphs: Glyphs) -> st
     if not names:
         return ""
     full, short = (", ".join(names), ", ".join(_SHORT.get(name, name) for name in names))
-    found = [text for text in (prefix + full, prefix + short, full, short) if len(text) <= width]
-    return found[0] if found else fit(short, width, glyphs.ellipsis)
+    result = [text for text in (prefix + full, prefix + short, full, short) if len(text) <= width]
+    return result[0] if result else fit(short, width, glyphs.ellipsis)
 
 
 def _ways(

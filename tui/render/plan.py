@@ -95,8 +95,8 @@ def finetune_rows(state: FinetuneState, width: int, glyphs: Glyphs) -> list[Row]
     elif state.report is None:
         page.wrapped(f"{state.doing or 'starting'} {glyphs.ellipsis}", "accent")
     else:
-        found = report_rows(state.report, width, glyphs)
-        return [*found, *page.rows, [(" " * width, "text")], *plan_rows(state.report["plan"], width, glyphs)]
+        result = report_rows(state.report, width, glyphs)
+        return [*result, *page.rows, [(" " * width, "text")], *plan_rows(state.report["plan"], width, glyphs)]
     return page.rows
 
 

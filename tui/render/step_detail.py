@@ -41,7 +41,7 @@ def waited_text(view: SpanView, row: int) -> str:
     waited = view.waited(row)
     if not waited:
         return "waited for nothing"
-    rows = [found for found in map(view.row_of_id, waited) if found is not None]
+    rows = [result for result in map(view.row_of_id, waited) if result is not None]
     if not rows:
         return f"waited for {len(waited)} earlier ops"
     last = view.span(max(rows, key=lambda other: view.end_s[other]))
@@ -65,7 +65,7 @@ def ops_at(view: SpanView, under_way: Sequence[UnderWay], time_s: float) -> list
 
 def ops_under_way(now: Any, view: SpanView) -> list[UnderWay]:
     """status.json's `now`, without ops whose span has arrived meanwhile and without what is not as it should be."""
-    found = []
+    result = []
     recent = slice(max(0, view.num_spans - 4096), view.num_spans)
     for lane in now if isinstance(now, dict) else ():
         for op in objects(now, lane):
@@ -73,8 +73,8 @@ def ops_under_way(now: Any, view: SpanView) -> list[UnderWay]:
             if start_s is not None and (np.abs(view.start_s[recent] - start_s) < 2e-6).any():
                 continue
             name, block = (printable(str(op.get(key, ""))) for key in ("op", "block"))
-            found.append(UnderWay(str(lane), name, block, -1 if chunk is None else chunk, start_s))
-    return found[:100]
+            result.append(UnderWay(str(lane), name, block, -1 if chunk is None else chunk, start_s))
+    return result[:100]
 
 
 _MOST_WAITED = 12
@@ -106,12 +106,12 @@ def path_stretches(view: SpanView, analysis: StepAnalysis) -> list[tuple[str, st
         assert part.row is not None
         return view.lanes[view.lane[part.row]], view.ops[view.op[part.row]]
 
-    found = []
+    result = []
     for (lane, op), group in groupby((part for part in analysis.path if part.row is not None), name):
         parts = list(group)
         seconds = sum(part.end_s - part.start_s for part in parts)
-        found.append((lane, f"{op} {_from_to(view, [part.row for part in parts if part.row is not None])}", seconds))
-    return found
+        result.append((lane, f"{op} {_from_to(view, [part.row for part in parts if part.row is not None])}", seconds))
+    return result
 
 
 def _from_to(view: SpanView, rows: Sequence[int]) -> str:
@@ -143,12 +143,16 @@ def _waiting_part(
     view: SpanView, analysis: StepAnalysis, width: int, height: int, lane: str | None, glyphs: Glyphs
 ) -> list[Row]:
     first = "compute" if "compute" in view.lanes else next(iter(view.lanes), "")
-    told = [first, *([lane] if lane is not None and lane in view.lanes and lane != first else [])]
-    parts = [_waits(view, analysis, name, name == lane, glyphs) for name in told]
-    others = _others(view, analysis, [name for name in view.lanes if name not in told], width)
-    room = max(0, height - bool(others))
-    rows = parts[0][: max(room - sum(map(len, parts[1:])), room - room // 2)] if len(parts) > 1 else parts[0][:room]
-    rows += [row for part in parts[1:] for row in part][: room - len(rows)]
+    shown = [first, *([lane] if lane is not None and lane in view.lanes and lane != first else [])]
+    parts = [_waits(view, analysis, name, name == lane, glyphs) for name in shown]
+    others = _others(view, analysis, [name for name in view.lanes if name not in shown], width)
+    available = max(0, height - bool(others))
+    rows = (
+        parts[0][: max(available - sum(map(len, parts[1:])), available - available // 2)]
+        if len(parts) > 1
+        else parts[0][:available]
+    )
+    rows += [row for part in parts[1:] for row in part][: available - len(rows)]
     return [*rows, exactly(others, width, glyphs.ellipsis)] if others else rows
 
 
@@ -225,10 +229,10 @@ def op_rows(
     name_cells = max(12, width - 33)
     head = f"  {'from':>9} {'took':>8}  {fit('op', name_cells, '')} {'rate':>10}"
     shown: list[Row] = [[(fit(head, width, ""), "dim")]]
-    room = height - 1
+    available = height - 1
     at = int(np.flatnonzero(rows == selected)[0]) if selected is not None and (rows == selected).any() else 0
-    first = min(max(0, at - room // 2), max(0, len(rows) - room))
-    for row in rows[first : first + room].tolist():
+    first = min(max(0, at - available // 2), max(0, len(rows) - available))
+    for row in rows[first : first + available].tolist():
         span = view.span(row)
         length_s = span.end_s - span.start_s
         rate = rate_text(span.bytes / length_s) if span.bytes and length_s > 0 else ""
@@ -306,11 +310,11 @@ def matching_rows(view: SpanView, rows: Sequence[int] | Ints, text: str) -> Ints
         for names in (view.lanes, list(view.ops), list(view.blocks))
     )
     rows = np.asarray(rows, dtype=np.int64)
-    found = np.ones(len(rows), bool)
+    result = np.ones(len(rows), bool)
     for i, word in enumerate(words):
         hit = lanes[i][view.lane[rows]] | ops[i][view.op[rows]] | blocks[i][view.block[rows]]
         chunk = word.strip("[]")
         if chunk.isdigit() and len(chunk) < 10:
             hit |= view.chunk[rows] == int(chunk)
-        found &= hit
-    return rows[found]
+        result &= hit
+    return rows[result]

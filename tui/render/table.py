@@ -18,8 +18,8 @@ def table_rows(
     columns = len(head)
     lengths = [max(len(text) for text in (head[i][0], *(row[i] for row in body))) for i in range(columns)]
     first = min(lengths[0], max(8, width // 3))
-    room = max(4, (width - first - 2 * (columns - 1)) // max(1, columns - 1))
-    widths = [first, *(min(length, room) for length in lengths[1:])]
+    available = max(4, (width - first - 2 * (columns - 1)) // max(1, columns - 1))
+    widths = [first, *(min(length, available) for length in lengths[1:])]
     rows = [_row([text for text, _ in head], [token for _, token in head], widths, width, ellipsis)]
     for cells in body:
         tokens = ["dim"] + ["bold" if changed and text != cells[1] else "text" for text in cells[1:]]
@@ -29,5 +29,5 @@ def table_rows(
 
 def _row(cells: Sequence[str], tokens: Sequence[str], widths: Sequence[int], width: int, ellipsis: str) -> Row:
     pieces = zip(cells, tokens, widths, strict=True)
-    row = [(fit(text.replace("\n", " "), room, ellipsis) + "  ", token) for text, token, room in pieces]
+    row = [(fit(text.replace("\n", " "), available, ellipsis) + "  ", token) for text, token, available in pieces]
     return exactly(row, width)

@@ -29,11 +29,11 @@ def log_ticks(low: float, high: float, most: int) -> list[float]:
         return [tick for tick in linear_ticks(low, high, most) if tick > 0]
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for factors in ((1, 2, 5), (1, 3), (1,)):
-        found = [f * 10.0**e for e in range(first, last + 1) for f in factors if low <= f * 10.0**e <= high]
-        if len(found) <= most:
-            return found
-    every = -(-len(found) // most)
-    return found[::every]
+        result = [f * 10.0**e for e in range(first, last + 1) for f in factors if low <= f * 10.0**e <= high]
+        if len(result) <= most:
+            return result
+    every = -(-len(result) // most)
+    return result[::every]
 
 
 def time_ticks(low: float, high: float, most: int) -> list[float]:

@@ -119,16 +119,16 @@ class PenstockScreen(Screen[None]):
         stop = self._feed_stop = threading.Event()
         app = self.penstock
 
-        def show_if_on(found: Any) -> None:
+        def show_if_on(result: Any) -> None:
             if not stop.is_set():
-                show(found)
+                show(result)
 
         def work() -> None:
             while not stop.is_set():
                 if app.on_show(self):
-                    found = poll()
-                    if found and not stop.is_set():
-                        self.from_thread(show_if_on, found)
+                    result = poll()
+                    if result and not stop.is_set():
+                        self.from_thread(show_if_on, result)
                 stop.wait(every_s)
 
         threading.Thread(target=work, name=f"feed-{self.SCOPE}", daemon=True).start()

@@ -135,23 +135,23 @@ class ConfigureScreen(PenstockScreen):
         if self.draft.errors:
             key, message = next(iter(self.draft.errors.items()))
             state = replace(state, error=f"{key}: {message}", stale=state.forecast is not None)
-        self._tell_home(state)
+        self._show_home(state)
         if self.query_one(PlanPanel).show(state, self.machine_name):
             self.query_one("#summary", Drawn).redraw()
         error = self.client.state.error
         field = error_field(error) if error is not None else None
-        found = {} if field is None or error is None else {field: error.removeprefix(f"{field}: ")}
-        if found != self.form.planner_errors:
-            self.form.planner_errors = found
+        result = {} if field is None or error is None else {field: error.removeprefix(f"{field}: ")}
+        if result != self.form.planner_errors:
+            self.form.planner_errors = result
             self.form.update_rows()
 
-    def _tell_home(self, state: PlanState) -> None:
+    def _show_home(self, state: PlanState) -> None:
         """A plan of the unchanged recipe for this machine is what Home says of it."""
         as_it_is = not state.stale and not self.draft.differences and self.machine_name == THIS_MACHINE
         if as_it_is and state.forecast is not None and state.phase == "done":
             self.penstock.home_plans.learn(self._digest, state.forecast)
 
-    def _ask_plan(self) -> None:
+    def _query_plan(self) -> None:
         if self.draft.recipe is None:
             self.client.forget()
             self._show_plan()
@@ -203,9 +203,9 @@ class ConfigureScreen(PenstockScreen):
             return
         folders = key in ("model.path", "storage.nvme")
         picker = PathPicker(key, self.draft.text(key), self.penstock.root, folders_only=folders)
-        found = await self.app.push_screen_wait(picker)
-        if found is not None:
-            self.form.set_text(key, found)
+        result = await self.app.push_screen_wait(picker)
+        if result is not None:
+            self.form.set_text(key, result)
 
     def action_switch(self) -> None:
         panel = self.query_one(PlanPanel)
@@ -217,11 +217,11 @@ class ConfigureScreen(PenstockScreen):
             self.form.focus_fields()
 
     def action_fix(self, number: int = 1) -> None:
-        found = fixes(self._current_forecast())
-        if number > len(found):
+        result = fixes(self._current_forecast())
+        if number > len(result):
             self.notify("there is no fix of this number; the plan lists them", severity="warning")
         else:
-            self._apply(found[number - 1]["set"])
+            self._apply(result[number - 1]["set"])
 
     def action_best(self) -> None:
         best = (self._current_forecast() or {}).get("best_change")
@@ -247,19 +247,21 @@ class ConfigureScreen(PenstockScreen):
 
     def _changed(self) -> None:
         self._titles()
-        self._ask_plan()
+        self._query_plan()
 
     def action_replan(self) -> None:
         if self.draft.recipe is not None:
-            self._ask_plan()
+            self._query_plan()
             self.client.retry()
 
     @work
     async def action_machine(self) -> None:
         recipe = self.draft.recipe or self.draft.base
-        found = await self.app.push_screen_wait(MachinePicker(recipe.machine if self.machine is None else self.machine))
-        if found is not None:
-            self._set_machine(found)
+        result = await self.app.push_screen_wait(
+            MachinePicker(recipe.machine if self.machine is None else self.machine)
+        )
+        if result is not None:
+            self._set_machine(result)
 
     def _set_machine(self, machine: str | None) -> None:
         self.machine = machine
@@ -318,9 +320,9 @@ class ConfigureScreen(PenstockScreen):
         try:
             await self._plan_and_start()
         finally:
-            self._tell_launch("")
+            self._show_launch("")
 
-    def _tell_launch(self, doing: str) -> None:
+    def _show_launch(self, doing: str) -> None:
         """Show what is being done for the launch, at once; nothing: it is over."""
         self._launching, self._began_s = doing, time.monotonic()
         if self.is_attached and (lines := self.query("#launching")):
@@ -347,20 +349,20 @@ class ConfigureScreen(PenstockScreen):
             scratch = True
         before, self.machine = self.machine, ""
         self._titles()
-        self._tell_launch("planning for this machine before launch")
+        self._show_launch("planning for this machine before launch")
         state = await self.client.plan(_without_machine(recipe), None, from_scratch=scratch, fetch=True)
         if state is None:
             return  # the recipe was edited meanwhile
         if scratch and state.recipe is not None:
             recipe = from_dict(state.recipe)
-        self._tell_launch("")
+        self._show_launch("")
         title, text = f"Launch {recipe.name}", _launch_text(state)
         if state.error is not None or not await self.penstock.ask(title, text, "Launch", "Not yet"):
             if state.error is not None:
                 self.notify(state.error, title="not launched", severity="error")
             self._set_machine(before)
             return
-        self._tell_launch(f"starting {recipe.name}")
+        self._show_launch(f"starting {recipe.name}")
         await self.client.close()
         await self._start(recipe)
 

@@ -112,23 +112,23 @@ class HelpScreen(ModalScreen[None]):
     SCOPED_CSS = False
     """The rules ask for a class of the application."""
 
-    def __init__(self, scope: str, found: list[Action]) -> None:
+    def __init__(self, scope: str, result: list[Action]) -> None:
         super().__init__(classes="dialog")
-        self._scope, self._found = scope, found
+        self._scope, self._found = scope, result
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="help") as box:
             box.border_title = f"keys: {self._scope}"
             box.border_subtitle = "esc closes"
             with ItemGrid(min_column_width=_COLUMN_CELLS):
-                for title, found in grouped(self._found).items():
-                    yield Static(self._group(title, found), markup=False)
+                for title, result in grouped(self._found).items():
+                    yield Static(self._group(title, result), markup=False)
 
-    def _group(self, title: str, found: Sequence[Action]) -> Group:
+    def _group(self, title: str, result: Sequence[Action]) -> Group:
         dark = self.app.current_theme.dark
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(max_width=9)
-        for action in found:
+        for action in result:
             keys = action.shown_keys
             shown = " ".join(keys) if len(keys) <= 3 else f"{keys[0]} to {keys[-1]}"
             help = styled([(action.label, "good bold"), (f"  {action.help}", "text")], dark)
@@ -175,9 +175,9 @@ class MachinePicker(Dialog):
 
     def _fill(self, words: str) -> None:
         machines = self.query_one(OptionList)
-        found = [info for info in self._infos if matches(words, info.title, info.text, info.source)]
-        machines.set_options(Option(self._text(info), id=info.name or "this") for info in found)
-        machines.highlighted = 0 if found else None
+        result = [info for info in self._infos if matches(words, info.title, info.text, info.source)]
+        machines.set_options(Option(self._text(info), id=info.name or "this") for info in result)
+        machines.highlighted = 0 if result else None
 
     def _text(self, info: MachineInfo) -> Text:
         dark = self.app.current_theme.dark

@@ -38,9 +38,9 @@ class Paths(Suggester):
     async def get_suggestion(self, value: str) -> str | None:
         """Textual's hook: the first name that begins so."""
         folder, _, begun = value.rpartition("/")
-        place = self._root / Path(folder + "/" if value.startswith("/") else folder).expanduser()
+        folder_path = self._root / Path(folder + "/" if value.startswith("/") else folder).expanduser()
         try:
-            with os.scandir(place) as entries:
+            with os.scandir(folder_path) as entries:
                 names = sorted(
                     entry.name + ("/" if entry.is_dir() else "")
                     for entry in entries
@@ -100,12 +100,12 @@ class FinetuneScreen(PenstockScreen):
     def _show(self) -> None:
         if not self.is_attached:
             return
-        found = self.query_one(_Found)
+        result = self.query_one(_Found)
         if not self.client.state.done:
-            found.top = 0
-        found.redraw()
+            result.top = 0
+        result.redraw()
         if self.client.state.report is not None and self.request == self.client.state.request:
-            found.focus()
+            result.focus()
         self.refresh_bindings()
 
     @property
@@ -148,9 +148,9 @@ class FinetuneScreen(PenstockScreen):
         chosen = self.focused if isinstance(self.focused, Input) and self.focused.id not in _NUMBERS else None
         entry = chosen or self.query_one("#model", Input)
         picker = PathPicker(str(entry.id), entry.value, self.penstock.root, folders_only=entry.id == "model")
-        found = await self.app.push_screen_wait(picker)
-        if found is not None:
-            entry.value = found
+        result = await self.app.push_screen_wait(picker)
+        if result is not None:
+            entry.value = result
             entry.focus()
 
     def action_configure(self) -> None:

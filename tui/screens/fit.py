@@ -74,9 +74,9 @@ class FitScreen(PenstockScreen):
 
     @work
     async def action_machine(self) -> None:
-        found = await self.app.push_screen_wait(MachinePicker(self.machine))
-        if found is not None and found != self.machine:
-            self.machine = found
+        result = await self.app.push_screen_wait(MachinePicker(self.machine))
+        if result is not None and result != self.machine:
+            self.machine = result
             self._ask()
 
     def action_replan(self) -> None:

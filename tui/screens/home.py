@@ -103,16 +103,16 @@ class HomeScreen(PenstockScreen):
         self._has_drawn = True
         return self._catalog.read(), recipes, fits
 
-    def take(self, found: _Read) -> None:
+    def take(self, result: _Read) -> None:
         """Show what was read, where it differs from what is shown."""
-        self._runs, self._recipes, self._fits = found
+        self._runs, self._recipes, self._fits = result
         self._planning = {recipe.path for recipe in self._recipes if self.penstock.home_plans.will_plan(recipe)}
         self._marked &= {run.path for run in self._runs}
         self._draw()
 
     def _draw(self) -> None:
         dark, now = self.app.current_theme.dark, self.penstock.clock()
-        room = self._table("recipes").scrollable_content_region.width
+        available = self._table("recipes").scrollable_content_region.width
         ages = {run.path: _age(now - run.changed) for run in self._runs}
         drawn = (
             self._runs,
@@ -120,7 +120,7 @@ class HomeScreen(PenstockScreen):
             self._words,
             set(self._marked),
             dark,
-            room,
+            available,
             ages,
             self._fits,
             self._planning,
@@ -132,11 +132,11 @@ class HomeScreen(PenstockScreen):
         self._draw_welcome(dark)
         runs = [run for run in self._runs if matches(self._words, run.name, run.state, run.error or "")]
         self._table("runs").styles.height = len(runs) + _FRAME_ROWS
-        table = runs_table(runs, [ages[run.path] for run in runs], self._marked, room, self.penstock.glyphs)
+        table = runs_table(runs, [ages[run.path] for run in runs], self._marked, available, self.penstock.glyphs)
         self._table("runs").show(table, dark)
         own = {True: "own", False: "shipped"}
         recipes = [r for r in self._recipes if matches(self._words, r.name, r.text, own[r.own])]
-        table = recipes_table(recipes, self._fits, self._planning, room, self.penstock.glyphs)
+        table = recipes_table(recipes, self._fits, self._planning, available, self.penstock.glyphs)
         self._table("recipes").show(table, dark)
         self._draw_detail()
 
@@ -377,9 +377,9 @@ def _run_rows(run: RunEntry, eighths: str, width: int) -> list[Row]:
 
 
 def _recipe_rows(recipe: RecipeEntry, fit: Fit | None) -> list[Row]:
-    found = {} if recipe.problem else (describe(recipe.recipe) if recipe.recipe else {}) | _fit_text(fit)
-    rows: list[Row] = [[(recipe.problem or recipe.text, "text")], *([[]] if found else [])]
-    rows += [[(f"{label:<8} ", "dim"), (value, "text")] for label, value in found.items()]
+    result = {} if recipe.problem else (describe(recipe.recipe) if recipe.recipe else {}) | _fit_text(fit)
+    rows: list[Row] = [[(recipe.problem or recipe.text, "text")], *([[]] if result else [])]
+    rows += [[(f"{label:<8} ", "dim"), (value, "text")] for label, value in result.items()]
     return [*rows, [], [(_short(recipe.path), "dim")]]
 
 

@@ -203,8 +203,8 @@ class RunScreen(LaneKeys, PenstockScreen):
         for name, height in heights.items():
             self.pane(name).display = height != 0
             self.pane(name).styles.height = height
-        had_room, self._draws_blocks = self._draws_blocks, heights["blocks"] != 0
-        if self._draws_blocks and not had_room:
+        had_space, self._draws_blocks = self._draws_blocks, heights["blocks"] != 0
+        if self._draws_blocks and not had_space:
             self._unshown.add("plan")  # what was known while it did not fit
         pipeline, side, main = (self.query_one(f"#{name}") for name in ("pipeline", "side", "main"))
         rows = height_for(*size)
@@ -309,9 +309,9 @@ class RunScreen(LaneKeys, PenstockScreen):
         return self.loss if self.loss.has_focus else self.lanes
 
     def act(self, view: LaneView | LossChart, why_not: str, move: Callable[[], None]) -> None:
-        before = view.place
+        before = view.viewport
         move()
-        if view.place == before:
+        if view.viewport == before:
             self.say(view.nothing if view.is_empty else why_not)
 
     def action_freeze(self) -> None:

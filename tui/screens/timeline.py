@@ -96,8 +96,8 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         bounds = self._index.bounds()
         return (bounds,) if bounds != self._bounds or (bounds is None and self.step is None) else None
 
-    def _take_bounds(self, found: tuple[tuple[int, int] | None]) -> None:
-        self._bounds = found[0]
+    def _take_bounds(self, result: tuple[tuple[int, int] | None]) -> None:
+        self._bounds = result[0]
         if self._bounds is None:
             self.said = self._why_nothing()
             self._redraw()
@@ -123,8 +123,8 @@ class TimelineScreen(LaneKeys, PenstockScreen):
     def _find(self, step: int) -> None:
         predicted = self.lane_view.predicted or read_predicted(self.run_path)
         note = predicted_note(self.run_path, predicted)
-        found = StepIndex(self.run_path / "spans.jsonl").find(step)
-        loaded = LoadedStep(found, analyse(found.view, found.window)) if found is not None else None
+        result = StepIndex(self.run_path / "spans.jsonl").find(step)
+        loaded = LoadedStep(result, analyse(result.view, result.window)) if result is not None else None
         self.from_thread(self._take_step, step, loaded, predicted, note)
 
     def _take_step(self, step: int, loaded: LoadedStep | None, predicted: SpanStore, note: str) -> None:
@@ -256,14 +256,14 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         assert self.step is not None
         view = self.step.spans.view
         row = self.lane_view.row_of_selected()
-        places = np.flatnonzero(rows == row) if row is not None else np.zeros(0, np.int64)
-        if len(places):
-            place = int(places[0]) + by
+        positions = np.flatnonzero(rows == row) if row is not None else np.zeros(0, np.int64)
+        if len(positions):
+            position = int(positions[0]) + by
         elif row is not None:
-            place = int(np.searchsorted(view.start_s[rows], view.start_s[row])) - (by < 0)
+            position = int(np.searchsorted(view.start_s[rows], view.start_s[row])) - (by < 0)
         else:
-            place = 0 if by > 0 else len(rows) - 1
-        self.lane_view.select(view.span(int(rows[min(max(place, 0), len(rows) - 1)])))
+            position = 0 if by > 0 else len(rows) - 1
+        self.lane_view.select(view.span(int(rows[min(max(position, 0), len(rows) - 1)])))
 
     def action_blocker(self) -> None:
         row = self.lane_view.row_of_selected()
@@ -319,10 +319,10 @@ class TimelineScreen(LaneKeys, PenstockScreen):
 
         try:
             if step is None:
-                count = write_trace(self.run_path, out, tell=warn)
+                count = write_trace(self.run_path, out, report=warn)
             else:
                 done = step.window.step
-                count = write_trace(self.run_path, out, (done, done), (step.first_byte, step.end_byte), tell=warn)
+                count = write_trace(self.run_path, out, (done, done), (step.first_byte, step.end_byte), report=warn)
         except (UserError, OSError) as error:
             self.penstock.from_thread(self.notify, str(error), severity="error")
             return

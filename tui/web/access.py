@@ -69,8 +69,8 @@ class Access:
 
     def host_trouble(self, hosts: Iterable[str]) -> str | None:
         """What is wrong with a request's Host headers; None where it asks for this server."""
-        found = list(hosts)
-        match = _HOST.fullmatch(found[0].lower()) if len(found) == 1 else None
+        result = list(hosts)
+        match = _HOST.fullmatch(result[0].lower()) if len(result) == 1 else None
         if match is None:
             return "missing or unreadable Host header"
         name, port = match[1], int(match[2] or _HTTP_PORT)
@@ -96,12 +96,14 @@ class Access:
     @staticmethod
     def origin_trouble(origins: Iterable[str], host: str, *, needed: bool) -> str | None:
         """What is wrong with a request's Origin headers; `host` is its Host header, which has been looked at."""
-        found = list(origins)
-        if not found and not needed:
+        result = list(origins)
+        if not result and not needed:
             return None
-        if len(found) != 1:
+        if len(result) != 1:
             return "missing Origin header, which every browser sends"
-        return None if found[0].lower() == f"http://{host.lower()}" else "the request comes from a page of another site"
+        return (
+            None if result[0].lower() == f"http://{host.lower()}" else "the request comes from a page of another site"
+        )
 
 
 def is_remote(addresses: Iterable[str]) -> bool:

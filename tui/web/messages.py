@@ -72,7 +72,7 @@ def clamped(width: object, height: object) -> tuple[int, int]:
     return _side(width, LEAST_WIDTH, MOST_WIDTH), _side(height, LEAST_HEIGHT, MOST_HEIGHT)
 
 
-def asked_size(width: str, height: str) -> tuple[int, int]:
+def requested_size(width: str, height: str) -> tuple[int, int]:
     """The same from an address's query, where anything may stand."""
     try:
         return clamped(float(width), float(height))

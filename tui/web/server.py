@@ -15,7 +15,7 @@ from aiohttp import web
 
 from penstock.storage.files.untrusted import printable
 from penstock.tui.web.access import SECURITY_HEADERS, Access
-from penstock.tui.web.messages import MOST_MESSAGE_BYTES, asked_size
+from penstock.tui.web.messages import MOST_MESSAGE_BYTES, requested_size
 from penstock.tui.web.window import Window
 
 log = logging.getLogger("penstock.serve")
@@ -145,10 +145,10 @@ class WebServer:
         return web.Response(body=self._page, content_type="text/html")
 
     async def _static(self, request: web.Request) -> web.StreamResponse:
-        found = STATIC.get(request.match_info["name"])
-        if found is None:
+        result = STATIC.get(request.match_info["name"])
+        if result is None:
             raise web.HTTPNotFound
-        return _file(*found)
+        return _file(*result)
 
     async def _websocket(self, request: web.Request) -> web.StreamResponse:
         answer = web.WebSocketResponse(heartbeat=_HEARTBEAT_S, max_msg_size=MOST_MESSAGE_BYTES, compress=False)
@@ -158,7 +158,7 @@ class WebServer:
             reason = f"{MOST_WINDOWS} windows are open already; close one"
             await answer.close(code=_TRY_AGAIN, message=reason.encode())
             return answer
-        size = asked_size(request.query.get("width", ""), request.query.get("height", ""))
+        size = requested_size(request.query.get("width", ""), request.query.get("height", ""))
         self._opened += 1
         window = Window(answer, [*self._command, *map(str, size)], f"window {self._opened}")
         self._windows.add(window)

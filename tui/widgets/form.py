@@ -109,10 +109,10 @@ class FieldRow(Widget):
         mark = (glyphs.cross, "bad") if error else (glyphs.diamond, "warn") if changed else (" ", "text")
         name = (self.key.rpartition(".")[2], "bad" if error else "bold" if changed or self.is_current else "text")
         parts = [(f"{mark[0]} ", mark[1]), (set_cell_size(name[0], NAME_CELLS), name[1])]
-        room = max(4, width - MARK_CELLS - NAME_CELLS)
-        parts += self._value(text, room, glyphs)
+        available = max(4, width - MARK_CELLS - NAME_CELLS)
+        parts += self._value(text, available, glyphs)
         was = f"  was {base or 'none'}"
-        if changed and cell_len(was) <= room - sum(cell_len(part) for part, _ in parts[2:]):
+        if changed and cell_len(was) <= available - sum(cell_len(part) for part, _ in parts[2:]):
             parts.append((was, "dim"))
         line = styled(parts, dark, no_wrap=True, overflow="ellipsis")
         for message in self._message(width):
@@ -123,15 +123,15 @@ class FieldRow(Widget):
             line.stylize(Style(bgcolor=style("selected", dark).bgcolor))
         return line
 
-    def _value(self, text: str, room: int, glyphs: Glyphs) -> Row:
-        """The value in at most `room` cells; of a choice that has the focus, what else it may be."""
+    def _value(self, text: str, available: int, glyphs: Glyphs) -> Row:
+        """The value in at most `available` cells; of a choice that has the focus, what else it may be."""
         token = "bad" if self.error else "text"
         on, off = (glyphs.dot, "○") if glyphs.braille else ("*", "-")
         if self.kind == "switch":
             is_on = text == "true"
             return [(f"{on if is_on else off} ", "good" if is_on else "dim"), ("on" if is_on else "off", token)]
         choices = choices_of(self.key) if self.kind == "choice" and self.is_current else ()
-        if choices and sum(len(choice) + 4 for choice in choices) - 2 <= room:
+        if choices and sum(len(choice) + 4 for choice in choices) - 2 <= available:
             parts: Row = []
             for choice in choices:
                 mine = choice == text
@@ -140,7 +140,7 @@ class FieldRow(Widget):
             return parts[:-1]
         if not text and self.kind == "text":
             return [("none", "dim")]
-        return [(set_cell_size(text, room - 1) + glyphs.ellipsis if cell_len(text) > room else text, token)]
+        return [(set_cell_size(text, available - 1) + glyphs.ellipsis if cell_len(text) > available else text, token)]
 
     def begin_edit(self) -> None:
         """Mount the input with the field's text."""

@@ -19,35 +19,35 @@ from penstock.tui.widgets.lines import RunPane
 def figures(data: RunData, *, frozen: bool = False) -> list[Figure]:
     """The run's key figures by falling weight; what is not known is left out or n/a."""
     metrics, total = data.metrics, data.total_steps
-    found = [Figure("display frozen", token="warn reverse")] if frozen else []
+    result = [Figure("display frozen", token="warn reverse")] if frozen else []
     if data.is_live and (item := next((item for item in data.preparing if not item.done), None)) is not None:
-        found.append(_preparing(item))
-    found.append(Figure(f"{data.step:,}/{total:,}" if total else f"{data.step:,}", label="step"))
+        result.append(_preparing(item))
+    result.append(Figure(f"{data.step:,}/{total:,}" if total else f"{data.step:,}", label="step"))
     if data.behind and data.share_read < 0.95:
-        found.append(Figure(f"reading {data.share_read:.0%}", token="accent"))
+        result.append(Figure(f"reading {data.share_read:.0%}", token="accent"))
     loss, ema = metrics.last("loss"), metrics.last("ema")
     if metrics.rows:
         short = "n/a" if loss is None else f"{loss:.4f}"
         long = short if ema is None else f"{short} (ema {ema:.3f})"
-        found.append(Figure(long, short, token="bold" if loss is not None else "bad", label="loss"))
+        result.append(Figure(long, short, token="bold" if loss is not None else "bad", label="loss"))
         mean, last_step = metrics.last("mean_tokens_per_s"), metrics.last("tokens_per_s")
         short = speed_text(mean, None if mean is not None else last_step)
-        found.append(Figure(speed_text(mean, last_step), short, token="text"))
+        result.append(Figure(speed_text(mean, last_step), short, token="text"))
     if data.is_live and not data.metrics.rows:
-        return found  # before the first step there is nothing to say of speed
+        return result  # before the first step there is nothing to say of speed
     if data.is_live:
-        found.append(Figure(duration_text(data.eta_s()), label="ETA"))
+        result.append(Figure(duration_text(data.eta_s()), label="ETA"))
     mfu = data.mfu
-    found.append(Figure("n/a" if mfu is None else f"{mfu:.1%}", label="MFU", token="text" if mfu else "dim"))
+    result.append(Figure("n/a" if mfu is None else f"{mfu:.1%}", label="MFU", token="text" if mfu else "dim"))
     steps, losses = metrics.validation
     if len(steps):
-        found.append(
+        result.append(
             Figure(f"{losses[-1]:.4f} @{int(steps[-1]):,}", f"{losses[-1]:.4f}", token="validation", label="val")
         )
     if metrics.rows:
-        found.append(Figure(count_text(float(metrics.column("total_tokens")[-1])), label="tokens"))
-        found.append(Figure(duration_text(float(metrics.column("total_s")[-1])), label="trained"))
-    return found
+        result.append(Figure(count_text(float(metrics.column("total_tokens")[-1])), label="tokens"))
+        result.append(Figure(duration_text(float(metrics.column("total_s")[-1])), label="trained"))
+    return result
 
 
 def _preparing(item: Prepared) -> Figure:
@@ -63,8 +63,8 @@ class KpiBar(RunPane):
     frozen = False
 
     def rows(self, width: int, height: int) -> list[Row]:
-        found = figures(self._data, frozen=self.frozen)
-        return [kpi_row(width, self._data.name, self._data.state, found, self.glyphs)]
+        result = figures(self._data, frozen=self.frozen)
+        return [kpi_row(width, self._data.name, self._data.state, result, self.glyphs)]
 
 
 class AlertBar(RunPane):
@@ -77,13 +77,13 @@ class AlertBar(RunPane):
 
     def update(self) -> None:
         """Look again at what is wrong."""
-        found = alerts(self._data)
-        if found == self.alerts:
+        result = alerts(self._data)
+        if result == self.alerts:
             return
-        self.alerts = found
-        self.display = bool(found)
-        if found:
-            self.styles.height = min(len(found), self.most)
+        self.alerts = result
+        self.display = bool(result)
+        if result:
+            self.styles.height = min(len(result), self.most)
         self.redraw()
 
     def rows(self, width: int, height: int) -> list[Row]:

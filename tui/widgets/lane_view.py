@@ -79,7 +79,7 @@ class LaneView(LineWidget, can_focus=True):
         return not self.view.num_spans
 
     @property
-    def place(self) -> tuple[object, ...]:
+    def viewport(self) -> tuple[object, ...]:
         """What is looked at: another one where a key has done something."""
         over = not self._running and self.mode == "live"  # then it shows the last step
         mode = "step" if over and self._live_s is None else self.mode
@@ -218,8 +218,8 @@ class LaneView(LineWidget, can_focus=True):
     def _figures(self, view: SpanView, steps: list[StepWindow]) -> dict[str, list[float]]:
         """Lane -> its rate in each of these steps, or its busy share where it moves nothing."""
         self._history = {step: self._history.get(step) or view.figures(step) for step in steps}
-        found = self._history.values()
-        return {lane: [figures.get(lane, 0.0) for figures in found] for lane in view.lanes} if found else {}
+        result = self._history.values()
+        return {lane: [figures.get(lane, 0.0) for figures in result] for lane in view.lanes} if result else {}
 
     def _place_window(self, view: SpanView, steps: list[StepWindow], width: int, height: int) -> None:
         if self.mode == "free":
@@ -241,8 +241,8 @@ class LaneView(LineWidget, can_focus=True):
             predicted=self._predicted_view(),
             history={"": ()} if steps and self._step is None else {},
         )
-        place = layout(width, height, scene)
-        cell_s = length / place.num_cells
+        grid = layout(width, height, scene)
+        cell_s = length / grid.num_cells
         end_s = math.ceil(known_s / cell_s) * cell_s
         self.window = (end_s - length, end_s)
 
@@ -375,12 +375,12 @@ class LaneView(LineWidget, can_focus=True):
         return start_s + inside_s if by > 0 else end_s - inside_s
 
     def _time_at(self, x: int) -> float:
-        place = self._place()
+        grid = self._grid()
         start_s, end_s = self.window
-        cell = min(max(x - place.label_cells, 0), place.num_cells - 1)
-        return start_s + (cell + 0.5) * (end_s - start_s) / place.num_cells
+        cell = min(max(x - grid.label_cells, 0), grid.num_cells - 1)
+        return start_s + (cell + 0.5) * (end_s - start_s) / grid.num_cells
 
-    def _place(self) -> Layout:
+    def _grid(self) -> Layout:
         width, height = self.size
         return layout(width, height, self._scene(width, height))
 
@@ -413,20 +413,20 @@ class LaneView(LineWidget, can_focus=True):
         if self._drag is None or event.x == self._drag[0]:
             return
         x, start_s, end_s = self._drag
-        moved = (x - event.x) * (end_s - start_s) / self._place().num_cells
+        moved = (x - event.x) * (end_s - start_s) / self._grid().num_cells
         self._hold(start_s + moved, end_s + moved)
 
     def on_mouse_up(self, event: events.MouseUp) -> None:
         """A click selects the lane and the op under the pointer; a further one there, the next op beneath it."""
         self.release_mouse()
         drag, self._drag = self._drag, None
-        place = self._place()
-        lane = place.lane_at(event.y)
-        if drag is None or drag[0] != event.x or lane is None or place.cell_at(event.x) is None:
+        grid = self._grid()
+        lane = grid.lane_at(event.y)
+        if drag is None or drag[0] != event.x or lane is None or grid.cell_at(event.x) is None:
             return
         self.lane = lane
         time_s = self._time_at(event.x)
-        half = (self.window[1] - self.window[0]) / place.num_cells / 2
+        half = (self.window[1] - self.window[0]) / grid.num_cells / 2
         rows = [int(row) for row in self.view.rows_between(time_s - half, time_s + half)]
         rows = [row for row in rows if self.view.lanes[self.view.lane[row]] == lane]
         if not rows:

@@ -106,14 +106,14 @@ class ScrolledLines(LineWidget, can_focus=True):
         raise NotImplementedError
 
     def rows(self, width: int, height: int) -> list[Row]:
-        found = self.page(width)
-        self._num_rows = len(found)
-        self.top = max(0, min(self.top, len(found) - height))
-        below = len(found) - self.top - height
+        result = self.page(width)
+        self._num_rows = len(result)
+        self.top = max(0, min(self.top, len(result) - height))
+        below = len(result) - self.top - height
         subtitle = f"{below} more {self.glyphs.down}" if below > 0 else ""
         if subtitle != (self.border_subtitle or ""):
             self.border_subtitle = subtitle
-        return found[self.top : self.top + height]
+        return result[self.top : self.top + height]
 
     def action_scroll(self, by: int) -> None:
         self.top = max(0, min(self.top + by, self._num_rows - self.size.height))

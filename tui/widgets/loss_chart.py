@@ -184,7 +184,7 @@ class LossChart(RunPane, can_focus=True):
         return not self._data.metrics.rows
 
     @property
-    def place(self) -> tuple[object, ...]:
+    def viewport(self) -> tuple[object, ...]:
         """What is looked at: another one where a key has done something."""
         return self.window, self.cursor
 

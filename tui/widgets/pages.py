@@ -53,38 +53,38 @@ class SamplesPane(ScrolledLines):
         return "no samples yet"
 
     def _at(self) -> int:
-        found = self._data.samples
-        steps = [one.step for one in found]
-        return steps.index(self._held) if self._held in steps else len(found) - 1
+        result = self._data.samples
+        steps = [one.step for one in result]
+        return steps.index(self._held) if self._held in steps else len(result) - 1
 
     def go(self, by: int) -> bool:
         """To samples of so many steps later, or earlier; whether there are any. At the newest it follows again."""
-        found, at = self._data.samples, self._at() + by
-        if not 0 <= at < len(found):
+        result, at = self._data.samples, self._at() + by
+        if not 0 <= at < len(result):
             return False
-        self._held = None if at == len(found) - 1 else found[at].step
+        self._held = None if at == len(result) - 1 else result[at].step
         self.top = 0
         self.redraw()
         return True
 
     def next_prompt(self, by: int) -> bool:
         """To another prompt's sample; whether there is one."""
-        found = self._data.samples
-        if not found or len(found[self._at()].samples) == 1:
+        result = self._data.samples
+        if not result or len(result[self._at()].samples) == 1:
             return False
-        self._prompt = (self._prompt + by) % len(found[self._at()].samples)
+        self._prompt = (self._prompt + by) % len(result[self._at()].samples)
         self.top = 0
         self.redraw()
         return True
 
     def page(self, width: int) -> list[Row]:
-        found: list[Samples] = self._data.samples
-        if not found:
+        result: list[Samples] = self._data.samples
+        if not result:
             return [exactly([(self.nothing, "dim")], width)]
         at = self._at()
-        newer = len(found) - 1 - at
+        newer = len(result) - 1 - at
         note = f"{newer:,} newer: ]" if newer else f"{at:,} older: [" if at else ""
-        shown = found[at]
+        shown = result[at]
         return sample_rows(shown, min(self._prompt, len(shown.samples) - 1), note, width, self.glyphs)
 
 

@@ -144,7 +144,7 @@ def _question(
     numbers = [str(number) for number in chance.sample(range(_LEAST, _MOST + 1), len(keys) * _VALUES[kind])]
     values = tuple(numbers[: _VALUES[kind]])
     # The others of several values go round the bands, so that over all depths each band has as many.
-    bands = tuple((depth + place) % haystacks.depths for place in range(len(values)))
+    bands = tuple((depth + position) % haystacks.depths for position in range(len(values)))
     hidden = [
         (keys[0], value, (band + chance.random()) / haystacks.depths) for value, band in zip(values, bands, strict=True)
     ]

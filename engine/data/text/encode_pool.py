@@ -62,10 +62,10 @@ def _in_parallel(encoder: Encoder, samples: Iterator[Sample], processes: int) ->
     threads = ThreadPoolExecutor(processes)
     under_way: deque[Future[Answer]] = deque()
 
-    def ask(batch: list[Sample]) -> Answer:
+    def request(batch: list[Sample]) -> Answer:
         worker = idle.get()
         try:
-            return worker.ask(batch)
+            return worker.request(batch)
         finally:
             idle.put(worker)
 
@@ -83,7 +83,7 @@ def _in_parallel(encoder: Encoder, samples: Iterator[Sample], processes: int) ->
             workers.append(_Worker(start))
             idle.put(workers[-1])
         for batch in batches(samples, _SHARE_CHARS):
-            under_way.append(threads.submit(ask, batch))
+            under_way.append(threads.submit(request, batch))
             if len(under_way) >= 2 * processes:
                 yield from oldest()
         while under_way:
@@ -110,7 +110,7 @@ class _Worker:
             env=child.environment(RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"),
         )
 
-    def ask(self, batch: list[Sample]) -> Answer:
+    def request(self, batch: list[Sample]) -> Answer:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None

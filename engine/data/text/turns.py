@@ -142,7 +142,7 @@ class View:
             start = self._start(turn, trained)
             stop = self._stop(turn, start, trained)
             if start > stop:
-                raise self._untold(turn, self.text[:start], trained)
+                raise self._indistinct(turn, self.text[:start], trained)
             result.append((turn, start, stop))
         return result
 
@@ -160,7 +160,7 @@ class View:
         if (result := max(self._elsewhere(turn, prompt=True), default=None)) is not None:
             return result
         if turn and refused is None:
-            raise self._untold(turn, before, trained)
+            raise self._indistinct(turn, before, trained)
         why = f"the chat template refuses the messages before it: {refused}" if refused else "nothing comes before it"
         raise TurnsError(
             f"{self._where}: messages[{turn}]: {why}, so Penstock cannot tell which tokens of the assistant's turn to "
@@ -182,7 +182,7 @@ class View:
             if begin > stop * nested and self._is_ending(self.text[alike:begin]) and self._is_ending(upto[alike:]):
                 stop = begin
             elif not nested:
-                raise self._untold(turn, upto, trained)
+                raise self._indistinct(turn, upto, trained)
         if self._is_open(self.text[:stop]):
             at = len(self.text) - len(self.text[stop:].lstrip())
             if token := self._token_at(self.text, at):
@@ -252,7 +252,7 @@ class View:
             return behind
         return [[], own or [system], [user, assistant], *behind]
 
-    def _untold(self, turn: int, rendered: str, trained: str) -> TurnsError:
+    def _indistinct(self, turn: int, rendered: str, trained: str) -> TurnsError:
         at = self._alike(rendered)
         one, other = (repr(text[at : at + _SHOWN_CHARS]) for text in (rendered, self.text))
         return TurnsError(

@@ -24,7 +24,7 @@ from small_tasks import TASKS, make_tasks
 import penstock
 from penstock.app.cli.main import main
 from penstock.app.evaluation import harness
-from penstock.app.evaluation.harness import HarnessModel, TaskOptions, ask_tasks, find_tasks
+from penstock.app.evaluation.harness import HarnessModel, TaskOptions, find_tasks, query_tasks
 from penstock.app.evaluation.queried import QueriedModel, Requests, Writing
 from penstock.app.runs.directory import RunDir
 from penstock.engine.opened_model import OpenedModel
@@ -50,7 +50,7 @@ def test_needles_are_printed_kept_and_drawn(folder: Path, tmp_path: Path, capsys
         assert f"0% right needles, {kind}" in said.out
     found = json.loads(Path("found.json").read_text())
     assert found["needles"]["kinds"]["multivalue"]["lengths"] == [600, 800]
-    assert found["needles"]["kinds"]["multivalue"]["asked"] == [[4, 4, 4], [4, 4, 4]]
+    assert found["needles"]["kinds"]["multivalue"]["queried"] == [[4, 4, 4], [4, 4, 4]]
     assert found["options"]["chat"] is True
     drawn = ElementTree.parse("found.svg").getroot()
     assert len(list(drawn.iter("{http://www.w3.org/2000/svg}rect"))) == 1 + 3 * 2 * 3
@@ -70,7 +70,7 @@ def test_a_model_that_says_the_numbers_finds_them(folder: Path, monkeypatch: Pat
     found = penstock.evaluate(folder, ["needles_multivalue", "needles_single"], lengths=[800], depths=2, samples=2)
     kinds = found["needles"]["kinds"]
     assert (kinds["single"]["recall"], kinds["multivalue"]["recall"]) == (1.0, 0.5)
-    assert kinds["multivalue"]["right"] != kinds["multivalue"]["asked"]
+    assert kinds["multivalue"]["right"] != kinds["multivalue"]["queried"]
     assert all(told)
 
 
@@ -101,8 +101,8 @@ def test_results_of_a_run_are_kept_in_its_directory(tmp_path: Path, capsys: Capt
     assert f"written to {kept.relative_to(tmp_path)}" in capsys.readouterr().out
     found = json.loads(kept.read_text())
     assert kept.name.startswith("needles_single-")
-    assert found["asked"] == ["needles_single"]
-    assert found["needles"]["kinds"]["single"]["asked"] == [[1, 1]]
+    assert found["queried"] == ["needles_single"]
+    assert found["needles"]["kinds"]["single"]["queried"] == [[1, 1]]
     with RunDir.open(run), pytest.raises(UserError, match="is running; keep a checkpoint of it"):
         penstock.evaluate(run, ["needles"])
     kept.unlink()
@@ -172,7 +172,7 @@ def test_every_metric_is_the_harness_s(model: OpenedModel, narrow: Path, tasks: 
         patch.setattr(socket, "getaddrinfo", refuse)
         patch.setattr(socket.socket, "connect", refuse)
         index = find_tasks(names, tasks)
-        found = ask_tasks(queried, index, options, tell=told.append, say=pytest.fail, on_done=done.append)
+        found = query_tasks(queried, index, options, tell=told.append, say=pytest.fail, on_done=done.append)
         refuse.assert_not_called()
     theirs = HFLM(pretrained=str(narrow), dtype="float32", device="cpu", batch_size=3)
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
@@ -274,4 +274,4 @@ def test_what_is_not_done_is_refused_in_a_line(model: OpenedModel, tasks: Path, 
         (tasks / f"{name}.yaml").write_text(text)
         index = find_tasks([name], tasks)
         with pytest.raises(UserError, match=message):
-            ask_tasks(queried, index, TaskOptions(), tell=pytest.fail, say=pytest.fail, on_done=lambda _: None)
+            query_tasks(queried, index, TaskOptions(), tell=pytest.fail, say=pytest.fail, on_done=lambda _: None)

@@ -23,7 +23,7 @@ from transformers import Qwen3Config
 from penstock.app.cli.main import main
 from penstock.app.planning import model_cache
 from penstock.app.planning.inputs import from_scratch
-from penstock.app.planning.model_cache import kept_spec
+from penstock.app.planning.model_cache import cached_spec
 from penstock.app.planning.plan import plan_recipe
 from penstock.app.recipes.recipe import load_recipe
 from penstock.engine.config import Recipe
@@ -217,7 +217,7 @@ def test_it_is_taken_apart_once_and_a_refusal_is_not_kept(folder: Path, recipe: 
     assert not folder.exists()
     make = Maker()
     for _ in range(3):
-        found = kept_spec(recipe, make)
+        found = cached_spec(recipe, make)
         assert (found, found.graph_bytes) == (KEPT, SPEC.graph_bytes)
     assert make.calls == 1
     (file,) = folder.iterdir()
@@ -235,11 +235,11 @@ def test_another_model_config_or_version_is_another_file(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, version = Maker(), importlib.metadata.version
-    kept_spec(recipe, make)
+    cached_spec(recipe, make)
     for calls, (section, changes) in enumerate(CHANGES, start=2):
         part: Any = {section: replace(getattr(recipe, section), **changes)}
-        kept_spec(replace(recipe, **part), make)
-        kept_spec(replace(recipe, train=replace(recipe.train, steps=recipe.train.steps + 1)), make)
+        cached_spec(replace(recipe, **part), make)
+        cached_spec(replace(recipe, train=replace(recipe.train, steps=recipe.train.steps + 1)), make)
         assert make.calls == calls, changes
     make.calls = 0
     config = tmp_path / "model" / "config.json"
@@ -247,11 +247,11 @@ def test_another_model_config_or_version_is_another_file(
     recipe = replace(recipe, model=replace(recipe.model, path=str(config.parent)))
     for content in ("{}", '{"a": 1}', "{}"):
         config.write_text(content)
-        kept_spec(recipe, make)
+        cached_spec(recipe, make)
     assert make.calls == 2
     for name in ("penstock", "torch", "transformers"):
         monkeypatch.setattr(importlib.metadata, "version", lambda n, name=name: version(n) + "x" * (n == name))
-        kept_spec(recipe, make)
+        cached_spec(recipe, make)
     assert make.calls == 5
 
 
@@ -290,24 +290,24 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_what_is_not_right_is_made_again(folder: Path, recipe: Recipe, damage: Callable[[Path], Any]) -> None:
     make = Maker()
-    kept_spec(recipe, make)
+    cached_spec(recipe, make)
     (file,) = folder.iterdir()
     damage(file)
     for _ in range(2):
-        assert (kept_spec(recipe, make), make.calls) == (KEPT, 2)
+        assert (cached_spec(recipe, make), make.calls) == (KEPT, 2)
 
 
 def test_nothing_is_read_of_another_user_and_a_folder_that_cannot_be_used_is_done_without(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, me = Maker(), os.geteuid()
-    kept_spec(recipe, make)
+    cached_spec(recipe, make)
     with patch.object(os, "geteuid", lambda: me + 1):
-        kept_spec(recipe, make)
+        cached_spec(recipe, make)
     assert make.calls == 2
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert kept_spec(recipe, make) == KEPT
+    assert cached_spec(recipe, make) == KEPT
 
 
 def test_the_newest_are_kept(folder: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,11 +315,11 @@ def test_the_newest_are_kept(folder: Path, recipe: Recipe, monkeypatch: pytest.M
     make = Maker()
     for age in (1, 2, 3):
         one = replace(recipe, model=replace(recipe.model, num_layers=age))
-        kept_spec(one, make)
+        cached_spec(one, make)
         newest = max(folder.iterdir(), key=lambda file: file.stat().st_mtime)
         os.utime(newest, (1000 + age, 1000 + age))
     assert len(list(folder.iterdir())) == 2
-    kept_spec(one, make)
+    cached_spec(one, make)
     assert make.calls == 3
 
 

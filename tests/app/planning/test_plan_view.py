@@ -261,7 +261,7 @@ def test_a_cluster_that_is_too_small_says_what_would_do() -> None:
     assert "over the network" not in text
 
 
-LENGTHS = {"lengths": [512, 8192], "asked": [[9, 7], [8, 8]]}
+LENGTHS = {"lengths": [512, 8192], "queried": [[9, 7], [8, 8]]}
 BEFORE = {"step": 0, "loss": 4.0, "recall": LENGTHS | {"right": [[0, 1], [0, 0]]}}
 AFTER = {"step": 9, "loss": 0.1, "recall": LENGTHS | {"right": [[9, 7], [8, 4]]}}
 
@@ -284,7 +284,7 @@ def test_two_maps_side_by_side_in_percent() -> None:
 
 
 def test_what_was_never_asked_is_no_zero() -> None:
-    line = AFTER | {"recall": {"lengths": [512], "right": [[1, 0]], "asked": [[2, 0]]}}
+    line = AFTER | {"recall": {"lengths": [512], "right": [[1, 0]], "queried": [[2, 0]]}}
     rows = map_rows(found(line), UNICODE)
     assert plain(rows).splitlines()[-1].split() == ["512", "▄", "50", "-"]
     assert all(sum(len(text) for text, _ in row) == map_width(found(line)) for row in rows)
@@ -293,7 +293,7 @@ def test_what_was_never_asked_is_no_zero() -> None:
 def test_what_is_no_map_is_left_out() -> None:
     maps = [([512], [1], [1]), ([512], [[1]], [[0]]), ([512], [[1, 1]], [[1]]), ([512], [[0]], [[0]])]
     maps += [(["512"], [[1]], [[1]]), ([1] * 100, [[1]] * 100, [[1]] * 100)]
-    for recall in (None, [], {"lengths": [1]}, *({"lengths": a, "right": b, "asked": c} for a, b, c in maps)):
+    for recall in (None, [], {"lengths": [1]}, *({"lengths": a, "right": b, "queried": c} for a, b, c in maps)):
         assert recall_of({"step": 1, "loss": 1.0, "recall": recall}) is None, recall
 
 

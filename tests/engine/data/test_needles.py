@@ -110,13 +110,13 @@ def test_answers_are_counted_by_length_and_depth(corpus: TokenCorpus) -> None:
     tally.add(batches, right)
     found = tally.recall()
     assert found.lengths == [10, 128]
-    assert [sum(row) for row in found.asked] == [2, 16]
+    assert [sum(row) for row in found.queried] == [2, 16]
     assert [sum(row) for row in found.right] == [1, 16]
     words = [VOCABULARY[number] for number in corpus.tokens[corpus.starts[68] : corpus.starts[69]]]
     depths = [0] * DEPTHS
     for place, word in enumerate(words[: words.index("?")]):
         depths[place * DEPTHS // 128] += words[place + 1].isdigit() and not word.isdigit()
-    assert found.asked[1] == depths
+    assert found.queried[1] == depths
 
 
 HAYSTACKS = Haystacks(lengths=(300, 900), depths=4, samples=2, new_tokens=40, seed=5)

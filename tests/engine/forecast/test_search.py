@@ -121,8 +121,8 @@ def test_graphs_that_the_gpu_cannot_hold_leave_it_where_all_must_be_saved() -> N
         make_plan(replace(shape, micro_batches=1), PlanOptions())
     plan = found(shape, ROUND).plan
     assert refusal(shape) is None
-    assert plan.graphs_aside
-    assert len(plan.saved_graphs) == 3 * plan.num_places
+    assert plan.offloaded_graphs
+    assert len(plan.saved_graphs) == 3 * plan.num_group_chunks
 
 
 @sampled(3, 40, derandomize=True)
@@ -159,10 +159,10 @@ def test_the_best_of_all_choices_is_found(tight: SearchResult) -> None:
         with contextlib.suppress(BudgetError):
             plan = make_plan(shape, choice)
             steps[choice] = simulate(plan, Costs(plan, ROUND), ROUND).step_s
-    as_ever = [seconds for choice, seconds in steps.items() if not choice.group and choice.graphs_aside == "none"]
+    as_ever = [seconds for choice, seconds in steps.items() if not choice.group and choice.offloaded_graphs == "none"]
     assert len(as_ever) < len(steps)
     tried = {candidate.choice for candidate in best.tried} | {refused for _, refused, _ in best.refused}
-    assert all(choice in tried for choice in choices(shape) if not choice.group and choice.graphs_aside == "none")
+    assert all(choice in tried for choice in choices(shape) if not choice.group and choice.offloaded_graphs == "none")
     assert best.best.step_s == pytest.approx(min(steps.values()), rel=0.01)
 
 
@@ -199,8 +199,8 @@ def test_a_choice_that_works_is_kept_unless_another_is_clearly_faster(tight: Sea
 
 def test_plans_that_run_other_schedules_are_simulated_apart() -> None:
     shape = problem(layers=4, gpu_budget=700_000, ram_budget=600_000, activation_checkpointing="auto")
-    one = make_plan(shape, PlanOptions(gpu_first="records", spare_slots=1))
-    two = make_plan(shape, PlanOptions(gpu_first="records", spare_slots=2))
+    one = make_plan(shape, PlanOptions(gpu_first="saved activations", spare_slots=1))
+    two = make_plan(shape, PlanOptions(gpu_first="saved activations", spare_slots=2))
     assert one.weight_slots != two.weight_slots
     assert decisions(one) != decisions(two)
     assert decisions(one) == decisions(replace(one, choice=two.choice)), "whatever they were called"

@@ -20,7 +20,7 @@ from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import PlanInput, PlanOptions
 from penstock.engine.schedule.actions import LANES, Lane
-from penstock.engine.schedule.builder import ScheduleBuilder, stays_aside
+from penstock.engine.schedule.builder import ScheduleBuilder, is_device_local
 from penstock.engine.schedule.ops import Op
 from penstock.engine.schedule.passes import evaluation, training
 
@@ -144,7 +144,7 @@ def test_lanes_and_dependencies_are_respected_whatever_the_plan(plan: Plan, mach
     assert told.busy_s["compute"] >= computed_s * (1 - 1e-6)
     moved = dict.fromkeys(LANES, 0)
     for op in second:
-        moved[op.lane] += 0 if stays_aside(plan, op) else op.nbytes
+        moved[op.lane] += 0 if is_device_local(plan, op) else op.nbytes
     assert told.bytes == moved
 
 
@@ -152,8 +152,8 @@ def deep(layers: int, choice: PlanOptions | None = None, **shape: Any) -> tuple[
     return problem(layers=layers, **{"kv_window": "auto"} | shape), choice or PlanOptions()
 
 
-STREAMED, RECORDS_FIRST = PlanOptions(streamed=True), PlanOptions(gpu_first="records")
-HALF = PlanOptions(group=4, graphs_aside="half")
+STREAMED, RECORDS_FIRST = PlanOptions(streamed=True), PlanOptions(gpu_first="saved activations")
+HALF = PlanOptions(group=4, offloaded_graphs="half")
 BUT_EVERY_SIXTH = frozenset(range(60)) - frozenset(range(5, 60, 6))
 DEEP = {
     "half on the GPU": deep(40, PlanOptions(gpu_first="blocks"), gpu_budget=4_000_000),

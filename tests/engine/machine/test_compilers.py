@@ -120,7 +120,7 @@ def test_without_pythons_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_compilers_named_by_the_environment_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_HEADERS:
         pytest.skip("needs Python.h")
-    asked = tmp_path / "asked"
+    asked = tmp_path / "queried"
     real = {"cc": shutil.which("gcc"), "cxx": shutil.which("g++")}
     scripts = {f"my{name}": f'echo {name} >> {asked}; PATH="{PATH}" exec {path} "$@"' for name, path in real.items()}
     folder = _path_of(tmp_path / "named", monkeypatch, **scripts)

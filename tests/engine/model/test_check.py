@@ -329,7 +329,7 @@ NVME: dict[str, Any] = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR}
 MIXED: dict[str, Any] = {"gpu": 1_000_000, "ram": 1_500_000}
 SOME_FROZEN: dict[str, Any] = {"gpu": 700_000, "ram": 420_000}
 RECORDS: dict[str, Any] = {"gpu": 620_000, "ram": tiny.FLOOR, "gpu_first": "records"}
-LEAVING: dict[str, Any] = {"gpu": tiny.FLOOR, "group": 1, "graphs_aside": "all"}
+LEAVING: dict[str, Any] = {"gpu": tiny.FLOOR, "group": 1, "offloaded_graphs": "all"}
 STREAMED: dict[str, Any] = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR, "streamed": True}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MOE = tiny.model(model_type="qwen3_moe", num_layers=2, overrides=EXPERTS)
@@ -397,7 +397,7 @@ def test_the_engine_gives_the_references_bits(tmp_path: Path, name: str) -> None
         spec, plan = session.spec, session.plan
         assert len({chunk.micro_batch for chunk in plan.chunks}) == 2
         assert case.placed is not MIXED or {b.state for b in plan.buffers.values()} == {"gpu", "ram", "nvme"}
-        assert case.placed is not LEAVING or plan.graphs_aside
+        assert case.placed is not LEAVING or plan.offloaded_graphs
         assert case.placed is not RECORDS or (plan.saved_on_gpu and plan.spilled)
         assert name != "joined, recomputed" or len(plan.recomputed) == 2
         assert case.model is not WIDE or all(len(groups) == 2 for groups in spec.joined)

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from penstock.engine.attention import backends
-from penstock.engine.attention.chunk import KeptAttention
+from penstock.engine.attention.chunk import SavedAttention
 from penstock.engine.model import graph_size, skeleton
 from penstock.engine.model.anatomy import Initializer, initial_constants, take_apart
 from penstock.engine.model.layers import LayerRunner
@@ -384,7 +384,7 @@ def layer_run(spec: ModelSpec, weights: dict[str, Tensor], keep: bool, **more: A
     outputs, graphs = [], []
     for i, (start, end) in enumerate(ranges):
         if keep:
-            graph, y = runner.layers.keep(1, here, x[start:end].clone(), inputs[i], KeptAttention(states[i]).forward)
+            graph, y = runner.layers.keep(1, here, x[start:end].clone(), inputs[i], SavedAttention(states[i]).forward)
             graphs.append(graph)
         else:
             y = runner.layers.forward(1, here, x[start:end], inputs[i], states[i])

@@ -40,12 +40,12 @@ def test_every_tier_is_within_its_budget_and_what_is_saved_of_a_chunk_in_one_pla
     budgets = plan.tiers["gpu"].budget_bytes, plan.tiers["ram"].budget_bytes
     assert budgets == (plan.problem.gpu_budget, plan.problem.ram_budget)
     passed = [i for i, block in enumerate(plan.blocks) if block.saved_inputs and block.backward]
-    layers = {(i, c.index) for i in passed for c in plan.places}
-    graphs = plan.saved_graphs - plan.graphs_aside
+    layers = {(i, c.index) for i in passed for c in plan.group_chunks}
+    graphs = plan.saved_graphs - plan.offloaded_graphs
     assert plan.spilled <= layers
     assert plan.saved_on_gpu <= layers
     assert plan.saved_graphs <= layers
-    assert plan.graphs_aside <= plan.saved_graphs - plan.saved_on_gpu
+    assert plan.offloaded_graphs <= plan.saved_graphs - plan.saved_on_gpu
     assert not plan.spilled & (plan.saved_on_gpu | graphs)
     assert not {i for i, _ in plan.saved_graphs} & plan.recomputed, "nothing is recomputed where everything is saved"
     assert all(plan.blocks[i].attends for i in plan.recomputed)
@@ -101,11 +101,11 @@ def test_ram_is_filled_in_the_order_that_the_choice_says() -> None:
 def test_with_more_of_a_tier_a_choice_gives_all_that_it_gave_with_less(plan: Plan, gpu: int, ram: int) -> None:
     p = plan.problem
     # Where no graph can leave, the plan is that without slots for any: with more RAM one might, which takes them.
-    choice = plan.choice if plan.graphs_aside else replace(plan.choice, graphs_aside="none")
-    aside, first = choice.graphs_aside, choice.gpu_first
+    choice = plan.choice if plan.offloaded_graphs else replace(plan.choice, offloaded_graphs="none")
+    aside, first = choice.offloaded_graphs, choice.gpu_first
     more = make_plan(replace(p, ram_budget=p.ram_budget + ram, nvme_budget=None), choice)
     # With "room" graphs that leave are spread over the layers: where there is room for more, others may leave.
-    assert more.saved_graphs - more.graphs_aside == plan.saved_graphs - plan.graphs_aside
+    assert more.saved_graphs - more.offloaded_graphs == plan.saved_graphs - plan.offloaded_graphs
     assert aside == "room" or more.saved_graphs >= plan.saved_graphs
     for name in ("saved_on_gpu", "recomputed", "windows"):
         assert getattr(more, name) == getattr(plan, name)
@@ -130,7 +130,7 @@ def test_stages_and_slots_are_as_many_as_the_choice_says() -> None:
     for stages in (2, 4):
         plan = made(PlanOptions(stages=stages), gpu_budget=gpu, ram_budget=budget)
         assert (plan.state_stages, plan.part_stages) == (stages, stages)
-        ahead = PlanOptions(spare_slots=stages // 2, gpu_first="records")
+        ahead = PlanOptions(spare_slots=stages // 2, gpu_first="saved activations")
         assert made(ahead, layers=5, gpu_budget=gpu + 100_000).weight_slots["layer"] == 1 + stages // 2
     with pytest.raises(BudgetError, match="staging"):
         made(PlanOptions(stages=4), gpu_budget=gpu, ram_budget=budget - 1)
@@ -155,7 +155,7 @@ def test_what_is_frozen_takes_room_for_its_weights_alone() -> None:
         assert plan.tiers["nvme"].parts["frozen weights"] == sum(files.values())
         assert plan.tiers["nvme"].parts["weights"] == 0
         assert {i for i, _ in plan.saved_graphs | plan.saved_on_gpu | plan.spilled} <= {2, 3}
-        assert not plan.record(1, 0)
+        assert not plan.saved_activations(1, 0)
     blocks = {block["name"]: block for block in in_ram.to_json()["blocks"]}
     assert blocks["layers.1"]["bytes"] == 14 * page
     assert (blocks["layers.1.frozen"]["bytes"], blocks["layers.1.frozen"]["frozen"]) == (6 * page, True)
@@ -178,8 +178,8 @@ def test_what_has_ram_before_frozen_weights_do() -> None:
             assert tiers == ({"nvme"} if first == "weights" else {"ram"})
             assert "nvme" in {b.weights for b in plan.buffers.values() if b.frozen} or first == "weights"
         if first in ("records", "state"):
-            record_bytes = made(choice, **shape | {"ram_budget": need}).record_bytes(2, 0)
-            plan = made(choice, **shape | {"ram_budget": need + state + 3 * record_bytes})
+            saved_bytes = made(choice, **shape | {"ram_budget": need}).saved_bytes(2, 0)
+            plan = made(choice, **shape | {"ram_budget": need + state + 3 * saved_bytes})
             spilled[first] = len(plan.spilled)
             assert any(b.weights == "ram" for b in plan.buffers.values() if b.frozen) == (first == "state")
     assert spilled["records"] < spilled["state"]
@@ -201,7 +201,7 @@ def test_the_gpu_goes_to_what_the_choice_says() -> None:
         order = [(i, c.index) for i in (3, 2, 1) for c in reversed(plans[first].chunks)]
         assert found == set(order[: len(found)]), "backward's first ones first"
     held = plans["records"]
-    assert held.tiers["gpu"].parts["saved activations"] == sum(held.record_bytes(*key) for key in held.saved_on_gpu)
+    assert held.tiers["gpu"].parts["saved activations"] == sum(held.saved_bytes(*key) for key in held.saved_on_gpu)
     for first in ("graphs", "blocks", "half"):
         roomy = made(PlanOptions(gpu_first=first, ram_first="activations"), activation_checkpointing="auto")  # type: ignore[arg-type]
         assert roomy.saved_graphs == {(i, c.index) for i in (1, 2, 3) for c in roomy.chunks}
@@ -221,7 +221,7 @@ def test_attention_is_computed_again_as_far_as_the_choice_says() -> None:
     assert every.recomputed == {1, 3, 4, 5}
     assert every.spill_bytes < half.spill_bytes < none.spill_bytes
     # Of a layer computed again the input is saved alone: 64 bytes a token instead of 64 + 64 + 16 + 64.
-    sizes = [plan.record_bytes(1, 0) for plan in (none, every)]
+    sizes = [plan.saved_bytes(1, 0) for plan in (none, every)]
     assert sizes == [4 * 4096, 4096]
 
 
@@ -261,12 +261,12 @@ def test_everything_is_kept_or_refused_with_the_need() -> None:
     # Whatever else is chosen, where graphs may leave.
     shape = problem(activation_checkpointing="none", graph_bytes=3000, gpu_budget=2_000_000)
     values, places = dimensions(shape, window_chunks(shape)), {}
-    assert values["graphs_aside"] == ["none", "all"]
+    assert values["offloaded_graphs"] == ["none", "all"]
     for gpu_first, ram_first, group in itertools.product(values["gpu_first"], ORDERS, values["group"]):
-        choice = PlanOptions(gpu_first=gpu_first, ram_first=ram_first, group=group, graphs_aside="all")
+        choice = PlanOptions(gpu_first=gpu_first, ram_first=ram_first, group=group, offloaded_graphs="all")
         plan = make_plan(shape, choice)
-        assert len(plan.saved_graphs) == 3 * plan.num_places
-        places[gpu_first, ram_first, group] = len(plan.graphs_aside)
+        assert len(plan.saved_graphs) == 3 * plan.num_group_chunks
+        places[gpu_first, ram_first, group] = len(plan.offloaded_graphs)
     assert places["graphs", "activations", 1] < places["blocks", "activations", 1] <= 3 * 4
 
 
@@ -276,9 +276,9 @@ def test_the_disk_holds_two_generations_and_those_that_are_kept() -> None:
     parts = made().tiers["nvme"].parts
     generation = parts["state, two generations"] // 2
     assert 28 * 2048 * 12 <= generation < 28 * 2048 * 12 * 1.6
-    kept = made(kept_generations=3).tiers["nvme"]
+    kept = made(retained_generations=3).tiers["nvme"]
     assert kept.parts["kept generations"] == 3 * generation
     with pytest.raises(BudgetError, match=r"budgets\.nvme: .*give at least (\d+[KMG]iB)") as e:
-        made(kept_generations=3, nvme_budget=kept.peak_bytes - 1)
+        made(retained_generations=3, nvme_budget=kept.peak_bytes - 1)
     assert (e.value.tier, e.value.need_bytes) == ("nvme", kept.peak_bytes)
-    assert made(kept_generations=3, nvme_budget=kept.peak_bytes).tiers["nvme"] == kept
+    assert made(retained_generations=3, nvme_budget=kept.peak_bytes).tiers["nvme"] == kept

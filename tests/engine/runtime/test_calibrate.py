@@ -110,16 +110,16 @@ def test_what_saved_graphs_take_is_what_is_counted_when_layers_run(tmp_path: Pat
 def test_measured_graphs_fit_the_slots_in_which_they_leave(tmp_path: Path, dtype: str) -> None:
     settings = {"activation_checkpointing": "auto", "compute_dtype": dtype}
     _, _, found = measured(tmp_path / "data", {}, settings, "1GiB")
-    options: dict[str, Any] = {"gpu": tiny.FLOOR, "graphs_aside": "all", "graph_bytes": found.graph_bytes_per_token}
+    options: dict[str, Any] = {"gpu": tiny.FLOOR, "offloaded_graphs": "all", "graph_bytes": found.graph_bytes_per_token}
     with tiny.session(tmp_path / "run", t=tiny.training(**settings), **options) as session:
-        assert session.plan.graphs_aside
+        assert session.plan.offloaded_graphs
         train_step(session)
         assert not session.runtime.layer_ops.outgrown
 
 
 def test_graphs_are_measured_before_any_is_saved(tmp_path: Path) -> None:
     """A plan that may save graphs and saves none, as it fills the GPU with blocks first, learns what they take."""
-    plan, _, found = measured(tmp_path, {}, {"activation_checkpointing": "auto"}, "4MiB", gpu_first="records")
+    plan, _, found = measured(tmp_path, {}, {"activation_checkpointing": "auto"}, "4MiB", gpu_first="saved activations")
     assert not plan.saved_graphs
     assert set(found.graph_bytes_per_token) == {"layers.0"}
 

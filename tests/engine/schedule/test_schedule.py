@@ -82,7 +82,7 @@ def steps_of(
 
 def samples_of(plan: Plan, builder: ScheduleBuilder, step: int) -> list[Op]:
     """A pass over two chunks of prompts, where there are two, and one over a single token; it commits what is due."""
-    halves = [replace(c, start=0, end=max(1, (c.end - c.start) // 2)) for c in plan.places[:2]]
+    halves = [replace(c, start=0, end=max(1, (c.end - c.start) // 2)) for c in plan.group_chunks[:2]]
     read = sum(chunk.end for chunk in halves) if plan.problem.samples.tier != "nowhere" else 0
     ops: list[Op] = []
     for number, chunks in enumerate([halves, [replace(halves[0], end=1)]], start=1):
@@ -192,7 +192,7 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
     assert set(evaluated.values()) <= {1}
     assert len(evaluated) == looked_at * plan.window_chunks * len(plan.blocks)
     assert set(generated.values()) <= {1}
-    chunks_of_pass = min(2, plan.num_places) + 1
+    chunks_of_pass = min(2, plan.num_group_chunks) + 1
     assert len(generated) == (plan.problem.samples is not None) * 3 * (chunks_of_pass * (len(plan.blocks) - 1) + 2)
     assert_generations(plan, ops, passes)
 
@@ -221,7 +221,7 @@ def test_a_large_load_lets_small_ones_pass(chunks: int) -> None:
     """Weights in RAM come in pieces, all of them before half of the block before has been computed."""
     shape = problem(micro_batches=1, row_tokens=16 * chunks, chunk_tokens=16, gpu_budget=900_000)
     large = tuple(replace(b, numel=16 * 4096) if b.name.startswith("layers") else b for b in shape.buffers)
-    plan = make_plan(replace(shape, buffers=large), PlanOptions(gpu_first="records"))
+    plan = make_plan(replace(shape, buffers=large), PlanOptions(gpu_first="saved activations"))
     assert plan.buffers["layers.1"].weights == "ram"
     ops = steps_of(plan, 1)
     loads = [op for op in ops if op.action is a.LOAD_WEIGHTS and op.block == "layers.1"][: max(1, chunks // 2)]
@@ -234,7 +234,7 @@ def test_a_large_load_lets_small_ones_pass(chunks: int) -> None:
 
 
 def test_sums_of_earlier_groups_arrive_while_the_block_before_computes() -> None:
-    plan = make_plan(problem(micro_batches=2, gpu_budget=330_000), PlanOptions(gpu_first="records", group=1))
+    plan = make_plan(problem(micro_batches=2, gpu_budget=330_000), PlanOptions(gpu_first="saved activations", group=1))
     ops = steps_of(plan, 1)
     sums = {op.block: op.id for op in ops if op.action is a.LOAD_SUM}
     assert set(sums) == set(plan.buffers)
@@ -346,11 +346,11 @@ PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "on NVMe, recomputed": (SCARCE | {"activation_checkpointing": "full"}, PlanOptions(recompute="all")),
     "on NVMe, one chunk": (SCARCE | {"row_tokens": 64, "micro_batches": 1}, PlanOptions()),
     "on NVMe, streamed": (SCARCE | LONG, PlanOptions(streamed=True)),
-    "in groups, graphs in RAM": (AUTO | {"gpu_budget": 300_000}, PlanOptions(group=1, graphs_aside="all")),
+    "in groups, graphs in RAM": (AUTO | {"gpu_budget": 300_000}, PlanOptions(group=1, offloaded_graphs="all")),
     "scores of whole sequences": ({"scores": True}, PlanOptions()),
     "experts": (SAMPLES | {"experts": frozenset({0, 2})}, PlanOptions()),
     "experts on NVMe": (SCARCE | {"experts": frozenset({0, 1, 2})}, PlanOptions()),
-    "graphs on NVMe": (AUTO | SCARCE, PlanOptions(graphs_aside="all")),
+    "graphs on NVMe": (AUTO | SCARCE, PlanOptions(offloaded_graphs="all")),
 }
 """Problems and choices in which every action has its place."""
 
