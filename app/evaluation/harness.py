@@ -108,8 +108,8 @@ def query_tasks(
 ) -> dict[str, Any]:
     """Evaluate tasks; JSON: `tasks` and `groups` by name, each with its `metrics`.
 
-    `report` hears once what will be asked, before anything is; `say` of data that is fetched; `on_done` of requests that
-    are done. Raises UserError for tasks that there are not or that cannot be asked.
+    `report` hears once what will be evaluated, before anything is; `say` of data that is fetched; `on_done` of requests
+    that are done. Raises UserError for tasks that there are not or that cannot be evaluated.
     """
     model = HarnessModel(queried, options.chat, report, on_done)
     with _seeded(), _silent():

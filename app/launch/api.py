@@ -59,7 +59,7 @@ def begin(
     guest: Callbacks | None = None,
     is_shown: bool = False,
 ) -> Path:
-    """`train`, in a process of the run's own where there is no `guest`; `is_shown`: the plan's notes have been shown."""
+    """`train`, in a process of the run's own where there is no `guest`; `is_shown`: so were the plan's notes."""
     from penstock.app.launch.run import run_training
     from penstock.app.planning.inputs import require_inputs
 

@@ -201,8 +201,8 @@ def plan_line(plan: dict[str, Any]) -> str:
     traffic += f", {bytes_text(spilled['bytes'])} of it activations" if spilled["bytes"] else ""
     recompute = chunks - plan["saved_graphs"]["chunks"]
     recomputed = f"{recompute:,} of {chunks:,} layer chunks recompute the layer in backward"
-    if aside := plan.get("offloaded_graphs", {}).get("chunks"):
-        recomputed += f", the graphs of {aside:,} are moved off the GPU until then"
+    if offloaded := plan.get("offloaded_graphs", {}).get("chunks"):
+        recomputed += f", the graphs of {offloaded:,} are moved off the GPU until then"
     if (groups := plan.get("groups", 1)) > 1:
         recomputed = f"in each of {groups:,} groups of {plan['group_tokens']:,} tokens {recomputed}"
     return f"plan: {', '.join(parts)}; {traffic}; {recomputed}"

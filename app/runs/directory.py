@@ -1,7 +1,7 @@
 """The run directory: the only interface between a run and whoever looks at it.
 
-docs/run-directory.md describes its files. app.run_log writes what grows, app.control and app.checkpoints what is asked
-of a running run.
+docs/run-directory.md describes its files. app/runs/log.py writes what grows, control.py and checkpoints.py what is
+requested of a running run.
 """
 
 from __future__ import annotations

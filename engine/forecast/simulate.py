@@ -49,7 +49,7 @@ class Simulation:
     busy_s: dict[str, float]
     """Lane -> seconds within the step in which it had an op under way."""
     bytes: dict[str, int]
-    """Lane -> payload bytes of the step's ops; what is put aside without leaving the compute device is not counted."""
+    """Lane -> payload bytes of the step's ops; what is offloaded within the compute device is not counted."""
     spans: list[Span]
     """Of the step, counted from its start. Ops of its update are not done by its end and belong to the next step."""
 
@@ -69,9 +69,9 @@ def simulate(
 ) -> Simulation:
     """The second step of a run of `plan`, as the first has no update to apply. Raises Deadlock.
 
-    `documents`, `filled`: of each micro-batch the sorted starts of its documents (ScheduleBuilder.step), and its tokens
-    before the padding. Not `settled`: the first
-    step is only taken to have been there, nothing of it being under way any more; this takes half the time to find out.
+    `documents`, `filled`: of each micro-batch the sorted starts of its documents (ScheduleBuilder.stream), and its
+    tokens before the padding. Not `settled`: the first step is only taken to have been there, nothing of it being under
+    way any more; this takes half the time to find out.
     """
     builder, chunks = ScheduleBuilder(plan), plan.filled_chunks(filled)
     clocks = Clocks(machine)

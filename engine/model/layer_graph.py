@@ -116,7 +116,7 @@ class LayerGraph:
         return sum(storages.values())
 
     def offload(self, slot: Tensor, also: Sequence[Tensor]) -> bool:
-        """Copy all that the graph holds, and `also`, to `slot`, uint8, and hold it no longer; whether it fits there."""
+        """Copy all that the graph holds, and `also`, to `slot`, uint8, and release it; whether it fits there."""
         assert self._weights is not None
         return self._weights.offload(slot, also)
 

@@ -3,7 +3,7 @@
 Layers of one structure share one template, an unmodified transformers layer whose parameters are pointed at the given
 views of a flat buffer. A layer can be run from end to end (`forward`, `backward`), with attention taken from the
 chunk's AttentionState; or in pieces around its attention, which is then computed elsewhere (`project`,
-`forward_given`, `graph`). The graph of a forward can be kept for its backward (`save_graph`, `graph`).
+`forward_given`, `graph`). The graph of a forward can be saved for its backward (`save_graph`, `graph`).
 """
 
 from __future__ import annotations
@@ -115,13 +115,13 @@ class _Template:
         whole = self._joined.module
         base = whole if unread is None or unread in names else for_backward(whole, unread)
         self.saving = SummedTwin(whole, names, None)
-        """Its forward with a graph to keep, and what backward recomputes."""
+        """Its forward with a graph to save, and what backward recomputes."""
         self.recomputed = SummedTwin(base, names, unread)
         self.modules = (whole, self.saving.module, self.recomputed.module)
         self.forward: Callable[..., Any]
         self.recompute: Callable[..., Any]
         self.save_graph: Callable[..., Any]
-        """Forward with a graph to keep."""
+        """Forward with a graph to save."""
         self.compile(compile)
 
         self._indices: dict[int, list[tuple[nn.Module, str, Any]]] = {}

@@ -135,13 +135,13 @@ class Plan:
     """RAM slots that hold one saved activation on its way to or from NVMe."""
     activation_stage_bytes: int
     spilled: frozenset[tuple[int, int]]
-    """(block, place) whose saved activations live on NVMe between forward and backward; for places see `group_chunks`."""
+    """(block, chunk of a group) whose saved activations live on NVMe between forward and backward."""
     recomputed: frozenset[int]
     """Layers of which only the input is saved: backward recomputes keys, values and attention."""
     saved_on_gpu: frozenset[tuple[int, int]]
-    """(block, place) whose saved activations stay on the compute device, as RAM has no room for them."""
+    """(block, chunk) whose saved activations stay on the compute device, as RAM has no capacity for them."""
     saved_graphs: frozenset[tuple[int, int]]
-    """(block, place) of which everything is saved: backward recomputes nothing."""
+    """(block, chunk) of which everything is saved: backward recomputes nothing."""
     offloaded_graphs: frozenset[tuple[int, int]]
     """Those of them whose graph leaves the compute device, as part of their saved activations."""
     streamed: bool
@@ -170,8 +170,8 @@ class Plan:
 
     @property
     def group_chunks(self) -> tuple[Chunk, ...]:
-        """The chunks of one group. What is saved of a chunk has the place of the chunk of that number; the chunks of
-        the groups that follow have the same places."""
+        """The chunks of one group. What is saved of a chunk lies where that of the chunk with the same
+        index in the group before lay."""
         return self.chunks[: self.num_group_chunks]
 
     @property
@@ -179,7 +179,7 @@ class Plan:
         return len(self.chunks) if self.num_groups == 1 else self.group * self.window_chunks
 
     def index_in_group(self, chunk: int) -> int:
-        """The place, within its group, of the step's chunk of that index."""
+        """The index, within its group, of the step's chunk of that index."""
         return chunk % self.num_group_chunks
 
     def groups(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
@@ -216,13 +216,13 @@ class Plan:
         return bisect_right(self.chunks, 0, key=attrgetter("micro_batch"))
 
     def saved_activations(self, block: int, chunk: int) -> dict[str, int]:
-        """Kind -> bytes of what is put aside for backward of a layer's chunk: x, saved, kv, graph."""
+        """Kind -> bytes of what is saved for backward of a layer's chunk: x, saved, kv, graph."""
         c, key = self.chunks[chunk], (block, chunk)
         graph = graph_location(key, self.saved_graphs, self.offloaded_graphs)
         return saved_activations(self.problem, block, c.end - c.start, block in self.recomputed, graph)
 
     def saved_bytes(self, block: int, chunk: int) -> int:
-        """Bytes of the record, each of its kinds in whole pages."""
+        """Bytes of them, each kind in whole pages."""
         return sum(self.saved_activations(block, chunk).values())
 
     @property
@@ -236,7 +236,8 @@ class Plan:
         return part_stage_bytes(self.buffers.values(), self.problem)
 
     def _saved(self) -> dict[str, dict[str, Any]]:
-        """Buffer, the first of its layer -> chunks by what is saved of them, and those whose records are not in RAM."""
+        """Buffer, the first of its layer -> chunks by what is saved of them, and those whose saved activations are not
+        in RAM."""
         cached, spilled, held = _counts(self.saved_graphs), _counts(self.spilled), _counts(self.saved_on_gpu)
         offloaded = _counts(self.offloaded_graphs)
         nothing = {"activation_checkpointing": {}, "spilled": 0, "saved_on_gpu": 0, "offloaded_graphs": 0}
@@ -361,7 +362,7 @@ def graph_location(
 
 
 def saved_activations(problem: PlanInput, block: int, tokens: int, recomputed: bool, graph: Graph) -> dict[str, int]:
-    """Kind -> bytes, in whole pages, of what is put aside for backward of `tokens` tokens of a layer.
+    """Kind -> bytes, in whole pages, of what is saved for backward of `tokens` tokens of a layer.
 
     x, routed: its inputs; saved: attention's output and log-sum-exp; kv: keys and values; graph: all that its graph
     holds, of which x and saved are part. `graph`: where that is, if it is saved. Nothing where there is no backward.
@@ -472,7 +473,7 @@ def sample_regions(problem: PlanInput) -> SampleRegions:
 
 
 def sample_tiers(problem: PlanInput) -> list[SampleTier]:
-    """Where keys and values of samples may be cached, the best place first.
+    """Where keys and values of samples may be cached, the best tier first.
 
     On the compute device nothing has to be copied; of a run, which rarely writes samples, they take little of it.
     """
@@ -500,9 +501,9 @@ def stay_in_slots(problem: PlanInput, chunks: int) -> bool:
 def attention_regions(
     problem: PlanInput, chunks: tuple[Chunk, ...], streamed: bool, recomputing: bool, spilling: bool
 ) -> dict[str, list[int]]:
-    """RAM that one block's pass over a micro-batch needs beside the records: name -> bytes per chunk, in whole pages.
+    """RAM that one block's pass over a micro-batch needs beside what is saved: name -> bytes per chunk, in whole pages.
 
-    saved: attention's output and log-sum-exp, computed again; kv: keys and values that have no record in RAM; dkv:
+    saved: attention's output and log-sum-exp, computed again; kv: keys and values that are not saved in RAM; dkv:
     their float32 gradients.
     """
     tokens = [chunk.end - chunk.start for chunk in chunks if chunk.micro_batch == 0]

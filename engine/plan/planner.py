@@ -50,7 +50,7 @@ SMALL_WINDOW = 4
 GOLDEN = (5**0.5 - 1) / 2
 """The first multiples of it, however many, lie evenly in the unit interval, each taken modulo 1."""
 ACTIVATION_STAGES = {2: 2, 4: 9}
-"""Choice.stages -> records on their way to or from NVMe at once."""
+"""PlanOptions.stages -> saved activations on their way to or from NVMe at once."""
 
 
 @dataclass(slots=True)
@@ -343,10 +343,11 @@ class _Planner(Saving):
     def _items(
         self, rest: list[BufferShape], spilling: bool
     ) -> Iterator[tuple[tuple[int, int] | tuple[str, str], int]]:
-        """(buffer, kind) and (block, chunk) of records with their bytes, in the order in which RAM takes them.
+        """(buffer, kind) and (block, chunk) of saved activations with their bytes, in the order in which RAM takes
+        them.
 
         A byte of frozen weights saves as much reading as a byte of state, and no writing: it comes after it, but where
-        weights are to be first. A byte of records saves a writing and a reading, and one of frozen weights two readings
+        weights are to be first. A byte of them saves a writing and a reading, and one of frozen weights two readings
         or three.
         """
         trained, frozen = ([b for b in rest if b.frozen is which] for which in (False, True))
@@ -378,7 +379,8 @@ class _Planner(Saving):
             yield from of_kinds(trained, "state")
 
     def _stages(self, spilling: bool, whole: int) -> _RamPlacement:
-        """What passes through RAM: the hidden states, one block's pass, parts of state and, if `spilling`, records.
+        """What passes through RAM: the hidden states, one block's pass, parts of state and, if `spilling`, saved
+        activations.
 
         A saved graph needs its keys and values in RAM all the same. Raises BudgetError where that alone is too much;
         `whole`: what RAM would need to hold everything, which is less than that for a small model.

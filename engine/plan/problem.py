@@ -15,22 +15,22 @@ Window = Literal["auto", "whole", "streamed"]
 
 GpuFirst = Literal["graphs", "blocks", "half", "graphs only", "saved activations", "weights"]
 """What the GPU's memory that the working set leaves goes to: saved graphs, then resident blocks; the other way round;
-half for each; graphs alone, as the update of resident blocks takes time of what computes; records that wait there, then
-resident blocks; or weights, whose state is elsewhere, then graphs. Graphs are saved only where no record goes to
-NVMe."""
+half for each; graphs alone, as the update of resident blocks takes time of what computes; saved activations, then
+resident blocks; or weights, whose state is elsewhere, then graphs. Graphs are saved only where no activation goes
+to NVMe."""
 Recompute = Literal["none", "half", "all"]
 """Whose attention backward recomputes: no layer's, the first half's, which wait longest, or every layer's."""
 RamFirst = Literal["activations", "weights", "state", "frozen last"]
-"""What RAM is filled with: all records, so that none goes to NVMe, then weights, gradients, state; or weights, records,
-gradients, state; or weights, gradients, state, records; or these with records before frozen weights, which a drive only
-reads. What is not there moves twice a step, weights thrice."""
+"""What RAM is filled with: all activations, so that none goes to NVMe, then weights, gradients, state; or weights,
+activations, gradients, state; or weights, gradients, state, activations; or these with frozen weights, which a drive
+only reads, last. What is not there moves twice a step, weights thrice."""
 
 SampleTier = Literal["gpu", "ram", "nowhere"]
 """Where keys and values of samples are from one pass to the next; nowhere: each pass reads whole sequences again."""
 
 OffloadedGraphs = Literal["none", "rest", "quarter", "half", "most", "all"]
-"""Of which layer chunks whose graph is not saved on the GPU it leaves for RAM or NVMe: as many as RAM has room for when
-all else has found its place; or, before anything else finds one, a quarter, half, three quarters or all of them, evenly
+"""Of which layer chunks whose graph is not saved on the GPU it is offloaded to RAM or NVMe: as many as RAM has capacity
+for when all else has been placed; or, before anything else is, a quarter, half, three quarters or all of them, evenly
 spread, as a link may be slower than forward."""
 
 FP32 = 4

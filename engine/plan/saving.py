@@ -1,6 +1,6 @@
 """What forward saves of a layer's chunks for backward, how many bytes that takes, and which of it stays on the GPU.
 
-A chunk is named by its layer and its place in its group; see Plan.places.
+A chunk is named by its layer and its index in its group; see Plan.group_chunks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from penstock.engine.plan.plan import Graph, aligned, cut_chunks, graph_bytes, g
 from penstock.engine.plan.problem import BlockShape, PlanInput, PlanOptions
 
 Key = tuple[int, int]
-"""(block, place)."""
+"""(block, chunk)."""
 
 _QUARTERS = {"quarter": 1, "half": 2, "most": 3, "all": 4}
 
@@ -67,10 +67,10 @@ class Saving:
         self.recomputed = set(self.attending[:count])
         may_offload = p.activation_checkpointing in ("auto", "none") and not self.streamed
         self.offloads = choice.offloaded_graphs != "none" and may_offload and bool(self.savable())
-        """Whether graphs of some layer chunks may leave the GPU."""
+        """Whether graphs of some layer chunks may be offloaded."""
 
     def backward_order(self) -> Iterator[tuple[int, int]]:
-        """(block, place) of all layers that backward passes, its first ones first."""
+        """(block, chunk) of all layers that backward passes, its first ones first."""
         return ((i, chunk.index) for i in reversed(self.saving) for chunk in reversed(self.group_chunks))
 
     def saved_activations(self, block: int, chunk: int) -> dict[str, int]:
@@ -90,7 +90,7 @@ class Saving:
         return self._sizes[key]
 
     def layer_bytes(self, block: int) -> int:
-        """Bytes of the records of a layer of which nothing is saved on the GPU."""
+        """Bytes of what is saved of a layer of which nothing is saved on the GPU."""
         key = (self._kinds[block], block in self.recomputed)
         if key not in self._layer_sizes:
             self._layer_sizes[key] = sum(self.saved_bytes(block, chunk.index) for chunk in self.group_chunks)
@@ -116,13 +116,13 @@ class Saving:
         return aligned((c.end - c.start) * (graph_bytes(shape) + cut))
 
     def savable(self) -> list[tuple[int, int]]:
-        """(block, place) in the order in which backward wants them; none of a layer whose attention runs again."""
+        """(block, chunk) in the order in which backward wants them; none of a layer whose attention runs again."""
         graphs = [block.graph_bytes_per_token for block in self.problem.blocks]
         known = [i for i in self.saving if graphs[i] is not None and i not in self.recomputed]
         return [(i, chunk.index) for i in reversed(known) for chunk in reversed(self.group_chunks)]
 
     def save_graphs(self, left: int) -> bool:
-        """Keep graphs, backward's first ones first, while `left` bytes last; whether all that may be are."""
+        """Save graphs, backward's first ones first, while `left` bytes last; whether all that may be are."""
         p = self.problem
         free = p.activation_checkpointing == "auto" or (p.activation_checkpointing == "none" and self.offloads)
         may = free and self.choice.ram_first == "activations"
@@ -132,8 +132,8 @@ class Saving:
         return whole
 
     def hold(self, left: int) -> bool:
-        """Let records stay on the GPU, backward's first ones first, while `left` bytes last; whether all do. None where
-        every graph has to be saved and may leave, as what is held is saved without its graph."""
+        """Let saved activations stay on the GPU, backward's first ones first, while `left` bytes last; whether all do.
+        None where every graph has to be saved and may leave, as what is held is saved without its graph."""
         may = not (self.offloads and self.problem.activation_checkpointing == "none")
         taken, nbytes, whole = fitting(self.backward_order() if may else (), lambda key: self.saved_bytes(*key), left)
         self.saved_on_gpu.update(taken)
@@ -141,12 +141,12 @@ class Saving:
         return whole
 
     def choose_offloaded(self) -> None:
-        """Choose graphs that leave the GPU before RAM is filled; "rest" is chosen when it has been."""
+        """Choose graphs to offload before RAM is filled; "rest" is chosen when it has been."""
         if self.offloads and self.choice.offloaded_graphs != "rest":
             self.offload_graphs(spread(self.offloadable(), _QUARTERS[self.choice.offloaded_graphs]))
 
     def offloadable(self) -> list[Key]:
-        """Layer chunks whose graph may leave, backward's first ones first."""
+        """Layer chunks whose graph may be offloaded, backward's first ones first."""
         return [key for key in self.savable() if key not in self.saved_graphs and key not in self.saved_on_gpu]
 
     def offload_graphs(self, keys: Sequence[Key]) -> None:
@@ -154,7 +154,7 @@ class Saving:
         self.saved_graphs.update(keys)
 
     def more_bytes(self, key: tuple[int, int]) -> int:
-        """What the record of a layer's chunk takes more with its graph than without."""
+        """What a layer's chunk takes more with its graph than without."""
         (block, chunk), p = key, self.problem
         tokens = self.group_chunks[chunk].end - self.group_chunks[chunk].start
         return sum(saved_activations(p, block, tokens, False, "offloaded").values()) - self.saved_bytes(block, chunk)

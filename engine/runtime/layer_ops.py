@@ -375,7 +375,7 @@ class LayerOps:
     # ------------------------------------------------------------------ links
 
     def _both_ends(self, op: Op) -> Iterator[tuple[Tensor, Tensor]]:
-        """(on the compute device, in RAM or aside) of what a copy is about; keys and values are two.
+        """(on the compute device, where it is offloaded to) of what a copy is about; keys and values are two.
 
         How many tokens, the op's bytes say: a copy that nobody waits for may outlive what is known of its batch.
         """

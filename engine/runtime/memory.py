@@ -84,7 +84,7 @@ class GpuMemory:
     window: dict[str, list[Tensor]] = field(default_factory=dict)
     """What attention reads and sums, uint8: see engine.plan.plan.window_bytes."""
     saved_activations: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
-    """(block, place) -> kind -> what is put aside for its backward and stays here, uint8: see plan.plan.record."""
+    """(block, chunk) -> kind -> what is saved for its backward and stays here, uint8: see Plan.saved_activations."""
     sample_stages: list[Tensor] = field(default_factory=list)
     """Keys and values of samples in one layer, uint8: see engine.plan.plan.sample_regions."""
     sample_logits: Tensor | None = None
@@ -98,15 +98,15 @@ class RamMemory:
     arena: HostArena
     buffers: dict[str, Resident] = field(default_factory=dict)
     saved_activations: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
-    """(block, place) -> kind -> what is put aside for its backward, uint8: see engine.plan.plan.record."""
+    """(block, chunk) -> kind -> what is saved for its backward, uint8: see Plan.saved_activations."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Buffer -> its gradient as it waits between groups, float32."""
     boundary: dict[int, Tensor] = field(default_factory=dict)
-    """place -> hidden state between two blocks, or its gradient [tokens, hidden]."""
+    """Chunk -> hidden state between two blocks, or its gradient [tokens, hidden]."""
     routed: dict[int, Tensor] = field(default_factory=dict)
-    """place -> what a router sends of it to experts, or its gradient, uint8."""
+    """Chunk -> what a router sends of it to experts, or its gradient, uint8."""
     window: dict[str, list[Tensor]] = field(default_factory=dict)
-    """For each chunk of a micro-batch what one block's pass needs beside the records, uint8: see
+    """For each chunk of a micro-batch what one block's pass needs beside what is saved, uint8: see
     engine.plan.plan.attention_regions."""
     state_stages: list[dict[str, Tensor]] = field(default_factory=list)
     """Kind of state (float32), or "gradient" -> one part of it."""

@@ -173,8 +173,8 @@ class Views:
             target.copy_(source)
 
     def offloaded(self, op: Op) -> Tensor:
-        """Where an activation of the op's block and chunk is put aside, uint8: its stage, its record, the place of its
-        chunk in one block's pass, or the boundary between two blocks."""
+        """Where an activation of the op's block and chunk is offloaded to, uint8: its stage, what is saved of the
+        chunk, the window of one block's pass, or the boundary between two blocks."""
         if a.STAGE in op.slots:
             return self.ram.activation_stages[op.slots[a.STAGE]][: op.nbytes]
         chunk, kind = self.plan.index_in_group(op.index), op.action.kind

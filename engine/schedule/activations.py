@@ -1,8 +1,8 @@
 """The part of the schedule that moves activations: hidden states, attention's output, keys and values.
 
-What backward needs of a layer's chunk is its record (plan/plan.py: record): it leaves its slots as forward makes it,
-waits in RAM, on NVMe or elsewhere on the compute device, and comes back just in time. A layer's keys and values are
-either in a window over the whole micro-batch, or, streamed, in a few slots of one chunk each.
+What backward needs of a layer's chunk (plan/plan.py: saved_activations) is offloaded as forward makes it, to RAM, NVMe
+or elsewhere on the compute device, and restored just in time. A layer's keys and values are either in a window over the
+whole micro-batch, or, streamed, in a few slots of one chunk each.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class ActivationSchedule:
         self._unsaved = plan.recomputed | without
         """Layers whose attention is not saved: backward makes it again, or there is none."""
         self._on_nvme: set[tuple[str, int, int]] = set()
-        """(kind, block, place) of the activations on NVMe."""
+        """(kind, block, chunk) of the activations on NVMe."""
         self._window_chunks = plan.window_chunks
         self._window: list[Any] = [None] * (plan.windows * plan.window_chunks)
-        """Which (layer, chunk, step) each chunk's place in the windows holds: on the compute device, or in RAM where
+        """Which (layer, chunk, step) each chunk's part of the windows holds: on the compute device, or in RAM where
         keys and values are streamed."""
         self.streams: dict[int, list[Chunk]] = {}
         """Micro-batch -> its chunks, of the group being emitted; one without any is not there."""
@@ -52,7 +52,8 @@ class ActivationSchedule:
         self.kv = Slots("gpu.kv", KV_SLOTS)
         self.dkv = Slots("gpu.dkv", DKV_SLOTS)
         self._summed: list[Any] = [None] * plan.window_chunks
-        """Streamed: whose gradients of keys and values each chunk's place in RAM holds, or one of the slots."""
+        """Streamed: whose gradients of keys and values each chunk's part of the window in RAM holds, or one of the
+        slots."""
 
     def begin(self, chunks: Sequence[Chunk], documents: Sequence[Sequence[int]] | None) -> None:
         """What is emitted from now on is about these chunks, of each micro-batch the first ones."""
@@ -81,7 +82,7 @@ class ActivationSchedule:
         writes: list[Resource],
         slots: dict[str, int],
     ) -> None:
-        """Emit what brings an activation of a layer's chunk from one place to another."""
+        """Emit what brings an activation of a layer's chunk from one resource to another."""
         block, tokens = self._plan.blocks[layer], chunk.end - chunk.start
         if action.kind == a.GRAPH:
             nbytes = offloaded_graph_bytes(block, tokens)
@@ -199,7 +200,7 @@ class ActivationSchedule:
         region = r.resource(r.RAM_WINDOW_SAVED, chunk.local) if recomputed else r.saved_activation("saved", *key)
         self._store_part("saved", mode, layer, chunk, ("gpu.saved", slot), region, {"saved": slot})
 
-    # ------------------------------------------------------------------ saved graphs that leave
+    # ------------------------------------------------------------------ offloaded graphs
 
     def load_graph(self, layer: int, chunk: Chunk) -> int:
         """Slot with what a chunk's graph holds, loaded unless it is still there."""
@@ -218,7 +219,7 @@ class ActivationSchedule:
         region = r.saved_activation("graph", *self.key(layer, chunk))
         self._store_part("graph", "forward", layer, chunk, r.graph_slot(slot), region, {a.GRAPH: slot})
 
-    # ------------------------------------------------------------------ to and from where records wait
+    # ------------------------------------------------------------------ offload and restore
 
     def _load_part(
         self, kind: str, layer: int, chunk: Chunk, region: Resource, target: Resource, slots: dict[str, int]
@@ -231,7 +232,7 @@ class ActivationSchedule:
     def _store_part(
         self, kind: str, mode: Mode, layer: int, chunk: Chunk, source: Resource, region: Resource, slots: dict[str, int]
     ) -> None:
-        """Move to RAM; on to NVMe through a stage if the record is spilled."""
+        """Move to RAM; on to NVMe through a stage if the chunk is spilled."""
         spilled = (
             self.key(layer, chunk) in self._plan.spilled and layer not in self._plan.recomputed and mode != "evaluate"
         )
@@ -248,16 +249,16 @@ class ActivationSchedule:
     # ------------------------------------------------------------------ keys and values, whole
 
     def _window_index(self, chunk: Chunk) -> int:
-        """A chunk's place in the windows."""
+        """A chunk's index in the windows."""
         return chunk.micro_batch % self._plan.windows * self._window_chunks + chunk.local
 
     def window(self, chunk: Chunk) -> list[Resource]:
-        """The places in its window of a chunk and of those before it."""
+        """The parts of its window of a chunk and of those before it."""
         index = self._window_index(chunk)
         return [r.kv(i) for i in range(index - chunk.local, index + 1)]
 
     def write_window(self, layer: int, chunk: Chunk) -> None:
-        """The chunk's place in the window is about to be computed."""
+        """The chunk's part of the window is about to be computed."""
         self._window[self._window_index(chunk)] = self.content(layer, chunk)
 
     def store_window(self, layer: int, chunk: Chunk) -> None:
@@ -267,7 +268,7 @@ class ActivationSchedule:
             self._store_part("kv", "forward", layer, chunk, r.kv(self._window_index(chunk)), region, {})
 
     def load_window(self, layer: int, chunk: Chunk) -> None:
-        """Bring a chunk's keys and values to its place in the window, unless they are there."""
+        """Bring a chunk's keys and values to its part of the window, unless they are there."""
         content, index = self.content(layer, chunk), self._window_index(chunk)
         if self._window[index] == content or not self._plan.blocks[layer].attends:
             self._discard("kv", layer, chunk)
@@ -281,7 +282,7 @@ class ActivationSchedule:
             self.load_window(layer, other)
 
     def load_window_ahead(self, layer: int, chunk: Chunk) -> None:
-        """This chunk's place in the window is free for the chunk that needs it next, in backward's order; so are those
+        """This chunk's part of the window is free for the chunk that needs it next, in backward's order; so are those
         behind it where its stream ends with it."""
         order, windows = list(self.streams)[::-1], self._plan.windows
         turn = order.index(chunk.micro_batch) + 1
@@ -323,7 +324,7 @@ class ActivationSchedule:
         return result if chunk.local % 2 else result[::-1]
 
     def _kv_region(self, layer: int, chunk: Chunk) -> Resource:
-        """Where keys and values wait in RAM to be streamed: in their record, or in the block's window."""
+        """Where keys and values wait in RAM to be streamed: as saved activations, or in the block's window."""
         key = self.key(layer, chunk)
         if layer in self._unsaved or key in self._plan.spilled:
             return r.resource(r.RAM_WINDOW_KV, chunk.local)

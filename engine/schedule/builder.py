@@ -350,7 +350,7 @@ class ScheduleBuilder:
         )
 
     def _compute_generated(self, task: Task, operands: _Operands, slots: dict[str, int]) -> None:
-        """A block on tokens of samples, whose keys and values have a place of their own."""
+        """A block on tokens of samples, whose keys and values have memory of their own."""
         kept, stage = self._samples.operands(task.layer)
         self._emit_block(task, operands, slots | stage, writes=kept)
         if task.last:
@@ -475,7 +475,7 @@ def _emit_share(loads: deque[Load], turns: int) -> None:
 
 
 def is_device_local(plan: Plan, op: Op) -> bool:
-    """Whether a copy puts a record aside on the compute device, or brings it back, and so crosses no link."""
+    """Whether a copy offloads an activation within the compute device, or restores it, and so crosses no link."""
     if not (device_local := plan.saved_on_gpu):
         return False
     for resources in (op.reads, op.writes):  # called for each op of each plan that is tried

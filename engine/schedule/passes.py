@@ -104,7 +104,7 @@ def sampling(
 ) -> Pass:
     """The logits behind tokens of samples as of the end of step `step`.
 
-    `chunks`: new tokens of all sequences, in the places of as many chunks of a group, none longer than its own;
+    `chunks`: new tokens of all sequences, in the memory of as many chunks of a group, none longer than its own;
     `wanted`: indices of those with a token behind which the logits are wanted, at least one; `read_tokens`: how many
     the passes before have kept keys and values of. `batch` is below 0 and no other's.
     """

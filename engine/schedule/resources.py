@@ -47,8 +47,8 @@ NVME_GRADIENT = "nvme.gradient"
 NVME_STATE = "nvme.state"
 GENERATION = "generation"
 
-SAVED = {kind: f"record.{kind}" for kind, row in ACTIVATIONS.items() if row.saved}
-"""Kind of activation -> what is saved of it of a block's chunk for its backward; block and place follow."""
+SAVED = {kind: f"saved.{kind}" for kind, row in ACTIVATIONS.items() if row.saved}
+"""Kind of activation -> what is saved of it of a block's chunk for its backward; block and chunk follow."""
 SPILLED = {kind: f"nvme.{kind}" for kind in SAVED}
 """The same on NVMe."""
 SAVED_SPACES = frozenset(SAVED.values())
@@ -58,7 +58,7 @@ def resource(space: str, *where: str | int) -> Resource:
     """A piece of a space.
 
     By buffer: what is resident, and what a whole buffer has in RAM; with its part, and by itself its kind, on NVMe. By
-    pool and slot: weights and gradients on the compute device. By slot: stages in RAM. By the place of a chunk in its
+    pool and slot: weights and gradients on the compute device. By slot: stages in RAM. By the index of a chunk in its
     group: the boundary between two blocks; by that in its micro-batch: one layer's pass. By nothing: what there is one
     of.
     """
@@ -86,7 +86,7 @@ def saved(slot: int) -> Resource:
 
 
 def kv(index: int) -> Resource:
-    """Keys and values on the compute device: of a chunk's place in the window, or in a slot where they are streamed."""
+    """Keys and values on the compute device: at a chunk's index in the window, or in a slot where they are streamed."""
     return (GPU_KV, index)
 
 
@@ -106,10 +106,10 @@ def graph_slot(slot: int) -> Resource:
 
 
 def saved_activation(kind: str, block: int, chunk: int) -> Resource:
-    """Part `kind` of the record of a layer's chunk."""
+    """What is saved of kind `kind` of a layer's chunk."""
     return (SAVED[kind], block, chunk)
 
 
 def spilled(kind: str, block: int, chunk: int) -> Resource:
-    """Part `kind` of a record on NVMe."""
+    """The same on NVMe."""
     return (SPILLED[kind], block, chunk)

@@ -38,7 +38,7 @@ class SampleSchedule:
             self._move(a.LOAD_SAMPLE_KV, block, self._read_tokens, self._in_ram(block), self._on_gpu(block))
 
     def close(self, block: int) -> None:
-        """Put aside what the pass has added, and let the stage go."""
+        """Offload what the pass has added, and let the stage go."""
         if block in self._cached:
             self._move(a.STORE_SAMPLE_KV, block, self._new_tokens, self._on_gpu(block), self._in_ram(block))
         if block in self._layers and not self._stay:

@@ -48,7 +48,7 @@ class StateSchedule:
         self._ahead: dict[tuple[str, int], int] = {}
         """(buffer, part) -> state stage into which it has been read before its update's turn."""
         self.gradient_slot: dict[str, int] = {}
-        """Slot in which a buffer's gradient is being summed; WHOLE where it has a place of its own."""
+        """Slot in which a buffer's gradient is being summed; WHOLE where it has memory of its own."""
         self._begun: set[str] = set()
         """Buffers of whose gradient there is a sum, in the step being emitted."""
 
@@ -63,7 +63,7 @@ class StateSchedule:
         item_bytes: int,
         step: int | None = None,
     ) -> None:
-        """Emit what brings a part of a buffer, `item_bytes` an element, from one place to another."""
+        """Emit what brings a part of a buffer, `item_bytes` an element, from one resource to another."""
         start, end = buffer.part(part)
         nbytes = (end - start) * item_bytes
         self._emit(action, buffer.name, part, reads=reads, writes=writes, nbytes=nbytes, slots=slots, step=step)
@@ -147,7 +147,7 @@ class StateSchedule:
         return r.resource(r.GPU_GRADIENT, buffer.pool, self.gradient_slot[name])
 
     def open_gradient(self, name: str) -> bool:
-        """Make sure that `name` has a place for its gradient; True when there is no sum yet and it must be zeroed."""
+        """Make sure that `name` has memory for its gradient; True when there is no sum yet and it must be zeroed."""
         new = name not in self._begun
         if name not in self.gradient_slot:
             if new:

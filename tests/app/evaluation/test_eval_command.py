@@ -172,7 +172,7 @@ def test_every_metric_is_the_harness_s(model: OpenedModel, narrow: Path, tasks: 
         patch.setattr(socket, "getaddrinfo", refuse)
         patch.setattr(socket.socket, "connect", refuse)
         index = find_tasks(names, tasks)
-        found = query_tasks(queried, index, options, tell=told.append, say=pytest.fail, on_done=done.append)
+        found = query_tasks(queried, index, options, report=told.append, say=pytest.fail, on_done=done.append)
         refuse.assert_not_called()
     theirs = HFLM(pretrained=str(narrow), dtype="float32", device="cpu", batch_size=3)
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
@@ -274,4 +274,4 @@ def test_what_is_not_done_is_refused_in_a_line(model: OpenedModel, tasks: Path, 
         (tasks / f"{name}.yaml").write_text(text)
         index = find_tasks([name], tasks)
         with pytest.raises(UserError, match=message):
-            query_tasks(queried, index, TaskOptions(), tell=pytest.fail, say=pytest.fail, on_done=lambda _: None)
+            query_tasks(queried, index, TaskOptions(), report=pytest.fail, say=pytest.fail, on_done=lambda _: None)

@@ -317,7 +317,7 @@ def test_chunk_tokens_are_those_of_the_labels_and_ids() -> None:
     assert tokens.rows.tolist() == [0, 2]
     assert tokens.labels.tolist() == [2, 9]
     assert tokens.distinct.tolist() == [2, 7, 9]
-    assert torch.equal(tokens.distinct[tokens.places], ids)
+    assert torch.equal(tokens.distinct[tokens.row_of], ids)
     assert tokens.weights.tolist() == [1.0, 1.0]
     weighted = ChunkTokens.of(ids, torch.tensor([2, 7, 9, 9, -100]), ids, torch.tensor([0.1, 0, 2, 0.5, 3]))
     assert weighted.rows.tolist() == [0, 2, 3], "a label of weight 0 is no target"

@@ -384,7 +384,7 @@ def layer_run(spec: ModelSpec, weights: dict[str, Tensor], keep: bool, **more: A
     outputs, graphs = [], []
     for i, (start, end) in enumerate(ranges):
         if keep:
-            graph, y = runner.layers.keep(1, here, x[start:end].clone(), inputs[i], SavedAttention(states[i]).forward)
+            graph, y = runner.layers.save_graph(1, here, x[start:end].clone(), inputs[i], SavedAttention(states[i]).forward)
             graphs.append(graph)
         else:
             y = runner.layers.forward(1, here, x[start:end], inputs[i], states[i])
