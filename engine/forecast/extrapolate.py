@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from penstock.engine.forecast.costs import Calibration, Costs, representatives
 from penstock.engine.forecast.simulate import Clocks, Simulation, simulate
 from penstock.engine.machine.profile import Machine
+from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.plan.plan import BufferPlan, Chunk, Filled, Plan, cut_chunks
-from penstock.engine.plan.problem import HIDDEN_SLOTS, BlockShape
+from penstock.engine.plan.problem import BlockShape
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.passes import Documents, Pass, evaluation, sampling
@@ -165,7 +166,7 @@ def _spent(
         costs = Costs(plan, machine, calibration, documents, filled)
     else:
         # Where all chunks' hidden states fit their slots, none crosses the link.
-        more_than = HIDDEN_SLOTS
+        more_than = ACTIVATIONS["x"].slots
         runs, small, joined, filled, costs = _small(plan, machine, calibration, documents, filled, more_than)
     clocks, chunks = Clocks(machine), [c for c in small.filled_chunks(filled) if c.micro_batch < small.group]
     clocks.run(ScheduleBuilder(small).ops(make(small, joined, chunks)), costs)

@@ -1,7 +1,7 @@
-"""The kinds of activations: what each is, how large it is and where it waits, a row each.
+"""The kinds of activations: what each is, how large it is, its slots on the GPU and where it waits, a row each.
 
 What is saved of a block's chunk for its backward (plan/plan.py: saved_activations) waits in memory of its own or on
-NVMe; else an activation waits in `ram` for whatever reads it next.
+NVMe; else an activation waits in `ram` for whatever reads it next. Planner, memory, schedule and copies read the table.
 """
 
 from __future__ import annotations
@@ -20,57 +20,77 @@ class ActivationKind:
     says: str
     """What it is, for people: `a layer's input`."""
     bytes_per_token: Callable[[PlanInput, BlockShape], int]
-    """Of the block that it is saved or loaded for; of a graph that is laid out in one piece see plan.leaving_bytes."""
+    """Of the block that it is saved or loaded for, or sent by; 0: nothing, or no slot of its own."""
     gpu: str
-    """Memory on the compute device, as schedule/resources.py names it."""
+    """Memory on the compute device, as schedule/resources.py names it; kinds may share one."""
+    slots: int = 0
+    """Chunks of it that are on the compute device at once; 0: in windows (plan/plan.py: window_bytes)."""
     ram: str | None
     """Memory in RAM, where it is not among what is saved."""
-    saved: bool
+    saved: bool = False
     """Whether it may be among what is saved of a chunk, in RAM or on NVMe."""
+    gradient: str | None = None
+    """Of what one block makes and another takes: the kind of the gradient that backward finds of it."""
 
 
 def _hidden(problem: PlanInput, block: BlockShape) -> int:
     return problem.hidden_size * problem.compute_bytes
 
 
+def _sent(problem: PlanInput, block: BlockShape) -> int:
+    return block.routed_bytes_per_token
+
+
+def _attended(problem: PlanInput, block: BlockShape) -> int:
+    return 0 if problem.continues_only else block.saved_bytes_per_token
+
+
 _ROWS = (
+    # Slots: x, dy and dx or y of the running op, x and dy of the next, one on its way out.
     ActivationKind(
         name="x",
         says="a layer's input",
         bytes_per_token=_hidden,
         gpu="gpu.hidden",
+        slots=6,
         ram="ram.boundary",
         saved=True,
+        gradient="dy",
     ),
     ActivationKind(
         name="dy",
         says="the gradient of a layer's output",
         bytes_per_token=_hidden,
         gpu="gpu.hidden",
+        slots=6,
         ram="ram.boundary",
-        saved=False,
     ),
+    # Slots: the running op's and its gradient, the next one's, one on its way out.
     ActivationKind(
         name="routed",
         says="what a router sends to which experts",
-        bytes_per_token=lambda problem, block: block.routed_bytes_per_token,
+        bytes_per_token=_sent,
         gpu="gpu.routed",
+        slots=4,
         ram="ram.routed",
         saved=True,
+        gradient="drouted",
     ),
     ActivationKind(
         name="drouted",
         says="the gradient of what a router sends",
-        bytes_per_token=lambda problem, block: block.routed_bytes_per_token,
+        bytes_per_token=_sent,
         gpu="gpu.routed",
+        slots=4,
         ram="ram.routed",
-        saved=False,
     ),
+    # Slots: the running op's, the next one's, one on its way out.
     ActivationKind(
         name="saved",
         says="attention's output",
-        bytes_per_token=lambda problem, block: block.saved_bytes_per_token,
+        bytes_per_token=_attended,
         gpu="gpu.saved",
+        slots=3,
         ram="ram.window_saved",
         saved=True,
     ),
@@ -88,17 +108,25 @@ _ROWS = (
         bytes_per_token=lambda problem, block: block.kv_numel_per_token * FP32,
         gpu="gpu.dkv",
         ram="ram.window_dkv",
-        saved=False,
     ),
+    # In one piece, of a size of its own: plan.offloaded_graph_bytes.
     ActivationKind(
         name="graph",
         says="a layer's saved graph",
         bytes_per_token=lambda problem, block: 0,
         gpu="gpu.graph_slot",
+        slots=3,
         ram=None,
         saved=True,
     ),
 )
 ACTIVATIONS = {row.name: row for row in _ROWS}
-GRADIENT_OF = {"x": "dy", "routed": "drouted"}
-"""Input of a block -> the gradient that backward finds of it."""
+GRADIENT_OF = {row.name: row.gradient for row in _ROWS if row.gradient is not None}
+"""Kind of an input of a block -> the gradient that backward finds of it."""
+BETWEEN = (*GRADIENT_OF, *GRADIENT_OF.values())
+"""Kinds that go from block to block."""
+
+
+def widest(problem: PlanInput, kind: str) -> int:
+    """The most bytes that a token of that kind takes in any block."""
+    return max(ACTIVATIONS[kind].bytes_per_token(problem, block) for block in problem.blocks)

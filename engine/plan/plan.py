@@ -14,13 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
 
-from penstock.engine.plan.activations import ACTIVATIONS
+from penstock.engine.plan.activations import ACTIVATIONS, BETWEEN, widest
 from penstock.engine.plan.problem import (
     ALIGNMENT,
     DKV_SLOTS,
     FP32,
     GRAPH_SLACK_BYTES,
-    HIDDEN_SLOTS,
     KV_SLOTS,
     SAMPLE_STAGES,
     UPDATE_PARTS,
@@ -394,9 +393,17 @@ def graph_slot_bytes(problem: PlanInput, max_chunk: int) -> int:
     return aligned(max(offloaded_graph_bytes(block, max_chunk) for block in shapes))
 
 
-def routed_bytes(problem: PlanInput, tokens: int) -> int:
-    """Bytes, in whole pages, of what any router of the model sends of `tokens` tokens; 0 without blocks of experts."""
-    return aligned(tokens * _widest(problem.blocks, "routed_bytes_per_token"))
+def activation_slots(problem: PlanInput, tokens: int) -> dict[str, list[int]]:
+    """Slots on the compute device for chunks of `tokens` tokens: space -> bytes of each, in whole pages; none of a kind
+    of activations that the model does not make."""
+    sizes = {row.gpu: [aligned(tokens * widest(problem, row.name))] * row.slots for row in ACTIVATIONS.values()}
+    return {space: each for space, each in sizes.items() if any(each)}
+
+
+def between_bytes(problem: PlanInput, tokens: int) -> dict[str, int]:
+    """Memory in RAM for what waits of a chunk between two blocks: space -> bytes, in whole pages."""
+    sizes = {str(ACTIVATIONS[kind].ram): aligned(tokens * widest(problem, kind)) for kind in BETWEEN}
+    return {space: size for space, size in sizes.items() if size}
 
 
 def gib(nbytes: int) -> str:
@@ -495,7 +502,7 @@ def boundary_chunks(problem: PlanInput, group_chunks: tuple[Chunk, ...]) -> tupl
 def stay_in_slots(problem: PlanInput, chunks: int) -> bool:
     """Whether the activations of so many chunks stay on the compute device between two blocks of a forward that no
     backward follows: the input and output of the running op take one slot more than there are chunks."""
-    return chunks < HIDDEN_SLOTS and not routed_bytes(problem, 1)
+    return chunks < ACTIVATIONS["x"].slots and list(between_bytes(problem, 1)) == [ACTIVATIONS["x"].ram]
 
 
 def attention_regions(

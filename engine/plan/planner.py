@@ -9,17 +9,19 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.plan.plan import (
     BufferPlan,
     Plan,
     TierPlan,
+    activation_slots,
     aligned,
     attention_regions,
+    between_bytes,
     boundary_chunks,
     gib,
     graph_slot_bytes,
     part_stage_bytes,
-    routed_bytes,
     sample_regions,
     sample_tiers,
     state_part_numel,
@@ -27,13 +29,9 @@ from penstock.engine.plan.plan import (
 )
 from penstock.engine.plan.problem import (
     FP32,
-    GRAPH_SLOTS,
-    HIDDEN_SLOTS,
     LAST_GOOD,
     LAYER_POOLS,
     POOLS,
-    ROUTED_SLOTS,
-    SAVED_SLOTS,
     BufferShape,
     PlanInput,
     PlanOptions,
@@ -93,7 +91,8 @@ class _Planner(Saving):
             pool: any(self.pool[name] == pool for name, count in users.items() if count > 1) for pool in POOLS
         }
         """Whether two blocks compute with the same buffer of a pool."""
-        self.graph_slots_bytes = GRAPH_SLOTS * graph_slot_bytes(p, self.max_chunk) if self.offloads else 0
+        slots = ACTIVATIONS["graph"].slots
+        self.graph_slots_bytes = slots * graph_slot_bytes(p, self.max_chunk) if self.offloads else 0
         self.windows = self.num_windows()
         self.resident: set[str] = set()
         self.weights: set[str] = set()
@@ -139,7 +138,6 @@ class _Planner(Saving):
         """Bytes of everything on the GPU when `resident` buffers live there whole."""
         p = self.problem
         weights, gradients, numel = self.slots(resident)
-        saved = max(b.saved_bytes_per_token for b in p.blocks)
         trained = sum(b.numel for b in p.buffers if b.name in resident and not b.frozen)
         held = sum(b.numel for b in p.buffers if b.name in resident or b.name in self.weights)
         pools = POOLS
@@ -148,9 +146,7 @@ class _Planner(Saving):
             "weight slots": sum(weights[k] * aligned(numel[k] * p.compute_bytes) for k in pools),
             "gradient slots": sum(gradients[k] * aligned(numel[k] * FP32) for k in pools),
             "K/V window": sum(map(sum, window_bytes(p, self.max_chunk, self.streamed, self.windows).values())),
-            "activation slots": HIDDEN_SLOTS * aligned(self.max_chunk * p.hidden_size * p.compute_bytes)
-            + (0 if p.continues_only else SAVED_SLOTS * aligned(self.max_chunk * saved))
-            + ROUTED_SLOTS * routed_bytes(p, self.max_chunk),
+            "activation slots": sum(map(sum, activation_slots(p, self.max_chunk).values())),
             "saved activations": self.on_gpu_bytes,
             "saved graphs": self.graphs_bytes,
             "workspace": p.workspace_bytes + allocator_bytes(p),
@@ -253,9 +249,8 @@ class _Planner(Saving):
 
     def stream_bytes(self) -> int:
         """The chunks of one block boundary: activations going up, their gradients coming down."""
-        p, hidden = self.problem, self.problem.hidden_size * self.problem.compute_bytes
-        tokens = [chunk.end - chunk.start for chunk in boundary_chunks(p, self.group_chunks)]
-        return sum(aligned(n * hidden) + routed_bytes(p, n) for n in tokens)
+        chunks = boundary_chunks(self.problem, self.group_chunks)
+        return sum(sum(between_bytes(self.problem, c.end - c.start).values()) for c in chunks)
 
     def stage_bytes(self, grad_on_nvme: bool) -> tuple[int, int]:
         """Bytes of one state stage and of one part stage."""

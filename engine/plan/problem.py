@@ -50,14 +50,6 @@ POOLS: tuple[Pool, ...] = ("layer", "frozen layer", "embedding and head", "froze
 """Slots on the GPU by what they are for. Frozen buffers, of which there may be gigabytes beside the few megabytes of
 what is trained, have slots of their own."""
 LAYER_POOLS: tuple[Pool, ...] = ("layer", "frozen layer")
-HIDDEN_SLOTS = 6
-"""Activations of one chunk on the GPU: x, dy and dx or y of the running op, x and dy of the next, one leaving."""
-ROUTED_SLOTS = 4
-"""What routers send of one chunk on the GPU: the running op's and its gradient, the next one's, one leaving."""
-SAVED_SLOTS = 3
-"""Attention outputs of one chunk on the GPU: the running op's, the next one's, one leaving."""
-GRAPH_SLOTS = 3
-"""Graphs of one chunk on the GPU that are on their way: the running op's, the next one's, one leaving."""
 GRAPH_SLACK_BYTES = 4 * ALIGNMENT
 """Of a graph that is laid out in one piece: what does not grow with its tokens, and gaps between its tensors."""
 SAMPLE_STAGES = 2

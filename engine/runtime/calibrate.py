@@ -8,6 +8,7 @@ more, and what had to be compiled for it is compiled.
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from penstock.engine.runtime.executor import Executor
 from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu
 from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.schedule import actions as a
+from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import WHOLE, Op
 from penstock.engine.schedule.passes import training
@@ -158,15 +160,15 @@ def _compute_ops(
 def _fill(gpu: GpuMemory, dtype: torch.dtype) -> None:
     """Ordinary numbers everywhere: what memory happens to hold could be slow to compute with."""
     tile = (torch.randn(_TILE, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
-    flats = [slot for pool in POOLS for slot in gpu.weights[pool]] + [slot.view(-1) for slot in gpu.hidden]
+    flats = [slot for pool in POOLS for slot in gpu.weights[pool]]
+    flats += [raw.view(dtype) for raw in gpu.slots[r.GPU_HIDDEN]]
     flats += [b["weights"] for b in gpu.buffers.values() if "weights" in b]
     for flat in flats:
         source = tile.to(flat.device)
         for piece in flat.split(_TILE):
             piece.copy_(source[: piece.numel()])
-    for raw in (*(slot for each in gpu.window.values() for slot in each), *gpu.saved):
-        raw.zero_()
-    for raw in gpu.routed:  # all tokens to the first experts, with no share
+    others = [each for space, each in gpu.slots.items() if space not in (r.GPU_HIDDEN, r.GPU_GRAPH_SLOT)]
+    for raw in itertools.chain(*gpu.window.values(), *others):  # a router's: all tokens to the first experts, no share
         raw.zero_()
 
 

@@ -13,10 +13,12 @@ from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, AttentionState, Gradients, Operands, SavedAttention
 from penstock.engine.model.layer_graph import SLOT_ALIGNMENT, LayerGraph, Projection
 from penstock.engine.model.spec import AttentionShape
+from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.plan.plan import Chunk, offloaded_graph_bytes
 from penstock.engine.runtime.handlers import handles
 from penstock.engine.runtime.views import Views, keys_and_values
 from penstock.engine.schedule import actions as a
+from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.ops import Op
 
 
@@ -87,7 +89,7 @@ class LayerOps:
 
     def _saved(self, op: Op, shape: AttentionShape, slot: int | None = None) -> tuple[Tensor, Tensor]:
         """Attention output [tokens, heads, v_dim] and log-sum-exp [heads, tokens] of the op's chunk, in its slot."""
-        raw = self._gpu.saved[op.slots[a.SAVED] if slot is None else slot]
+        raw = self._gpu.slots[r.GPU_SAVED][op.slots[a.SAVED] if slot is None else slot]
         tokens = _tokens(self._views.chunk(op))
         lse_bytes = 4 * shape.heads * tokens
         out_bytes = tokens * shape.heads * shape.v_dim * self._dtype.itemsize
@@ -180,7 +182,8 @@ class LayerOps:
     def _graph_slot(self, op: Op) -> Tensor:
         """The bytes of the op's slot for a graph that are stored and loaded."""
         block = self._plan.blocks[self._views.block_index(op.block)]
-        return self._gpu.graphs[op.slots[a.GRAPH]][: offloaded_graph_bytes(block, _tokens(self._views.chunk(op)))]
+        nbytes = offloaded_graph_bytes(block, _tokens(self._views.chunk(op)))
+        return self._gpu.slots[r.GPU_GRAPH_SLOT][op.slots[a.GRAPH]][:nbytes]
 
     def _save_recompute_inputs(self, op: Op, x: Tensor) -> None:
         """Of a graph larger than its slot what backward recomputes it from: the input, attention's output and
@@ -380,24 +383,19 @@ class LayerOps:
         How many tokens, the op's bytes say: a copy that nobody waits for may outlive what is known of its batch.
         """
         kind, offloaded = op.action.kind, self._views.offloaded(op)
-        if kind in ("x", "dy"):
-            rows = offloaded.view(self._dtype).view(-1, self._views.runner.spec.hidden_size)
-            yield self._gpu.hidden[op.slots[a.SLOT]][: rows.shape[0]], rows
-        elif kind == "kv":
+        if kind == "kv":
             shape = self._shape(self._views.layer(op))
             per_token = shape.kv_heads * (shape.qk_dim + shape.v_dim) * self._dtype.itemsize
             tokens, chunk = op.nbytes // per_token, self._plan.chunks[op.index]
             start = chunk.start
             if self._plan.streamed:
-                here = keys_and_values(self._gpu.window["kv"][op.slots["kv"]], tokens, shape, self._dtype)
+                here = keys_and_values(self._gpu.window["kv"][op.slots[a.SLOT]], tokens, shape, self._dtype)
             else:
                 here = [window[start : start + tokens] for window in self._window("kv", shape, chunk.micro_batch)]
             yield from zip(here, keys_and_values(offloaded, tokens, shape, self._dtype), strict=True)
         else:
-            gpu = self._gpu
-            slots = {a.SAVED: gpu.saved, a.GRAPH: gpu.graphs, a.ROUTED: gpu.routed, a.DROUTED: gpu.routed}
-            result = slots.get(kind) or gpu.window[kind]
-            yield result[op.slots[a.SLOT if kind in (a.ROUTED, a.DROUTED) else kind]][: op.nbytes], offloaded
+            slots = self._gpu.slots.get(ACTIVATIONS[kind].gpu) or self._gpu.window[kind]
+            yield slots[op.slots[a.SLOT]][: op.nbytes], offloaded
 
     @handles(*a.LOAD.values(), *a.STORE.values())
     def _copy(self, op: Op) -> None:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.plan.plan import (
     BufferPlan,
     Plan,
+    activation_slots,
     attention_regions,
+    between_bytes,
     boundary_chunks,
     graph_slot_bytes,
-    routed_bytes,
     sample_regions,
     window_bytes,
 )
 from penstock.engine.plan.problem import (
     ALIGNMENT,
-    GRAPH_SLOTS,
-    HIDDEN_SLOTS,
     POOLS,
-    ROUTED_SLOTS,
-    SAVED_SLOTS,
     Pool,
     Tier,
 )
@@ -40,21 +37,21 @@ class DeviceArena:
 
     def __init__(self, capacity_bytes: int, device: torch.device) -> None:
         self._capacity_bytes = capacity_bytes
-        self._device = device
+        self.device = device
         self.used_bytes = 0
 
     def slot(self, nbytes: int) -> Tensor:
         """uint8 [nbytes], its address a multiple of 4 KiB; counts as whole pages."""
         self.used_bytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
         assert self.used_bytes <= self._capacity_bytes, f"device arena: {nbytes} bytes exceed the plan"
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return empty_aligned(nbytes, torch.uint8)  # direct reads end here
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        whole = torch.empty(size, dtype=torch.uint8, device=self._device)
+        whole = torch.empty(size, dtype=torch.uint8, device=self.device)
         if whole.data_ptr() % ALIGNMENT:
             # The allocator aligns to 512 bytes; GPUDirect bounces what does not start at a page.
             del whole
-            whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=self._device)
+            whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=self.device)
         skipped = -whole.data_ptr() % ALIGNMENT
         return whole[skipped : skipped + nbytes]
 
@@ -73,14 +70,8 @@ class GpuMemory:
     """Weight slots, compute dtype [numel of the pool's largest buffer]."""
     gradients: dict[Pool, list[Tensor]] = field(default_factory=dict)
     """Gradient slots, float32."""
-    hidden: list[Tensor] = field(default_factory=list)
-    """Activation slots, compute dtype [max chunk tokens, hidden]."""
-    routed: list[Tensor] = field(default_factory=list)
-    """What a router sends of one chunk to experts, or its gradient, uint8."""
-    saved: list[Tensor] = field(default_factory=list)
-    """Log-sum-exp and attention output of one chunk, uint8."""
-    graphs: list[Tensor] = field(default_factory=list)
-    """What a layer's saved graph of one chunk holds, on its way, uint8."""
+    slots: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Space of a kind of activations -> its slots, each for one chunk, uint8: see engine.plan.plan.activation_slots."""
     window: dict[str, list[Tensor]] = field(default_factory=dict)
     """What attention reads and sums, uint8: see engine.plan.plan.window_bytes."""
     saved_activations: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
@@ -101,10 +92,8 @@ class RamMemory:
     """(block, chunk) -> kind -> what is saved for its backward, uint8: see Plan.saved_activations."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Buffer -> its gradient as it waits between groups, float32."""
-    boundary: dict[int, Tensor] = field(default_factory=dict)
-    """Chunk -> hidden state between two blocks, or its gradient [tokens, hidden]."""
-    routed: dict[int, Tensor] = field(default_factory=dict)
-    """Chunk -> what a router sends of it to experts, or its gradient, uint8."""
+    between: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    """(space, chunk) -> what waits of it between two blocks, uint8: see engine.plan.plan.between_bytes."""
     window: dict[str, list[Tensor]] = field(default_factory=dict)
     """For each chunk of a micro-batch what one block's pass needs beside what is saved, uint8: see
     engine.plan.plan.attention_regions."""
@@ -160,15 +149,11 @@ def allocate_gpu(
             kind: gpu.arena.slot(nbytes) for kind, nbytes in plan.saved_activations(*key).items()
         }
     tokens = plan.max_chunk_tokens
-    shape = (tokens, problem.hidden_size)
-    gpu.hidden = [typed(tokens * problem.hidden_size, compute_dtype).view(shape) for _ in range(HIDDEN_SLOTS)]
-    if routed := routed_bytes(problem, tokens):
-        gpu.routed = [gpu.arena.slot(routed) for _ in range(ROUTED_SLOTS)]
-    saved = max(b.saved_bytes_per_token for b in plan.blocks)
-    if not problem.continues_only:
-        gpu.saved = [gpu.arena.slot(tokens * saved) for _ in range(SAVED_SLOTS)]
+    slots = activation_slots(problem, tokens)
     if "graph slots" in parts:
-        gpu.graphs = [gpu.arena.slot(graph_slot_bytes(problem, tokens)) for _ in range(GRAPH_SLOTS)]
+        graph = ACTIVATIONS["graph"]
+        slots[graph.gpu] = [graph_slot_bytes(problem, tokens)] * graph.slots
+    gpu.slots = {space: [gpu.arena.slot(nbytes) for nbytes in each] for space, each in slots.items()}
     if problem.samples is not None:
         regions, of_logits = sample_regions(problem), (len(problem.samples.lengths), problem.samples.vocabulary)
         gpu.sample_stages = [gpu.arena.slot(nbytes) for nbytes in regions.stages]
@@ -195,10 +180,8 @@ def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torc
             ram.sums[name] = ram.buffers[name]["gradient"]
             ram.buffers[name]["gradient"] = ram.sums[name].view(gradient_dtype)[: buffer.numel]
     for chunk in boundary_chunks(problem, plan.group_chunks):
-        shape = (chunk.end - chunk.start, problem.hidden_size)
-        ram.boundary[chunk.index] = typed(f"boundary.{chunk.index}", math.prod(shape), compute_dtype).view(shape)
-        if routed := routed_bytes(problem, shape[0]):
-            ram.routed[chunk.index] = ram.arena.slot(f"routed.{chunk.index}", routed)
+        for space, nbytes in between_bytes(problem, chunk.end - chunk.start).items():
+            ram.between[space, chunk.index] = ram.arena.slot(f"{space}.{chunk.index}", nbytes)
     for chunk in plan.group_chunks:
         for i, block in enumerate(plan.blocks):
             key = (i, chunk.index)

@@ -131,7 +131,7 @@ class _Loading:
         self, store: NvmeStore, plan: Plan, gpu: GpuMemory, ram: RamMemory, compute_dtype: torch.dtype
     ) -> None:
         self._store, self._gpu, self._ram = store, gpu, ram
-        self._device, self._kinds = gpu.hidden[0].device, plan.problem.state_kinds
+        self._device, self._kinds = gpu.arena.device, plan.problem.state_kinds
         self._dtype, self._stages = compute_dtype, ram.part_stages
         self._turn = itertools.cycle(self._stages)
         self._rounded = empty_aligned(plan.state_part_numel, compute_dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 import torch
@@ -13,11 +14,13 @@ from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import AttentionShape
 from penstock.engine.model.sums import GradientSums
 from penstock.engine.model.tokens import ChunkTokens, last_positions
+from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.plan.plan import Chunk, Plan
 from penstock.engine.plan.problem import INPUTS_CACHE_BYTES
 from penstock.engine.runtime.batch import Batch, EvaluationData, SampleData, StepData
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
 from penstock.engine.schedule import actions as a
+from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.ops import Op
 from penstock.storage.tier.layout import FlatLayout
 
@@ -30,6 +33,12 @@ def keys_and_values(raw: Tensor, tokens: int, shape: AttentionShape, dtype: torc
         result.append(raw[start:end].view(dtype).view(tokens, shape.kv_heads, width))
         start = end
     return result
+
+
+def hidden_slots(plan: Plan, gpu: GpuMemory, dtype: torch.dtype) -> list[Tensor]:
+    """The slots of hidden states as [max chunk tokens, hidden]."""
+    shape = (plan.max_chunk_tokens, plan.problem.hidden_size)
+    return [raw.view(dtype)[: math.prod(shape)].view(shape) for raw in gpu.slots[r.GPU_HIDDEN]]
 
 
 class Views:
@@ -47,6 +56,7 @@ class Views:
         """Op.batch -> its tokens, of the validation's passes under way."""
         self.samples: dict[int, SampleData] = {}
         """Op.batch -> the tokens of the samples' pass under way."""
+        self._hidden = hidden_slots(plan, gpu, self.dtype)
         self._inputs: OrderedDict[tuple[int, int, int], LayerInputs] = OrderedDict()
         self._views: dict[tuple[str, str, int], dict[str, Tensor]] = {}
 
@@ -152,12 +162,12 @@ class Views:
 
     def hidden(self, slot: int, chunk: Chunk) -> Tensor:
         """Activation [tokens, hidden] in a slot on the compute device."""
-        return self.gpu.hidden[slot][: chunk.end - chunk.start]
+        return self._hidden[slot][: chunk.end - chunk.start]
 
     def routed(self, slot: int, chunk: Chunk) -> Routed:
         """What a router sends of a chunk, or its gradient, in a slot on the compute device; experts as int32."""
         tokens, per_token = chunk.end - chunk.start, self.runner.spec.experts_per_token
-        raw, result = self.gpu.routed[slot], []
+        raw, result = self.gpu.slots[r.GPU_ROUTED][slot], []
         start = 0
         sizes = (self.plan.problem.hidden_size, per_token, per_token)
         for width, dtype in zip(sizes, (self.dtype, torch.int32, torch.float32), strict=True):
@@ -185,5 +195,5 @@ class Views:
         elif kind in self.ram.window:
             region = self.ram.window[kind][self.plan.chunks[op.index].local]
         else:
-            region = (self.ram.routed if kind in (a.ROUTED, a.DROUTED) else self.ram.boundary)[chunk]
-        return region.view(torch.uint8).view(-1)[: op.nbytes]
+            region = self.ram.between[str(ACTIVATIONS[kind].ram), chunk]
+        return region[: op.nbytes]

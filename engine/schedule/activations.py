@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.plan.plan import Chunk, Plan, offloaded_graph_bytes, stay_in_slots
-from penstock.engine.plan.problem import DKV_SLOTS, GRAPH_SLOTS, HIDDEN_SLOTS, KV_SLOTS, ROUTED_SLOTS, SAVED_SLOTS
+from penstock.engine.plan.problem import DKV_SLOTS, KV_SLOTS
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.kinds import Mode
@@ -28,10 +28,7 @@ class ActivationSchedule:
         self._plan = plan
         self._emitter = emitter
         self._emit = emitter.emit
-        self.hidden = Slots("gpu.hidden", HIDDEN_SLOTS)
-        self.routed = Slots("gpu.routed", ROUTED_SLOTS)
-        self.saved = Slots("gpu.saved", SAVED_SLOTS)
-        self.graphs = Slots("gpu.graph_slot", GRAPH_SLOTS)
+        self._pools = {row.gpu: Slots(row.gpu, row.slots) for row in ACTIVATIONS.values() if row.slots}
         self._num_group_chunks = plan.num_group_chunks
         self._stages = Slots("ram.activation_stage", plan.activation_stages)
         without = {i for i, block in enumerate(plan.blocks) if not (block.backward and block.attends)}
@@ -93,8 +90,8 @@ class ActivationSchedule:
     # ------------------------------------------------------------------ between two blocks
 
     def pool(self, kind: str) -> Slots:
-        """The slots of an activation that goes from block to block."""
-        return self.hidden if ACTIVATIONS[kind].gpu == r.GPU_HIDDEN else self.routed
+        """The slots on the compute device of activations of that kind."""
+        return self._pools[ACTIVATIONS[kind].gpu]
 
     def load(self, kind: str, mode: Mode, layer: int, chunk: Chunk) -> int:
         """Slot with input `kind` of a block's chunk, or the gradient of its output, loaded unless it is still there."""
@@ -180,15 +177,15 @@ class ActivationSchedule:
     def load_saved(self, layer: int, chunk: Chunk) -> int:
         """Slot with attention's output and log-sum-exp, loaded unless it is still there."""
         content = self.content(layer, chunk)
-        slot = self.saved.find(content)
+        slot = self.pool("saved").find(content)
         if slot is not None:
             self._discard("saved", layer, chunk)
             return slot
-        slot = self.saved.take(content)
+        slot = self.pool("saved").take(content)
         region = r.saved_activation("saved", *self.key(layer, chunk))
         if layer in self._plan.recomputed:
             region = r.resource(r.RAM_WINDOW_SAVED, chunk.local)
-        self._load_part("saved", layer, chunk, region, r.saved(slot), {a.SAVED: slot})
+        self._load_part("saved", layer, chunk, region, r.saved(slot), {a.SLOT: slot})
         return slot
 
     def store_saved(self, layer: int, chunk: Chunk, slot: int, mode: Mode) -> None:
@@ -198,26 +195,26 @@ class ActivationSchedule:
         if mode == "evaluate" or key in self._plan.saved_graphs or (recomputed and mode == "forward"):
             return
         region = r.resource(r.RAM_WINDOW_SAVED, chunk.local) if recomputed else r.saved_activation("saved", *key)
-        self._store_part("saved", mode, layer, chunk, ("gpu.saved", slot), region, {"saved": slot})
+        self._store_part("saved", mode, layer, chunk, r.saved(slot), region, {a.SLOT: slot})
 
     # ------------------------------------------------------------------ offloaded graphs
 
     def load_graph(self, layer: int, chunk: Chunk) -> int:
         """Slot with what a chunk's graph holds, loaded unless it is still there."""
         content = self.content(layer, chunk)
-        slot = self.graphs.find(content)
+        slot = self.pool("graph").find(content)
         if slot is not None:
             self._discard("graph", layer, chunk)
             return slot
-        slot = self.graphs.take(content)
+        slot = self.pool("graph").take(content)
         region = r.saved_activation("graph", *self.key(layer, chunk))
-        self._load_part("graph", layer, chunk, region, r.graph_slot(slot), {a.GRAPH: slot})
+        self._load_part("graph", layer, chunk, region, r.graph_slot(slot), {a.SLOT: slot})
         return slot
 
     def store_graph(self, layer: int, chunk: Chunk, slot: int) -> None:
         """What a chunk's graph holds leaves its slot."""
         region = r.saved_activation("graph", *self.key(layer, chunk))
-        self._store_part("graph", "forward", layer, chunk, r.graph_slot(slot), region, {a.GRAPH: slot})
+        self._store_part("graph", "forward", layer, chunk, r.graph_slot(slot), region, {a.SLOT: slot})
 
     # ------------------------------------------------------------------ offload and restore
 
@@ -242,7 +239,7 @@ class ActivationSchedule:
             region = r.resource(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
         self._move(a.STORE[kind], layer, chunk, [source], [region], slots)
         if spilled:
-            self._spill(kind, layer, chunk, region, {k: v for k, v in slots.items() if k != a.KV})
+            self._spill(kind, layer, chunk, region, {k: v for k, v in slots.items() if k != a.SLOT})
         if staged:
             self._stages.release(slots[a.STAGE])
 
@@ -337,7 +334,7 @@ class ActivationSchedule:
             return  # nobody reads them, or backward makes them again before
         if region[0] == r.RAM_WINDOW_KV:
             self._window[chunk.local] = self.content(layer, chunk)
-        self._store_part("kv", mode, layer, chunk, r.kv(slot), region, {a.KV: slot})
+        self._store_part("kv", mode, layer, chunk, r.kv(slot), region, {a.SLOT: slot})
 
     def load_kv(self, layer: int, chunk: Chunk) -> int:
         """Slot with a chunk's keys and values, loaded unless they are there; pinned."""
@@ -345,7 +342,7 @@ class ActivationSchedule:
         slot = self.kv.find(content)
         if slot is None:
             slot = self.kv.take(content)
-            self._move(a.LOAD["kv"], layer, chunk, [self._kv_region(layer, chunk)], [r.kv(slot)], {a.KV: slot})
+            self._move(a.LOAD["kv"], layer, chunk, [self._kv_region(layer, chunk)], [r.kv(slot)], {a.SLOT: slot})
         return slot
 
     def restore_window(self, layer: int, chunk: Chunk) -> None:
@@ -368,11 +365,11 @@ class ActivationSchedule:
             slot = self.dkv.take(content)
             if not new:
                 there = r.resource(r.RAM_WINDOW_DKV, chunk.local)
-                self._move(a.LOAD["dkv"], layer, chunk, [there], [r.dkv(slot)], {a.DKV: slot})
+                self._move(a.LOAD["dkv"], layer, chunk, [there], [r.dkv(slot)], {a.SLOT: slot})
         return slot, new
 
     def store_dkv(self, layer: int, chunk: Chunk, slot: int) -> None:
         """The sum so far leaves for RAM; it stays in its slot until that is wanted."""
         there = r.resource(r.RAM_WINDOW_DKV, chunk.local)
-        self._move(a.STORE["dkv"], layer, chunk, [r.dkv(slot)], [there], {a.DKV: slot})
+        self._move(a.STORE["dkv"], layer, chunk, [r.dkv(slot)], [there], {a.SLOT: slot})
         self.dkv.release(slot, keep=True)

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.engine.plan.activations import GRADIENT_OF
+from penstock.engine.plan.activations import BETWEEN, GRADIENT_OF
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import LAYER_POOLS
 from penstock.engine.schedule import actions as a
@@ -28,9 +28,6 @@ from penstock.engine.schedule.resources import Resource
 from penstock.engine.schedule.samples import SampleSchedule
 from penstock.engine.schedule.state import Load, StateSchedule
 
-_BETWEEN = (*GRADIENT_OF, *GRADIENT_OF.values())
-"""Kinds of activations that go from block to block."""
-
 
 def _role(kind: str) -> str:
     """Role of the slot for what an op makes: of hidden states it has inputs of the same kinds."""
@@ -39,7 +36,7 @@ def _role(kind: str) -> str:
 
 def _read(slots: Mapping[str, int], made: Container[str]) -> list[Resource]:
     """What an op with these slots reads of activations between blocks, but for what it makes."""
-    return [r.activation(kind, slots[kind]) for kind in _BETWEEN if kind in slots and kind not in made]
+    return [r.activation(kind, slots[kind]) for kind in BETWEEN if kind in slots and kind not in made]
 
 
 @dataclass(slots=True)
@@ -262,7 +259,7 @@ class ScheduleBuilder:
             slots[_role(kind)] = pool.take((kind, *activations.content(other, chunk)))
         offloads = task.mode == "forward" and activations.key(task.layer, chunk) in self._plan.offloaded_graphs
         if offloads:
-            slots[a.GRAPH] = activations.graphs.take(activations.content(task.layer, chunk))
+            slots[a.GRAPH] = activations.pool(a.GRAPH).take(activations.content(task.layer, chunk))
         if task.mode == "generate":
             self._compute_generated(task, operands, slots)
         elif not block.attends:
@@ -275,13 +272,13 @@ class ScheduleBuilder:
             activations.store_graph(task.layer, chunk, slots[a.GRAPH])
         for kind in outputs:
             activations.store(kind, task.mode, other, chunk, slots[_role(kind)])
-        for kind in loaded.keys() & _BETWEEN:
+        for kind in loaded.keys() & BETWEEN:
             # What is saved of a block's inputs is read again in backward.
             activations.pool(kind).release(loaded[kind], keep=kind in block.saved_inputs and reread)
         if a.SAVED in slots:
-            activations.saved.release(slots[a.SAVED], keep=reread)
+            activations.pool(a.SAVED).release(slots[a.SAVED], keep=reread)
         if a.GRAPH in slots:
-            activations.graphs.release(slots[a.GRAPH], keep=reread)
+            activations.pool(a.GRAPH).release(slots[a.GRAPH], keep=reread)
 
     def _outputs(self, task: Task) -> tuple[Sequence[str], int]:
         """Which activations a task makes, and of which block: the next one's inputs, or the gradients of an input's
@@ -361,7 +358,7 @@ class ScheduleBuilder:
         layer, chunk, activations = task.layer, task.chunk, self._activations
         window, last = activations.window(chunk), activations.ends_stream(chunk)
         if task.mode != "backward":
-            slots[a.SAVED] = activations.saved.take(activations.content(layer, chunk))
+            slots[a.SAVED] = activations.pool(a.SAVED).take(activations.content(layer, chunk))
             activations.write_window(layer, chunk)
             written = [window[-1], r.saved(slots[a.SAVED])]
             self._emit_block(task, operands, slots, reads=window[:-1], writes=written)
@@ -389,7 +386,7 @@ class ScheduleBuilder:
             return
         layer, chunk, activations = task.layer, task.chunk, self._activations
         own = activations.kv.take(activations.content(layer, chunk))
-        slots[a.SAVED] = activations.saved.take(activations.content(layer, chunk))
+        slots[a.SAVED] = activations.pool(a.SAVED).take(activations.content(layer, chunk))
         self._emit(
             a.LAYER_PROJECT,
             self._plan.blocks[layer].name,

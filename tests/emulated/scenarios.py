@@ -175,7 +175,7 @@ def close(folder: Path, seed: int) -> str:
         with tiny.session(folder / str(seed), gpu=tiny.FLOOR, t=_settings(), device=CUDA) as session:
             train_step(session)
             session.executor.drain()
-            slots = [session.gpu.hidden[0]]
+            slots = session.gpu.slots["gpu.hidden"][:1]
             size = slots[0].nbytes
 
             def write() -> None:

@@ -1,5 +1,5 @@
 """What a run says of attention kernels: which are there, and what a missing one would bring; how they are timed. What
-CUDA's refuse, and why, asked without a GPU: its capability and the packages are given."""
+CUDA's refuse, and why, kernel_query without a GPU: its capability and the packages are given."""
 
 import json
 import time
@@ -23,7 +23,7 @@ from penstock.engine.attention.flash_attn import NOT_INSTALLED, FlashAttention2,
 from penstock.engine.attention.select import Attends, installed
 from penstock.engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn
 from penstock.engine.hf.config import model_config
-from penstock.engine.kernels import Faster, asked, describe, expected_gain, faster_kernel, report_kernels
+from penstock.engine.kernels import Faster, describe, expected_gain, faster_kernel, kernel_query, report_kernels
 from penstock.engine.machine.architectures import architecture
 from penstock.engine.machine.presets import PRESETS
 from penstock.engine.model import sums as model_sums
@@ -202,14 +202,16 @@ def test_kernels_are_chosen_for_what_the_layers_and_the_plan_ask() -> None:
     spec = tiny.spec_of(model_config(run, None))
     shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "qk_dim": 8, "v_dim": 8, "chunk": 16, "softcap": 30.0}
     plan = tiny.plan_of(spec, run, "1GiB", "1GiB", streamed=False)
-    assert asked(spec, plan).attention == [Attends(**shape, total=48, window=window) for window in (20, None)]
-    assert asked(spec, plan).products == [(32, 32), (16, 32), (48, 32), (32, 48)]
+    assert kernel_query(spec, plan).attention == [Attends(**shape, total=48, window=window) for window in (20, None)]
+    assert kernel_query(spec, plan).products == [(32, 32), (16, 32), (48, 32), (32, 48)]
     joined = replace(spec, joined=((("mlp.gate_proj", "mlp.up_proj"),),) * 3)
-    assert asked(joined, plan).products[-1] == (96, 32)
+    assert kernel_query(joined, plan).products[-1] == (96, 32)
     pieces = replace(plan, streamed=True)
-    assert asked(spec, pieces).attention == [Attends(**shape, total=16, window=w, pieces=True) for w in (20, None)]
+    assert kernel_query(spec, pieces).attention == [
+        Attends(**shape, total=16, window=w, pieces=True) for w in (20, None)
+    ]
     samples = replace(pieces.problem, samples=SampleSpace(lengths=(5, 70), keeps=True, vocabulary=300))
-    assert {layer.total for layer in asked(spec, replace(pieces, problem=samples)).attention} == {70}
+    assert {layer.total for layer in kernel_query(spec, replace(pieces, problem=samples)).attention} == {70}
 
 
 def test_work_that_only_the_host_takes_long_for_is_not_repeated_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +364,7 @@ def test_packages_are_looked_for_in_turn(tmp_path: Any, monkeypatch: pytest.Monk
 def test_products_into_float32_are_chosen_before_they_are_needed_and_as_they_were(
     monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
-    """Where determinism is asked for, and where a choice is recorded, no clock is looked at."""
+    """Where determinism is kernel_query for, and where a choice is recorded, no clock is looked at."""
     timed: list[float] = []
     factor = 1.0
 

@@ -355,7 +355,7 @@ def test_what_is_asked_of_a_chat_is_in_its_template(tmp_path: Path) -> None:
     assert prompts.ids == theirs.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
 
 
-@pytest.mark.parametrize(("model", "length", "queried", "message"), [
+@pytest.mark.parametrize(("model", "length", "asked", "message"), [
     ({}, 0, {}, r"samples\.prompts: data\.source=random has no tokenizer .* data\.tokenizer"),
     (MODEL, 48, {"chat": True}, r"samples\.chat: the tokenizer has no chat template; set data"),
     (MODEL, 32, {"tokens": 10},

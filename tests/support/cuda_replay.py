@@ -229,19 +229,23 @@ class Arithmetic:
         self._read(weights, inputs, x)
         return self._projection(index, x.shape[0])
 
-    def keep(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Any) -> tuple[Graph, Tensor]:
+    def save_graph(
+        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Any
+    ) -> tuple[Graph, Tensor]:
         self._read(weights, inputs, x)
         if handler is not None:
             self._attend(handler.__self__.state)
         graph = Graph(self, x.shape[0], self._graph_bytes(index, x.shape[0]), None)
         return graph, graph.y
 
-    def graph(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, attend: Any, *, keep: bool) -> Graph:
+    def graph(
+        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, attend: Any, *, save_graph: bool
+    ) -> Graph:
         self._read(weights, inputs, x)
         projection = self._projection(index, x.shape[0])
         out = attend(projection)
         self._cuda.use(out, write=False)
-        graph = Graph(self, x.shape[0], self._graph_bytes(index, x.shape[0]) if keep else 0, projection)
+        graph = Graph(self, x.shape[0], self._graph_bytes(index, x.shape[0]) if save_graph else 0, projection)
         graph.out = self._cuda.scratch(*out.shape, dtype=out.dtype)
         return graph
 
@@ -308,13 +312,13 @@ class Graph:
         self.lse: Tensor | None = None
         self._also: list[Tensor] = []
 
-    def leave(self, slot: Tensor, also: list[Tensor]) -> bool:
+    def offload(self, slot: Tensor, also: list[Tensor]) -> bool:
         self._cuda.use(*also, write=False)
         self._cuda.use(slot, write=True)
         self._held, self._also = None, also
         return True
 
-    def arrive(self, slot: Tensor) -> list[Tensor]:
+    def restore(self, slot: Tensor) -> list[Tensor]:
         self._cuda.use(slot, write=False)
         found, start = [], 0
         for tensor in self._also:

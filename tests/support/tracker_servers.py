@@ -29,7 +29,7 @@ class StandIn:
 
     def __init__(self, mood: str = "works") -> None:
         self.mood = mood
-        self.queried: list[Request] = []
+        self.requests: list[Request] = []
         self.reached = threading.Event()
         """Somebody has asked something."""
         self._released = threading.Event()
@@ -49,7 +49,7 @@ class StandIn:
         self._server.server_close()
 
     def respond(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        self.queried.append(Request(method, path, body))
+        self.requests.append(Request(method, path, body))
         self.reached.set()
         if self.mood == "hangs":
             self._released.wait()

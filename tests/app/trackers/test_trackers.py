@@ -261,15 +261,15 @@ def test_wandb_has_all_of_it(run: Path, server: WandbServer) -> None:
     ((name, rows),) = server.rows.items()
     losses([(row["train/global_step"], row["train/loss"]) for row in rows if "train/loss" in row])
     assert [row["train/global_step"] for row in rows if "validation/perplexity" in row] == [10, 20]
-    pages = {asked.body for asked in server.asked if "/upload/media/html/" in asked.path}
+    pages = {asked.body for asked in server.requests if "/upload/media/html/" in asked.path}
     assert [row["train/global_step"] for row in rows if "samples" in row] == [10, 20]
     assert len(pages) == 2
     assert any("<b>One *day*</b> after 20 steps\nit rained ..." in page for page in pages)
     assert (server.exit_codes, server.summary[name]["summary/tiers.gpu.peak_bytes"]) == ({name: 0}, 7)
     assert server.config[name]["train"]["value"]["steps"] == 100
-    begun = [asked for asked in server.asked if asked.path == "/graphql" and "UpsertBucket" in str(asked.body)]
+    begun = [asked for asked in server.requests if asked.path == "/graphql" and "UpsertBucket" in str(asked.body)]
     assert {asked.body["variables"].get("host") for asked in begun} == {None}
-    assert str(REPOSITORY) not in "".join(map(str, server.asked))
+    assert str(REPOSITORY) not in "".join(map(str, server.requests))
 
 
 @pytest.mark.long

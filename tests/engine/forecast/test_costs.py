@@ -29,7 +29,7 @@ from penstock.engine.schedule.actions import ACTIONS, KEYS, SAVED_GRAPH, ZERO_DK
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import WHOLE, Op
 from penstock.engine.schedule.passes import evaluation, training
-from penstock.engine.schedule.resources import record
+from penstock.engine.schedule.resources import saved_activation
 from penstock.engine.train import train_step
 
 LAUNCH = constants.LAUNCH_S["gpu"]
@@ -184,7 +184,7 @@ def test_updates_norms_copies_and_drives() -> None:
     # What is saved there stays on the GPU: read and written at its own rate.
     plan = replace(a_plan(), saved_on_gpu=frozenset({(2, 0)}))
     for block, expected in ((2, 2 * 10_000 / 1e8), (1, 10_000 / 1e6)):
-        aside = op_of("load_x", nbytes=10_000, reads=(record("x", block, 0),))
+        aside = op_of("load_x", nbytes=10_000, reads=(saved_activation("x", block, 0),))
         assert seconds(aside, plan) == pytest.approx(COPY_S + expected)
     # Two drives, each at the slower one's rate, together half of that: 400,000 and 100,000 bytes a second.
     assert seconds(op_of("read_state", nbytes=10_000)) == pytest.approx(DISK_S + 10_000 / 4e5)

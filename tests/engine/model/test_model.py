@@ -81,7 +81,7 @@ def test_what_a_graph_takes_is_unknown_only_without_data(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(LayerRunner, "keep", fails)
+        patch.setattr(LayerRunner, "save_graph", fails)
         if known:
             with pytest.raises(type(error)) as caught:
                 graph_size.find_graph_bytes(spec, dtype)
@@ -384,7 +384,9 @@ def layer_run(spec: ModelSpec, weights: dict[str, Tensor], keep: bool, **more: A
     outputs, graphs = [], []
     for i, (start, end) in enumerate(ranges):
         if keep:
-            graph, y = runner.layers.save_graph(1, here, x[start:end].clone(), inputs[i], SavedAttention(states[i]).forward)
+            graph, y = runner.layers.save_graph(
+                1, here, x[start:end].clone(), inputs[i], SavedAttention(states[i]).forward
+            )
             graphs.append(graph)
         else:
             y = runner.layers.forward(1, here, x[start:end], inputs[i], states[i])

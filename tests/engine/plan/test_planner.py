@@ -110,7 +110,7 @@ def test_with_more_of_a_tier_a_choice_gives_all_that_it_gave_with_less(plan: Pla
     for name in ("saved_on_gpu", "recomputed", "windows"):
         assert getattr(more, name) == getattr(plan, name)
     # With more of the GPU fewer graphs can leave, of which a share is others, or none; and records stay, not graphs.
-    if aside not in ("none", "all") or (aside, first) == ("all", "records"):
+    if aside not in ("none", "all") or (aside, first) == ("all", "saved activations"):
         gpu = 0
     # What lives on the GPU passes through stages in RAM when it is read and written.
     roomy = replace(more.problem, gpu_budget=p.gpu_budget + gpu, ram_budget=more.problem.ram_budget + (1 << 20))
@@ -169,20 +169,20 @@ def test_what_has_ram_before_frozen_weights_do() -> None:
     shape["gpu_budget"] = floor("gpu", **shape)
     state = sum(b.numel for b in made(**shape).buffers.values() if not b.frozen) * 18
     spilled = {}
-    for first in (*ORDERS, "records"):
+    for first in (*ORDERS, "frozen last"):
         choice = PlanOptions(ram_first=first)  # type: ignore[arg-type]
         need = floor("ram", choice, **shape)
         plan = made(choice, **shape | {"ram_budget": need + state})
-        if first != "records":
+        if first != "frozen last":
             tiers = {b.state for b in plan.buffers.values() if not b.frozen}
             assert tiers == ({"nvme"} if first == "weights" else {"ram"})
             assert "nvme" in {b.weights for b in plan.buffers.values() if b.frozen} or first == "weights"
-        if first in ("records", "state"):
+        if first in ("frozen last", "state"):
             saved_bytes = made(choice, **shape | {"ram_budget": need}).saved_bytes(2, 0)
             plan = made(choice, **shape | {"ram_budget": need + state + 3 * saved_bytes})
             spilled[first] = len(plan.spilled)
             assert any(b.weights == "ram" for b in plan.buffers.values() if b.frozen) == (first == "state")
-    assert spilled["records"] < spilled["state"]
+    assert spilled["frozen last"] < spilled["state"]
 
 
 def test_the_gpu_goes_to_what_the_choice_says() -> None:
@@ -190,17 +190,20 @@ def test_the_gpu_goes_to_what_the_choice_says() -> None:
     budget = floor("gpu", **shape) + 1_100_000
     plans: dict[str, Plan] = {
         first: made(PlanOptions(gpu_first=first, ram_first="activations"), gpu_budget=budget, **shape)
-        for first in ("graphs", "blocks", "half", "records")
+        for first in ("graphs", "blocks", "half", "saved activations")
     }
     resident = {first: sum(b.numel for b in plan.buffers.values() if b.state == "gpu") for first, plan in plans.items()}
     kept = {first: len(plan.saved_graphs) for first, plan in plans.items()}
-    assert kept["graphs"] > kept["half"] > kept["blocks"] == kept["records"] == 0
+    assert kept["graphs"] > kept["half"] > kept["blocks"] == kept["saved activations"] == 0
     assert resident["graphs"] < resident["half"] < resident["blocks"]
-    assert [first for first, plan in plans.items() if plan.saved_on_gpu] == ["records"]
-    for found, first in ((plans["graphs"].saved_graphs, "graphs"), (plans["records"].saved_on_gpu, "records")):
+    assert [first for first, plan in plans.items() if plan.saved_on_gpu] == ["saved activations"]
+    for found, first in (
+        (plans["graphs"].saved_graphs, "graphs"),
+        (plans["saved activations"].saved_on_gpu, "saved activations"),
+    ):
         order = [(i, c.index) for i in (3, 2, 1) for c in reversed(plans[first].chunks)]
         assert found == set(order[: len(found)]), "backward's first ones first"
-    held = plans["records"]
+    held = plans["saved activations"]
     assert held.tiers["gpu"].parts["saved activations"] == sum(held.saved_bytes(*key) for key in held.saved_on_gpu)
     for first in ("graphs", "blocks", "half"):
         roomy = made(PlanOptions(gpu_first=first, ram_first="activations"), activation_checkpointing="auto")  # type: ignore[arg-type]

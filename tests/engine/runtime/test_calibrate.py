@@ -188,7 +188,11 @@ def test_calibration_gives_the_plans_memory_back(tmp_path: Path, monkeypatch: py
 
     def allocate(*args: Any) -> Any:
         gpu = allocate_gpu(*args)
-        every = [*gpu.hidden, *gpu.saved, *(slot for pool in gpu.weights.values() for slot in pool)]
+        every = [
+            *gpu.slots["gpu.hidden"],
+            *gpu.slots["gpu.saved"],
+            *(slot for pool in gpu.weights.values() for slot in pool),
+        ]
         slots.extend(weakref.ref(slot.untyped_storage()) for slot in every)
         return gpu
 

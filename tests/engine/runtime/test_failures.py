@@ -19,6 +19,7 @@ from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.failures import DivergedError, describe, explain, first_not_finite
 from penstock.engine.runtime.guard import INTERVAL_S, MemoryGuard, hard_reserve
 from penstock.engine.runtime.runtime import Runtime
+from penstock.engine.runtime.views import hidden_slots
 from penstock.engine.schedule.actions import ACTIONS, LAYER_FORWARD, LOAD_WEIGHTS_PART, NORM
 from penstock.engine.schedule.ops import WHOLE, Op
 from penstock.engine.train import train_step
@@ -47,7 +48,7 @@ def test_a_kernel_that_returns_nan_is_named(tmp_path: Path, action: str, block: 
         def poisoned(op: Op) -> None:
             method(op)
             if (op.block, op.index) == (block, index):
-                session.gpu.hidden[op.slots["out"]][3, 5] = NAN
+                hidden_slots(session.plan, session.gpu, torch.float32)[op.slots["out"]][3, 5] = NAN
 
         session.runtime.handlers[ACTIONS[action]] = poisoned
         with pytest.raises(DivergedError, match=rf"step 2: {message}.* is not finite"):
