@@ -379,7 +379,7 @@ def _refuse_unless_exact(spec: ModelSpec, train: TrainConfig, plan: Plan, observ
         pieces=plan.streamed,
         router_aux_loss=train.router_aux_loss,
         adapter=spec.adapter,
-        expert_blocks=train.expert_blocks,
+        split_layers=train.split_layers,
     )
     if not result.ok:
         raise UserError(f"self-check of model type {result.model_type} failed, so it is not trained: {result.reason}")

@@ -21,7 +21,7 @@ FLOORS = {
 """Their rooms from the ground up; a room imports itself and those before it."""
 GROUND = ["config", "events", "clock", "preparing"]
 """Modules of the engine below its rooms, and the recipe's; its other modules are above them all."""
-ROOMS = ["plan", "attention", "optim", "objectives", "schedule", "model"]
+ROOMS = ["branches", "plan", "attention", "optim", "objectives", "schedule", "model"]
 ROOMS += ["machine", "data", "hf", "forecast", "generate", "runtime"]
 """From the ground up; a room imports itself and those before it."""
 DATA = ["files", "text", "needles", "formats", "corpus"]

@@ -81,9 +81,9 @@ class TrainConfig:
     router_aux_loss: float | None = None
     """Weight of the load-balancing loss of a mixture of experts, if the model defines one. none uses the model's
     config, if that turns the loss on (output_router_logits)."""
-    expert_blocks: bool = False
-    """A layer's experts are streamed as a block of their own, which comes after its router is done: half of the slots
-    on the GPU then hold what a layer is without them. For mixtures of experts whose layers do not fit the GPU."""
+    split_layers: str | None = None
+    """A part of every layer that is streamed as a block of its own, after the rest of the layer, so that no slot on the
+    GPU has to hold a whole layer: experts, those of a mixture. For models whose layers do not fit the GPU."""
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "bfloat16"
     """Dtype of weights and activations in the forward and backward pass; master weights and moments are always float32.
     auto is bfloat16, but float32 on a CPU without bfloat16 instructions, where it is several times faster, and on a GPU

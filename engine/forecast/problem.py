@@ -78,24 +78,23 @@ def block_shapes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> tupl
             kind=block.kind,
             buffers=block.buffers,
             inputs=tuple(numbers[name] for name in block.inputs),
-            saved_inputs=("x",) if block.layer is not None else ("routed",) if block.experts_of is not None else (),
+            saved_inputs=("x",) if block.layer is not None else ("sent",) if block.branch_of is not None else (),
             backward=i >= spec.lowest_trained,
             matmul_flops_per_token=matmul,
             frozen_flops_per_token=matmul and matmul - trained_matmul(spec, block),
         )
-        sends = block.layer is not None and any(block.layer == other.experts_of for other in spec.blocks)
-        if sends or block.experts_of is not None:
-            sent = spec.hidden_size * item + 2 * FP32 * spec.experts_per_token
-            plain = replace(plain, routed_bytes_per_token=sent)
-        if block.experts_of is not None:
-            plain = replace(plain, input_kinds=("x", "routed"))
+        of = block.layer if block.branch_of is None else block.branch_of
+        if of is not None and spec.branches and spec.branches[of] is not None:
+            plain = replace(plain, sent_bytes_per_token=sum(each.nbytes(item) for each in spec.sent))
+        if block.branch_of is not None:
+            plain = replace(plain, input_kinds=("x", "sent"))
         layer, shape = block.layer, None
         if layer is not None:
             shape = spec.attention[layer]
             plain = replace(
                 plain,
-                # Experts that are a block of their own are not part of a graph that is saved.
-                graph_bytes_per_token=None if any(spec.expert_modules) else graphs[layer],
+                # A branch is not part of a graph that is saved.
+                graph_bytes_per_token=None if spec.branches else graphs[layer],
                 # What is saved of a layer that runs eagerly is what its operations hand on to one another.
                 elementwise_bytes_per_token=eager[layer] or 0,
                 unread_flops_per_token=unread_matmul(spec, block, spec.unread[layer]),
@@ -162,7 +161,7 @@ def workspace_bytes(spec: ModelSpec, tokens: int, compute_bytes: int, logits_byt
         params = [param for name in block.buffers for param in spec.buffers[name]]
         trained = [param for name in block.buffers if name not in spec.frozen for param in spec.buffers[name]]
         gradients = sum(param.numel for param in trained) * compute_bytes
-        if block.layer is not None or block.experts_of is not None:
+        if block.layer is not None or block.branch_of is not None:
             summed = () if block.layer is None else spec.summed[block.layer]
             widths = sum(p.shape[0] for p in params if len(p.shape) == 2)
             widths += sum(spec.experts_per_token * p.shape[1] for p in params if len(p.shape) == 3)

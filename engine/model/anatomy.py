@@ -17,17 +17,16 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
+from penstock.engine.branches.base import Sent, find_branch
 from penstock.engine.config import AdapterConfig, Recipe
 from penstock.engine.model import adapters, skeleton
 from penstock.engine.model.adapters import is_adapter, plain_name
-from penstock.engine.model.experts import find_experts
 from penstock.engine.model.freezing import frozen_names, require_rows_trained, require_some_trained
 from penstock.engine.model.graph_size import find_graph_bytes
 from penstock.engine.model.router import own_coefficient
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.spec import (
     EMBED,
-    EXPERTS,
     FROZEN,
     HEAD,
     AttentionShape,
@@ -50,14 +49,16 @@ def take_apart(
     freeze: Sequence[str] = (),
     adapter: AdapterConfig | None = None,
     *,
-    expert_blocks: bool = False,
+    split_layers: str | None = None,
 ) -> ModelSpec:
     """Take the model of `config` apart, without its weights; with an `adapter` its layers are part of it.
 
     `freeze`: patterns of the names of parameters that are never trained (TrainConfig.freeze); beside an adapter that is
-    all of the base. `expert_blocks`: each layer's experts are a block of their own. Raises UserError for what cannot be
-    trained: unknown, encoder-decoder or quantised models, active dropout, models whose layers cannot be found or are
-    connected by more than the hidden state; and for patterns that fit nothing, or leave nothing to be trained.
+    all of the base. `split_layers`: that part of each layer is a block of its own (engine/branches).
+
+    Raises UserError for what cannot be trained: unknown, encoder-decoder or quantised models, active dropout, models
+    whose layers cannot be found or are connected by more than the hidden state; and for patterns that fit nothing, or
+    leave nothing to be trained.
     """
     refuse_unsupported(config)
     if adapter is not None:
@@ -73,10 +74,16 @@ def take_apart(
     returns = [trial.returns[i] for i in stand_ins]
     attends = [trial.attends[i] for i in stand_ins]
     whole, shared = _buffers(model, prefix, layers, trial, stand_ins)
-    modules = tuple(find_experts(layer) for layer in layers) if expert_blocks else (None,) * len(layers)
-    if expert_blocks and not any(modules):
-        raise UserError(f"train.expert_blocks: {kind} has no experts that can be a block of their own; leave it out")
-    whole = _with_experts_apart(whole, prefix, modules)
+    branches: tuple[str | None, ...] = (None,) * len(layers)
+    sent: tuple[Sent, ...] = ()
+    text = config.get_text_config(decoder=True)
+    per_token = getattr(text, "num_experts_per_tok", None) or 1
+    if split_layers is not None:
+        branch = find_branch(split_layers)
+        branches, sent = tuple(map(branch.find, layers)), branch.sent(text.hidden_size, per_token)
+        if not any(branches):
+            raise UserError(f"train.split_layers: {kind} has no '{split_layers}' to split off its layers; leave it out")
+        whole = _split_off(whole, prefix, branches, split_layers)
     names = [param.name for params in whole.values() for param in params]
     stays = frozen_names(names, freeze) if adapter is None else frozenset(n for n in names if not is_adapter(n))
     structures = _structures(prefix, layers, stays)
@@ -85,17 +92,18 @@ def take_apart(
     for i in range(len(layers)):
         name = f"layers.{i}"
         blocks.append(BlockSpec(name, "layer", _own(name, buffers), (blocks[-1].name,), layer=i))
-        if modules[i] is not None:
-            experts = name + EXPERTS
-            blocks.append(BlockSpec(experts, "experts", _own(experts, buffers), (name,), experts_of=i))
+        if split_layers is not None and branches[i] is not None:
+            block = f"{name}.{split_layers}"
+            blocks.append(BlockSpec(block, split_layers, _own(block, buffers), (name,), branch_of=i))
     lent = [b for b in _own(EMBED, buffers) if any(param.name in shared for param in buffers[b])]
     blocks.append(BlockSpec(HEAD, "head", (*_own(HEAD, buffers), *lent), (blocks[-1].name,)))
-    text = config.get_text_config(decoder=True)
     constants = {name: tuple(model.state_dict()[name].shape) for name in _persistent(model)}
     length_dependent = _length_dependent(model)
     with refused(f"{kind}: transformers does not run the model", with_type=False):
         result = attention_shapes(model, structures, attends, returns)  # last, as it takes the model's layers away
     shapes = [AttentionShape(*shape) if shape else None for shape in result]
+    of_layers = ([name for name in (trial.unread[i],) if name is not None] for i in stand_ins)
+    unread = tuple(next(iter(_outside(names, branch)), None) for names, branch in zip(of_layers, branches, strict=True))
     specs = [spec for params in buffers.values() for spec in params]
     spec = ModelSpec(
         config=copy.deepcopy(config),
@@ -107,20 +115,27 @@ def take_apart(
         buffers=buffers,
         constants=constants,
         experts=tuple(sorted({n for name in _EXPERT_COUNTS if isinstance(n := getattr(text, name, None), int)})),
-        experts_per_token=getattr(text, "num_experts_per_tok", None) or 1,
+        experts_per_token=per_token,
         attention=tuple(shapes),
         recurrent=trial.recurrent,
         length_dependent_rotary=length_dependent,
         structures=tuple(structures),
-        unread=tuple(trial.unread[i] for i in stand_ins),
+        unread=unread,
         summed=tuple(trial.summed[i] for i in stand_ins),
         joined=tuple(
-            _joined(f"{prefix}.{index}.", trial.sharing[i], trial.unread[i], whole[f"layers.{index}"], stays)
+            _joined(
+                f"{prefix}.{index}.",
+                [_outside(group, branches[index]) for group in trial.sharing[i]],
+                trial.unread[i],
+                whole[f"layers.{index}"],
+                stays,
+            )
             for index, i in enumerate(stand_ins)
         ),
         returns=tuple(returns),
         counts_positions=tuple(trial.counts_positions[i] for i in stand_ins),
-        expert_modules=modules if expert_blocks else (),
+        branches=branches if split_layers is not None else (),
+        sent=sent,
         frozen=frozenset(name for name in buffers if name.endswith(FROZEN)),
         adapter=adapter,
         router_aux_loss=own_coefficient(config),
@@ -132,7 +147,7 @@ def take_apart(
 def spec_of_recipe(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
     """The model taken apart as a run of the recipe trains it."""
     adapter = recipe.adapter if recipe.adapter.is_used else None
-    return take_apart(config, recipe.train.freeze, adapter, expert_blocks=recipe.train.expert_blocks)
+    return take_apart(config, recipe.train.freeze, adapter, split_layers=recipe.train.split_layers)
 
 
 def model_spec(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
@@ -244,10 +259,12 @@ class Initializer:
 
         Raises UserError naming one that the model does not initialise.
         """
-        block = block_of(buffer).removesuffix(EXPERTS)
-        digest = hashlib.sha256(f"{self._seed}/{block}".encode()).digest()
         owned = buffers_of_blocks(self._spec)
-        names = [*owned.get(block, ()), *owned.get(block + EXPERTS, ())]
+        # A layer and its branch are initialised as one.
+        branches = {each.name: each.inputs[0] for each in self._spec.blocks if each.branch_of is not None}
+        block = branches.get(block_of(buffer), block_of(buffer))
+        names = [name for each in owned if branches.get(each, each) == block for name in owned[each]]
+        digest = hashlib.sha256(f"{self._seed}/{block}".encode()).digest()
         members = [param for name in names for param in self._spec.buffers[name]]
         params = sorted((p for p in members if not is_adapter(p.name)), key=lambda param: param.name)
         sites = [self._sites[plain_name(param.name)][0] for param in params]
@@ -350,19 +367,24 @@ def _split(whole: dict[str, tuple[ParamSpec, ...]], stays: frozenset[str]) -> di
     return {name: params for name, params in result.items() if params}
 
 
-def _with_experts_apart(
-    whole: dict[str, tuple[ParamSpec, ...]], prefix: str, modules: Sequence[str | None]
+def _outside(names: Sequence[str], branch: str | None) -> list[str]:
+    """Those of a layer's modules that are not part of its branch."""
+    return [name for name in names if branch is None or not f"{name}.".startswith(f"{branch}.")]
+
+
+def _split_off(
+    whole: dict[str, tuple[ParamSpec, ...]], prefix: str, branches: Sequence[str | None], kind: str
 ) -> dict[str, tuple[ParamSpec, ...]]:
-    """Block -> its parameters, those of the experts that are a block of their own in that."""
+    """Block -> its parameters, those of modules in `branches` in blocks of their own."""
     result: dict[str, tuple[ParamSpec, ...]] = {}
-    own = {f"layers.{i}": f"{prefix}.{i}.{name}." for i, name in enumerate(modules) if name is not None}
+    own = {f"layers.{i}": f"{prefix}.{i}.{name}." for i, name in enumerate(branches) if name is not None}
     for block, params in whole.items():
         start = own.get(block)
         if start is None:
             result[block] = params
             continue
         result[block] = tuple(param for param in params if not param.name.startswith(start))
-        result[block + EXPERTS] = tuple(param for param in params if param.name.startswith(start))
+        result[f"{block}.{kind}"] = tuple(param for param in params if param.name.startswith(start))
     return result
 
 

@@ -89,14 +89,14 @@ def check_model(
     seed: int = 0,
     router_aux_loss: float | None = None,
     adapter: AdapterConfig | None = None,
-    expert_blocks: bool = False,
+    split_layers: str | None = None,
 ) -> CheckResult:
     """Stream a shrunk copy of the model of `config` and compare loss and gradients with plain transformers (float32).
 
     With `pieces` attention goes over one chunk of keys at a time, as a run with a streamed window does it. With
     `router_aux_loss`, or where the config switches it on (TrainConfig), a mixture of experts balances its routers. With
     an `adapter` transformers' model has peft's layers, and what is compared is the adapter's gradients. With
-    `expert_blocks` experts are blocks of their own.
+    `split_layers` that part of a layer is a block of its own.
 
     Some architectures amplify float32 rounding beyond the tolerance, in plain transformers as well (attention scores
     that are not scaled down, for example). What fails narrowly is therefore compared once more in float64, where such
@@ -107,7 +107,7 @@ def check_model(
     """
     kind = config.model_type
     try:
-        small, spec = _small_model(config, adapter, expert_blocks)
+        small, spec = _small_model(config, adapter, split_layers)
         aux = router_coefficient(small, router_aux_loss, recurrent=spec.recurrent)
         error, worst = _compare(small, spec, pieces, chunk_tokens, seed, torch.float32, aux)
         if TOLERANCE < error < math.inf:
@@ -129,13 +129,13 @@ def check_model(
 
 
 def _small_model(
-    config: PretrainedConfig, adapter: AdapterConfig | None, expert_blocks: bool
+    config: PretrainedConfig, adapter: AdapterConfig | None, split_layers: str | None
 ) -> tuple[PretrainedConfig, ModelSpec]:
     refuse_unsupported(config)
     preparing.report(detail="making a small copy of the model")
     with refused("could not be reduced to a small copy"):
         small, _ = shrink(config, adapter)
-        return small, take_apart(small, adapter=adapter, expert_blocks=expert_blocks)
+        return small, take_apart(small, adapter=adapter, split_layers=split_layers)
 
 
 def _compare(

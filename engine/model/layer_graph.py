@@ -76,7 +76,7 @@ class LayerGraph:
         else:
             again = self.products
         wanted = self._wanted() if self.out is None else [*self._wanted(), self.out]
-        given = [gradient.to(sent.dtype) for gradient, sent in zip(dsent, self.sent, strict=True)]
+        given = [gradient.to(sent.dtype).view(sent.shape) for gradient, sent in zip(dsent, self.sent, strict=True)]
         result = self._backward([self.y, *self.sent], [dy, *given], wanted, weights)
         self._dx = result[0]
         self._add(result[1 : len(self._wanted())], grads)

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, AttentionState
 from penstock.engine.model import skeleton
-from penstock.engine.model.experts import Outbox, Routed, Sender
+from penstock.engine.model.branches import Outbox, Sender
 from penstock.engine.model.joined import JoinedTwin
 from penstock.engine.model.layer_graph import LayerGraph, Projection, SavedTensors
 from penstock.engine.model.recompute import for_backward
@@ -179,7 +179,7 @@ class LayerRunner:
         self._buffers = [dict(layer.named_buffers()) for layer in layers]
         self._templates = {
             index: _Template(
-                self._without_experts(layers[index], index),
+                self._without_branch(layers[index], index),
                 spec.unread[index],
                 spec.summed[index],
                 spec.joined[index],
@@ -190,19 +190,19 @@ class LayerRunner:
             )
             for index in sorted(set(spec.structures))
         }
-        self.sent: Routed | None = None
-        """What the router of the layer that was run last sent, where experts are a block of their own."""
+        self.sent: tuple[Tensor, ...] = ()
+        """What the layer that was run last handed to its branch."""
         self.balance = balance
         if balance is not None:
             for template in self._templates.values():
                 for module in set(template.modules):
                     balance.listen(module)
 
-    def _without_experts(self, layer: nn.Module, index: int) -> nn.Module:
-        """A copy of the layer, with a stand-in for experts that are a block of their own."""
-        layer, modules = copy.deepcopy(layer), self._spec.expert_modules
-        if modules and modules[index] is not None:
-            layer.set_submodule(str(modules[index]), Sender(self._outbox))
+    def _without_branch(self, layer: nn.Module, index: int) -> nn.Module:
+        """A copy of the layer, with a stand-in for a part that is a block of its own."""
+        layer, branches = copy.deepcopy(layer), self._spec.branches
+        if branches and branches[index] is not None:
+            layer.set_submodule(str(branches[index]), Sender(self._outbox))
         return layer
 
     def compile(self, compiled: Compiled) -> None:
@@ -293,8 +293,7 @@ class LayerRunner:
         """Gradient [n, hidden] of layer `index`'s input for dy [n, hidden]; adds to `grads`.
 
         The layer is recomputed from its input x around the attention output saved in `state`. Chunks of one stream come
-        in reverse order. `keys`: as in `forward`. `dsent`: the gradients of what its router sent, where experts are a
-        block of their own.
+        in reverse order. `keys`: as in `forward`. `dsent`: the gradients of what it handed to its branch.
         """
         if state is None or keys is None:
             handler = None if state is None else attention.backward_handler(self.in_blocks(index, state))
@@ -443,7 +442,7 @@ class LayerRunner:
         return LayerGraph(
             x=x,
             y=y,
-            sent=() if self.sent is None else (self.sent.hidden, self.sent.shares),
+            sent=[t for t, each in zip(self.sent, self._spec.sent, strict=False) if each.has_gradient],
             names=names,
             parameters=parameters,
             products=products,

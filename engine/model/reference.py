@@ -18,7 +18,6 @@ from torch import Tensor
 
 from penstock.engine.attention.chunk import AttentionState
 from penstock.engine.config import TrainConfig
-from penstock.engine.model.experts import Routed
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import EMBED, HEAD, ModelSpec, depths, layouts
@@ -121,8 +120,8 @@ def forward_backward(
         layers.balance.begin()
     inputs: list[list[Tensor]] = []
     attended: list[list[AttentionState | None]] = []
-    sent: list[list[Routed | None]] = [[] for _ in range(num_layers)]
-    """What routers sent to experts that are a block of their own."""
+    sent: list[list[tuple[Tensor, ...]]] = [[] for _ in range(num_layers)]
+    """What layers handed to a part that is a block of its own."""
     for layer in range(num_layers):
         here = _of_layer(runner, layer, weights)
         inputs.append(hidden)
@@ -134,7 +133,7 @@ def forward_backward(
                 layers.balance.watch(len(x), counting=True)
             y = layers.forward(layer, here, x, chunk.inputs, state, keys=chunk.keys)
             sent[layer].append(layers.sent)
-            outputs.append(y if layers.sent is None else runner.experts.forward(layer, here, y, layers.sent))
+            outputs.append(runner.branches.forward(layer, here, y, layers.sent) if layers.sent else y)
         hidden = outputs
     if layers.balance is not None:
         layers.balance.settle(sum(len(stream.ids) for stream in streams))
@@ -163,8 +162,8 @@ def forward_backward(
             x, state, chunk = inputs[layer][i], attended[layer][i], chunks[i]
             if layers.balance is not None:
                 layers.balance.watch(len(x), counting=False)
-            routed, dy = sent[layer][i], hidden[i]
-            dsent = () if routed is None else runner.experts.backward(layer, here, routed, dy, sums)
+            given, dy = sent[layer][i], hidden[i]
+            dsent = runner.branches.backward(layer, here, given, dy, sums) if given else ()
             hidden[i] = layers.backward(layer, here, x, dy, chunk.inputs, state, sums, keys=chunk.keys, dsent=dsent)
     here, sums = _of_block(runner, EMBED, weights), _of_block(runner, EMBED, gradients)
     for i in backwards if lowest == 0 else ():
@@ -173,8 +172,8 @@ def forward_backward(
 
 
 def _of_layer(runner: ModelRunner, layer: int, tensors: Tensors) -> dict[str, Tensor]:
-    """Those that a decoder layer computes with, its experts included."""
-    blocks = [block.name for block in runner.spec.blocks if layer in (block.layer, block.experts_of)]
+    """Those that a decoder layer computes with, its branch included."""
+    blocks = [block.name for block in runner.spec.blocks if layer in (block.layer, block.branch_of)]
     return {name: tensor for block in blocks for name, tensor in _of_block(runner, block, tensors).items()}
 
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.engine.model import loss as loss_terms
 from penstock.engine.model import skeleton
-from penstock.engine.model.experts import ExpertRunner
+from penstock.engine.model.branches import BranchRunner
 from penstock.engine.model.layers import LayerInputs, LayerRunner
 from penstock.engine.model.router import RouterBalance, find_router
 from penstock.engine.model.skeleton import LayerCall, Skeleton
@@ -62,7 +62,7 @@ class ModelRunner:
         self.layers = LayerRunner(
             spec, layers, prefix, device=self.device, dtype=dtype, compile=compile, balance=balance
         )
-        self.experts = ExpertRunner(spec, layers, prefix, spec.frozen_params, device=self.device, dtype=dtype)
+        self.branches = BranchRunner(spec, layers, prefix, spec.frozen_params, device=self.device, dtype=dtype)
         self._skeleton = Skeleton(
             model, device=self.device, dtype=dtype, returns=spec.returns, counting=spec.counts_positions
         )

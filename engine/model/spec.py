@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.engine.branches.base import Sent
 from penstock.engine.config import AdapterConfig
 from penstock.storage.tier.layout import FlatLayout, ParamSpec
 
 EMBED = "embed"
 HEAD = "head"
-EXPERTS = ".experts"
-"""Ends the name of a block of experts, behind that of their layer."""
 FROZEN = ".frozen"
 """Ends the name of a buffer that is never trained."""
 
@@ -34,9 +33,9 @@ class BlockSpec:
     inputs: tuple[str, ...] = ()
     """Blocks whose output it takes."""
     layer: int | None = None
-    """Which of the model's decoder layers it computes, all of it but experts that are a block of their own."""
-    experts_of: int | None = None
-    """Of which decoder layer it computes the experts."""
+    """Which of the model's decoder layers it computes, all of it but a branch."""
+    branch_of: int | None = None
+    """Of which decoder layer it computes a part that is a block of its own (engine/branches)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +96,10 @@ class ModelSpec:
     """Per layer: 0 if it returns a tensor, else the length of the tuple it returns."""
     counts_positions: tuple[bool, ...] = field(default=(), repr=False)
     """Per layer: whether it counts the positions of its tokens by a cache (model/skeleton.py: TokensBefore)."""
-    expert_modules: tuple[str | None, ...] = ()
-    """Per layer: its module of experts, where they are a block of their own (model/experts.py)."""
+    branches: tuple[str | None, ...] = ()
+    """Per layer: its module that is a block of its own (model/branches.py); nothing where no layer is split."""
+    sent: tuple[Sent, ...] = ()
+    """What a layer hands to such a module."""
     frozen: frozenset[str] = frozenset()
     """Buffers of which there are weights only, in the compute dtype: no master weights, moments, gradients or writes.
     Each is called `frozen(block)`."""
@@ -169,7 +170,7 @@ def depths(spec: ModelSpec) -> dict[str, int]:
     embedding, whether or not the head shares it."""
     layers = len(spec.attention)
     numbers = {block.name: layers - block.layer for block in spec.layers if block.layer is not None}
-    numbers |= {block.name: layers - block.experts_of for block in spec.blocks if block.experts_of is not None}
+    numbers |= {block.name: layers - block.branch_of for block in spec.blocks if block.branch_of is not None}
     numbers |= {spec.blocks[0].name: layers + 1, spec.blocks[-1].name: 0}
     trained = ((numbers[buffer], params) for buffer, params in spec.buffers.items() if buffer not in spec.frozen)
     return {param.name: number for number, params in trained for param in params}

@@ -38,7 +38,7 @@ def _hidden(problem: PlanInput, block: BlockShape) -> int:
 
 
 def _sent(problem: PlanInput, block: BlockShape) -> int:
-    return block.routed_bytes_per_token
+    return block.sent_bytes_per_token
 
 
 def _attended(problem: PlanInput, block: BlockShape) -> int:
@@ -67,22 +67,22 @@ _ROWS = (
     ),
     # Slots: the running op's and its gradient, the next one's, one on its way out.
     ActivationKind(
-        name="routed",
-        says="what a router sends to which experts",
+        name="sent",
+        says="what a layer hands to a branch",
         bytes_per_token=_sent,
-        gpu="gpu.routed",
+        gpu="gpu.sent",
         slots=4,
-        ram="ram.routed",
+        ram="ram.sent",
         saved=True,
-        gradient="drouted",
+        gradient="dsent",
     ),
     ActivationKind(
-        name="drouted",
-        says="the gradient of what a router sends",
+        name="dsent",
+        says="the gradient of what a layer hands to a branch",
         bytes_per_token=_sent,
-        gpu="gpu.routed",
+        gpu="gpu.sent",
         slots=4,
-        ram="ram.routed",
+        ram="ram.sent",
     ),
     # Slots: the running op's, the next one's, one on its way out.
     ActivationKind(

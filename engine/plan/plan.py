@@ -363,7 +363,7 @@ def graph_location(
 def saved_activations(problem: PlanInput, block: int, tokens: int, recomputed: bool, graph: Graph) -> dict[str, int]:
     """Kind -> bytes, in whole pages, of what is saved for backward of `tokens` tokens of a layer.
 
-    x, routed: its inputs; saved: attention's output and log-sum-exp; kv: keys and values; graph: all that its graph
+    x, sent: its inputs; saved: attention's output and log-sum-exp; kv: keys and values; graph: all that its graph
     holds, of which x and saved are part. `graph`: where that is, if it is saved. Nothing where there is no backward.
     """
     shape = problem.blocks[block]

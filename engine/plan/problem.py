@@ -89,8 +89,8 @@ class BlockShape:
     """Kinds of activations (plan/activations.py) that it takes from them."""
     saved_inputs: tuple[str, ...] = ()
     """Those of them that backward computes with again."""
-    routed_bytes_per_token: int = 0
-    """The hidden state that a router sends to a block of experts, and where to: of both blocks."""
+    sent_bytes_per_token: int = 0
+    """What a layer hands to a branch of it (engine/branches): of both blocks."""
     backward: bool = True
     """Whether backward passes through it: it or a block below it has something to be trained."""
     out_bytes_per_token: int = 0

@@ -144,8 +144,8 @@ class LayerOps:
             else:
                 y = self._layers.forward(layer, weights, x, inputs, self._state(op, *self._saved(op, shape)))
         views.hidden(op.slots[a.OUT], chunk).copy_(y)
-        if a.ROUTED in op.slots:
-            views.send(op.slots[a.ROUTED], chunk, self._layers.sent)
+        if a.SENT in op.slots:
+            views.send(op.slots[a.SENT], chunk, self._layers.sent)
 
     def _forward_saving(self, op: Op) -> Tensor:
         """Run a layer forward and save its graph until backward; its output."""
@@ -237,11 +237,10 @@ class LayerOps:
         self._hand_down(op, dx)
 
     def _dsent(self, op: Op) -> Sequence[Tensor]:
-        """The gradients of what the layer's router sent, where experts are a block of their own."""
-        if a.DROUTED not in op.slots:
+        """The gradients of what the layer handed to its branch."""
+        if a.DSENT not in op.slots:
             return ()
-        sent = self._views.routed(op.slots[a.DROUTED], self._views.chunk(op))
-        return sent.hidden, sent.shares
+        return self._views.runner.branches.with_gradient(self._views.sent(op.slots[a.DSENT], self._views.chunk(op)))
 
     def _hand_down(self, op: Op, dx: Tensor) -> None:
         """The gradient of a layer's input to its slot, unless nothing below is trained."""

@@ -19,7 +19,7 @@ from penstock.engine.optim.base import Optimizer
 from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.batch import EvaluationData, SampleData, StepData
 from penstock.engine.runtime.block_ops import BlockOps
-from penstock.engine.runtime.expert_ops import ExpertOps
+from penstock.engine.runtime.branch_ops import BranchOps
 from penstock.engine.runtime.handlers import handlers_of
 from penstock.engine.runtime.layer_ops import LayerOps
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
@@ -58,7 +58,7 @@ class Runtime:
         self._block_ops = BlockOps(self._views, optimizer, store, train, logits_bytes)
         state_ops = StateOps(self._views, optimizer, store, commit)
         self.sample_ops = SampleOps(self._views, logits_bytes)
-        self.handlers = handlers_of(self._block_ops, self.layer_ops, ExpertOps(self._views), state_ops, self.sample_ops)
+        self.handlers = handlers_of(self._block_ops, self.layer_ops, BranchOps(self._views), state_ops, self.sample_ops)
 
     def perform(self, op: Op) -> Future[Any] | None:
         """Carry out `op`; a Future means that it goes on in the background."""

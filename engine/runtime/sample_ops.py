@@ -86,8 +86,8 @@ class SampleOps:
         x = views.hidden(op.slots[a.X], chunk.chunk)
         y = self._runner.layers.forward_by(layer, views.weights(op), x, self._layer_inputs(op), handler)
         views.hidden(op.slots[a.OUT], chunk.chunk).copy_(y)
-        if a.ROUTED in op.slots:
-            views.send(op.slots[a.ROUTED], chunk.chunk, self._runner.layers.sent)
+        if a.SENT in op.slots:
+            views.send(op.slots[a.SENT], chunk.chunk, self._runner.layers.sent)
 
     @handles(a.HEAD_GENERATE)
     def _head(self, op: Op) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from penstock.engine.model.experts import Routed
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import AttentionShape
@@ -69,9 +69,9 @@ class Views:
         assert layer is not None
         return layer
 
-    def experts_of(self, op: Op) -> int:
-        """Of which decoder layer the op's block computes the experts."""
-        layer = self.runner.spec.blocks[self.block_index(op.block)].experts_of
+    def branch_of(self, op: Op) -> int:
+        """Of which decoder layer the op's block computes a part."""
+        layer = self.runner.spec.blocks[self.block_index(op.block)].branch_of
         assert layer is not None
         return layer
 
@@ -164,23 +164,20 @@ class Views:
         """Activation [tokens, hidden] in a slot on the compute device."""
         return self._hidden[slot][: chunk.end - chunk.start]
 
-    def routed(self, slot: int, chunk: Chunk) -> Routed:
-        """What a router sends of a chunk, or its gradient, in a slot on the compute device; experts as int32."""
-        tokens, per_token = chunk.end - chunk.start, self.runner.spec.experts_per_token
-        raw, result = self.gpu.slots[r.GPU_ROUTED][slot], []
-        start = 0
-        sizes = (self.plan.problem.hidden_size, per_token, per_token)
-        for width, dtype in zip(sizes, (self.dtype, torch.int32, torch.float32), strict=True):
-            end = start + tokens * width * dtype.itemsize
-            result.append(raw[start:end].view(dtype).view(tokens, width))
+    def sent(self, slot: int, chunk: Chunk) -> list[Tensor]:
+        """What a layer hands to its branch of a chunk, or its gradients, in a slot on the compute device."""
+        raw, result, start = self.gpu.slots[r.GPU_SENT][slot], [], 0
+        dtypes = {"compute": self.dtype, "int32": torch.int32, "float32": torch.float32}
+        for each in self.runner.spec.sent:
+            end = start + (chunk.end - chunk.start) * each.nbytes(self.dtype.itemsize)
+            result.append(raw[start:end].view(dtypes[each.dtype]).view(-1, each.width))
             start = end
-        return Routed(*result)
+        return result
 
-    def send(self, slot: int, chunk: Chunk, sent: Routed | None) -> None:
-        """Put what a layer's router has sent of a chunk into a slot."""
-        assert sent is not None
-        for target, source in zip(self.routed(slot, chunk), sent, strict=True):
-            target.copy_(source)
+    def send(self, slot: int, chunk: Chunk, sent: Sequence[Tensor]) -> None:
+        """Put what a layer has handed to its branch of a chunk into a slot."""
+        for target, source in zip(self.sent(slot, chunk), sent, strict=True):
+            target.copy_(source.view(target.shape))
 
     def offloaded(self, op: Op) -> Tensor:
         """Where an activation of the op's block and chunk is offloaded to, uint8: its stage, what is saved of the

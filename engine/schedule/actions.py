@@ -12,6 +12,7 @@ from enum import Enum
 from functools import partial
 from typing import Literal
 
+from penstock.engine.branches.base import BRANCHES
 from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.schedule import resources as r
 
@@ -20,7 +21,7 @@ LANES: tuple[Lane, ...] = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "n
 
 # Slots of an op, by role.
 X, DY, OUT, SAVED, KV, DKV, GRAPH = "x", "dy", "out", "saved", "kv", "dkv", "graph"
-ROUTED, DROUTED = "routed", "drouted"
+SENT, DSENT = "sent", "dsent"
 SLOT = "slot"
 """Of a copy: the slot that it fills or empties."""
 STAGE, WEIGHTS_STAGE = "stage", "weights"
@@ -182,7 +183,7 @@ class Action:
         return _CARGO["state"] if r.NVME_STATE in self.writes else ""
 
 
-_GRADIENT_KINDS = (DY, DKV, DROUTED)
+_GRADIENT_KINDS = (DY, DKV, DSENT)
 _RESULTS = (r.GPU_LOSSES, r.GPU_EVALUATIONS, r.GPU_LOGITS)
 _GRADIENTS = {r.GPU_GRADIENT, r.RAM_GRADIENT, r.NVME_GRADIENT}
 _OF_UPDATE = {r.GPU_STATE, r.RAM_STATE, r.RAM_STATE_STAGE, r.NVME_STATE, r.GENERATION}
@@ -243,9 +244,9 @@ LAYER_FORWARD = _compute(
     "runs a layer forward",
     Work(matmul=1, pairs=(2, 2)),
     reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_KV),
-    writes=(r.GPU_HIDDEN, r.GPU_ROUTED, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH, r.GPU_GRAPH_SLOT),
+    writes=(r.GPU_HIDDEN, r.GPU_SENT, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH, r.GPU_GRAPH_SLOT),
 )
-LAYER_EVALUATE = _evaluation(LAYER_FORWARD, r.GPU_HIDDEN, r.GPU_ROUTED, r.GPU_KV, r.GPU_SAVED)
+LAYER_EVALUATE = _evaluation(LAYER_FORWARD, r.GPU_HIDDEN, r.GPU_SENT, r.GPU_KV, r.GPU_SAVED)
 LAYER_RECOMPUTE = _compute(
     "layer_recompute",
     "recompute",
@@ -259,7 +260,7 @@ LAYER_BACKWARD = _compute(
     "backward",
     "runs a layer backward",
     Work(matmul=1, gradients=1, recompute=True, pairs=(6, 4), sums_gradients=True, fresh_gradients=True),
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_ROUTED, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH_SLOT),
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SENT, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH_SLOT),
     writes=(r.GPU_HIDDEN,),
     adds=(r.GPU_GRADIENT, r.GPU_DKV, r.GPU_GRAPH),
 )
@@ -286,9 +287,9 @@ LAYER_FORWARD_BOTTOM = _compute(
     "runs what follows a layer's attention",
     _FORWARD,
     reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SAVED),
-    writes=(r.GPU_HIDDEN, r.GPU_ROUTED, r.GPU_GRAPH),
+    writes=(r.GPU_HIDDEN, r.GPU_SENT, r.GPU_GRAPH),
 )
-LAYER_EVALUATE_BOTTOM = _evaluation(LAYER_FORWARD_BOTTOM, r.GPU_HIDDEN, r.GPU_ROUTED)
+LAYER_EVALUATE_BOTTOM = _evaluation(LAYER_FORWARD_BOTTOM, r.GPU_HIDDEN, r.GPU_SENT)
 LAYER_BACKWARD_TOP = _compute(
     "layer_backward_top",
     "backward",
@@ -302,7 +303,7 @@ LAYER_BACKWARD_TOP = _compute(
         sums_gradients=True,
         fresh_gradients=True,
     ),
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_ROUTED, r.GPU_SAVED),
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SENT, r.GPU_SAVED),
     writes=(r.GPU_QUERIES, r.GPU_DOUT),
     adds=(r.GPU_GRADIENT, r.GPU_GRAPH),
 )
@@ -319,28 +320,34 @@ LAYER_BACKWARD_BOTTOM = _compute(
     "backward",
     "runs a layer's projections backward",
     Work(projection=1, projection_gradients=1),
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_ROUTED, r.GPU_PARTIAL, r.GPU_DKV),
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SENT, r.GPU_PARTIAL, r.GPU_DKV),
     writes=(r.GPU_HIDDEN,),
     adds=(r.GPU_GRADIENT, r.GPU_GRAPH),
 )
-EXPERTS_FORWARD = _compute(
-    "experts_forward",
-    "forward",
-    "runs a layer's experts",
-    _FORWARD,
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_ROUTED),
-    writes=(r.GPU_HIDDEN,),
-)
-EXPERTS_EVALUATE = _evaluation(EXPERTS_FORWARD, r.GPU_HIDDEN)
-EXPERTS_BACKWARD = _compute(
-    "experts_backward",
-    "backward",
-    "runs a layer's experts backward",
-    Work(matmul=1, gradients=1, recompute=True, sums_gradients=True, fresh_gradients=True),
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_ROUTED),
-    writes=(r.GPU_HIDDEN, r.GPU_ROUTED),
-    adds=(r.GPU_GRADIENT,),
-)
+BRANCH_FORWARD = {
+    kind: _compute(
+        f"{kind}_forward",
+        "forward",
+        f"runs {branch.says}",
+        _FORWARD,
+        reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SENT),
+        writes=(r.GPU_HIDDEN,),
+    )
+    for kind, branch in BRANCHES.items()
+}
+BRANCH_EVALUATE = {kind: _evaluation(action, r.GPU_HIDDEN) for kind, action in BRANCH_FORWARD.items()}
+BRANCH_BACKWARD = {
+    kind: _compute(
+        f"{kind}_backward",
+        "backward",
+        f"runs {branch.says} backward",
+        Work(matmul=1, gradients=1, recompute=True, sums_gradients=True, fresh_gradients=True),
+        reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SENT),
+        writes=(r.GPU_HIDDEN, r.GPU_SENT),
+        adds=(r.GPU_GRADIENT,),
+    )
+    for kind, branch in BRANCHES.items()
+}
 HEAD = _compute(
     "head",
     "backward",
@@ -374,14 +381,14 @@ HEAD_SCORE = _compute(
 def _sampling(forward: Action, says: str, writes: tuple[str, ...], *adds: str) -> Action:
     """The same of a pass that writes samples: so few tokens that what is measured of a chunk says nothing of them."""
     name, of = f"{forward.name.partition('_')[0]}_generate", forward.work
-    reads = tuple(space for space in forward.reads if space in (r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_ROUTED))
+    reads = tuple(space for space in forward.reads if space in (r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SENT))
     work = Work(matmul=1, pairs=of.pairs, looks_up=of.looks_up, logits=of.logits)
     return _compute(name, "generate", f"{says}, for samples", work, reads=reads, writes=writes, adds=adds)
 
 
 EMBED_GENERATE = _sampling(EMBED_FORWARD, EMBED_FORWARD.says, (r.GPU_HIDDEN,))
-LAYER_GENERATE = _sampling(LAYER_FORWARD, LAYER_FORWARD.says, (r.GPU_HIDDEN, r.GPU_ROUTED), r.GPU_SAMPLE_KV)
-EXPERTS_GENERATE = _sampling(EXPERTS_FORWARD, EXPERTS_FORWARD.says, (r.GPU_HIDDEN,))
+LAYER_GENERATE = _sampling(LAYER_FORWARD, LAYER_FORWARD.says, (r.GPU_HIDDEN, r.GPU_SENT), r.GPU_SAMPLE_KV)
+BRANCH_GENERATE = {kind: _sampling(action, action.says, (r.GPU_HIDDEN,)) for kind, action in BRANCH_FORWARD.items()}
 HEAD_GENERATE = _sampling(HEAD, "computes what may follow", (r.GPU_LOGITS,))
 
 # ---------------------------------------------------------------------- whole buffers on the compute device

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from penstock.engine.branches.base import BRANCHES
 from penstock.engine.schedule import actions as a
 
 Mode = Literal["forward", "score", "loss", "recompute", "backward", "evaluate", "generate"]
@@ -34,12 +35,15 @@ KINDS: dict[str, Mapping[Mode, a.Action]] = {
         "evaluate": a.LAYER_EVALUATE,
         "generate": a.LAYER_GENERATE,
     },
-    "experts": {
-        "forward": a.EXPERTS_FORWARD,
-        "backward": a.EXPERTS_BACKWARD,
-        "evaluate": a.EXPERTS_EVALUATE,
-        "generate": a.EXPERTS_GENERATE,
-    },
     "head": {"score": a.HEAD_SCORE, "loss": a.HEAD, "evaluate": a.HEAD_EVALUATE, "generate": a.HEAD_GENERATE},
+    **{
+        kind: {
+            "forward": a.BRANCH_FORWARD[kind],
+            "backward": a.BRANCH_BACKWARD[kind],
+            "evaluate": a.BRANCH_EVALUATE[kind],
+            "generate": a.BRANCH_GENERATE[kind],
+        }
+        for kind in BRANCHES
+    },
 }
 """Kind of block -> mode -> what computes the block whole."""

@@ -111,10 +111,10 @@ SORTS = {
         least_ram=400,
     ),
     "experts": Sort(
-        Case("120b_moe", "gh200-480", settings=("train.expert_blocks=true",)),
-        "train.expert_blocks=true model.num_layers=3 train.global_batch_size=8 budgets.ram=40GiB budgets.gpu=60GiB",
+        Case("120b_moe", "gh200-480", settings=("train.split_layers=experts",)),
+        "train.split_layers=experts model.num_layers=3 train.global_batch_size=8 budgets.ram=40GiB budgets.gpu=60GiB",
         2,
-        {"load_routed", "store_routed", "load_drouted", "store_drouted"},
+        {"load_sent", "store_sent", "load_dsent", "store_dsent"},
         lambda plan: any(block.kind == "experts" for block in plan.blocks),
     ),
     "24gb": Sort(

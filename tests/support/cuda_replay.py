@@ -25,13 +25,13 @@ from penstock.app.planning.plan import recipe_task
 from penstock.app.recipes.recipe import apply_overrides, load_recipe
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, AttentionState, Gradients, Operands
+from penstock.engine.branches.base import Sent
 from penstock.engine.config import SamplesConfig, TrainConfig
 from penstock.engine.data.loader import MicroBatch
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.model.anatomy import model_spec
-from penstock.engine.model.experts import Routed
 from penstock.engine.model.layer_graph import Projection
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
@@ -111,23 +111,25 @@ def planned(case: Case) -> Planned:
     return Planned(plan, spec, recipe.train, inputs_bytes(spec, compute_dtype(recipe.train)))
 
 
-class Experts:
-    """Stands in for those that are a block of their own."""
+class Branches:
+    """Stands in for parts of layers that are blocks of their own."""
 
     def __init__(self, around: Arithmetic) -> None:
         self._around = around
 
-    def forward(self, index: int, weights: Tensors, x: Tensor, routed: Routed) -> Tensor:
-        self._around._cuda.use(*weights.values(), x, *routed, write=False)
-        return self._around._result(routed.hidden.shape[0])
+    def forward(self, index: int, weights: Tensors, x: Tensor, sent: Sequence[Tensor]) -> Tensor:
+        self._around._cuda.use(*weights.values(), x, *sent, write=False)
+        return self._around._result(x.shape[0])
 
     def backward(
-        self, index: int, weights: Tensors, routed: Routed, dy: Tensor, grads: Tensors
-    ) -> tuple[Tensor, Tensor]:
-        self._around._cuda.use(*weights.values(), *routed, dy, write=False)
+        self, index: int, weights: Tensors, sent: Sequence[Tensor], dy: Tensor, grads: Tensors
+    ) -> list[Tensor]:
+        self._around._cuda.use(*weights.values(), *sent, dy, write=False)
         self._around._cuda.use(*grads.values(), write=True)
-        tokens, width = routed.shares.shape
-        return self._around._result(tokens), self._around._cuda.scratch(tokens, width, dtype=self._around.dtype)
+        return self._around._scratch(dy.shape[0], [each for each in self._around.spec.sent if each.has_gradient])
+
+    def with_gradient(self, sent: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor for tensor, each in zip(sent, self._around.spec.sent, strict=True) if each.has_gradient]
 
 
 class Arithmetic:
@@ -135,8 +137,8 @@ class Arithmetic:
 
     def __init__(self, cuda: Pretended, shapes: Planned) -> None:
         self.spec, self.device, self.dtype = shapes.spec, DEVICE, compute_dtype(shapes.train)
-        self.layers, self.balance, self.experts = self, None, Experts(self)
-        self.sent: Routed | None = None
+        self.layers, self.balance, self.branches = self, None, Branches(self)
+        self.sent: Sequence[Tensor] = ()
         self._cuda, self._plan, self._inputs_bytes = cuda, shapes.plan, shapes.inputs_bytes
 
     # ------------------------------------------------------------------ ModelRunner
@@ -196,11 +198,11 @@ class Arithmetic:
         return self._result(x.shape[0])
 
     def _send(self, index: int, tokens: int) -> None:
-        if self.spec.expert_modules:
-            routes = [
-                self._cuda.scratch(tokens, self.spec.experts_per_token, dtype=t) for t in (torch.int64, self.dtype)
-            ]
-            self.sent = Routed(self._result(tokens), *routes)
+        self.sent = self._scratch(tokens, self.spec.sent)
+
+    def _scratch(self, tokens: int, sent: Sequence[Sent]) -> list[Tensor]:
+        dtypes = {"compute": self.dtype, "int32": torch.int64, "float32": self.dtype}
+        return [self._cuda.scratch(tokens, each.width, dtype=dtypes[each.dtype]) for each in sent]
 
     def forward_given(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, out: Tensor) -> Tensor:
         self._read(weights, inputs, x, out)

@@ -24,7 +24,7 @@ _SECTIONS_THAT_COUNT = {
         *(
             "objective",
             "optimizer",
-            "expert_blocks",
+            "split_layers",
             "lr",
             "warmup_steps",
             "lr_schedule",

@@ -62,9 +62,7 @@ class Replay:
     def _move(self, verb: str, kind: str, op: Op) -> None:
         content = self._content(kind, op)
         assert verb == "discard" or self._nbytes.setdefault(content, op.nbytes) == op.nbytes, "cut in between"
-        assert not op.batch or (verb in ("load", "store") and kind in ("x", "routed", "kv")), (
-            "a validation saves nothing"
-        )
+        assert not op.batch or (verb in ("load", "store") and kind in ("x", "sent", "kv")), "a validation saves nothing"
         if verb in ("unspill", "discard"):  # the file goes with its content
             assert self.held[op.writes[0]] == content
             self.held[op.writes[0]] = None

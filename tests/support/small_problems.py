@@ -19,7 +19,7 @@ from penstock.storage.files.errors import BudgetError
 from penstock.storage.files.units import least_text
 
 KV_DIM, HEAD_DIM, HEADS, HIDDEN = 16, 8, 4, 32
-ROUTED = 2 * HIDDEN + 16
+SENT = 2 * HIDDEN + 16
 """Bytes of a token that a router sends to experts which are a block of their own."""
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 TIERS = {"gpu": "gpu_budget", "ram": "ram_budget", "nvme": "nvme_budget"}
@@ -70,7 +70,7 @@ def problem(
             saved_inputs=("x",),
             sliding_window=20 if i in sliding else None,
             graph_bytes_per_token=None if i in experts else graph_bytes,
-            routed_bytes_per_token=ROUTED if i in experts else 0,
+            sent_bytes_per_token=SENT if i in experts else 0,
             elementwise_bytes_per_token=graph_bytes or 0,
             matmul_flops_per_token=2 * 4 * 2048,
             unread_flops_per_token=2 * 1024,
@@ -82,9 +82,9 @@ def problem(
                 kind="experts",
                 buffers=(f"layers.{i}.experts",),
                 inputs=(len(blocks) - 1,),
-                input_kinds=("x", "routed"),
-                saved_inputs=("routed",),
-                routed_bytes_per_token=ROUTED,
+                input_kinds=("x", "sent"),
+                saved_inputs=("sent",),
+                sent_bytes_per_token=SENT,
                 matmul_flops_per_token=2 * 2 * 2048,
             )
             blocks.append(own)

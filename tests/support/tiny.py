@@ -156,9 +156,9 @@ def train_run(
 
 
 @cache
-def _spec(config_json: str, freeze: tuple[str, ...], adapter_json: str | None, expert_blocks: bool) -> ModelSpec:
+def _spec(config_json: str, freeze: tuple[str, ...], adapter_json: str | None, split_layers: str | None) -> ModelSpec:
     adapter = None if adapter_json is None else AdapterConfig(**json.loads(adapter_json))
-    spec = take_apart(make_config(json.loads(config_json), "test"), freeze, adapter, expert_blocks=expert_blocks)
+    spec = take_apart(make_config(json.loads(config_json), "test"), freeze, adapter, split_layers=split_layers)
     for dtype in DTYPE_BYTES:
         find_graph_bytes(spec, dtype)
     return spec
@@ -168,11 +168,11 @@ def spec_of(
     config: PretrainedConfig,
     freeze: Sequence[str] = (),
     adapter: AdapterConfig | None = None,
-    expert_blocks: bool = False,
+    split_layers: str | None = None,
 ) -> ModelSpec:
     """The model taken apart, once per config, what is frozen and adapter."""
     used = json.dumps(asdict(adapter)) if adapter is not None and adapter.is_used else None
-    return _spec(config.to_json_string(use_diff=False), tuple(freeze), used, expert_blocks)
+    return _spec(config.to_json_string(use_diff=False), tuple(freeze), used, split_layers)
 
 
 def plan_of(
@@ -235,7 +235,7 @@ def session(
     prepared = prepare_data(run, folder / "data")
     corpus = prepared.corpus
     vocabulary = run.model.vocab_size if prepared.tokenizer is None else prepared.tokenizer.vocab_size
-    spec = spec_of(model_config(run, vocabulary), train.freeze, adapter, train.expert_blocks)
+    spec = spec_of(model_config(run, vocabulary), train.freeze, adapter, train.split_layers)
     prompts = prepare_prompts(run, prepared.tokenizer, spec)
     lengths = None if prompts is None else tuple(map(len, prompts.ids))
     readers = select_readers("auto", device, drives or [folder])

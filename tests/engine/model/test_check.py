@@ -333,7 +333,7 @@ LEAVING: dict[str, Any] = {"gpu": tiny.FLOOR, "group": 1, "offloaded_graphs": "a
 STREAMED: dict[str, Any] = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR, "streamed": True}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MOE = tiny.model(model_type="qwen3_moe", num_layers=2, overrides=EXPERTS)
-APART = {"expert_blocks": True}
+APART = {"split_layers": "experts"}
 HALF_FROZEN = {"freeze": ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]}
 """Half of every layer, and of the lowest blocks everything."""
 TOP = {"freeze": ["*embed_tokens*", "*.layers.*"]}

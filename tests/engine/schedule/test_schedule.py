@@ -18,7 +18,7 @@ from penstock.engine.plan.plan import Plan, cut_chunks, filled_chunks, sample_re
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import ALIGNMENT, DKV_SLOTS, KV_SLOTS, POOLS, PlanOptions, SampleSpace
 from penstock.engine.runtime.block_ops import BlockOps
-from penstock.engine.runtime.expert_ops import ExpertOps
+from penstock.engine.runtime.branch_ops import BranchOps
 from penstock.engine.runtime.handlers import handlers_of, handles
 from penstock.engine.runtime.layer_ops import LayerOps
 from penstock.engine.runtime.sample_ops import SampleOps
@@ -29,11 +29,11 @@ from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import Op
 from penstock.engine.schedule.passes import evaluation, sampling, training
 
-FORWARDS = {a.EMBED_FORWARD, a.LAYER_FORWARD, a.LAYER_FORWARD_BOTTOM, a.EXPERTS_FORWARD}
-TRAINS = FORWARDS | {a.HEAD, a.LAYER_BACKWARD, a.LAYER_BACKWARD_BOTTOM, a.EXPERTS_BACKWARD, a.EMBED_BACKWARD}
+FORWARDS = {a.EMBED_FORWARD, a.LAYER_FORWARD, a.LAYER_FORWARD_BOTTOM, *a.BRANCH_FORWARD.values()}
+TRAINS = FORWARDS | {a.HEAD, a.LAYER_BACKWARD, a.LAYER_BACKWARD_BOTTOM, *a.BRANCH_BACKWARD.values(), a.EMBED_BACKWARD}
 """What takes a chunk through a block to its output, in a step; in a validation:"""
-EVALUATES = {a.EMBED_EVALUATE, a.LAYER_EVALUATE, a.LAYER_EVALUATE_BOTTOM, a.EXPERTS_EVALUATE, a.HEAD_EVALUATE}
-GENERATES = {a.EMBED_GENERATE, a.LAYER_GENERATE, a.EXPERTS_GENERATE, a.HEAD_GENERATE}
+EVALUATES = {a.EMBED_EVALUATE, a.LAYER_EVALUATE, a.LAYER_EVALUATE_BOTTOM, *a.BRANCH_EVALUATE.values(), a.HEAD_EVALUATE}
+GENERATES = {a.EMBED_GENERATE, a.LAYER_GENERATE, *a.BRANCH_GENERATE.values(), a.HEAD_GENERATE}
 validations = st.dictionaries(st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=3))
 """Step after which a validation is made -> micro-batches of its passes, as far as a step has so many."""
 Documents = list[list[int]]
@@ -381,7 +381,7 @@ def test_a_model_that_is_only_queried_is_a_plan_of_weights(budgets: dict[str, in
 
 
 def test_every_action_has_one_handler() -> None:
-    owners = [object.__new__(owner) for owner in (BlockOps, LayerOps, ExpertOps, StateOps, SampleOps)]
+    owners = [object.__new__(owner) for owner in (BlockOps, LayerOps, BranchOps, StateOps, SampleOps)]
     assert handlers_of(*owners).keys() == set(a.ACTIONS.values())
     assert all(name == action.name and action.lane in a.LANES for name, action in a.ACTIONS.items())
 
