@@ -108,9 +108,8 @@ def query_tasks(
 ) -> dict[str, Any]:
     """Evaluate tasks; JSON: `tasks` and `groups` by name, each with its `metrics`.
 
-    `report` hears once what will be asked, before anything is; `say` of data that is fetched; `on_done` of requests that
-    are done. Raises UserError for tasks that there are not or that cannot be asked.
-    """
+    `report` hears once what will be asked, before anything is; `say` of data that is fetched; `on_done` of requests
+    that are done. Raises UserError for tasks that there are not or that cannot be asked. """
     model = HarnessModel(queried, options.chat, report, on_done)
     with _seeded(), _silent():
         loaded = _load(index, say)
@@ -314,10 +313,6 @@ class HarnessModel(TemplateLM):
             if len(without) == len(chat_history):
                 raise
             return self._chat.prompt(without, goes_on=goes_on)
-
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        result: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        return result
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import configparser
 import contextlib
-import importlib.metadata
 import importlib.util
 import netrc
 import os
@@ -13,6 +12,7 @@ import urllib.parse
 from collections.abc import Iterable
 from pathlib import Path
 
+from penstock.app.console.loading import versions
 from penstock.storage.files.errors import UserError
 
 _PACKAGES = {
@@ -44,7 +44,7 @@ def _package(name: str) -> str | None:
     package, least = _PACKAGES[name]
     if not _can_be_imported(name):
         return f"is not installed; `pip install {package}`"
-    version = _version(package) or _version(name) or ""
+    version = next(iter(versions(package, name).values()), "")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers and numbers < least:
         at_least = f"{package}>={'.'.join(map(str, least))}"
@@ -56,12 +56,6 @@ def _can_be_imported(name: str) -> bool:
     """A folder of that name where somebody works, as wandb makes one, is no package."""
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
 
 
 def _wandb() -> str | None:

@@ -45,10 +45,11 @@ def positions_of(ranges: Sequence[RowRange]) -> Tensor:
 
 
 def rows_handler(ranges: Sequence[RowRange], cached: Sequence[KeysValues], chunk: int | None) -> Handler:
-    """Attention of a stream of new tokens: puts their keys and values into `cached`, and attends to all up to their own.
+    """Attention of a stream of new tokens: puts their keys and values into `cached`, and attends to all up to their
+    own.
 
-    `ranges` and `cached`: of each sequence that is part of the stream, in order; rows before `start` are filled. `chunk`:
-    AttentionShape.chunk of the layer. Exact for sliding windows, chunks, soft-caps, sinks and grouped heads.
+    `ranges` and `cached`: of each sequence that is part of the stream, in order; rows before `start` are filled.
+    `chunk`: AttentionShape.chunk of the layer. Exact for sliding windows, chunks, soft-caps, sinks and grouped heads.
     """
 
     def handle(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:

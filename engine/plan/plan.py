@@ -135,7 +135,8 @@ class Plan:
     """RAM slots that hold one saved activation on its way to or from NVMe."""
     activation_stage_bytes: int
     spilled: frozenset[tuple[int, int]]
-    """(block, place) whose saved activations live on NVMe between forward and backward; for places see `group_chunks`."""
+    """(block, place) whose saved activations live on NVMe between forward and backward; for places see
+    `group_chunks`."""
     recomputed: frozenset[int]
     """Layers of which only the input is saved: backward recomputes keys, values and attention."""
     saved_on_gpu: frozenset[tuple[int, int]]
