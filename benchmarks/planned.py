@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.parts.process import require_matplotlib
 from penstock.app.bench.process import markdown_table
 from penstock.app.planning.fit import STEP_TOKENS
-from penstock.app.planning.plan import forecast_or_refusal, recipe_task
+from penstock.app.planning.plan import plan_stages
 from penstock.app.planning.spread import spread
 from penstock.app.recipes import shipped
 from penstock.app.recipes.recipe import load_recipe
@@ -206,8 +206,7 @@ def row_of(job: Job) -> dict[str, Any]:
 
 def forecast(recipe: Recipe, machine: str) -> dict[str, Any]:
     """The JSON object of a forecast, or of its refusal without looking for what would make it fit."""
-    profile, task = recipe_task(recipe, machine)
-    return forecast_or_refusal(task, profile)
+    return next(plan_stages(recipe, machine))
 
 
 def figures(forecast: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from benchmarks.parts.session import NOBODY
 from penstock.app.bench.process import require_folders, scratch
 from penstock.app.console.working import Working
 from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
-from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
-from penstock.engine.data.prepare import make_loader, make_validation, prepare_data
+from penstock.engine.data.corpus.prepare import prepare_data
+from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet, make_loader, make_validation
 from penstock.engine.export import export
 from penstock.engine.hf.config import model_config
 from penstock.engine.model.anatomy import model_spec

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import typer
 
@@ -29,11 +30,11 @@ from benchmarks.parts.cases import small as small_case
 from benchmarks.parts.process import call
 from benchmarks.parts.session import DTYPE, open_drawn
 from benchmarks.parts.setup import Cut, Skip, choose, nvme_bytes
-from penstock.app.bench.kernels import attention_of_chunk, products_of
+from penstock.app.bench.kernels import attention_of_chunk
 from penstock.app.bench.plain import PlainBatch, compiled_steps, plain_steps
 from penstock.app.bench.process import require_folders, scratch
 from penstock.app.console.working import working
-from penstock.app.runs.lanes import lane_shares, length, union
+from penstock.app.runs.lanes import LaneTimes, union
 from penstock.app.runs.ops import STEP_END
 from penstock.app.runs.trace import write_spans
 from penstock.engine.attention import chunk as attention
@@ -44,6 +45,7 @@ from penstock.engine.machine.budgets import free_budgets
 from penstock.engine.machine.compilers import layers_compile, optimizer_compiles
 from penstock.engine.machine.device import configure, memory_use
 from penstock.engine.machine.peaks import hfu, mfu, peak_flops
+from penstock.engine.machine.probe_compute import products_of
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
@@ -223,8 +225,9 @@ def kernel_idle(events: Sequence[dict[str, Any]]) -> float | None:
             streams.setdefault(event["args"]["stream"], []).append((start, start + float(event["dur"])))
     if not streams:
         return None
-    busiest = max((union(intervals) for intervals in streams.values()), key=length)
-    return 1 - length(busiest) / (busiest[-1][1] - busiest[0][0])
+    unions = [union(*np.array(intervals).T) for intervals in streams.values()]
+    busy, start, end = max((float((ends - starts).sum()), starts[0], ends[-1]) for starts, ends in unions)
+    return 1 - busy / float(end - start)
 
 
 # ---------------------------------------------------------------------- what it is compared with
@@ -371,7 +374,7 @@ def figures(case: Case, setup: Cut, ran: Ran, kernels: dict[str, Any]) -> dict[s
     once = executed_flops(setup.spec, nothing_twice, ran.lengths)
     whole = scaled_flops(executed_flops(setup.spec, plan, ran.lengths), depth)
     peak = peak_flops(torch.cuda.get_device_name(setup.device)) if setup.device.type == "cuda" else None
-    lanes = lane_shares(ran.spans, first, last)
+    lanes = LaneTimes(map(Span.of, ran.spans)).shares(first, last)
     return {
         "model": setup.name,
         "label": f"scaled from {len(setup.spec.attention)} layers" if depth != 1 else "all layers",

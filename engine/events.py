@@ -289,14 +289,14 @@ class Observer(Protocol):
 
     def checkpoint_requests(self) -> list[str]:
         """Names of checkpoints requested since the last call; each is made of the step that just ended."""
-        ...
+        return []
 
     def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
         """A checkpoint that was requested as `name` exists, or could not be made for the reason in `error`."""
 
     def wanted(self) -> Want:
         """Queried after each step: go on, commit and wait until that changes, or commit and return."""
-        ...
+        return "run"
 
     def on_pause(self, paused: bool) -> None:
         """The run has committed its step and waits, or goes on."""

@@ -14,11 +14,9 @@ from transformers import PretrainedConfig
 
 from penstock.engine.config import AdapterConfig, DataConfig, Recipe, drive_folders, state_folder
 from penstock.engine.data.corpus.prepare import saved_tokenizer
-from penstock.engine.data.text.chat import ChatTemplate
-from penstock.engine.data.text.read_by_type import read_otherwise
-from penstock.engine.data.text.saved_template import FILE as TEMPLATE_FILE
-from penstock.engine.data.text.saved_template import load_template, trained_ends
-from penstock.engine.data.text.tokenizer import TextTokenizer, tokenizer_contents
+from penstock.engine.data.text.chat import FILE as TEMPLATE_FILE
+from penstock.engine.data.text.chat import ChatTemplate, load_template, trained_ends
+from penstock.engine.data.text.tokenizer import TextTokenizer, read_otherwise, tokenizer_contents
 from penstock.engine.hf import weights
 from penstock.engine.hf.adapter_folder import write_adapter
 from penstock.engine.hf.config import model_config, with_vocabulary
@@ -108,7 +106,9 @@ def export(
                 read = _unrounded(spec, parameters, fixed, like, rows)
             if adapter is not None:
                 whole = take_apart(spec.config)
-                dtypes = {} if dtype != "auto" or like is None else weights.parameter_dtypes(whole, like, rows)
+                dtypes: dict[str, torch.dtype] = {}
+                if dtype == "auto" and like is not None:
+                    dtypes = weights.CheckpointLayout(whole, CheckpointReader(like), rows).dtypes()
                 other = weights.FLOAT_DTYPES[usual if dtype == "auto" else dtype]
                 read = _merging(spec, read, lambda name: dtypes.get(name, other))
                 constants = {plain_name(name): tensor for name, tensor in constants.items()}
@@ -190,7 +190,7 @@ class RunState:
         """Tokens that end a text or a turn of what the run writes."""
         if self.tokenizer is None:
             return frozenset()
-        ends = trained_ends(self.recipe.data, self.tokenizer, self.template)
+        ends = trained_ends(self.recipe.data, self.template)
         return ends | stop_ids(self.origin, self.stored, self.tokenizer)
 
 
@@ -209,7 +209,7 @@ def reading_run(run_dir: Path, recipe: Recipe, checkpoint: str | None = None) ->
     store = NvmeStore.open(folder, drives=drive_folders(run_dir, recipe.storage), read_only=True)
     try:
         origin = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
-        tokenizer = saved_tokenizer(recipe.data, origin, run_dir / "data" / "tokenizer", recipe.model.added_tokens)
+        tokenizer = saved_tokenizer(recipe, run_dir / "data")
         vocabulary = tokenizer.vocab_size if tokenizer else None
         stored = model_config(recipe, vocabulary)
         config = with_vocabulary(stored, recipe, vocabulary)
@@ -249,15 +249,14 @@ def _unrounded(
 
     What there does not round to the run's values has changed since, and is the run's.
     """
-    dtypes = weights.parameter_dtypes(spec, origin, stored)
-    reader = CheckpointReader(origin)
-    layout = weights.CheckpointLayout(spec, reader, stored)
+    layout = weights.CheckpointLayout(spec, CheckpointReader(origin), stored)
+    dtypes = layout.dtypes()
 
     def read_buffer(name: str) -> Mapping[str, Tensor]:
         values, dtype = read(name), fixed.get(name)
         if dtype is None or all(torch.promote_types(dtypes[n], dtype) == dtype for n in values if n in dtypes):
             return values
-        first = dict(weights.read_block(reader, layout, block_of(name)))
+        first = dict(layout.read_block(block_of(name)))
         return {n: first[n] if torch.equal(first[n].to(dtype).float(), v) else v for n, v in values.items()}
 
     return read_buffer

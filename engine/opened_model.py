@@ -215,12 +215,8 @@ class OpenedModel(Texts):
         self.passes_s = []
         if not pairs:
             return []
-        batches: list[list[int]] = [[]]
         sizes = [len(context) + len(continuation) for context, continuation in pairs]
-        for i in sorted(range(len(pairs)), key=lambda i: -sizes[i]):
-            if batches[-1] and sum(sizes[j] for j in (*batches[-1], i)) > batch_tokens:
-                batches.append([])
-            batches[-1].append(i)
+        batches = list(batches_of(sizes, batch_tokens))
         # The last token of a text predicts nothing that is asked. The plan is that of the batch with most tokens.
         lengths = max(([sizes[i] - 1 for i in batch] for batch in batches), key=sum)
         texts = [[pairs[i] for i in batch] for batch in batches]
@@ -317,6 +313,20 @@ class OpenedModel(Texts):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def batches_of(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Indices of `sizes`, larger ones first, in groups that add up to `most` at most, or of one that is larger."""
+    group: list[int] = []
+    total = 0
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        if group and total + sizes[number] > most:
+            yield group
+            group, total = [], 0
+        group.append(number)
+        total += sizes[number]
+    if group:
+        yield group
 
 
 def _holds(plan: Plan, totals: Sequence[int], *, continued: bool) -> bool:

@@ -7,10 +7,8 @@ from functools import cached_property
 from pathlib import Path
 
 from penstock.engine.config import DataConfig
-from penstock.engine.data.text.chat import ChatTemplate, find_template
-from penstock.engine.data.text.saved_template import load_template, trained_ends
+from penstock.engine.data.text.chat import ChatTemplate, find_template, load_template, trained_ends
 from penstock.engine.data.text.tokenizer import TextTokenizer
-from penstock.engine.data.text.turn_ends import turn_ends
 from penstock.engine.hf.generation import stop_ids
 from penstock.engine.runtime.sources import AdapterSource, RunSource, Source
 from penstock.storage.files.errors import UserError
@@ -31,7 +29,7 @@ class Texts:
             self.stop_ids |= stop_ids(where, config, self.tokenizer)
         if self.tokenizer is not None and isinstance(source, RunSource):
             self.template = load_template(data, self.tokenizer, where / "data")
-            self.stop_ids |= trained_ends(data, self.tokenizer, self.template)
+            self.stop_ids |= trained_ends(data, self.template)
         elif self.tokenizer is not None:
             self.template = find_template(data, self.tokenizer)
         self._remarks = list[str]()
@@ -63,9 +61,7 @@ class Texts:
     @cached_property
     def chat_stop_ids(self) -> frozenset[int]:
         """Tokens that end an answer: `stop_ids`, and what ends a turn under the chat template."""
-        if self.template is None or self.tokenizer is None:
-            return self.stop_ids
-        return self.stop_ids | turn_ends(self.template.texts, self.tokenizer)
+        return self.stop_ids if self.template is None else self.stop_ids | self.template.turn_ends
 
     def _tokenizer(self) -> TextTokenizer:
         if self.tokenizer is None:

@@ -25,8 +25,8 @@ from penstock.engine.config import (
     recurrent_notes,
     state_folder,
 )
-from penstock.engine.data.loader import DataLoader, MicroBatch
-from penstock.engine.data.prepare import Data, make_loader, make_validation
+from penstock.engine.data.corpus.prepare import Data
+from penstock.engine.data.loader import DataLoader, MicroBatch, make_loader, make_validation
 from penstock.engine.events import Observer
 from penstock.engine.forecast.costs import Calibration
 from penstock.engine.forecast.report import forecast, predict
@@ -461,8 +461,9 @@ def first_values(
     """The imported or initialised model: its constants, and one after the other its buffers' parameters in float32."""
     if recipe.model.path is not None:
         reader = CheckpointReader(Path(recipe.model.path).expanduser())
-        constants = weights.read_constants(reader, spec, None if new_rows is None else new_rows.stored)
-        buffers: Iterable[tuple[str, dict[str, Tensor]]] = weights.import_blocks(reader, spec, new_rows)
+        layout = weights.CheckpointLayout(spec, reader, None if new_rows is None else new_rows.stored)
+        constants = layout.read_constants()
+        buffers: Iterable[tuple[str, dict[str, Tensor]]] = weights.import_blocks(layout, new_rows)
     else:
         constants = initial_constants(spec)
         buffers = Initializer(spec, recipe.train.seed, recipe.model.embedding_std).buffers()

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.engine.config import Recipe
-from penstock.engine.data.prepare import Data, prepare_data
-from penstock.engine.data.text.read_by_type import read_otherwise
-from penstock.engine.data.text.tokenizer import TextTokenizer
+from penstock.engine.data.corpus.prepare import Data, prepare_data
+from penstock.engine.data.text.tokenizer import TextTokenizer, read_otherwise
 from penstock.engine.events import Observer
 from penstock.engine.hf import weights
 from penstock.engine.hf.adapter_folder import Start, open_start

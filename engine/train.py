@@ -9,7 +9,7 @@ import gc
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +37,27 @@ POLL_S = 0.2
 """Between two looks of a paused run at what is wanted of it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class TrainResult:
-    """What a run, or this process's part of it, came to."""
+    """What a run, or this process's part of it, came to; a run on several machines has no figures of one machine."""
 
     steps: int
     """Steps of the whole run so far."""
-    steps_done: int
+    steps_done: int = 0
     """Steps of this process."""
-    tokens: int
-    first_loss: float | None
-    last_loss: float | None
-    tiers: dict[str, dict[str, int]]
+    tokens: int = 0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    tiers: dict[str, dict[str, int]] = field(default_factory=dict)
     """gpu, ram, nvme -> budget_bytes, peak_bytes."""
-    lanes: dict[str, dict[str, float]]
+    lanes: dict[str, dict[str, float]] = field(default_factory=dict)
     """lane -> busy_s, bytes."""
-    drives: list[dict[str, Any]]
+    drives: list[dict[str, Any]] = field(default_factory=list)
     """Per drive: path, bytes_read, bytes_written, bytes_written_per_step, percentage_used (None where unknown)."""
-    gpu_memory: dict[str, int] | None
+    gpu_memory: dict[str, int] | None = None
     """Peaks of the GPU's memory allocator: allocated_bytes, reserved_bytes, and fragmentation_bytes between them; None
     without a GPU."""
-    attention: dict[str, Any]
+    attention: dict[str, Any] = field(default_factory=dict)
     """installed: kernels for CUDA -> null, or why they are not there for this GPU, null without a GPU; chosen: forward,
     backward -> kernels that ran."""
     stopped: bool
@@ -206,8 +206,6 @@ def _run(session: Session, observer: Observer) -> TrainResult:
         last_loss=steps[-1].loss if steps else None,
         tiers=_tiers(session, live.tier_bytes()),
         lanes=live.lanes,
-        drives=[],
-        gpu_memory=None,
         attention=_attention(session.device),
         stopped=not session.is_over,
         early_end=early_end,

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.engine.config import state_folder
 from penstock.engine.data.corpus.files import verify_corpus
-from penstock.engine.data.text import saved_template
+from penstock.engine.data.text import chat
 from penstock.engine.data.text.made_tokenizer import ADDED_FOLDER, require_intact
 from penstock.engine.hf.constants import CONSTANTS_FILE, verify_constants
 from penstock.storage.files.errors import UserError
@@ -21,12 +21,12 @@ def verify_run_files(run_dir: Path, meta: dict[str, Any]) -> int:
     Raises UserError with a line for each damaged file.
     """
     tokenizer, corpus, state = run_dir / "data" / "tokenizer", run_dir / "data" / "corpus", state_folder(run_dir)
-    added, template = run_dir / "data" / ADDED_FOLDER, run_dir / "data" / saved_template.FILE
+    added, template = run_dir / "data" / ADDED_FOLDER, run_dir / "data" / chat.FILE
     checks: list[tuple[Path, Callable[[], int]]] = [
         (tokenizer, lambda: require_intact(tokenizer)),
         (added, lambda: require_intact(added)),
         (corpus, lambda: verify_corpus(corpus)),
-        (template, lambda: saved_template.verify_template(template)),
+        (template, lambda: chat.verify_template(template)),
         (state, lambda: verify_constants(state / CONSTANTS_FILE, meta.get("constants"))),
     ]
     size, failures = run_checks(check for folder, check in checks if folder.exists())

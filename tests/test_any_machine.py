@@ -15,7 +15,7 @@ import pytest
 from cli_process import PATIENCE_S
 from transformers import AutoModelForCausalLM
 
-from penstock.app.planning.plan import plan_recipe
+from penstock.app.planning.plan import plan_stages
 from penstock.app.recipes.recipe import apply_overrides, load_recipe
 
 UNWRITABLE = "/proc"
@@ -134,6 +134,6 @@ def test_each_recipe_starts_anywhere(tmp_path: Path, recipe: str, name: str) -> 
 @pytest.mark.parametrize("recipe", SMALL)
 def test_the_recipes_as_they_are_fit_in_either_dtype(recipe: str, dtype: str) -> None:
     wanted = apply_overrides(load_recipe(recipe), [f"train.compute_dtype={dtype}"])
-    found = plan_recipe(wanted, advice=False)
+    found = next(plan_stages(wanted))
     assert found["fits"]
     assert all(found["tiers"][tier]["peak_bytes"] <= found["tiers"][tier]["budget_bytes"] for tier in ("gpu", "ram"))

@@ -25,7 +25,7 @@ ROOMS = ["branches", "plan", "attention", "optim", "objectives", "schedule", "mo
 ROOMS += ["machine", "data", "hf", "forecast", "generate", "runtime"]
 """From the ground up; a room imports itself and those before it."""
 DATA = ["files", "text", "needles", "formats", "corpus"]
-"""Rooms of engine/data from the ground up, above its rows, samples and position; its other modules are above them."""
+"""Rooms of engine/data from the ground up, above its samples and position; its other modules are above them."""
 ABOVE = "cluster"
 """The room above engine's own files, which are above all others."""
 PLANNING = ("engine.plan", "engine.schedule", "engine.forecast")
@@ -117,7 +117,7 @@ def test_rooms_of_the_engine_import_one_way() -> None:
 def test_rooms_of_the_data_import_one_way() -> None:
     def data_floor(module: str) -> int:
         room = module.split(".")[3]
-        if room in ("rows", "samples", "position"):
+        if room in ("samples", "position"):
             return 0
         return 1 + (DATA.index(room) if room in DATA else len(DATA))
 

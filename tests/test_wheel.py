@@ -57,7 +57,7 @@ async def until(pilot, condition):
 
 async def main():
     async with app.run_test(size=(120, 40)) as pilot:
-        app.open_configure(Path("mine.json"))
+        app.open("configure", Path("mine.json"))
         await until(pilot, lambda: "fits on this machine" in shown())
         await pilot.press("l")
         await until(pilot, lambda: "Launch (y)" in shown())

@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 
 from penstock.app.console.rows import plain
 from penstock.app.planning.machines import machine_infos
-from penstock.app.planning.plan import plan_recipe
+from penstock.app.planning.plan import plan_stages
 from penstock.app.recipes.recipe import apply_overrides
 from penstock.engine.attention.select import attention_report, forget
 from penstock.engine.config import DataConfig
@@ -86,7 +86,7 @@ def test_the_command_line_takes_its_name() -> None:
 def test_it_is_listed_and_planned_on() -> None:
     assert "l40s-256" in [info.name for info in machine_infos()]
     recipe = tiny.recipe(train=tiny.training(device="auto", compute_dtype="bfloat16"))
-    result = plan_recipe(recipe, "l40s-256", advice=False)
+    result = next(plan_stages(recipe, "l40s-256"))
     assert result["fits"]
     assert result["machine"]["name"] == "l40s-256"
 

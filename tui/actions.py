@@ -135,13 +135,7 @@ _TABLE: dict[str, list[tuple[str, str, str, str] | tuple[str, str, str, str, int
         ("filter_log", "slash", "Filter log", "Show log lines that contain a word; !word hides them."),
     ],
     "run: the run": [
-        (
-            "save_checkpoint",
-            "k",
-            "Checkpoint",
-            "Save a named checkpoint after this step; asks first.",
-            FOOTER | ACTS,
-        ),
+        ("save_checkpoint", "k", "Checkpoint", "Save a named checkpoint after this step; asks first.", FOOTER | ACTS),
         ("pause", "P", "Pause", "Pause the run once its step is committed; asks first.", FOOTER | ACTS),
         ("resume", "R", "Resume", "Resume a paused, stopped, failed or crashed run.", FOOTER | ACTS),
         ("stop", "S", "Stop", "Stop the run once its step is committed; asks first.", FOOTER | ACTS),

@@ -7,8 +7,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError
 from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from penstock.app.console.rows import ASCII, UNICODE, Glyphs
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import printable
 from penstock.tui.actions import Action, actions, bindings
-from penstock.tui.filters import AsciiFilter, PrintableFilter
+from penstock.tui.filters import IN_ASCII, PRINTABLE
 from penstock.tui.host import Host
 from penstock.tui.paths import written_path
 from penstock.tui.screens.base import PenstockScreen
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from penstock.tui.data.home_plans import HomePlans
 
 BAD_INPUT = 2
+_ACTING = ("configure", "fit", "finetune")
+"""Screens that do more than show."""
 
 
 def terminal_glyphs() -> Glyphs:
@@ -86,18 +88,16 @@ class PenstockApp(App[None]):
         return HomePlans(self.root, may_plan=self._plans_recipes)
 
     def on_mount(self) -> None:
-        from penstock.tui.screens.home import HomeScreen
-
-        self.push_screen(HomeScreen())
+        self.open("home")
         if self._first_run is not None:
-            self.open_run(self._first_run)
+            self.open("run", self._first_run)
         if not self.glyphs.braille:
             self.add_class("-ascii")
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Textual's hook: what every line drawn goes through."""
-        filters = [*super().get_line_filters(), PrintableFilter()]
-        return filters if self.glyphs.braille else [*filters, AsciiFilter()]
+        filters = [*super().get_line_filters(), PRINTABLE]
+        return filters if self.glyphs.braille else [*filters, IN_ASCII]
 
     def notify(
         self,
@@ -111,60 +111,20 @@ class PenstockApp(App[None]):
         """Textual's, but that no text is taken for markup: most have names of files and models in them."""
         super().notify(printable(message), title=title, severity=severity, timeout=timeout, markup=False)
 
-    def open_run(self, run_path: Path) -> None:
-        """Show a run."""
-        from penstock.tui.screens.run import RunScreen
-
-        self.push_screen(RunScreen(run_path))
-
-    def open_timeline(self, run_path: Path, step: int | None = None) -> None:
-        """Show a step of a run; None: its last."""
-        from penstock.tui.screens.timeline import TimelineScreen
-
-        self.push_screen(TimelineScreen(run_path, step))
-
-    def open_configure(self, recipe_path: Path) -> None:
-        """Configure a recipe: a .py file, or the recipe.json of a run. It executes the file, and plans."""
-        if self.refuses():
+    def open(self, name: str, *arguments: Any) -> None:
+        """Show a screen of tui/screens/NAME.py: `run`, its path; `timeline`, that and a step, None its last one;
+        `compare`, paths of runs; `configure`, a .py file, which it executes, or a run's recipe.json, and plans; `fit`,
+        a machine, empty this one, for which it plans models; `finetune`: reads a model and data, and may fetch them.
+        """
+        if name in _ACTING and self.refuses():
             return
-        from penstock.tui.screens.configure import ConfigureScreen
-
-        self.push_screen(ConfigureScreen(recipe_path))
-
-    def open_fit(self, machine: str = "") -> None:
-        """Show which models a machine can train, this one unless another is named, which plans them."""
-        if self.refuses():
-            return
-        from penstock.tui.screens.fit import FitScreen
-
-        self.push_screen(FitScreen(machine))
-
-    def open_finetune(self) -> None:
-        """Make a recipe of a model and data, which are read, and may be fetched."""
-        if self.refuses():
-            return
-        from penstock.tui.screens.finetune import FinetuneScreen
-
-        self.push_screen(FinetuneScreen())
-
-    def open_compare(self, run_paths: list[Path]) -> None:
-        """Compare runs."""
-        from penstock.tui.screens.compare import CompareScreen
-
-        self.push_screen(CompareScreen(run_paths))
+        module = import_module(f"penstock.tui.screens.{name}")
+        self.push_screen(getattr(module, f"{name.capitalize()}Screen")(*arguments))
 
     def on_show(self, screen: Screen[Any]) -> bool:
-        """Whether `screen` is the one that is seen, if only behind a dialog; may be asked from any thread."""
+        """Whether `screen` is the one that is seen, if only behind a dialog."""
         stack = [shown for shown in self._screen_stacks.get("_default", []) if isinstance(shown, PenstockScreen)]
         return bool(stack) and stack[-1] is screen
-
-    def from_thread(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call `function` in the UI's thread and wait for it; nothing where the application is closing."""
-        try:
-            self.call_from_thread(function, *args, **kwargs)
-        except (RuntimeError, CancelledError):
-            if self.is_running:
-                raise
 
     def refuses(self) -> bool:
         """Whether no action is taken here, which it says then."""

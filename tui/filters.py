@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 from rich.cells import cell_len
@@ -14,27 +15,16 @@ from penstock.storage.files.untrusted import printable
 _MOVES = str.maketrans("\t\n", "  ")
 
 
-class PrintableFilter(LineFilter):
-    """What a terminal would obey, in whatever text it came, is shown as U+FFFD: a last net under all that is drawn.
+class TextFilter(LineFilter):
+    """Gives text that is not `fine` as `mended` has it."""
 
-    Tabs and line ends would leave the cells that a widget has: they are spaces.
-    """
-
-    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        return [
-            segment
-            if segment.text.isprintable()
-            else Segment(printable(segment.text).translate(_MOVES), segment.style, segment.control)
-            for segment in segments
-        ]
-
-
-class AsciiFilter(LineFilter):
-    """Gives what Textual itself draws in other characters, borders and scrollbars, in ASCII; letters stay."""
+    def __init__(self, fine: Callable[[str], bool], mended: Callable[[str], str]) -> None:
+        super().__init__()
+        self._fine, self._mended = fine, mended
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [
-            segment if segment.text.isascii() else Segment(_ascii(segment.text), segment.style, segment.control)
+            segment if self._fine(segment.text) else Segment(self._mended(segment.text), segment.style, segment.control)
             for segment in segments
         ]
 
@@ -54,3 +44,11 @@ _REPLACED = str.maketrans(
 def _ascii(text: str) -> str:
     text = text.translate(_REPLACED)
     return "".join(char if ord(char) < _FIRST_SYMBOL else "?" * cell_len(char) for char in text)
+
+
+PRINTABLE = TextFilter(str.isprintable, lambda text: printable(text).translate(_MOVES))
+"""What a terminal would obey, in whatever text it came, is shown as U+FFFD: a last net under all that is drawn.
+
+Tabs and line ends would leave the cells that a widget has: they are spaces."""
+IN_ASCII = TextFilter(str.isascii, _ascii)
+"""Gives what Textual itself draws in other characters, borders and scrollbars, in ASCII; letters stay."""

@@ -38,22 +38,15 @@ _COLOURS = {
     "part.update": ("#cfe07a", "#5f6c00"),
     "part.validation": ("#c9bdf2", "#6a55b0"),
     "part.samples": ("#8fd9c8", "#1f7a68"),
-    "stall": ("#ff6b5e", "#b3261e"),
-    "tier.gpu": ("#e69f00", "#a86f00"),
-    "tier.ram": ("#009e73", "#00795a"),
-    "tier.nvme": ("#56b4e9", "#0072b2"),
-    "flight": ("#f0e442", "#7a7000"),
     "predicted": ("#8a7fd1", "#5b4fb0"),
-    "critical": ("#ff6b5e", "#b3261e"),
     "title": ("#e8edf3", "#101820"),
-    "series.0": ("#56b4e9", "#0072b2"),
-    "series.1": ("#e69f00", "#a86f00"),
-    "series.2": ("#009e73", "#00795a"),
-    "series.3": ("#cc79a7", "#a8457c"),
-    "series.4": ("#f0e442", "#7a7000"),
-    "series.5": ("#d55e00", "#b34a00"),
 }
 """Token -> its colour on a dark background and on a light one."""
+_SERIES = ("nvme_read", "compute", "h2d", "d2h", "optimizer", "nvme_write")
+_SAME = {"stall": "bad", "critical": "bad", "flight": "lane.optimizer"}
+_SAME |= {"tier.gpu": "lane.compute", "tier.ram": "lane.h2d", "tier.nvme": "lane.nvme_read"}
+_SAME |= {f"series.{number}": f"lane.{lane}" for number, lane in enumerate(_SERIES)}
+_COLOURS |= {token: _COLOURS[other] for token, other in _SAME.items()}
 _BOLD = {"bold", "title", "ema", "critical", "accent"}
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.attention.backends import AttentionCall, Backend, Gradients, Operands
@@ -16,6 +14,7 @@ from penstock.engine.attention.select import Attends, measured, prepare, select
 from penstock.engine.attention.spans import Call, spans
 from penstock.engine.clock import clock
 from penstock.engine.config import TrainConfig
+from penstock.engine.machine.probe_compute import products_of, random_operand
 from penstock.engine.model.spec import AttentionShape, ModelSpec, layouts
 from penstock.engine.optim.base import UpdateRange, find_optimizer
 
@@ -62,20 +61,6 @@ def step_kernels(
     return times
 
 
-def products_of(
-    matrix: tuple[int, ...], rows: int, device: torch.device, dtype: torch.dtype
-) -> Iterator[Callable[[], object]]:
-    """A matrix's product with rows [rows, in_features], and those that give its gradient and theirs.
-
-    `matrix`: its (out_features, in_features). Results go into memory that is there already.
-    """
-    out_features, in_features = matrix
-    weight = _random((out_features, in_features), device, dtype)
-    x, dy = (_random((rows, width), device, dtype) for width in (in_features, out_features))
-    for left, right, like in ((x, weight.t(), dy), (dy, weight, x), (dy.t(), x, weight)):
-        yield partial(torch.mm, left, right, out=torch.empty_like(like))
-
-
 def _attention_once(
     shape: AttentionShape, rows: int, row_tokens: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[float, float]:
@@ -85,7 +70,7 @@ def _attention_once(
     result = [(rows * engine["forward"][1], rows * engine["backward"][1])]
     if shape.window is None and shape.qk_dim == shape.v_dim:
         q, k, v = (
-            _random((rows, row_tokens, heads, shape.qk_dim), device, dtype).transpose(1, 2).requires_grad_()
+            random_operand((rows, row_tokens, heads, shape.qk_dim), device, dtype).transpose(1, 2).requires_grad_()
             for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
         )
         attend = partial(functional.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
@@ -104,7 +89,7 @@ def _adamw_once(spec: ModelSpec, device: torch.device, train: TrainConfig, *, co
     optimizer_spec = find_optimizer(train)
     optimizer = optimizer_spec.make("compiled" if compiled else "fused")
     state = {kind: torch.zeros(layout.numel, device=device) for kind in optimizer_spec.state_kinds}
-    gradient, weights = (_random((layout.numel,), device, getattr(torch, train.compute_dtype)) for _ in range(2))
+    gradient, weights = (random_operand((layout.numel,), device, getattr(torch, train.compute_dtype)) for _ in range(2))
     where = UpdateRange(layout, 0, layout.numel)
     scalars = optimizer.scalars(train, train.lr, 1, 1.0, device)
     work = partial(optimizer.step, state, gradient, weights, where, scalars)
@@ -113,7 +98,7 @@ def _adamw_once(spec: ModelSpec, device: torch.device, train: TrainConfig, *, co
 
 def _once(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of one `work` on the device that is not its first."""
-    return clock(lambda: _drop(work()), device, 0.0)
+    return clock(work, device, 0.0)
 
 
 def attention_of_chunk(
@@ -121,10 +106,10 @@ def attention_of_chunk(
 ) -> dict[str, tuple[int, float, str]]:
     """Direction -> pairs, seconds and kernels' names of the chunk start..end of one document."""
     n = end - start
-    q = _random((n, shape.heads, shape.qk_dim), device, dtype)
-    k = _random((end, shape.kv_heads, shape.qk_dim), device, dtype)
-    v = _random((end, shape.kv_heads, shape.v_dim), device, dtype)
-    dout = _random((n, shape.heads, shape.v_dim), device, dtype)
+    q = random_operand((n, shape.heads, shape.qk_dim), device, dtype)
+    k = random_operand((end, shape.kv_heads, shape.qk_dim), device, dtype)
+    v = random_operand((end, shape.kv_heads, shape.v_dim), device, dtype)
+    dout = random_operand((n, shape.heads, shape.v_dim), device, dtype)
     x = Operands(q, k, v, AttentionCall(shape.qk_dim**-0.5, shape.window), start)
     # Log-sum-exp of about what such scores have; the kernels' speed does not depend on it.
     lse = torch.full((shape.heads, n), float(torch.tensor(end).log()), device=device)
@@ -139,24 +124,14 @@ def attention_of_chunk(
                 strategy = select(x, unit, given if direction == "backward" else None)
                 calls += [(strategy.backend, call) for group in strategy.groups(unit) for call in group]
 
-        def forward(calls: Iterable[tuple[Backend, Call]] = calls) -> None:
+        def work(calls: Iterable[tuple[Backend, Call]] = calls, is_forward: bool = direction == "forward") -> None:
             for backend, call in calls:
-                _drop(backend.forward(x.of(call), call.geometry))
+                if is_forward:
+                    backend.forward(x.of(call), call.geometry)
+                else:
+                    backend.backward(x.of(call), given.of(x.rows(call)), call.geometry)
 
-        def backward(calls: Iterable[tuple[Backend, Call]] = calls) -> None:
-            for backend, call in calls:
-                _drop(backend.backward(x.of(call), given.of(x.rows(call)), call.geometry))
-
-        work = forward if direction == "forward" else backward
         names = ", ".join(sorted({backend.name for backend, _ in calls}))
         pairs = sum(call.geometry.pairs for _, call in calls)
         result[direction] = (pairs, clock(work, device, seconds / 2), names)
     return result
-
-
-def _random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, device=device, dtype=dtype)
-
-
-def _drop(result: Any) -> None:
-    """A result that nobody reads."""

@@ -102,7 +102,7 @@ def compiled_steps(
     update: Callable[..., None] = torch.compile(_update, dynamic=True)
     moments = [(torch.zeros_like(master), torch.zeros_like(master)) for master in masters]
     decay = [1 - train.lr * train.weight_decay if master.ndim > 1 else 1.0 for master in masters]
-    clip_norm = train.clip_norm or float("inf")
+    clip_norm, constants = train.clip_norm or float("inf"), (train.lr, train.beta1, train.beta2, train.eps)
     for number, micro_batches in enumerate(batches, start=1):
         start = time.perf_counter()
         targets = sum(_targets(batch) for batch in micro_batches)
@@ -129,17 +129,7 @@ def compiled_steps(
                 flat = [tensor.flatten() for tensor in (master, first, second, gradients.pop(0))]
                 param.grad = None
                 kept = torch.full((), keep, device=device)
-                update(
-                    *flat,
-                    None if own else param.flatten(),
-                    clip,
-                    rates,
-                    kept,
-                    train.lr,
-                    train.beta1,
-                    train.beta2,
-                    train.eps,
-                )
+                update(*flat, None if own else param.flatten(), clip, rates, kept, *constants)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         yield float(loss), float(norm), time.perf_counter() - start

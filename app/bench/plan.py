@@ -14,8 +14,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +26,7 @@ from penstock.app.bench.plan_cases import CASES, CUDA_CASES, PlanCase, small
 from penstock.app.bench.process import CallFailed, call, markdown_table, require_folders, scratch, show
 from penstock.app.console.working import working
 from penstock.app.launch.run import run_training
+from penstock.app.recipes.recipe import from_dict, to_dict
 from penstock.app.runs.directory import RunDir
 from penstock.app.runs.files import JsonLines
 from penstock.engine.machine.limits import machine_memory
@@ -39,51 +39,41 @@ LIMIT_S = 300.0
 """A case that takes longer is ended and counts as failed."""
 TIERS = ("gpu", "ram", "nvme")
 
-RunCase = Callable[[PlanCase, Path], None]
-"""Trains a case in a run directory; raises UserError when that fails."""
 
-
-def run_case(case: PlanCase, run_dir: Path, limit_s: float = LIMIT_S) -> None:
+def run_case(case: PlanCase, run_dir: Path) -> None:
     """Train a case in a process of its own. UserError of one line: a refusal's own words, or how the process ended."""
-    call("penstock.app.bench.plan:train_case", asdict(case), str(run_dir), limit_s=limit_s)
+    call("penstock.app.bench.plan:train_case", to_dict(case.recipe), str(run_dir), limit_s=LIMIT_S)
 
 
-def train_case(case: dict[str, Any], run_dir: str) -> None:
-    with RunDir.create(PlanCase(**case).recipe(), Path(run_dir)) as run:
+def train_case(recipe: dict[str, Any], run_dir: str) -> None:
+    with RunDir.create(from_dict(recipe), Path(run_dir)) as run:
         run_training(run, resume=False)
 
 
-def bench_plan(
-    *,
-    json: bool = False,
-    folder: Path | None = None,
-    cases: Sequence[PlanCase] | None = None,
-    run: RunCase = run_case,
-) -> dict[str, Any]:
+def bench_plan(*, json: bool = False, folder: Path | None = None, cases: Sequence[PlanCase]) -> dict[str, Any]:
     """Run every case and print what was planned beside what was measured, as a table or JSON.
 
-    `cases` default to those of this machine. Returns the report. Run directories are below `folder` (the current one
+    Returns the report. Run directories are below `folder` (the current one
     when none) and removed. A case that fails stops no other. Raises UserError for a folder that is not there.
     """
     require_folders(folder)
-    cases = cases_here() if cases is None else cases
     rows = []
     for number, case in enumerate(cases, start=1):
         with working(f"case {number} of {len(cases)}: {case.name}"):
-            rows.append(row_of(case, folder, run))
+            rows.append(row_of(case, folder))
         print(f"{number}/{len(cases)} {progress(rows[-1])}", file=sys.stderr, flush=True)
     report = report_of(rows)
     show(report, table(report), as_json=json)
     return report
 
 
-def row_of(case: PlanCase, folder: Path | None, run: RunCase = run_case) -> dict[str, Any]:
+def row_of(case: PlanCase, folder: Path | None) -> dict[str, Any]:
     """One case, trained and compared; where it failed, `error` says why in one line."""
     started = time.monotonic()
     row: dict[str, Any] = {"case": case.name, "about": case.about}
     with scratch(folder) as path:
         try:
-            run(case, Path(path) / "run")
+            run_case(case, Path(path) / "run")
             row |= compare(Path(path) / "run")
         except CallFailed as error:
             row |= {"error": str(error), "output": error.output}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.storage.files.disk import fsync_file, write_file
+from penstock.storage.files.disk import fsync_file, held, read_all, write_all, write_file
 from penstock.storage.tier.drives import READ_THREADS, WRITE_THREADS
 
 LOOP_THREADS = max(READ_THREADS, WRITE_THREADS)
@@ -46,15 +46,8 @@ class RawFiles:
     count: int
     file_bytes: int
 
-    def path(self, index: int) -> Path:
-        return self.folder / f"raw.{index}"
-
     def paths(self) -> list[Path]:
-        return [self.path(index) for index in range(self.count)]
-
-    @property
-    def total_bytes(self) -> int:
-        return self.count * self.file_bytes
+        return [self.folder / f"raw.{index}" for index in range(self.count)]
 
     def create(self, data: torch.Tensor) -> None:
         """Write all files, `data` uint8 [file_bytes] in each: from then on their extents exist and are initialised."""
@@ -65,43 +58,28 @@ class RawFiles:
             fsync_file(path)
 
 
-class RawLoop:
-    """Threads that each write or read one whole file at a time, as many for a drive as the store uses."""
+def move_files(drives: Sequence[RawFiles], slots: Sequence[torch.Tensor], *, write: bool) -> Timed:
+    """Overwrite or read every file, all drives at once, unsynced; cached where there is no direct I/O.
 
-    def __init__(self, slots: Sequence[torch.Tensor]):
-        """`slots` uint8 [file_bytes] each, from an arena: LOOP_THREADS for each drive are written from and read into.
+    Threads each move one whole file at a time, as many for a drive as the store uses. `slots`: uint8 [file_bytes] each,
+    from an arena, LOOP_THREADS for each drive are written from and read into. Memory matters: without the arena's huge
+    pages the kernel cuts requests four times smaller.
+    """
+    flags = (os.O_WRONLY if write else os.O_RDONLY) | os.O_CLOEXEC
 
-        Memory matters: without the arena's huge pages the kernel cuts requests four times smaller.
-        """
-        self._slots = slots
+    def lane(paths: Sequence[Path], slot: torch.Tensor) -> None:
+        view = slot.numpy().data
+        for path in paths:
+            with held(_open_direct(path, flags)) as fd:
+                if write:
+                    write_all(fd, [view], 0)
+                else:
+                    assert read_all(fd, [view], 0), "the file is shorter than it was written"
 
-    def run(self, drives: Sequence[RawFiles], *, write: bool) -> Timed:
-        """Overwrite or read every file, all drives at once, unsynced; cached where there is no direct I/O."""
-        flags = (os.O_WRONLY if write else os.O_RDONLY) | os.O_CLOEXEC
-
-        def lane(drive: RawFiles, thread: int, slot: torch.Tensor) -> None:
-            view = slot.numpy().data
-            for index in range(thread, drive.count, LOOP_THREADS):
-                fd = _open_direct(drive.path(index), flags)
-                try:
-                    if write:
-                        _write(fd, view)
-                    else:
-                        _read(fd, view)
-                finally:
-                    os.close(fd)
-
-        with ThreadPoolExecutor(len(drives) * LOOP_THREADS) as pool:
-
-            def work() -> None:
-                slots = iter(self._slots)
-                lanes = [
-                    pool.submit(lane, drive, thread, next(slots)) for drive in drives for thread in range(LOOP_THREADS)
-                ]
-                for future in lanes:
-                    future.result()
-
-            return timed(sum(drive.total_bytes for drive in drives), work)
+    lanes = [drive.paths()[thread::LOOP_THREADS] for drive in drives for thread in range(LOOP_THREADS)]
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        num_bytes = sum(drive.count * drive.file_bytes for drive in drives)
+        return timed(num_bytes, lambda: list(pool.map(lane, lanes, slots)))
 
 
 def sync_files(paths: Sequence[Path]) -> float:
@@ -115,11 +93,8 @@ def sync_files(paths: Sequence[Path]) -> float:
 def drop_cached(paths: Sequence[Path]) -> None:
     """Ask the kernel to forget the cached pages of synced files, so that a read through the page cache is cold."""
     for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
+        with held(os.open(path, os.O_RDONLY)) as fd:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
 
 
 def _open_direct(path: Path, flags: int) -> int:
@@ -127,17 +102,3 @@ def _open_direct(path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_DIRECT)
     except OSError:
         return os.open(path, flags)
-
-
-def _write(fd: int, data: memoryview) -> None:
-    offset = 0
-    while offset < len(data):
-        offset += os.pwrite(fd, data[offset:], offset)
-
-
-def _read(fd: int, out: memoryview) -> None:
-    offset = 0
-    while offset < len(out):
-        count = os.preadv(fd, [out[offset:]], offset)
-        assert count, "the file is shorter than it was written"
-        offset += count

@@ -20,10 +20,10 @@ from penstock.app.bench.plain import PlainBatch, compiled_steps, plain_steps
 from penstock.app.bench.process import call, resident_bytes, scratch, show
 from penstock.app.console.working import Working
 from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
-from penstock.engine.events import Observer, StepMetrics, Want
+from penstock.engine.events import Observer, StepMetrics
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.compilers import layers_compile, optimizer_compiles
-from penstock.engine.machine.precision import with_compute_dtype
+from penstock.engine.machine.precision import usual_dtype
 from penstock.engine.model.anatomy import model_spec
 from penstock.engine.train import train
 from penstock.storage.files.errors import UserError
@@ -181,9 +181,7 @@ def _device() -> torch.device:
 
 def _dtype() -> Literal["bfloat16", "float32"]:
     """What both compute in: bfloat16, on a device without its instructions float32."""
-    decided = with_compute_dtype(TrainConfig(steps=1, compute_dtype="auto"), _device()).compute_dtype
-    assert decided != "auto"
-    return decided
+    return usual_dtype(_device())
 
 
 def _compiles() -> bool:
@@ -215,12 +213,6 @@ class _StepClock(Observer):
     def on_step(self, metrics: StepMetrics) -> None:
         self.ended_s.append(time.perf_counter())
 
-    def checkpoint_requests(self) -> list[str]:
-        return []
-
-    def wanted(self) -> Want:
-        return "run"
-
 
 def _recipe(steps: int, batch: tuple[int, int], budgets: BudgetConfig) -> Recipe:
     dtype = _dtype()
@@ -245,11 +237,6 @@ def _recipe(steps: int, batch: tuple[int, int], budgets: BudgetConfig) -> Recipe
             chunk_tokens=min(rows * row_tokens, MAX_CHUNK_TOKENS),
             lr=1e-4,
             lr_schedule="constant",
-            beta1=0.9,
-            beta2=0.95,
-            eps=1e-8,
-            weight_decay=0.1,
-            clip_norm=1.0,
             compute_dtype=dtype,
             compile="on" if _compiles() else "off",  # as in a run of many steps
             gradient_dtype=dtype,  # what plain PyTorch's backward leaves; ours is summed in float32 before

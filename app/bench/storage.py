@@ -28,15 +28,7 @@ from typing import Any
 import torch
 
 from penstock.app.bench.process import raised_by_signals, scratch, show
-from penstock.app.bench.raw_io import (
-    LOOP_THREADS,
-    RawFiles,
-    RawLoop,
-    Timed,
-    drop_cached,
-    sync_files,
-    timed,
-)
+from penstock.app.bench.raw_io import LOOP_THREADS, RawFiles, Timed, drop_cached, move_files, sync_files, timed
 from penstock.app.console.working import working
 from penstock.engine import preparing
 from penstock.storage.files.disk import require_writable
@@ -97,16 +89,15 @@ def bench_storage(
     with contextlib.ExitStack() as cleanup:
         # As Ctrl-C does by itself.
         cleanup.enter_context(raised_by_signals(lambda number: SystemExit(128 + number), signal.SIGTERM, signal.SIGHUP))
-        scratch_folders = {folder: Path(cleanup.enter_context(scratch(folder))) for folder in folders}
         plans = [_Plan(str(folder), (folder,), parts_per_drive, part_bytes) for folder in folders]
         if len(folders) > 1:
             plans.append(_Plan("all drives", tuple(folders), parts_per_drive * len(folders), part_bytes))
-        readers, skipped = _readers(list(scratch_folders.values()))
+        readers, skipped = _readers(folders)
         load_before = os.getloadavg()[0]
         cases = []
         for plan in plans:
             with working(f"measuring {plan.name}"):
-                cases.append(_run_case(plan, scratch_folders, readers, rounds))
+                cases.append(_run_case(plan, readers, rounds))
     figures: dict[str, Any] = {
         "read_ratio": cases[-1]["ratios"]["direct_read"],
         "write_ratio": cases[-1]["ratios"]["store_write"],
@@ -178,66 +169,61 @@ def _readers(folders: Sequence[Path]) -> tuple[dict[str, Reader], dict[str, str]
     readers: dict[str, Reader] = {"direct": DirectReader()}
     if not torch.cuda.is_available():
         return readers, {"kvikio": "no CUDA device"}
-    chosen = select_readers("kvikio", torch.device("cuda"), folders)
+    with contextlib.ExitStack() as cleanup:
+        scratch_folders = [Path(cleanup.enter_context(scratch(folder))) for folder in folders]
+        chosen = select_readers("kvikio", torch.device("cuda"), scratch_folders)
     if chosen.device is None:
         return readers, {"kvikio": chosen.warning or "not available"}
     return readers | {"kvikio": chosen.device}, {}
 
 
-def _run_case(
-    plan: _Plan, scratch_folders: dict[Path, Path], readers: dict[str, Reader], rounds: int
-) -> dict[str, Any]:
+def _run_case(plan: _Plan, readers: dict[str, Reader], rounds: int) -> dict[str, Any]:
     """Measure one set of drives; everything made for it is gone afterwards."""
     num_drives, part_numel = len(plan.folders), plan.part_bytes // 4
-    raw = [
-        RawFiles(scratch_folders[folder] / "raw", plan.num_parts // num_drives, ChunkFormat(plan.part_bytes).file_bytes)
-        for folder in plan.folders
-    ]
-    num_slots = num_drives * _SLOTS
-    arena = HostArena(num_slots * raw[0].file_bytes, budget_bytes=num_slots * raw[0].file_bytes)
-    memory = [arena.slot(f"slot {index}", raw[0].file_bytes) for index in range(num_slots)]
-    for index, slot in enumerate(memory):  # real data is not compressible, and a drive might compress
-        slot.random_(generator=torch.Generator().manual_seed(index))
-    slots = [slot[: plan.part_bytes] for slot in memory]
-    stores = [scratch_folders[folder] / "store" for folder in plan.folders]
-    try:
+    with contextlib.ExitStack() as cleanup:
+        scratch_folders = [Path(cleanup.enter_context(scratch(folder))) for folder in plan.folders]
+        file_bytes = ChunkFormat(plan.part_bytes).file_bytes
+        raw = [
+            RawFiles(scratch_folder / "raw", plan.num_parts // num_drives, file_bytes)
+            for scratch_folder in scratch_folders
+        ]
+        num_slots = num_drives * _SLOTS
+        arena = HostArena(num_slots * file_bytes, budget_bytes=num_slots * file_bytes)
+        cleanup.callback(arena.close)
+        memory = [arena.slot(f"slot {index}", file_bytes) for index in range(num_slots)]
+        for index, slot in enumerate(memory):  # real data is not compressible, and a drive might compress
+            slot.random_(generator=torch.Generator().manual_seed(index))
         for files in raw:
             files.create(memory[0])
+        stores = [scratch_folder / "store" for scratch_folder in scratch_folders]
         store = NvmeStore.create(
-            scratch_folders[plan.folders[0]] / "root",
+            scratch_folders[0] / "root",
             [ArraySpec(*_ARRAY, plan.num_parts * part_numel, "float32", part_numel)],
             budget_bytes=None,
             drives=stores,
             readers=Readers(readers["direct"], readers.get("kvikio")),
         )
-        try:
-            for _ in range(2):  # both slots: from here on every write overwrites
-                _write_store(store, plan, slots)
-            chunk_files = [path for folder in stores for path in folder.glob("*/*/*/c.*.0")]
-            spread = {
-                str(folder): sum(path.stat().st_size for path in chunk_files if path.is_relative_to(scratch_folder))
-                for folder, scratch_folder in zip(plan.folders, stores, strict=True)
-            }
-            jobs = _jobs(plan, store, raw, RawLoop(memory), slots, readers, chunk_files)
-            runs: dict[str, list[Timed]] = {name: [] for name in jobs}
-            for number in range(rounds):
-                for phase in ("_write", "_read"):
-                    order = [name for name in jobs if name.endswith(phase)]
-                    for name in order if number % 2 == 0 else reversed(order):
-                        done = sum(len(runs[each]) for each in jobs) / (rounds * len(jobs))
-                        preparing.report(done, f"round {number + 1} of {rounds}, {name.replace('_', ' ')}")
-                        runs[name].append(jobs[name]())
-                        if name == "raw_write":  # the same and the time to make it durable
-                            written = runs[name][-1]
-                            seconds = written.seconds + sync_files([path for files in raw for path in files.paths()])
-                            runs.setdefault("raw_write_synced", []).append(replace(written, seconds=seconds))
-        finally:
-            store.close()
-    finally:
-        arena.close()
-        for folder in plan.folders:
-            for child in scratch_folders[folder].iterdir():
-                shutil.rmtree(child, ignore_errors=True)
+        cleanup.callback(store.close)
+        for _ in range(2):  # both slots: from here on every write overwrites
+            _write_store(store, plan, memory)
+        chunk_files = [path for folder in stores for path in folder.glob("*/*/*/c.*.0")]
+        spread = {
+            str(folder): sum(path.stat().st_size for path in chunk_files if path.is_relative_to(scratch_folder))
+            for folder, scratch_folder in zip(plan.folders, stores, strict=True)
+        }
+        jobs = _jobs(plan, store, raw, memory, readers, chunk_files)
+        runs: dict[str, list[Timed]] = {name: [] for name in jobs}
+        for number in range(rounds):
+            for phase in ("_write", "_read"):
+                order = [name for name in jobs if name.endswith(phase)]
+                for name in order if number % 2 == 0 else reversed(order):
+                    done = sum(len(runs[each]) for each in jobs) / (rounds * len(jobs))
+                    preparing.report(done, f"round {number + 1} of {rounds}, {name.replace('_', ' ')}")
+                    runs[name].append(jobs[name]())
+                    if name == "raw_write":  # the same and the time to make it durable
+                        written = runs[name][-1]
+                        seconds = written.seconds + sync_files([path for files in raw for path in files.paths()])
+                        runs.setdefault("raw_write_synced", []).append(replace(written, seconds=seconds))
     return {
         "name": plan.name,
         "drives": [str(folder) for folder in plan.folders],
@@ -252,8 +238,7 @@ def _jobs(
     plan: _Plan,
     store: NvmeStore,
     raw: Sequence[RawFiles],
-    loop: RawLoop,
-    slots: Sequence[torch.Tensor],
+    memory: Sequence[torch.Tensor],
     readers: dict[str, Reader],
     chunk_files: Sequence[Path],
 ) -> dict[str, Callable[[], Timed]]:
@@ -263,26 +248,26 @@ def _jobs(
 
     def raw_read() -> Timed:
         drop_cached(raw_paths)
-        return loop.run(raw, write=False)
+        return move_files(raw, memory, write=False)
 
     def store_read(reader: Reader) -> Timed:
         drop_cached(chunk_files)
-        into = list(slots)
+        into = memory
         if reader.name == "kvikio":
-            into = [torch.empty_like(slot, device="cuda") for slot in slots]
+            into = [torch.empty_like(slot, device="cuda") for slot in memory]
             torch.cuda.synchronize()
         return timed(payload_bytes, lambda: _stream(plan, into, store.read))
 
     return {
-        "raw_write": partial(loop.run, raw, write=True),
-        "store_write": lambda: timed(payload_bytes, lambda: _write_store(store, plan, slots)),
+        "raw_write": partial(move_files, raw, memory, write=True),
+        "store_write": lambda: timed(payload_bytes, lambda: _write_store(store, plan, memory)),
         "raw_read": raw_read,
         **{f"{name}_read": partial(store_read, reader) for name, reader in readers.items()},
     }
 
 
-def _write_store(store: NvmeStore, plan: _Plan, slots: Sequence[torch.Tensor]) -> None:
-    _stream(plan, slots, store.write)
+def _write_store(store: NvmeStore, plan: _Plan, memory: Sequence[torch.Tensor]) -> None:
+    _stream(plan, memory, store.write)
     store.commit({})
 
 
@@ -294,7 +279,8 @@ def _stream(
     for part in range(plan.num_parts):
         if len(pending) == len(slots):
             pending.popleft().result()
-        pending.append(move(*_ARRAY, part, slots[part % len(slots)].view(torch.float32)))
+        payload = slots[part % len(slots)][: plan.part_bytes]
+        pending.append(move(*_ARRAY, part, payload.view(torch.float32)))
     for future in pending:
         future.result()
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.app.cli.options import JsonOption
+from penstock.app.cli.options import JsonOption, argument, option
 
 bench_cli = typer.Typer(
     epilog="Example: penstock bench step --json",
@@ -18,10 +18,8 @@ bench_cli = typer.Typer(
 
 @bench_cli.command("step", epilog="Example: penstock bench step --batch 8x512 --json")
 def bench_step_command(
-    folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for scratch files. Default: the current folder.")
-    ] = None,
-    batch: Annotated[str, typer.Option(metavar="ROWSxTOKENS", help="The batch of a step.")] = "2x512",
+    folder: Annotated[Path | None, option("DIR", "Folder for scratch files. Default: the current folder.")] = None,
+    batch: Annotated[str, option("ROWSxTOKENS", "The batch of a step.")] = "2x512",
     as_json: JsonOption = False,
 ) -> None:
     """Time a training step of a 168M model compared with plain PyTorch and with its kernels alone."""
@@ -32,9 +30,9 @@ def bench_step_command(
 
 @bench_cli.command("storage", epilog="Example: penstock bench storage /mnt/a /mnt/b --json")
 def bench_storage_command(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Folders on the drives to measure.")],
-    size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes to write and read in each round.")] = "2GiB",
-    chunk: Annotated[str, typer.Option(metavar="SIZE", help="Size of a chunk file; training uses 32MiB.")] = "32MiB",
+    paths: Annotated[list[Path], argument("PATH...", "Folders on the drives to measure.")],
+    size: Annotated[str, option("SIZE", "Bytes to write and read in each round.")] = "2GiB",
+    chunk: Annotated[str, option("SIZE", "Size of a chunk file; training uses 32MiB.")] = "32MiB",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; raw I/O and Penstock alternate in each.")] = 3,
     as_json: JsonOption = False,
 ) -> None:
@@ -48,13 +46,11 @@ def bench_storage_command(
 
 @bench_cli.command("plan", epilog="Example: penstock bench plan --case 29m-ram,7m-nvme")
 def bench_plan_command(
-    case: Annotated[str | None, typer.Option(metavar="NAME[,NAME...]", help="Run only these cases.")] = None,
+    case: Annotated[str | None, option("NAME[,NAME...]", "Run only these cases.")] = None,
     small: Annotated[
         bool, typer.Option("--small", help="Try the cases with a tiny model; the figures say nothing.")
     ] = False,
-    folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for the runs. Default: the current folder.")
-    ] = None,
+    folder: Annotated[Path | None, option("DIR", "Folder for the runs. Default: the current folder.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare the plans of small, varied recipes with short training runs: peak memory and step time; 15 minutes."""

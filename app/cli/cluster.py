@@ -7,33 +7,26 @@ from typing import Annotated
 
 import typer
 
-from penstock.app.cli.options import SetOption, complete_recipes
+from penstock.app.cli.options import ScratchOption, SetOption, argument, complete_recipes, option
 from penstock.storage.files.untrusted import printable, shell
 
 
 def cluster(
     recipe: Annotated[
         str,
-        typer.Argument(
-            metavar="RECIPE|RUN|DCP",
-            help="A run directory; or, with --run-dir, a recipe or the DCP checkpoint of a run.",
+        argument(
+            "RECIPE|RUN|DCP",
+            "A run directory; or, with --run-dir, a recipe or the DCP checkpoint of a run.",
             autocompletion=complete_recipes,
         ),
     ],
     overrides: SetOption = None,
     run_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Run directory on a disk that all machines share. A run that is there is continued."
-        ),
+        Path | None, option("DIR", "Run directory on a disk that all machines share. A run that is there is continued.")
     ] = None,
-    scratch: Annotated[
-        bool,
-        typer.Option("--from-scratch", help="Start from random weights of the recipe's shape, without a model folder."),
-    ] = False,
+    scratch: ScratchOption = False,
     context_parallel: Annotated[
-        int,
-        typer.Option(min=1, metavar="RANKS", help="Number of ranks over which each micro-batch's tokens are spread."),
+        int, option("RANKS", "Number of ranks over which each micro-batch's tokens are spread.", min=1)
     ] = 1,
 ) -> None:
     """Train or continue a run on several machines with PyTorch's FSDP2.
@@ -44,25 +37,16 @@ def cluster(
     from penstock.app.launch.cluster import run_cluster
 
     went = run_cluster(
-        recipe,
-        run_dir=run_dir,
-        overrides=overrides or [],
-        from_scratch=scratch,
-        context_parallel=context_parallel,
+        recipe, run_dir=run_dir, overrides=overrides or [], from_scratch=scratch, context_parallel=context_parallel
     )
     if not went:
         raise typer.Exit(2)  # the line that says why is another rank's
 
 
 def import_dcp(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(metavar="DCP|RUN", help="Folder of a DCP checkpoint, or a run, whose newest one is used."),
-    ],
+    checkpoint: Annotated[Path, argument("DCP|RUN", "Folder of a DCP checkpoint, or a run, whose newest one is used.")],
     overrides: SetOption = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Run directory to create. Default: runs/<name>-<time>.")
-    ] = None,
+    run_dir: Annotated[Path | None, option("DIR", "Run directory to create. Default: runs/<name>-<time>.")] = None,
 ) -> None:
     """Turn a DCP checkpoint back into a run directory.
 

@@ -8,66 +8,44 @@ from typing import Annotated
 
 import typer
 
-from penstock.app.cli.options import JsonOption
+from penstock.app.cli.options import JsonOption, argument, option
 from penstock.storage.files.untrusted import printable
 
 
 def evaluate(
-    where: Annotated[
-        str,
-        typer.Argument(metavar="RUN|FOLDER", help="Run directory, the name of one in runs/, or a Hugging Face folder."),
-    ],
+    ctx: typer.Context,
+    where: Annotated[str, argument("RUN|FOLDER", "Run directory, the name of one in runs/, or a Hugging Face folder.")],
     tasks: Annotated[
         str,
-        typer.Option(
-            metavar="NAMES",
-            help="Tasks, separated by commas: those of lm-evaluation-harness (needs the extra `eval`) or the built-in "
+        option(
+            "NAMES",
+            "Tasks, separated by commas: those of lm-evaluation-harness (needs the extra `eval`) or the built-in "
             "needles, needles_single, needles_multikey, needles_multivalue.",
         ),
     ],
-    limit: Annotated[int | None, typer.Option(metavar="N", help="Use only the first N documents of each task.")] = None,
-    num_fewshot: Annotated[
-        int | None, typer.Option("--num-fewshot", metavar="N", help="Examples before each question.")
-    ] = None,
-    include_path: Annotated[
-        Path | None,
-        typer.Option("--include-path", metavar="DIR", help="Folder with your own tasks, as .yaml files."),
-    ] = None,
+    limit: Annotated[int | None, option("N", "Use only the first N documents of each task.")] = None,
+    num_fewshot: Annotated[int | None, option("N", "Examples before each question.")] = None,
+    include_path: Annotated[Path | None, option("DIR", "Folder with your own tasks, as .yaml files.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message before each question.")] = None,
+    system: Annotated[str | None, option("TEXT", "System message before each question.")] = None,
     lengths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKENS", help="Needles: context lengths, for example 4k,32k; k is 1,024. Default: 4k,8k."
-        ),
+        str | None, option("TOKENS", "Needles: context lengths, for example 4k,32k; k is 1,024. Default: 4k,8k.")
     ] = None,
-    depths: Annotated[int, typer.Option(metavar="N", help="Needles: number of depths at which facts are hidden.")] = 5,
-    samples: Annotated[int, typer.Option(metavar="N", help="Needles: questions per kind, length and depth.")] = 2,
-    answer_tokens: Annotated[
-        int,
-        typer.Option("--answer-tokens", metavar="N", help="Needles: tokens of each length reserved for the answer."),
-    ] = 128,
-    filler: Annotated[
-        str, typer.Option(metavar="KIND", help="Needles: text around the facts, essay or noise.")
-    ] = "essay",
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the needles and of sampling.")] = 0,
+    depths: Annotated[int, option("N", "Needles: number of depths at which facts are hidden.")] = 5,
+    samples: Annotated[int, option("N", "Needles: questions per kind, length and depth.")] = 2,
+    answer_tokens: Annotated[int, option("N", "Needles: tokens of each length reserved for the answer.")] = 128,
+    filler: Annotated[str, option("KIND", "Needles: text around the facts, essay or noise.")] = "essay",
+    seed: Annotated[int, option("N", "Seed of the needles and of sampling.")] = 0,
     batch_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--batch-tokens", metavar="N", help="Most tokens to read per pass over the weights. Default: 32,768."
-        ),
+        int | None, option("N", "Most tokens to read per pass over the weights. Default: 32,768.")
     ] = None,
     checkpoint: Annotated[
-        str | None, typer.Option(metavar="NAME", help="For a run: use this checkpoint, not the last generation.")
+        str | None, option("NAME", "For a run: use this checkpoint, not the last generation.")
     ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="GPU memory to use, for example 20GiB. Default: what is free.")
-    ] = None,
-    ram: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="RAM to use, for example 48GiB. Default: what is free.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the results to this JSON file.")] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the heat maps as an SVG picture.")] = None,
+    gpu: Annotated[str | None, option("SIZE", "GPU memory to use, for example 20GiB. Default: what is free.")] = None,
+    ram: Annotated[str | None, option("SIZE", "RAM to use, for example 48GiB. Default: what is free.")] = None,
+    out: Annotated[Path | None, option("FILE", "Also write the results to this JSON file.")] = None,
+    svg: Annotated[Path | None, option("FILE", "Write the heat maps as an SVG picture.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a run or a model on lm-evaluation-harness tasks and needles.
@@ -76,28 +54,15 @@ def evaluate(
     printed first. Results for a run are kept in its evals/.
     """
     from penstock.app.evaluation import public
+    from penstock.app.planning.fit import context_sizes
 
-    result = public.evaluate(
-        where,
-        [name.strip() for name in tasks.split(",") if name.strip()],
-        limit=limit,
-        num_fewshot=num_fewshot,
-        include_path=include_path,
-        chat=chat,
-        system=system,
-        lengths=public.parse_lengths(lengths),
-        depths=depths,
-        samples=samples,
-        answer_tokens=answer_tokens,
-        filler=filler,
-        batch_tokens=batch_tokens,
-        seed=seed,
-        checkpoint=checkpoint,
-        gpu=gpu,
-        ram=ram,
-        out=out,
-        svg=svg,
-    )
+    # Options are parameters of the same names there.
+    given = ctx.params | {
+        "tasks": [name.strip() for name in tasks.split(",") if name.strip()],
+        "lengths": None if lengths is None else context_sizes(lengths, "--lengths"),
+    }
+    given.pop("as_json")
+    result = public.evaluate(**given)
     if as_json:
         typer.echo(json.dumps(result, indent=1))
         return

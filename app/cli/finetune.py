@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.app.cli.options import SetOption, complete_recipes
+from penstock.app.cli.options import SetOption, argument, complete_recipes, option
 from penstock.app.console.working import Working, working
 from penstock.app.launch import api
 from penstock.storage.files.errors import UserError
@@ -18,30 +18,18 @@ from penstock.storage.files.untrusted import printable, shell
 
 REFUSED = 1
 
-ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Hugging Face folder, or the name of a model on the hub.")
-]
-DataArgument = Annotated[
-    str, typer.Argument(metavar="DATA", help="File or folder with conversations or text, or a data set on the hub.")
-]
-
 
 def finetune(
-    model: ModelArgument,
-    data: DataArgument,
+    model: Annotated[str, argument("MODEL", "Hugging Face folder, or the name of a model on the hub.")],
+    data: Annotated[str, argument("DATA", "File or folder with conversations or text, or a data set on the hub.")],
     overrides: SetOption = None,
     epochs: Annotated[
-        float | None, typer.Option(metavar="N", help="How often to go through the data. Default: depends on its size.")
+        float | None, option("N", "How often to go through the data. Default: depends on its size.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Recipe file to write, .py or .json. Default: ./MODEL_DATA.py.")
-    ] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Run directory to create. Default: runs/<name>-<time>.")
-    ] = None,
+    out: Annotated[Path | None, option("FILE", "Recipe file to write, .py or .json. Default: ./MODEL_DATA.py.")] = None,
+    run_dir: Annotated[Path | None, option("DIR", "Run directory to create. Default: runs/<name>-<time>.")] = None,
     machine: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE", help="Plan for another machine and write the recipe, but do not train."),
+        str | None, option("NAME|FILE", "Plan for another machine and write the recipe, but do not train.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Train without asking.")] = False,
     as_json: Annotated[
@@ -100,16 +88,12 @@ def finetune(
 def data(
     recipe: Annotated[
         str,
-        typer.Argument(
-            metavar="RECIPE|MODEL",
-            help="A recipe, to show its data; or a model, followed by DATA.",
-            autocompletion=complete_recipes,
+        argument(
+            "RECIPE|MODEL", "A recipe, to show its data; or a model, followed by DATA.", autocompletion=complete_recipes
         ),
     ],
-    data: Annotated[str | None, typer.Argument(metavar="DATA", help="File, folder, or data set on the hub.")] = None,
-    show: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="How many rows to show. Default: 3, with --json all.")
-    ] = None,
+    data: Annotated[str | None, argument("DATA", "File, folder, or data set on the hub.")] = None,
+    show: Annotated[int | None, option("N", "How many rows to show. Default: 3, with --json all.", min=0)] = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print one JSON object per row: ids, weights, text. The report goes to stderr."),

@@ -25,7 +25,15 @@ from penstock.app.cli import eval as eval_command
 from penstock.app.cli import finetune, runs, sample
 from penstock.app.cli.bench import bench_cli
 from penstock.app.cli.help_groups import CONTROL, KEEP, LOOK, MACHINE, TRAIN, GroupedCommands, help_of
-from penstock.app.cli.options import JsonOption, RecipeArgument, SetOption, complete_recipes
+from penstock.app.cli.options import (
+    JsonOption,
+    RecipeArgument,
+    ScratchOption,
+    SetOption,
+    argument,
+    complete_recipes,
+    option,
+)
 from penstock.app.console.loading import loading
 from penstock.app.console.streams import open_standard_streams, print_failure
 from penstock.app.console.working import Working, working
@@ -74,13 +82,8 @@ def penstock_command(
 def train(
     recipe: RecipeArgument,
     overrides: SetOption = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Run directory to create. Default: runs/<name>-<time>.")
-    ] = None,
-    scratch: Annotated[
-        bool,
-        typer.Option("--from-scratch", help="Start from random weights of the recipe's shape, without a model folder."),
-    ] = False,
+    run_dir: Annotated[Path | None, option("DIR", "Run directory to create. Default: runs/<name>-<time>.")] = None,
+    scratch: ScratchOption = False,
     list_fields: Annotated[
         bool,
         typer.Option("--fields", help="List every field that --set can change.", callback=_print_fields, is_eager=True),
@@ -93,35 +96,27 @@ def train(
 def plan(
     recipe: Annotated[
         Path,
-        typer.Argument(
-            metavar="RECIPE|MODEL",
-            help="Recipe file, name of a shipped recipe, or a model: Hugging Face folder, config.json or "
-            "hf://OWNER/NAME.",
+        argument(
+            "RECIPE|MODEL",
+            "Recipe file, name of a shipped recipe, or a model: Hugging Face folder, config.json or hf://OWNER/NAME.",
             autocompletion=complete_recipes,
         ),
     ],
     overrides: SetOption = None,
-    context: Annotated[
-        int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens per sequence; sets data.sequence_length.")
-    ] = None,
+    context: Annotated[int | None, option("TOKENS", "Tokens per sequence; sets data.sequence_length.", min=1)] = None,
     machine: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="Machine to plan for: a preset or a profile file. Default: the recipe's machine, else this one.",
+        option(
+            "NAME|FILE",
+            "Machine to plan for: a preset or a profile file. Default: the recipe's machine, else this one.",
         ),
     ] = None,
     scratch: Annotated[
         bool, typer.Option("--from-scratch", help="Use the recipe's model shape and ignore its model folder.")
     ] = False,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the planned step as a trace for ui.perfetto.dev.")
-    ] = None,
+    trace: Annotated[Path | None, option("FILE", "Write the planned step as a trace for ui.perfetto.dev.")] = None,
     cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NODESxGPUS", help="Also plan for a cluster: 2x8 is two machines of eight H100s; or 2x8xh200."
-        ),
+        str | None, option("NODESxGPUS", "Also plan for a cluster: 2x8 is two machines of eight H100s; or 2x8xh200.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
 ) -> None:
@@ -149,28 +144,19 @@ def plan(
 
 def fit(
     machine: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE", help="Preset or profile file of another machine. Default: this machine."),
+        str | None, option("NAME|FILE", "Preset or profile file of another machine. Default: this machine.")
     ] = None,
     models: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATTERN", help="Only these models: parts of names, or patterns with *, separated by commas."
-        ),
+        str | None, option("PATTERN", "Only these models: parts of names, or patterns with *, separated by commas.")
     ] = None,
     contexts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKENS", help="Context lengths, separated by commas; k is 1,024. Default: 8k,64k,512k,1M."
-        ),
+        str | None, option("TOKENS", "Context lengths, separated by commas; k is 1,024. Default: 8k,64k,512k,1M.")
     ] = None,
     tokens: Annotated[
-        str | None,
-        typer.Option(metavar="NUMBER", help="Tokens to train on, for example 10M or 3.5B. Default: 10M."),
+        str | None, option("NUMBER", "Tokens to train on, for example 10M or 3.5B. Default: 10M.")
     ] = None,
     data: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Estimate the number of tokens from this .jsonl or text file instead."),
+        Path | None, option("FILE", "Estimate the number of tokens from this .jsonl or text file instead.")
     ] = None,
     as_json: Annotated[
         bool,
@@ -216,21 +202,16 @@ def fit(
 
 def probe(
     paths: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="PATH", help="A folder on each drive to measure. Default: the current folder."),
+        list[Path] | None, argument("PATH", "A folder on each drive to measure. Default: the current folder.")
     ] = None,
     save: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the profile to this file instead of using it for this machine."),
+        Path | None, option("FILE", "Write the profile to this file instead of using it for this machine.")
     ] = None,
     seconds: Annotated[
         float, typer.Option(min=1, help="How long to measure. A longer time also measures drives beyond their cache.")
     ] = 50,
     size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Most bytes to write to each drive, for example 2GB. Default: 1 GiB per second."
-        ),
+        str | None, option("SIZE", "Most bytes to write to each drive, for example 2GB. Default: 1 GiB per second.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before writing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as one JSON object.")] = False,
@@ -248,9 +229,7 @@ def probe(
 
 
 def check(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Hugging Face folder, config.json, or hf://OWNER/NAME on the hub.")
-    ],
+    model: Annotated[str, argument("MODEL", "Hugging Face folder, config.json, or hf://OWNER/NAME on the hub.")],
     as_json: JsonOption = False,
 ) -> None:
     """Check that a model would be trained exactly: compare the gradients of a shrunk copy with transformers' own.

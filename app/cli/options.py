@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from penstock.app.recipes import shipped
 from penstock.app.runs.directory import list_runs
 
+
+def argument(word: str, help: str, **more: Any) -> Any:
+    """An argument of a command: the word that stands for it in --help, and what it is."""
+    return typer.Argument(metavar=word, help=help, **more)
+
+
+def option(word: str, help: str, *names: str, **more: Any) -> Any:
+    """An option with a value: the word that stands for the value in --help, what it does, and its names.
+
+    Without a name it is called like its parameter.
+    """
+    return typer.Option(*names, metavar=word, help=help, **more)
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the recipe; may be repeated.")
+ScratchOption = Annotated[
+    bool,
+    typer.Option("--from-scratch", help="Start from random weights of the recipe's shape, without a model folder."),
 ]
+SetOption = Annotated[list[str] | None, option("KEY=VALUE", "Change a field of the recipe; may be repeated.", "--set")]
 
 
 def complete_recipes(incomplete: str) -> list[str]:
@@ -27,25 +43,18 @@ def _complete_runs(incomplete: str) -> list[str]:
 
 RecipeArgument = Annotated[
     Path,
-    typer.Argument(
-        metavar="RECIPE",
-        help="Python file that builds a Recipe, a recipe.json file, or the name of a shipped recipe.",
+    argument(
+        "RECIPE",
+        "Python file that builds a Recipe, a recipe.json file, or the name of a shipped recipe.",
         autocompletion=complete_recipes,
     ),
 ]
 CheckpointOption = Annotated[
     str | None,
-    typer.Option(
-        "--checkpoint",
-        metavar="NAME",
-        help="Use this checkpoint instead of the last generation, for example last-good or best.",
+    option(
+        "NAME", "Use this checkpoint instead of the last generation, for example last-good or best.", "--checkpoint"
     ),
 ]
 RunArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="Run directory, or the name of one in runs/.",
-        autocompletion=_complete_runs,
-    ),
+    str, argument("RUN", "Run directory, or the name of one in runs/.", autocompletion=_complete_runs)
 ]

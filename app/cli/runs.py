@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from penstock.app.cli.options import CheckpointOption, JsonOption, RunArgument
+from penstock.app.cli.options import CheckpointOption, JsonOption, RunArgument, argument, option
 from penstock.app.console.working import working
 from penstock.app.launch import api
 from penstock.app.runs import control, offsite
@@ -22,11 +22,11 @@ def resume(
     run: RunArgument,
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Change a field of budgets, storage, train or after; may be repeated. Drives, budgets and device may "
+        option(
+            "KEY=VALUE",
+            "Change a field of budgets, storage, train or after; may be repeated. Drives, budgets and device may "
             "differ from before.",
+            "--set",
         ),
     ] = None,
     checkpoint: CheckpointOption = None,
@@ -34,10 +34,7 @@ def resume(
         bool, typer.Option("--copy-state", help="For a copied run directory: copy the original's state first.")
     ] = False,
     run_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="If RUN is an upload such as s3://BUCKET/PREFIX: directory to download it to."
-        ),
+        Path | None, option("DIR", "If RUN is an upload such as s3://BUCKET/PREFIX: directory to download it to.")
     ] = None,
 ) -> None:
     """Continue a paused, stopped, failed or crashed run.
@@ -71,17 +68,16 @@ def checkpoint(
     run: RunArgument,
     name: Annotated[
         str | None,
-        typer.Argument(
-            metavar="NAME",
-            help="Name of the checkpoint; {step} in it becomes the step number. Without NAME, checkpoints are listed.",
+        argument(
+            "NAME",
+            "Name of the checkpoint; {step} in it becomes the step number. Without NAME, checkpoints are listed.",
         ),
     ] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Delete the checkpoint instead.")] = False,
     to: Annotated[
         str | None,
-        typer.Option(
-            metavar="PLACE",
-            help="Also upload the new or existing checkpoint: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a folder.",
+        option(
+            "PLACE", "Also upload the new or existing checkpoint: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a folder."
         ),
     ] = None,
 ) -> None:
@@ -123,18 +119,14 @@ def scrub(run: RunArgument) -> None:
 
 def export(
     run: RunArgument,
-    out_dir: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="Folder to write; must be new or empty.")],
+    out_dir: Annotated[Path, argument("OUT_DIR", "Folder to write; must be new or empty.")],
     checkpoint: CheckpointOption = None,
-    dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="bf16, fp16 or fp32. Default: that of the original model.")
-    ] = None,
+    dtype: Annotated[str | None, option("DTYPE", "bf16, fp16 or fp32. Default: that of the original model.")] = None,
     max_shard_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Largest weight file, for example 2GB. Default: the recipe's, 5GB."),
+        str | None, option("SIZE", "Largest weight file, for example 2GB. Default: the recipe's, 5GB.")
     ] = None,
     push: Annotated[
-        str | None,
-        typer.Option(metavar="OWNER/NAME", help="Also upload it to this hub repository, which is private if new."),
+        str | None, option("OWNER/NAME", "Also upload it to this hub repository, which is private if new.")
     ] = None,
     merged: Annotated[
         bool | None,
@@ -199,9 +191,7 @@ def runs() -> None:
 
 def lanes(
     run: RunArgument,
-    steps: Annotated[
-        str | None, typer.Option(metavar="FIRST:LAST", help="Steps to look at. Default: all after the warm-up.")
-    ] = None,
+    steps: Annotated[str | None, option("FIRST:LAST", "Steps to look at. Default: all after the warm-up.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show how busy each lane and the drive were, and how long compute waited for them."""
@@ -214,8 +204,8 @@ def lanes(
 
 def trace(
     run: RunArgument,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Trace file to write.")] = Path("trace.json"),
-    steps: Annotated[str | None, typer.Option(metavar="FIRST:LAST", help="Steps to write. Default: all.")] = None,
+    out: Annotated[Path, option("FILE", "Trace file to write.", "--out", "-o")] = Path("trace.json"),
+    steps: Annotated[str | None, option("FIRST:LAST", "Steps to write. Default: all.")] = None,
 ) -> None:
     """Write a run's timeline as a trace file for https://ui.perfetto.dev."""
     from penstock.app.runs.lanes import parse_steps
@@ -230,11 +220,7 @@ def track(
     run: RunArgument,
     to: Annotated[
         list[str] | None,
-        typer.Option(
-            "--to",
-            metavar="NAME",
-            help="trackio, wandb, tensorboard or mlflow; may be repeated. Default: those of the recipe.",
-        ),
+        option("NAME", "trackio, wandb, tensorboard or mlflow; may be repeated. Default: those of the recipe."),
     ] = None,
 ) -> None:
     """Send a run's metrics and samples to trackers that lack them, also after the run."""

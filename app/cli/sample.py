@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.app.cli.options import argument, option
 from penstock.app.console.working import Working
 from penstock.engine import preparing
 from penstock.storage.files.errors import UserError
@@ -18,49 +19,34 @@ from penstock.storage.files.untrusted import printable
 if TYPE_CHECKING:
     from penstock.engine.opened_model import OpenedModel
 
-GpuOption = Annotated[
-    str | None,
-    typer.Option("--gpu", metavar="SIZE", help="GPU memory to use, for example 20GiB. Default: what is free."),
-]
-RamOption = Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="RAM to use. Default: what is free.")]
-AskedArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN|FOLDER",
-        help="Run directory or the name of one in runs/; Hugging Face folder, or the name of a model on the hub.",
-    ),
-]
-
 
 def sample(
-    model: AskedArgument,
+    model: Annotated[
+        str,
+        argument(
+            "RUN|FOLDER",
+            "Run directory or the name of one in runs/; Hugging Face folder, or the name of a model on the hub.",
+        ),
+    ],
     prompts: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="Text to continue; may be repeated, all are read together."),
+        list[str] | None, option("TEXT", "Text to continue; may be repeated, all are read together.", "--prompt")
     ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with one more prompt; - is standard input.")
-    ] = None,
+    prompt_file: Annotated[Path | None, option("FILE", "File with one more prompt; - is standard input.")] = None,
     chat: Annotated[
         bool,
         typer.Option("--chat", help="Use the chat template: answer the prompts, or chat in the terminal without any."),
     ] = False,
     tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Most tokens to generate per prompt. Default: 64, with --chat 1024.")
+        int | None, option("N", "Most tokens to generate per prompt. Default: 64, with --chat 1024.")
     ] = None,
-    temperature: Annotated[
-        float, typer.Option(metavar="T", help="Sampling temperature; 0 always takes the most likely token.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option("--top-p", metavar="P", help="Sample from the most likely tokens with total probability P.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.")] = 0,
+    temperature: Annotated[float, option("T", "Sampling temperature; 0 always takes the most likely token.")] = 0.0,
+    top_p: Annotated[float, option("P", "Sample from the most likely tokens with total probability P.")] = 1.0,
+    seed: Annotated[int, option("N", "Seed of the sampling.")] = 0,
     checkpoint: Annotated[
-        str | None,
-        typer.Option("--checkpoint", metavar="NAME", help="For a run: use this checkpoint, not the last generation."),
+        str | None, option("NAME", "For a run: use this checkpoint, not the last generation.")
     ] = None,
-    gpu: GpuOption = None,
-    ram: RamOption = None,
+    gpu: Annotated[str | None, option("SIZE", "GPU memory to use, for example 20GiB. Default: what is free.")] = None,
+    ram: Annotated[str | None, option("SIZE", "RAM to use. Default: what is free.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
     """Generate text or chat with a model, also one that does not fit in memory.

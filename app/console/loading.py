@@ -1,10 +1,11 @@
-"""How PyTorch and transformers are loaded."""
+"""How PyTorch and transformers are loaded, and which packages there are."""
 
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
@@ -26,3 +27,12 @@ def loading() -> Iterator[None]:
     with uncollected():
         yield
     gc.freeze()
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Package -> its version, of those that are installed."""
+    result = {}
+    for name in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            result[name] = importlib.metadata.version(name)
+    return result

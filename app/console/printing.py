@@ -11,8 +11,8 @@ from rich.text import Text
 
 from penstock.app.console.rows import ASCII, UNICODE, Page, Row
 
-_STYLES = {"good": "green", "warn": "yellow", "bad": "red", "accent": "cyan", "title": "bold"}
-_STYLES |= {"dim": "dim", "axis": "dim"}
+_STYLES = {"good": "green", "warn": "yellow", "bad": "red", "accent": "cyan", "ema": "cyan", "title": "bold"}
+_STYLES |= {"dim": "dim", "axis": "dim", "lane": "cyan", "tier": "cyan"}
 
 
 def print_rows(rows: Iterable[Row], console: Console) -> None:
@@ -25,7 +25,8 @@ def print_rows(rows: Iterable[Row], console: Console) -> None:
 
 def _style(token: str) -> str:
     name, *extras = token.split()
-    return " ".join([_STYLES.get(name, ""), *("underline" if extra == "line" else extra for extra in extras)]).strip()
+    style = _STYLES.get(name.partition(".")[0], "")
+    return " ".join([style, *("underline" if extra == "line" else extra for extra in extras)]).strip()
 
 
 def console_page(console: Console) -> Page:

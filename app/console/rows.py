@@ -49,52 +49,30 @@ class Glyphs:
     """Of a box: top left and right, bottom left and right."""
 
 
-UNICODE = Glyphs(
-    eighths=" ▁▂▃▄▅▆▇█",
-    braille=True,
-    bar_full="█",
-    bar_empty="░",
-    bar_peak="▏",
-    hline="─",
-    vline="│",
-    tick="┤",
-    dot="●",
-    check="✓",
-    cross="✗",
-    arrow="→",
-    diamond="◆",
-    ellipsis="…",
-    up="▲",
-    down="▼",
-    left="◄",
-    right="►",
-    shaft="━",
-    shaft_still="╌",
-    corners="╭╮╰╯",
-)
-
-ASCII = Glyphs(
-    eighths=" .:-=+*%#",
-    braille=False,
-    bar_full="#",
-    bar_empty=".",
-    bar_peak="|",
-    hline="-",
-    vline="|",
-    tick="+",
-    dot="*",
-    check="v",
-    cross="x",
-    arrow=">",
-    diamond="<",
-    ellipsis="~",
-    up="^",
-    down="v",
-    left="<",
-    right=">",
-    shaft="=",
-    shaft_still="-",
-    corners="++++",
+_PAIRS = {
+    "bar_full": "█#",
+    "bar_empty": "░.",
+    "bar_peak": "▏|",
+    "hline": "─-",
+    "vline": "│|",
+    "tick": "┤+",
+    "dot": "●*",
+    "check": "✓v",
+    "cross": "✗x",
+    "arrow": "→>",
+    "diamond": "◆<",
+    "ellipsis": "…~",
+    "up": "▲^",
+    "down": "▼v",
+    "left": "◄<",
+    "right": "►>",
+    "shaft": "━=",
+    "shaft_still": "╌-",
+}
+"""Each glyph that is one character, in Unicode and in ASCII."""
+UNICODE, ASCII = (
+    Glyphs(eighths=eighths, braille=not at, corners=corners, **{name: pair[at] for name, pair in _PAIRS.items()})
+    for at, eighths, corners in ((0, " ▁▂▃▄▅▆▇█", "╭╮╰╯"), (1, " .:-=+*%#", "++++"))
 )
 
 

@@ -315,10 +315,6 @@ class HarnessModel(TemplateLM):
                 raise
             return self._chat.prompt(without, goes_on=goes_on)
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        result: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        return result
-
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.app.planning.fit import context_sizes
 from penstock.app.sampling.sample import find_model, opened
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import printable
@@ -80,8 +79,3 @@ def _new_file(file: str | Path, option: str) -> Path:
     if not path.parent.is_dir():
         raise UserError(f"{option} {printable(path)}: its folder does not exist; create it first")
     return path
-
-
-def parse_lengths(text: str | None) -> tuple[int, ...] | None:
-    """Lengths as `--lengths` takes them: 4k,8k,131072."""
-    return None if text is None else context_sizes(text, "--lengths")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from penstock.engine.data.text.chat import ChatTemplate
 from penstock.engine.data.text.tokenizer import TextTokenizer
 from penstock.engine.forecast.query import Estimate
-from penstock.engine.generate.decode import Continuation, Decoding, OnToken
-from penstock.engine.opened_model import SCORED_TOKENS
+from penstock.engine.generate.decode import Decoding, OnToken
+from penstock.engine.opened_model import SCORED_TOKENS, OpenedModel, batches_of
 from penstock.storage.files.errors import UserError
 
 _UNKNOWN_CONTEXT = 2048
@@ -22,32 +21,6 @@ Pair = tuple[Sequence[int], Sequence[int]]
 OnDone = Callable[[int], None]
 """Told of how many requests more are done."""
 Enough = Callable[[int, str], bool]
-
-
-class Model(Protocol):
-    """What an evaluation needs of engine/opened_model.py: OpenedModel."""
-
-    @property
-    def tokenizer(self) -> TextTokenizer | None: ...
-
-    @property
-    def template(self) -> ChatTemplate | None: ...
-
-    @property
-    def stop_ids(self) -> frozenset[int]: ...
-
-    @property
-    def context(self) -> int | None: ...
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], decoding: Decoding, on_token: OnToken | None = None
-    ) -> list[Continuation]: ...
-
-    def loglikelihoods(self, pairs: Sequence[Pair], *, batch_tokens: int) -> list[tuple[float, bool]]: ...
-
-    def estimate(self, prompt_tokens: int, sequences: int, new_tokens: int) -> Estimate: ...
-
-    def take_remarks(self) -> list[str]: ...
 
 
 class Writing(NamedTuple):
@@ -83,7 +56,7 @@ class QueriedModel:
     `end_id`, `batch_tokens`.
     """
 
-    def __init__(self, model: Model, *, batch_tokens: int = SCORED_TOKENS, seed: int = 0) -> None:
+    def __init__(self, model: OpenedModel, *, batch_tokens: int = SCORED_TOKENS, seed: int = 0) -> None:
         """Raises UserError where the model has no tokenizer."""
         if model.tokenizer is None:
             raise UserError("the model has no tokenizer, which tasks need; put its tokenizer files next to the weights")
@@ -124,7 +97,7 @@ class QueriedModel:
         whether it is what greedy decoding gives. A context that is too long loses its beginning."""
         cut = [self._cut(*pair) for pair in pairs]
         result: dict[int, tuple[float, bool]] = {}
-        for batch in batches([len(context) + len(continuation) for context, continuation in cut], self.batch_tokens):
+        for batch in batches_of([len(context) + len(continuation) for context, continuation in cut], self.batch_tokens):
             some = self._model.loglikelihoods([cut[i] for i in batch], batch_tokens=self.batch_tokens)
             result |= dict(zip(batch, some, strict=True))
             on_done(len(batch))
@@ -156,51 +129,36 @@ class QueriedModel:
             stop_ids=self._model.stop_ids | {self.end_id},
         )
         result: dict[int, str] = {}
-        for number, batch in enumerate(batches([len(ids) + writing.new_tokens for ids in cut], self.batch_tokens)):
+        for number, batch in enumerate(batches_of([len(ids) + writing.new_tokens for ids in cut], self.batch_tokens)):
             drawn = replace(decoding, seed=self._seed + number)
-            made = self._model.generate([cut[i] for i in batch], drawn, Ends(self, batch, writing.until, enough))
+            made = self._model.generate([cut[i] for i in batch], drawn, _ends(self, batch, writing.until, enough))
             result |= {i: before(self.decode(one.ids), writing.until) for i, one in zip(batch, made, strict=True)}
             on_done(len(batch))
         return [result[i] for i in range(len(prompts))]
 
 
-class Ends:
-    """Ends sequences in which a text of `until` has come, or of which `enough` says so: an OnToken."""
+def _ends(model: QueriedModel, numbers: Sequence[int], until: Sequence[str], enough: Enough | None) -> OnToken:
+    """Ends sequences in which a text of `until` has come, or of which `enough` says so.
 
-    def __init__(
-        self, model: QueriedModel, numbers: Sequence[int], until: Sequence[str], enough: Enough | None
-    ) -> None:
-        """`numbers`: which prompt each sequence continues, as `enough` counts them."""
-        self._model, self._numbers, self._until, self._enough = model, numbers, until, enough
-        self._ids: list[list[int]] = [[] for _ in numbers]
-        self._tail = max(map(len, until), default=0) + _TAIL_TOKENS
+    `numbers`: which prompt each sequence continues, as `enough` counts them.
+    """
+    written: list[list[int]] = [[] for _ in numbers]
+    tail = max(map(len, until), default=0) + _TAIL_TOKENS
 
-    def __call__(self, sequence: int, token: int) -> bool:
-        ids = self._ids[sequence]
+    def has_one(ids: Sequence[int]) -> bool:
+        text = model.decode(ids) if until else ""
+        return any(stop in text for stop in until)
+
+    def on_token(sequence: int, token: int) -> bool:
+        ids = written[sequence]
         ids.append(token)
-        if self._enough is not None and self._enough(self._numbers[sequence], self._model.decode(ids)):
+        if enough is not None and enough(numbers[sequence], model.decode(ids)):
             return True
-        return self._has_one(ids[-self._tail :]) and (len(ids) <= self._tail or self._has_one(ids))
+        return has_one(ids[-tail:]) and (len(ids) <= tail or has_one(ids))
 
-    def _has_one(self, ids: Sequence[int]) -> bool:
-        text = self._model.decode(ids) if self._until else ""
-        return any(stop in text for stop in self._until)
+    return on_token
 
 
 def before(text: str, until: Sequence[str]) -> str:
     """The text up to the first of `until`."""
     return text[: min((at for stop in until if (at := text.find(stop)) >= 0), default=len(text))]
-
-
-def batches(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Indices of `sizes`, larger ones first, in groups that add up to `most` at most, or of one that is larger."""
-    group: list[int] = []
-    total = 0
-    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        if group and total + sizes[number] > most:
-            yield group
-            group, total = [], 0
-        group.append(number)
-        total += sizes[number]
-    if group:
-        yield group

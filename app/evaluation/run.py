@@ -6,25 +6,26 @@ import importlib.util
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 import penstock
 from penstock.app.console.working import working
 from penstock.app.evaluation import needles
-from penstock.app.evaluation.queried import Model, QueriedModel
+from penstock.app.evaluation.queried import QueriedModel
 from penstock.app.evaluation.report import Reporter
 from penstock.app.evaluation.svg import heat_maps
 from penstock.app.runs.files import json_text
 from penstock.engine.data.needles.retrieval import FILLERS, KINDS, Filler, Haystacks
 from penstock.engine.data.text.chat import ChatTemplate
-from penstock.engine.opened_model import SCORED_TOKENS
+from penstock.engine.opened_model import SCORED_TOKENS, OpenedModel
 from penstock.storage.files.disk import atomic_write
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import printable
@@ -33,12 +34,6 @@ if TYPE_CHECKING:
     from penstock.app.evaluation.harness import TaskNames
 
 _NAME_CHARS = 60
-
-
-class Opener(Protocol):
-    """Opens the model of a folder or a run."""
-
-    def __call__(self) -> AbstractContextManager[Model]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +98,7 @@ def find_harness_tasks(wanted: Wanted) -> TaskNames | None:
     return find_tasks(wanted.harness, wanted.include_path, tuple(needles.NAMES))
 
 
-def query_all(open_model: Opener, wanted: Wanted) -> dict[str, Any]:
+def query_all(open_model: Callable[[], AbstractContextManager[OpenedModel]], wanted: Wanted) -> dict[str, Any]:
     """Ask everything; the results as JSON, with `tasks`, `groups` and `needles`. What is going on is told on stderr."""
     require_possible(wanted)
     index = find_harness_tasks(wanted)
@@ -114,28 +109,17 @@ def query_all(open_model: Opener, wanted: Wanted) -> dict[str, Any]:
         reporter.say_all(model.take_remarks())
         queried = QueriedModel(model, batch_tokens=wanted.batch_tokens, seed=wanted.seed)
         chat = _template(queried) if wanted.chat else None
+        report = partial(reporter.asks, queried)
         if wanted.kinds:
             haystacks = _haystacks(wanted, queried.context)
             result["needles"] = needles.query_needles(
-                queried,
-                haystacks,
-                chat,
-                wanted.system,
-                report=lambda requests: reporter.asks(queried, requests),
-                on_done=reporter.done,
+                queried, haystacks, chat, wanted.system, report=report, on_done=reporter.done
             )
         if index is not None:
             from penstock.app.evaluation.harness import TaskOptions, query_tasks
 
             options = TaskOptions(limit=wanted.limit, num_fewshot=wanted.num_fewshot, chat=chat, system=wanted.system)
-            result |= query_tasks(
-                queried,
-                index,
-                options,
-                report=lambda requests: reporter.asks(queried, requests),
-                say=reporter.say,
-                on_done=reporter.done,
-            )
+            result |= query_tasks(queried, index, options, report=report, say=reporter.say, on_done=reporter.done)
         reporter.say_all(model.take_remarks())
     return result | {"seconds": round(time.perf_counter() - began, 1)}
 
@@ -190,12 +174,6 @@ def save(result: dict[str, Any], run: Path | None, out: Path | None, svg: Path |
 def described(result: dict[str, Any], wanted: Wanted, model: str, checkpoint: str | None) -> dict[str, Any]:
     """The results with what was asked of which model, when and by which version."""
     about = {"penstock": penstock.__version__, "model": model, "checkpoint": checkpoint, "time": time.time()}
-    options = {
-        "limit": wanted.limit,
-        "num_fewshot": wanted.num_fewshot,
-        "chat": wanted.chat,
-        "system": wanted.system,
-        "batch_tokens": wanted.batch_tokens,
-        "seed": wanted.seed,
-    }
+    names = ("limit", "num_fewshot", "chat", "system", "batch_tokens", "seed")
+    options = {name: getattr(wanted, name) for name in names}
     return about | {"queried": list(wanted.tasks), "options": options} | result

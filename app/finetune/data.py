@@ -212,7 +212,7 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
             model = _look_at_model(recipe)
     with checklist.step("tokenizing the data"):
         with loading():
-            from penstock.engine.data.prepare import prepare_data
+            from penstock.engine.data.corpus.prepare import prepare_data
 
         with _location() as folder:
             result = prepare_data(recipe, folder)

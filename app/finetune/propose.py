@@ -21,10 +21,9 @@ from penstock.app.recipes.fields import parse_value
 from penstock.app.recipes.recipe import (
     apply_overrides,
     changes,
-    from_dict,
     resolve_paths,
     save_recipe,
-    to_dict,
+    with_values,
     write_text,
 )
 from penstock.app.recipes.text import python_text
@@ -85,12 +84,12 @@ def propose(
         recurrent=source.model.recurrent,
         text=source.is_text,
         lengths=source.lengths,
-        rows=lambda values: source.rows(_with(recipe, values).data),
+        rows=lambda values: source.rows(with_values(recipe, values).data),
     )
     chosen = [*fallback, *choose(facts, given, epochs)]
-    recipe = apply_overrides(_with(recipe, {item.key: item.value for item in chosen}), overrides)
+    recipe = apply_overrides(with_values(recipe, {item.key: item.value for item in chosen}), overrides)
     prompt = _prompt(source, recipe, given)
-    recipe = _with(recipe, {item.key: item.value for item in prompt})
+    recipe = with_values(recipe, {item.key: item.value for item in prompt})
     chosen += prompt
     source.require_trainable(recipe)
     _require_ready(recipe, source)
@@ -121,7 +120,7 @@ def _opened(
     recipe: Recipe, given: Mapping[str, Any], listener: Listener | None
 ) -> tuple[Recipe, Source, list[Default]]:
     """The recipe and its tokenised data. Where the template does not show earlier turns, the last one is trained."""
-    from penstock.engine.data.rows import TurnsError
+    from penstock.engine.data.samples import TurnsError
 
     try:
         return recipe, open_source(recipe, listener), []
@@ -130,7 +129,7 @@ def _opened(
             raise
     why = "the chat template renders earlier turns differently from the turn to be answered"
     made = Default("data.trained_tokens", "last", why)
-    recipe = _with(recipe, {made.key: made.value})
+    recipe = with_values(recipe, {made.key: made.value})
     return recipe, open_source(recipe, listener), [made]
 
 
@@ -189,15 +188,6 @@ def _location(name: str) -> str:
 
     hub = on_hub(name)
     return name if hub is None else str(hub)
-
-
-def _with(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """The recipe with these fields, by their dotted names."""
-    tree = to_dict(recipe)
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        tree[section][name] = value
-    return from_dict(tree)
 
 
 def _prompt(source: Source, recipe: Recipe, given: Mapping[str, Any]) -> list[Default]:

@@ -6,25 +6,19 @@ Plain figures that the command line prints, the form shows and `--json` hands to
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.storage.files.untrusted import printable
 
+if TYPE_CHECKING:
+    from penstock.engine.data.text.tokenizer import TextTokenizer
+
 SAMPLES = 3
 _BINS = 8
 """Most bars of the histogram."""
-
-
-class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of the tokens, special ones too."""
-        ...
 
 
 class Document(NamedTuple):
@@ -77,7 +71,7 @@ def length_figures(lengths: NDArray[np.int64], trained: NDArray[np.int64], row: 
     }
 
 
-def sample(document: Document, tokenizer: Tokenizer) -> dict[str, Any]:
+def sample(document: Document, tokenizer: TextTokenizer) -> dict[str, Any]:
     """A document as people read it: its text in pieces, each with whether its tokens are trained.
 
     The first token is never one: nothing comes before it.
@@ -98,7 +92,7 @@ def sample(document: Document, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def token_row(document: Document, tokenizer: Tokenizer) -> dict[str, Any]:
+def token_row(document: Document, tokenizer: TextTokenizer) -> dict[str, Any]:
     """A document as programs check it: ids, how much each counts, the text, and each token's own text."""
     ids = document.ids.tolist()
     weights = [1.0] * len(ids) if document.weights is None else document.weights.tolist()

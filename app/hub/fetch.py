@@ -6,7 +6,6 @@ so that the same command goes on from there.
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import hashlib
 import re
@@ -18,14 +17,14 @@ from typing import Any, NamedTuple
 from penstock.app.console.working import working
 from penstock.app.hub.access import cache, elsewhere, explaining, is_unreachable, online, quiet, repo_folder
 from penstock.app.hub.names import HubName, Kind, is_hub, offline_wanted, on_hub, parse_hub
-from penstock.app.hub.progress import Fetching, say
+from penstock.app.hub.progress import fetching, say
 from penstock.engine import preparing
 from penstock.engine.config import Recipe
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.model_folder import INDEX_NAME, MORE_TEMPLATES, SINGLE_NAME
 from penstock.storage.files.units import bytes_text
 from penstock.storage.files.untrusted import one_line, parse_object, shell
-from penstock.storage.files.user_cache import cache_folder, read_cached, write_cached
+from penstock.storage.files.user_cache import read_cached, write_cached
 
 _MODEL_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 """Of the files beside a model's weights: config, tokenizer, chat template; code, which is never run here, for exports
@@ -34,7 +33,6 @@ _DATA_SUFFIXES = {".parquet", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".ar
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip"}
 _NO_DATA = {"readme.md", "license.md", "license.txt", "dataset_infos.json", "dataset_info.json", "dataset_dict.json"}
 _NO_DATA |= {"state.json", "requirements.txt", "contributing.md", "changelog.md"}
-_HASH_BYTES = 1 << 22
 _MOST_KEPT = 256
 
 
@@ -45,8 +43,6 @@ class _File(NamedTuple):
     size: int
     blob: str
     """Its name in the cache: the SHA-256 of a large file (LFS), the git object of a small one."""
-    sha256: str | None
-    """Of a large file."""
 
 
 def model_folder(name_or_path: str | Path, *, config_only: bool = False) -> Path:
@@ -70,21 +66,18 @@ def fetched(recipe: Recipe, *, weights: bool = True) -> Recipe:
 
     Without `weights` of a model only what a run from scratch needs: its config and its tokenizer.
     """
-    model, data = recipe.model, recipe.data
-    if is_hub(model.path):
-        hub = parse_hub(str(model.path))
-        model = replace(model, path=str(_folder(hub, "model", weights=weights)))
-    if is_hub(data.tokenizer):
-        data = replace(data, tokenizer=str(_folder(parse_hub(str(data.tokenizer)), "model", weights=False)))
-    if is_hub(data.path):
-        data = replace(data, path=str(_folder(parse_hub(str(data.path)), "dataset")))
-    if any(is_hub(entry.get("path")) for entry in data.mixture):
-        mixture = [
-            entry | {"path": str(_folder(parse_hub(entry["path"]), "dataset"))} if is_hub(entry.get("path")) else entry
-            for entry in data.mixture
-        ]
-        data = replace(data, mixture=mixture)
-    return replace(recipe, model=model, data=data)
+
+    def local(name: Any, kind: Kind, *, weights: bool = False) -> Any:
+        """The folder of what is on the hub; anything else as it is."""
+        return str(_folder(parse_hub(name), kind, weights=weights)) if is_hub(name) else name
+
+    data = recipe.data
+    model = replace(recipe.model, path=local(recipe.model.path, "model", weights=weights))
+    data = replace(data, tokenizer=local(data.tokenizer, "model"), path=local(data.path, "dataset"))
+    mixture = [
+        entry | {"path": local(entry["path"], "dataset")} if "path" in entry else entry for entry in data.mixture
+    ]
+    return replace(recipe, model=model, data=replace(data, mixture=mixture))
 
 
 def for_plan(recipe: Recipe, *, fetch: bool = True) -> Recipe:
@@ -102,11 +95,9 @@ def for_plan(recipe: Recipe, *, fetch: bool = True) -> Recipe:
             command = shell("penstock", "plan", str(hub))
             raise UserError(f"model.path: {hub} is not in the cache yet; `{command}` fetches its config.json")
         model = replace(model, path=None if folder is None else str(folder))
-    if is_hub(data.path):
-        data = replace(data, path=None)
-    data = replace(data, mixture=[entry for entry in data.mixture if not is_hub(entry.get("path"))])
-    if is_hub(data.tokenizer):
-        data = replace(data, tokenizer=None)
+    path, tokenizer = (None if is_hub(name) else name for name in (data.path, data.tokenizer))
+    mixture = [entry for entry in data.mixture if not is_hub(entry.get("path"))]
+    data = replace(data, path=path, tokenizer=tokenizer, mixture=mixture)
     return replace(recipe, model=model, data=data)
 
 
@@ -169,9 +160,8 @@ def _listing(hub: HubName, kind: Kind) -> tuple[str, list[_File]]:
     info: Any = HfApi().repo_info(hub.name, repo_type=kind, revision=hub.revision, files_metadata=True, timeout=30)
     files = []
     for item in info.siblings or []:
-        lfs = item.lfs
-        sha256, size = (lfs.sha256, lfs.size) if lfs is not None else (None, item.size)
-        files.append(_File(item.rfilename, size or 0, sha256 or item.blob_id or "", sha256))
+        sha256, size = (None, item.size) if item.lfs is None else (item.lfs.sha256, item.lfs.size)
+        files.append(_File(item.rfilename, size or 0, sha256 or item.blob_id or ""))
     return str(info.sha), files
 
 
@@ -233,14 +223,14 @@ def _fetch(hub: HubName, kind: Kind, chosen: tuple[str, list[_File]]) -> Path:
         _require_space(hub, need)
         number = f"{len(missing)} file" + ("s" if len(missing) > 1 else "")
         say(f"fetching {hub} ({commit[:12]}): {number}, {bytes_text(need)}, into {repo_folder(hub, kind)}")
-    with quiet(), Fetching(hub, need if missing else 0) as progress:
+    with quiet(), fetching(hub, need if missing else 0) as bars:
         folder = Path(
             snapshot_download(
                 hub.name,
                 repo_type=kind,
                 revision=hub.revision,
                 allow_patterns=[glob.escape(file.name) for file in files],
-                tqdm_class=progress.bar_class(),
+                tqdm_class=bars,
             )
         )
     with working(f"checking {hub}"):
@@ -262,8 +252,8 @@ def _require_space(hub: HubName, need: int) -> None:
 
 def _check(hub: HubName, folder: Path, files: list[_File]) -> None:
     """Compare files with what the hub says of them, once each; one that differs is removed. UserError naming it."""
-    kept, key = cache_folder("hub"), hashlib.sha256(str(folder).encode()).hexdigest()
-    known = (read_cached(kept, key) if kept is not None else None) or {}
+    key = hashlib.sha256(str(folder).encode()).hexdigest()
+    known = read_cached("hub", key) or {}
     checked: dict[str, Any] = {}
     for number, file in enumerate(files):
         preparing.report(number / len(files), file.name)
@@ -277,21 +267,18 @@ def _check(hub: HubName, folder: Path, files: list[_File]) -> None:
                 path.unlink(missing_ok=True)
                 raise UserError(f"{hub}: {one_line(file.name)} {wrong}; it is removed: run the same command again")
         checked[file.name] = stamp
-    if kept is not None and checked != known:
-        with contextlib.suppress(OSError):
-            write_cached(kept, key, known | checked, _MOST_KEPT)
+    if checked != known:
+        write_cached("hub", key, known | checked, _MOST_KEPT)
 
 
 def _difference(path: Path, size: int, file: _File) -> str | None:
     if size != file.size:
         return f"has {size:,} bytes, and the hub says {file.size:,}"
-    if file.sha256 is not None:
-        digest = hashlib.sha256()
-    else:
-        digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)  # git's name of an object
+    digest = hashlib.sha256()
+    if len(file.blob) != 2 * digest.digest_size:  # git's name of an object
+        digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
     with open(path, "rb") as stream:
-        while block := stream.read(_HASH_BYTES):
-            digest.update(block)
-    if (result := digest.hexdigest()) != file.blob:
+        result = hashlib.file_digest(stream, lambda: digest).hexdigest()
+    if result != file.blob:
         return f"came with digest {result[:16]}..., and the hub says {file.blob[:16]}..."
     return None

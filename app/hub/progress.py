@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from penstock.app.console.working import working
@@ -18,47 +19,32 @@ def say(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
-class Fetching:
-    """Tells how far a download is, and on standard error when it is done."""
+@contextmanager
+def fetching(hub: HubName, total: int) -> Iterator[type[Any]]:
+    """Tells how far a download of `total` bytes is, and on standard error when it is done.
 
-    def __init__(self, hub: HubName, total: int) -> None:
-        self._hub, self._total = hub, total
-        self._counts: dict[int, int] = {}
-        self._began = time.monotonic()
-        self._shown = ExitStack()
+    What it counts by is a kind of bar for huggingface_hub, which shows nothing itself.
+    """
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
-    def __enter__(self) -> Fetching:
-        if self._total:
-            self._shown.enter_context(working(f"fetching {self._hub}"))
-        return self
+    counts: dict[int, int] = {}
+    began = time.monotonic()
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._shown.close()
-        if self._total and kind is None:
-            say(f"fetched {self._hub} in {duration_text(time.monotonic() - self._began)}")
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._of_bytes = kwargs.get("unit") == "B"
+            super().__init__(*args, **(kwargs | {"disable": True}))
 
-    def count(self, bar: int, num_bytes: int) -> None:
-        """A bar of huggingface_hub's has got on; it has several for the same bytes."""
-        self._counts[bar] = self._counts.get(bar, 0) + num_bytes
-        if self._total:
-            done = min(self._total, max(self._counts.values()))
-            rate = done / max(1e-9, time.monotonic() - self._began)
-            words = f"{bytes_text(done)} of {bytes_text(self._total)}, {bytes_text(int(rate))}/s"
-            preparing.report(done / self._total, words)
+        def update(self, n: float | None = 1) -> None:
+            if self._of_bytes and total:  # several bars count the same bytes
+                counts[id(self)] = counts.get(id(self), 0) + int(n or 0)
+                done = min(total, max(counts.values()))
+                rate = bytes_text(int(done / max(1e-9, time.monotonic() - began)))
+                preparing.report(done / total, f"{bytes_text(done)} of {bytes_text(total)}, {rate}/s")
 
-    def bar_class(self) -> type[Any]:
-        """A bar for huggingface_hub that shows nothing itself."""
-        from tqdm import tqdm  # type: ignore[import-untyped]
-
-        fetching = self
-
-        class Bar(tqdm):
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                self._of_bytes = kwargs.get("unit") == "B"
-                super().__init__(*args, **(kwargs | {"disable": True}))
-
-            def update(self, n: float | None = 1) -> None:
-                if self._of_bytes:
-                    fetching.count(id(self), int(n or 0))
-
-        return Bar
+    if not total:
+        yield Bar
+        return
+    with working(f"fetching {hub}"):
+        yield Bar
+    say(f"fetched {hub} in {duration_text(time.monotonic() - began)}")

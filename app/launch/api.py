@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.app.console.loading import loading
+from penstock.app.console.loading import loading, uncollected
 from penstock.app.hub import fetch
 from penstock.app.hub.names import on_hub
 from penstock.app.launch.callbacks import Callbacks, OnMessage, OnSample, OnStep, OnValidation
@@ -203,25 +202,28 @@ def plan(
     a Chrome trace. `cluster`: nodes x GPUs, as `2x8` or `2x8xh200`, for which `cluster` says the same of FSDP2. Raises
     UserError.
     """
-    from penstock.app.planning.plan import plan_recipe
+    from penstock.app.planning.plan import plan_stages
 
     if not isinstance(recipe, Recipe):
         recipe = _model_recipe(recipe) or recipe
     resolved, said = resolved_recipe(recipe, overrides, from_scratch=from_scratch, get=fetch.for_plan)
-    return plan_recipe(resolved, machine, trace=trace, cluster=cluster, said=said)
+    with uncollected():
+        *_, result = plan_stages(resolved, machine, trace=trace, cluster=cluster, said=said)
+    return result
 
 
 def _model_recipe(given: str | Path) -> Recipe | None:
     """A recipe around a model: a folder, its config.json or a name on the hub; None for all else."""
     path = Path(given).expanduser()
+    model = str(path)
     if (named := on_hub(given)) is not None and not path.exists():
-        name = named.name.rpartition("/")[2].strip("-._") or "model"
-        return Recipe(name=name, model=ModelConfig(path=str(named)), data=DataConfig(source="random"))
-    if path.name != "config.json" and not path.is_dir():
+        name, model = named.name.rpartition("/")[2].strip("-._"), str(named)
+    elif path.name == "config.json" or path.is_dir():
+        folder = path.resolve().parent if path.name == "config.json" else path.resolve()
+        name = re.sub(r"[^\w.-]+", "-", folder.name).strip("-.")
+    else:
         return None
-    folder = path.resolve().parent if path.name == "config.json" else path.resolve()
-    name = re.sub(r"[^\w.-]+", "-", folder.name).strip("-.") or "model"
-    return Recipe(name=name, model=ModelConfig(path=str(path)), data=DataConfig(source="random"))
+    return Recipe(name=name or "model", model=ModelConfig(path=model), data=DataConfig(source="random"))
 
 
 def export(
@@ -261,43 +263,45 @@ def export_named(
     merged: bool | None = None,
 ) -> tuple[str | None, list[str]]:
     """`export`; the name of the checkpoint that was made for it, if one was, and what is to be said of the export."""
-    from penstock.app.launch.run import export_run, require_new_folder
+    from penstock.app.launch.run import export_run
 
     after = _after(read_recipe(path), dtype, max_shard_size, push, merged)
-    checkpoint = checkpoint_named(path, checkpoint)
-    require_new_folder(out_dir)
-    with _to_be_read(path, checkpoint) as (recipe, checkpoint, made):
-        return made, export_run(path, recipe, out_dir, checkpoint, after)
-
-
-@contextmanager
-def _to_be_read(path: Path, checkpoint: str | None) -> Iterator[tuple[Recipe, str | None, str | None]]:
-    """A run whose state is exported: its recipe; the checkpoint that is read, None for its last generation, while which
-    is read nobody else may work on the run; and the one that was made for it, as the run is running."""
-    made = None
-    if checkpoint is None and is_live(path):
-        checkpoint = made = make_for_export(path)
-    if checkpoint is not None:
-        yield read_recipe(path), checkpoint, made
-        return
-    with RunDir.open(path, read_only=True) as directory:
-        yield directory.recipe, None, None
+    return _exported(path, out_dir, checkpoint, lambda recipe, name: export_run(path, recipe, out_dir, name, after))
 
 
 def export_dcp(path: Path, out_dir: Path, checkpoint: str | None) -> tuple[str | None, list[str]]:
     """Write a run's last generation, or a checkpoint's, as a DCP checkpoint at `out_dir`, new or empty: as
     `export_named`."""
-    from penstock.app.launch.run import require_new_folder
-
-    checkpoint = checkpoint_named(path, checkpoint)
-    require_new_folder(out_dir)
     out = out_dir.expanduser().absolute()
-    with _to_be_read(path, checkpoint) as (recipe, checkpoint, made):
+
+    def write(recipe: Recipe, name: str | None) -> list[str]:
         with loading():
             from penstock.engine.cluster.convert import write_dcp
 
-        written = write_dcp(path, recipe, out, checkpoint)
-    return made, [f"{out}: step {written.step:,}, {written.num_bytes:,} bytes of parameters and optimizer state"]
+        step, num_bytes = write_dcp(path, recipe, out, name)
+        return [f"{out}: step {step:,}, {num_bytes:,} bytes of parameters and optimizer state"]
+
+    return _exported(path, out_dir, checkpoint, write)
+
+
+def _exported(
+    path: Path, out_dir: Path, checkpoint: str | None, write: Callable[[Recipe, str | None], list[str]]
+) -> tuple[str | None, list[str]]:
+    """Export a run's state to a new folder by `write`, which is given the recipe and the checkpoint to read.
+
+    None is the last generation, while which is read nobody else may work on the run: of a running one a checkpoint is
+    made first. The name of that, and what `write` has to say.
+    """
+    from penstock.app.launch.run import require_new_folder
+
+    checkpoint, made = checkpoint_named(path, checkpoint), None
+    require_new_folder(out_dir)
+    if checkpoint is None and is_live(path):
+        checkpoint = made = make_for_export(path)
+    if checkpoint is not None:
+        return made, write(read_recipe(path), checkpoint)
+    with RunDir.open(path, read_only=True) as directory:
+        return None, write(directory.recipe, None)
 
 
 def _after(

@@ -7,8 +7,9 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from signal import raise_signal
-from typing import Any
+from typing import TypeVar
 
 from rich.console import Console
 
@@ -18,6 +19,8 @@ OnStep = Callable[[StepMetrics], object]
 OnValidation = Callable[[ValidationMetrics], object]
 OnSample = Callable[[SampleMetrics], object]
 OnMessage = Callable[[str], object]
+
+T = TypeVar("T")
 
 _COLUMNS = 120
 """Of plain output."""
@@ -56,18 +59,6 @@ class Callbacks:
     signal: int | None = field(default=None, init=False)
     """What stopped the run."""
 
-    def step(self, metrics: StepMetrics) -> None:
-        self._call(self.on_step, metrics)
-
-    def validation(self, metrics: ValidationMetrics) -> None:
-        self._call(self.on_validation, metrics)
-
-    def sample(self, metrics: SampleMetrics) -> None:
-        self._call(self.on_sample, metrics)
-
-    def message(self, line: str) -> None:
-        self._call(self.on_message, line)
-
     def deliver(self) -> None:
         """Let the program have the signal that stopped its run, now that this is over: SIGINT is KeyboardInterrupt."""
         if self.signal is not None:
@@ -76,12 +67,14 @@ class Callbacks:
     def console(self) -> Console:
         """Where the run's lines go: without cursor control, unless there is a terminal to control."""
         if self.on_message is not None:
-            return Console(file=_Lines(self.message), force_terminal=False, force_jupyter=False, width=_COLUMNS)
+            lines = _Lines(partial(self.call, self.on_message))
+            return Console(file=lines, force_terminal=False, force_jupyter=False, width=_COLUMNS)
         if sys.stdout is not None and sys.stdout.isatty():
             return Console(force_jupyter=False)
         return Console(force_terminal=False, force_jupyter=False, width=_COLUMNS)
 
-    def _call(self, callback: Callable[[Any], object] | None, value: Any) -> None:
+    def call(self, callback: Callable[[T], object] | None, value: T) -> None:
+        """Call one of the functions, where there is one."""
         if callback is None:
             return
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -12,7 +12,6 @@ from penstock.app.console.loading import loading
 from penstock.app.console.printing import short_path
 from penstock.app.hub import fetch
 from penstock.app.launch.api import resolved_recipe
-from penstock.app.launch.progress import Display, summary_lines
 from penstock.app.launch.run import RunObserver
 from penstock.app.launch.signals import StopRequested, StopSignals
 from penstock.app.planning.inputs import require_inputs
@@ -20,9 +19,8 @@ from penstock.app.recipes.recipe import change_run, from_dict
 from penstock.app.runs import control
 from penstock.app.runs.directory import RunDir, find_run, read_recipe
 from penstock.app.runs.files import JsonLines, json_text
-from penstock.app.runs.log import RunLog
 from penstock.engine.config import Recipe, dcp_folder, dcp_folders, idle_notes
-from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, Spike, StepMetrics, ValidationMetrics, Want
+from penstock.engine.events import Observer, Want
 from penstock.engine.preparing import Checklist
 from penstock.engine.run_files import STEP_FILES
 from penstock.storage.files.disk import atomic_write, reporting
@@ -34,40 +32,20 @@ if TYPE_CHECKING:
     from penstock.engine.cluster.train import ClusterResult
 
 
-class _Quiet:
+class _Quiet(Observer):
     """The observer of every rank but the first: it stops when its machine is told to, and says nothing."""
 
     def __init__(self) -> None:
-        self.signals = StopSignals(lambda: None, lambda: None)
-
-    def on_prepare(self, item: Preparing) -> None: ...
-
-    def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None: ...
+        self.signals = StopSignals(lambda number: None, lambda: None)
 
     def on_begin(self) -> None:
         self.signals.interrupts_main = False
 
-    def on_progress(self, progress: Progress) -> None: ...
-
-    def on_step(self, metrics: StepMetrics) -> None: ...
-
-    def on_validation(self, metrics: ValidationMetrics) -> None: ...
-
-    def on_spike(self, spike: Spike) -> None: ...
-
-    def on_sample(self, metrics: SampleMetrics) -> None: ...
-
-    def on_message(self, text: str, *, detail: bool = False) -> None: ...
-
     def checkpoint_requests(self) -> list[str]:
         return []
 
-    def on_checkpoint(self, name: str, step: int, error: str | None) -> None: ...
-
     def wanted(self) -> Want:
         return "stop" if self.signals.requested.is_set() else "run"
-
-    def on_pause(self, paused: bool) -> None: ...
 
 
 def run_cluster(
@@ -157,41 +135,27 @@ def _enter(recipe: Recipe, path: Path, given: Path, ranks: Ranks) -> RunDir:
 def _train_first(run: RunDir, ranks: Ranks, context_parallel: int, said_before: list[str]) -> None:
     """Rank 0: it writes to the run directory, and says what there is to say."""
     from penstock.engine.cluster.train import train_cluster
+    from penstock.engine.train import TrainResult
 
     control.forget(run.path)
-    recipe, step = run.recipe, max(dcp_folders(run.path), default=0)
-    log, display = RunLog(run.path, recipe.train.steps, step), Display(Console(), recipe.train.steps, step)
-    observer = RunObserver(run, log, display, None)
-    for line in (f"run directory {short_path(run.path)}", *said_before):
-        observer.report(line)
-    with observer.signals:
-        try:
-            result = train_cluster(
-                recipe, ranks, run_dir=run.path, observer=observer, context_parallel=context_parallel
-            )
-            said = _outcome(run.path, result)
-            summary, last_losses, warnings = observer.conclude(_as_result(result), said)
-        except StopRequested:
-            observer.report("stopped before the first step; the same command continues the run")
-            observer.close("stopped")
-            return
-        except BaseException as error:
-            observer.fail(error)
-            raise
-        finally:
-            display.close()
-    for warning in warnings:
-        display.message(f"warning: {warning}")
-    for line in summary_lines(summary, last_losses, observer.wall_s):
-        display.message(line)
-    display.message(said)
+    observer = RunObserver(run, max(dcp_folders(run.path), default=0), Console())
+
+    def work() -> tuple[TrainResult, str]:
+        result = train_cluster(
+            run.recipe, ranks, run_dir=run.path, observer=observer, context_parallel=context_parallel
+        )
+        trained = TrainResult(steps=result.step, stopped=result.stopped, early_end=result.early_end)
+        return trained, _outcome(result)
+
+    if (trained := observer.train(work, said_before, "the same command continues the run")) is not None:
+        observer.display.message(trained[1])
 
 
 def _run_other(recipe: Recipe, path: Path, ranks: Ranks, context_parallel: int) -> None:
     from penstock.engine.cluster.train import train_cluster
 
     ranks.together(lambda: None)  # while the first rank enters the run directory
-    observer = _Quiet()
+    observer = _Quiet()  # type: ignore[abstract]  # what it does not define does nothing
     with observer.signals:
         try:
             train_cluster(recipe, ranks, run_dir=path, observer=observer, context_parallel=context_parallel)
@@ -199,7 +163,7 @@ def _run_other(recipe: Recipe, path: Path, ranks: Ranks, context_parallel: int) 
             return
 
 
-def _outcome(path: Path, result: ClusterResult) -> str:
+def _outcome(result: ClusterResult) -> str:
     if result.folder is None:
         if result.stopped:
             return f"stopped after step {result.step:,}; the same command continues the run"
@@ -208,25 +172,6 @@ def _outcome(path: Path, result: ClusterResult) -> str:
     if result.stopped:
         return f"stopped after step {result.step:,}; the same command continues it, or on one machine: {back}"
     return f"finished after step {result.step:,}; to export it, or to continue on one machine: {back}"
-
-
-def _as_result(result: ClusterResult) -> Any:
-    from penstock.engine.train import TrainResult
-
-    return TrainResult(
-        steps=result.step,
-        steps_done=0,
-        tokens=0,
-        first_loss=None,
-        last_loss=None,
-        tiers={},
-        lanes={},
-        drives=[],
-        gpu_memory=None,
-        attention={},
-        stopped=result.stopped,
-        early_end=result.early_end,
-    )
 
 
 def import_dcp(given: Path, *, run_dir: Path | None, overrides: Sequence[str] = ()) -> tuple[Path, int]:
@@ -246,17 +191,15 @@ def import_dcp(given: Path, *, run_dir: Path | None, overrides: Sequence[str] = 
     recipe = change_run(recipe, overrides, Path.cwd())
     with RunDir.create(recipe, run_dir) as run:
         try:
-            log = RunLog(run.path, recipe.train.steps, record.step)
-            display = Display(Console(stderr=True), recipe.train.steps, record.step)
-            observer = RunObserver(run, log, display, None)
+            observer = RunObserver(run, record.step, Console(stderr=True))
             checklist = Checklist(observer)
             try:
                 spec = describe_run(recipe, run.path, checklist).spec
                 with checklist.step("writing the first generation"):
                     read_dcp(folder, record, spec, recipe, run.path)
             finally:
-                display.close()
-                log.drain()  # its thread would write to the directory of a run that is discarded
+                observer.display.close()
+                observer.log.drain()  # its thread would write to the directory of a run that is discarded
             _take_history(folder, run.path, record.step)
             observer.close("stopped")
         except BaseException:

@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,7 @@ from penstock.app.console.printing import short_path
 from penstock.app.console.working import working
 from penstock.app.launch.callbacks import CallbackError, Callbacks
 from penstock.app.launch.progress import Display, StepLanes, item_line, plan_line, summary_lines
-from penstock.app.launch.signals import GuestSignals, StopRequested, StopSignals
+from penstock.app.launch.signals import StopRequested, StopSignals
 from penstock.app.runs import control, samples_view
 from penstock.app.runs.checkpoints import CheckpointRequests, committed_step, export_folder
 from penstock.app.runs.directory import RunDir, read_info
@@ -55,15 +55,14 @@ _LAST_STEPS = 5
 class RunObserver:
     """Passes the engine's events to the run's log and to the terminal, and what is wanted of the run to the engine."""
 
-    def __init__(self, run: RunDir, log: RunLog, display: Display, guest: Callbacks | None) -> None:
-        self.signals: StopSignals | GuestSignals = StopSignals(self._on_first_signal, self._on_abort)
-        if guest is not None:
-            self.signals = GuestSignals(self._on_guest_signal)
+    def __init__(self, run: RunDir, step: int, console: Console, guest: Callbacks | None = None) -> None:
+        """`step`: the last one that has ended; `guest`: of a run in somebody else's program."""
+        self.signals = StopSignals(self._on_first_signal, self._on_abort if guest is None else None)
         self._callbacks = guest or Callbacks()
         self._run = run
         self._requests = CheckpointRequests(run.path)
-        self._log = log
-        self._display = display
+        self.log = RunLog(run.path, run.recipe.train.steps, step)
+        self.display = Display(console, run.recipe.train.steps, step)
         self._began = time.perf_counter()
         self._stepped = False
         self._first_s: float | None = None
@@ -77,10 +76,10 @@ class RunObserver:
         return self._last_s - self._first_s if self._first_s is not None else 0.0
 
     def on_prepare(self, item: Preparing) -> None:
-        self._log.prepare(item)
+        self.log.prepare(item)
         if item.state == "done":
-            self._log.message(item_line(item))
-        self._display.prepare(item)
+            self.log.message(item_line(item))
+        self.display.prepare(item)
         if item.state == "begun" and self._callbacks.stopping and not self._stepped:
             raise StopRequested
 
@@ -88,18 +87,18 @@ class RunObserver:
         self.signals.interrupts_main = False
         self._run.write_plan(plan, predicted)
         self.report(plan_line(plan))
-        self._log.watch_drives(drive_folders(self._run.path, self._run.recipe.storage))
+        self.log.watch_drives(drive_folders(self._run.path, self._run.recipe.storage))
         self.on_begin()
 
     def on_begin(self) -> None:
         """All is prepared: the first step comes next."""
         self.signals.interrupts_main = False
         self._run.save_recipe()
-        self._log.set_state("running")
+        self.log.set_state("running")
         self.trackers.begin()
 
     def on_progress(self, progress: Progress) -> None:
-        self._log.progress(progress)
+        self.log.progress(progress)
         for span in progress.spans:
             self._first_s = span.start_s if self._first_s is None else min(self._first_s, span.start_s)
             self._last_s = max(self._last_s, span.end_s)
@@ -109,50 +108,47 @@ class RunObserver:
         if not self._stepped:
             self._stepped = True
             text = f"the first step ended {time.perf_counter() - self._began:.1f} s after the start"
-            self._log.message(text)
-            self._display.detail(text)
-        mean = self._log.step(metrics)
-        self._display.step(metrics, self._step_spans.busiest(), mean.tokens_per_s)
+            self.log.message(text)
+            self.display.detail(text)
+        mean = self.log.step(metrics)
+        self.display.step(metrics, self._step_spans.busiest(), mean.tokens_per_s)
         self._step_spans = StepLanes()
-        self._callbacks.step(metrics)
+        self._callbacks.call(self._callbacks.on_step, metrics)
 
     def on_validation(self, metrics: ValidationMetrics) -> None:
-        self._log.validation(metrics)
-        self._log.message(f"step {metrics.step}: validation loss {metrics.loss:.4f} ({metrics.seconds:.1f} s)")
-        self._display.validation(metrics)
-        self._callbacks.validation(metrics)
+        self.log.validation(metrics)
+        self.log.message(f"step {metrics.step}: validation loss {metrics.loss:.4f} ({metrics.seconds:.1f} s)")
+        self.display.validation(metrics)
+        self._callbacks.call(self._callbacks.on_validation, metrics)
 
     def on_sample(self, metrics: SampleMetrics) -> None:
-        self._log.samples(metrics)
+        self.log.samples(metrics)
         for sample in metrics.samples:
-            self._log.message(samples_view.sample_text(metrics.step, sample))
+            self.log.message(samples_view.sample_text(metrics.step, sample))
         for line in samples_view.console_lines(metrics):
-            self._display.message(line)
-        self._callbacks.sample(metrics)
+            self.display.message(line)
+        self._callbacks.call(self._callbacks.on_sample, metrics)
 
     def on_spike(self, spike: Spike) -> None:
-        self._log.spike(spike)
+        self.log.spike(spike)
         self.report(spike.words(), "warning")
 
     def on_message(self, text: str, *, detail: bool = False) -> None:
-        self._log.message(text)
+        self.log.message(text)
         if not detail:
-            self._display.message(text)
+            self.display.message(text)
 
     def report(self, text: str, level: Level = "info") -> None:
-        self._log.message(text, level)
-        self._display.message(text)
+        self.log.message(text, level)
+        self.display.message(text)
 
-    def _on_first_signal(self) -> None:
+    def _on_first_signal(self, number: int) -> None:
+        self._callbacks.signal = number
         self.report("stopping after this step is committed; a second signal aborts at once")
 
-    def _on_guest_signal(self, number: int) -> None:
-        self._callbacks.signal = number
-        self._on_first_signal()
-
     def _on_abort(self) -> None:
-        self._log.set_state("stopped")
-        self._display.abandon()
+        self.log.set_state("stopped")
+        self.display.abandon()
         print("aborted; the last committed generation is intact", file=sys.stderr, flush=True)
 
     def checkpoint_requests(self) -> list[str]:
@@ -172,30 +168,64 @@ class RunObserver:
             return "stop"
         return control.wanted(self._run.path)
 
-    def conclude(self, result: TrainResult, said: str) -> tuple[dict[str, Any], list[float], list[str]]:
-        """Say how the run has ended, and write summary.json, which `summary_of` returns."""
-        self._log.message(said)
-        self._log.flush()
-        self._log.check()
-        found = summary_of(self._run.path, result)
-        atomic_write(self._run.path / "summary.json", json_text(found[0], indent=2))
-        self.close("stopped" if result.stopped else "finished")
-        return found
+    def train(
+        self, work: Callable[[], tuple[TrainResult, str]], said: Sequence[str], again: str
+    ) -> tuple[TrainResult, str, dict[str, Any]] | None:
+        """Train by `work`, which returns how it ended, also in words; these, and what summary.json holds.
+
+        None where it was stopped before its first step; `again`: how to go on then. `said`: what is to be
+        reported of the recipe. Errors leave state `failed` behind and are raised again.
+        """
+        path = self._run.path
+        for line in (f"run directory {short_path(path)}", *said):
+            self.report(line)
+        with self.signals:
+            try:
+                result, ended = work()
+                self.log.message(ended)
+                self.log.flush()
+                self.log.check()
+                summary, last_losses, warnings = summary_of(path, result)
+                atomic_write(path / "summary.json", json_text(summary, indent=2))
+                self.close("stopped" if result.stopped else "finished")
+            except StopRequested:
+                self.report(f"stopped before the first step; {again}")
+                self.close("stopped")
+                return None
+            except KeyboardInterrupt:
+                self.log.message("interrupted; the last committed generation is intact")
+                self.close("stopped")
+                raise
+            except CallbackError as failed:
+                self.log.message(failed.text(), "error")
+                self.close("failed", f"a callback raised {type(failed.error).__name__}: {failed.error}")
+                failed.error.add_note(f"the generation of step {committed_step(path) or 0:,} is intact; {again}")
+                raise failed.error from failed.error.__cause__
+            except BaseException as error:
+                self.fail(error)
+                raise
+            finally:
+                self.display.close()
+        if self.log.dropped_spans:
+            self.display.message(f"{self.log.dropped_spans:,} spans were dropped because the disk was too slow")
+        for line in (*warnings, *summary_lines(summary, last_losses, self.wall_s)):
+            self.display.message(line)
+        return result, ended, summary
 
     def fail(self, error: BaseException) -> None:
         """Say what has ended the run: a message for the user, or where it was."""
         known = error if isinstance(error, UserError) else not_ours(error)
-        self._log.message(str(known) if known else traceback.format_exc(), "error")
+        self.log.message(str(known) if known else traceback.format_exc(), "error")
         self.close("failed", str(known) if known else f"{type(error).__name__}: {error}")
 
     def close(self, state: Literal["finished", "stopped", "failed"], error: str | None = None) -> None:
         """Tell the run's end, once the trackers have been given what is in its files."""
-        self._log.flush()
+        self.log.flush()
         self.trackers.finish(state)
-        self._log.close(state, error)
+        self.log.close(state, error)
 
     def on_pause(self, paused: bool) -> None:
-        self._log.set_state("paused" if paused else "running")
+        self.log.set_state("paused" if paused else "running")
         self.report("paused; the step is committed" if paused else "continuing")
 
 
@@ -222,58 +252,30 @@ def run_training(
         from penstock.storage.generations.checkpoints import read_checkpoint
 
         step = read_checkpoint(run.path / "state", checkpoint).step or 0
-    elif resume and info.state == "finished" and step >= recipe.train.steps:
-        raise UserError(f"{run.path}: has finished its {info.total_steps} steps; there is nothing to resume")
-    elif (
-        resume
-        and info.state == "finished"
-        and (why := nothing_left(run.path, step, recipe.train.early_stopping_patience)) is not None
-    ):
-        raise UserError(why)
+    elif resume and info.state == "finished":
+        if step >= recipe.train.steps:
+            raise UserError(f"{run.path}: has finished its {info.total_steps} steps; there is nothing to resume")
+        if (why := nothing_left(run.path, step, recipe.train.early_stopping_patience)) is not None:
+            raise UserError(why)
     if checkpoint is None:
         _require_newest(run.path)
     require_trackers(recipe.trackers)
     control.forget(run.path)
-    log = RunLog(run.path, recipe.train.steps, step)
-    display = Display(Console() if guest is None else guest.console(), recipe.train.steps, step)
+    observer = RunObserver(run, step, Console() if guest is None else guest.console(), guest)
+    display = observer.display
+    again = f"continue with: {shell('penstock', 'resume', run.path)}"
 
-    observer = RunObserver(run, log, display, guest)
-    for line in (f"run directory {short_path(run.path)}", *said):
-        observer.report(line)
-    with observer.signals:
-        try:
-            result = _train(recipe, run.path, observer, resume, checkpoint)
-            go_on = f"stopped after step {result.steps}; continue with: {shell('penstock', 'resume', run.path)}"
-            said = go_on if result.stopped else f"finished after step {result.steps}"
-            summary, last_losses, warnings = observer.conclude(result, said)
-        except StopRequested:
-            observer.report(f"stopped before the first step; continue with: {shell('penstock', 'resume', run.path)}")
-            observer.close("stopped")
-            return
-        except KeyboardInterrupt:
-            log.message("interrupted; the last committed generation is intact")
-            observer.close("stopped")
-            raise
-        except CallbackError as failed:
-            log.message(failed.text(), "error")
-            observer.close("failed", f"a callback raised {type(failed.error).__name__}: {failed.error}")
-            step, way = committed_step(run.path) or 0, shell("penstock", "resume", run.path)
-            failed.error.add_note(f"the generation of step {step:,} is intact; continue with: {way}")
-            raise failed.error from failed.error.__cause__
-        except BaseException as error:
-            observer.fail(error)
-            raise
-        finally:
-            display.close()
-    if log.dropped_spans:
-        display.message(f"{log.dropped_spans:,} spans were dropped because the disk was too slow")
-    for warning in warnings:
-        display.message(f"warning: {warning}")
-    for line in summary_lines(summary, last_losses, observer.wall_s):
-        display.message(line)
+    def work() -> tuple[TrainResult, str]:
+        result = _train(recipe, run.path, observer, resume, checkpoint)
+        stopped = f"stopped after step {result.steps}; {again}"
+        return result, stopped if result.stopped else f"finished after step {result.steps}"
+
+    if (trained := observer.train(work, said, again)) is None:
+        return
+    result, ended, summary = trained
     display.recall([RecallMap(**one) for one in summary.get("recall", [])])
     if result.stopped:
-        display.message(go_on)
+        display.message(ended)
         return
     if recipe.after.export:
         folder = export_folder(run.path, result.steps)
@@ -365,8 +367,8 @@ def summary_of(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[fl
         "attention": result.attention,
         "ended_early": None if result.early_end is None else result.early_end._asdict(),
     }
-    warnings = (log.warning(), damaged, damaged_samples)
-    return summary, losses[-_LAST_STEPS:], [warning for warning in warnings if warning is not None]
+    warnings = [f"warning: {text}" for text in (log.warning(), damaged, damaged_samples) if text is not None]
+    return summary, losses[-_LAST_STEPS:], warnings
 
 
 def _validation(path: Path) -> tuple[dict[str, Any] | None, list[RecallMap], str | None]:

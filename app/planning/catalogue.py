@@ -7,7 +7,7 @@ What a model is made of lies in catalogue.json, as taken apart by engine/model/a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
@@ -19,7 +19,7 @@ import msgspec
 from penstock.app.recipes import shipped
 from penstock.app.recipes.shapes import llama3, positions_of, qwen3, qwen25, stretched
 from penstock.engine.config import DataConfig, ModelConfig, Recipe
-from penstock.engine.model.spec import AttentionShape, ModelSpec
+from penstock.engine.model.spec import ModelSpec
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import typed
 from penstock.storage.tier.layout import ParamSpec
@@ -107,27 +107,26 @@ def _contents() -> dict[str, Any]:
 # ---------------------------------------------------------------------- catalogue.json
 
 
+_OF_LAYERS = ("attention", "unread", "summed", "joined", "returns", "counts_positions")
+"""Fields of ModelSpec with an entry for each layer, beside `graph_bytes`."""
+
+
 def packed(spec: ModelSpec) -> dict[str, Any]:
     """The spec as JSON, with what is alike of layers once. Its `config` is left out."""
     whole = msgspec.to_builtins(replace(spec, config=None))
     kinds: list[dict[str, Any]] = []
     layers = []
     for index in range(len(spec.attention)):
+        params = whole["buffers"].pop(f"layers.{index}")
         kind = {
-            "params": _numbered(whole["buffers"].pop(f"layers.{index}"), str(index), "{}"),
-            "attention": whole["attention"][index],
-            "unread": whole["unread"][index],
-            "summed": whole["summed"][index],
-            "joined": whole["joined"][index],
-            "returns": whole["returns"][index],
-            "counts_positions": whole["counts_positions"][index],
+            "params": [param | {"name": param["name"].replace(f".{index}.", ".{}.", 1)} for param in params],
+            **{name: whole[name][index] for name in _OF_LAYERS},
             "graph_bytes": {dtype: result[index] for dtype, result in whole["graph_bytes"].items()},
         }
         if kind not in kinds:
             kinds.append(kind)
         layers.append(kinds.index(kind))
-    of_layers = ("attention", "unread", "summed", "joined", "returns", "counts_positions", "graph_bytes")
-    for name in (*of_layers, "expert_modules", "config"):
+    for name in (*_OF_LAYERS, "graph_bytes", "branches", "sent", "config"):
         del whole[name]
     whole["blocks"] = [block for block in whole["blocks"] if block["layer"] is None]
     return whole | {"kinds": kinds, "layers": layers}
@@ -136,41 +135,31 @@ def packed(spec: ModelSpec) -> dict[str, Any]:
 def unpacked(values: dict[str, Any]) -> ModelSpec:
     """The spec of what `packed` gave."""
     kinds, layers = values["kinds"], values["layers"]
-    params = [typed(kind["params"], tuple[ParamSpec, ...]) for kind in kinds]
-    shapes = [None if kind["attention"] is None else AttentionShape(**kind["attention"]) for kind in kinds]
     names = [f"layers.{index}" for index in range(len(layers))]
     embed, head = values["blocks"]
-    blocks = [embed]
-    for index, name in enumerate(names):
-        before = blocks[-1]["name"]
-        blocks.append({"name": name, "kind": "layer", "buffers": [name], "inputs": [before], "layer": index})
-    whole = values | {
-        "config": None,
-        "blocks": [*blocks, head],
-        "attention": [],
-        "unread": [kinds[kind]["unread"] for kind in layers],
-        "summed": [kinds[kind]["summed"] for kind in layers],
-        "joined": [kinds[kind]["joined"] for kind in layers],
-        "returns": [kinds[kind]["returns"] for kind in layers],
-        "counts_positions": [kinds[kind]["counts_positions"] for kind in layers],
-        "graph_bytes": {
-            dtype: [kinds[kind]["graph_bytes"][dtype] for kind in layers] for dtype in kinds[0]["graph_bytes"]
-        },
-    }
-    del whole["kinds"], whole["layers"]
-    own = {
+    before = [embed["name"], *names]
+    blocks = [
+        {"name": name, "kind": "layer", "buffers": [name], "inputs": [before[index]], "layer": index}
+        for index, name in enumerate(names)
+    ]
+    params = [typed(kind["params"], tuple[ParamSpec, ...]) for kind in kinds]
+    of_layers = {
         name: tuple(replace(param, name=param.name.replace("{}", str(index))) for param in params[kind])
         for index, (name, kind) in enumerate(zip(names, layers, strict=True))
     }
-    spec = typed(whole, ModelSpec)
-    ends = spec.buffers
-    buffers = {"embed": ends["embed"], **own} | ({"head": ends["head"]} if "head" in ends else {})
-    return replace(spec, attention=tuple(shapes[kind] for kind in layers), buffers=buffers)
-
-
-def _numbered(params: Sequence[dict[str, Any]], number: str, by: str) -> list[dict[str, Any]]:
-    """The parameters with `.number.` in their names replaced, once each."""
-    return [param | {"name": param["name"].replace(f".{number}.", f".{by}.", 1)} for param in params]
+    spec = typed(
+        values
+        | {"config": None, "blocks": [embed, *blocks, head]}
+        | {name: [kinds[kind][name] for kind in layers] for name in _OF_LAYERS}
+        | {
+            "graph_bytes": {
+                key: [kinds[kind]["graph_bytes"][key] for kind in layers] for key in kinds[0]["graph_bytes"]
+            }
+        },
+        ModelSpec,
+    )
+    ends = [(name, spec.buffers[name]) for name in ("embed", "head") if name in spec.buffers]
+    return replace(spec, buffers=dict([ends[0], *of_layers.items(), *ends[1:]]))
 
 
 def computed_spec(name: str, context: int = 8192) -> ModelSpec:

@@ -175,13 +175,10 @@ def _text_share(head: bytes, where: str) -> float:
 # ---------------------------------------------------------------------- the cells
 
 
-def cells(question: Question, processes: int | None = None) -> Iterator[dict[str, Any]]:
-    """The cells, model by model and context by context, each as soon as it and those before it are planned.
-
-    By so many processes, one for each core by default.
-    """
+def cells(question: Question) -> Iterator[dict[str, Any]]:
+    """The cells, model by model and context by context, each as soon as it and those before it are planned."""
     todo = [(question, model, context) for model in question.models for context in question.contexts]
-    yield from spread(_planned, todo, processes or usable_cpus())
+    yield from spread(_planned, todo, usable_cpus())
 
 
 def cell_recipe(question: Question, model: KnownModel, context: int) -> Recipe:

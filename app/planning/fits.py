@@ -5,7 +5,6 @@ An answer holds for a recipe file's content, on one machine with about as much f
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import __version__
-from penstock.storage.files.user_cache import cache_folder, code_digest, read_cached, write_cached
+from penstock.storage.files.user_cache import code_digest, read_cached, write_cached
 
 _MOST_FILES = 256
 _CODE = ("machine", "forecast", "plan", "schedule", "model", "attention", "hf", "optim")
@@ -92,24 +91,17 @@ def _content_digest(path: Path) -> str | None:
 
 def read_fit(recipe: str, here: str) -> Fit | None:
     """The kept answer for a recipe file's digest and `here_digest`; None without one."""
-    folder = cache_folder("fits")
-    cached = None if folder is None else read_cached(folder, _name(recipe, here))
-    if cached is None:
-        return None
     from penstock.storage.files.untrusted import typed
 
     try:
-        return typed(cached, Fit)
+        return typed(read_cached("fits", _name(recipe, here)), Fit)
     except ValueError:
         return None
 
 
 def keep_fit(recipe: str, here: str, fit: Fit) -> None:
     """Keep an answer, where a folder for it can be used."""
-    folder = cache_folder("fits")
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            write_cached(folder, _name(recipe, here), asdict(fit), _MOST_FILES)
+    write_cached("fits", _name(recipe, here), asdict(fit), _MOST_FILES)
 
 
 def _name(recipe: str, here: str) -> str:

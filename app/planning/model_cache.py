@@ -20,10 +20,10 @@ from penstock.engine.config import Recipe
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.files.model_folder import read_config_file
 from penstock.storage.files.untrusted import typed
-from penstock.storage.files.user_cache import cache_folder, code_digest, read_cached, write_cached
+from penstock.storage.files.user_cache import code_digest, read_cached, write_cached
 
 _MOST_FILES = 64
-_CODE = ("model", "attention", "hf")
+_CODE = ("branches", "model", "attention", "hf")
 """Rooms of the engine whose code says what a model is made of."""
 
 
@@ -33,13 +33,11 @@ def cached_spec(recipe: Recipe, make: Callable[[], ModelSpec], *, compiled: bool
     The recipe's compute dtype is decided. `make` depends on the recipe and the model's config.json alone, and on
     whether the graphs of `compiled` layers are wanted.
     """
-    folder, digest = cache_folder("models"), _digest(recipe, compiled)
-    spec = None if folder is None else _read(folder, digest)
-    if spec is None:
-        spec = replace(make(), config=None)
-        if folder is not None:
-            with contextlib.suppress(OSError):
-                write_cached(folder, digest, {"spec": msgspec.to_builtins(spec)}, _MOST_FILES)
+    digest = _digest(recipe, compiled)
+    with contextlib.suppress(ValueError):
+        return typed((read_cached("models", digest) or {}).get("spec"), ModelSpec)
+    spec = replace(make(), config=None)
+    write_cached("models", digest, {"spec": msgspec.to_builtins(spec)}, _MOST_FILES)
     return spec
 
 
@@ -54,7 +52,7 @@ def _digest(recipe: Recipe, compiled: bool) -> str:
         "model": asdict(recipe.model),
         "adapter": asdict(recipe.adapter),
         "freeze": recipe.train.freeze,
-        "expert_blocks": recipe.train.expert_blocks,
+        "split_layers": recipe.train.split_layers,
         "config": config,
         "vocab_size": recipe.data.tokenizer_vocab_size,
         "sequence_length": recipe.data.sequence_length,
@@ -62,11 +60,3 @@ def _digest(recipe: Recipe, compiled: bool) -> str:
         "compiled": compiled,
     }
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
-
-
-def _read(folder: Path, digest: str) -> ModelSpec | None:
-    try:
-        cached = read_cached(folder, digest)
-        return None if cached is None else typed(cached["spec"], ModelSpec)
-    except (ValueError, KeyError):
-        return None

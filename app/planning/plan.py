@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.app.console.loading import loading, uncollected
+from penstock.app.console.loading import loading
 from penstock.engine.config import Recipe, recurrent_notes
 from penstock.storage.files.errors import BudgetError
 
@@ -16,30 +16,6 @@ if TYPE_CHECKING:
     from penstock.engine.forecast.request import PlanRequest
     from penstock.engine.machine.profile import Machine
     from penstock.engine.model.spec import ModelSpec
-
-
-def plan_recipe(
-    recipe: Recipe,
-    machine: str | None = None,
-    *,
-    advice: bool = True,
-    trace: Path | None = None,
-    cluster: str | None = None,
-    said: Sequence[str] = (),
-) -> dict[str, Any]:
-    """The forecast of a recipe: no weights are read, and nothing is written but `trace`.
-
-    `machine`: preset or profile file; None takes the recipe's, or this machine. `advice` False leaves out what is found
-    by planning again: what one change would help most, and the tokens that make it compute-bound. `trace`: file for the
-    simulated step as a Chrome trace, where the plan fits. `cluster`: nodes x GPUs, as `2x8`, for which it is planned as
-    well. `said`: lines of the recipe, which stand in `notes` before those of its model.
-    """
-    result: dict[str, Any] = {}
-    with uncollected():
-        for result in plan_stages(recipe, machine, trace=trace, cluster=cluster, said=said):
-            if result["fits"] and not advice:
-                break
-    return result
 
 
 def plan_stages(
@@ -50,7 +26,13 @@ def plan_stages(
     cluster: str | None = None,
     said: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """The forecast twice: without what is found by planning again, then with it (advice, or changes that would fit)."""
+    """The forecast twice: without what is found by planning again, then with it: what one change would help most and
+    the tokens that make it compute-bound, or changes that would fit. No weights are read; only `trace` is written.
+
+    `machine`: preset or profile file; None takes the recipe's, or this machine. `trace`: file for the simulated step as
+    a Chrome trace, where the plan fits. `cluster`: nodes x GPUs, as `2x8`, for which it is planned as well. `said`:
+    lines of the recipe, which stand in `notes` before those of its model.
+    """
     from penstock.app.runs.trace import write_spans
     from penstock.engine.data.corpus.prepare import require_text
     from penstock.engine.forecast.advice import best_change, fixes
@@ -128,17 +110,6 @@ def machine_task(recipe: Recipe, on: Machine, spec: ModelSpec | None = None) -> 
     if spec is None:
         spec = _spec(recipe, device)
     return PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type=device)
-
-
-def forecast_or_refusal(task: PlanRequest, on: Machine) -> dict[str, Any]:
-    """The forecast of the best plan, or its refusal, without anything that is found by planning again."""
-    from penstock.engine.forecast.report import forecast, refusal
-
-    try:
-        task = task.settled()
-        return forecast(task, on, task.search(on))
-    except BudgetError as error:
-        return refusal(task, on, error)
 
 
 def _spec(recipe: Recipe, device: str) -> ModelSpec:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
 import re
-import selectors
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -47,31 +48,32 @@ _Send = Callable[[dict[str, Any]], None]
 
 
 class PlanServer:
-    """One request at a time, the newest: `plan` is called in a fork and writes answers to the file it is given."""
+    """One request at a time, the newest: `plan` is called in a fork and gives answers to the function it is given."""
 
     def __init__(self, requests: int, answers: int, plan: Callable[[dict[str, Any], _Send], None]) -> None:
         self._requests, self._answers, self._plan = requests, answers, plan
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(requests, selectors.EVENT_READ)
-        self._child: int | None = None
-        self._child_pipe = -1
+        self._child: BaseProcess | None = None
         self._child_id: Any = None
+        self._pipe: Connection | None = None
         self._pending = b""
-        self._answer = b""
 
     def serve(self) -> None:
         try:
             while True:
-                for key, _ in self._selector.select():
-                    if key.fd == self._child_pipe:
-                        self._relay()
-                    elif key.fd == self._requests and not self._read_requests():
-                        return
+                if self._requests not in wait([self._requests, *filter(None, [self._pipe])]):
+                    self._relay()
+                elif not self._read_requests():
+                    return
         finally:
             self._end_child()
 
     def send(self, answer: Any) -> None:
-        _write(self._answers, answer)
+        self._write(json.dumps(answer).encode())
+
+    def _write(self, answer: bytes) -> None:
+        data = answer + b"\n"
+        while data:
+            data = data[os.write(self._answers, data) :]
 
     def _read_requests(self) -> bool:
         """Begin with the last request that has come; False at the end of them."""
@@ -88,64 +90,40 @@ class PlanServer:
     def _begin(self, line: bytes) -> None:
         try:
             request = json.loads(line)
-            identity = request["id"]
+            self._child_id = request["id"]
         except (ValueError, TypeError, KeyError) as error:
             self.send({"id": None, "error": f"not a request: {error}"})
             return
         _load_architecture(request)
-        read, write = os.pipe()
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            _die_with(parent)
-            os.close(read)
-            os._exit(_work(self._plan, request, write))
-        os.close(write)
-        self._child, self._child_pipe, self._child_id, self._answer = pid, read, identity, b""
-        self._selector.register(read, selectors.EVENT_READ)
+        fork = multiprocessing.get_context("fork")
+        self._pipe, ours = fork.Pipe(duplex=False)
+        self._child = fork.Process(target=_work, args=(self._plan, request, ours, os.getpid()))
+        self._child.start()
+        ours.close()
 
     def _relay(self) -> None:
         """Whole answers only: what a killed child had half written is dropped."""
-        data = os.read(self._child_pipe, _READ_BYTES)
-        *lines, self._answer = (self._answer + data).split(b"\n")
-        for line in lines:
-            _write_all(self._answers, line + b"\n")
-        if not data:
-            identity, status = self._child_id, self._reap()
-            if status != 0:
+        assert self._child is not None
+        assert self._pipe is not None
+        try:
+            answer = self._pipe.recv_bytes()
+        except (EOFError, OSError):
+            self._child.join()
+            status = self._child.exitcode
+            self._end_child()
+            if status:
                 how = f"signal {-status}" if status < 0 else f"exit code {status}"
-                self.send({"id": identity, "error": f"the planner's process ended ({how}); perhaps memory is short"})
+                error = f"the planner's process ended ({how}); perhaps memory is short"
+                self.send({"id": self._child_id, "error": error})
+        else:
+            self._write(answer)
 
     def _end_child(self) -> None:
-        if self._child is not None:
-            os.kill(self._child, signal.SIGKILL)
-            self._reap()
-
-    def _reap(self) -> int:
-        """Exit code of the child, negative for a signal."""
-        assert self._child is not None
-        self._selector.unregister(self._child_pipe)
-        os.close(self._child_pipe)
-        _, status = os.waitpid(self._child, 0)
-        self._child, self._child_pipe = None, -1
-        return os.waitstatus_to_exitcode(status)
-
-
-def _write(file: int, answer: dict[str, Any]) -> None:
-    _write_all(file, json.dumps(answer).encode() + b"\n")
-
-
-def _write_all(file: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(file, data) :]
-
-
-def _die_with(parent: int) -> None:
-    """No plan outlives the server, however that ends."""
-    child.end_with_parent()
-    if os.getppid() != parent:
-        os._exit(1)
-    os.nice(_NICE)
+        if self._child is not None and self._pipe is not None:
+            self._child.kill()
+            self._child.join()
+            self._pipe.close()
+        self._child = self._pipe = None
 
 
 def _load_architecture(request: Any) -> None:
@@ -158,11 +136,13 @@ def _load_architecture(request: Any) -> None:
         return  # planning says what is wrong with it
 
 
-def _work(plan: Callable[[dict[str, Any], _Send], None], request: dict[str, Any], out: int) -> int:
-    """A child's life; returns its exit code."""
+def _work(plan: Callable[[dict[str, Any], _Send], None], request: dict[str, Any], out: Connection, parent: int) -> None:
+    """A child's life. No plan outlives the server, however that ends."""
+    child.end_with_parent(parent)
+    os.nice(_NICE)
 
     def send(answer: dict[str, Any]) -> None:
-        _write(out, {"id": request["id"]} | answer)
+        out.send_bytes(json.dumps({"id": request["id"]} | answer).encode())
 
     try:
         plan(request, send)
@@ -171,7 +151,6 @@ def _work(plan: Callable[[dict[str, Any], _Send], None], request: dict[str, Any]
     except BaseException as error:
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         send({"error": f"planning failed: {type(error).__name__}: {reason}"})
-    return 0
 
 
 def plan_request(request: dict[str, Any], send: _Send) -> None:

@@ -38,7 +38,5 @@ def spread(work: Callable[[T], R], todo: Sequence[T], processes: int) -> Iterato
 
 def _begin(parent: int) -> None:
     """A worker's first act: it ends with its parent, and Ctrl-C is its parent's to hear."""
-    child.end_with_parent()
-    if os.getppid() != parent:
-        os._exit(1)
+    child.end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

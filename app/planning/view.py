@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.text import Text
 
+from penstock.app.console.printing import print_rows
 from penstock.app.console.rows import ASCII, UNICODE, Glyphs, Page, Row
 from penstock.app.planning.cluster_view import cluster_rows
 from penstock.app.runs.speed import speed_figure
@@ -31,8 +32,6 @@ _SIDE_BY_SIDE = 60
 """Cells from which a tier's bar stands beside its figures."""
 _FULL = 0.95
 """Of a budget: from here on a tier is shown as nearly full."""
-_STYLES = {"good": "green", "bad": "red", "warn": "yellow", "accent": "cyan", "ema": "cyan", "title": "bold"}
-_STYLES |= {"dim": "dim", "axis": "dim", "lane": "cyan", "tier": "cyan"}
 _SAVED = {"none": "graph", "selective": "attention", "full": "input"}
 """train.activation_checkpointing -> what forward saves."""
 _POOLS = {
@@ -68,10 +67,7 @@ def print_plan(forecast: dict[str, Any], console: Console) -> None:
             page.rows = []
             _page(page, forecast | {"blocks": []})
     _reasons(page, forecast, SCREEN_LINES - len(page.rows))
-    for row in page.rows:
-        line = Text.assemble(*((text, _console_style(token)) for text, token in row))
-        line.rstrip()
-        console.print(line, soft_wrap=True, highlight=False)
+    print_rows(page.rows, console)
 
 
 def plan_rows(
@@ -103,11 +99,6 @@ def machine_name(forecast: dict[str, Any]) -> str:
     """This machine has no name of its own before it is probed."""
     name = forecast["machine"]["name"]
     return "this machine" if name.startswith("generic") else str(name)
-
-
-def _console_style(token: str) -> str:
-    name, *extras = token.split()
-    return " ".join([_STYLES.get(name.partition(".")[0], ""), *extras]).strip()
 
 
 def _page(
@@ -406,18 +397,13 @@ def _alike(blocks: Sequence[dict[str, Any]], most: int) -> list[tuple[list[dict[
         where = (block.get(key) for key in ("spilled", "saved_on_gpu", "offloaded_graphs"))
         return (*place(block), tuple(_levels(block).items()), *where)
 
-    for key in (treatment, place):
-        runs = [list(members) for _, members in itertools.groupby(blocks, key=key)]
-        if len(runs) <= most:
-            return [(members, False) for members in runs]
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for key in (place, stem):
-        groups = {}
-        for block in blocks:
-            groups.setdefault(key(block), []).append(block)
+    for key, apart in ((treatment, False), (place, False), (place, True), (stem, True)):
+        groups: dict[Any, list[dict[str, Any]]] = {}
+        for number, (alike, members) in enumerate(itertools.groupby(blocks, key=key)):
+            groups.setdefault(alike if apart else number, []).extend(members)
         if len(groups) <= most:
             break
-    return [(members, True) for members in groups.values()]
+    return [(members, apart) for members in groups.values()]
 
 
 def _block_row(members: list[dict[str, Any]], chunks: int, apart: bool) -> tuple[list[str], list[str]]:
@@ -445,16 +431,16 @@ def _saved(members: Sequence[dict[str, Any]], chunks: int) -> list[str]:
     in RAM."""
     members = [block for block in members if _levels(block)]
     total = chunks * len(members)
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for block in members:
-        for level, count in _levels(block).items():
-            counts[level] = counts.get(level, 0) + count
-    result = {level: count for level, count in counts.items() if count}
-    if not result:
-        return ["-"]
+        counts.update(_levels(block))
     texts = [
-        _SAVED[level] if count == total else f"{_SAVED[level]} {_part(count, total)}" for level, count in result.items()
+        _SAVED[level] if count == total else f"{_SAVED[level]} {_part(count, total)}"
+        for level, count in counts.items()
+        if count
     ]
+    if not texts:
+        return ["-"]
     places = {"spilled": "on NVMe", "saved_on_gpu": "on the GPU", "offloaded_graphs": "graphs that leave the GPU"}
     for key, where in places.items():
         if count := sum(block.get(key) or 0 for block in members):

@@ -50,23 +50,13 @@ class RecipeField(NamedTuple):
 def fields() -> list[RecipeField]:
     """Every settable field of a recipe, in order; the help text is the docstring under the field."""
     helps = _helps(Recipe)
-    result = [RecipeField(key, hints(Recipe)[key], default_of(Recipe, key), helps[key]) for key in top_level()]
+    defaults = dataclasses.asdict(Recipe(name="name")) | {"name": None}
+    result = [RecipeField(key, hints(Recipe)[key], defaults[key], helps[key]) for key in top_level()]
     for section, cls in sections().items():
         helps = _helps(cls)
-        for item in dataclasses.fields(cls):
-            default = default_of(cls, item.name)
-            result.append(
-                RecipeField(f"{section}.{item.name}", hints(cls)[item.name], default, helps.get(item.name, ""))
-            )
+        for name, hint in hints(cls).items():
+            result.append(RecipeField(f"{section}.{name}", hint, defaults[section][name], helps.get(name, "")))
     return result
-
-
-def default_of(cls: type, name: str) -> Any:
-    """A field's default; None where it has none."""
-    item = next(item for item in dataclasses.fields(cls) if item.name == name)
-    if item.default is not dataclasses.MISSING:
-        return item.default
-    return None if item.default_factory is dataclasses.MISSING else item.default_factory()
 
 
 def _helps(cls: type) -> dict[str, str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import re
 import sys
 import traceback
+import types
 import typing
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -63,14 +63,26 @@ def _from_dict(tree: Mapping[str, Any]) -> Recipe:
             continue
         if not isinstance(value, Mapping):
             raise UserError(f"'{name}' must be an object with the fields of {section.__name__}")
-        types = hints(section)
         for key in value:
-            if key not in types:
+            if key not in hints(section):
                 raise UserError(f"unknown field '{name}.{key}'; {nearest_key(f'{name}.{key}')}")
-        values[name] = section(**{key: checked(item, types[key], f"{name}.{key}") for key, item in value.items()})
+        fields = {key: checked(item, hints(section)[key], f"{name}.{key}") for key, item in value.items()}
+        values[name] = section(**fields)
     if "name" not in values:
         raise UserError("the field 'name' is missing")
     return Recipe(**values)
+
+
+def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """The recipe with these fields, by their dotted names: all replaced at once and checked together."""
+    tree = to_dict(recipe)
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        if name:
+            tree[section][name] = value
+        else:
+            tree[section] = value
+    return from_dict(tree)
 
 
 def to_json(recipe: Recipe) -> str:
@@ -243,9 +255,7 @@ def load_recipe(path: str | Path) -> Recipe:
     text = _read_recipe(path)
     if path.suffix == ".json":
         return from_json(text, f"recipe {path}")
-    spec = importlib.util.spec_from_loader("penstock_recipe", loader=None, origin=str(path))
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
+    module = types.ModuleType("penstock_recipe")
     module.__file__ = str(path)
     try:
         with redirect_stdout(sys.stderr):

@@ -20,9 +20,10 @@ from penstock.app.console.working import Working, working
 from penstock.app.runs.directory import RunDir, is_live, read_status, require_own
 from penstock.app.runs.files import number, read_object, remove_own, whole
 from penstock.engine import preparing
+from penstock.engine.config import drive_folders, state_folder
 from penstock.engine.events import STEP_MARK as STEP_MARK
 from penstock.engine.events import step_name
-from penstock.storage.files.disk import atomic_write, disk_error
+from penstock.storage.files.disk import atomic_write, reporting
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import is_real_folder, printable
 
@@ -106,7 +107,6 @@ def make_checkpoint(run_path: Path, name: str) -> tuple[str, int]:
     if is_live(run_path):
         step = _ask(run_path, name)
         return step_name(name, step), step
-    from penstock.engine.config import drive_folders, state_folder
     from penstock.storage.generations.store import NvmeStore
     from penstock.storage.tier.manifest import step_of
 
@@ -136,19 +136,15 @@ def _ask(run_path: Path, name: str) -> int:
         raise UserError(
             f"{run_path}: checkpoint '{name}' has already been requested; wait for it, or choose another name"
         )
-    try:
+    with reporting(answer, "requesting a checkpoint"):
         folder.mkdir(exist_ok=True)
         remove_own(answer)
-    except OSError as error:
-        raise disk_error(error, answer, "requesting a checkpoint") from None
     atomic_write(request, "")
     with working("waiting for the run to commit the step under way"):
         _wait_for(answer, request, run_path)
     content = read_object(answer) or {}
-    try:
+    with reporting(answer, "reading the run's answer"):
         remove_own(answer)
-    except OSError as error:
-        raise disk_error(error, answer, "reading the run's answer") from None
     step, failure = whole(content.get("step")), content.get("error", "")
     if step is None or not (failure is None or isinstance(failure, str)):
         raise UserError(f"{answer}: cannot be read; list the run's checkpoints, and try again")
@@ -201,7 +197,6 @@ def checkpoint_named(run_path: Path, name: str | None) -> str | None:
 
 def copy_state_of(run: RunDir) -> str:
     """Give a copied run directory a state of its own on its recipe's drives; a line saying what was copied."""
-    from penstock.engine.config import drive_folders, state_folder
     from penstock.storage.generations.copying import copy_state
 
     drives = drive_folders(run.path, run.recipe.storage)
@@ -261,7 +256,6 @@ def scrub_run(run_path: Path) -> str:
 
     Raises UserError listing every damaged file, or while the run is running.
     """
-    from penstock.engine.config import drive_folders, state_folder
     from penstock.engine.verify import run_checks, verify_run_files
     from penstock.storage.generations.checkpoints import checkpoint_folder, checkpoint_names
     from penstock.storage.generations.store import NvmeStore

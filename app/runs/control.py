@@ -13,7 +13,7 @@ from typing import Literal
 from penstock.app.runs.directory import is_live, read_info, read_status
 from penstock.app.runs.files import read_object, remove_own
 from penstock.engine.events import Want
-from penstock.storage.files.disk import atomic_write, disk_error
+from penstock.storage.files.disk import atomic_write, reporting
 from penstock.storage.files.errors import UserError
 
 FILE_NAME = "control.json"
@@ -60,7 +60,5 @@ def go_on(run_path: Path) -> bool:
 def forget(run_path: Path) -> None:
     """A process begins: what was asked of the one before it is done with. UserError where it cannot be removed."""
     file = run_path / FILE_NAME
-    try:
+    with reporting(file, "removing a request to the previous process"):
         remove_own(file)
-    except OSError as error:
-        raise disk_error(error, file, "removing a request to the previous process") from None

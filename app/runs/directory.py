@@ -463,14 +463,10 @@ def list_runs(root: Path = Path("runs")) -> list[RunInfo]:
         recipes = [path / "recipe.json" for path in root.iterdir()]
     except OSError:
         return []
-    ages = {file: age for file in recipes if (age := _made_ns(file)) is not None}
+    ages = {}
+    for file in recipes:
+        with contextlib.suppress(OSError):  # it is missing, or goes missing
+            status = file.stat()
+            if stat.S_ISREG(status.st_mode):
+                ages[file] = status.st_mtime_ns
     return [read_info(file.parent) for file in sorted(ages, key=ages.__getitem__)]
-
-
-def _made_ns(file: Path) -> int | None:
-    """When a file was last written; None where it is missing, or goes missing."""
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns if stat.S_ISREG(status.st_mode) else None

@@ -9,13 +9,8 @@ from penstock.app.runs.files import number, read_object, whole
 from penstock.engine.gains import EarlyEnd
 
 
-def early_end_of(path: Path) -> EarlyEnd | None:
-    """Why the run of a directory ended early, as its summary.json says; None where it did not."""
-    return early_end_in(read_object(path / "summary.json") or {})
-
-
 def early_end_in(summary: dict[str, Any]) -> EarlyEnd | None:
-    """The same of a summary."""
+    """Why a run ended early, as its summary.json says; None where it did not."""
     result = summary.get("ended_early")
     if not isinstance(result, dict) or (validations := whole(result.get("validations"))) is None:
         return None
@@ -27,7 +22,7 @@ def early_end_in(summary: dict[str, Any]) -> EarlyEnd | None:
 
 def nothing_left(path: Path, step: int, patience: int | None) -> str | None:
     """Why a finished run of such `train.early_stopping_patience` has nothing to go on with, though steps are left."""
-    ended = early_end_of(path)
+    ended = early_end_in(read_object(path / "summary.json") or {})
     if ended is None or patience is None or ended.validations < patience:
         return None
     return (

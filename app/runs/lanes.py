@@ -9,14 +9,15 @@ import json
 import re
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.app.runs.files import JsonLines
 from penstock.app.runs.ops import STEP_END
 from penstock.app.runs.speed import WARMUP_STEPS, MeanSpeed, speed_text
+from penstock.engine.events import Span
 from penstock.engine.schedule import actions
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import seconds_text
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    Floats = NDArray[np.float64]
+
 LANES: tuple[str, ...] = actions.LANES
 DRIVE = ("nvme_read", "nvme_write")
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,35 +51,30 @@ class LaneShares:
     """Share in which no compute, drive or link op ran."""
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as disjoint intervals in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
+def union(start_s: Floats, end_s: Floats) -> tuple[Floats, Floats]:
+    """The same points as disjoint intervals in order (starts, ends)."""
+    import numpy as np
 
-
-def length(intervals: Iterable[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
+    order = np.argsort(start_s, kind="stable")
+    start_s, end_s = start_s[order], np.maximum.accumulate(end_s[order])
+    first = np.ones(len(start_s), dtype=bool)
+    first[1:] = start_s[1:] > end_s[:-1]
+    return start_s[first], end_s[np.roll(first, -1)]
 
 
 class LaneTimes:
     """When the ops of a run ran, lane by lane; lanes of another version are left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, spans: Iterable[Span]) -> None:
         self._lanes = {lane: array("d") for lane in LANES}
         """Start, end and bytes of one op after another: a long run has millions."""
         self.ends: dict[int, float] = {}
         """Step -> where it ended; of steps done twice the last time counts."""
-
-    def add(self, lane: str, op: str, step: int, start_s: float, end_s: float, size: int) -> None:
-        if op == STEP_END:
-            self.ends[step] = end_s
-        if lane in self._lanes:
-            self._lanes[lane].extend((start_s, end_s, size))
+        for span in spans:
+            if span.op == STEP_END:
+                self.ends[span.step] = span.end_s
+            if span.lane in self._lanes:
+                self._lanes[span.lane].extend((span.start_s, span.end_s, span.bytes))
 
     def shares(self, first: int, last: int) -> LaneShares:
         """Shares over steps `first` to `last`. Raises UserError when the spans do not hold these steps whole."""
@@ -114,25 +110,12 @@ class LaneTimes:
         )
 
 
-def _covered(*pieces: NDArray[np.float64]) -> float:
-    """Seconds in which at least one of these intervals runs."""
+def _covered(*pieces: Floats) -> float:
+    """Seconds in which at least one of these intervals, [intervals, 2], runs."""
     import numpy as np
 
-    rows = np.concatenate(pieces)
-    if not len(rows):
-        return 0.0
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]
-    until = np.maximum.accumulate(rows[:, 1])
-    before = np.concatenate(([rows[0, 0]], until[:-1]))
-    return float((until - np.maximum(rows[:, 0], before)).clip(0).sum())
-
-
-def lane_shares(spans: Sequence[dict[str, Any]], first: int, last: int) -> LaneShares:
-    """Shares over steps `first` to `last`. Raises UserError when the spans do not hold these steps whole."""
-    times = LaneTimes()
-    for span in spans:
-        times.add(span["lane"], span["op"], span["step"], span["start_s"], span["end_s"], span["bytes"])
-    return times.shares(first, last)
+    start_s, end_s = union(*np.concatenate(pieces).T)
+    return float((end_s - start_s).sum())
 
 
 def lanes_report(run_path: Path, steps: str | None, *, as_json: bool) -> str:
@@ -144,9 +127,8 @@ def lanes_report(run_path: Path, steps: str | None, *, as_json: bool) -> str:
     does not have.
     """
     wanted = parse_steps(steps) if steps else None
-    lines, times = JsonLines(run_path / "spans.jsonl"), LaneTimes()
-    for span in lines.spans():
-        times.add(span.lane, span.op, span.step, span.start_s, span.end_s, span.bytes)
+    lines = JsonLines(run_path / "spans.jsonl")
+    times = LaneTimes(lines.spans())
     if (warning := lines.warning()) is not None:
         print(f"warning: {warning}", file=sys.stderr)
     if len(times.ends) < 2:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, TextIO
+from typing import Any, BinaryIO, Literal, TextIO
 
 from penstock.app.runs.directory import State, spans_text
 from penstock.app.runs.files import (
@@ -34,7 +34,7 @@ from penstock.app.runs.files import (
 from penstock.app.runs.samples_view import samples_line
 from penstock.app.runs.speed import MeanSpeed
 from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, Spike, StepMetrics, ValidationMetrics
-from penstock.storage.files.disk import disk_error, prepare_file, publish
+from penstock.storage.files.disk import disk_error, prepare_file, publish, reporting
 from penstock.storage.files.untrusted import open_regular, printable
 from penstock.storage.tier.wear import disk_temperature
 
@@ -55,22 +55,8 @@ _MOST_ID = 2**52
 
 Level = Literal["info", "warning", "error"]
 
-
-class _Message(NamedTuple):
-    time: float
-    level: Level
-    text: str
-    step: int
-
-
-class _Step(NamedTuple):
-    metrics: StepMetrics
-    mean: dict[str, float | None]
-    """Fields of its line: the run's mean speed up to it."""
-
-
-_Line = _Step | Spike | ValidationMetrics | SampleMetrics
-_Item = _Line | list[Span] | _Message
+_Item = tuple[str, dict[str, Any]] | list[Span]
+"""A line and the file that it goes to, or spans."""
 
 
 class RunLog:
@@ -116,11 +102,8 @@ class RunLog:
 
     def prepare(self, item: Preparing) -> None:
         """Keep the last word on an item of the checklist; its beginning and its end are published at once."""
-        now = time.perf_counter()
-        if item.state == "begun":
-            self._preparing = (*self._preparing, (item, now))
-        else:
-            self._preparing = (*self._preparing[:-1], (item, now))
+        before = self._preparing if item.state == "begun" else self._preparing[:-1]
+        self._preparing = (*before, (item, time.perf_counter()))
         if item.state != "progress":
             self._write_status()
 
@@ -138,19 +121,20 @@ class RunLog:
         if self._mean is None:
             lines = JsonLines(self._path / "metrics.jsonl").steps()
             self._mean = MeanSpeed.of(line for line in lines if line["step"] < metrics.step)
-        self._mean.add(dataclasses.asdict(metrics))
+        line = dataclasses.asdict(metrics)
+        self._mean.add(line)
         self._status["step"] = metrics.step
-        self._queue.put(_Step(metrics, self._mean.fields()))
+        self._queue.put(("metrics.jsonl", line | self._mean.fields()))
         return self._mean
 
     def validation(self, metrics: ValidationMetrics) -> None:
-        self._queue.put(metrics)
+        self._queue.put(("validation.jsonl", dataclasses.asdict(metrics)))
 
     def samples(self, metrics: SampleMetrics) -> None:
-        self._queue.put(metrics)
+        self._queue.put(("samples.jsonl", samples_line(metrics)))
 
     def spike(self, spike: Spike) -> None:
-        self._queue.put(spike)
+        self._queue.put(("spikes.jsonl", dataclasses.asdict(spike)))
 
     def progress(self, progress: Progress) -> None:
         """Hand over the spans that ended, and what is under way."""
@@ -170,7 +154,11 @@ class RunLog:
 
     def message(self, text: str, level: Level = "info") -> None:
         """Hand over a message of log.jsonl; names of files and models in it may hold anything."""
-        self._queue.put(_Message(time.time(), level, printable(text), self._status["step"]))
+        self._queue.put(self._message(text, level))
+
+    def _message(self, text: str, level: Level) -> _Item:
+        line = {"time": time.time(), "level": level, "text": printable(text), "step": self._status["step"]}
+        return "log.jsonl", line
 
     def check(self) -> None:
         """Raise what kept an earlier line or status from being written, or ended the thread that writes.
@@ -247,50 +235,41 @@ class RunLog:
                 self._fail(error)
 
     def _write(self, item: _Item) -> None:
-        file: TextIO | None
-        if isinstance(item, _Line):
-            if not self._dropped:
-                self._dropped = True
-                self._drop_done_again(item)
-            name, line = _line_of(item)
-            file = self._file(name)
-            file.write(json_text(_finite(line)))
-        elif isinstance(item, _Message):
-            file = self._file("log.jsonl", cut=True)
-            file.write(json_text(item._asdict()))
+        if isinstance(item, list):
+            name, text = "spans.jsonl", spans_text(item, self._offset_s, self._offset_id)
         else:
-            file = self._file("spans.jsonl")
-            file.write(spans_text(item, self._offset_s, self._offset_id))
+            name, line = item
+            text = json_text(_finite(line))
+            if name != "log.jsonl" and not self._dropped:
+                self._dropped = True
+                self._drop_done_again(name, line["step"])
+        file = self._file(name)
+        file.write(text)
         file.flush()
 
-    def _file(self, name: str, *, cut: bool = False) -> TextIO:
+    def _file(self, name: str) -> TextIO:
         """The open file; another one where a backup has it by a hard link since, which is to stay as it is."""
         path, file = self._path / name, self._files.get(name)
         if file is not None and os.fstat(file.fileno()).st_nlink <= 1:
             return file
         if file is not None:
             file.close()
-        elif cut:
+        else:
             cut_torn_line(path)
         file = self._files[name] = os.fdopen(open_append(path), "a")
         return file
 
-    def _drop_done_again(self, first: _Line) -> None:
-        """Drop what this process writes again, whose first line is to be `first`.
+    def _drop_done_again(self, first: str, step: int) -> None:
+        """Drop what this process writes again, whose first line is to be one of `step` in file `first`.
 
         Validation and samples are of the step before the one that it begins with, and in this order.
         """
-        step = first.metrics.step if isinstance(first, _Step) else first.step
-        begun = step + (not isinstance(first, _Step | Spike))
-        for name in ("metrics.jsonl", "spikes.jsonl"):
-            self._drop_steps(name, begun)
-        self._drop_steps("validation.jsonl", step + isinstance(first, SampleMetrics))
-        self._drop_steps("samples.jsonl", step)
-
-    def _drop_steps(self, name: str, first_step: int) -> None:
-        warning = drop_steps(self._path / name, first_step)
-        if warning is not None:
-            self._write(_Message(time.time(), "warning", warning, self._status["step"]))
+        begun = step + (first in ("validation.jsonl", "samples.jsonl"))
+        steps = {"metrics.jsonl": begun, "spikes.jsonl": begun}
+        steps |= {"validation.jsonl": step + (first == "samples.jsonl"), "samples.jsonl": step}
+        for name, first_step in steps.items():
+            if (warning := drop_steps(self._path / name, first_step)) is not None:
+                self._write(self._message(warning, "warning"))
 
     def _look_at_drives(self) -> None:
         result = {folder: {"temperature_c": disk_temperature(disks)} for folder, disks in self._disks.items()}
@@ -325,35 +304,22 @@ class RunLog:
         return line
 
 
-def _line_of(item: _Line) -> tuple[str, dict[str, Any]]:
-    if isinstance(item, _Step):
-        return "metrics.jsonl", dataclasses.asdict(item.metrics) | item.mean
-    if isinstance(item, SampleMetrics):
-        return "samples.jsonl", samples_line(item)
-    if isinstance(item, Spike):
-        return "spikes.jsonl", dataclasses.asdict(item)
-    return "validation.jsonl", dataclasses.asdict(item)
-
-
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
     """JSON has no NaN or infinity: they become null."""
     return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
 
 
 def drop_steps(file: Path, first_step: int) -> str | None:
-    """Drop the lines of a resumed run's steps that are done again, from `first_step` on, and a torn last line.
+    """Drop a resumed run's lines of steps that are done again, from `first_step` on, and with them a torn last line.
 
     Damaged lines stay but for those that are too long to be read; what to tell of them, or None. UserError, OSError.
     """
     lines = JsonLines(file)
     again = sum(line["step"] >= first_step for line in lines.steps())
-    if not again and not _is_torn(file):
+    if not again:
         return lines.warning()
-    try:
-        with open_read(file) as old:
-            publish(prepare_file(file, _kept(old, first_step)), file)
-    except OSError as error:
-        raise disk_error(error, file, "dropping the lines of steps that are done again") from error
+    with reporting(file, "dropping the lines of steps that are done again"), open_read(file) as old:
+        publish(prepare_file(file, _kept(old, first_step)), file)
     return lines.warning()
 
 
@@ -364,26 +330,14 @@ def _kept(file: BinaryIO, first_step: int) -> Iterator[bytes]:
             yield line
 
 
-def _is_torn(file: Path) -> bool:
-    try:
-        with open_read(file) as lines:
-            end = lines.seek(0, os.SEEK_END)
-            lines.seek(max(0, end - 1))
-            return lines.read(1) not in (b"\n", b"")
-    except FileNotFoundError:
-        return False
-
-
 def continue_spans(path: Path) -> tuple[float, int]:
     """What to add to the times and ids of a resumed run's spans, which start at zero, so that they follow the old ones.
 
     The old ones stay, since their time was spent; a torn last line goes. UserError where the file is none of ours.
     """
     spans_path = path / "spans.jsonl"
-    try:
+    with reporting(spans_path, "cutting off a torn last line"):
         cut_torn_line(spans_path)
-    except OSError as error:
-        raise disk_error(error, spans_path, "cutting off a torn last line") from error
     last = [span for line in read_tail(spans_path, _ID_TAIL_BYTES) if (span := span_of(line)) is not None]
     ids = (span.id for span in last if span.id < _MOST_ID)
     return max((span.end_s for span in last), default=0.0), max(ids, default=-1) + 1
@@ -391,7 +345,12 @@ def continue_spans(path: Path) -> tuple[float, int]:
 
 def cut_torn_line(path: Path) -> None:
     """Cut off what follows the last newline of a file of lines, if there is one and it is torn. OSError."""
-    if not _is_torn(path):
+    try:
+        with open_read(path) as lines:
+            lines.seek(max(0, lines.seek(0, os.SEEK_END) - 1))
+            if lines.read(1) in (b"\n", b""):
+                return
+    except FileNotFoundError:
         return
     os.close(open_append(path))  # its own from here on
     with open(open_regular(path, flags=os.O_RDWR), "rb+") as file:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.app.console.loading import versions
 from penstock.app.hub.names import HubName
 from penstock.app.recipes.recipe import changes
 from penstock.app.runs.files import JsonLines, number
@@ -28,12 +28,7 @@ _PACKAGES = ("penstock", "torch", "transformers", "peft", "datasets")
 
 
 def write_card(folder: Path, run_path: Path, recipe: Recipe, exported: Exported) -> None:
-    """Write the card of an export of a run, durably."""
-    atomic_write(folder / NAME, card_text(folder, run_path, recipe, exported))
-
-
-def card_text(folder: Path, run_path: Path, recipe: Recipe, exported: Exported) -> str:
-    """The card, with the front matter that the hub reads."""
+    """Write the card of an export of a run, with the front matter that the hub reads, durably."""
     named = _by_names(recipe)
     base, data = _hub_name(recipe.model.path), _hub_name(recipe.data.path)
     adapter = exported.adapter
@@ -80,7 +75,7 @@ def card_text(folder: Path, run_path: Path, recipe: Recipe, exported: Exported) 
         shell("penstock", "train", "recipe.json"),
         "```",
     ]
-    return printable("\n".join(lines)) + "\n"
+    atomic_write(folder / NAME, printable("\n".join(lines)) + "\n")
 
 
 def _what(recipe: Recipe, exported: Exported) -> str:
@@ -163,8 +158,7 @@ def _facts(run_path: Path, recipe: Recipe, exported: Exported) -> list[tuple[str
     except (UserError, OSError):
         pass  # what became of the run's data since does not keep its model back
     facts += [(name, text) for name, text in _losses(run_path, exported.step)]
-    versions = [f"{name} {version}" for name in _PACKAGES if (version := _version(name)) is not None]
-    return [*facts, ("versions", ", ".join(versions))]
+    return [*facts, ("versions", ", ".join(f"{name} {version}" for name, version in versions(*_PACKAGES).items()))]
 
 
 def _losses(run_path: Path, step: int | None) -> list[tuple[str, str]]:
@@ -179,13 +173,6 @@ def _losses(run_path: Path, step: int | None) -> list[tuple[str, str]]:
         if last is not None:
             result.append((title, f"{last[1]:.4f} (step {last[0]:,})"))
     return result
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _hub_name(path: str | None) -> HubName | None:

@@ -46,15 +46,13 @@ class _Moved:
         preparing.report(self._moved / self._total if self._total else 0.0, words)
 
 
-def named_location(text: str) -> Location | None:
-    """The place that an argument RUN names by its scheme; None for a run directory or its name. UserError."""
-    return parse_location(text, "RUN") if is_location(text) else None
-
-
 def location_of(text: str) -> Location | None:
-    """The same, and of a folder that storage.offsite or `--to` wrote to, or the name of a generation in it."""
-    if (location := named_location(text)) is not None:
-        return location
+    """The place that an argument RUN names; None for a run directory or its name. UserError.
+
+    It is named by its scheme, or is a folder that storage.offsite or `--to` wrote to, or a generation in it.
+    """
+    if is_location(text):
+        return parse_location(text, "RUN")
     path = Path(text).expanduser()
     try:
         is_run = (path / "recipe.json").exists()

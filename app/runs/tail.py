@@ -8,8 +8,8 @@ from typing import Any
 
 from penstock.app.runs.files import MOST_LINE_BYTES, open_read, parse_line
 
-READ_BYTES = 1 << 20
-"""Most bytes that one call reads: what it parses takes a few hundredths of a second."""
+READ_BYTES = MOST_LINE_BYTES
+"""Most bytes that one call reads: what it parses takes a few hundredths of a second. No line is longer."""
 
 _MARK_BYTES = 64
 
@@ -18,30 +18,20 @@ class JsonTail:
     """What has come to a .jsonl file since the last call.
 
     A line without its end is not there yet. The reader stays at its beginning, so that a resumed run may cut it off
-    in place. A file that was replaced, or cut shorter than what was read, is read again from its start: `resets`
-    then counts one more, and everything read before is void.
+    in place. A file that was replaced, or cut shorter than what was read, is read again from its start: see
+    `began_anew`.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        read_bytes: int = READ_BYTES,
-        max_line_bytes: int = MOST_LINE_BYTES,
-        start_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, path: Path, *, start_bytes: int | None = None) -> None:
         self.path = path
         self.damaged = 0
-        """Lines skipped, since the last reset, that were no JSON object or too long."""
-        self.resets = 0
+        """Lines skipped, since reading began, that were no JSON object or too long."""
         self.began_anew = False
         """Whether the last call did: what was read before is void."""
         self.behind = False
         """Whether the file held more than the last call read."""
         self.left_out_bytes = 0
         """Bytes before the place where reading began: see `start_bytes`."""
-        self._read_bytes = read_bytes
-        self._max_line_bytes = max_line_bytes
         self._start_bytes = start_bytes
         """Begin at most so far before the file's end; None: at its beginning."""
         self._seen: tuple[int, ...] | None = None
@@ -61,9 +51,9 @@ class JsonTail:
         return min(1.0, (self._offset - self.left_out_bytes) / max(1, self._seen[2] - self.left_out_bytes))
 
     def read(self) -> list[dict[str, Any]]:
-        """The objects of the lines completed since the last call, of at most `read_bytes`; [] while there is no file.
+        """The objects of the lines completed since the last call, of at most READ_BYTES; [] while there is no file.
 
-        Check `resets` after it. Never raises for what the file is or contains.
+        Check `began_anew` after it. Never raises for what the file is or contains.
         """
         self.began_anew = False
         try:
@@ -84,12 +74,11 @@ class JsonTail:
         if self._file is None:
             self._begin(stat.st_size)
         elif self._file != (stat.st_dev, stat.st_ino) or not self._is_same(fd, stat.st_size):
-            self.resets += 1
             self.began_anew = True
             self.damaged = 0
             self._begin(stat.st_size)
         self._file = (stat.st_dev, stat.st_ino)
-        data = os.pread(fd, self._read_bytes, self._offset)
+        data = os.pread(fd, READ_BYTES, self._offset)
         self.behind = self._offset + len(data) < stat.st_size
         return data
 
@@ -105,8 +94,11 @@ class JsonTail:
 
     def _objects(self, data: bytes) -> list[dict[str, Any]]:
         end = data.rfind(b"\n") + 1
-        if end == 0:
-            self._without_end(data)
+        if end == 0:  # a piece of a line: its end is waited for, or it is passed over where it is too long already
+            if self._within_line or len(data) >= READ_BYTES:
+                self.damaged += not self._within_line
+                self._within_line = True
+                self._advance(data)
             return []
         self._advance(data[:end])
         lines = data[: end - 1].split(b"\n")
@@ -115,21 +107,11 @@ class JsonTail:
         self._within_line = False
         result = []
         for line in lines:
-            value = parse_line(line) if len(line) <= self._max_line_bytes else None
-            if value is None:
+            if (value := parse_line(line)) is None:
                 self.damaged += 1
             else:
                 result.append(value)
         return result
-
-    def _without_end(self, data: bytes) -> None:
-        """A piece of one line: wait for its end, or pass over it where the line is too long already."""
-        if self._within_line:
-            self._advance(data)
-        elif len(data) > self._max_line_bytes or len(data) >= self._read_bytes:
-            self.damaged += 1
-            self._within_line = True
-            self._advance(data)
 
     def _advance(self, data: bytes) -> None:
         self._offset += len(data)

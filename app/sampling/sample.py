@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,9 @@ def opened(
         if run is not None:
             checkpoint = checkpoint_named(run, checkpoint)
             if checkpoint is None:
-                _require_idle(run)
+                if is_live(run):
+                    now = shell("penstock", "checkpoint", run, "now")
+                    raise UserError(f"{run}: is running; keep a checkpoint of it (`{now}`), then add --checkpoint now")
                 stack.enter_context(RunDir.open(run, read_only=True))
         with loading():
             from penstock.engine.opened_model import OpenedModel
@@ -96,14 +98,6 @@ def find_model(where: str | Path) -> tuple[Path, Path | None]:
         return model_folder(where), None
     run = find_run(str(where))
     return run, run
-
-
-def _require_idle(run: Path) -> None:
-    if is_live(run):
-        raise UserError(
-            f"{run}: is running; keep a checkpoint of it (`{shell('penstock', 'checkpoint', run, 'now')}`), then add "
-            "--checkpoint now"
-        )
 
 
 def continued(
@@ -252,10 +246,7 @@ def read_prompt(file: Path) -> str:
 def as_json(model: OpenedModel, samples: Sequence[Sample]) -> dict[str, Any]:
     """What `penstock sample --json` prints."""
     return {
-        "samples": [
-            {"prompt": s.prompt, "text": s.text, "ids": s.ids, "prompt_tokens": s.prompt_tokens, "ended": s.ended}
-            for s in samples
-        ],
+        "samples": [asdict(one) for one in samples],
         "passes": len(model.passes_s),
         "seconds": sum(model.passes_s),
     }

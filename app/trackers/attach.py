@@ -35,7 +35,7 @@ def start_sender(run: Path, name: str, *, once: bool = False) -> subprocess.Pope
     if not offline_wanted():  # what keeps our own libraries from the hub is not meant for trackers
         environment.pop("HF_HUB_OFFLINE", None)
     return subprocess.Popen(
-        child.command("app.trackers", name, str(run), *(["--once"] if once else [])),
+        child.command("app.trackers.sender", name, str(run), *(["--once"] if once else [])),
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -138,20 +138,17 @@ class Trackers:
 
     def __init__(self, run: Path, names: Iterable[str], report: Tell) -> None:
         """`report`: from threads of these trackers, each message once."""
-        self._run = run
-        self._all = {name: _Attached(run, name, report) for name in names}
-        self._begun = False
+        self._run, self._names, self._report = run, names, report
+        self._all: dict[str, _Attached] = {}
 
     def begin(self) -> None:
         """Start their processes; returns at once."""
-        self._begun = True
+        self._all = {name: _Attached(self._run, name, self._report) for name in self._names}
         for tracker in self._all.values():
             tracker.start()
 
     def finish(self, end: End) -> None:
         """Let them send what is left, for FINISH_S at most, and tell what was not sent."""
-        if not self._begun:
-            return
         for tracker in self._all.values():
             tracker.end(end)
         deadline = time.monotonic() + FINISH_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -105,7 +106,9 @@ class Tracker(ABC):
     """
 
     name: str
-    """As a recipe names it: the package's name."""
+    """As a recipe names it: the name that is imported."""
+    package: tuple[str, tuple[int, int]]
+    """What is installed for it, and the oldest version, as in pyproject.toml."""
     rewinds = False
     """Whether steps that are done again replace those that it has, when they are sent, and `open` voids what it has of
     the first step and later ones."""
@@ -120,6 +123,11 @@ class Tracker(ABC):
         what a tracker adds. Empty: it has none yet."""
         self.remarks: list[str] = []
         """What went wrong without anything being lost but for the tracker's own comfort; told once each."""
+
+    @staticmethod
+    def unready() -> str | None:
+        """What keeps its package from sending, by the environment and the user's settings; None if nothing does."""
+        return None
 
     @abstractmethod
     def location(self) -> str:
@@ -146,3 +154,9 @@ class Tracker(ABC):
     def close(self, end: End, summary: dict[str, Any] | None) -> None:
         """End the tracker's run; what is under way has arrived when it returns. `summary`: summary.json of a run that
         has ended by itself."""
+
+
+def tracker(name: str) -> type[Tracker]:
+    """The tracker of that name, one of engine.config.recipe.TRACKERS: `TRACKER` of the module on_NAME."""
+    found: type[Tracker] = importlib.import_module(f"penstock.app.trackers.on_{name}").TRACKER
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from typing import Any
@@ -29,7 +30,14 @@ class MLflow(Tracker):
     """Each request has arrived when it returns."""
 
     name = "mlflow"
+    package = ("mlflow-skinny", (3, 0))  # mlflow pins a pyarrow that the data readers have left behind
     _client: Any = None
+
+    @staticmethod
+    def unready() -> str | None:
+        if os.environ.get("MLFLOW_TRACKING_URI") or importlib.util.find_spec("sqlalchemy"):
+            return None
+        return "no server is set; set MLFLOW_TRACKING_URI to a server's address"
 
     def location(self) -> str:
         return f"{os.environ.get('MLFLOW_TRACKING_URI') or os.getcwd()} {self._experiment}"
@@ -99,3 +107,6 @@ class MLflow(Tracker):
         if summary is not None:
             self._text(json.dumps(summary, indent=1), "summary.json")
         self._client.set_terminated(self._run, _ENDS[end])
+
+
+TRACKER = MLflow

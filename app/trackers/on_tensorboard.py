@@ -17,6 +17,7 @@ class TensorBoard(Tracker):
     later ones, so that every step is there once, however the process before ended."""
 
     name = "tensorboard"
+    package = ("tensorboard", (2, 18))
     rewinds = True
     local = True
     _writer: Any = None
@@ -76,3 +77,6 @@ class TensorBoard(Tracker):
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._writer.add_event(Event(**fields))
+
+
+TRACKER = TensorBoard

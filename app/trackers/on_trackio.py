@@ -27,7 +27,19 @@ class Trackio(Tracker):
     take waits in that database and is sent by trackio when it comes back."""
 
     name = "trackio"
+    package = ("trackio", (0, 40))
     _run: Any = None
+
+    @staticmethod
+    def unready() -> str | None:
+        if os.environ.get("TRACKIO_SPACE_ID"):
+            from huggingface_hub import get_token
+
+            return None if get_token() else "TRACKIO_SPACE_ID needs a login to the hub; run `hf auth login`"
+        server = os.environ.get("TRACKIO_SERVER_URL") or ""
+        if server and "write_token=" not in server and not os.environ.get("TRACKIO_WRITE_TOKEN"):
+            return "TRACKIO_SERVER_URL needs a write token; set TRACKIO_WRITE_TOKEN"
+        return None
 
     @property
     def _where(self) -> tuple[str, str]:
@@ -111,3 +123,6 @@ class Trackio(Tracker):
             if error.code in (401, 403) or "write_token" in said:
                 raise TrackerError("it refuses the write token; set TRACKIO_WRITE_TOKEN to the server's") from error
             raise TrackerError(f"its server answers {error.code} {error.reason}") from error
+
+
+TRACKER = Trackio

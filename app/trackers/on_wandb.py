@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import configparser
+import contextlib
+import netrc
 import os
 import re
+import urllib.parse
 import uuid
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from penstock.app.runs.files import whole
@@ -37,7 +42,25 @@ class Wandb(Tracker):
     """wandb's own process keeps what is handed over in files and sends it, again and again where it has to."""
 
     name = "wandb"
+    package = ("wandb", (0, 20))
     _run: Any = None
+
+    @staticmethod
+    def unready() -> str | None:
+        environ, said = os.environ, configparser.ConfigParser(interpolation=None)
+        folders = [environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb", f"{environ.get('WANDB_DIR') or '.'}/wandb"]
+        with contextlib.suppress(configparser.Error, OSError, ValueError):  # of `wandb login` and `wandb offline`
+            said.read(Path(folder).expanduser() / "settings" for folder in folders)
+        mode = environ.get("WANDB_MODE") or said.get("default", "mode", fallback="online")
+        keys = (environ.get("WANDB_API_KEY"), environ.get("WANDB_IDENTITY_TOKEN_FILE"))
+        if mode in ("offline", "dryrun", "disabled") or any(keys) or said.has_option("default", "api_key"):
+            return None
+        server = environ.get("WANDB_BASE_URL") or said.get("default", "base_url", fallback="https://api.wandb.ai")
+        with contextlib.suppress(OSError, netrc.NetrcParseError, ValueError):
+            result = netrc.netrc(environ.get("NETRC")).authenticators(str(urllib.parse.urlsplit(server).hostname))
+            if result is not None and result[2]:
+                return None
+        return "you are not logged in; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
 
     def location(self) -> str:
         names = ("WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_PROJECT")
@@ -98,3 +121,6 @@ class Wandb(Tracker):
         if summary is not None:
             self._run.summary.update({f"summary/{key}": value for key, value in flat(summary).items()})
         self._run.finish(exit_code=0 if end in ("finished", "stopped") else 1)
+
+
+TRACKER = Wandb

@@ -1,6 +1,6 @@
 """Sends one run to one tracker: the process that `attach` and `track` start.
 
-    python -m penstock.app.trackers NAME RUN [--once]
+    python -m penstock.app.trackers.sender NAME RUN [--once]
 
 It follows the run's files until a line on standard input says how the run has ended, or standard input ends without
 one: the run's process is gone. With --once it sends what is there. What it says is one JSON object a line on standard
@@ -11,7 +11,6 @@ come back.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -24,13 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, cast, get_args
 
+from penstock.app.console.loading import versions
 from penstock.app.runs.directory import read_recipe, read_status, state_of
 from penstock.app.runs.files import MOST_SECONDS, read_object
-from penstock.app.trackers.base import ANSWER_S, CLOSING_S, STREAMS, End, Stream, Tracker, TrackerError
-from penstock.app.trackers.on_mlflow import MLflow
-from penstock.app.trackers.on_tensorboard import TensorBoard
-from penstock.app.trackers.on_trackio import Trackio
-from penstock.app.trackers.on_wandb import Wandb
+from penstock.app.trackers.base import ANSWER_S, CLOSING_S, STREAMS, End, Stream, TrackerError, tracker
 from penstock.app.trackers.record import (
     FOLDER,
     Entry,
@@ -51,13 +47,10 @@ LAST_S = 10
 LOCK_S = 15.0
 """Until the sender of a killed process has ended."""
 _NICE = 10
-_VERSIONS = ("penstock", "torch", "transformers", "peft")
 _GIT_S = 5.0
 _ERROR_CHARS = 200
 
 Say = Callable[[dict[str, Any]], None]
-
-_KINDS: dict[str, type[Tracker]] = {kind.name: kind for kind in (TensorBoard, Trackio, Wandb, MLflow)}
 
 
 class Sender:
@@ -68,7 +61,7 @@ class Sender:
         config = read_object(run / "recipe.json", 1 << 24) or {"name": read_recipe(run).name}
         config.pop("crc32c", None)
         self._run, self._say = run, say
-        self._tracker = _KINDS[name](run, printable(run.name), config | {"made_with": made_with})
+        self._tracker = tracker(name)(run, printable(run.name), config | {"made_with": made_with})
         self._location = self._tracker.location()
         self._entry = read_entries(run, name).get(self._location)
         if self._entry is not None and not self._tracker.local and self._entry.run != directory_id(run):
@@ -163,12 +156,7 @@ def follow(sender: Sender, run: Path, end: End | None, answer_s: int) -> None:
 
 def made_with(folder: Path) -> dict[str, str]:
     """Versions, and the commit of the git repository that `folder` is in."""
-    result = {"python": platform.python_version()}
-    for name in _VERSIONS:
-        try:
-            result[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    result = {"python": platform.python_version()} | versions("penstock", "torch", "transformers", "peft")
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
     try:
@@ -228,3 +216,7 @@ def main() -> NoReturn:
     code = work(run, name, once="--once" in options, say=say)
     sys.stdout.flush()
     os._exit(code)  # a package's threads keep nobody
+
+
+if __name__ == "__main__":
+    main()

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.parts.setup import Setup
-from penstock.engine.data.loader import DataLoader, MicroBatch
-from penstock.engine.data.prepare import make_loader, prepare_data
-from penstock.engine.events import Observer, Want
+from penstock.engine.data.corpus.prepare import prepare_data
+from penstock.engine.data.loader import DataLoader, MicroBatch, make_loader
+from penstock.engine.events import Observer
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.kernels import choose_kernels, kernel_query
 from penstock.engine.machine.affinity import place_threads
@@ -49,12 +49,6 @@ _STD = 0.02
 
 class Nobody(Observer):
     """Observes nothing and wants nothing."""
-
-    def checkpoint_requests(self) -> list[str]:
-        return []
-
-    def wanted(self) -> Want:
-        return "run"
 
 
 NOBODY = Nobody()  # type: ignore[abstract]  # what it does not define does nothing

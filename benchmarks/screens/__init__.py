@@ -68,7 +68,7 @@ FORM = Shot("finetune-form", (120, 44), fill_form)
 
 def shots(root: Path, live: Path, finished: list[Path]) -> list[Shot]:
     def run(app: PenstockApp) -> None:
-        app.open_run(live)
+        app.open("run", live)
 
     return [
         Shot("run-live", (120, 36), run, film=True),
@@ -77,11 +77,11 @@ def shots(root: Path, live: Path, finished: list[Path]) -> list[Shot]:
         Shot("run-200x60", (200, 60), run),
         Shot("run-light", (120, 36), run, "penstock-light"),
         HOME,
-        Shot("configure", (160, 44), lambda app: app.open_configure(root / "recipes/14b_workstation.py")),
-        Shot("configure-refused", (120, 36), lambda app: app.open_configure(root / "recipes/120b_moe.py")),
-        Shot("timeline", (160, 44), lambda app: app.open_timeline(finished[0], 12)),
-        Shot("fit", (120, 36), lambda app: app.open_fit("rtx4090-128")),
-        Shot("compare", (120, 36), lambda app: app.open_compare(finished)),
+        Shot("configure", (160, 44), lambda app: app.open("configure", root / "recipes/14b_workstation.py")),
+        Shot("configure-refused", (120, 36), lambda app: app.open("configure", root / "recipes/120b_moe.py")),
+        Shot("timeline", (160, 44), lambda app: app.open("timeline", finished[0], 12)),
+        Shot("fit", (120, 36), lambda app: app.open("fit", "rtx4090-128")),
+        Shot("compare", (120, 36), lambda app: app.open("compare", finished)),
         FORM,
     ]
 

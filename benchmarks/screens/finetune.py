@@ -86,7 +86,7 @@ def tune(root: Path, out: Path) -> None:
 
 def fill_form(app: PenstockApp) -> None:
     """Open the form, name the model and the data, and have both looked at."""
-    app.open_finetune()
+    app.open("finetune")
 
     def fill() -> None:
         screen = app.screen

@@ -45,17 +45,17 @@ class Part:
     """[n] float32: how much it counts; None: 1 for all."""
 
     @staticmethod
-    def of(
-        ids: Tensor, labels: Tensor, positions: Tensor, weights: Tensor | None, rows: int, device: torch.device
-    ) -> Part:
-        """Tensors [tokens] on the CPU, where targets are counted without waiting for the device, as so many rows."""
+    def of(micro_batch: MicroBatch, pick: Callable[[Tensor, float], Tensor], rows: int, device: torch.device) -> Part:
+        """What `pick` takes of each field [tokens], given the value of padding, as so many rows. Targets are counted on
+        the CPU, without waiting for the device."""
+        labels, weights = pick(micro_batch.labels, IGNORE_LABEL), micro_batch.weights
         targets = torch.nonzero(labels != IGNORE_LABEL).squeeze(1)
         return Part(
-            ids=ids.view(rows, -1).to(device),
-            positions=positions.view(rows, -1).to(device),
+            ids=pick(micro_batch.ids, int(micro_batch.ids[-1])).view(rows, -1).to(device),
+            positions=pick(micro_batch.positions, 0).view(rows, -1).to(device),
             targets=targets.to(device),
             labels=labels[targets].to(device),
-            weights=None if weights is None else weights[targets].to(device),
+            weights=None if weights is None else pick(weights, 1)[targets].to(device),
         )
 
 
@@ -79,7 +79,7 @@ class Context:
         self._masks: dict[int | None, Any] = {}
         self._at = self._documents = torch.empty(0)
         AttentionInterface.register(NAME, _gathered)
-        AttentionMaskInterface.register(NAME, _no_mask)
+        AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)  # masks are ours
 
     def part(self, micro_batch: MicroBatch, device: torch.device) -> Part:
         """This rank's tokens; all that is computed until the next call belongs to this micro-batch."""
@@ -100,14 +100,7 @@ class Context:
             whole[:tokens] = values
             return whole[own]
 
-        return Part.of(
-            cut(micro_batch.ids, int(micro_batch.ids[-1])),
-            cut(micro_batch.labels, IGNORE_LABEL),
-            cut(micro_batch.positions, 0),
-            None if micro_batch.weights is None else cut(micro_batch.weights, 1),
-            1,
-            device,
-        )
+        return Part.of(micro_batch, cut, 1, device)
 
     def _tokens_of(self, rank: int, length: int) -> Tensor:
         """Which tokens of a stream of `length` a rank has, ascending."""
@@ -133,7 +126,10 @@ class Context:
         if window not in self._masks:
             self._masks[window] = self._mask(self.sees(window), query)
         gathered = (torch.cat(all_gather(t.contiguous(), group=self.group), dim=2) for t in (key, value))
-        compute = AttentionInterface()[self._base] if self._base != "eager" else _eager(module)
+        if self._base == "eager":  # plain operations, in the model's own file
+            compute: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
+        else:
+            compute = AttentionInterface()[self._base]
         return compute(module, query, *gathered, self._masks[window], **kwargs)
 
     def _mask(self, sees: Callable[..., Tensor], query: Tensor) -> Any:
@@ -149,35 +145,17 @@ class Context:
         return dense
 
 
-def _eager(module: nn.Module) -> Callable[..., Any]:
-    """The attention in plain operations of the model's own file."""
-    result: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
-    return result
-
-
 def _gathered(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
     assert Context._now is not None, "attention of a context that is spread over ranks, outside of its forward"
     return Context._now.attend(module, query, key, value, **kwargs)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Masks are ours."""
-
-
 def whole_part(micro_batch: MicroBatch, device: torch.device) -> Part:
     """All of a micro-batch, without the padding at its end. Where no document crosses a row's end, each row is one of
     the model's own batch; else documents are laid end to end in one."""
-    end = num_tokens(micro_batch)
-    rows = _rows(micro_batch.documents, end)
-
-    weights = None if micro_batch.weights is None else micro_batch.weights[:end]
-    ids, labels, positions = micro_batch.ids[:end], micro_batch.labels[:end], micro_batch.positions[:end]
-    return Part.of(ids, labels, positions, weights, rows, device)
-
-
-def num_tokens(micro_batch: MicroBatch) -> int:
-    """Tokens of a stream before the padding at its end, of which at least one is computed with."""
-    return len(micro_batch.ids) if micro_batch.filled is None else max(1, micro_batch.filled)
+    # Of padding alone one token is computed with.
+    end = len(micro_batch.ids) if micro_batch.filled is None else max(1, micro_batch.filled)
+    return Part.of(micro_batch, lambda values, _: values[:end], _rows(micro_batch.documents, end), device)
 
 
 def _rows(documents: Sequence[int], tokens: int) -> int:

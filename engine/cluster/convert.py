@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,15 +26,9 @@ from penstock.storage.tier.arena import empty_aligned
 from penstock.storage.tier.manifest import ArraySpec
 
 
-class Written(NamedTuple):
-    """What became of a run's state."""
-
-    step: int
-    num_bytes: int
-
-
-def write_dcp(run_dir: Path, recipe: Recipe, folder: Path, checkpoint: str | None = None) -> Written:
-    """Write a run's last committed generation, or a checkpoint's, as a DCP checkpoint in `folder`.
+def write_dcp(run_dir: Path, recipe: Recipe, folder: Path, checkpoint: str | None = None) -> tuple[int, int]:
+    """Write a run's last committed generation, or a checkpoint's, as a DCP checkpoint in `folder`; the step that it is
+    at, and the bytes of its tensors.
 
     `folder` is new or empty, or a whole checkpoint that is replaced.
     Raises UserError when there is no generation, or the disk fails; then nothing of it is left.
@@ -53,7 +45,7 @@ def write_dcp(run_dir: Path, recipe: Recipe, folder: Path, checkpoint: str | Non
             if isinstance(error, OSError):
                 raise disk_error(error, folder, "writing a DCP checkpoint") from error
             raise
-        return Written(int(meta["step"]), sum(t.numel() * t.element_size() for t in source.shapes.values()))
+        return int(meta["step"]), sum(t.numel() * t.element_size() for t in source.shapes.values())
 
 
 class _Source:
@@ -124,29 +116,21 @@ def read_dcp(folder: Path, record: layout.Record, spec: ModelSpec, recipe: Recip
         for array in arrays:
             values = empty_aligned(array.numel, getattr(torch, array.dtype)).zero_()
             views = flat[array.buffer].views(values)
-            layout.load(
-                folder, {n: views[location.param.name] for n, location in _of(result, array).items()}, no_dist=True
-            )
+            own = {n: at for n, at in result.items() if (at.buffer, at.kind) == (array.buffer, array.kind)}
+            layout.load(folder, {n: views[at.param.name] for n, at in own.items()}, no_dist=True)
             parts = [store.write(array.buffer, array.kind, i, values[a:b]) for i, (a, b) in enumerate(array.parts())]
             for part in parts:
                 part.result()
             written += array.numel
             preparing.report(written / total, f"{array.buffer} {array.kind}")
-        crc = write_constants(root / CONSTANTS_FILE, _constants(folder, spec))
+        held = layout.held_tensors(folder)
+        constants = {
+            name: torch.empty(shape, dtype=held[name].properties.dtype) for name, shape in spec.constants.items()
+        }
+        if constants:
+            layout.load(folder, constants, no_dist=True)
+        crc = write_constants(root / CONSTANTS_FILE, constants)
         store.commit({**record.meta, "constants": crc})
     finally:
         store.close()
     return record.step
-
-
-def _of(result: Mapping[str, layout.Location], array: ArraySpec) -> dict[str, layout.Location]:
-    return {name: at for name, at in result.items() if (at.buffer, at.kind) == (array.buffer, array.kind)}
-
-
-def _constants(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """The model's constants, in the dtypes that the checkpoint has them in."""
-    held = layout.held_tensors(folder)
-    result = {name: torch.empty(shape, dtype=held[name].properties.dtype) for name, shape in spec.constants.items()}
-    if result:
-        layout.load(folder, result, no_dist=True)
-    return result

@@ -269,7 +269,9 @@ def read_index(folder: Path) -> Metadata:
     path = folder / INDEX_NAME
     try:
         content = read_regular(path, most_bytes=_INDEX_BYTES)
-        _require_short(content)
+        for code, argument, _ in pickletools.genops(content):
+            if code.name == "LONG_BINPUT" and (argument or 0) > len(content):  # so many would be allocated first
+                raise ValueError("numbers more values than it has")
         index = _IndexUnpickler(io.BytesIO(content)).load()
         if not isinstance(index, Metadata):
             raise ValueError("holds something else")
@@ -281,13 +283,6 @@ def read_index(folder: Path) -> Metadata:
     except Exception as error:  # an index that was damaged fails anyhow
         raise UserError(f"{path}: is not an index of a DCP checkpoint ({error}); restore it from a copy") from None
     return index
-
-
-def _require_short(content: bytes) -> None:
-    """ValueError where a pickle says a length that it has not, for which room would be made first."""
-    for code, argument, _ in pickletools.genops(content):
-        if code.name == "LONG_BINPUT" and (argument or 0) > len(content):
-            raise ValueError("numbers more values than it has")
 
 
 def require_same_model(folder: Path, spec: ModelSpec, kinds: Sequence[str]) -> None:

@@ -70,16 +70,14 @@ class Sharded:
         with torch.no_grad():
             for _, values in buffers:
                 for name, value in values.items():
-                    _fill(parameters[name], value)
+                    parameter = parameters[name]
+                    assert isinstance(parameter, DTensor)
+                    # Every rank has the whole of it, so that none is sent to another.
+                    whole = value.to(device=parameter.to_local().device, dtype=parameter.dtype)
+                    where = parameter.device_mesh, parameter.placements
+                    parameter.copy_(distribute_tensor(whole, *where, src_data_rank=None))
             for name, value in constants.items():
                 self.model.get_buffer(name).copy_(value)
-
-
-def _fill(parameter: Tensor, value: Tensor) -> None:
-    assert isinstance(parameter, DTensor)
-    # Every rank has the whole of it, so that none is sent to another.
-    whole = value.to(device=parameter.to_local().device, dtype=parameter.dtype)
-    parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
 
 
 def make_sharded(spec: ModelSpec, train: TrainConfig, mesh: DeviceMesh, attention: str) -> Sharded:

@@ -1,8 +1,9 @@
-"""One optimizer step of all ranks together: each computes its share of the micro-batches of one step."""
+"""One optimizer step of all ranks together, or a validation: each computes its share of the micro-batches."""
 
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from transformers import PreTrainedModel
 from penstock.engine.cluster.context import Context, Part, whole_part
 from penstock.engine.cluster.model import Sharded
 from penstock.engine.config import TrainConfig
-from penstock.engine.data.loader import MicroBatch
+from penstock.engine.data.loader import MicroBatch, ValidationSet
+from penstock.engine.events import ValidationMetrics
 from penstock.engine.model.tokens import mean_by_weight, total_weight
 from penstock.engine.optim.lr import learning_rate
 
@@ -38,19 +40,14 @@ class Share(NamedTuple):
         return whole_part(micro_batch, device) if self.context is None else self.context.part(micro_batch, device)
 
 
-class StepResult(NamedTuple):
-    """What a step came to, the same on every rank."""
-
-    loss: float
-    """Mean of the batch's targets by their weights, nats: the cross entropy alone."""
-    grad_norm: float
-    """Global, before clipping."""
-
-
 def train_step(
     sharded: Sharded, train: TrainConfig, step: int, micro_batches: Sequence[MicroBatch], share: Share
-) -> StepResult:
-    """Step `step` (1-based) on a whole batch, which every rank has: the engine's step (engine/model/reference.py)."""
+) -> tuple[float, float]:
+    """Step `step` (1-based) on a whole batch, which every rank has: the engine's step (engine/model/reference.py).
+
+    The mean loss of its targets by their weights, nats (cross entropy alone), and the global gradient norm before
+    clipping; the same on every rank.
+    """
     model, total = sharded.model, sum(total_weight(m.labels, m.weights) for m in micro_batches)
     scale, own = mean_by_weight(1.0, total), share.of(micro_batches)
     losses = torch.zeros((), dtype=torch.float64, device=sharded.device)
@@ -74,7 +71,7 @@ def train_step(
         group["lr"] = learning_rate(train, step) * group["lr_factor"]
     sharded.optimizer.step()
     sharded.optimizer.zero_grad()
-    return StepResult(mean_by_weight(float(losses), total), float(norm))
+    return mean_by_weight(float(losses), total), float(norm)
 
 
 def whole(norm: Tensor) -> Tensor:
@@ -121,3 +118,29 @@ def settle_balance(sharded: Sharded, turns: int) -> None:
         balance.settle(int(seen[-1]))
         balance.slope.div_(turns)
         balance.watch(balance.num_rows, counting=False)
+
+
+@torch.no_grad()
+def validate(sharded: Sharded, held_out: ValidationSet, step: int, share: Share) -> ValidationMetrics:
+    """Measure the loss of the documents held out, with the weights after `step`; the same on every rank."""
+    started, weight, tokens = time.perf_counter(), 0.0, 0
+    sums = torch.zeros(2, dtype=torch.float64, device=sharded.device)  # loss, right answers
+    for batch in held_out.passes(share.groups):
+        weight += sum(total_weight(m.labels, m.weights) for m in batch)
+        tokens += sum(m.num_targets for m in batch)
+        own = share.of(batch)
+        # All ranks run the model together: those that have nothing left run along.
+        part = share.part((own or batch)[0], sharded.device)
+        logits = target_logits(sharded.model, part)
+        if own:
+            sums[0] += loss_sums(logits, part, 0.0)[0]
+            sums[1] += (logits.argmax(dim=-1) == part.labels).sum()
+    dist.all_reduce(sums)
+    return ValidationMetrics(
+        step=step,
+        loss=mean_by_weight(float(sums[0]), weight),
+        tokens=tokens,
+        seconds=time.perf_counter() - started,
+        time=time.time(),
+        accuracy=mean_by_weight(float(sums[1]), tokens),
+    )

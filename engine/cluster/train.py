@@ -19,11 +19,9 @@ from penstock.engine.cluster.context import Context
 from penstock.engine.cluster.convert import write_dcp
 from penstock.engine.cluster.model import Sharded, make_sharded
 from penstock.engine.cluster.ranks import Ranks
-from penstock.engine.cluster.step import Share, train_step
-from penstock.engine.cluster.validate import validate
+from penstock.engine.cluster.step import Share, train_step, validate
 from penstock.engine.config import Recipe, changed_fields, dcp_folder, dcp_folders, state_folder
-from penstock.engine.data.loader import DataLoader, ValidationSet
-from penstock.engine.data.prepare import make_loader, make_validation
+from penstock.engine.data.loader import DataLoader, ValidationSet, make_loader, make_validation
 from penstock.engine.events import WARMUP_STEPS, Observer, StepMetrics
 from penstock.engine.forecast.flops import model_flops
 from penstock.engine.gains import EarlyEnd, Gains
@@ -35,7 +33,7 @@ from penstock.engine.optim.base import find_optimizer
 from penstock.engine.optim.lr import learning_rate
 from penstock.engine.preparing import Checklist
 from penstock.engine.run_files import with_saved_inputs
-from penstock.engine.run_model import RunModel, adapter_start, describe_run
+from penstock.engine.run_model import adapter_start, describe_run
 from penstock.engine.runtime.failures import DivergedError
 from penstock.engine.session import run_identity, run_meta
 from penstock.storage.files.errors import UserError
@@ -83,24 +81,9 @@ def train_cluster(
     identity, recipe = run_identity(recipe), with_saved_inputs(recipe, run_dir)
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
-    run = _open(recipe, given, identity, device, run_dir, observer, ranks, context_parallel)
-    observer.on_begin()
-    return run.train()
-
-
-def _open(
-    recipe: Recipe,
-    given: Recipe,
-    identity: dict[str, Any],
-    device: torch.device,
-    run_dir: Path,
-    observer: ClusterObserver,
-    ranks: Ranks,
-    spread: int,
-) -> _ClusterRun:
-    ranks.together(lambda: require_even(recipe, ranks.count, spread))
+    ranks.together(lambda: require_even(recipe, ranks.count, context_parallel))
     mesh = ranks.together(lambda: ranks.mesh(device))
-    group = ranks.neighbours(device, spread)
+    group = ranks.neighbours(device, context_parallel)
     for left_out in not_done(recipe):
         observer.on_message(left_out)
     checklist = Checklist(observer)
@@ -118,13 +101,16 @@ def _open(
             # A dense mask of this rank's queries and all keys would be larger than what it masks.
             attention = "flex_attention" if device.type == "cuda" else attention
             context = Context(spec, group, attention)
-    count = f"{ranks.count} rank{'s' * (ranks.count != 1)}" + (f", {spread} for each context" if spread > 1 else "")
+    count = f"{ranks.count} rank{'s' * (ranks.count != 1)}"
+    count += f", {context_parallel} for each context" if context_parallel > 1 else ""
     observer.on_message(f"FSDP2: {count}, {spec.num_params:,} parameters, attention {attention}")
     with checklist.step("sharding the model"):
         sharded = make_sharded(spec, recipe.train, mesh, attention if context is None else GATHERED)
     with checklist.step("reading its state"):
         if start is None:
-            _begin(sharded, described, recipe, observer, ranks)
+            adapter = ranks.together(lambda: adapter_start(recipe, spec, observer))
+            constants, buffers = ranks.together(lambda: first_values(spec, recipe, described.new_rows, adapter))
+            ranks.together(lambda: sharded.load(buffers, constants))
         else:
             folder = start
             ranks.together(lambda: layout.require_intact(folder, (ranks.rank, ranks.count)))
@@ -139,18 +125,13 @@ def _open(
         before, now = record.meta.get("fields"), identity["fields"]
         if isinstance(before, dict) and (changed := changed_fields(before, now)):
             observer.on_message(f"the recipe has changed since then: {changed}; continuing with the new recipe")
-    share = Share(ranks.rank // spread, ranks.count // spread, context)
+    share = Share(ranks.rank // context_parallel, ranks.count // context_parallel, context)
     meta = {} if record is None else record.meta
     step, tokens, gains = int(meta.get("step", 0)), int(meta.get("tokens", 0)), Gains.of(meta.get("validation"))
     where = (recipe, given, identity, run_dir, observer, ranks)
-    return _ClusterRun(*where, sharded, share, loader, validation, step, tokens, gains, start)
-
-
-def _begin(sharded: Sharded, described: RunModel, recipe: Recipe, observer: ClusterObserver, ranks: Ranks) -> None:
-    spec = described.spec
-    start = ranks.together(lambda: adapter_start(recipe, spec, observer))
-    constants, buffers = ranks.together(lambda: first_values(spec, recipe, described.new_rows, start))
-    ranks.together(lambda: sharded.load(buffers, constants))
+    run = _ClusterRun(*where, sharded, share, loader, validation, step, tokens, gains, start)
+    observer.on_begin()
+    return run.train()
 
 
 def require_even(recipe: Recipe, ranks: int, spread: int = 1) -> None:

@@ -4,15 +4,16 @@ The docstring under each field is the help text shown everywhere. Validation her
 and needs no device.
 """
 
-from penstock.engine.config.adapter import AdapterConfig as AdapterConfig
 from penstock.engine.config.data import CONVERSATIONS as CONVERSATIONS
 from penstock.engine.config.data import DataConfig as DataConfig
 from penstock.engine.config.effects import idle_notes as idle_notes
 from penstock.engine.config.effects import recurrent_notes as recurrent_notes
 from penstock.engine.config.effects import require_effect as require_effect
+from penstock.engine.config.model import AdapterConfig as AdapterConfig
 from penstock.engine.config.model import ModelConfig as ModelConfig
 from penstock.engine.config.recipe import AfterConfig as AfterConfig
 from penstock.engine.config.recipe import Recipe as Recipe
+from penstock.engine.config.recipe import SamplesConfig as SamplesConfig
 from penstock.engine.config.recipe import changed_fields as changed_fields
 from penstock.engine.config.recipe import config_digest as config_digest
 from penstock.engine.config.recipe import dcp_folder as dcp_folder
@@ -20,7 +21,6 @@ from penstock.engine.config.recipe import dcp_folders as dcp_folders
 from penstock.engine.config.recipe import drive_folders as drive_folders
 from penstock.engine.config.recipe import given_fields as given_fields
 from penstock.engine.config.recipe import state_folder as state_folder
-from penstock.engine.config.samples import SamplesConfig as SamplesConfig
 from penstock.engine.config.storage import PART_STEP as PART_STEP
 from penstock.engine.config.storage import BudgetConfig as BudgetConfig
 from penstock.engine.config.storage import StorageConfig as StorageConfig

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,12 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.engine.config import DataConfig, Recipe, TrainConfig
 from penstock.engine.data.corpus.files import TokenCorpus
 from penstock.engine.data.packing import (
-    LongDocuments,
-    Order,
-    Packing,
-    Part,
     Rows,
     count_rows,
     cut_pieces,
@@ -24,8 +22,10 @@ from penstock.engine.data.packing import (
     mixture_parts,
     num_windows,
     pack_rows,
+    split_documents,
     window,
 )
+from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import is_whole, one_line
@@ -58,19 +58,19 @@ class MicroBatch:
 class DataLoader:
     """An endless stream of optimizer steps' batches from a tokenised corpus, or an end to it.
 
-    What an epoch has, and in which order, is chosen by (seed, epoch): documents, and of those that are longer than a
-    row what `long_documents` makes of them (engine.data.packing). Split ones become pieces of a row's length, each a
-    document of its own: positions restart and attention does not reach back, but no token and no target is lost.
+    What an epoch has, and in which order, is chosen by (data.seed, epoch): documents, and of those that are longer than
+    a row what data.long_documents makes of them (engine.data.packing). Split ones become pieces of a row's length, each
+    a document of its own: positions restart and attention does not reach back, but no token and no target is lost.
 
-    packing `wrap`: laid end to end into rows of `sequence_length` tokens; one that crosses a row's end goes on in the
+    packing `wrap`: laid end to end into rows of a context's length; one that crosses a row's end goes on in the
     next row as a document of its own. Nothing is padded, except with `one_document_per_row` (models that carry a state
     from token to token, whatever the packing): then a row holds one document or piece, followed by end-of-text padding
     that is not trained on. `best_fit` and `none`: a row is a number of documents that fit into it, whole; the rows of a
     micro-batch lie end to end without anything between them, and the padding that is left is at the stream's end.
 
-    `documents` are the indices of those that it draws from; None: all. `weights`: how often a document of each part of
-    the corpus comes per epoch; empty: once. Not `endless`: after one epoch rows are filled with padding. `report` says
-    what became of documents that are longer than a row.
+    `documents` are the indices of those that it draws from; None: all. Not `endless`: each document of a mixture comes
+    once, and after one epoch rows are filled with padding. `report` says what became of documents that are longer than
+    a row.
 
     Raises UserError when the corpus holds a token id that is not below `vocab_size`, and when nothing is left of it.
     """
@@ -78,50 +78,38 @@ class DataLoader:
     def __init__(
         self,
         corpus: TokenCorpus,
+        data: DataConfig,
+        train: TrainConfig,
         *,
         vocab_size: int,
-        sequence_length: int,
-        global_batch_size: int,
-        micro_batch_size: int = 1,
-        seed: int = 0,
         one_document_per_row: bool = False,
         documents: NDArray[np.int64] | None = None,
         endless: bool = True,
-        packing: Packing = "wrap",
-        long_documents: LongDocuments = "split",
-        order: Order = "shuffled",
-        weights: Sequence[float] = (),
     ) -> None:
         corpus.require_vocabulary(vocab_size)
-        assert global_batch_size % micro_batch_size == 0
-        self._corpus = corpus
-        self._sequence_length = sequence_length
-        self._rows = micro_batch_size
-        self._micro_batches = global_batch_size // micro_batch_size
-        self._seed = seed
+        self.corpus, self._data = corpus, data
+        self._sequence_length = data.sequence_length
+        self._rows = train.micro_batch_size
+        self._micro_batches = train.global_batch_size // train.micro_batch_size
         self._one_document_per_row = one_document_per_row
         self._endless = endless
-        self._packed = packing != "wrap" and not one_document_per_row
-        self._packing, self._document_order = packing, order
-        starts, stops = corpus.starts[:-1], corpus.starts[1:]
-        held_out = 0 if documents is None else len(starts) - len(documents)
-        self._settings: dict[str, object] = {"seed": seed, "validation_documents": held_out}
-        self._settings |= {"packing": packing, "long_documents": long_documents, "order": order}
-        self._parts: list[Part] = []
-        if weights:
-            every = np.arange(len(starts)) if documents is None else documents
-            self._parts = mixture_parts(every, corpus.info.part_documents, weights)
-        if documents is not None:
-            starts, stops = starts[documents], stops[documents]
-        self._pieces = cut_pieces(starts, stops, sequence_length, long_documents, corpus.weights)
+        self._packed = data.packing != "wrap" and not one_document_per_row
+        documents = np.arange(corpus.info.num_documents) if documents is None else documents
+        held_out = corpus.info.num_documents - len(documents)
+        self._settings: dict[str, object] = {"seed": data.seed, "validation_documents": held_out}
+        self._settings |= {name: getattr(data, name) for name in ("packing", "long_documents", "order")}
+        weights = data.part_weights if endless else []
+        self._parts = mixture_parts(documents, corpus.info.part_documents, weights)
+        starts, stops = corpus.starts[documents], corpus.starts[documents + 1]
+        self._pieces = cut_pieces(starts, stops, self._sequence_length, data.long_documents, corpus.weights)
         if not len(self._pieces.starts):
             ways, then = "split or cut", ""
-            if long_documents != "drop":
+            if data.long_documents != "drop":
                 ways, then = "split", " and their trained tokens come later"
             whose = "" if endless else " held out for validation"
             raise UserError(
-                f"data.long_documents: {long_documents} leaves nothing, because all {len(starts):,} documents{whose} "
-                f"are longer than data.sequence_length={sequence_length}{then}; raise it, or set "
+                f"data.long_documents: {data.long_documents} leaves nothing, because all {len(documents):,} "
+                f"documents{whose} are longer than data.sequence_length={data.sequence_length}{then}; raise it, or set "
                 f"data.long_documents to {ways}"
             )
         self._start_epoch(0)
@@ -132,13 +120,13 @@ class DataLoader:
         if not self._packed and not self._one_document_per_row:
             return 1.0
         lengths = self._pieces.tokens(self._order, self._sequence_length)
-        packing = self._packing if self._packed else "none"
-        rows = count_rows(lengths, self._sequence_length, packing, self._document_order)
+        packing = self._data.packing if self._packed else "none"
+        rows = count_rows(lengths, self._sequence_length, packing, self._data.order)
         return min(1.0, int(lengths.sum()) / max(1, rows * self._sequence_length))
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        self._order = epoch_order(self._pieces, self._parts, self._seed, epoch, self._document_order)
+        self._order = epoch_order(self._pieces, self._parts, self._data.seed, epoch, self._data.order)
         self._at = (0, 0)
         """Packed: a window of documents that are packed together, and its next row; else a piece of this epoch's order,
         and its tokens that have been given out."""
@@ -153,16 +141,16 @@ class DataLoader:
     def cursor(self) -> dict[str, Any]:
         """Where the next step begins; JSON. `seek` with it gives exactly the steps that would have followed."""
         position = dict(zip(_POSITION[self._packed], self._at, strict=True))
-        return {"corpus": self._corpus.info.content, "epoch": self._epoch, **position, **self._settings}
+        return {"corpus": self.corpus.info.content, "epoch": self._epoch, **position, **self._settings}
 
     def seek(self, cursor: dict[str, Any]) -> None:
         """Continue from a `cursor`. Raises UserError when it belongs to another corpus or order, or is none."""
         if not _is_cursor(cursor) or not self._settings.keys() <= cursor.keys():
             raise self._lost("does not contain the position in the data")
-        if cursor["corpus"] != self._corpus.info.content:
+        if cursor["corpus"] != self.corpus.info.content:
             raise UserError(
-                f"{self._corpus.folder}: these are not the tokens that the run has trained on so far (content "
-                f"{self._corpus.info.content[:12]}, expected {cursor['corpus'][:12]}); restore the data and tokenizer"
+                f"{self.corpus.folder}: these are not the tokens that the run has trained on so far (content "
+                f"{self.corpus.info.content[:12]}, expected {cursor['corpus'][:12]}); restore the data and tokenizer"
             )
         for name, value in self._settings.items():
             if (before := cursor[name]) != value:
@@ -180,7 +168,7 @@ class DataLoader:
 
     def _lost(self, why: str) -> UserError:
         return UserError(
-            f"{self._corpus.folder}: the record of the generation {why}; restore the run's manifest from a copy, or "
+            f"{self.corpus.folder}: the record of the generation {why}; restore the run's manifest from a copy, or "
             "resume from a checkpoint"
         )
 
@@ -188,10 +176,6 @@ class DataLoader:
         """Tokens of a piece of this epoch's order."""
         piece = self._order[index]
         return min(self._sequence_length, int(self._pieces.stops[piece] - self._pieces.starts[piece]))
-
-    @property
-    def corpus(self) -> TokenCorpus:
-        return self._corpus
 
     @property
     def exhausted(self) -> bool:
@@ -205,7 +189,7 @@ class DataLoader:
         return [self.next_micro_batch() for _ in range(self._micro_batches)]
 
     def next_micro_batch(self) -> MicroBatch:
-        stream, at = _Stream(self._rows * self._sequence_length, self._corpus), 0
+        stream, at = _Stream(self._rows * self._sequence_length, self.corpus), 0
         for row in range(1, self._rows + 1):
             for span in self._next_trained_row():
                 stream.add(at, span)
@@ -221,15 +205,15 @@ class DataLoader:
     def _next_trained_row(self) -> list[_Span]:
         """The next row, leaving out rows without a target; packed ones have some."""
         row = self._next_row()
-        if self._corpus.weights is not None and not self._packed:
+        if self.corpus.weights is not None and not self._packed:
             while not self.exhausted and not any(map(self._is_trained, row)):
                 row = self._next_row()
         return row
 
     def _is_trained(self, span: _Span) -> bool:
         """Whether a token of a span has a target."""
-        assert self._corpus.weights is not None
-        return bool((self._corpus.weights[span.start + 1 : span.start + 1 + span.targets] > 0).any())
+        assert self.corpus.weights is not None
+        return bool((self.corpus.weights[span.start + 1 : span.start + 1 + span.targets] > 0).any())
 
     def _next_row(self) -> list[_Span]:
         """The documents of the next row; none behind the end."""
@@ -271,8 +255,8 @@ class DataLoader:
         if self._window_rows is None:
             members = self._order[window(self._at[0], self._length, len(self._order))]
             lengths = self._pieces.tokens(members, self._sequence_length)
-            seed = np.random.SeedSequence([self._seed, self._epoch], spawn_key=(self._at[0],))
-            rows = pack_rows(lengths, self._sequence_length, self._packing, self._document_order, seed)
+            seed = np.random.SeedSequence([self._data.seed, self._epoch], spawn_key=(self._at[0],))
+            rows = pack_rows(lengths, self._sequence_length, self._data.packing, self._data.order, seed)
             self._window_rows = members, rows
         return self._window_rows
 
@@ -378,10 +362,42 @@ class ValidationSet:
     def passes(self, per_pass: int) -> Iterator[list[MicroBatch]]:
         """The micro-batches of a validation, `per_pass` of them at a time; the last time there may be fewer."""
         self._loader.seek(self._start)
-        left = self._most
-        while left and not self._loader.exhausted:
-            result: list[MicroBatch] = []
-            while left and len(result) < per_pass and not self._loader.exhausted:
-                result.append(self._loader.next_micro_batch())
-                left -= 1
+        batches = (self._loader.next_micro_batch() for _ in range(self._most) if not self._loader.exhausted)
+        while result := list(itertools.islice(batches, per_pass)):
             yield result
+
+
+def make_loader(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe, *, validation: bool = False) -> DataLoader:
+    """The batches of a run, or of its `validation`, which end.
+
+    Raises UserError when the corpus holds an id beyond the vocabulary, or fewer documents than are held out.
+    """
+    data, train, documents = recipe.data, recipe.train, None
+    if data.validation_documents is not None:
+        split = split_documents(corpus.info.num_documents, data.validation_documents, data.seed, data.order)
+        documents = split[int(validation)]
+    return DataLoader(
+        corpus,
+        data,
+        train,
+        vocab_size=spec.vocab_size,
+        one_document_per_row=spec.recurrent,
+        documents=documents,
+        endless=not validation,
+    )
+
+
+def make_validation(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe) -> ValidationSet | None:
+    """What the validation loss is measured on; None where the recipe asks for none.
+
+    Raises UserError when there is nothing to measure it on.
+    """
+    data, train = recipe.data, recipe.train
+    if train.validate_every is None or data.validation_documents is None:
+        return None
+    rows = train.micro_batch_size
+    return ValidationSet(
+        make_loader(corpus, spec, recipe, validation=True),
+        num_documents=data.validation_documents,
+        most=(train.validation_sequences or train.global_batch_size) // rows,
+    )

@@ -105,17 +105,13 @@ def cut_pieces(
     Of a document that is longer, pieces without a target that counts by the tokens' `weights` are left out: they would
     change no gradient, and a step of such rows alone would have no loss.
     """
-    lengths = stops - starts
-    long = lengths > capacity
-    counts, report = -(-lengths // capacity), PackingReport(split=int(long.sum()))
+    long = stops - starts > capacity
     if how == "cut":
-        stops, counts, report = (
-            np.minimum(stops, starts + capacity),
-            np.minimum(counts, 1),
-            PackingReport(cut=report.split),
-        )
-    elif how == "drop":
-        counts, report = np.where(long, 0, counts), PackingReport(dropped=report.split)
+        stops = np.minimum(stops, starts + capacity)
+    counts = -((starts - stops) // capacity)
+    if how == "drop":
+        counts = np.where(long, 0, counts)
+    report = PackingReport(**{{"drop": "dropped"}.get(how, how): int(long.sum())})
     first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
     number = np.arange(first[-1]) - np.repeat(first[:-1], counts)
     begins, ends = np.repeat(starts, counts) + number * capacity, np.repeat(stops, counts)

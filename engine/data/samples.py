@@ -1,12 +1,22 @@
-"""What the rows of a source are, before and after they are tokenised."""
+"""A row of a source, what it is before and after it is tokenised, and what becomes of one that is none."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock.storage.files.errors import UserError
+
+
+class Row(NamedTuple):
+    """An object of a source, its fields by name; None where the file has no value."""
+
+    where: str
+    """`file:line`, or `file:row 7` where lines mean nothing; counted from 1."""
+    fields: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +94,41 @@ def in_parts(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(content := message.get("content"), str):
         return message
     return message | {"content": [{"type": "text", "text": content}]}
+
+
+class RowError(UserError):
+    """One row, line or sample that cannot be used; `data.bad_rows` says what becomes of it."""
+
+
+class TurnsError(RowError):
+    """A conversation whose template does not tell the tokens of its turns."""
+
+
+class BadRows:
+    """Refuses the first bad row, or counts all of them.
+
+    Attributes: `count`, and `first`, what was wrong with the first one (empty where there was none).
+    """
+
+    def __init__(self, mode: Literal["refuse", "skip"] = "refuse") -> None:
+        self.mode = mode
+        self.count, self.first = 0, ""
+
+    def add(self, error: RowError) -> None:
+        """One more. Raises UserError where none is accepted."""
+        if self.mode == "refuse":
+            message = f"{error}; or set data.bad_rows=skip to skip such rows"
+            raise (TurnsError if isinstance(error, TurnsError) else UserError)(message) from error
+        self.first = self.first or str(error)
+        self.count += 1
+
+    def add_many(self, count: int, first: str) -> None:
+        """Bad rows that were counted elsewhere."""
+        self.first = self.first or first
+        self.count += count
+
+    def take(self) -> tuple[int, str]:
+        """Count and first so far, which begin anew."""
+        taken = self.count, self.first
+        self.count, self.first = 0, ""
+        return taken

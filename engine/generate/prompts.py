@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.engine.config import Recipe, SamplesConfig
-from penstock.engine.data.text.chat import ChatTemplate, find_template
+from penstock.engine.data.text.chat import ChatTemplate, find_template, trained_ends
 from penstock.engine.data.text.encode import Encoder
-from penstock.engine.data.text.saved_template import trained_ends
 from penstock.engine.data.text.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
-from penstock.engine.data.text.turn_ends import turn_ends
 from penstock.engine.generate.text import text_behind
 from penstock.engine.hf.generation import stop_ids
 from penstock.engine.model.anatomy import context_of
@@ -65,9 +63,9 @@ def prepare_prompts(recipe: Recipe, tokenizer: TextTokenizer | None, spec: Model
         _check(number, ids, recipe, spec)
     folder = _model_folder(recipe)
     ends = frozenset([tokenizer.eos_id]) if folder is None else stop_ids(folder, spec.config, tokenizer)
-    ends |= trained_ends(data, tokenizer, template)
+    ends |= trained_ends(data, template)
     if config.chat and template is not None:
-        ends |= turn_ends(template.texts, tokenizer)
+        ends |= template.turn_ends
     return Prompts(config, result, tokenizer, ends)
 
 

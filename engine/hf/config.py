@@ -29,9 +29,10 @@ _SHAPE_FIELDS = {
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "max_position": "max_position_embeddings",
 }
 """Recipe field -> transformers config field."""
-
 
 _HOW = {"_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation"}
 _HOW |= {"transformers_weights"}
@@ -51,7 +52,12 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Pretrain
     names an unknown architecture.
     """
     file, content = read_config_file(path)
-    values = parse_config(content, str(file))
+    try:
+        values: dict[str, Any] = with_floats(parse_object(content))
+    except ValueError as error:
+        raise UserError(f"{file}: not JSON ({error}); give the config.json of a transformers model") from None
+    if "model_type" not in values:
+        raise UserError(f"{file}: has no 'model_type'; is it the config.json of a transformers model?")
     overrides = overrides or {}
     if "rope_parameters" in overrides:
         values.pop("rope_scaling", None)  # its former name, which transformers would prefer
@@ -86,37 +92,10 @@ def _rope_checked(overrides: dict[str, Any]) -> Iterator[None]:
         raise UserError(f"model.overrides: {one_line(wrong, 300)}")
 
 
-def parse_config(content: bytes, where: str) -> dict[str, Any]:
-    """The values of a config.json. Raises UserError naming `where` when it is not JSON or names no model type."""
-    try:
-        values: dict[str, Any] = with_floats(parse_object(content))
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON ({error}); give the config.json of a transformers model") from None
-    if "model_type" not in values:
-        raise UserError(f"{where}: has no 'model_type'; is it the config.json of a transformers model?")
-    return values
-
-
-_TAG = "__float__"
-_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-
-
-def with_floats(values: Any) -> Any:
-    """A config's values with the floats that transformers writes as {"__float__": "Infinity"}, since JSON has none."""
-    if isinstance(values, dict):
-        if values.keys() == {_TAG} and isinstance(values[_TAG], str) and values[_TAG] in _FLOATS:
-            return _FLOATS[values[_TAG]]
-        return {key: with_floats(value) for key, value in values.items()}
-    return [with_floats(value) for value in values] if isinstance(values, list | tuple) else values
-
-
-def without_floats(values: Any) -> Any:
-    """The reverse of `with_floats`, for what is written as JSON."""
-    if isinstance(values, float) and not math.isfinite(values):
-        return {_TAG: "NaN" if math.isnan(values) else "Infinity" if values > 0 else "-Infinity"}
-    if isinstance(values, dict):
-        return {key: without_floats(value) for key, value in values.items()}
-    return [without_floats(value) for value in values] if isinstance(values, list | tuple) else values
+with_floats = PretrainedConfig._decode_special_floats
+"""A config's values with the floats that transformers writes as {"__float__": "Infinity"}, since JSON has none."""
+without_floats = PretrainedConfig._encode_special_floats
+"""The reverse, for what is written as JSON."""
 
 
 def make_config(values: dict[str, Any], where: str) -> PretrainedConfig:
@@ -166,7 +145,7 @@ def _require_sane(values: Any, where: str, name: str = "") -> None:
             _require_sane(value, where, str(key))
     elif isinstance(values, str) and printable(values) != values:  # transformers' warnings would show them as they are
         raise UserError(f"{where}: {printable(name)} contains control characters; remove them")
-    elif isinstance(values, list):
+    elif isinstance(values, list | tuple):
         for value in values:
             if not (isinstance(value, float) and math.isinf(value)):  # ranges of some models are open
                 _require_sane(value, where, name)
@@ -202,10 +181,8 @@ def model_config(recipe: Recipe, vocab_size: int | None) -> PretrainedConfig:
         raise UserError("model.vocab_size: there is no tokenizer to take it from; set it")
     values: dict[str, Any] = {"model_type": model.model_type, "vocab_size": vocabulary}
     values["tie_word_embeddings"] = model.tie_embeddings
-    values["max_position_embeddings"] = model.max_position or recipe.data.sequence_length
-    for ours, theirs in _SHAPE_FIELDS.items():
-        if getattr(model, ours) is not None:
-            values[theirs] = getattr(model, ours)
+    values["max_position_embeddings"] = recipe.data.sequence_length
+    values |= {theirs: value for ours, theirs in _SHAPE_FIELDS.items() if (value := getattr(model, ours)) is not None}
     with _rope_checked(model.overrides):
         return make_config(values | model.overrides, "model")
 
@@ -231,8 +208,7 @@ def _contradiction(model: ModelConfig, name: str, value: Any) -> str | None:
         if name == "model_type" and value != kind:
             return f"is {one_line(value, 60)}, but {kind} in {folder}, whose weights are of that type; leave it out"
         return None
-    names = {theirs: ours for ours, theirs in _SHAPE_FIELDS.items()}
-    names |= {"vocab_size": "vocab_size", "max_position_embeddings": "max_position", "model_type": "model_type"}
+    names = {"model_type": "model_type"} | {theirs: ours for ours, theirs in _SHAPE_FIELDS.items()}
     given = getattr(model, names[name]) if name in names else None
     if given is None or given == value:
         return None
@@ -293,9 +269,8 @@ def random_vocabulary(recipe: Recipe) -> int | None:
 def _require_agreement(model: ModelConfig, config: PretrainedConfig, folder: Path) -> None:
     """UserError unless the shape that a recipe gives beside a folder is that of the folder's `config`."""
     text = config.get_text_config(decoder=True)
-    names = _SHAPE_FIELDS | {"vocab_size": "vocab_size", "max_position": "max_position_embeddings"}
-    given = {ours: value for ours in names if (value := getattr(model, ours)) is not None}
-    result = {ours: getattr(text, names[ours], None) for ours in given}
+    given = {ours: value for ours in _SHAPE_FIELDS if (value := getattr(model, ours)) is not None}
+    result = {ours: getattr(text, _SHAPE_FIELDS[ours], None) for ours in given}
     if result.get("head_dim", 0) is None:
         result["head_dim"] = text.hidden_size // text.num_attention_heads
     if result.get("num_kv_heads", 0) is None:

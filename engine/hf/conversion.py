@@ -26,17 +26,7 @@ from transformers.core_model_loading import (
 )
 
 from penstock.storage.files.errors import UserError
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of a checkpoint."""
-
-    dtype: str
-    """Name of the torch dtype, such as bfloat16."""
-    shape: tuple[int, ...]
-    file: str
-    """Where it is, for messages."""
+from penstock.storage.files.safetensors import CheckpointReader
 
 
 @dataclass
@@ -53,23 +43,18 @@ class Conversion:
     transform: WeightConverter | None = None
     patterns: list[str] = field(default_factory=list)
 
-    @property
-    def exported_names(self) -> list[str]:
-        """Names that an export gives the tensors: the checkpoint's, or the model's where those cannot be had back."""
-        return self.sources if self.transform is None or self.exported else self.targets
-
 
 class ConversionPlan:
-    """All conversions of one checkpoint, whose tensors are `stored`, for `model` (on the meta device).
+    """All conversions of one checkpoint for `model` (on the meta device).
 
     Attributes: `conversions`, in the checkpoint's natural order; `unused`, the tensors that the model has no use for;
     `shapes`, those of the model's tensors by state-dict name. Raises UserError naming the first tensor that is
     missing or has another shape than `model` makes it.
     """
 
-    def __init__(self, model: PreTrainedModel, stored: Mapping[str, Stored]) -> None:
-        self._model = model
-        self.stored = stored
+    def __init__(self, model: PreTrainedModel, reader: CheckpointReader) -> None:
+        self._model, self._reader = model, reader
+        self._stored = {name: shape for name, (_, shape) in reader.tensors.items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.unused: list[str] = []
         self.conversions = self._group(get_model_conversion_mapping(model))
@@ -87,7 +72,8 @@ class ConversionPlan:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def revert(self, conversion: Conversion, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The checkpoint's tensors, by `conversion.exported_names`, from the model's `tensors`, by state-dict name."""
+        """The tensors that an export writes, by the checkpoint's names, or the model's where those cannot be had back,
+        from the model's `tensors`, by state-dict name."""
         if conversion.transform is None:
             return {conversion.sources[0]: tensors[conversion.targets[0]]}
         if not conversion.exported:
@@ -107,7 +93,7 @@ class ConversionPlan:
         prefix = self._model.base_model_prefix
         meta = self._model.state_dict()
         groups: dict[str, Conversion] = {}
-        for name in sorted(self.stored, key=dot_natural_key):
+        for name in sorted(self._stored, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, prefix, meta)
             if target not in meta and name in meta:
                 target, pattern = rename_source_key(name, [], [], prefix, meta)
@@ -125,7 +111,7 @@ class ConversionPlan:
 
     def _check(self, conversion: Conversion) -> None:
         """Complete `conversion` by trying it on meta tensors, and refuse what does not give the model's shapes."""
-        meta = {name: torch.empty(self.stored[name].shape, device="meta") for name in conversion.sources}
+        meta = {name: torch.empty(self._stored[name], device="meta") for name in conversion.sources}
         if conversion.transform is None:
             self._check_shape(conversion.sources[0], self.shapes[conversion.targets[0]])
             return
@@ -141,24 +127,24 @@ class ConversionPlan:
         empty = {name: torch.empty(self.shapes[name], device="meta") for name in conversion.targets}
         reverted = {name: tuple(tensor.shape) for name, tensor in self._reverted(empty).items()}
         names = _match(list(reverted), conversion.sources)
-        if names is not None and all(reverted[made] == self.stored[name].shape for made, name in names.items()):
+        if names is not None and all(reverted[made] == self._stored[name] for made, name in names.items()):
             conversion.exported = names
 
     def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
-        if self.stored[name].shape != expected:
+        if self._stored[name] != expected:
             raise UserError(
-                f"{self.stored[name].file}: tensor '{name}' has shape {list(self.stored[name].shape)}, but "
+                f"{self._reader.file(name)}: tensor '{name}' has shape {list(self._stored[name])}, but "
                 f"config.json implies {list(expected)}; the weights and the config do not match"
             )
 
     def _explain(self, conversion: Conversion, targets: list[str]) -> None:
         """Raise the UserError for a conversion of several tensors that does not give the model's shapes."""
-        where = self.stored[conversion.sources[0]].file
+        where = self._reader.file(conversion.sources[0])
         expected = self._reverted({name: torch.empty(self.shapes[name], device="meta") for name in targets})
         names = {made: made for made in expected}
         names |= _match(list(expected), conversion.sources) or {}
         for made, name in names.items():
-            if name not in self.stored:
+            if name not in self._stored:
                 raise UserError(f"{where}: tensor '{name}' is missing, from which '{targets[0]}' is made")
             self._check_shape(name, tuple(expected[made].shape))
         raise UserError(

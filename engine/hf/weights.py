@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from penstock.engine import preparing
 from penstock.engine.data.text.tokenizer import TOKENIZER_FILES, write_tokenizer_files
 from penstock.engine.hf import generation
 from penstock.engine.hf.config import with_floats, without_floats, without_implementation
-from penstock.engine.hf.conversion import Conversion, ConversionPlan, Stored, transformers_layout
+from penstock.engine.hf.conversion import Conversion, ConversionPlan, transformers_layout
 from penstock.engine.hf.named_code import named_code
 from penstock.engine.model import skeleton
 from penstock.engine.model.adapters import is_adapter, plain_name
@@ -26,7 +27,7 @@ from penstock.engine.model.spec import ModelSpec, block_of, buffers_of_blocks
 from penstock.storage.files.disk import atomic_write, require_writable
 from penstock.storage.files.errors import UserError, ensure
 from penstock.storage.files.model_folder import read_model_file
-from penstock.storage.files.safetensors import CheckpointReader, CheckpointWriter
+from penstock.storage.files.safetensors import CheckpointReader, CheckpointWriter, Tensors
 from penstock.storage.files.untrusted import one_line, parse_object
 
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -69,82 +70,48 @@ class NewRows(NamedTuple):
         return grown
 
 
-def import_blocks(
-    reader: CheckpointReader, spec: ModelSpec, new_rows: NewRows | None = None
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Every buffer of `spec` in order with its fp32 parameters by state-dict name; one block is in memory at a time.
+def import_blocks(layout: CheckpointLayout, new_rows: NewRows | None = None) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Every buffer of the spec in order with its fp32 parameters by state-dict name; one block is in memory at a time.
     Of a model with an adapter only the base's.
 
     `new_rows`: of the tables by token id, which may be smaller in the checkpoint.
 
-    Before the first tensor is read, raises UserError naming tensor and file when a tensor is missing, has another
-    shape than the config makes it, or a dtype that fp32 does not hold exactly; while reading, when tied tensors differ.
+    Before the first tensor is read, raises UserError naming tensor and file when a tensor has a dtype that fp32 does
+    not hold exactly; while reading, when tied tensors differ.
     """
-    layout = CheckpointLayout(spec, reader, new_rows.stored if new_rows is not None else None)
     for name in layout.trained:
-        if reader.tensors[name][0] not in FLOAT_DTYPES:
+        if (dtype := layout.reader.tensors[name][0]) not in FLOAT_DTYPES:
             raise UserError(
-                f"{reader.file(name)}: tensor '{name}' is {reader.tensors[name][0]}, which fp32 cannot represent "
-                f"exactly; convert it to one of {', '.join(FLOAT_DTYPES)}"
+                f"{layout.reader.file(name)}: tensor '{name}' is {dtype}, which fp32 cannot represent exactly; convert "
+                f"it to one of {', '.join(FLOAT_DTYPES)}"
             )
-    return _import_blocks(reader, layout, spec, new_rows)
+    return _import_blocks(layout, new_rows)
 
 
-def _import_blocks(
-    reader: CheckpointReader, layout: CheckpointLayout, spec: ModelSpec, new_rows: NewRows | None
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _import_blocks(layout: CheckpointLayout, new_rows: NewRows | None) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    spec = layout.spec
     tables = set() if new_rows is None else skeleton.vocabulary_tables(skeleton.build(spec.config))
     for block, buffers in buffers_of_blocks(spec).items():
-        values = dict(read_block(reader, layout, block))
+        values = dict(layout.read_block(block))
         for buffer in buffers:
-            if all(is_adapter(param.name) for param in spec.buffers[buffer]):
+            params = spec.buffers[buffer]
+            if all(is_adapter(param.name) for param in params):
                 continue
-            if new_rows is not None:
-                _grow(values, spec, buffer, new_rows, tables)
-            yield buffer, {param.name: values[param.name] for param in spec.buffers[buffer]}
-
-
-def _grow(values: dict[str, Tensor], spec: ModelSpec, buffer: str, new_rows: NewRows, tables: set[str]) -> None:
-    for param in spec.buffers[buffer]:
-        if plain_name(param.name) in tables:
-            values[param.name] = new_rows.fill(values[param.name], param.shape[0])
-        elif tuple(values[param.name].shape) != tuple(param.shape):
-            raise UserError(
-                f"model.added_tokens: model type '{spec.model_type}' has another table by token id, '{param.name}', "
-                "which Penstock cannot enlarge; leave the tokens out"
-            )
-
-
-def read_constants(
-    reader: CheckpointReader, spec: ModelSpec, stored: PretrainedConfig | None = None
-) -> dict[str, Tensor]:
-    """The persistent buffers that the checkpoint holds, by state-dict name, in its dtypes."""
-    layout = CheckpointLayout(spec, reader, stored)
-    constants: dict[str, Tensor] = {}
-    for conversion in layout.of_constants:
-        made = _convert(reader, layout, conversion)
-        constants |= {layout.canonical[name]: tensor for name, tensor in made.items()}
-    return constants
-
-
-def read_block(reader: CheckpointReader, layout: CheckpointLayout, block: str) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a block, float32, by the names that they have in its buffers."""
-    done: dict[str, Tensor] = {}
-    for conversion in layout.of_block[block]:
-        for target, tensor in _convert(reader, layout, conversion).items():
-            name = layout.canonical[target]
-            if name not in done:
-                done[name] = tensor.float()
-                yield name, done[name]
-            elif not _same_bits(done[name], tensor.float()):
-                first = next(c for c in layout.of_block[block] if name in (layout.canonical[t] for t in c.targets))
-                raise _not_tied(reader, first.sources[0], conversion.sources[0])
+            for param in params:
+                if new_rows is not None and plain_name(param.name) in tables:
+                    values[param.name] = new_rows.fill(values[param.name], param.shape[0])
+                elif tuple(values[param.name].shape) != tuple(param.shape):
+                    raise UserError(
+                        f"model.added_tokens: model type '{spec.model_type}' has another table by token id, "
+                        f"'{param.name}', which Penstock cannot enlarge; leave the tokens out"
+                    )
+            yield buffer, {param.name: values[param.name] for param in params}
 
 
 def require_tied(folder: Path, config: PretrainedConfig) -> None:
     """UserError where a checkpoint holds two tensors that are one in the model of `config`, and they differ."""
     reader, model = CheckpointReader(folder), skeleton.build(config)
-    require_same_twice(reader, _plan(reader, model), _canonical_names(model))
+    require_same_twice(reader, ConversionPlan(model, reader), _canonical_names(model))
 
 
 def remarks_on_unused(folder: Path, config: PretrainedConfig) -> list[str]:
@@ -152,7 +119,7 @@ def remarks_on_unused(folder: Path, config: PretrainedConfig) -> list[str]:
     knows to be left over, nothing."""
     model = skeleton.build(config)
     known = "|".join([r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())])
-    unused = [name for name in _plan(CheckpointReader(folder), model).unused if not re.search(known, name)]
+    unused = [name for name in ConversionPlan(model, CheckpointReader(folder)).unused if not re.search(known, name)]
     if not unused:
         return []
     return [
@@ -160,10 +127,6 @@ def remarks_on_unused(folder: Path, config: PretrainedConfig) -> list[str]:
         f"describes, the first {one_line(unused[0])}: they are not trained, and go to the export as they are; check "
         "config.json if they belong to the model"
     ]
-
-
-def _plan(reader: CheckpointReader, model: PreTrainedModel) -> ConversionPlan:
-    return ConversionPlan(model, {n: Stored(*result, str(reader.file(n))) for n, result in reader.tensors.items()})
 
 
 def require_same_twice(reader: CheckpointReader, plan: ConversionPlan, canonical: Mapping[str, str]) -> None:
@@ -185,31 +148,18 @@ def _not_tied(reader: CheckpointReader, one: str, other: str) -> UserError:
     )
 
 
-def _convert(reader: CheckpointReader, layout: CheckpointLayout, conversion: Conversion) -> dict[str, Tensor]:
-    """The model's tensors that `conversion` makes, in the checkpoint's dtype; proven to give it back bit for bit."""
-    tensors = {name: reader.read(name) for name in conversion.sources}
-    if len({tensor.dtype for tensor in tensors.values()}) > 1:
-        tensors = {name: tensor.float() for name, tensor in tensors.items()}
-    made = layout.plan.apply(conversion, tensors)
-    if conversion.exported:
-        for name, tensor in layout.plan.revert(conversion, made).items():
-            if not _same_bits(tensor, tensors[name]):
-                raise UserError(
-                    f"{reader.file(name)}: the change of layout that transformers makes to '{name}' cannot be "
-                    f"undone exactly; save the model with transformers first and import that"
-                )
-    return made
-
-
 class CheckpointLayout:
     """Which conversions of a checkpoint belong to which block of `spec`, and what is only kept."""
 
     def __init__(self, spec: ModelSpec, reader: CheckpointReader, stored: PretrainedConfig | None = None) -> None:
-        """`stored`: the config of the checkpoint where its tables have fewer rows than the model's."""
+        """`stored`: the config of the checkpoint where its tables have fewer rows than the model's.
+
+        UserError naming tensor and file when a tensor is missing, or has another shape than the config makes it.
+        """
+        self.spec, self.reader = spec, reader
         model = skeleton.build(spec.config if stored is None else stored)
         self._rows = {param.name: param.shape for params in spec.buffers.values() for param in params}
-        self.plan = _plan(reader, model)
-        self.stored = self.plan.stored
+        self.plan = ConversionPlan(model, reader)
         owner = {
             param.name: block_of(buffer)
             for buffer, params in spec.buffers.items()
@@ -253,23 +203,55 @@ class CheckpointLayout:
         """(name, dtype, shape) of the tensors that an export writes for `conversion`."""
         if conversion.transform is None:
             name = conversion.sources[0]
-            shape = self._rows.get(self.canonical[conversion.targets[0]], self.stored[name].shape)
-            return [(name, self.stored[name].dtype, shape)]
-        if conversion.exported_names == conversion.sources:
-            return [(name, self.stored[name].dtype, self.stored[name].shape) for name in conversion.sources]
-        dtype = self.stored[conversion.sources[0]].dtype
+            dtype, shape = self.reader.tensors[name]
+            return [(name, dtype, self._rows.get(self.canonical[conversion.targets[0]], shape))]
+        if conversion.exported or conversion.targets == conversion.sources:
+            return [(name, *self.reader.tensors[name]) for name in conversion.sources]
+        dtype = self.reader.tensors[conversion.sources[0]][0]
         return [(name, dtype, self.plan.shapes[name]) for name in conversion.targets]
 
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes that an export like the checkpoint gives the parameters, by state-dict name."""
+        return {
+            self.canonical[target]: FLOAT_DTYPES[dtype]
+            for conversion in self.plan.conversions
+            for target in conversion.targets
+            if (dtype := self.reader.tensors[conversion.sources[0]][0]) in FLOAT_DTYPES
+        }
 
-def parameter_dtypes(spec: ModelSpec, origin: Path, stored: PretrainedConfig | None = None) -> dict[str, torch.dtype]:
-    """The dtypes that an export like `origin` gives the parameters, by state-dict name."""
-    layout = CheckpointLayout(spec, CheckpointReader(origin), stored)
-    return {
-        layout.canonical[target]: FLOAT_DTYPES[layout.stored[conversion.sources[0]].dtype]
-        for conversion in layout.plan.conversions
-        for target in conversion.targets
-        if layout.stored[conversion.sources[0]].dtype in FLOAT_DTYPES
-    }
+    def read_constants(self) -> dict[str, Tensor]:
+        """The persistent buffers that the checkpoint holds, by state-dict name, in its dtypes."""
+        made = [self._convert(conversion) for conversion in self.of_constants]
+        return {self.canonical[name]: tensor for tensors in made for name, tensor in tensors.items()}
+
+    def read_block(self, block: str) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of a block, float32, by the names that they have in its buffers."""
+        done: dict[str, Tensor] = {}
+        for conversion in self.of_block[block]:
+            for target, tensor in self._convert(conversion).items():
+                name = self.canonical[target]
+                if name not in done:
+                    done[name] = tensor.float()
+                    yield name, done[name]
+                elif not _same_bits(done[name], tensor.float()):
+                    first = next(c for c in self.of_block[block] if name in (self.canonical[t] for t in c.targets))
+                    raise _not_tied(self.reader, first.sources[0], conversion.sources[0])
+
+    def _convert(self, conversion: Conversion) -> dict[str, Tensor]:
+        """The model's tensors that `conversion` makes, in the checkpoint's dtype; proven to give it back bit for
+        bit."""
+        tensors = {name: self.reader.read(name) for name in conversion.sources}
+        if len({tensor.dtype for tensor in tensors.values()}) > 1:
+            tensors = {name: tensor.float() for name, tensor in tensors.items()}
+        made = self.plan.apply(conversion, tensors)
+        if conversion.exported:
+            for name, tensor in self.plan.revert(conversion, made).items():
+                if not _same_bits(tensor, tensors[name]):
+                    raise UserError(
+                        f"{self.reader.file(name)}: the change of layout that transformers makes to '{name}' cannot be "
+                        f"undone exactly; save the model with transformers first and import that"
+                    )
+        return made
 
 
 ReadBuffer = Callable[[str], Mapping[str, Tensor]]
@@ -309,35 +291,113 @@ def export_folder(
     require_writable(out_dir)
     if any(out_dir.iterdir()):
         raise UserError(f"{out_dir}: the folder is not empty; name another, so that no file is replaced by mistake")
-    rounding, remarks = _Rounding(), list[str]()
+    export, remarks = _Export(out_dir, spec, read_buffer, stops, max_shard_bytes), list[str]()
     try:
         if origin is not None:
-            layout = CheckpointLayout(spec, CheckpointReader(origin), stored)
-            like = _Like(origin, layout, dtype if convert else None, max_shard_bytes, rounding)
-            remarks = like.export(out_dir, spec, read_buffer, stops)
+            remarks = export.like(origin, stored, dtype if convert else None)
         else:
             values = constants if set(constants) == set(spec.constants) else initial_constants(spec) | dict(constants)
-            kind = FLOAT_DTYPES[dtype]
-            _export_fresh(out_dir, spec, read_buffer, dict(values), kind, eos_id, stops, max_shard_bytes, rounding)
+            export.fresh(dict(values), FLOAT_DTYPES[dtype], eos_id)
     except UserError:
         if not was_there and not any(out_dir.iterdir()):
             out_dir.rmdir()
         raise
     write_tokenizer_files(out_dir, tokenizer)
-    return remarks + rounding.remarks()
+    return remarks + export.remarks()
 
 
-class _Rounding:
-    """float32 values to a dtype, none of them made infinite on the way."""
+@dataclass
+class _Export:
+    """A folder that is being written."""
 
-    def __init__(self) -> None:
-        self._flushed = self._values = 0
+    out_dir: Path
+    spec: ModelSpec
+    read_buffer: ReadBuffer
+    stops: Collection[int]
+    max_shard_bytes: int
+    _flushed = _values = 0
+    """Values that float16 made zero, and all that were rounded to it."""
 
-    def __call__(self, name: str, values: Tensor, dtype: torch.dtype | None) -> Tensor:
+    def like(self, origin: Path, stored: PretrainedConfig | None, dtype: str | None) -> list[str]:
+        """With the names, the layout and, unless there is a `dtype`, the dtypes of the origin's tensors. What is to be
+        said of it."""
+        reader = CheckpointReader(origin)
+        layout = CheckpointLayout(self.spec, reader, stored)
+        config, left_out = _config_like(self.spec.config, origin / "config.json", dtype)
+        copied = {name: read_model_file(origin, name, _COPIED_BYTES) for name in _copied_names(origin)}
+        code, missing = named_code(origin, copied | {"config.json": config})
+        copied |= code
+        tensors = [(name, *reader.tensors[name]) for name in layout.kept]
+        for conversions in layout.of_block.values():
+            for conversion in conversions:
+                tensors += [(n, dtype or own, shape) for n, own, shape in layout.exported(conversion)]
+        dtypes = {name: FLOAT_DTYPES.get(dtype) for name, dtype, _ in tensors}
+
+        def made(block: str, params: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+            for conversion in layout.of_block[block]:
+                values = {target: params[layout.canonical[target]] for target in conversion.targets}
+                for name, tensor in layout.plan.revert(conversion, values).items():
+                    yield name, self._rounded(name, tensor, dtypes[name])
+
+        self._write(tensors, ((name, reader.read(name)) for name in layout.kept), made)
+        for name, content in copied.items():
+            atomic_write(self.out_dir / name, content)
+        generation.write_generation_config(self.out_dir, origin, self.spec.config, self.stops)
+        atomic_write(self.out_dir / "config.json", config)
+        said = []
+        if left_out:
+            said.append(f"config.json: left out, as it is how transformers is to run the model: {', '.join(left_out)}")
+        if missing:
+            said.append(f"auto_map names code that {origin} does not have: {', '.join(map(one_line, missing))}")
+        return said
+
+    def fresh(self, constants: dict[str, Tensor], dtype: torch.dtype, eos_id: int | None) -> None:
+        """As transformers saves a model that was made from its config."""
+        model = skeleton.build(self.spec.config)
+        empty = {name: tensor.to("meta") for name, tensor in constants.items()}
+        for params in self.spec.buffers.values():
+            empty |= {param.name: torch.empty(param.shape, dtype=dtype, device="meta") for param in params}
+        laid_out = transformers_layout(model, empty)
+        tensors = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in laid_out.items()]
+
+        def made(block: str, params: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+            rounded = {name: self._rounded(name, tensor, dtype) for name, tensor in params.items()}
+            return transformers_layout(model, rounded).items()
+
+        self._write(tensors, transformers_layout(model, constants).items(), made)
+        config = copy.deepcopy(self.spec.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = dtype
+        if hasattr(config, "auto_map"):
+            del config.auto_map  # the code that it names is not here
+        if eos_id is not None:
+            config.eos_token_id = eos_id
+        config.save_pretrained(self.out_dir)
+        GenerationConfig.from_model_config(config).save_pretrained(self.out_dir)
+        generation.write_generation_config(self.out_dir, None, config, self.stops)
+
+    def _write(
+        self,
+        tensors: Tensors,
+        fixed: Iterable[tuple[str, Tensor]],
+        made: Callable[[str, dict[str, Tensor]], Iterable[tuple[str, Tensor]]],
+    ) -> None:
+        """All `tensors`: the `fixed` ones, then what is `made` of each block and its parameters."""
+        owned = buffers_of_blocks(self.spec)
+        with CheckpointWriter(self.out_dir, tensors, self.max_shard_bytes) as writer:
+            for name, tensor in fixed:
+                writer.write(name, tensor)
+            for number, (block, buffers) in enumerate(owned.items()):
+                preparing.report(number / len(owned), block)
+                params = {name: value for buffer in buffers for name, value in self.read_buffer(buffer).items()}
+                for name, tensor in made(block, params):
+                    writer.write(name, tensor)
+
+    def _rounded(self, name: str, values: Tensor, dtype: torch.dtype | None) -> Tensor:
         """`values` in `dtype`. Raises UserError naming the tensor where float16 does not hold a finite value."""
-        if dtype is None or values.dtype != torch.float32 or dtype != torch.float16:
-            return values.to(dtype)
         rounded = values.to(dtype)
+        if values.dtype != torch.float32 or dtype != torch.float16:
+            return rounded
         lost = rounded.isinf() & values.isfinite()
         if lost.any():
             raise UserError(
@@ -352,50 +412,6 @@ class _Rounding:
         if not self._flushed:
             return []
         return [f"float16: {self._flushed:,} of {self._values:,} values are too small for it and became 0"]
-
-
-class _Like(NamedTuple):
-    """An export with the names, the layout and, unless there is a `dtype`, the dtypes of the origin's tensors."""
-
-    origin: Path
-    layout: CheckpointLayout
-    dtype: str | None
-    max_shard_bytes: int
-    rounding: _Rounding
-
-    def export(self, out_dir: Path, spec: ModelSpec, read_buffer: ReadBuffer, stops: Collection[int]) -> list[str]:
-        """What is to be said of it."""
-        layout, reader = self.layout, CheckpointReader(self.origin)
-        config, left_out = _config_like(spec.config, self.origin / "config.json", self.dtype)
-        copied = {name: read_model_file(self.origin, name, _COPIED_BYTES) for name in _copied_names(self.origin)}
-        code, missing = named_code(self.origin, copied | {"config.json": config})
-        copied |= code
-        tensors = [(name, *reader.tensors[name]) for name in layout.kept]
-        for conversions in layout.of_block.values():
-            for conversion in conversions:
-                tensors += [(n, self.dtype or dtype, shape) for n, dtype, shape in layout.exported(conversion)]
-        dtypes = {name: FLOAT_DTYPES.get(dtype) for name, dtype, _ in tensors}
-        with CheckpointWriter(out_dir, tensors, self.max_shard_bytes) as writer:
-            for name in layout.kept:
-                writer.write(name, reader.read(name))
-            owned = buffers_of_blocks(spec)
-            for number, (block, conversions) in enumerate(layout.of_block.items()):
-                preparing.report(number / len(layout.of_block), block)
-                params = {name: value for buffer in owned[block] for name, value in read_buffer(buffer).items()}
-                for conversion in conversions:
-                    values = {target: params[layout.canonical[target]] for target in conversion.targets}
-                    for name, tensor in layout.plan.revert(conversion, values).items():
-                        writer.write(name, self.rounding(name, tensor, dtypes[name]))
-        for name, content in copied.items():
-            atomic_write(out_dir / name, content)
-        generation.write_generation_config(out_dir, self.origin, spec.config, stops)
-        atomic_write(out_dir / "config.json", config)
-        said = []
-        if left_out:
-            said.append(f"config.json: left out, as it is how transformers is to run the model: {', '.join(left_out)}")
-        if missing:
-            said.append(f"auto_map names code that {self.origin} does not have: {', '.join(map(one_line, missing))}")
-        return said
 
 
 def _copied_names(origin: Path) -> list[str]:
@@ -425,45 +441,6 @@ def _config_like(config: PretrainedConfig, file: Path, dtype: str | None) -> tup
     same = not changed and not left_out
     written = json.dumps(without_floats(values | changed), indent=2) + "\n"
     return original if same else written.encode(), left_out
-
-
-def _export_fresh(
-    out_dir: Path,
-    spec: ModelSpec,
-    read_buffer: ReadBuffer,
-    constants: dict[str, Tensor],
-    dtype: torch.dtype,
-    eos_id: int | None,
-    stops: Collection[int],
-    max_shard_bytes: int,
-    rounding: _Rounding,
-) -> None:
-    model = skeleton.build(spec.config)
-    empty = {name: tensor.to("meta") for name, tensor in constants.items()}
-    for params in spec.buffers.values():
-        empty |= {param.name: torch.empty(param.shape, dtype=dtype, device="meta") for param in params}
-    made = transformers_layout(model, empty)
-    tensors = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in made.items()]
-    with CheckpointWriter(out_dir, tensors, max_shard_bytes) as writer:
-        for name, tensor in transformers_layout(model, constants).items():
-            writer.write(name, tensor)
-        owned = buffers_of_blocks(spec)
-        for number, (block, buffers) in enumerate(owned.items()):
-            preparing.report(number / len(owned), block)
-            values = {name: value for buffer in buffers for name, value in read_buffer(buffer).items()}
-            rounded = {name: rounding(name, tensor, dtype) for name, tensor in values.items()}
-            for name, tensor in transformers_layout(model, rounded).items():
-                writer.write(name, tensor)
-    config = copy.deepcopy(spec.config)
-    config.architectures = [type(model).__name__]
-    config.dtype = dtype
-    if hasattr(config, "auto_map"):
-        del config.auto_map  # the code that it names is not here
-    if eos_id is not None:
-        config.eos_token_id = eos_id
-    config.save_pretrained(out_dir)
-    GenerationConfig.from_model_config(config).save_pretrained(out_dir)
-    generation.write_generation_config(out_dir, None, config, stops)
 
 
 def _canonical_names(model: PreTrainedModel) -> dict[str, str]:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from penstock.engine.machine.limits import lines_of
+
 SYSFS = Path("/sys")
 
 LANE_CORES = 4
@@ -96,19 +98,13 @@ def placement(pci_address: str, allowed: frozenset[int], sysfs: Path = SYSFS) ->
 
 def gpu_node(pci_address: str, sysfs: Path = SYSFS) -> int | None:
     """NUMA node of a PCI device; None where the machine has one node or does not say."""
-    try:
-        node = int((sysfs / "bus/pci/devices" / pci_address / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
+    node = int(next(lines_of(sysfs / "bus/pci/devices" / pci_address / "numa_node"), -1))
     return node if node >= 0 else None
 
 
 def node_cpus(node: int, sysfs: Path = SYSFS) -> frozenset[int]:
     """CPUs of a NUMA node; empty where the machine does not say."""
-    try:
-        return parse_cpu_list((sysfs / f"devices/system/node/node{node}/cpulist").read_text())
-    except OSError:
-        return frozenset()
+    return parse_cpu_list(next(lines_of(sysfs / f"devices/system/node/node{node}/cpulist"), ""))
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
@@ -127,11 +123,8 @@ def _cores(cpus: frozenset[int], sysfs: Path) -> list[frozenset[int]]:
     left = set(cpus)
     while left:
         cpu = min(left)
-        try:
-            text = (sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
-            core = parse_cpu_list(text) & left | {cpu}
-        except OSError:
-            core = frozenset({cpu})
-        cores.append(frozenset(core))
+        siblings = next(lines_of(sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"), "")
+        core = parse_cpu_list(siblings) & left | {cpu}
+        cores.append(core)
         left -= core
     return cores

@@ -20,7 +20,7 @@ from penstock.engine.machine.limits import (
     reserve_bytes,
     total_memory,
 )
-from penstock.engine.machine.platforms import WSL_PINNED_SHARE, gpu_memory, is_wsl, shares_memory
+from penstock.engine.machine.platforms import WSL_PINNED_SHARE, gpu_memory, is_shared, is_wsl
 from penstock.engine.machine.profile import Machine
 from penstock.storage.files.disk import disk_bytes
 from penstock.storage.files.errors import UserError
@@ -105,7 +105,7 @@ def run_budgets(
     free = free_budgets(device, gpu=gpu, ram=ram, others=others, root=root)
     total = total_memory(root)
     _require("ram", ram, total, "this machine")
-    if _is_shared(device):
+    if is_shared(device):
         _require("gpu", gpu, total, "this machine, whose memory is also the gpu tier,")
         if isinstance(gpu, int) and isinstance(ram, int) and gpu + ram > total:
             raise UserError(
@@ -198,15 +198,6 @@ def _require(tier: str, given: Budget, size: int, where: str) -> None:
         )
 
 
-def _is_shared(device: torch.device) -> bool:
-    """Whether the gpu tier is in the machine's own memory."""
-    if device.type != "cuda":
-        return True
-    import torch
-
-    return shares_memory(torch.cuda.get_device_properties(device))
-
-
 def _free_on(drives: Sequence[Path]) -> int:
     """Free bytes on the drives together when each takes the same share."""
     devices = [os.stat(existing(drive)).st_dev for drive in drives]
@@ -238,7 +229,7 @@ def free_budgets(
     """
     memory = free_memory(root)
     left = max(0, memory.free_bytes - sum(other.ram_bytes for other in others))
-    no_own = device.type == "cuda" and _is_shared(device)
+    no_own = device.type == "cuda" and is_shared(device)
     ram_reserve = reserve_bytes(UNIFIED_RESERVE if no_own else RAM_RESERVE, memory.total_bytes, left)
     ram_free = left - ram_reserve
     planned = f", of which {words(others)}" if left < memory.free_bytes else ""

@@ -106,7 +106,9 @@ def remove_cut_off() -> int:
     the library that is there, which ends every process that tries with SIGBUS, or have the compiler read the header,
     which fails.
     """
-    folder, removed = _cache_folder(), _remove_cut_off_headers()
+    # It would take seconds to ask Inductor for its folder.
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _default_folder())
+    removed = _remove_cut_off_headers()
     for file in [*folder.glob("*/*.so"), *folder.glob("*/*.o")]:
         with suppress(OSError):
             if _is_whole(file):
@@ -140,14 +142,8 @@ def _not_written(lock: Path) -> Iterator[None]:
         yield
 
 
-def _cache_folder() -> Path:
-    """Where Inductor keeps what it compiles; it would take seconds to ask it."""
-    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    return Path(named) if named else _default_folder()
-
-
 def _default_folder() -> Path:
-    """Where it keeps compiled headers in any case."""
+    """Where Inductor keeps what it compiles if nothing else is said, and compiled headers in any case."""
     try:
         user = getpass.getuser()
     except (KeyError, ImportError, OSError):

@@ -14,6 +14,7 @@ import ctypes
 import gc
 import os
 import resource
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -207,7 +208,8 @@ def free_disk(folder: Path) -> int:
 
 _USER, _GROUP = 0, 1
 _GET_QUOTA = 0x800007
-_QUOTA_BLOCK_BYTES = 1024
+_QUOTA_BYTES, _QUOTA_BLOCK_BYTES = 72, 1024
+"""Of the struct if_dqblk of quotactl(2): hard and soft limit in such blocks, bytes used, and what is not needed."""
 
 
 def give_back_memory() -> None:
@@ -217,34 +219,19 @@ def give_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class _Quota(ctypes.Structure):
-    """struct if_dqblk of quotactl(2)."""
-
-    _fields_ = (
-        ("hard_blocks", ctypes.c_uint64),
-        ("soft_blocks", ctypes.c_uint64),
-        ("used_bytes", ctypes.c_uint64),
-        ("hard_inodes", ctypes.c_uint64),
-        ("soft_inodes", ctypes.c_uint64),
-        ("used_inodes", ctypes.c_uint64),
-        ("block_time", ctypes.c_uint64),
-        ("inode_time", ctypes.c_uint64),
-        ("valid", ctypes.c_uint32),
-    )
-
-
 def _quota_left(device: str, kind: int, owner: int) -> int | None:
     """Bytes left of an owner's quota on a block device; None where there is none, or none that one may ask for."""
-    quota = _Quota()
+    quota = ctypes.create_string_buffer(_QUOTA_BYTES)
     try:
         call = ctypes.CDLL(None).quotactl
     except (OSError, AttributeError):
         return None
     command = ctypes.c_int(_GET_QUOTA << 8 | kind)
-    if call(command, os.fsencode(device), ctypes.c_int(owner), ctypes.byref(quota)) != 0:
+    if call(command, os.fsencode(device), ctypes.c_int(owner), quota) != 0:
         return None
-    limits = [blocks * _QUOTA_BLOCK_BYTES for blocks in (quota.hard_blocks, quota.soft_blocks) if blocks]
-    return max(0, min(limits) - quota.used_bytes) if limits else None
+    *blocks, used_bytes = struct.unpack_from("3Q", quota)
+    limits = [limit * _QUOTA_BLOCK_BYTES for limit in blocks if limit]
+    return max(0, min(limits) - used_bytes) if limits else None
 
 
 def lines_of(path: Path) -> Iterator[str]:

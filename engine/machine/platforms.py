@@ -37,6 +37,15 @@ def shares_memory(properties: Any) -> bool:
     return integrated or _UNIFIED.search(str(getattr(properties, "name", ""))) is not None
 
 
+def is_shared(device: torch.device) -> bool:
+    """Whether the gpu tier is in the machine's own memory: there is no GPU, or it has none."""
+    if device.type != "cuda":
+        return True
+    import torch
+
+    return shares_memory(torch.cuda.get_device_properties(device))
+
+
 def gpu_memory(device: torch.device, root: Path = Path("/")) -> tuple[int, int]:
     """(free, total) bytes of a GPU's memory, what torch's allocator holds and does not use not among the free.
 
@@ -46,7 +55,7 @@ def gpu_memory(device: torch.device, root: Path = Path("/")) -> tuple[int, int]:
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
-    if shares_memory(torch.cuda.get_device_properties(device)):
+    if is_shared(device):
         free = min(max(free, free_memory(root).free_bytes), total)
     return free, total
 
@@ -89,7 +98,7 @@ def remarks(device: torch.device, root: Path = Path("/")) -> list[str]:
                 "WSL2 can pin about half of its RAM at most: the RAM tier takes no more, unless budgets.ram says "
                 "otherwise"
             )
-        if shares_memory(torch.cuda.get_device_properties(device)):
+        if is_shared(device):
             result.append(f"{one_line(name, 80)} has no memory of its own: both tiers share the machine's")
     cpus, own = usable_cpus(root), len(os.sched_getaffinity(0))
     if cpus < own:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import structs
 
@@ -83,6 +83,33 @@ PCIE4, PCIE5 = 31.5, 63.0
 """GB/s each way of 16 lanes."""
 
 
+def _visible(gib: float) -> int:
+    """Bytes that a GPU of `gib` GiB shows."""
+    return int(gib * GIB * GPU_VISIBLE_SHARE)
+
+
+class _Sheet(NamedTuple):
+    """What the data sheet of a GPU gives, beside its peak."""
+
+    gpu_bytes: int
+    gb_per_s: float
+    """Of its memory."""
+    link_gb_per_s: float
+    """To RAM, each way."""
+    power_w: float
+
+
+_SHEETS = {
+    "NVIDIA GH200 480GB": _Sheet(_visible(96), 4000, 450, 1000),
+    "NVIDIA H200": _Sheet(_visible(141), 4800, PCIE5, 700),
+    "NVIDIA H100 PCIe": _Sheet(_visible(80), 2000, PCIE5, 350),
+    "NVIDIA GeForce RTX 3090": _Sheet(_visible(24), 936, PCIE4, 350),
+    "NVIDIA GeForce RTX 4090": _Sheet(_visible(24), 1008, PCIE4, 450),
+    "NVIDIA GeForce RTX 5090": _Sheet(_visible(32), 1792, PCIE5, 575),
+    "NVIDIA GB10": _Sheet(40 * GB, 273, 273 / 2, 140),
+}
+
+
 def attention_rates(peak: float, shares: Shares) -> tuple[AttentionRate, ...]:
     """Rates of attention kernels that reach `shares` of `peak` FLOP/s."""
     return tuple(
@@ -112,29 +139,25 @@ def _preset(
     gpu: str,
     drives: tuple[Drive, ...],
     *,
-    gpu_memory: tuple[int, float],
     ram: tuple[int, float],
-    link_gb_per_s: float,
     duplex_share: float | None = None,
     cores: int,
     numa_nodes: int = 1,
-    power_w: float | None = None,
-    note: str = "",
+    note: str,
 ) -> Machine:
-    """A machine from raw figures of data sheets, its GPU one whose peak is known.
+    """A machine from raw figures of data sheets. Of its RAM: bytes and GB/s.
 
-    Of a memory: its bytes and GB/s. A link is no faster than the RAM behind it, alone or both ways at once.
+    A link is no faster than the RAM behind it, alone or both ways at once.
     """
-    peak = peak_of(gpu)
+    peak, sheet, (ram_bytes, ram_gb_per_s) = peak_of(gpu), _SHEETS[gpu], ram
     assert peak is not None, gpu
-    (gpu_bytes, gpu_gb_per_s), (ram_bytes, ram_gb_per_s) = gpu_memory, ram
-    link = min(link_gb_per_s, ram_gb_per_s)
+    link = min(sheet.link_gb_per_s, ram_gb_per_s)
     duplex = duplex_share or min(PCIE_DUPLEX_SHARE, ram_gb_per_s / (2 * link))
     return Machine(
         name=name,
-        source="data sheets, not measured" + (f"; {note}" if note else ""),
+        source=f"data sheets, not measured; {note}",
         gpu=gpu,
-        gpu_bytes=gpu_bytes,
+        gpu_bytes=sheet.gpu_bytes,
         ram_bytes=ram_bytes,
         cores=cores,
         numa_nodes=numa_nodes,
@@ -142,19 +165,14 @@ def _preset(
         h2d_bytes_per_s=link * GB * LINK_SHARE,
         d2h_bytes_per_s=link * GB * LINK_SHARE,
         duplex_share=duplex,
-        gpu_copy_bytes_per_s=gpu_gb_per_s * GB * MEMORY_SHARE,
+        gpu_copy_bytes_per_s=sheet.gb_per_s * GB * MEMORY_SHARE,
         ram_copy_bytes_per_s=ram_gb_per_s * GB * MEMORY_SHARE,
         drives=drives,
         drives_share=DRIVES_SHARE if len(drives) > 1 else 1.0,
         drive_duplex_share=DRIVE_DUPLEX_SHARE,
         optimizer_params_per_s=ram_gb_per_s * GB * MEMORY_SHARE / OPTIMIZER_BYTES,
-        power_w=power_w,
+        power_w=sheet.power_w,
     )
-
-
-def _visible(gib: float) -> int:
-    """Bytes that a GPU of `gib` GiB shows."""
-    return int(gib * GIB * GPU_VISIBLE_SHARE)
 
 
 PRESETS: dict[str, Machine] = {
@@ -164,101 +182,74 @@ PRESETS: dict[str, Machine] = {
             "gh200-480",
             "NVIDIA GH200 480GB",
             (SAMSUNG_PM1743,) * 2,
-            gpu_memory=(_visible(96), 4000),
             ram=(480 * GIB, 384),
-            link_gb_per_s=450,
             cores=72,
-            power_w=1000,
             note="NVLink-C2C carries more than the LPDDR5X behind it; two Samsung PM1743 of 15.36 TB",
         ),
         _preset(
             "h200-1500",
             "NVIDIA H200",
             (SAMSUNG_PM1743,) * 4,
-            gpu_memory=(_visible(141), 4800),
             ram=(1536 * GIB, 460.8),
-            link_gb_per_s=PCIE5,
             cores=192,
             numa_nodes=2,
-            power_w=700,
             note="RAM at the rate of the GPU's own socket; PCIe 5; four Samsung PM1743 of 15.36 TB",
         ),
         _preset(
             "h100-pcie-512",
             "NVIDIA H100 PCIe",
             (SAMSUNG_PM9A3,) * 2,
-            gpu_memory=(_visible(80), 2000),
             ram=(512 * GIB, 307.2),
-            link_gb_per_s=PCIE5,
             cores=32,
-            power_w=350,
             note="eight channels of DDR5-4800; two Samsung PM9A3 of 7.68 TB",
         ),
         _preset(
             "rtx4090-64",
             "NVIDIA GeForce RTX 4090",
             (SAMSUNG_990_PRO,),
-            gpu_memory=(_visible(24), 1008),
             ram=(64 * GIB, 83.2),
-            link_gb_per_s=PCIE4,
             cores=16,
-            power_w=450,
             note="DDR5-5200, two modules; one Samsung 990 PRO of 4 TB, writing past its cache",
         ),
         _preset(
             "rtx4090-128",
             "NVIDIA GeForce RTX 4090",
             (SAMSUNG_990_PRO,) * 2,
-            gpu_memory=(_visible(24), 1008),
             ram=(128 * GIB, 57.6),
-            link_gb_per_s=PCIE4,
             cores=16,
-            power_w=450,
             note="DDR5-3600, four modules; two Samsung 990 PRO of 4 TB, writing past their cache",
         ),
         _preset(
             "rtx4090-256",
             "NVIDIA GeForce RTX 4090",
             (SAMSUNG_990_PRO,) * 2,
-            gpu_memory=(_visible(24), 1008),
             ram=(256 * GIB, 166.4),
-            link_gb_per_s=PCIE4,
             cores=24,
-            power_w=450,
             note="Threadripper, four channels of DDR5-5200; two Samsung 990 PRO of 4 TB, writing past their cache",
         ),
         _preset(
             "rtx5090-192",
             "NVIDIA GeForce RTX 5090",
             (SAMSUNG_990_PRO,) * 2,
-            gpu_memory=(_visible(32), 1792),
             ram=(192 * GIB, 57.6),
-            link_gb_per_s=PCIE5,
             cores=16,
-            power_w=575,
             note="DDR5-3600, four modules; two Samsung 990 PRO of 4 TB, writing past their cache",
         ),
         _preset(
             "rtx3090-64",
             "NVIDIA GeForce RTX 3090",
             (SAMSUNG_990_PRO,),
-            gpu_memory=(_visible(24), 936),
             ram=(64 * GIB, 51.2),
-            link_gb_per_s=PCIE4,
             cores=16,
-            power_w=350,
             note="DDR4-3200, two channels; one Samsung 990 PRO of 4 TB, writing past its cache",
         ),
         _preset(
             "dgx-spark",
             "NVIDIA GB10",
             (UNNAMED_4TB,),
-            gpu_memory=(40 * GB, 273),
             ram=(88 * GB, 273),
-            link_gb_per_s=273 / 2,
             duplex_share=UNIFIED_DUPLEX_SHARE,
             cores=20,
-            power_w=140,
             note="bfloat16 rate derived, not published: 1 PFLOP/s FP4 with sparsity, halved for dense, a quarter for "
             "bfloat16; one memory of 128 GB, of which 40 GB count as the GPU's and 88 GB as RAM, and a copy between "
             "them reads and writes it; one 4 TB NVMe, its rates and endurance not published",

@@ -15,7 +15,7 @@ from penstock.engine.config import TrainConfig
 from penstock.engine.machine.budgets import split_shared
 from penstock.engine.machine.device import resolve_device
 from penstock.engine.machine.limits import free_memory, total_memory
-from penstock.engine.machine.platforms import gpu_memory, shares_memory, usable_cpus
+from penstock.engine.machine.platforms import gpu_memory, is_shared, usable_cpus
 from penstock.engine.machine.probe_compute import (
     CPU_SIZES,
     GPU_SIZES,
@@ -142,12 +142,11 @@ def _require_memory(device: torch.device, sizes: Sizes) -> None:
 def memories(device: torch.device) -> tuple[str | None, int, int]:
     """The GPU's name, its memory and RAM in bytes; where both are one memory, or there is no GPU, each tier's part."""
     ram = total_memory()
-    if device.type != "cuda":
-        return None, *split_shared(ram)
-    properties = torch.cuda.get_device_properties(device)
-    if shares_memory(properties):
-        return properties.name, *split_shared(ram)
-    return properties.name, properties.total_memory, ram
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    name = None if properties is None else properties.name
+    if properties is None or is_shared(device):
+        return name, *split_shared(ram)
+    return name, properties.total_memory, ram
 
 
 def power_limit_w(device: torch.device) -> float | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -98,20 +99,29 @@ def matmul_flops(device: torch.device, sizes: Sizes, seconds: float) -> float:
     """
     dtype = getattr(torch, usual_dtype(device))
     total_s = flops = 0.0
-    for out_features, in_features in sizes.matrices:
-        weight, x, dy = (
-            torch.randn(shape, device=device, dtype=dtype)
-            for shape in ((out_features, in_features), (sizes.rows, in_features), (sizes.rows, out_features))
-        )
-        for left, right in ((x, weight.t()), (dy, weight), (dy.t(), x)):
-            out = torch.empty(left.shape[0], right.shape[1], device=device, dtype=dtype)
-
-            def product(left: Tensor = left, right: Tensor = right, out: Tensor = out) -> None:
-                torch.matmul(left, right, out=out)
-
+    for matrix in sizes.matrices:
+        for product in products_of(matrix, sizes.rows, device, dtype):
             total_s += clock(product, device, seconds / (3 * len(sizes.matrices)))
-            flops += 2 * sizes.rows * out_features * in_features
+            flops += 2 * sizes.rows * matrix[0] * matrix[1]
     return flops / total_s
+
+
+def products_of(
+    matrix: tuple[int, ...], rows: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[Callable[[], object]]:
+    """A matrix's product with rows [rows, in_features], and those that give its gradient and theirs.
+
+    `matrix`: its (out_features, in_features). Results go into memory that is there already.
+    """
+    out_features, in_features = matrix
+    weight = random_operand((out_features, in_features), device, dtype)
+    x, dy = (random_operand((rows, width), device, dtype) for width in (in_features, out_features))
+    for left, right, like in ((x, weight.t(), dy), (dy, weight, x), (dy.t(), x, weight)):
+        yield partial(torch.mm, left, right, out=torch.empty_like(like))
+
+
+def random_operand(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device=device, dtype=dtype)
 
 
 def attention_rates(device: torch.device, sizes: Sizes, seconds: float) -> tuple[AttentionRate, ...]:
@@ -137,37 +147,30 @@ def _attention_rate(device: torch.device, sizes: Sizes, head_dim: int, chunk: in
     keys = start + chunk
     dtype = getattr(torch, usual_dtype(device))
 
-    def random(tokens: int, heads: int) -> Tensor:
-        return torch.randn(tokens, heads, head_dim, device=device, dtype=dtype)
-
-    q, dout = (random(chunk, sizes.heads) for _ in range(2))
-    k, v = (random(keys, sizes.kv_heads) for _ in range(2))
+    q, dout = (random_operand((chunk, sizes.heads, head_dim), device, dtype) for _ in range(2))
+    k, v = (random_operand((keys, sizes.kv_heads, head_dim), device, dtype) for _ in range(2))
     dq, dk, dv = (torch.zeros_like(each, dtype=torch.float32) for each in (q, k, v))
     x = attention.Operands(q, k, v, attention.AttentionCall(head_dim**-0.5), start)
     given = attention.Gradients(dout, *attention.attend(x))
 
-    def forward() -> None:
-        attention.attend(x)
-
-    def backward() -> None:
-        attention.attend_backward(x, given, dq, dk, dv)
-
     pairs = chunk * start + chunk * (chunk + 1) // 2
     flops = head_dim * sizes.heads * pairs
     with torch.no_grad():
-        return AttentionRate(
-            head_dim=head_dim,
-            chunk_tokens=chunk,
-            forward_flops=4 * flops / clock(forward, device, seconds / 3),
-            backward_flops=10 * flops / clock(backward, device, seconds * 2 / 3),
-        )
+        forward_s = clock(lambda: attention.attend(x), device, seconds / 3)
+        backward_s = clock(lambda: attention.attend_backward(x, given, dq, dk, dv), device, seconds * 2 / 3)
+    return AttentionRate(
+        head_dim=head_dim,
+        chunk_tokens=chunk,
+        forward_flops=4 * flops / forward_s,
+        backward_flops=10 * flops / backward_s,
+    )
 
 
 def pass_bytes_per_s(device: torch.device, sizes: Sizes, seconds: float) -> float:
     """Bytes read and written per second by a + s b over memory of `device`, with all cores where that is a CPU."""
     numel = sizes.pass_bytes // 4
     a, b, out = (torch.ones(numel, device=device) for _ in range(3))
-    return 3 * 4 * numel / clock(lambda: _drop(torch.add(a, b, alpha=0.5, out=out)), device, seconds)
+    return 3 * 4 * numel / clock(lambda: torch.add(a, b, alpha=0.5, out=out), device, seconds)
 
 
 class LinkRates(NamedTuple):
@@ -271,7 +274,3 @@ def _updates_per_s(sizes: Sizes, seconds: float) -> float:
         return _STATE_PARTS * numel / clock(update, cpu, seconds)
     finally:
         arena.close()
-
-
-def _drop(result: object) -> None:
-    """A result that nobody reads."""

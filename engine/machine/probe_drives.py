@@ -7,6 +7,7 @@ once; what is measured overwrites and reads extents that exist and are initialis
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from msgspec import structs
@@ -29,6 +31,7 @@ from penstock.storage.tier.arena import HostArena
 from penstock.storage.tier.drives import READ_THREADS, WRITE_THREADS
 from penstock.storage.tier.filesystem import MEMORY, existing, mount_of
 
+T = TypeVar("T")
 BLOCK_BYTES = 32 << 20
 """Of one request: as long as the store's chunk files."""
 MOST_BYTES = 64 << 30
@@ -58,13 +61,11 @@ class DriveRates:
     """To all drives together, filling included."""
 
 
-@dataclass(slots=True)
-class _Files:
+@dataclass(slots=True, eq=False)
+class _Drive:
     """Two files for each thread on one drive: readers and writers at once have one each."""
 
     folder: Path
-    most_blocks: int
-    """Of all files."""
     left_blocks: int
     """That may still be written, overwriting included."""
     write_phases: int
@@ -73,19 +74,27 @@ class _Files:
     blocks: list[int] = field(default_factory=list)
     """Filled so far, by file."""
 
+    def write(self, number: int, data: memoryview, offset: int) -> None:
+        with reporting(self.folder, f"writing {len(data):,} bytes"):
+            write_all(self.fds[number], [data], offset)
 
-@dataclass(slots=True)
-class _Job:
+    def read(self, number: int, out: memoryview, offset: int) -> None:
+        with reporting(self.folder, f"reading {len(out):,} bytes"):
+            assert read_all(self.fds[number], [out], offset), "the file became shorter after it was written"
+
+    def sync(self) -> None:
+        for fd in self.fds:
+            with reporting(self.folder, "syncing"):
+                os.fsync(fd)
+
+
+class _Job(NamedTuple):
     """One direction on one drive for some time."""
 
-    files: _Files
+    drive: _Drive
     write: bool
-    halves: tuple[int, ...]
+    halves: tuple[int, ...] = (0, 1)
     """Which of each thread's files are used."""
-    more_blocks: int = 0
-    """That it may still write, beside the first of each thread."""
-    moved_bytes: int = 0
-    end: float = 0.0
 
 
 def least_written(num_drives: int, block_bytes: int = BLOCK_BYTES) -> int:
@@ -143,16 +152,11 @@ def probe_drives(
     count, filled = len(folders), max(_LEAST_BLOCKS * block_bytes, int(seconds * _FILL_BYTES_PER_S))
     filled, blocks = min(filled, max(_LEAST_BLOCKS * block_bytes, most_written // 2)), most_written // block_bytes
     with ExitStack() as cleanup:
-        drives = [
-            cleanup.enter_context(
-                _opened(folder, min(capacity, most_bytes, filled) // block_bytes, blocks, _write_phases(count))
-            )
-            for folder, capacity in zip(folders, capacities, strict=True)
-        ]
+        drives = [cleanup.enter_context(_opened(folder, blocks, _write_phases(count))) for folder in folders]
         bench = _Bench(max(count, 2) * _THREADS, block_bytes, seconds, phases=3 * count + (2 if count > 1 else 0))
         cleanup.callback(bench.close)
         say(f"filling files on {_names(folders)}")
-        bench.fill(drives)
+        bench.fill(drives, [min(capacity, most_bytes, filled) // block_bytes for capacity in capacities])
         alone = []
         for drive in drives:
             say(f"measuring {drive.folder}")
@@ -162,7 +166,7 @@ def probe_drives(
             say(f"measuring {_names(folders)} at once")
             shares = []
             for write in (True, False):
-                rates = bench.run([_Job(drive, write, (0, 1)) for drive in drives])
+                rates = bench.rates([_Job(drive, write) for drive in drives])
                 shares.append(sum(rates) / sum(each.raw_write if write else each.read for each in alone))
             together = min(1.0, sum(shares) / len(shares))
     return DriveRates(
@@ -172,7 +176,7 @@ def probe_drives(
         ),
         drives_share=together,
         drive_duplex_share=min(1.0, sum(each.duplex_share for each in alone) / count),
-        written_bytes=bench.written_bytes,
+        written_bytes=sum(blocks - drive.left_blocks for drive in drives) * block_bytes,
     )
 
 
@@ -193,22 +197,20 @@ def with_measured_drives(machine: Machine, folders: Sequence[Path], block_bytes:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Alone:
+class _Alone(NamedTuple):
     raw_write: float
     synced_write: float
     read: float
     duplex_share: float
 
 
-def _alone(bench: _Bench, drive: _Files) -> _Alone:
-    job = _Job(drive, True, (0, 1))
-    start = time.perf_counter()
-    (raw_write,) = bench.run([job])
-    _sync(drive)
-    synced_write = job.moved_bytes / (time.perf_counter() - start)
-    (read,) = bench.run([_Job(drive, False, (0, 1))])
-    both = bench.run([_Job(drive, False, (0,)), _Job(drive, True, (1,))])
+def _alone(bench: _Bench, drive: _Drive) -> _Alone:
+    before, start = drive.left_blocks, time.perf_counter()
+    (raw_write,) = bench.rates([_Job(drive, True)])
+    drive.sync()
+    synced_write = (before - drive.left_blocks) * bench.block_bytes / (time.perf_counter() - start)
+    (read,) = bench.rates([_Job(drive, False)])
+    both = bench.rates([_Job(drive, False, (0,)), _Job(drive, True, (1,))])
     return _Alone(raw_write, synced_write, read, sum(both) / (read + raw_write))
 
 
@@ -216,12 +218,11 @@ class _Bench:
     """Threads, memory and time to move blocks with."""
 
     def __init__(self, threads: int, block_bytes: int, seconds: float, *, phases: int) -> None:
-        """`phases` calls of `run`, one after another, and all else take about `seconds` together."""
-        self.written_bytes = 0
+        """`phases` calls of `rates`, one after another, and all else take about `seconds` together."""
+        self.block_bytes = block_bytes
         self._seconds = seconds
-        self._deadline = time.monotonic() + seconds
+        self._deadline = time.perf_counter() + seconds
         self._phases = phases
-        self._block_bytes = block_bytes
         size = threads * block_bytes
         self._arena = HostArena(size, budget_bytes=size)
         self._slots = [self._arena.slot(str(index), block_bytes) for index in range(threads)]
@@ -234,98 +235,92 @@ class _Bench:
         self._slots.clear()
         self._arena.close()
 
-    def fill(self, drives: Sequence[_Files]) -> None:
-        """Append blocks to every drive's files, at least one to each file, and sync them."""
+    def fill(self, drives: Sequence[_Drive], most_blocks: Sequence[int]) -> None:
+        """Append so many blocks to every drive's files, at least one to each file, and sync them."""
         deadline = time.perf_counter() + self._seconds * _FILL_SHARE
 
-        def lane(drive: _Files, thread: int, slot: torch.Tensor) -> None:
-            view, half = slot.numpy().data, 0
-            most = max(1, drive.most_blocks // len(drive.fds))
-            while not self._stop.is_set():
-                number = 2 * thread + half
+        def lane(drive: _Drive, most: int, thread: int, slot: torch.Tensor) -> None:
+            for turn in itertools.count():
+                number = 2 * thread + turn % 2
                 block = drive.blocks[number]
-                if block and (time.perf_counter() >= deadline or block >= most):
+                if self._stop.is_set() or (block and (time.perf_counter() >= deadline or block >= most)):
                     break
-                _write(drive, number, view, block * self._block_bytes)
+                drive.write(number, slot.numpy().data, block * self.block_bytes)
                 drive.blocks[number] += 1
-                half = 1 - half
 
-        self._in_threads([(lane, (drive, thread)) for drive in drives for thread in range(_THREADS)])
+        most_each = [max(1, most // (2 * _THREADS)) for most in most_blocks]
+        self._in_threads(lane, list(zip(drives, most_each, strict=True)))
         for drive in drives:
             drive.left_blocks -= sum(drive.blocks)
-            self.written_bytes += sum(drive.blocks) * self._block_bytes
-            _sync(drive)
+            drive.sync()
 
-    def run(self, jobs: Sequence[_Job]) -> list[float]:
+    def rates(self, jobs: Sequence[_Job]) -> list[float]:
         """Bytes/s of each job, all at once for this phase's part of the time; every thread moves a block at least.
 
         The phase is over sooner where one of them has written what it may.
         """
-        left = (self._deadline - time.monotonic()) / self._phases  # syncing takes its time too
+        left = (self._deadline - time.perf_counter()) / self._phases  # syncing takes its time too
         seconds, self._phases = max(_LEAST_SHARE * self._seconds, left), self._phases - 1
-        start = time.perf_counter()
-        lock, over = threading.Lock(), threading.Event()
+        over, more_blocks = threading.Event(), dict[_Job, threading.Semaphore]()
         for job in jobs:
-            if job.write:
-                job.more_blocks = max(0, job.files.left_blocks // max(1, job.files.write_phases) - _THREADS)
-                job.files.write_phases -= 1
+            if job.write:  # beside the first block of each thread
+                share = job.drive.left_blocks // max(1, job.drive.write_phases)
+                more_blocks[job] = threading.Semaphore(max(0, share - _THREADS))
+                job.drive.write_phases -= 1
+        start = time.perf_counter()
 
         def goes_on(job: _Job) -> bool:
             """Whether a thread may move another block."""
-            if time.perf_counter() >= start + seconds or over.is_set():
-                return False
-            with lock:
-                if job.write and job.more_blocks == 0:
-                    over.set()
-                    return False
-                job.more_blocks -= job.write
-            return True
+            if job.write and not over.is_set() and not more_blocks[job].acquire(blocking=False):
+                over.set()
+            return time.perf_counter() < start + seconds and not over.is_set()
 
-        def lane(job: _Job, thread: int, slot: torch.Tensor) -> None:
-            view, moved, turn = slot.numpy().data, 0, 0
-            move = _write if job.write else _read
+        def lane(job: _Job, thread: int, slot: torch.Tensor) -> tuple[int, float]:
+            """Blocks that were moved, and when the last one was."""
+            move, turn = job.drive.write if job.write else job.drive.read, 0
             while not self._stop.is_set() and (turn == 0 or goes_on(job)):
                 number = 2 * thread + job.halves[turn % len(job.halves)]
-                block = turn // len(job.halves) % job.files.blocks[number]
-                move(job.files, number, view, block * self._block_bytes)
-                turn, moved = turn + 1, moved + len(view)
-            with lock:
-                job.moved_bytes += moved
-                job.end = max(job.end, time.perf_counter())
+                block = turn // len(job.halves) % job.drive.blocks[number]
+                move(number, slot.numpy().data, block * self.block_bytes)
+                turn += 1
+            return turn, time.perf_counter()
 
-        self._in_threads([(lane, (job, thread)) for job in jobs for thread in range(_THREADS)])
-        for job in jobs:
-            if job.write:
-                job.files.left_blocks -= job.moved_bytes // self._block_bytes
-                self.written_bytes += job.moved_bytes
-        return [job.moved_bytes / (job.end - start) for job in jobs]
+        result = []
+        for job, lanes in zip(jobs, self._in_threads(lane, [(job,) for job in jobs]), strict=True):
+            moved = sum(blocks for blocks, _ in lanes)
+            job.drive.left_blocks -= moved * job.write
+            result.append(moved * self.block_bytes / (max(end for _, end in lanes) - start))
+        return result
 
-    def _in_threads(self, lanes: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> None:
-        """Run all at once, each with memory of its own; an exception of one, or Ctrl-C, ends the others soon."""
-        with ThreadPoolExecutor(len(lanes)) as pool:
-            futures = [pool.submit(lane, *args, slot) for (lane, args), slot in zip(lanes, self._slots, strict=False)]
+    def _in_threads(self, lane: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> list[list[T]]:
+        """What `lane` returns to each of a task's threads, all at once, each with memory of its own.
+
+        An exception of one, or Ctrl-C, ends the others soon.
+        """
+        slots = iter(self._slots)
+        with ThreadPoolExecutor(len(tasks) * _THREADS) as pool:
+            futures = [[pool.submit(lane, *task, thread, next(slots)) for thread in range(_THREADS)] for task in tasks]
             try:
-                for future in futures:
-                    future.result()
+                return [[future.result() for future in each] for each in futures]
             except BaseException:
                 self._stop.set()
                 raise
 
 
 @contextmanager
-def _opened(folder: Path, most_blocks: int, left_blocks: int, write_phases: int) -> Iterator[_Files]:
+def _opened(folder: Path, left_blocks: int, write_phases: int) -> Iterator[_Drive]:
     """The files of one drive, open for direct I/O where its file system has that, and without a name."""
-    files = _Files(folder, most_blocks, left_blocks, write_phases)
+    drive = _Drive(folder, left_blocks, write_phases)
     try:
         with reporting(folder, "making files to measure with"):
             for _ in range(2 * _THREADS):
-                files.fds.append(_nameless(folder))
-                files.blocks.append(0)
-        yield files
+                drive.fds.append(_nameless(folder))
+                drive.blocks.append(0)
+        yield drive
     finally:
         # Giving the extents of gigabytes back takes seconds one after another.
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(os.close, files.fds))
+            list(pool.map(os.close, drive.fds))
 
 
 def _nameless(folder: Path) -> int:
@@ -345,22 +340,6 @@ def _nameless(folder: Path) -> int:
             return os.open(path, flags | os.O_CREAT, 0o600)
     finally:
         path.unlink(missing_ok=True)
-
-
-def _write(drive: _Files, number: int, data: memoryview, offset: int) -> None:
-    with reporting(drive.folder, f"writing {len(data):,} bytes"):
-        write_all(drive.fds[number], [data], offset)
-
-
-def _read(drive: _Files, number: int, out: memoryview, offset: int) -> None:
-    with reporting(drive.folder, f"reading {len(out):,} bytes"):
-        assert read_all(drive.fds[number], [out], offset), "the file became shorter after it was written"
-
-
-def _sync(drive: _Files) -> None:
-    for fd in drive.fds:
-        with reporting(drive.folder, "syncing"):
-            os.fsync(fd)
 
 
 def _names(folders: Sequence[Path]) -> str:

@@ -24,7 +24,7 @@ from msgspec import Struct, to_builtins
 
 from penstock.engine.machine.budgets import Reserved, gpu_name, words
 from penstock.engine.machine.limits import free_memory
-from penstock.engine.machine.platforms import shares_memory
+from penstock.engine.machine.platforms import is_shared
 from penstock.storage.files.disk import held
 from penstock.storage.files.errors import BudgetError
 from penstock.storage.files.units import bytes_text
@@ -42,7 +42,7 @@ WAIT_S = 300.0
 """How long a process waits for another one's plan, which may have to compile and to measure first."""
 
 _POLL_S = 0.05
-_LOCK, _PREFIX, _NEW = "lock", "run-", "new-"
+_LOCK, _PREFIX = "lock", "run-"
 _RECORD_BYTES, _MOST_PATH = 8192, 1000
 """Every record is padded to this, so that one is replaced by one write; paths are cut to so many characters."""
 
@@ -87,15 +87,13 @@ class Reservation:
         for folder_path in _folder_paths():
             try:
                 self._enter(folder_path)
-                break
-            except OSError as error:
+                return self
+            except BaseException as error:
                 self.release()
+                if not isinstance(error, OSError):
+                    raise
                 errors.append(f"{folder_path}: {error.strerror or error}")
-            except BaseException:
-                self.release()
-                raise
-        if self._folder < 0:
-            self._report_unreserved("; ".join(errors))
+        self._report_unreserved("; ".join(errors))
         return self
 
     def _enter(self, folder_path: Path) -> None:
@@ -152,7 +150,7 @@ class Reservation:
             os.ftruncate(self._lock, 0)
             os.close(self._lock)
             self._lock = -1
-        planned = ram + (gpu if self._shared else 0)
+        planned = ram + (gpu if is_shared(self._device) else 0)
         if self.others and planned > self._left_bytes:
             self._observer.on_message(
                 f"warning: this run plans {bytes_text(planned)} of RAM, but only {bytes_text(self._left_bytes)} "
@@ -162,25 +160,16 @@ class Reservation:
 
     def allocated(self) -> None:
         """The run holds its GPU memory: from here on the GPU's driver counts it."""
-        if not self._shared:
+        if not is_shared(self._device):
             self._write(None, 0)
-
-    @property
-    def _shared(self) -> bool:
-        """Whether the gpu tier is ordinary memory."""
-        if self._device.type != "cuda":
-            return True
-        import torch
-
-        return shares_memory(torch.cuda.get_device_properties(self._device))
 
     def _write(self, ram: int | None, gpu: int) -> None:
         """Make the record say this; `ram` None leaves that as it is."""
         if self._folder < 0:
             return
         if ram is not None:
-            self._ram_bytes = ram + (gpu if self._shared else 0)
-        gpus = {} if self._shared else {gpu_name(self._device): gpu}
+            self._ram_bytes = ram + (gpu if is_shared(self._device) else 0)
+        gpus = {} if is_shared(self._device) else {gpu_name(self._device): gpu}
         record = _Record(self._run, os.getpid(), self._base_bytes, self._ram_bytes, gpus)
         content = json.dumps(to_builtins(record)).encode().ljust(_RECORD_BYTES - 1) + b"\n"
         try:
@@ -233,23 +222,20 @@ def _open_folder(folder_path: Path) -> int:
 
 
 def _make(folder: int) -> tuple[int, str]:
-    """A locked new file and its name, under which it appears only now that it is locked."""
+    """A locked new file and its name."""
     while True:
-        own = f"{os.getpid()}-{secrets.token_hex(4)}"
-        fd = os.open(_NEW + own, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
         fcntl.flock(fd, fcntl.LOCK_EX)
-        try:
-            os.rename(_NEW + own, _PREFIX + own, src_dir_fd=folder, dst_dir_fd=folder)
-        except FileNotFoundError:  # swept before it was locked
-            os.close(fd)
-            continue
-        return fd, _PREFIX + own
+        if os.fstat(fd).st_nlink:
+            return fd, name
+        os.close(fd)  # swept before it was locked
 
 
 def _sweep(folder: int) -> None:
     """Remove the files of processes that are gone."""
     for name in os.listdir(folder):
-        if name.startswith((_PREFIX, _NEW)):
+        if name.startswith(_PREFIX):
             with contextlib.suppress(OSError), _opened(folder, name) as fd:
                 if _try_lock(fd):
                     os.unlink(name, dir_fd=folder)

@@ -19,7 +19,7 @@ from penstock.engine.hf.adapter_folder import StoredAdapter, open_start
 from penstock.engine.hf.config import model_config, read_config, with_vocabulary
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file
 from penstock.engine.hf.conversion import Conversion
-from penstock.engine.hf.weights import FLOAT_DTYPES, CheckpointLayout, read_constants, require_same_twice
+from penstock.engine.hf.weights import FLOAT_DTYPES, CheckpointLayout, require_same_twice
 from penstock.engine.model.adapters import is_adapter
 from penstock.engine.model.anatomy import spec_of_recipe, take_apart
 from penstock.engine.model.spec import ModelSpec, block_of, layouts
@@ -86,7 +86,7 @@ class FolderSource:
             sizes[dtype] += self._bytes(name)
         require_same_twice(self._reader, self._layout.plan, self._layout.canonical)
         self.usual_dtype = FLOAT_DTYPES[max(sizes, key=sizes.__getitem__)]
-        self.constants = read_constants(self._reader, self.spec)
+        self.constants = self._layout.read_constants()
         result = has_tokenizer(folder)
         self.tokenizer = load_tokenizer(folder) if result else None
         self._threads = ThreadPoolExecutor(_THREADS, "tensors")
@@ -163,9 +163,7 @@ class RunSource:
         self._store = NvmeStore.open(folder, drives=drive_folders(run_dir, recipe.storage), read_only=True)
         try:
             self.origin = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
-            self.tokenizer = saved_tokenizer(
-                recipe.data, self.origin, run_dir / "data" / "tokenizer", recipe.model.added_tokens
-            )
+            self.tokenizer = saved_tokenizer(recipe, run_dir / "data")
             vocabulary = self.tokenizer.vocab_size if self.tokenizer else None
             config = with_vocabulary(model_config(recipe, vocabulary), recipe, vocabulary)
             self.spec = spec_of_recipe(config, recipe)

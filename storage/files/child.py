@@ -18,10 +18,12 @@ def command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", f"penstock.{module}", *arguments]
 
 
-def end_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, however that ends. Who must not outlive a parent that may
-    have ended before compares `os.getppid()` afterwards."""
+def end_with_parent(parent: int | None = None) -> None:
+    """Let the kernel kill this process when its parent ends, however that ends; at once where the `parent` of this id
+    has ended before."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
 
 
 def environment(**more: str) -> dict[str, str]:

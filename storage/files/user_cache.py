@@ -6,6 +6,7 @@ written, counts as none, and so does a folder that cannot be used.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -38,9 +39,12 @@ def code_digest(folders: Iterable[Path]) -> str:
     return result.hexdigest()
 
 
-def read_cached(folder: Path, digest: str) -> dict[str, Any] | None:
+def read_cached(kind: str, digest: str) -> dict[str, Any] | None:
     """What was cached under a digest; None where there is nothing that can be trusted."""
+    folder = cache_folder(kind)
     try:
+        if folder is None:
+            return None
         with open(open_regular(folder / f"{digest}.json"), "rb") as file:
             result = os.fstat(file.fileno())
             if result.st_uid != os.geteuid() or result.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -51,19 +55,20 @@ def read_cached(folder: Path, digest: str) -> dict[str, Any] | None:
         return None
 
 
-def write_cached(folder: Path, digest: str, content: dict[str, Any], most_files: int) -> None:
-    """Keep `content`, and the newest `most_files` in all; nothing where it is too large. OSError."""
-    data = json.dumps(seal({"digest": digest, **content})).encode()
-    if len(data) > _MOST_BYTES:
+def write_cached(kind: str, digest: str, content: dict[str, Any], most_files: int) -> None:
+    """Keep `content`, and the newest `most_files` in all; nothing where it is too large, or cannot be written."""
+    folder, data = cache_folder(kind), json.dumps(seal({"digest": digest, **content})).encode()
+    if folder is None or len(data) > _MOST_BYTES:
         return
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(dir=folder)  # not synced: what a power cut leaves of it is known by its checksum
-    try:
-        with open(fd, "wb") as file:
-            file.write(data)
-        os.replace(temporary, folder / f"{digest}.json")
-    except OSError:
-        os.unlink(temporary)
-        raise
-    for old in sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime, reverse=True)[most_files:]:
-        old.unlink()
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(dir=folder)  # not synced: what a power cut leaves is known by its checksum
+        try:
+            with open(fd, "wb") as file:
+                file.write(data)
+            os.replace(temporary, folder / f"{digest}.json")
+        except OSError:
+            os.unlink(temporary)
+            raise
+        for old in sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime, reverse=True)[most_files:]:
+            old.unlink()

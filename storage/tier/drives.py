@@ -200,7 +200,8 @@ def present(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, P
                 continue
             if identity.drive in result:
                 raise UserError(
-                    f"storage.nvme: {candidate} and {result[identity.drive]} are copies of one drive; name only one"
+                    f"storage.nvme: {candidate} and {result[identity.drive]} are copies of the same drive; name only "
+                    "one"
                 )
             result[identity.drive] = candidate
     for record in current.drives:

@@ -21,9 +21,9 @@ import penstock.engine.progress
 import penstock.engine.runtime.executor
 import penstock.engine.train
 from penstock.engine import opening
-from penstock.engine.config import DataConfig
-from penstock.engine.data.corpus.origins import Origins, OriginsWriter
-from penstock.engine.data.corpus.prepare import prepare_text
+from penstock.engine.config import DataConfig, Recipe
+from penstock.engine.data.corpus.files import Origins, OriginsWriter
+from penstock.engine.data.corpus.prepare import prepare_data
 from penstock.engine.data.documents import MOST_DOCUMENTS, step_documents
 from penstock.engine.events import LaneTotals, Preparing, Progress, StepMetrics, Want
 from penstock.engine.model.check import check_model
@@ -390,7 +390,7 @@ def test_a_step_names_its_documents(tmp_path: Path, packing: str) -> None:
     sources = [{"source": "jsonl", "path": str(rows)}, {"source": "text", "path": str(texts)}]
     sizes = {"tokenizer_vocab_size": 300, "sequence_length": 64}
     config = DataConfig(source="mixture", mixture=sources, packing=packing, **sizes)
-    tokenizer, made = prepare_text(config, None, tmp_path / "data")
+    tokenizer, made = prepare_data(Recipe(name="x", data=config), tmp_path / "data")
     batches = loader_of(made, 64, 2, 2, packing=packing).next_step()
     places = [(n, n // 4, n % 4, 32 * (n % 4)) for n in range(8)]
     cut = {n: Chunk(index=n, micro_batch=m, local=i, start=at, end=at + 32) for n, m, i, at in places}

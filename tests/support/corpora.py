@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.engine.config import DataConfig, TrainConfig
 from penstock.engine.data.corpus.files import CorpusWriter, Origin, TokenCorpus
 from penstock.engine.data.loader import DataLoader
 
@@ -34,8 +35,11 @@ def make_corpus(
 
 
 def loader_of(corpus: TokenCorpus, length: int, rows: int = 1, per_step: int = 1, **more: Any) -> DataLoader:
-    sizes = {"sequence_length": length, "global_batch_size": rows * per_step, "micro_batch_size": rows}
-    return DataLoader(corpus, **{"vocab_size": 10_000} | sizes | more)
+    own = {name: more.pop(name) for name in ("one_document_per_row", "documents", "endless") if name in more}
+    own["vocab_size"] = more.pop("vocab_size", 10_000)
+    mixture = [{"path": "x", "weight": weight} for weight in more.pop("weights", ())]
+    data = DataConfig(sequence_length=length, mixture=mixture, **more)
+    return DataLoader(corpus, data, TrainConfig(global_batch_size=rows * per_step, micro_batch_size=rows), **own)
 
 
 def unique_documents(lengths: list[int]) -> list[list[int]]:

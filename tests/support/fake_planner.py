@@ -44,7 +44,9 @@ for line in sys.stdin:
     request = json.loads(line)
     identity, recipe = request["id"], request["recipe"]
     with log.with_suffix(".requests").open("a") as file:
-        file.write(json.dumps([recipe["train"]["steps"], request["machine"], request["from_scratch"]]) + "\n")
+        file.write(
+            json.dumps([recipe["train"]["steps"], request["machine"], request.get("from_scratch", False)]) + "\n"
+        )
     if recipe["train"]["steps"] == 666:
         os._exit(3)
     if recipe["train"]["steps"] == 13:
@@ -55,7 +57,7 @@ for line in sys.stdin:
     if how == "sample":
         forecast, advice = sample(request), {}
     extra = {}
-    if request["from_scratch"]:
+    if request.get("from_scratch", False):
         extra["recipe"] = recipe | {"model": recipe["model"] | {"path": None}}
     send({"id": identity - 1, "forecast": {"fits": False}, "done": True})
     send({"id": identity, "forecast": forecast, "done": False} | extra)

@@ -27,7 +27,8 @@ from penstock.engine.config import (
     TrainConfig,
     parse_bytes,
 )
-from penstock.engine.data.prepare import make_loader, make_validation, prepare_data
+from penstock.engine.data.corpus.prepare import prepare_data
+from penstock.engine.data.loader import make_loader, make_validation
 from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, Spike, StepMetrics, ValidationMetrics, Want
 from penstock.engine.forecast.choices import dimensions
 from penstock.engine.forecast.problem import DTYPE_BYTES

@@ -16,7 +16,7 @@ import real_runs
 from seen import running
 from textual.pilot import Pilot
 
-from penstock.app.planning import fits
+from penstock.storage.files import user_cache
 from penstock.tui.app import PenstockApp
 from penstock.tui.data import plan_client
 from penstock.tui.widgets import form
@@ -36,7 +36,8 @@ def _steady(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
     A module whose subject is what is drawn when says DRAWN_AT_ONCE.
     """
     quick_pilot.make_quick(monkeypatch, drawn_at_once=getattr(request.module, "DRAWN_AT_ONCE", False))
-    monkeypatch.setattr(fits, "cache_folder", lambda kind: tmp_path.with_name(f"{tmp_path.name}-cache") / kind)
+    own, shared = tmp_path.with_name(f"{tmp_path.name}-cache"), user_cache.cache_folder
+    monkeypatch.setattr(user_cache, "cache_folder", lambda kind: own / kind if kind == "fits" else shared(kind))
     monkeypatch.setenv("TEXTUAL_ANIMATIONS", "none")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.delenv("PENSTOCK_ASCII", raising=False)

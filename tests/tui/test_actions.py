@@ -101,14 +101,14 @@ async def test_a_read_only_application_takes_no_action(root: Path) -> None:
         home = app.screen
         await press(pilot, "f")  # plans nothing either
         assert app.screen is home
-        app.open_configure(root / "recipes" / "tiny.py")
+        app.open("configure", root / "recipes" / "tiny.py")
         await pilot.pause()
         assert not isinstance(app.screen, ConfigureScreen)
-        app.open_run(root / "runs" / "crashed")
+        app.open("run", root / "runs" / "crashed")
         await until(pilot, lambda: getattr(app.screen, "data", None) and app.screen.data.step)
         await press_everything(pilot, "run")
         assert "read-only" in notices(pilot)
-        app.open_timeline(root / "runs" / "first")
+        app.open("timeline", root / "runs" / "first")
         await until(pilot, lambda: getattr(app.screen, "step", None) is not None)
         await press_everything(pilot, "timeline")
         offered = {(action.scope, action.id) for action in app.offered(app.screen)}
@@ -155,7 +155,7 @@ async def test_a_recipe_is_saved_below_the_served_folder_alone(place: Path, few_
     (place / "recipes" / "tiny.py").write_text('from penstock import Recipe\nrecipe = Recipe(name="tiny")\n')
     before = contents(place.parent)
     async with running(place, served=True) as (app, pilot):
-        app.open_configure(place / "recipes" / "tiny.py")
+        app.open("configure", place / "recipes" / "tiny.py")
         await pilot.pause()
         for typed in ("../outside/victim.py", "recipes/dangling.py"):
             await press(pilot, "ctrl+s")

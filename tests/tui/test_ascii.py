@@ -23,9 +23,12 @@ def drawn(app: App[Any]) -> str:
 
 SCREENS: dict[str, tuple[Callable[[PenstockApp, Path], None], tuple[str, ...]]] = {
     "home": (lambda app, runs: None, ("tab", "down")),
-    "run": (lambda app, runs: app.open_run(runs / "first"), ("p", "w", "f", "full_stop", *"112233445566")),
-    "timeline": (lambda app, runs: app.open_timeline(runs / "first"), ("c", "p", "w", "f", "full_stop")),
-    "compare": (lambda app, runs: app.open_compare([runs / "first", runs / "second", runs / "gone"]), ("x", "y", "d")),
+    "run": (lambda app, runs: app.open("run", runs / "first"), ("p", "w", "f", "full_stop", *"112233445566")),
+    "timeline": (lambda app, runs: app.open("timeline", runs / "first"), ("c", "p", "w", "f", "full_stop")),
+    "compare": (
+        lambda app, runs: app.open("compare", [runs / "first", runs / "second", runs / "gone"]),
+        ("x", "y", "d"),
+    ),
 }
 """How each is opened, and keys that change what it shows."""
 
@@ -80,7 +83,7 @@ async def test_every_screen_and_dialog(root: Path) -> None:
         await pilot.press("escape")
         app.notify("a word", severity="error")
         await shows_ascii_alone(pilot, "notification")
-        app.open_run(run)
+        app.open("run", run)
         await shows_ascii_alone(pilot, "run")
         await dialogs(a_question_for_text="e", help="question_mark", palette="ctrl+p")
         app.run_worker(app.ask("title", "text"))
@@ -88,10 +91,10 @@ async def test_every_screen_and_dialog(root: Path) -> None:
         await pilot.press("escape")
         await dialogs(timeline="t")
         await pilot.press("escape")
-        app.open_compare([run, root / "runs/second"])
+        app.open("compare", [run, root / "runs/second"])
         await shows_ascii_alone(pilot, "compare")
         await pilot.press("escape")
-        app.open_configure(root / "recipes/tiny.py")
+        app.open("configure", root / "recipes/tiny.py")
         await shows_ascii_alone(pilot, "configure")
         assert all(row.render().plain.isascii() for row in app.screen.query(FieldRow))
         await dialogs(machines="m", changes="d")

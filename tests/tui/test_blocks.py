@@ -25,8 +25,8 @@ def plan(layers: int) -> dict[str, Any]:
     return {"blocks": blocks, "weight_slots": {"layer": 2, "embedding and head": 0}}
 
 
-def ended(op: str, block: str, end_s: float = 1.0) -> dict[str, Any]:
-    return {"lane": "compute", "op": op, "block": block, "chunk": 0, "start_s": 0.0, "end_s": end_s, "step": 1}
+def ended(op: str, block: str) -> dict[str, Any]:
+    return {"lane": "compute", "op": op, "block": block, "chunk": 0, "start_s": 0.0, "end_s": 1.0, "step": 1}
 
 
 def places(found: BlockLocations, kind: str, **more: Any) -> dict[str, str]:
@@ -58,18 +58,15 @@ def test_weights_gradients_and_state_go_where_ops_bring_them_and_are_in_flight_m
         found.add([ended(op, "layers.0")])
         assert places(found, kind)["layers.0"] == place, op
     found = BlockLocations(plan(2))
-    now = {"h2d": [{"op": "load_weights", "block": "layers.1"}], "compute": [{"op": "layer_forward", "block": "embed"}]}
+    now = [("load_weights", "layers.1"), ("layer_forward", "embed")]
     by_name = {block.name: block for block in found.snapshot(now)}
     assert (by_name["layers.1"].moving, by_name["embed"].doing) == ({"weights": "in"}, "forward")
-    assert all(not block.moving and not block.doing for block in found.snapshot(now, live=False))
-    found.add([ended("write_state", "layers.0", 10.0), ended("read_state", "layers.1", 10.9)])
-    by_name = {block.name: block for block in found.snapshot(None, 11.0)}
-    assert (by_name["layers.1"].moving, by_name["layers.0"].moving) == ({"state": "in"}, {})
+    assert all(not block.moving and not block.doing for block in found.snapshot(live=False))
     # Foreign plans and spans are ignored.
     for odd in ({}, {"blocks": 3}, {"blocks": [1, {"name": 4}, {"name": "x"}], "weight_slots": []}):
         found = BlockLocations(odd)
         found.add([{"op": 3}, {"op": "update", "block": ["x"]}, {"op": "update", "block": "nobody", "end_s": "late"}])
-        found.snapshot({"compute": "no list", "h2d": [3, {"op": None}]}, 3.0)
+        found.snapshot([("", ""), ("update", "nobody")])
     assert BlockLocations({"blocks": [{"name": "x"}]}).snapshot()[0].location["weights"] == ""
 
 
@@ -95,18 +92,14 @@ def test_a_frozen_block_has_weights_and_shares_no_slot_with_what_is_trained() ->
     assert places(found, "state") == {"embed": "", "layers.0": "nvme", "layers.1": "nvme", "layers.2": "nvme"}
     found.add([ended("embed_backward", "embed")])
     assert places(found, "gradient")["embed"] == ""
-    now = {"h2d": [{"op": "load_weights", "block": "layers.1.frozen"}]}
+    now = [("load_weights", "layers.1.frozen")]
     assert {block.name: block.moving for block in found.snapshot(now)}["layers.1"] == {"weights": "in"}
 
 
 def test_the_map_as_text_with_a_row_a_block_where_there_is_room() -> None:
     found = BlockLocations(plan(3))
     found.add([ended("load_weights", "layers.0"), ended("layer_backward", "layers.1"), ended("read_state", "head")])
-    now = {
-        "nvme_read": [{"op": "read_state", "block": "embed"}],
-        "d2h": [{"op": "store_gradient", "block": "layers.2"}],
-        "optimizer": [{"op": "update", "block": "head"}],
-    }
+    now = [("read_state", "embed"), ("store_gradient", "layers.2"), ("update", "head")]
     shown = plain(block_map(found.snapshot(now), 34, 6, UNICODE)).splitlines()
     assert [line.rstrip() for line in shown] == [
         "        e   0       2   h",
@@ -119,10 +112,9 @@ def test_the_map_as_text_with_a_row_a_block_where_there_is_room() -> None:
     deep = BlockLocations(plan(128))
     rows = plain(block_map(deep.snapshot(), 80, 12, UNICODE)).splitlines()
     assert sum(line[8:].count("r") for line in rows if line.startswith("weights")) == 130
-    now = {"nvme_read": [{"op": "read_state", "block": "layers.77"}]}
-    assert plain(block_map(deep.snapshot(now), 40, 5, UNICODE)).count("▲") == 1
+    assert plain(block_map(deep.snapshot([("read_state", "layers.77")]), 40, 5, UNICODE)).count("▲") == 1
     blocks = [*plan(1)["blocks"][:2], {"name": "head", "weights": "gpu", "bytes": 2048}]
-    found = BlockLocations(plan(1) | {"blocks": blocks}).snapshot({"h2d": [{"op": "load_weights", "block": "embed"}]})
+    found = BlockLocations(plan(1) | {"blocks": blocks}).snapshot([("load_weights", "embed")])
     assert [line.rstrip() for line in plain(block_map(found, 60, 14, UNICODE)).splitlines()[7:]] == [
         "block    weights   state     grad           size  now",
         "embed    ▲         nvme      -               n/a",
@@ -130,7 +122,7 @@ def test_the_map_as_text_with_a_row_a_block_where_there_is_room() -> None:
         "head     gpu       -         -           2.0 KiB",
     ]
     # Of many blocks those that are not at rest.
-    now = {"h2d": [{"op": "load_weights", "block": "layers.7"}], "compute": [{"op": "head", "block": "head"}]}
+    now = [("load_weights", "layers.7"), ("head", "head")]
     lines = plain(block_map(BlockLocations(plan(60)).snapshot(now), 90, 20, UNICODE)).splitlines()
     assert [line.split()[0] for line in lines[-2:]] == ["layers.7", "head"]
     assert lines[-1].rstrip().endswith("backward")

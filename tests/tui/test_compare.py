@@ -8,7 +8,8 @@ from textual.pilot import Pilot
 
 from penstock.app.console.rows import ASCII, plain
 from penstock.tui.app import PenstockApp
-from penstock.tui.data.compare import MOST_RUNS, ComparedRun, config_rows, figure_rows
+from penstock.tui.data.compare import MOST_RUNS, config_rows, figure_rows, read_new
+from penstock.tui.data.run_data import RunData
 from penstock.tui.render.table import table_rows
 from penstock.tui.screens.compare import CompareScreen
 from penstock.tui.widgets.lines import LineWidget
@@ -17,14 +18,14 @@ NEW = {"step": 13, "loss": 2.5, "step_s": 1.0, "tokens": 10}
 """A line of metrics.jsonl."""
 
 
-def read(*paths: Path) -> list[ComparedRun]:
-    runs = [ComparedRun(path) for path in paths]
+def read(*paths: Path) -> list[RunData]:
+    runs = [RunData(path, figures_only=True) for path in paths]
     for run in runs:
-        run.poll()
+        read_new(run)
     return runs
 
 
-def figures_of(*runs: ComparedRun) -> dict[str, list[str]]:
+def figures_of(*runs: RunData) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in figure_rows(list(runs))}
 
 
@@ -38,11 +39,11 @@ def test_figures_and_differing_fields_of_real_runs_and_whether_anything_is_new(r
     different = {row[0]: row[1:] for row in config_rows(runs, all_fields=False)}
     assert different == {"train.lr": ["0.01", "0.003"], "train.steps": ["12", "8"]}
     assert {row[0] for row in config_rows(runs, all_fields=True)} > {"train.lr", "name", "data.source"}
-    run = ComparedRun(root / "runs/first")
-    assert (run.poll(), run.poll()) == (True, False)
+    run = RunData(root / "runs/first", figures_only=True)
+    assert (read_new(run), read_new(run)) == (True, False)
     append(run.path / "metrics.jsonl", NEW)
     append(run.path / "validation.jsonl", {"step": 13, "loss": 3.25}, {"step": "x"})
-    assert run.poll()
+    assert read_new(run)
     assert (figures_of(run)["loss, last"], figures_of(run)["validation, last"]) == (["2.5000"], ["3.2500"])
 
 
@@ -71,7 +72,7 @@ def test_a_table_fills_its_width_whatever_that_is() -> None:
 async def test_axes_scales_and_all_fields_and_a_live_runs_new_steps_and_a_vanished_run(
     app: PenstockApp, pilot: Pilot[None], root: Path
 ) -> None:
-    app.open_compare([root / "runs/first", root / "runs/second"])
+    app.open("compare", [root / "runs/first", root / "runs/second"])
     await until(pilot, lambda: isinstance(app.screen, CompareScreen) and bool(app.screen.tables["config"]))
     screen = app.screen
     assert isinstance(screen, CompareScreen)
@@ -96,6 +97,6 @@ async def test_axes_scales_and_all_fields_and_a_live_runs_new_steps_and_a_vanish
         return bool(rows) and (rows["steps"][0], rows["state"][1]) == ("13", "vanished")
 
     await until(pilot, found)
-    app.open_compare([root / "runs/first"] * (MOST_RUNS + 2))  # more than there are letters
+    app.open("compare", [root / "runs/first"] * (MOST_RUNS + 2))  # more than there are letters
     await until(pilot, lambda: "2 marked ones are left out" in notices(pilot))
     await until(pilot, lambda: [len(row) for row in app.screen.tables["figures"][:1]] == [MOST_RUNS + 1])  # type: ignore[attr-defined]

@@ -174,7 +174,7 @@ async def test_another_machine_and_random_weights_replan(
     assert json_lines(requests)[-1][1] is None
     started: list[Recipe] = []
     monkeypatch.setattr("penstock.app.launch.launcher.start", lambda recipe, root: started.append(recipe) or root)
-    monkeypatch.setattr(PenstockApp, "open_run", lambda app, path: None)
+    monkeypatch.setattr(PenstockApp, "open", lambda app, name, path: None)
     dialog = await ui.dialog(ConfirmDialog, "l")
     assert "Llama-3.1-8B does not exist" in dialog._text
     await ui.press("y")

@@ -21,13 +21,14 @@ from penstock.app.planning import fits
 from penstock.app.planning.fits import Fit, fit_of, here_digest, keep_fit, read_fit
 from penstock.app.recipes import shipped
 from penstock.app.recipes.recipe import save_recipe
+from penstock.app.runs.directory import RunInfo
 from penstock.engine.config import Recipe
 from penstock.storage.files.units import tokens_text
 from penstock.tui.app import PenstockApp
 from penstock.tui.data import plan_client
 from penstock.tui.data.catalog import RunCatalog, RunEntry, about_lines, read_run_entry
 from penstock.tui.data.home_plans import HomePlans
-from penstock.tui.data.recipes import describe, find_recipes, matches, read_recipe_entry
+from penstock.tui.data.recipes import RecipeCatalog, describe, matches, read_recipe_entry
 from penstock.tui.render.home_table import PADDING, distinct, runs_table
 from penstock.tui.screens import home
 from penstock.tui.screens.compare import CompareScreen
@@ -111,16 +112,16 @@ async def test_keys_open_what_the_cursor_is_on_and_it_stays_on_its_run_as_others
 ) -> None:
     run, recipe = root / "runs" / "first", root / "recipes" / "tiny.py"
     for key, table, opens, path in (
-        ("enter", "recipes", "open_configure", recipe),
-        ("enter", "runs", "open_run", run),
-        ("t", "runs", "open_timeline", run),
-        ("c", "runs", "open_configure", run / "recipe.json"),
+        ("enter", "recipes", "configure", recipe),
+        ("enter", "runs", "run", run),
+        ("t", "runs", "timeline", run),
+        ("c", "runs", "configure", run / "recipe.json"),
     ):
         open_it = Mock()
-        monkeypatch.setattr(app, opens, open_it)
+        monkeypatch.setattr(app, "open", open_it)
         await select(pilot, recipe.name if table == "recipes" else run.name, table)
         await press(pilot, key)
-        open_it.assert_called_once_with(path)
+        open_it.assert_called_once_with(opens, path)
     shutil.copytree(root / "runs/first", root / "runs/third")
     shutil.rmtree(root / "runs/second")
     await until(pilot, lambda: set(names(app, "runs")) == {"first", "third", "crashed"})
@@ -137,8 +138,8 @@ def test_the_catalog_reads_what_has_changed_and_lists_damaged_directories_with_w
     monkeypatch.setattr("penstock.tui.data.catalog.read_run_entry", read)
     assert (catalog.read(), read.called) == (before, False)
     append(root / "runs/second/metrics.jsonl", {"step": 9, "loss": 1.5})
-    entry = next(entry for entry in catalog.read() if entry.name == "second")
-    assert (entry.loss, [call.args[0].name for call in read.mock_calls]) == (1.5, ["second"])
+    entry = next(entry for entry in catalog.read() if entry.info.name == "second")
+    assert (entry.info.loss, [call.args[0].name for call in read.mock_calls]) == (1.5, ["second"])
     runs = root / "runs"
     (runs / "notes").mkdir()  # nothing of ours
     (runs / "notes" / "todo.txt").write_text("x")
@@ -155,7 +156,7 @@ def test_the_catalog_reads_what_has_changed_and_lists_damaged_directories_with_w
     (runs / "binary" / "metrics.jsonl").write_bytes(os.urandom(200_000))
     (runs / "dangling").symlink_to(runs / "nowhere")
     (runs / "file").write_text("not a folder")
-    found = {entry.name: entry for entry in RunCatalog(root).read()}
+    found = {entry.info.name: entry.info for entry in RunCatalog(root).read()}
     assert set(found) == {"first", "second", "crashed", "headless", "binary", *statuses}
     assert (found["headless"].state, found["first"].state) == ("damaged", "finished")
     assert "recipe.json" in str(found["headless"].error)
@@ -165,8 +166,8 @@ def test_the_catalog_reads_what_has_changed_and_lists_damaged_directories_with_w
     refused = Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr("penstock.tui.data.catalog.read_info", refused)
     entry = read_run_entry(runs / "first")
-    assert entry.state == "damaged"
-    assert "Permission denied" in str(entry.error)
+    assert entry.info.state == "damaged"
+    assert "Permission denied" in str(entry.info.error)
 
 
 def test_recipes_that_are_broken_say_where_and_others_tell_what_they_say_plainly(tmp_path: Path) -> None:
@@ -176,7 +177,7 @@ def test_recipes_that_are_broken_say_where_and_others_tell_what_they_say_plainly
     (folder / "bytes.py").write_bytes(b"\xff\xfe\x00")
     (folder / "torn.json").write_text('{"name": ')
     save_recipe(folder / "mine.json", Recipe(name="mine"))
-    found = {entry.name: entry for entry in find_recipes(tmp_path)}
+    found = {entry.name: entry for entry in RecipeCatalog(tmp_path).read()}
     assert "line 1" in str(found["broken"].problem)
     assert found["bytes"].problem is not None
     assert "torn.json cannot be read" in str(found["torn"].problem)
@@ -184,7 +185,7 @@ def test_recipes_that_are_broken_say_where_and_others_tell_what_they_say_plainly
     assert describe(Recipe(name="mine"))["machine"] == "any"
     assert found["mine"].recipe == Recipe(name="mine")
     assert (found["quickstart"].problem, found["quickstart"].own) == (None, False)
-    assert found["7b_512k"].needs["GPU"].startswith("80 GB")
+    assert found["7b_512k"].gpu.startswith("80 GB")
     assert "524,288" in found["7b_512k"].title
     matching = [matches(words, "xA", "yb") for words in ("b A", "a c", "")]
     assert matching == [True, False, True], "words match in any order and case"
@@ -230,9 +231,9 @@ def test_names_are_cut_where_they_are_alike() -> None:
 
 @given(st.integers(20, 200), st.booleans(), st.sampled_from([UNICODE, ASCII]))
 def test_columns_go_one_by_one_and_the_names_stay(width: int, marked: bool, glyphs: Glyphs) -> None:
-    figures = ("running", 1240, 8000, 2.5, 31_000.0, 720.0)
-    runs = [RunEntry(Path(f"/runs/{LONG}{i}"), *figures, losses=(3.0, 2.0, 2.5)) for i in (1, 2)]
-    table = runs_table(runs, ["now", "now"], {runs[0].path} if marked else set(), width, glyphs)
+    infos = [RunInfo(f"{LONG}{i}", Path(f"/runs/{LONG}{i}"), "running", 1240, 8000, 2.5, None) for i in (1, 2)]
+    runs = [RunEntry(info._replace(mean_tokens_per_s=31_000.0), 0.0, (3.0, 2.0, 2.5), 720.0) for info in infos]
+    table = runs_table(runs, ["now", "now"], {infos[0].path} if marked else set(), width, glyphs)
     titles = [spec.title for spec in table.columns]
     assert titles[int(marked) : int(marked) + 2] == ["run", "state"]
     names = {plain([cells[int(marked)]]) for cells in table.rows.values()}
@@ -296,7 +297,7 @@ async def test_a_program_is_known_once_it_was_opened(user: Path, planner: Path, 
         await until(pilot, lambda: answers(app).get("program.py") == "?")
         app.screen._plan_when_idle()
         assert (app.screen._plans, answers(app)["small.json"]) == (None, "?")
-        app.open_configure(program)
+        app.open("configure", program)
         configure = await opened(pilot, ConfigureScreen)
         await until(pilot, lambda: configure.client.state.phase == "done")
         await pilot.press("escape")
@@ -318,9 +319,9 @@ async def test_nothing_is_planned_beside_another_screen_or_read_only(
         await until(pilot, lambda: screen._plans is not None)
         assert answers(app)["small.json"] == "…"
         await pilot.press("question_mark")
-        await until(pilot, lambda: screen._planner_is_done())
+        await until(pilot, lambda: screen._plans.is_finished)
         screen._plan_when_idle()
-        assert screen._planner_is_done()
+        assert screen._plans.is_finished
     assert not planner.exists()
 
 
@@ -347,7 +348,7 @@ def test_what_is_short_has_a_persons_name() -> None:
 async def test_nothing_is_planned_while_kept_answers_are_being_read(
     user: Path, planner: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entries = find_recipes(user)
+    entries = RecipeCatalog(user).read()
     for entry in entries:
         keep_fit(entry.digest, "here", Fit(fits=True))
     plans = HomePlans(user, may_plan=True)

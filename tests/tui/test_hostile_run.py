@@ -92,10 +92,10 @@ def picker(folder: Path) -> PathPicker:
 STATES = ("finished", "failed", "crashed", "unknown")
 SCREENS: dict[str, Callable[[PenstockApp, list[Path]], Any]] = {
     "home": lambda app, runs: None,
-    **{state: lambda app, runs, n=n: app.open_run(runs[n]) for n, state in enumerate(STATES)},
-    "timeline": lambda app, runs: app.open_timeline(runs[0]),
-    "compare": lambda app, runs: app.open_compare(runs),
-    "configure": lambda app, runs: app.open_configure(runs[0] / "recipe.json"),
+    **{state: lambda app, runs, n=n: app.open("run", runs[n]) for n, state in enumerate(STATES)},
+    "timeline": lambda app, runs: app.open("timeline", runs[0]),
+    "compare": lambda app, runs: app.open("compare", runs),
+    "configure": lambda app, runs: app.open("configure", runs[0] / "recipe.json"),
     "picker": lambda app, runs: app.push_screen(picker(runs[0].parent)),
     "question": lambda app, runs: app.run_worker(app.ask(PAYLOAD, PAYLOAD, "Yes")),
     "notice": lambda app, runs: app.screen.notify(PAYLOAD, title=PAYLOAD),

@@ -11,7 +11,7 @@ import real_runs
 from cli_process import json_lines
 
 from penstock.engine.config import Recipe, TrainConfig
-from penstock.tui.data import processes
+from penstock.tui.data import plan_client, processes
 from penstock.tui.data.plan_client import PlanClient, PlanState
 
 FAKE = Path(__file__).parents[1] / "support" / "fake_planner.py"
@@ -21,11 +21,10 @@ WAIT_S = 60
 class Watched(PlanClient):
     """A client that remembers its states."""
 
-    def __init__(self, folder: Path, how: str = "well", debounce_s: float = 0.0) -> None:
+    def __init__(self, folder: Path) -> None:
         self.seen: list[PlanState] = []
         self.log = folder / "log"
-        command = [sys.executable, str(FAKE), how, str(self.log)]
-        super().__init__(folder, lambda: self.seen.append(self.state), debounce_s=debounce_s, command=command)
+        super().__init__(folder, lambda: self.seen.append(self.state))
 
     async def until(self, condition: Callable[[PlanState], bool]) -> PlanState:
         await real_runs.until(lambda: condition(self.state))
@@ -46,8 +45,13 @@ class Watched(PlanClient):
 
 
 @pytest.fixture
-async def client(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Watched]:
-    client = Watched(tmp_path, *getattr(request, "param", ()))
+async def client(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Watched]:
+    how, debounce_s = getattr(request, "param", ("well", 0.0))
+    client = Watched(tmp_path)
+    monkeypatch.setattr(plan_client, "SERVER", (sys.executable, str(FAKE), how, str(client.log)))
+    monkeypatch.setattr(plan_client, "DEBOUNCE_S", debounce_s)
     yield client
     await client.close()
 
@@ -80,7 +84,7 @@ async def test_the_newest_request_wins_and_the_older_plan_is_stale_meanwhile(cli
     assert [request[0] for request in client.requests] == [5, 8]
 
 
-@pytest.mark.parametrize("client", [("dies once",)], indirect=True)
+@pytest.mark.parametrize("client", [("dies once", 0.0)], indirect=True)
 async def test_a_server_that_dies_is_started_again_once(client: Watched) -> None:
     state = await client.done(5)
     assert (state.forecast is not None, state.trouble) == (True, None)
@@ -88,7 +92,7 @@ async def test_a_server_that_dies_is_started_again_once(client: Watched) -> None
     assert any("MemoryError: no room" in trouble and "restarting" in trouble for trouble in told)
 
 
-@pytest.mark.parametrize("client", [("dies",)], indirect=True)
+@pytest.mark.parametrize("client", [("dies", 0.0)], indirect=True)
 async def test_a_server_that_dies_twice_is_given_up_until_asked(
     client: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,10 +114,12 @@ async def test_a_server_that_dies_twice_is_given_up_until_asked(
 
 
 async def test_closing_ends_the_process_a_request_starts_another_and_without_python_there_is_no_plan(
-    client: Watched, tmp_path: Path
+    client: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without = PlanClient(tmp_path, lambda: None, command=["/nowhere/python"])
-    state = await asyncio.wait_for(without.plan(recipe(5), None), WAIT_S)
+    without = PlanClient(tmp_path, lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(plan_client, "SERVER", ("/nowhere/python",))
+        state = await asyncio.wait_for(without.plan(recipe(5), None), WAIT_S)
     assert state is not None
     assert "nowhere" in (state.trouble or "")
     await without.close()

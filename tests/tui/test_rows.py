@@ -150,9 +150,9 @@ def test_the_key_figures_at_any_width_and_tiers_with_bars_marked_at_the_plan() -
 
 NAN = float("nan")
 LINES = [
-    LogLine(None, "info", "first", 1),
-    LogLine(None, "warning", "the second line is longer than a row", 2),
-    LogLine(None, "error", "Traceback\n  File x", 3),
+    LogLine(None, "info", "first"),
+    LogLine(None, "warning", "the second line is longer than a row"),
+    LogLine(None, "error", "Traceback\n  File x"),
 ]
 
 
@@ -162,10 +162,10 @@ def test_the_newest_lines_are_at_the_bottom_and_wrap_and_are_filtered() -> None:
     assert plain(log_rows(LINES, 24, 10)).splitlines() == older + newest
     assert plain(log_rows(LINES, 24, 2)).splitlines() == newest
     assert log_rows(LINES, 24, 0) == []
-    rows = plain(log_rows([LogLine(0.0, "info", "word " * 20, 1)], 50, 9)).splitlines()
+    rows = plain(log_rows([LogLine(0.0, "info", "word " * 20)], 50, 9)).splitlines()
     assert rows[0][2] == rows[0][5] == ":", "the time stands before the first row only"
     assert rows[1].startswith(" " * 9 + "word")
-    log_rows([LogLine(1e300, "info", "then", 1)], 50, 9)
+    log_rows([LogLine(1e300, "info", "then")], 50, 9)
     found = {"": True, "SECOND warning": True, "second !warning": False, "!error !": True, "third": False}
     assert {words: matches(LINES[1], words) for words in found} == found
 
@@ -262,7 +262,7 @@ def test_what_is_done_and_what_is_being_done_and_what_narrow_rows_leave_out() ->
 @pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
 def test_rows_are_as_wide_as_asked_whatever_they_show(glyphs: Glyphs) -> None:
     odd = ["漢字" * 200, "\x1b[31mred\x1b[0m\ttab\r", "", "\n\n", "x" * 100_000, "é́" * 50, "\u202e rtl \x00"]
-    logged = [LogLine(1e9 * i, "info", text, None) for i, text in enumerate(odd)]
+    logged = [LogLine(1e9 * i, "info", text) for i, text in enumerate(odd)]
     items = [*ITEMS, Prepared("x" * 500, False, 1e300, "y" * 500, 1.0), Prepared("", False, None)]
     tiers = [Tier("gpu", 100.0, 50.0, 70.0), Tier("ram", None, None, None), Tier("nvme", 1e13, 2e13, 3e13)]
     for width in (1, 2, 7, 10, 12, 20, 29, 33, 40, 60, 76, 120, 200):
@@ -270,7 +270,7 @@ def test_rows_are_as_wide_as_asked_whatever_they_show(glyphs: Glyphs) -> None:
         assert {cell_len(plain([row])) for row in rows} == {width}
         assert "\x1b" not in plain(rows)
         for each in (StepFigures(), StepFigures(NAN, 0.0, 1.0, "x" * 50, {"compute": NAN})):
-            assert widths(figure_rows(each, each, ("compute",), width, 9, glyphs)) == {width}
+            assert widths(figure_rows(each, each, width, 9, glyphs)) == {width}
         assert widths(checklist_rows(items, width, 20, glyphs, live=True)) == {width}
         for forecast in (fitting(), refused(), None):
             wrong = PlanState("done", forecast, stale=True, error="no\nroom " * 30, trouble="it ended")

@@ -90,7 +90,9 @@ async def test_a_finished_run(first: Path) -> None:
         assert shown(screen) == USUAL
         assert "finished after step 12" in drawn(screen.log_pane)
         assert (alerts(screen), screen.query_one(AlertBar).display) == ("", False)
-        offered = [name for name in ("save_checkpoint", "pause", "resume", "stop", "export") if screen.offers(name)]
+        offered = [
+            name for name in ("save_checkpoint", "pause", "resume", "stop", "export") if screen.check_action(name, ())
+        ]
         assert offered == ["save_checkpoint", "export"]
 
         async def said(*keys: str) -> str:
@@ -267,7 +269,7 @@ async def test_freezing_holds_the_display_only(screen: RunScreen, pilot: Pilot[N
     await until(pilot, lambda: "last step 12" in drawn(screen.lanes))
 
 
-async def test_a_screen_that_closes_shows_nothing_and_fails_no_thread(screen: RunScreen, pilot: Pilot[None]) -> None:
+async def test_a_screen_that_closes_shows_nothing_and_fails_nothing(screen: RunScreen, pilot: Pilot[None]) -> None:
     """A pane that is missing is a fault of a screen that is open, and nobody's of one that closes."""
 
     def show(closing: bool) -> None:
@@ -279,22 +281,22 @@ async def test_a_screen_that_closes_shows_nothing_and_fails_no_thread(screen: Ru
     screen.start_feed(lambda: True, seen.append, every_s=0.001)
     await until(pilot, lambda: bool(seen))
     with pytest.raises(NoMatches):
-        await asyncio.to_thread(screen.from_thread, show, False)
-    await asyncio.to_thread(screen.from_thread, show, True)
+        screen.unless_closing(show, False)
+    screen.unless_closing(show, True)
     seen.clear()
     time.sleep(0.05)  # the feed asks for its next turn meanwhile
     await asyncio.sleep(0.05)
     assert not seen
 
 
-async def test_nothing_is_polled_behind_the_timeline_and_a_thread_may_report_to_a_screen_that_is_closed(
+async def test_nothing_is_polled_behind_the_timeline_or_shown_by_a_screen_that_is_closed(
     screen: RunScreen, pilot: Pilot[None], first: Path
 ) -> None:
     aside = first.rename(first.with_name("aside"))
     await until(pilot, lambda: "is gone" in alerts(screen))
     assert "gone" in kpi(screen)
     assert "step 12" in kpi(screen)
-    assert not any(screen.offers(name) for name in ("export", "resume", "stop", "save_checkpoint"))
+    assert not any(screen.check_action(name, ()) for name in ("export", "resume", "stop", "save_checkpoint"))
     aside.rename(first)
     await until(pilot, lambda: alerts(screen) == "" and "finished" in kpi(screen))
     assert (screen.data.metrics.rows, screen.data.problems) == (12, [])
@@ -313,9 +315,8 @@ async def test_nothing_is_polled_behind_the_timeline_and_a_thread_may_report_to_
     await pilot.press("escape")
     await until(pilot, lambda: not screen.is_attached)
     seen: list[str] = []
-    await asyncio.to_thread(screen.from_thread, seen.append, "shown")
-    await asyncio.to_thread(screen.penstock.from_thread, seen.append, "told")
-    assert seen == ["told"]
+    screen.unless_closing(seen.append, "shown")
+    assert seen == []
 
 
 async def test_directories_that_are_none(tmp_path: Path) -> None:
@@ -339,7 +340,7 @@ async def test_a_crashed_run_shows_its_last_step_and_may_be_resumed_and_question
         assert "last step 12, " in lanes
         assert [part in pipeline for part in ("last step 12, ", "weights", "gradients")] == [True] * 3
         assert (screen.data.state, screen.data.step, screen.data.metrics.rows) == ("crashed", 9, 9)
-        assert (screen.offers("resume"), screen.offers("stop")) == (True, False)
+        assert (screen.check_action("resume", ()), screen.check_action("stop", ())) == (True, False)
         assert "process is gone" in alerts(screen)
         assert "R resumes from step" in alerts(screen)
         await press(pilot, "P")  # not offered: nothing asks

@@ -76,13 +76,13 @@ async def test_a_screen_looks_as_it_did(kept_root: Path, screen: str, size: tupl
     expected = "" if UPDATE else file.read_text()
     async with running(kept_root, size, glyphs=UNICODE, clock=lambda: NOW) as (app, pilot):
         if screen in ("run", "help"):
-            app.open_run(run)
+            app.open("run", run)
         elif screen == "timeline":
-            app.open_timeline(run)
+            app.open("timeline", run)
         elif screen == "compare":
-            app.open_compare([run, kept_root / "runs" / "wider"])
+            app.open("compare", [run, kept_root / "runs" / "wider"])
         elif screen == "finetune":
-            app.open_finetune()
+            app.open("finetune")
             await pilot.pause()
             fill_form(app)
         await pilot.pause()

@@ -49,7 +49,7 @@ def test_coverage_is_the_share_that_brute_force_finds(groups: list[list[dict[str
         for item in mine:
             on |= (ticks > item["start_s"]) & (ticks < item["end_s"])
         want = [on[(ticks > a) & (ticks < b)].mean() for a, b in itertools.pairwise(edges)]
-        assert view.coverage(lane, edges) == pytest.approx(want, abs=1e-9)
+        assert view.busy_of(lane).coverage(edges) == pytest.approx(want, abs=1e-9)
         assert view.busy_s(lane, begin, end) == pytest.approx(on[(ticks > begin) & (ticks < end)].sum() / 8)
         moved = sum(item["bytes"] for item in mine if begin < item["end_s"] <= end)
         assert view.bytes_by_lane(begin, end).get(lane, 0) == moved
@@ -74,7 +74,7 @@ def test_only_the_last_spans_are_kept_and_coverage_of_them_stays_exact(capacity:
     assert view.complete_from_s == max((item["end_s"] for item in everything[:-capacity]), default=0.0)
     if kept:
         edges = np.array([kept[0]["start_s"], kept[-1]["end_s"]])
-        assert view.coverage("h2d", edges)[0] * (edges[1] - edges[0]) == pytest.approx(len(kept) / 2)
+        assert view.busy_of("h2d").coverage(edges)[0] * (edges[1] - edges[0]) == pytest.approx(len(kept) / 2)
 
 
 def test_what_is_no_span_is_counted_and_left_out_and_what_is_one_has_its_dependencies() -> None:
@@ -91,7 +91,7 @@ def test_what_is_no_span_is_counted_and_left_out_and_what_is_one_has_its_depende
     assert (store.view.lanes, store.view.span(1).op) == ((*LANES, "tab?here?"), "?" * 80)
     store.add([span(f"lane {i}", 0.0, 1.0) for i in range(200)])
     assert (len(store.view.lanes), store.view.lanes[-1]) == (MAX_LANES, OTHER)
-    assert store.view.coverage(OTHER, np.array([0.0, 2.0])) == [0.5]
+    assert store.view.busy_of(OTHER).coverage(np.array([0.0, 2.0])) == [0.5]
     view = view_of(json.loads(json.dumps(span("h2d", 0, 1, id=5, waited=[3, 4]))), span("h2d", 1, 2, id=6, waited=[]))
     assert [view.waited(row) for row in range(2)] == [(3, 4), ()]
     assert [view.row_of_id(number) for number in (6, 7, -1)] == [1, None, None]
@@ -99,25 +99,25 @@ def test_what_is_no_span_is_counted_and_left_out_and_what_is_one_has_its_depende
 
 def test_windows_of_steps_and_what_a_step_did_between_them() -> None:
     store = SpanStore()
-    assert store.view.steps() == []
+    assert store.view.steps == []
     store.add([span("compute", 0.5, 1.0), clip(1.0, 2.0), span("compute", 2.0, 4.0, step=2)])
     windows = [StepWindow(1, 0.5, 2.0)]
-    assert store.view.steps() == windows
+    assert store.view.steps == windows
     store.add([clip(4.0, 5.0, 2), clip(6.0, 7.0, 3), span("compute", 9.0, 9.5, step=2), clip(9.5, 10.0, 2)])
     windows += [StepWindow(2, 2.0, 5.0), StepWindow(3, 5.0, 7.0), StepWindow(2, 9.0, 10.0)]
-    assert store.view.steps() == windows
+    assert store.view.steps == windows
     store = SpanStore(capacity=3)
     for step in range(1, 6):
         store.add([span("h2d", step, step + 0.5, step=step), clip(step, step + 1, step)])
     assert store.view.num_spans == 3
-    assert store.view.steps() == [StepWindow(5, 5.0, 6.0)], "a step whose beginning was dropped is not whole"
+    assert store.view.steps == [StepWindow(5, 5.0, 6.0)], "a step whose beginning was dropped is not whole"
     store = SpanStore()
     store.add([span("compute", 0, 1), clip(1, 2)])
     assert store.view.between_s(StepWindow(1, 0.0, 2.0)) == (0, "")
     store.add([span("compute", 2, 3, op="head_evaluate"), span("optimizer", 3, 3.5, op="evaluate"), clip(5, 6, 2)])
     store.add([span("optimizer", 6.1, 6.2, op="take_logits"), span("optimizer", 6.3, 6.5, op="take_logits")])
     store.add([span("compute", 6.6, 7, op="layer_forward"), clip(7, 8, 3)])
-    between = [store.view.between_s(window) for window in store.view.steps()]
+    between = [store.view.between_s(window) for window in store.view.steps]
     assert between == [(0, ""), (1.5, "validating"), (0.5, "writing samples")]
     assert store.view.between_s(StepWindow(3, 2.0, 8.0)) == (4.5, "validating and writing samples")
 

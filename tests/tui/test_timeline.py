@@ -18,6 +18,7 @@ from textual.widgets import Input
 from penstock.app.console.rows import UNICODE
 from penstock.app.runs.lanes import LANES
 from penstock.tui.app import PenstockApp
+from penstock.tui.data.run_data import UnderWay, ops_under_way
 from penstock.tui.data.spans import SpanStore
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.screens.lane_keys import LaneKeys
@@ -40,7 +41,7 @@ async def timeline(
 
 
 async def at_step(pilot: Pilot[None], screen: TimelineScreen, step: int) -> None:
-    await until(pilot, lambda: screen.step is not None and screen.step.spans.window.step == step)
+    await until(pilot, lambda: screen.step is not None and screen.step.window.step == step)
     await pilot.pause()
 
 
@@ -82,7 +83,7 @@ async def test_the_last_step_is_shown_and_every_step_can_be_picked(first: Path) 
         await at_step(pilot, screen, 12)
         await pilot.press("g")
         await press(pilot, "escape")
-        assert screen.step.spans.window.step == 12
+        assert screen.step.window.step == 12
 
 
 async def test_ops_are_selected_and_told(first: Path) -> None:
@@ -108,7 +109,7 @@ async def test_ops_are_selected_and_told(first: Path) -> None:
 
 async def test_walking_the_critical_path_and_search(first: Path) -> None:
     async with timeline(first, 7) as (screen, pilot):
-        view, rows = screen.step.spans.view, screen.step.analysis.path_rows
+        view, rows = screen.step.view, screen.step.analysis.path_rows
 
         async def selects(key: str, row: int) -> None:
             await pilot.press(key)
@@ -150,7 +151,7 @@ async def test_exports_and_a_forecast_of_some_layers(first: Path, tmp_path: Path
         await pilot.press("n")  # do not replace
         await answer(pilot, "x", str(tmp_path / "none" / "step.json"))
         await until(pilot, lambda: "cannot be written" in notices(pilot))
-        window, view = screen.step.spans.window, screen.step.spans.view
+        window, view = screen.step.window, screen.step.view
     ops, whole = ([e for e in json.loads(p.read_text())["traceEvents"] if e["ph"] == "X"] for p in (step, run))
     assert len(ops) == len(view.rows_between(window.start_s, window.end_s))
     assert any(event["name"].startswith("clip") for event in ops)
@@ -256,7 +257,7 @@ def store_of(num_steps: int) -> SpanStore:
 async def test_live_follows_the_clock_by_whole_cells_freezes_and_ends() -> None:
     store = store_of(3)
     async with shown(LaneView(store)) as (lane_view, _):
-        now = {"compute": [{"op": "layer_forward", "block": "layers.0", "chunk": 0, "step": 4, "start_s": 6.2}]}
+        now = [UnderWay("compute", "layer_forward", "layers.0", 0, 6.2)]
         store.add(step_spans(4, 6.0)[:1])
         ends = []
         for clock in (7.0, 7.5, 7.51, 7.6, 8.0):
@@ -278,26 +279,26 @@ async def test_live_follows_the_clock_by_whole_cells_freezes_and_ends() -> None:
     # An op is not drawn twice once its span is there; freezing holds the spans too; the last step stays.
     store = store_of(1)
     async with shown(LaneView(store)) as (lane_view, _):
-        ended = {"d2h": [{"op": "store_gradient", "block": "layers.0", "chunk": -1, "start_s": 1.8}]}
+        ended = [UnderWay("d2h", "store_gradient", "layers.0", -1, 1.8)]
         lane_view.update_live(4.0, ended, True)
         assert lane_line(lane_view, "d2h").endswith("  5%")
         store.add(step_spans(2, 2.0))
-        lane_view.update_live(4.0, {}, True)
+        lane_view.update_live(4.0, [], True)
         lane_view.freeze(True)
         before = rows_of(lane_view)
         store.add(step_spans(3, 4.0))
-        lane_view.update_live(6.0, {}, True)
+        lane_view.update_live(6.0, [], True)
         assert rows_of(lane_view)[1:-1] == before[1:-1]
         assert "frozen" in rows_of(lane_view)[0]
         lane_view.freeze(False)
-        lane_view.update_live(6.0, {}, True)
+        lane_view.update_live(6.0, [], True)
         assert rows_of(lane_view)[1:-1] != before[1:-1]
-        lane_view.update_live(6.0, {}, False)
+        lane_view.update_live(6.0, [], False)
         assert lane_line(lane_view, "compute").endswith("80%")
         assert lane_view.window == (4.0, 6.0)
         garbage: list[Any] = [None, 3, {"d2h": 3}, {"d2h": [1, {}, {"op": [], "start_s": "x", "chunk": {}}]}, {1: [{}]}]
-        for clock, now, live in (*((6.1, now, True) for now in garbage), (NAN, None, True), (None, None, False)):
-            lane_view.update_live(clock, now, live)
+        for clock, said, live in (*((6.1, now, True) for now in garbage), (NAN, None, True), (None, None, False)):
+            lane_view.update_live(clock, ops_under_way(said), live)
             assert rows_of(lane_view)
 
 
@@ -329,7 +330,7 @@ async def test_selecting_zoom_pan_and_fit_by_keys() -> None:
         lane_view.clear_selection()
         assert "f fit" in rows_of(lane_view)[-1]
     async with shown(LaneView(store_of(5))) as (lane_view, pilot):
-        lane_view.update_live(10.0, {}, True)
+        lane_view.update_live(10.0, [], True)
         rows_of(lane_view)
         await pilot.press("w")
         assert (lane_view.mode, drawn_width(lane_view)) == ("live", pytest.approx(1.0))
@@ -338,7 +339,7 @@ async def test_selecting_zoom_pan_and_fit_by_keys() -> None:
         end = lane_view.window[1]
         await pilot.press("a")
         assert (lane_view.mode, lane_view.window[1]) == ("free", pytest.approx(end - 1.0))
-        lane_view.update_live(12.0, {}, True)
+        lane_view.update_live(12.0, [], True)
         assert lane_view.window[1] == pytest.approx(end - 1.0)  # held
         await pilot.press(*["left"] * 8)
         assert lane_view.window[0] == pytest.approx(0.0)  # not before the first span
@@ -358,18 +359,18 @@ async def test_selecting_zoom_pan_and_fit_by_keys() -> None:
 async def test_an_empty_store_and_one_that_drops_what_is_selected() -> None:
     store = SpanStore(capacity=20)
     async with shown(LaneView(store)) as (lane_view, pilot):
-        lane_view.update_live(None, None, True)
+        lane_view.update_live(None, [], True)
         assert "no ops yet" in rows_of(lane_view)[-1]
         for key in ("w", "s", "a", "d", "f", "full_stop", "comma", "up", "down"):
             await pilot.press(key)
             assert rows_of(lane_view)
         store.add(step_spans(1, 0.0))
-        lane_view.update_live(2.0, {}, True)
+        lane_view.update_live(2.0, [], True)
         await pilot.press("full_stop")
         assert lane_view.row_of_selected() is not None
         for step in range(2, 9):
             store.add(step_spans(step, 2.0 * step))
-            lane_view.update_live(2.0 * step, {}, True)
+            lane_view.update_live(2.0 * step, [], True)
             rows_of(lane_view)
         assert lane_view.row_of_selected() is None
         assert "no longer kept" in rows_of(lane_view)[-1]

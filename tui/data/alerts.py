@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from penstock.app.runs.early_end import early_end_in
 from penstock.storage.files.units import duration_text, figure
 from penstock.tui.data.catalog import RESUMABLE
-from penstock.tui.data.fields import number, objects, text, whole
+from penstock.tui.data.fields import objects, text, whole
 from penstock.tui.data.flow import FULL_SHARE, Tier, tiers
 from penstock.tui.data.run_data import RunData
-
-if TYPE_CHECKING:
-    from penstock.tui.data.run_data import RunData
-
 
 _WORDS = {
     "preparing": "the run is still being prepared",
@@ -146,11 +142,6 @@ def stall(data: RunData) -> Alert | None:
     step_s = data.metrics.recent_mean("step_s") or 0.0
     if silent_s < max(_STALL_S, 2 * step_s):
         return None
-    under_way = [
-        (start_s, f"{lane} {text(op, 'op')} {text(op, 'block')}")
-        for lane in data.now
-        for op in objects(data.now, lane)
-        if (start_s := number(op, "start_s")) is not None
-    ]
+    under_way = [(op.start_s, f"{op.lane} {op.op} {op.block}") for op in data.now if op.start_s is not None]
     what = f"; {min(under_way)[1]} under way" if under_way else ""
     return Alert(f"no op has finished for {duration_text(silent_s)}{what}", "warn")

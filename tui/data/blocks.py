@@ -84,7 +84,6 @@ class BlockLocations:
         """Weights in slots, by pool, oldest first."""
         self._location: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
         """Kind -> block -> where it is, unless it is at home."""
-        self._recent: list[tuple[float, str, str]] = []
 
     def add(self, spans: Sequence[Mapping[str, Any]]) -> None:
         """Follow ops that have ended, in the order in which they did."""
@@ -93,11 +92,6 @@ class BlockLocations:
             if not isinstance(op, str) or not isinstance(block, str):
                 continue
             self._follow(op, block)
-            end_s = number(span, "end_s")
-            if end_s is not None:
-                self._recent.append((end_s, op, block))
-        if len(self._recent) > 2000:
-            del self._recent[:-1000]
 
     def _follow(self, op: str, name: str) -> None:
         block, action = self._block_of.get(name, name), action_of(op)
@@ -137,13 +131,8 @@ class BlockLocations:
         while len(held) > self._slots[pool]:
             held.popitem(last=False)
 
-    def snapshot(
-        self, now: Mapping[str, Any] | None = None, clock_s: float | None = None, *, live: bool = True
-    ) -> list[BlockLocation]:
-        """Every block with what is under way: `now` as in status.json, and what ended just before `clock_s`.
-
-        Of a run that is not live everything is at home.
-        """
+    def snapshot(self, under_way: Iterable[tuple[str, str]] = (), *, live: bool = True) -> list[BlockLocation]:
+        """Every block with the ops under way, as (op, block); of a run that is not live everything is at home."""
         blocks = {}
         for name, home in self._home.items():
             location = home | {"gradient": NOWHERE}
@@ -152,24 +141,11 @@ class BlockLocations:
                 if name in self._on_gpu[self._pool(name)]:
                     location["weights"] = "gpu"
             blocks[name] = BlockLocation(name, home, location, num_bytes=self._num_bytes[name])
-        for op, name in self._under_way(now, clock_s) if live else ():
+        for op, name in under_way:
             block = self._block_of.get(name, name)
             if block in blocks:
                 _apply(blocks[block], op)
         return list(blocks.values())
-
-    def _under_way(self, now: Mapping[str, Any] | None, clock_s: float | None) -> Iterable[tuple[str, str]]:
-        if clock_s is not None:
-            for end_s, op, block in reversed(self._recent):
-                if end_s < clock_s - 4 * RECENT_S:
-                    break  # they come roughly in the order of their ends
-                if end_s >= clock_s - RECENT_S:
-                    yield op, block
-        for lane in now or {}:
-            for item in objects(now, lane):
-                action, name = text(item, "op"), text(item, "block")
-                if action is not None and name is not None:
-                    yield action, name
 
 
 def _apply(block: BlockLocation, op: str) -> None:

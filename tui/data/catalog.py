@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import statistics
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.app.runs.directory import ATTENDED_STATES, read_info
+from penstock.app.runs.directory import ATTENDED_STATES, RunInfo, read_info
 from penstock.app.runs.files import read_object, read_tail
 from penstock.app.runs.speed import WARMUP_STEPS, speed_figure
 from penstock.storage.files.units import params_text
@@ -16,6 +16,8 @@ from penstock.storage.files.untrusted import printable
 from penstock.tui.data.fields import number, text
 
 MOST_PLAN_BYTES = 64 << 20
+"""A plan of a deep model takes some megabytes."""
+NO_FILE = (0, 0, 0)
 RESUMABLE = ("paused", "stopped", "failed", "crashed")
 """States from which a run can go on."""
 _FILES = ("recipe.json", "status.json", "metrics.jsonl")
@@ -28,27 +30,16 @@ _RECENT = 20
 class RunEntry:
     """A run directory, or what is in the place of one."""
 
-    path: Path
-    state: str
-    """A state of status.json, `crashed`, `stale`, `unknown`, or `damaged` for what is no run any more."""
-    step: int = 0
-    total_steps: int = 0
-    loss: float | None = None
-    mean_tokens_per_s: float | None = None
-    left_s: float | None = None
+    info: RunInfo
+    """Its state may also be `damaged`: what is no run any more."""
     changed: float = 0.0
     """Unix seconds of its last sign of life."""
-    error: str | None = None
     losses: tuple[float, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The directory's name, fit for a terminal."""
-        return printable(self.path.name)
+    left_s: float | None = None
 
     @property
     def live(self) -> bool:
-        return self.state in ATTENDED_STATES
+        return self.info.state in ATTENDED_STATES
 
 
 @dataclass(slots=True)
@@ -68,21 +59,22 @@ class RunCatalog:
         for folder in folders:
             if folder.name.startswith("."):
                 continue
-            stamp = tuple(_stamp(folder / name) for name in _FILES)
+            stamp = tuple(stamp_of(folder / name) for name in _FILES)
             if folder in known and known[folder][0] == stamp and not known[folder][1].live:
                 self._known[folder] = known[folder]
             elif (entry := read_run_entry(folder)) is not None:
                 self._known[folder] = stamp, entry
         entries = [entry for _, entry in self._known.values()]
-        return sorted(entries, key=lambda entry: (not entry.live, -entry.changed, entry.name))
+        return sorted(entries, key=lambda entry: (not entry.live, -entry.changed, entry.info.name))
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def stamp_of(path: Path) -> tuple[int, int, int]:
+    """A file's time of change in nanoseconds, its size and its number; NO_FILE where there is none."""
     try:
         stat = path.stat()
     except OSError:
-        return (0, 0)
-    return (stat.st_mtime_ns, stat.st_size)
+        return NO_FILE
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 def read_run_entry(folder: Path) -> RunEntry | None:
@@ -90,11 +82,15 @@ def read_run_entry(folder: Path) -> RunEntry | None:
     if not (folder / "recipe.json").exists():
         if not any((folder / name).exists() for name in (*_FILES, "spans.jsonl")):
             return None
-        return RunEntry(folder, "damaged", error="has no recipe.json", changed=_stamp(folder)[0] / 1e9)
+        return RunEntry(_damaged(folder, "has no recipe.json"), stamp_of(folder)[0] / 1e9)
     try:
         return _read_run_entry(folder)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        return RunEntry(folder, "damaged", error=printable(f"cannot be read: {type(error).__name__}: {error}"))
+        return RunEntry(_damaged(folder, printable(f"cannot be read: {type(error).__name__}: {error}")))
+
+
+def _damaged(folder: Path, error: str) -> RunInfo:
+    return RunInfo(printable(folder.name), folder, "damaged", step=0, total_steps=0, loss=None, error=error)
 
 
 def _read_run_entry(folder: Path) -> RunEntry:
@@ -104,21 +100,12 @@ def _read_run_entry(folder: Path) -> RunEntry:
     seconds = [step_s for line in lines if (step_s := number(line, "step_s")) is not None]
     timed = seconds[WARMUP_STEPS if info.step <= _RECENT else 0 :]
     steps_left = info.total_steps - info.step
-    entry = RunEntry(
-        folder,
-        info.state,
-        info.step,
-        info.total_steps,
-        losses[-1] if losses else None,
-        info.mean_tokens_per_s,
-        changed=max(_stamp(folder / name)[0] for name in _FILES) / 1e9,
-        error=info.error,
-        losses=losses,
-    )
-    return (
-        replace(entry, left_s=statistics.fmean(timed) * steps_left)
-        if entry.live and timed and steps_left > 0
-        else entry
+    is_left = info.state in ATTENDED_STATES and timed and steps_left > 0
+    return RunEntry(
+        info._replace(loss=losses[-1] if losses else None),
+        max(stamp_of(folder / name)[0] for name in _FILES) / 1e9,
+        losses,
+        statistics.fmean(timed) * steps_left if is_left else None,
     )
 
 

@@ -3,61 +3,31 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from penstock.app.runs.directory import read_info
-from penstock.app.runs.files import read_object
 from penstock.app.runs.speed import speed_figure
 from penstock.storage.files.sealed import KEY
 from penstock.storage.files.units import bytes_text, duration_text
-from penstock.tui.data.catalog import MOST_PLAN_BYTES
-from penstock.tui.data.fields import number
-from penstock.tui.data.metrics import MetricsLog, MetricsReader
+from penstock.tui.data.fields import get, number
+from penstock.tui.data.run_data import RunData
 
 MOST_RUNS = 6
 LETTERS = "ABCDEF"
 
 
-@dataclass
-class ComparedRun:
-    """One of the runs, read as far as it goes."""
+def read_new(run: RunData) -> bool:
+    """Read all that is new of a run; whether there was anything to show."""
+    before, changed = (run.exists, run.state), run.poll()
+    while run.behind:
+        changed |= run.poll()
+    return bool(changed & {"metrics", "plan"}) or before != (run.exists, run.state)
 
-    path: Path
-    recipe: dict[str, Any] = field(default_factory=dict)
-    """Dotted key -> value; {} where recipe.json cannot be read."""
-    state: str = "unknown"
-    peaks: dict[str, Any] = field(default_factory=dict)
-    planned: float | None = None
-    """Tokens/s of its plan; None where it has none."""
 
-    def __post_init__(self) -> None:
-        self._metrics = MetricsReader(self.path)
-
-    @property
-    def metrics(self) -> MetricsLog:
-        return self._metrics.log
-
-    def poll(self) -> bool:
-        """Read what is new; whether there was anything."""
-        before = self._known()
-        added = self._metrics.read()
-        while self._metrics.tail.behind:
-            added |= self._metrics.read()
-        self.recipe = self.recipe or _flat(read_object(self.path / "recipe.json") or {})
-        self.recipe.pop(KEY, None)
-        if self.planned is None:
-            self.planned = number(read_object(self.path / "plan.json", MOST_PLAN_BYTES), "tokens_per_s")
-        tiers = (read_object(self.path / "summary.json") or {}).get("tiers")
-        self.peaks = tiers if isinstance(tiers, dict) else self.peaks
-        self.state = str(read_info(self.path).state) if self.path.is_dir() else "vanished"
-        return added or before != self._known()
-
-    def _known(self) -> tuple[object, ...]:
-        return self.state, bool(self.recipe), bool(self.peaks), self.planned
+def state_text(run: RunData) -> str:
+    """The run's state in a word."""
+    return run.state if run.exists else "vanished"
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -71,10 +41,11 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
-def config_rows(runs: list[ComparedRun], *, all_fields: bool) -> list[list[str]]:
+def config_rows(runs: list[RunData], *, all_fields: bool) -> list[list[str]]:
     """A row per field, its key and each run's value; those that differ alone unless `all_fields`."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.recipe))
-    rows = [[key, *(_value(run.recipe, key) for run in runs)] for key in keys]
+    recipes = [_flat(run.recipe) for run in runs]
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe if key != KEY)
+    rows = [[key, *(_value(recipe, key) for recipe in recipes)] for key in keys]
     return [row for row in rows if all_fields or len(set(row[1:])) > 1]
 
 
@@ -85,20 +56,20 @@ def _value(recipe: dict[str, Any], key: str) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def figure_rows(runs: list[ComparedRun]) -> list[list[str]]:
+def figure_rows(runs: list[RunData]) -> list[list[str]]:
     """A row per figure, its name and each run's; n/a where it is not known."""
     figures = {
-        "state": [run.state for run in runs],
+        "state": [state_text(run) for run in runs],
         "steps": [f"{run.metrics.last_step:,}" for run in runs],
         "tokens": [_last(run, "total_tokens", ",.0f") for run in runs],
         "training time": [duration_text(run.metrics.last("total_s")) for run in runs],
         "loss, last": [_last(run, "loss", ".4f") for run in runs],
         "loss, averaged": [_last(run, "ema", ".4f") for run in runs],
-        "loss, least": [_over(run, "loss", np.nanmin, ".4f") for run in runs],
-        "validation, last": [_validation(run) for run in runs],
+        "loss, least": [_text(_least(run), ".4f") for run in runs],
+        "validation, last": [_text(next(iter(run.metrics.validation[1][::-1]), None), ".4f") for run in runs],
         "tokens/s, mean": [speed_figure(run.metrics.last("mean_tokens_per_s")) for run in runs],
         "tokens/s, last step": [speed_figure(run.metrics.last("tokens_per_s")) for run in runs],
-        "tokens/s, planned": [speed_figure(run.planned) for run in runs],
+        "tokens/s, planned": [speed_figure(number(run.plan, "tokens_per_s")) for run in runs],
         "step, mean": [_last(run, "mean_step_s", ".3g", " s") for run in runs],
         "gradient norm, last": [_last(run, "grad_norm", ".3g") for run in runs],
         "written to NVMe": [bytes_text(sum(run.metrics.written_bytes.values()) or None) for run in runs],
@@ -108,23 +79,20 @@ def figure_rows(runs: list[ComparedRun]) -> list[list[str]]:
     return [[name, *texts] for name, texts in figures.items() if set(texts) != {"n/a"}]
 
 
-def _last(run: ComparedRun, name: str, form: str, unit: str = "") -> str:
-    value = run.metrics.last(name)
+def _last(run: RunData, name: str, form: str, unit: str = "") -> str:
+    return _text(run.metrics.last(name), form, unit)
+
+
+def _text(value: float | None, form: str, unit: str = "") -> str:
     return "n/a" if value is None else format(value, form) + unit
 
 
-def _over(run: ComparedRun, name: str, function: Any, form: str) -> str:
-    values = run.metrics.column(name)
-    values = values[np.isfinite(values)]
-    return format(float(function(values)), form) if len(values) else "n/a"
+def _least(run: RunData) -> float | None:
+    losses = run.metrics.column("loss")
+    return min(losses[np.isfinite(losses)].tolist(), default=None)
 
 
-def _validation(run: ComparedRun) -> str:
-    losses = run.metrics.validation[1]
-    return f"{losses[-1]:.4f}" if len(losses) else "n/a"
-
-
-def _peak(run: ComparedRun, tier: str) -> str:
-    figures = run.peaks.get(tier)
+def _peak(run: RunData, tier: str) -> str:
+    figures = get(run.summary, "tiers", tier)
     peak = number(figures, "peak_bytes") if isinstance(figures, dict) else run.metrics.tier_bytes.get(tier)
     return bytes_text(peak or None)

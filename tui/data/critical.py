@@ -42,7 +42,6 @@ class Idle(NamedTuple):
     start_s: float
     end_s: float
     kind: IdleKind
-    next_row: int | None
     cause_row: int | None
 
 
@@ -66,8 +65,17 @@ class StepAnalysis:
     idle: dict[str, list[Idle]] = field(default_factory=dict)
 
     @property
+    def length_s(self) -> float:
+        return self.window.end_s - self.window.start_s
+
+    @property
+    def path_ops(self) -> list[tuple[int, float]]:
+        """The path's ops in order: each one's row, and its seconds of the path."""
+        return [(part.row, part.end_s - part.start_s) for part in self.path if part.row is not None]
+
+    @property
     def path_rows(self) -> list[int]:
-        return [part.row for part in self.path if part.row is not None]
+        return [row for row, _ in self.path_ops]
 
     @property
     def gap_s(self) -> float:
@@ -77,9 +85,8 @@ class StepAnalysis:
     def path_by_lane(self, view: SpanView) -> dict[str, float]:
         """Lane -> seconds of the path, longest first."""
         seconds: dict[str, float] = defaultdict(float)
-        for part in self.path:
-            if part.row is not None:
-                seconds[view.lanes[view.lane[part.row]]] += part.end_s - part.start_s
+        for row, length_s in self.path_ops:
+            seconds[view.lanes[view.lane[row]]] += length_s
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     def idle_s(self, lane: str) -> float:
@@ -198,17 +205,16 @@ def _idle_times(view: SpanView, window: StepWindow, lane: str, blockers: Blocker
     for start_s, end_s in _gaps(view, window, lane):
         at = int(np.searchsorted(starts, end_s - 1e-12, side="left"))
         if at == len(rows):
-            result.append(Idle(start_s, end_s, "no more work", None, None))
+            result.append(Idle(start_s, end_s, "no more work", None))
             continue
-        following = int(rows[at])
-        cause = blockers.awaited(following)
+        cause = blockers.awaited(int(rows[at]))
         if cause is None or view.end_s[cause] <= start_s:
-            result.append(Idle(start_s, end_s, "for no op", following, None))
+            result.append(Idle(start_s, end_s, "for no op", None))
             continue
         done_s = min(end_s, float(view.end_s[cause]))
-        result.append(Idle(start_s, done_s, "waiting", following, cause))
+        result.append(Idle(start_s, done_s, "waiting", cause))
         if done_s < end_s:
-            result.append(Idle(done_s, end_s, "starting", following, None))
+            result.append(Idle(done_s, end_s, "starting", None))
     return result
 
 

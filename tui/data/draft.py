@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.app.recipes.fields import RecipeField, field_type, fields, parse_value
-from penstock.app.recipes.recipe import Recipe, apply_overrides, from_dict, to_dict
+from penstock.app.recipes.recipe import Recipe, apply_overrides, with_values
 from penstock.storage.files.errors import UserError
 
 Kind = Literal["text", "choice", "switch"]
@@ -164,7 +164,7 @@ class Draft:
         recipe: Recipe | None = None
         while recipe is None:
             try:
-                recipe = _with(self.base, values)
+                recipe = with_values(self.base, values)
             except UserError as error:
                 named = _named(str(error))
                 edited = [key for key in named if key in values] or list(values)
@@ -172,18 +172,6 @@ class Draft:
                     self.errors.setdefault(key, _said(str(error), key))
                 del values[edited[0]]
         self.recipe = None if self.errors else recipe
-
-
-def _with(base: Recipe, values: dict[str, Any]) -> Recipe:
-    """The base recipe with fields replaced, all at once, checked together."""
-    tree = to_dict(base)
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        if name:
-            tree[section][name] = value
-        else:
-            tree[section] = value
-    return from_dict(tree)
 
 
 def _typed(key: str, text: str) -> str:

@@ -5,17 +5,14 @@ Of a run that goes on rates are of the last seconds; of any other of its last wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from penstock.app.runs.ops import cargo_of, part_of, route_of
 from penstock.storage.files.units import seconds_text
 from penstock.tui.data.fields import get, number, objects, text
 from penstock.tui.data.run_data import RunData
-from penstock.tui.data.spans import SpanView, printable
+from penstock.tui.data.spans import SpanView
 
 _TIERS = ("gpu", "ram", "nvme")
 FULL_SHARE = 0.95
@@ -58,7 +55,6 @@ def tiers(data: RunData) -> list[Tier]:
 RATE_S = 5.0
 _NEWEST_S = 1.0
 """What ended so lately may stand for what is under way: most ops last much less than one looks."""
-_LOOK_BACK = 512
 _MOST_BLOCKS = 2000
 
 Route = tuple[str, str]
@@ -100,7 +96,7 @@ def rate_window(data: RunData) -> Window | None:
     view, clock_s = data.spans.view, data.clock_s
     if clock_s is None or not view.num_spans:
         return None
-    steps = view.steps()
+    steps = view.steps
     last = steps[-1] if steps else None
     if data.state == "running":
         start_s = max(clock_s - RATE_S, view.first_start_s)
@@ -154,19 +150,14 @@ def flow(data: RunData) -> Flow:
     nodes = _nodes(data, under_way)
     if window is None:
         return Flow(nodes, dict.fromkeys(ROUTES, Link()), "no step yet" if data.is_live else "no step was recorded")
-    return Flow(nodes, _links(data.spans.view, window, under_way), _when(data, window), window.live)
-
-
-def _when(data: RunData, window: Window) -> str:
-    if data.state in ("paused", "stale"):
-        return f"{data.state}: {window.words}"
-    return window.words
+    when = f"{data.state}: {window.words}" if data.state in ("paused", "stale") else window.words
+    return Flow(nodes, _links(data.spans.view, window, under_way), when, window.live)
 
 
 def _links(view: SpanView, window: Window, under_way: _UnderWay) -> dict[Route, Link]:
     seconds = window.end_s - window.start_s
     moved = view.bytes_by_op(window.start_s, window.end_s)
-    steps = view.steps()
+    steps = view.steps
     since_s = min(window.start_s, steps[-1].start_s) if steps else window.start_s
     named = view.bytes_by_op(since_s, window.end_s) if since_s < window.start_s else moved
     links = {}
@@ -188,47 +179,23 @@ def _nodes(data: RunData, under_way: _UnderWay) -> dict[str, Node]:
             homes.get(text(block, kind) or "", {})[word] = None
     machine = get(data.plan, "machine")
     no_gpu = isinstance(machine, dict) and "gpu" in machine and machine["gpu"] is None
-    return {
-        "nvme": Node("NVMe", known.get("nvme"), tuple(homes["nvme"])),
-        "ram": Node("RAM", known.get("ram"), tuple(homes["ram"]), " ".join(under_way.get("ram", ())).rstrip()),
-        "gpu": Node(
-            "GPU",
-            known.get("gpu"),
-            tuple(homes["gpu"]),
-            " ".join(under_way.get("gpu", ())).rstrip(),
-            "in ordinary memory" if no_gpu else "",
-        ),
-    }
+    nodes = {}
+    for key, name in (("nvme", "NVMe"), ("ram", "RAM"), ("gpu", "GPU")):
+        doing = " ".join(under_way.get(key, ())).rstrip()
+        note = "in ordinary memory" if no_gpu and key == "gpu" else ""
+        nodes[key] = Node(name, known.get(key), tuple(homes[key]), doing, note)
+    return nodes
 
 
 def _under_way(data: RunData) -> _UnderWay:
     result: _UnderWay = {}
-    for lane, op, block in [*_said(data.now), *_newest(data.spans.view, data.clock_s)]:
+    for lane, op, block in [*(op[:3] for op in data.now), *data.ended_lately(_NEWEST_S)]:
         of_block = "" if block == "all" else block
         if (route := route_of(op)) is not None:
             result.setdefault(route, (cargo_of(op), of_block))
         elif lane in ("compute", "optimizer") and part_of(op):
             result.setdefault("gpu" if lane == "compute" else "ram", (part_of(op), of_block))
     return result
-
-
-def _said(now: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    for lane in now:
-        for op in objects(now, lane)[:8]:
-            yield lane, text(op, "op") or "", printable(text(op, "block") or "")
-
-
-def _newest(view: SpanView, clock_s: float | None) -> Iterator[tuple[str, str, str]]:
-    if clock_s is None:
-        return
-    first = max(0, view.num_spans - _LOOK_BACK)
-    rows = np.flatnonzero(view.end_s[first:] >= clock_s - _NEWEST_S) + first
-    seen = set()
-    for row in rows[::-1].tolist():
-        key = view.lane[row], view.op[row]
-        if key not in seen:
-            seen.add(key)
-            yield view.lanes[key[0]], view.ops[key[1]], view.blocks[view.block[row]]
 
 
 class Marks:

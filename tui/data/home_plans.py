@@ -93,10 +93,10 @@ class HomePlans:
         """
         from penstock.tui.data.plan_client import PlanClient
 
-        wanted = [entry for entry in entries if self.will_plan(entry) and not self._is_known(entry)]
+        wanted = [e for e in entries if self.will_plan(e) and (e.digest, self._here) not in self._fits]
         if not wanted or not self._here:
             return
-        client = PlanClient(self._root, lambda: None, debounce_s=0.0, niceness=_NICENESS)
+        client = PlanClient(self._root, lambda: None, niceness=_NICENESS)
         limit_s = _LOADING_S
         try:
             for entry in wanted:
@@ -113,9 +113,6 @@ class HomePlans:
             raise
         finally:
             await client.close()
-
-    def _is_known(self, entry: RecipeEntry) -> bool:
-        return (entry.digest, self._here) in self._fits
 
     async def _plan_one(self, client: Any, entry: RecipeEntry, limit_s: float) -> bool:
         """Whether the planner can be asked again."""

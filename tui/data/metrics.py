@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,17 +11,16 @@ from numpy.typing import NDArray
 
 from penstock.app.runs.recall_view import RecallMap, recall_of
 from penstock.app.runs.speed import WARMUP_STEPS
-from penstock.app.runs.tail import JsonTail
 from penstock.tui.data.fields import get, number, objects, text, whole
 
 Floats = NDArray[np.float64]
 
 MEAN = ("mean_tokens_per_s", "mean_step_s", "mean_model_tflops_per_s")
 """The run's mean speed up to the row, as the run's process counted it (app/runs/speed.py)."""
-READ = ("loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", *MEAN, "time", "model_flops")
+READ = ("loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", *MEAN, "time")
 """Columns that a line has under the same name; NaN where it has not."""
-DERIVED = ("step", "ema", "total_tokens", "total_s", "read_bytes", "written_bytes")
-"""`ema`: the averaged loss. `total_*`: trained tokens and seconds up to the row. Bytes: of all drives."""
+DERIVED = ("step", "ema", "total_tokens", "total_s")
+"""`ema`: the averaged loss. `total_*`: trained tokens and seconds up to the row."""
 
 X_COLUMNS = {"step": "step", "tokens": "total_tokens", "time": "total_s"}
 
@@ -40,9 +38,8 @@ class MetricsLog:
     def __init__(self) -> None:
         self.rows = 0
         self._columns: dict[str, Floats] = {name: np.empty(256) for name in READ + DERIVED}
-        self.read_bytes: dict[str, float] = {}
-        """Drive folder -> bytes read in all steps."""
         self.written_bytes: dict[str, float] = {}
+        """Drive folder -> bytes written in all steps."""
         self.tier_bytes: dict[str, float] = {}
         """Tier -> most bytes held so far, as the last line with any says."""
         self.skipped = 0
@@ -93,9 +90,10 @@ class MetricsLog:
         for name, total in (("tokens", "total_tokens"), ("step_s", "total_s")):
             value = columns[name][row]
             columns[total][row] = (columns[total][row - 1] if row else 0.0) + (value if value > 0 else 0.0)
-        columns["read_bytes"][row] = _add_bytes(self.read_bytes, line.get("nvme_read_bytes"))
-        columns["written_bytes"][row] = _add_bytes(self.written_bytes, line.get("nvme_written_bytes"))
-        held = get(line, "tier_bytes")
+        written, held = get(line, "nvme_written_bytes"), get(line, "tier_bytes")
+        for folder in written if isinstance(written, dict) else ():
+            if (size := number(written, folder)) is not None:
+                self.written_bytes[folder] = self.written_bytes.get(folder, 0.0) + size
         if isinstance(held, dict):
             self.tier_bytes = {tier: size for tier in held if (size := number(held, tier)) is not None}
         self.rows = row + 1
@@ -157,8 +155,10 @@ class MetricsLog:
         spread = float(before.std())
         return (last - float(before.mean())) / spread if spread > 0 else None
 
-    def add_validation(self, lines: Iterable[dict[str, Any]]) -> int:
-        """Append validations; their number. One that was done again replaces those from its step on."""
+    def add_validation(self, lines: Iterable[dict[str, Any]], *, anew: bool = False) -> int:
+        """Append validations; their number. One that was done again replaces those from its step on, `anew` all."""
+        if anew:
+            self.validation, self.recall = (np.empty(0), np.empty(0)), []
         steps, losses = (column.tolist() for column in self.validation)
         added = 0
         for line in lines:
@@ -178,50 +178,12 @@ class MetricsLog:
             self.validation = (np.array(steps), np.array(losses))
         return added
 
-    def validation_at(self, name: str) -> Floats:
-        """The validations' places in another column that ascends: tokens or seconds."""
+    def at_steps(self, steps: Sequence[float] | Floats, name: str) -> Floats:
+        """Where steps are in a column that ascends: the steps themselves, tokens or seconds."""
         rows = self.rows
-        if not rows:
-            return np.full(len(self.validation[0]), np.nan)
-        return np.interp(self.validation[0], self.column("step", rows), self.column(name, rows))
-
-
-class MetricsReader:
-    """What a run's metrics.jsonl and validation.jsonl hold, as they grow."""
-
-    def __init__(self, run_path: Path) -> None:
-        self.log = MetricsLog()
-        self.tail = JsonTail(run_path / "metrics.jsonl")
-        self._validation_tail = JsonTail(run_path / "validation.jsonl")
-
-    @property
-    def damaged(self) -> int:
-        return self.tail.damaged + self.log.skipped
-
-    def read(self) -> bool:
-        """Read a piece of what is new; whether there was anything."""
-        lines, validations = self.tail.read(), self._validation_tail.read()
-        if self.tail.began_anew:
-            validation, recall = self.log.validation, self.log.recall
-            self.log = MetricsLog()
-            self.log.validation, self.log.recall = validation, recall
-        if self._validation_tail.began_anew:
-            self.log.validation, self.log.recall = (np.empty(0), np.empty(0)), []
-        added = self.log.add(lines) + self.log.add_validation(validations)
-        return added > 0 or self.tail.began_anew or self._validation_tail.began_anew
-
-
-def _add_bytes(totals: dict[str, float], moved: Any) -> float:
-    """Add a line's bytes by drive; their sum, NaN where the line has none."""
-    if not isinstance(moved, dict):
-        return math.nan
-    total = 0.0
-    for folder in moved:
-        size = number(moved, folder)
-        if size is not None:
-            totals[folder] = totals.get(folder, 0.0) + size
-            total += size
-    return total
+        if name == "step" or not rows:
+            return np.array(steps, float) if name == "step" else np.full(len(steps), np.nan)
+        return np.interp(steps, self.column("step", rows), self.column(name, rows))
 
 
 class Sample(NamedTuple):
@@ -248,7 +210,11 @@ def with_samples(known: Sequence[Samples], lines: Iterable[dict[str, Any]]) -> t
     """
     result, skipped = list(known), 0
     for line in lines:
-        step, samples = whole(line, "step"), [_sample(one) for one in objects(line, "samples")]
+        step = whole(line, "step")
+        samples = [
+            Sample(text(s, "prompt") or "", text(s, "text") or "", whole(s, "tokens"), get(s, "ended") is True)
+            for s in objects(line, "samples")
+        ]
         if step is None or not samples:
             skipped += 1
             continue
@@ -256,8 +222,3 @@ def with_samples(known: Sequence[Samples], lines: Iterable[dict[str, Any]]) -> t
             result.pop()
         result.append(Samples(step, samples))
     return result, skipped
-
-
-def _sample(value: dict[str, Any]) -> Sample:
-    prompt, written = text(value, "prompt") or "", text(value, "text") or ""
-    return Sample(prompt, written, whole(value, "tokens"), get(value, "ended") is True)

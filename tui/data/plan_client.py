@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -41,23 +41,15 @@ class PlanState:
 class PlanClient(Client):
     """Newest request wins. Lives in one event loop; `changed` is called there whenever `state` is another."""
 
-    def __init__(
-        self,
-        root: Path,
-        changed: Callable[[], None],
-        *,
-        debounce_s: float | None = None,
-        command: Sequence[str] | None = None,
-        niceness: int = 0,
-    ) -> None:
+    def __init__(self, root: Path, changed: Callable[[], None], *, niceness: int = 0) -> None:
         """`niceness`: of the server's process."""
         super().__init__(root, changed)
         self.state = PlanState()
-        self._command, self._niceness = command or SERVER, niceness
-        self._debounce_s = DEBOUNCE_S if debounce_s is None else debounce_s
+        self._niceness = niceness
         self._number = 0
         self._wanted: dict[str, Any] | None = None
         self._ready = self._restarted = False
+        self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: asyncio.Future[PlanState] | None = None
 
@@ -67,10 +59,9 @@ class PlanClient(Client):
         `options` of the request as app/planning/server.py has them: `from_scratch`, `advice`, `fetch`.
         """
         self._drop_request()
-        self._wanted = {"id": self._number, "recipe": to_dict(recipe), "machine": machine or None}
-        self._wanted |= {"from_scratch": False, "advice": True, "fetch": False} | options
+        self._wanted = {"id": self._number, "recipe": to_dict(recipe), "machine": machine or None} | options
         self._outdate(phase="planning" if self._ready else "starting", trouble=None)
-        delay_s = 0.0 if at_once or self._process is None else self._debounce_s
+        delay_s = 0.0 if at_once or self._process is None else DEBOUNCE_S
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._submit)
 
     async def plan(self, recipe: Recipe, machine: str | None, **options: bool) -> PlanState | None:
@@ -99,7 +90,10 @@ class PlanClient(Client):
     async def close(self) -> None:
         """End the server; a later request starts another."""
         self._drop_request()
-        await super().close()
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         self._ready = False
 
     def _drop_request(self) -> None:
@@ -114,14 +108,14 @@ class PlanClient(Client):
     def _submit(self) -> None:
         if self._process is None:
             if self._task is None or self._task.done():
-                self._begin(self._serve())
+                self._task = asyncio.get_running_loop().create_task(self._serve())
         elif self._wanted is not None and self._process.stdin is not None:
             with contextlib.suppress(ConnectionError, RuntimeError):
                 self._process.stdin.write(json.dumps(self._wanted).encode() + b"\n")
 
     async def _serve(self) -> None:
         while True:
-            _, why = await self._run(self._command, self._take, begun=self._begun)
+            _, why = await self._run(SERVER, self._take, begun=self._begun)
             self._ready = False
             if self._restarted:
                 self._set(phase="idle", trouble=f"the planner stopped again: {why}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,23 +27,11 @@ async def read_lines(stream: asyncio.StreamReader | None, take: Callable[[bytes]
 
 
 class Client:
-    """One command at a time, the newest. `changed` is called in the event loop whenever there is news."""
+    """One command at a time. `changed` is called in the event loop whenever there is news."""
 
     def __init__(self, root: Path, changed: Callable[[], None]) -> None:
         self._root, self._changed = root, changed
         self._process: asyncio.subprocess.Process | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Work in a task that `close` ends."""
-        self._task = asyncio.get_running_loop().create_task(work)
-
-    async def close(self) -> None:
-        """End the command."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     async def _run(
         self,
@@ -52,7 +40,7 @@ class Client:
         show: Callable[[str], None] = lambda text: None,
         begun: Callable[[], None] | None = None,
     ) -> tuple[int, str]:
-        """Run a command in a session of its own, without the application's limit on memory.
+        """Run a command in a session of its own, without the application's limit on memory. Cancelled, it ends it.
 
         `take` gets each line of stdout, `show` each of stderr; `begun` is called once it runs, and writes to its stdin.
         Returns the exit code and the last line of stderr, or why the command could not be started.
@@ -130,13 +118,10 @@ class FitClient(Client):
     state = FitState()
 
     async def ask(self, machine: str) -> None:
-        """Begin anew for a preset or a profile file; this machine where it is empty."""
-        await self.close()
-        self.state = FitState()
+        """Begin anew for a preset or a profile file; this machine where it is empty. Ends with the command."""
+        state = self.state = FitState()
         self._changed()
-        self._begin(self._read(self.state, ["--machine", machine] if machine else []))
 
-    async def _read(self, state: FitState, options: list[str]) -> None:
         def take(line: bytes) -> None:
             try:
                 result = json.loads(line)
@@ -148,7 +133,7 @@ class FitClient(Client):
                 state.cells[result["model"], result["context"]] = result
             self._changed()
 
-        code, said = await self._run([*FIT_COMMAND, *options], take)
+        code, said = await self._run([*FIT_COMMAND, *(["--machine", machine] if machine else [])], take)
         state.done = True
         if code not in (0, _NOTHING_FITS) or state.question is None:
             state.trouble = said.removeprefix("error: ")
@@ -197,13 +182,9 @@ class FinetuneClient(Client):
     state = FinetuneState()
 
     async def ask(self, request: FinetuneRequest) -> None:
-        """Begin anew."""
-        await self.close()
-        self.state = FinetuneState(request)
+        """Begin anew. Ends with the command."""
+        state = self.state = FinetuneState(request)
         self._changed()
-        self._begin(self._read(self.state, request))
-
-    async def _read(self, state: FinetuneState, request: FinetuneRequest) -> None:
         printed: list[bytes] = []
 
         def show(text: str) -> None:

@@ -14,8 +14,9 @@ from penstock.app.recipes import shipped
 from penstock.app.recipes.recipe import Recipe, load_recipe
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import printable, read_regular
+from penstock.tui.data.catalog import stamp_of
 
-_NEEDS = re.compile(r"(GPU|RAM|NVMe|Model|Use) {2,}(\S.*)")
+_GPU = re.compile(r"^[ \t]*GPU {2,}(\S.*?)[ \t]*$", re.MULTILINE)
 _SIZE = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BM])(?![A-Za-z0-9])", re.IGNORECASE)
 """A model's size in the name of its folder: 7B of Qwen2.5-7B."""
 _RECIPE_BYTES = 1 << 20
@@ -32,8 +33,8 @@ class RecipeEntry:
     own: bool
     """Whether it is the user's, not shipped."""
     text: str = ""
-    needs: dict[str, str] = field(default_factory=dict)
-    """GPU, RAM, NVMe, Model, Use -> what its docstring says."""
+    gpu: str = ""
+    """What its docstring says of the GPU that it needs."""
     problem: str | None = None
     digest: str = ""
     """Of its content; empty where it cannot be read."""
@@ -61,15 +62,12 @@ class RecipeEntry:
         return self.recipe.data.sequence_length if self.recipe else None
 
 
-_Stamp = tuple[int, int]
-
-
 @dataclass(slots=True)
 class RecipeCatalog:
     """The user's recipes below `root`/recipes, then the shipped ones, the quickstart first; read where they changed."""
 
     root: Path
-    _known: dict[Path, tuple[_Stamp, RecipeEntry]] = field(default_factory=dict)
+    _known: dict[Path, tuple[tuple[int, ...], RecipeEntry]] = field(default_factory=dict)
 
     def read(self) -> list[RecipeEntry]:
         """What there is now; never raises."""
@@ -83,19 +81,10 @@ class RecipeCatalog:
         self._known = result
         return [entry for _, entry in result.values()]
 
-    def _entry(self, path: Path, own: bool) -> tuple[_Stamp, RecipeEntry]:
-        try:
-            stat = path.stat()
-            stamp = (stat.st_mtime_ns, stat.st_size)
-        except OSError:
-            stamp = (0, 0)
+    def _entry(self, path: Path, own: bool) -> tuple[tuple[int, ...], RecipeEntry]:
+        stamp = stamp_of(path)
         known = self._known.get(path)
         return known if known is not None and known[0] == stamp else (stamp, read_recipe_entry(path, own=own))
-
-
-def find_recipes(root: Path) -> list[RecipeEntry]:
-    """The user's recipes below `root`, then the shipped ones."""
-    return RecipeCatalog(root).read()
 
 
 def _recipe_files(folder: Path) -> list[Path]:
@@ -121,9 +110,8 @@ def read_recipe_entry(path: Path, *, own: bool) -> RecipeEntry:
     except (OSError, ValueError, SyntaxError, RuntimeError, MemoryError, UserError) as error:
         reason = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
         return RecipeEntry(path, name, own, problem=printable(f"{path.name} cannot be read: {reason}"))
-    result = (_NEEDS.fullmatch(line.strip()) for line in about.splitlines())
-    needs = {match[1]: match[2] for match in result if match}
-    return RecipeEntry(path, name, own, about, needs, digest=hashlib.sha256(content).hexdigest(), recipe=recipe)
+    gpu = match[1] if (match := _GPU.search(about)) else ""
+    return RecipeEntry(path, name, own, about, gpu, digest=hashlib.sha256(content).hexdigest(), recipe=recipe)
 
 
 def content_digest(path: Path) -> str:

@@ -13,20 +13,20 @@ from penstock.app.runs.directory import ATTENDED_STATES, ENDED_STATES, STALE_S, 
 from penstock.app.runs.files import examine_object, open_read
 from penstock.app.runs.tail import JsonTail
 from penstock.storage.files.untrusted import printable
-from penstock.tui.data.blocks import BlockLocation, BlockLocations
+from penstock.tui.data import spans
+from penstock.tui.data.blocks import RECENT_S, BlockLocation, BlockLocations
+from penstock.tui.data.catalog import MOST_PLAN_BYTES, NO_FILE, stamp_of
 from penstock.tui.data.fields import get, number, objects, text, whole
-from penstock.tui.data.metrics import MetricsLog, MetricsReader, Samples, with_samples
+from penstock.tui.data.metrics import MetricsLog, Samples, with_samples
 from penstock.tui.data.spans import SpanStore
 
-SAMPLES_BYTES = 4 << 20
-"""So much of the end of a long samples.jsonl is read."""
 SPANS_BYTES = 24 << 20
 """So much of a long spans.jsonl is read: about as many spans as a SpanStore holds."""
+_FIGURES = ("validation", "metrics")
+_END_BYTES = {"samples": 4 << 20, "spans": SPANS_BYTES, "log": 1 << 20, "spikes": 1 << 20}
+"""Of a long file of lines, how much of its end is read."""
 
-LOG_BYTES = 1 << 20
 LOG_LINES = 5000
-_OBJECT_BYTES = 64 << 20
-"""Of plan.json, the largest; a plan of a deep model takes some megabytes."""
 _OUTPUT_BYTES = 8192
 _SLOW_S = 2.0
 _POLL_S = 0.3
@@ -40,7 +40,31 @@ class LogLine(NamedTuple):
     time: float | None
     level: str
     text: str
-    step: int | None
+
+
+class UnderWay(NamedTuple):
+    """An op that has begun and not ended, from status.json's `now`."""
+
+    lane: str
+    op: str
+    block: str
+    chunk: int
+    start_s: float | None
+
+
+def ops_under_way(now: Any) -> list[UnderWay]:
+    """The ops of status.json's `now`, without what is not as it should be."""
+    return [
+        UnderWay(
+            str(lane),
+            spans.printable(text(op, "op") or ""),
+            spans.printable(text(op, "block") or ""),
+            -1 if (chunk := whole(op, "chunk")) is None else chunk,
+            number(op, "start_s"),
+        )
+        for lane in (now if isinstance(now, dict) else ())
+        for op in objects(now, lane)
+    ][:100]
 
 
 class Prepared(NamedTuple):
@@ -54,17 +78,11 @@ class Prepared(NamedTuple):
     """How much of it is done, 0..1; None where unknown."""
 
 
-class Checkpoint(NamedTuple):
-    """A generation that is kept."""
-
-    name: str
-    step: int
-
-
 class RunData:
     """One thread calls `poll`; the attributes may be read by any thread, objects in them only grow or are replaced."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time, *, figures_only: bool = False) -> None:
+        """`figures_only`: of the files of lines, read steps and validations alone."""
         self.path = path
         self.clock = clock
         """Unix seconds now."""
@@ -75,6 +93,7 @@ class RunData:
         self.plan: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
         self.recipe: dict[str, Any] = {}
+        self.metrics = MetricsLog()
         self.spans = SpanStore()
         self.predicted: SpanStore | None = None
         """The forecast's step; read once `want_predicted` is set."""
@@ -83,32 +102,31 @@ class RunData:
         self.num_log = 0
         """Lines ever added to `log`."""
         self.spike: dict[str, Any] = {}
-        self.checkpoints: list[Checkpoint] = []
+        self.checkpoints: list[int] = []
+        """Steps of the generations that are kept, ascending."""
         self.committed_step: int | None = None
         self.problems: list[str] = []
         self.behind = True
         self._looked_at = 0.0
-        self._manifests: list[tuple[Path, tuple[int, ...] | None]] = []
+        self._manifests: list[tuple[Path, tuple[int, int, int]]] = []
         self._locations = BlockLocations({})
-        self._stamps: dict[str, tuple[int, ...] | None] = {}
-        self._wrong: dict[str, str] = {}
-        """What is wrong by what is concerned."""
-        self._metrics = MetricsReader(path)
+        self._stamps: dict[str, tuple[int, ...]] = {}
+        self._wrong: dict[str, str | None] = {}
+        """What is wrong by what is concerned; None: nothing."""
         self.samples: list[Samples] = []
         """What the model wrote, step by step, ascending; replaced, never changed."""
-        most = {"samples": SAMPLES_BYTES, "spans": SPANS_BYTES, "log": LOG_BYTES, "spikes": LOG_BYTES}
-        self._tails = {name: JsonTail(path / f"{name}.jsonl", start_bytes=size) for name, size in most.items()}
-        self._skipped = {"samples": 0}
+        self._tails = {
+            name: JsonTail(path / f"{name}.jsonl", start_bytes=_END_BYTES.get(name))
+            for name in (_FIGURES if figures_only else (*_FIGURES, *_END_BYTES))
+        }
+        self._skipped = 0
+        """Lines of samples.jsonl that are none."""
         self._output_read = False
         self._why_gone: str | None = None
 
     @property
     def name(self) -> str:
         return printable(self.path.name)
-
-    @property
-    def metrics(self) -> MetricsLog:
-        return self._metrics.log
 
     @property
     def silent_s(self) -> float | None:
@@ -136,10 +154,9 @@ class RunData:
         return whole(self.status, "total_steps") or whole(self.plan, "steps") or whole(self.recipe, "train", "steps")
 
     @property
-    def now(self) -> dict[str, Any]:
-        """Lane -> ops under way, as the run's process last said; {} when none works on it."""
-        result = get(self.status, "now")
-        return result if self.state == "running" and isinstance(result, dict) else {}
+    def now(self) -> list[UnderWay]:
+        """Ops under way, as the run's process last said; [] when none works on it."""
+        return ops_under_way(get(self.status, "now")) if self.state == "running" else []
 
     @property
     def preparing(self) -> list[Prepared]:
@@ -178,7 +195,7 @@ class RunData:
     @property
     def share_read(self) -> float:
         """How much of a long run's files has been read, 0..1."""
-        return min(self._metrics.tail.share_read, self._tails["spans"].share_read)
+        return min(self._tails["metrics"].share_read, self._tails["spans"].share_read)
 
     def eta_s(self) -> float | None:
         """Seconds to the end of a run that goes on."""
@@ -188,9 +205,16 @@ class RunData:
         now = self.clock() if self.state == "running" else None
         return self.metrics.eta_s(total, number(self.status, "started"), now)
 
+    def ended_lately(self, within_s: float) -> list[tuple[str, str, str]]:
+        """(lane, op, block) of what ended in the last seconds, the newest first; many last much less than one looks."""
+        return [] if self.clock_s is None else self.spans.view.ended_since(self.clock_s - within_s)
+
     def blocks(self) -> list[BlockLocation]:
         """Every block and where it is now. For the polling thread."""
-        return self._locations.snapshot(self.now, self.clock_s, live=self.state in ("running", "paused", "stale"))
+        if self.state not in ("running", "paused", "stale"):
+            return self._locations.snapshot(live=False)
+        ops = [*self.ended_lately(RECENT_S), *(op[:3] for op in self.now)]
+        return self._locations.snapshot((op, block) for _, op, block in ops)
 
     def log_lines(self) -> list[LogLine]:
         """The messages kept, oldest first."""
@@ -216,7 +240,7 @@ class RunData:
             changed |= self._read_checkpoints()
             while True:
                 changed |= self._read_lines()
-                self.behind = any(tail.behind for tail in (self._metrics.tail, *self._tails.values()))
+                self.behind = any(tail.behind for tail in self._tails.values())
                 if not self.behind or time.monotonic() > deadline:
                     break
             changed |= self._read_output() | self._read_predicted()
@@ -232,13 +256,13 @@ class RunData:
         changed = set()
         for name in ("status", "plan", "summary", "recipe"):
             path = self.path / f"{name}.json"
-            stamp = _stamp(path)
+            stamp = stamp_of(path)
             if stamp == self._stamps.get(name, ()):
                 continue
-            result, wrong = examine_object(path, _OBJECT_BYTES)
+            result, wrong = examine_object(path, MOST_PLAN_BYTES)
             self._stamps[name] = stamp
-            self._note(name, wrong)
-            if result is not None or stamp is None:
+            self._wrong[name] = wrong
+            if result is not None or stamp == NO_FILE:
                 setattr(self, name, result or {})
             changed.add("status" if name == "status" else "plan")
             if name == "plan":
@@ -266,35 +290,38 @@ class RunData:
             return set()
         self._looked_at = now
         manifests = [self.path / "state" / "manifest.json", *checkpoint_manifests(self.path)]
-        stamps = [(manifest, _stamp(manifest)) for manifest in manifests]
+        stamps = [(manifest, stamp_of(manifest)) for manifest in manifests]
         if stamps == self._manifests:
             return set()
         self._manifests = stamps
-        self.checkpoints = [Checkpoint(*result) for result in checkpoint_steps(self.path)]
+        self.checkpoints = [step for _, step in checkpoint_steps(self.path)]
         self.committed_step = committed_step(self.path)
         return {"checkpoints"}
 
     def _read_lines(self) -> set[str]:
-        changed = {"metrics"} if self._metrics.read() else set()
-        self._count_damage("metrics", self._metrics.damaged)
-        for name, take in (
-            ("samples", self._take_samples),
-            ("spans", self._take_spans),
-            ("log", self._take_log),
-            ("spikes", self._take_spikes),
-        ):
-            tail = self._tails[name]
+        changed = set()
+        for name, tail in self._tails.items():
             lines = tail.read()
             if lines or tail.began_anew:
-                take(lines, tail.began_anew)
-                changed.add("status" if name == "spikes" else name)
-            skipped = self.spans.num_rejected if name == "spans" else self._skipped.get(name, 0)
-            self._count_damage(name, tail.damaged + skipped)
+                getattr(self, f"_take_{name}")(lines, tail.began_anew)
+                changed.add({"validation": "metrics", "spikes": "status"}.get(name, name))
+            skipped = {"metrics": self.metrics.skipped, "spans": self.spans.num_rejected, "samples": self._skipped}
+            if name != "validation":
+                self._count_damage(name, tail.damaged + skipped.get(name, 0))
         return changed
+
+    def _take_metrics(self, lines: list[dict[str, Any]], anew: bool) -> None:
+        if anew:
+            before, self.metrics = self.metrics, MetricsLog()
+            self.metrics.validation, self.metrics.recall = before.validation, before.recall
+        self.metrics.add(lines)
+
+    def _take_validation(self, lines: list[dict[str, Any]], anew: bool) -> None:
+        self.metrics.add_validation(lines, anew=anew)
 
     def _take_samples(self, lines: list[dict[str, Any]], anew: bool) -> None:
         self.samples, skipped = with_samples([] if anew else self.samples, lines)
-        self._skipped["samples"] = skipped + (0 if anew else self._skipped["samples"])
+        self._skipped = skipped + (0 if anew else self._skipped)
 
     def _take_spans(self, lines: list[dict[str, Any]], anew: bool) -> None:
         if anew:
@@ -306,14 +333,14 @@ class RunData:
         if anew:
             self.log.clear()
         for line in lines:
-            self._add_log(number(line, "time"), text(line, "level") or "info", get(line, "text"), whole(line, "step"))
+            self._add_log(number(line, "time"), text(line, "level") or "info", get(line, "text"))
 
     def _take_spikes(self, lines: list[dict[str, Any]], anew: bool) -> None:
         self.spike = lines[-1] if lines else {}
 
     def _read_output(self) -> set[str]:
         """The end of output.log, once, where a process died without a word."""
-        if self._output_read or self.state != "crashed" or self._tails["log"].behind:
+        if self._output_read or self.state != "crashed" or self.behind:
             return set()
         self._output_read = True
         try:
@@ -323,17 +350,17 @@ class RunData:
         except OSError:
             return set()
         for line in lines:
-            self._add_log(None, "output", line, None)
+            self._add_log(None, "output", line)
         return {"log"} if lines else set()
 
-    def _add_log(self, at: float | None, level: str, content: Any, step: int | None) -> None:
-        self.log.append(LogLine(at, level, content if isinstance(content, str) else repr(content), step))
+    def _add_log(self, at: float | None, level: str, content: Any) -> None:
+        self.log.append(LogLine(at, level, content if isinstance(content, str) else repr(content)))
         self.num_log += 1
 
     def _read_predicted(self) -> set[str]:
         if not self.want_predicted:
             return set()
-        stamp = _stamp(self.path / "predicted.jsonl")
+        stamp = stamp_of(self.path / "predicted.jsonl")
         if stamp == self._stamps.get("predicted", ()):
             return set()
         self._stamps["predicted"] = stamp
@@ -342,13 +369,7 @@ class RunData:
 
     def _count_damage(self, name: str, number_of: int) -> None:
         many = f"{number_of:,} line{'s are' if number_of > 1 else ' is'}"
-        self._note(name, f"{name}.jsonl: {many} damaged and left out" if number_of else None)
-
-    def _note(self, name: str, wrong: str | None) -> None:
-        if wrong is None:
-            self._wrong.pop(name, None)
-        else:
-            self._wrong[name] = wrong
+        self._wrong[name] = f"{name}.jsonl: {many} damaged and left out" if number_of else None
 
     def _say_problems(self) -> None:
         if not self.exists and self.state == "failed":
@@ -357,13 +378,13 @@ class RunData:
         if not self.exists:
             self.problems = [f"{printable(str(self.path))} is gone; this shows what was read earlier"]
             return
-        problems = list(self._wrong.values())
-        if self._stamps.get("recipe") is None:
+        problems = [wrong for wrong in self._wrong.values() if wrong is not None]
+        if self._stamps.get("recipe", NO_FILE) == NO_FILE:
             problems.insert(
                 0,
                 f"{printable(str(self.path))} has no recipe.json: it is not a run directory, or is still being created",
             )
-        elif not self.status and "status" not in self._wrong:
+        elif not self.status and self._wrong.get("status") is None:
             problems.append("no status.json yet: the run has not started")
         self.problems = problems
 
@@ -380,11 +401,3 @@ def read_predicted(run_path: Path) -> SpanStore:
 
 def _line(value: Any, *keys: str) -> str:
     return (text(value, *keys) or "").replace("\n", " ")
-
-
-def _stamp(path: Path) -> tuple[int, ...] | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns

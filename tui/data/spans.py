@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.app.runs.files import Span as Span
 from penstock.app.runs.files import span_of
-from penstock.app.runs.lanes import LANES
+from penstock.app.runs.lanes import LANES, union
 from penstock.app.runs.ops import BETWEEN_STEPS, STEP_END
 
 MAX_LANES = 24
@@ -24,6 +24,8 @@ MAX_NAMES = 20_000
 OTHER = "(other)"
 
 _NAME_LENGTH = 80
+_LOOK_BACK = 1000
+"""So many of the last spans may stand for what is under way now."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -60,6 +62,10 @@ class Busy:
         begin, end = self.until(np.array([start_s, end_s]))
         return float(end - begin)
 
+    def coverage(self, edges: Floats) -> Floats:
+        """Share of each cell between two `edges` in which the lane had an op under way."""
+        return np.diff(self.until(edges)) / np.diff(edges)
+
     def merge(self, start_s: Floats, end_s: Floats) -> Busy:
         """With further intervals; only what lies behind the earliest of them is worked on."""
         if not len(start_s):
@@ -81,15 +87,6 @@ class Busy:
 
 
 IDLE = Busy(np.zeros(0), np.zeros(0), np.zeros(0))
-
-
-def union(start_s: Floats, end_s: Floats) -> tuple[Floats, Floats]:
-    """The same points as disjoint intervals in order (starts, ends)."""
-    order = np.argsort(start_s, kind="stable")
-    start_s, end_s = start_s[order], np.maximum.accumulate(end_s[order])
-    first = np.concatenate(([True], start_s[1:] > end_s[:-1]))
-    last = np.concatenate((first[1:], [True]))
-    return start_s[first], end_s[last]
 
 
 _COLUMNS = {
@@ -171,10 +168,6 @@ class SpanView:
         at = int(np.searchsorted(ids, op_id, side="right")) - 1
         return int(rows[at]) if at >= 0 and ids[at] == op_id else None
 
-    def coverage(self, lane: str, edges: Floats) -> Floats:
-        """Share of each cell between two `edges` in which the lane had an op under way."""
-        return np.diff(self.busy_of(lane).until(edges)) / np.diff(edges)
-
     def busy_s(self, lane: str, start_s: float, end_s: float) -> float:
         """Seconds of a window in which the lane had an op under way."""
         return self.busy_of(lane).between(start_s, end_s)
@@ -216,6 +209,13 @@ class SpanView:
         rows = self.rows_of(lane)
         return rows[(self.start_s[rows] <= time_s) & (self.end_s[rows] > time_s)]
 
+    def ended_since(self, time_s: float) -> list[tuple[str, str, str]]:
+        """(lane, op, block) of the last ops, as far as they have ended since a moment: the newest first."""
+        first = max(0, self.num_spans - _LOOK_BACK)
+        rows = np.flatnonzero(self.end_s[first:] >= time_s)[::-1] + first
+        numbers = zip(self.lane[rows].tolist(), self.op[rows].tolist(), self.block[rows].tolist(), strict=True)
+        return [(self.lanes[lane], self.ops[op], self.blocks[block]) for lane, op, block in numbers]
+
     def between_s(self, window: StepWindow) -> tuple[float, str]:
         """Seconds at a step's beginning until validation and samples of the step before had ended, and which there
         were, for people; 0 where there were none."""
@@ -234,10 +234,6 @@ class SpanView:
         moved = self.bytes_by_lane(step.start_s, step.end_s)
         return {lane: (moved[lane] or self.busy_s(lane, step.start_s, step.end_s)) / length_s for lane in self.lanes}
 
-    def steps(self) -> list[StepWindow]:
-        """The steps held whole, in order of time. Steps done again after a crash come twice."""
-        return self._steps
-
     @cached_property
     def _by_id(self) -> tuple[Ints, Ints]:
         known = np.flatnonzero(self.id >= 0)
@@ -249,7 +245,8 @@ class SpanView:
         return {}
 
     @cached_property
-    def _steps(self) -> list[StepWindow]:
+    def steps(self) -> list[StepWindow]:
+        """The steps held whole, in order of time. Steps done again after a crash come twice."""
         if STEP_END not in self.ops:
             return []
         ends = np.flatnonzero(self.op == self.ops.index(STEP_END))
@@ -342,15 +339,11 @@ class SpanStore:
             column[at:end] = value
         self._waited.extend(waited)
         self._length = end
-        self._count_bytes(at, end)
-        self._merge(at, end)
-
-    def _count_bytes(self, at: int, end: int) -> None:
-        added = np.bincount(self._columns["op"][at:end], weights=self._columns["bytes"][at:end])
-        total = np.zeros(max(len(added), len(self._total_bytes)))
-        total[: len(self._total_bytes)] = self._total_bytes
-        total[: len(added)] += added
+        ops, sizes = self._columns["op"][at:end], self._columns["bytes"][at:end]
+        total: Floats = np.bincount(ops, weights=sizes, minlength=len(self._total_bytes)).astype(np.float64)
+        total[: len(self._total_bytes)] += self._total_bytes
         self._total_bytes = total
+        self._merge(at, end)
 
     def _compact(self, keep: int) -> None:
         """Move the last `keep` rows to fresh columns: whoever reads the old ones still can."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from penstock.app.runs.files import number, open_read, parse_line, span_of, whole_lines
 from penstock.app.runs.ops import STEP_END
-from penstock.tui.data.spans import SpanStore, SpanView, StepWindow
+from penstock.tui.data.critical import StepAnalysis, analyse
+from penstock.tui.data.spans import Ints, SpanStore, SpanView, StepWindow
 
 MAX_SPANS = 400_000
 """Of one step; of a longer one the last are kept."""
@@ -27,7 +29,7 @@ _MARK = f'"{STEP_END}"'.encode()
 """In every line that ends a step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepSpans:
     """A step's window with all that ran in it, and some of what ran around it."""
 
@@ -41,6 +43,16 @@ class StepSpans:
     def whole(self) -> bool:
         """False where the step had more spans than are kept."""
         return self.view.complete_from_s <= self.window.start_s
+
+    @cached_property
+    def analysis(self) -> StepAnalysis:
+        """Why it took so long."""
+        return analyse(self.view, self.window)
+
+    @property
+    def rows(self) -> Ints:
+        """All that ran in it, in order of start."""
+        return self.view.rows_between(self.window.start_s, self.window.end_s)
 
 
 class _Clip(NamedTuple):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.app.console.rows import Glyphs, Row, exactly
 from penstock.app.runs.lanes import DRIVE, LANES
@@ -55,33 +55,6 @@ def tier_rows(tiers: Sequence[Tier], width: int, rows_each: int, glyphs: Glyphs)
     return [exactly(row, width) for row in rows]
 
 
-class Drive(NamedTuple):
-    """One drive folder of the run."""
-
-    folder: str
-    written_bytes: float
-    endurance_bytes: float | None
-    temperature_c: float | None
-
-
-def drives(data: RunData) -> list[Drive]:
-    """The drives as metrics, status and plan know them."""
-    planned = objects(data.plan, "run", "drives")
-    temperatures = data.status.get("drives")
-    folders = dict.fromkeys(data.metrics.written_bytes)
-    if isinstance(temperatures, dict):
-        folders |= dict.fromkeys(folder for folder in temperatures if isinstance(folder, str))
-    result = []
-    for folder in folders:
-        at = [drive for drive in planned if folder.startswith(text(drive, "path") or "\0")]
-        if not at and len(planned) == 1 == len(folders):
-            at = planned
-        endurance = number(max(at, key=lambda drive: len(text(drive, "path") or "")), "endurance_bytes") if at else None
-        temperature = number(temperatures, folder, "temperature_c")
-        result.append(Drive(folder, data.metrics.written_bytes.get(folder, 0.0), endurance, temperature))
-    return result
-
-
 def tier_pane_rows(data: RunData, width: int, height: int, glyphs: Glyphs) -> list[Row]:
     """Gauges in two rows each where there is room, then drive rates, temperature, bytes written against endurance."""
     result, below = tiers(data), _drive_rows(data, width, glyphs)
@@ -102,18 +75,31 @@ def _drive_rows(data: RunData, width: int, glyphs: Glyphs) -> list[Row]:
         when = f"  {window.words}" if 22 + len(written) + len(window.words) <= width else ""
         rows.append([("read ", "dim"), (read.ljust(11), "lane.nvme_read"), ("write ", "dim")])
         rows[0] += [(written, "lane.nvme_write"), (when, "dim")]
-    result = drives(data)
-    for drive in result:
-        row: Row = [(fit(drive.folder[-14:], 15, glyphs.ellipsis), "dim")] if len(result) > 1 else []
-        row += [("written ", "dim"), (bytes_text(drive.written_bytes), "text")]
-        if drive.endurance_bytes:
-            share = drive.written_bytes / drive.endurance_bytes
-            row.append((f" of {drive.endurance_bytes / 1e12:,.0f} TBW ({figure(100 * share, 2)}%)", "dim"))
-        if drive.temperature_c is not None:
+    temperatures = data.status.get("drives")
+    folders = dict.fromkeys(data.metrics.written_bytes)
+    if isinstance(temperatures, dict):
+        folders |= dict.fromkeys(folder for folder in temperatures if isinstance(folder, str))
+    for folder in folders:
+        written_bytes = data.metrics.written_bytes.get(folder, 0.0)
+        row: Row = [(fit(folder[-14:], 15, glyphs.ellipsis), "dim")] if len(folders) > 1 else []
+        row += [("written ", "dim"), (bytes_text(written_bytes), "text")]
+        if endurance_bytes := _endurance_bytes(data, folder, len(folders)):
+            share = written_bytes / endurance_bytes
+            row.append((f" of {endurance_bytes / 1e12:,.0f} TBW ({figure(100 * share, 2)}%)", "dim"))
+        if (celsius := number(temperatures, folder, "temperature_c")) is not None:
             degree = "°C" if glyphs.braille else " C"
-            row.append((f"  {drive.temperature_c:.0f}{degree}", "warn" if drive.temperature_c >= _HOT_C else "text"))
+            row.append((f"  {celsius:.0f}{degree}", "warn" if celsius >= _HOT_C else "text"))
         rows.append(row)
     return [exactly(row, width) for row in rows]
+
+
+def _endurance_bytes(data: RunData, folder: str, num_folders: int) -> float | None:
+    """Of the drive on which a folder is, as the plan knows it."""
+    planned = objects(data.plan, "run", "drives")
+    at = [drive for drive in planned if folder.startswith(text(drive, "path") or "\0")]
+    if not at and len(planned) == 1 == num_folders:
+        at = planned
+    return number(max(at, key=lambda drive: len(text(drive, "path") or "")), "endurance_bytes") if at else None
 
 
 _LABEL = 11
@@ -130,7 +116,7 @@ class StepFigures:
     tokens_per_s: float | None = None
     mfu: float | None = None
     bound_by: str | None = None
-    shares: Mapping[str, float] | None = None
+    shares: Mapping[str, float] = field(default_factory=dict)
     """Lane -> share of the step in which it was busy."""
 
 
@@ -145,7 +131,7 @@ def real_step(data: RunData) -> StepFigures:
     """The run's mean; lanes of the last step."""
     metrics, view = data.metrics, data.spans.view
     shares = {}
-    if steps := view.steps():
+    if steps := view.steps:
         _, start_s, end_s = steps[-1]
         shares = {lane: view.busy_s(lane, start_s, end_s) / (end_s - start_s) for lane in LANES}
     bound_by = max(shares, key=lambda lane: shares[lane], default=None)
@@ -154,41 +140,39 @@ def real_step(data: RunData) -> StepFigures:
 
 def plan_rows(data: RunData, width: int, height: int, glyphs: Glyphs) -> list[Row]:
     """What was planned of a step beside what came of it."""
-    return figure_rows(planned_step(data.plan), real_step(data), LANES, width, height, glyphs)
+    return figure_rows(planned_step(data.plan), real_step(data), width, height, glyphs)
 
 
-def figure_rows(
-    planned: StepFigures, real: StepFigures, lanes: Sequence[str], width: int, height: int, glyphs: Glyphs
-) -> list[Row]:
+def figure_rows(planned: StepFigures, real: StepFigures, width: int, height: int, glyphs: Glyphs) -> list[Row]:
     """A row a figure: planned, mean of the run, and by how much they differ; then the lanes of the last step."""
-    rows = [_head("mean", width)]
-    rows.append(_row("step", planned.step_s, real.step_s, " s", width))
-    rows.append(_row("tokens/s", planned.tokens_per_s, real.tokens_per_s, "", width))
+    rows = [_head("mean"), _row("step", planned.step_s, real.step_s, " s")]
+    rows.append(_row("tokens/s", planned.tokens_per_s, real.tokens_per_s, ""))
     if planned.mfu is not None or real.mfu is not None:
-        cells: Row = [("MFU".ljust(_LABEL), "dim"), (percent_text(planned.mfu).rjust(_CELL), "predicted")]
-        rows.append(exactly([*cells, (percent_text(real.mfu).rjust(_CELL), "text")], width))
-    rows.append(_head("last step", width))
+        rows.append(_percents("MFU", "dim", planned.mfu, real.mfu))
+    rows.append(_head("last step"))
     bound: Row = [("bound by".ljust(_LABEL + 2 * (_CELL - _NAME - 1)), "dim")]
     for name in (planned.bound_by, real.bound_by):
         bound.append(((name or "n/a")[:_NAME].rjust(_NAME + 1), f"lane.{name}" if name else "dim"))
-    rows.append(exactly(bound, width))
-    for lane in lanes:
-        before, now = (planned.shares or {}).get(lane), (real.shares or {}).get(lane)
-        row: Row = [(lane.ljust(_LABEL)[:_LABEL], f"lane.{lane}"), (percent_text(before, 0).rjust(_CELL), "predicted")]
-        row.append((percent_text(now, 0).rjust(_CELL), "text"))
-        available = width - _LABEL - 2 * _CELL - 1
+    rows.append(bound)
+    available = width - _LABEL - 2 * _CELL - 1
+    for lane in LANES:
+        before, now = planned.shares.get(lane), real.shares.get(lane)
+        rows.append(_percents(lane, f"lane.{lane}", before, now, 0))
         if available >= 6 and now is not None:
-            row += [(" ", "text"), *bar(available, now, before, glyphs, f"lane.{lane}")]
-        rows.append(exactly(row, width))
-    return rows[:height]
+            rows[-1] += [(" ", "text"), *bar(available, now, before, glyphs, f"lane.{lane}")]
+    return [exactly(row, width) for row in rows[:height]]
 
 
-def _head(real: str, width: int) -> Row:
-    cells: Row = [("planned".rjust(_LABEL + _CELL), "predicted"), (real.rjust(_CELL + 1), "title")]
-    return exactly(cells, width)
+def _head(real: str) -> Row:
+    return [("planned".rjust(_LABEL + _CELL), "predicted"), (real.rjust(_CELL + 1), "title")]
 
 
-def _row(label: str, planned: float | None, real: float | None, unit: str, width: int) -> Row:
+def _percents(label: str, token: str, planned: float | None, real: float | None, decimals: int = 1) -> Row:
+    texts = (percent_text(share, decimals).rjust(_CELL) for share in (planned, real))
+    return [(label.ljust(_LABEL)[:_LABEL], token), *zip(texts, ("predicted", "text"), strict=True)]
+
+
+def _row(label: str, planned: float | None, real: float | None, unit: str) -> Row:
     row: Row = [(label.ljust(_LABEL), "dim")]
     for value, token in ((planned, "predicted"), (real, "bold")):
         text = figure(value) + (unit if value is not None else "")
@@ -196,4 +180,4 @@ def _row(label: str, planned: float | None, real: float | None, unit: str, width
     if planned and real:
         ratio = real / planned - 1
         row.append((f"  {ratio:+.0%}", "dim" if abs(ratio) < 0.1 else "warn"))
-    return exactly(row, width)
+    return row

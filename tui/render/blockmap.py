@@ -66,7 +66,7 @@ def block_map(blocks: Sequence[BlockLocation], width: int, height: int, glyphs: 
         for kind in kinds:
             row: Row = [(_LABELS[kind].ljust(gutter)[:gutter], "dim")]
             for group in groups:
-                sign, token = _group_cell(group, kind, glyphs)
+                sign, token = max((_cell(block, kind, glyphs) for block in group), key=_weight)
                 row += [(sign * (pitch - 1 if pitch > 1 else 1), token), (" " * (pitch > 1), "text")]
             rows.append(exactly(merged(piece for piece in row if piece[0]), width))
     if len(rows) < height:
@@ -106,12 +106,12 @@ def _table(blocks: Sequence[BlockLocation], width: int, glyphs: Glyphs) -> list[
     return rows
 
 
-def _group_cell(group: Sequence[BlockLocation], kind: str, glyphs: Glyphs) -> Cell:
-    cells = [_cell(block, kind, glyphs) for block in group]
-    return max(cells, key=lambda cell: _WEIGHT.get(cell[1].split()[0], 0) + cell[1].endswith("reverse"))
-
-
 _WEIGHT = {"flight": 9, "accent": 9, "tier.gpu": 5, "tier.nvme": 4, "tier.ram": 3, "axis": 0}
+
+
+def _weight(cell: Cell) -> int:
+    """The cell of most weight stands for those of its group."""
+    return _WEIGHT.get(cell[1].split()[0], 0) + cell[1].endswith("reverse")
 
 
 def _cell(block: BlockLocation, kind: str, glyphs: Glyphs) -> Cell:
@@ -132,12 +132,12 @@ def _cell(block: BlockLocation, kind: str, glyphs: Glyphs) -> Cell:
 def _ruler(groups: Sequence[Sequence[BlockLocation]], first: int, pitch: int) -> str:
     """Names over the columns: e for embed, h for head, and every so often a layer's number."""
     cells = [" "] * (len(groups) * pitch + 4)
-    free = 0
+    free, every = 0, {1: 10, 2: 5}.get(pitch, 2)
     for index, group in enumerate(groups):
         name = group[0].name
         if name.startswith("layers."):
             number = name.removeprefix("layers.")
-            wanted = first + index == 1 or (number.isdigit() and int(number) % _every(pitch) < len(group))
+            wanted = first + index == 1 or (number.isdigit() and int(number) % every < len(group))
             label = number if wanted and number.isdigit() else ""
         else:
             label = name[:1]
@@ -146,7 +146,3 @@ def _ruler(groups: Sequence[Sequence[BlockLocation]], first: int, pitch: int) ->
             cells[at : at + len(label)] = label
             free = at + len(label) + 1
     return "".join(cells[: len(groups) * pitch])
-
-
-def _every(pitch: int) -> int:
-    return {1: 10, 2: 5}.get(pitch, 2)

@@ -95,37 +95,36 @@ class _Source:
 
 def runs_table(runs: Sequence[RunEntry], ages: Sequence[str], marked: set[Path], width: int, glyphs: Glyphs) -> Table:
     """A row a run: state, progress, loss and its curve, mean speed, time to the end, last sign of life."""
-    tokens = [STATE_TOKENS.get(run.state, "dim") for run in runs]
-    shares = [min(1.0, run.step / run.total_steps) if run.total_steps > 0 else None for run in runs]
+    infos = [run.info for run in runs]
+    tokens = [STATE_TOKENS.get(run.state, "dim") for run in infos]
+    shares = [min(1.0, run.step / run.total_steps) if run.total_steps > 0 else None for run in infos]
     done = ["-" if share is None else f"{share:.0%}" for share in shares]
-    steps = [f"{run.step:,}/{run.total_steps:,}" if run.total_steps else "-" for run in runs]
-    losses = ["-" if run.loss is None else f"{run.loss:.4f}" for run in runs]
+    steps = [f"{run.step:,}/{run.total_steps:,}" if run.total_steps else "-" for run in infos]
+    losses = ["-" if run.loss is None else f"{run.loss:.4f}" for run in infos]
     left = ["-" if run.left_s is None else duration_text(run.left_s) for run in runs]
+    means = [run.mean_tokens_per_s for run in infos]
+    speeds: list[Row] = [[("-", "dim") if mean is None else (speed_figure(mean), "text")] for mean in means]
     bars = [bar(_BAR_CELLS, share, None, glyphs, token) for share, token in zip(shares, tokens, strict=True)]
     sources = [
-        _Source("state", [[(run.state, token)] for run, token in zip(runs, tokens, strict=True)], 0, right=False),
+        _Source("state", [[(run.state, token)] for run, token in zip(infos, tokens, strict=True)], 0, right=False),
         _Source("progress", bars, 3, right=False),
         _Source("done", _texts(done), 8),
         _Source("step", _texts(steps), 6),
         _Source("loss", _texts(losses), 9),
         _Source("last steps", [[(sparkline(run.losses, 10, glyphs.eighths), "ema")] for run in runs], 4, right=False),
-        _Source("mean tok/s", [[_figure(run.mean_tokens_per_s)] for run in runs], 5),
+        _Source("mean tok/s", speeds, 5),
         _Source("ETA", _texts(left), 7),
         _Source("updated", _texts(ages, "dim"), 2),
     ]
     if marked:
-        marks = _texts([glyphs.check if run.path in marked else " " for run in runs], "accent")
+        marks = _texts([glyphs.check if run.path in marked else " " for run in infos], "accent")
         sources.insert(0, _Source("", marks, 0, right=False))
-    names, keys = [run.name for run in runs], [str(run.path) for run in runs]
+    names, keys = [run.name for run in infos], [str(run.path) for run in infos]
     return _table("run", names, keys, sources, int(bool(marked)), width, glyphs)
 
 
 def _texts(texts: Sequence[str], token: str = "text") -> list[Row]:
     return [[(text, token)] for text in texts]
-
-
-def _figure(value: float | None) -> tuple[str, str]:
-    return ("-", "dim") if value is None else (speed_figure(value), "text")
 
 
 def recipes_table(
@@ -143,7 +142,7 @@ def recipes_table(
     names = [r.path.name if stems.count((r.name, r.own)) > 1 else r.name for r in recipes]
     known = [(recipe, fits.get(recipe.path), recipe.path in planning) for recipe in recipes]
     about = [[(recipe.problem or recipe.title, "bad" if recipe.problem else "text")] for recipe in recipes]
-    gpus = _texts([recipe.needs.get("GPU", "") for recipe in recipes], "dim")
+    gpus = _texts([recipe.gpu for recipe in recipes], "dim")
     sources = [
         _Source("size", [[_size(*each, glyphs)] for each in known], 8),
         _Source("context", [[_context(recipe, fit)] for recipe, fit, _ in known], 7),

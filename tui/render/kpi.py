@@ -40,6 +40,11 @@ class Figure:
     token: str = "text"
     label: str = ""
 
+    @property
+    def head(self) -> str:
+        """What stands before it."""
+        return f"{self.label} " if self.label else ""
+
 
 def kpi_row(width: int, name: str, state: str, figures: Sequence[Figure], glyphs: Glyphs) -> Row:
     """The run's name, its state, and its figures by falling weight, as many as there is room for.
@@ -54,34 +59,25 @@ def kpi_row(width: int, name: str, state: str, figures: Sequence[Figure], glyphs
     shown = f"{mark} {state}"
     cells = max(0, min(len(name), _NAME_CELLS, width - len(shown) - _GAP))
     left = width - len(shown) - (cells + _GAP if cells else 0)
-    chosen: list[Figure] = []
+    chosen: list[tuple[Figure, str]] = []
     for figure in figures:
-        size = _GAP + len(_cells(figure, short=True))
+        text = figure.short or figure.text
+        size = _GAP + len(figure.head + text)
         if size > left:
             break
-        chosen.append(figure)
+        chosen.append((figure, text))
         left -= size
-    texts = []
-    for figure in chosen:
-        more = len(_cells(figure)) - len(_cells(figure, short=True))
-        long = more <= left
-        left -= more if long else 0
-        texts.append((figure, long))
+    for index, (figure, text) in enumerate(chosen):
+        if (more := len(figure.text) - len(text)) <= left:
+            chosen[index] = figure, figure.text
+            left -= more
     row: Row = []
     if cells:
         row.append((fit(name, min(len(name), cells + left), glyphs.ellipsis) + " " * _GAP, "title"))
     row.append((shown, f"{token} bold"))
-    for figure, long in texts:
-        row.append((" " * _GAP, "text"))
-        if figure.label:
-            row.append((figure.label + " ", "dim"))
-        row.append((figure.text if long or not figure.short else figure.short, figure.token))
+    for figure, text in chosen:
+        row += [(" " * _GAP, "text"), (figure.head, "dim"), (text, figure.token)]
     return exactly(row, width)
-
-
-def _cells(figure: Figure, *, short: bool = False) -> str:
-    text = figure.short if short and figure.short else figure.text
-    return f"{figure.label} {text}" if figure.label else text
 
 
 _ITEM_CELLS = 32

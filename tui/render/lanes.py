@@ -17,6 +17,7 @@ from penstock.app.console.rows import Glyphs, Row, exactly
 from penstock.app.runs.lanes import LANES
 from penstock.app.runs.ops import op_text
 from penstock.storage.files.units import rate_text
+from penstock.tui.data.run_data import UnderWay
 from penstock.tui.data.spans import Busy, Floats, Ints, Span, SpanView, StepWindow
 from penstock.tui.render.lane_cells import BOX_CELLS, Canvas, InView, draw_boxes, draw_outline, has_parts, history
 from penstock.tui.render.ticks import fit, linear_ticks, tick_texts
@@ -29,16 +30,6 @@ _TALLEST = 6
 _PRIORITY = ("compute", "h2d", "nvme_read", "d2h", "optimizer", "nvme_write")
 """Lanes that are taller where rows are left over."""
 _NOW_CELLS = 30
-
-
-class UnderWay(NamedTuple):
-    """An op that has begun and not ended, from status.json's `now`."""
-
-    lane: str
-    op: str
-    block: str
-    chunk: int
-    start_s: float | None
 
 
 def op_name(op: Span | UnderWay) -> str:
@@ -134,7 +125,7 @@ def layout(width: int, height: int, scene: LaneScene) -> Layout:
         share += 6
     each = min(_TALLEST, max(1, each - predicted))
     left = max(0, available - len(lanes) * (each + predicted)) if each < _TALLEST else 0
-    tall = set(sorted(lanes, key=_priority)[:left])
+    tall = set(sorted(lanes, key=lambda lane: [*_PRIORITY, lane].index(lane))[:left])
     if width >= 100:
         share = max(share, 11) if each > 1 else share + 11
     now = _NOW_CELLS if width >= 150 and scene.now is not None else 0
@@ -163,12 +154,14 @@ def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> lis
     edges = np.linspace(scene.start_s, scene.end_s, grid.num_cells + 1)
     known = scene.end_s if scene.until_s is None else min(scene.until_s, scene.end_s)
     busy = {lane: _busy(scene, lane, known) for lane in grid.lanes}
-    shares = {lane: _share(busy[lane], scene.start_s, known) for lane in grid.lanes}
+    covered = {lane: busy[lane].coverage(edges) for lane in grid.lanes}
+    length_s = known - scene.start_s
+    shares = {lane: busy[lane].between(scene.start_s, known) / length_s if length_s > 0 else 0.0 for lane in grid.lanes}
     bound = max(shares, key=lambda lane: shares[lane])
     moved = scene.view.bytes_by_lane(scene.start_s, known) if grid.share_cells >= 11 else {}
     in_window = _rows_with_boxes(scene, BOX_CELLS * float(edges[1] - edges[0]))
     in_view = InView(scene.view, edges, wanted=has_parts(scene.view))
-    moving = sum(np.diff(busy[lane].until(edges)) for lane in grid.lanes)
+    moving = sum(covered.values())
     rows: list[Row] = []
     if grid.title_row:
         rows.append(_title(width, scene, bound, shares))
@@ -179,10 +172,10 @@ def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> lis
     for lane, bar_rows in zip(grid.lanes, grid.bar_rows, strict=True):
         canvas = Canvas(bar_rows, grid.num_cells)
         token = lane_token(lane)
-        coverage = np.diff(busy[lane].until(edges)) / np.diff(edges)
+        coverage = covered[lane]
         _draw_marks(canvas, scene, edges, glyphs)
         if lane == "compute":
-            stalled = (coverage < _IDLE_SHARE) & (moving / np.diff(edges) >= _IDLE_SHARE) & (edges[1:] <= known)
+            stalled = (coverage < _IDLE_SHARE) & (moving >= _IDLE_SHARE) & (edges[1:] <= known)
             canvas.put(bar_rows - 1, stalled, "╌" if glyphs.braille else "_", "stall")
         _draw_bars(canvas, coverage, token, glyphs)
         in_view.draw_marks(canvas, lane, coverage)
@@ -193,12 +186,14 @@ def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> lis
         draw_outline(canvas, critical, lane, glyphs)
         forecast = _forecast(scene, lane, edges, known) if scene.predicted is not None else None
         margin = _margin(grid, scene, shares[lane], moved.get(lane, 0), forecast, known)
-        label = _label(grid, lane, scene, bold=lane == bound and shares[bound] > 0)
+        name = lane if grid.label_cells >= 11 else SHORT.get(lane, lane)
+        more = " reverse" if lane == scene.lane else " bold" if lane == bound and shares[bound] > 0 else ""
         for y in range(bar_rows):
             first = y == 0
+            label = fit(name if first else "", grid.label_cells, glyphs.ellipsis)
             rows.append(
                 [
-                    (fit(label[0] if first else "", grid.label_cells, glyphs.ellipsis), label[1] if first else "text"),
+                    (label, token + more if first else "text"),
                     *canvas.row(y),
                     *exactly(margin[y] if y < len(margin) else [], grid.share_cells),
                     (history(scene.history, lane, grid.history_cells, glyphs) if first else "", "raw"),
@@ -212,10 +207,6 @@ def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> lis
     if grid.info_row:
         rows.append(scene.info)
     return [exactly(row, width) for row in rows[:height]]
-
-
-def _priority(lane: str) -> int:
-    return _PRIORITY.index(lane) if lane in _PRIORITY else len(_PRIORITY)
 
 
 def lane_token(lane: str) -> str:
@@ -238,15 +229,11 @@ def _rows_with_boxes(scene: LaneScene, length_s: float) -> Ints:
     return rows[np.argsort(view.start_s[rows], kind="stable")]
 
 
-def _share(busy: Busy, start_s: float, end_s: float) -> float:
-    return busy.between(start_s, end_s) / (end_s - start_s) if end_s > start_s else 0.0
-
-
 def _critical_cells(scene: LaneScene, lane: str, edges: Floats, coverage: Floats) -> NDArray[np.bool_]:
     path = scene.critical.get(lane) if scene.critical is not None else None
     if path is None:
         return np.zeros(len(coverage), bool)
-    critical = np.diff(path.until(edges)) / np.diff(edges)
+    critical = path.coverage(edges)
     return np.asarray((critical >= coverage / 2) & (critical > 0))
 
 
@@ -321,11 +308,6 @@ def _predicted_row(grid: Layout, forecast: _Forecast, edges: Floats, glyphs: Gly
     label = fit(" predicted" if grid.label_cells >= 11 else " plan", grid.label_cells)
     share = f" {forecast.share:4.0%}" if grid.share_cells else ""
     return [(label, "predicted"), (text, "predicted"), (fit(share, grid.share_cells, ""), "predicted")]
-
-
-def _label(grid: Layout, lane: str, scene: LaneScene, *, bold: bool) -> tuple[str, str]:
-    name = lane if grid.label_cells >= 11 else SHORT.get(lane, lane)
-    return name, lane_token(lane) + (" reverse" if lane == scene.lane else " bold" if bold else "")
 
 
 def _margin(

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
 from penstock.app.console.rows import Glyphs, Row, beside, exactly
 from penstock.app.runs.ops import action_of, location_text, op_text
 from penstock.storage.files.units import bytes_text, rate_text, seconds_text
-from penstock.tui.data.critical import Blockers, IdleTotal, PathPart, StepAnalysis
-from penstock.tui.data.fields import number, objects, whole
-from penstock.tui.data.spans import Ints, SpanView, printable
-from penstock.tui.render.lanes import SHORT, UnderWay, lane_token, op_name
+from penstock.tui.data.critical import Blockers, IdleTotal, StepAnalysis
+from penstock.tui.data.run_data import UnderWay
+from penstock.tui.data.spans import Ints, SpanView
+from penstock.tui.render.lanes import SHORT, lane_token, op_name
 from penstock.tui.render.ticks import fit
 
 
@@ -63,18 +62,10 @@ def ops_at(view: SpanView, under_way: Sequence[UnderWay], time_s: float) -> list
     return ended + [op for op in under_way if op.start_s is None or op.start_s <= time_s]
 
 
-def ops_under_way(now: Any, view: SpanView) -> list[UnderWay]:
-    """status.json's `now`, without ops whose span has arrived meanwhile and without what is not as it should be."""
-    result = []
-    recent = slice(max(0, view.num_spans - 4096), view.num_spans)
-    for lane in now if isinstance(now, dict) else ():
-        for op in objects(now, lane):
-            start_s, chunk = number(op, "start_s"), whole(op, "chunk")
-            if start_s is not None and (np.abs(view.start_s[recent] - start_s) < 2e-6).any():
-                continue
-            name, block = (printable(str(op.get(key, ""))) for key in ("op", "block"))
-            result.append(UnderWay(str(lane), name, block, -1 if chunk is None else chunk, start_s))
-    return result[:100]
+def without_ended(now: Sequence[UnderWay], view: SpanView) -> list[UnderWay]:
+    """The ops under way but for those whose span has arrived meanwhile."""
+    starts = view.start_s[-4096:]
+    return [op for op in now if op.start_s is None or not (np.abs(starts - op.start_s) < 2e-6).any()]
 
 
 _MOST_WAITED = 12
@@ -87,36 +78,25 @@ _OUTLINE_ROWS = 4
 
 def path_row(view: SpanView, analysis: StepAnalysis) -> Row:
     """The critical path's seconds by lane, longest first."""
-    length_s = analysis.window.end_s - analysis.window.start_s
     row: Row = [("critical path ", "critical")]
     for lane, seconds in analysis.path_by_lane(view).items():
         row += [
             (f" {lane}", f"{lane_token(lane)} bold"),
-            (f" {seconds_text(seconds)} {seconds / length_s:.0%} ", "text"),
+            (f" {seconds_text(seconds)} {seconds / analysis.length_s:.0%} ", "text"),
         ]
     if analysis.gap_s > 0:
-        row.append((f"  between ops {seconds_text(analysis.gap_s)} {analysis.gap_s / length_s:.0%}", "dim"))
+        row.append((f"  between ops {seconds_text(analysis.gap_s)} {analysis.gap_s / analysis.length_s:.0%}", "dim"))
     return row
 
 
 def path_stretches(view: SpanView, analysis: StepAnalysis) -> list[tuple[str, str, float]]:
     """The critical path in order: (lane, ops of one name from the first to the last, seconds)."""
-
-    def name(part: PathPart) -> tuple[str, str]:
-        assert part.row is not None
-        return view.lanes[view.lane[part.row]], view.ops[view.op[part.row]]
-
     result = []
-    for (lane, op), group in groupby((part for part in analysis.path if part.row is not None), name):
-        parts = list(group)
-        seconds = sum(part.end_s - part.start_s for part in parts)
-        result.append((lane, f"{op} {_from_to(view, [part.row for part in parts if part.row is not None])}", seconds))
+    for (lane, op), group in groupby(analysis.path_ops, lambda part: (int(view.lane[part[0]]), int(view.op[part[0]]))):
+        rows, seconds = zip(*group, strict=True)
+        ends = [location_text(view.blocks[view.block[row]], int(view.chunk[row])) for row in (rows[0], rows[-1])]
+        result.append((view.lanes[lane], f"{view.ops[op]} {' to '.join(dict.fromkeys(ends))}", sum(seconds)))
     return result
-
-
-def _from_to(view: SpanView, rows: Sequence[int]) -> str:
-    first, last = (location_text(view.blocks[view.block[row]], int(view.chunk[row])) for row in (rows[0], rows[-1]))
-    return first if first == last else f"{first} to {last}"
 
 
 def idle_rows(
@@ -145,7 +125,7 @@ def _waiting_part(
     first = "compute" if "compute" in view.lanes else next(iter(view.lanes), "")
     shown = [first, *([lane] if lane is not None and lane in view.lanes and lane != first else [])]
     parts = [_waits(view, analysis, name, name == lane, glyphs) for name in shown]
-    others = _others(view, analysis, [name for name in view.lanes if name not in shown], width)
+    others = _others(analysis, [name for name in view.lanes if name not in shown], width)
     available = max(0, height - bool(others))
     rows = (
         parts[0][: max(available - sum(map(len, parts[1:])), available - available // 2)]
@@ -156,21 +136,13 @@ def _waiting_part(
     return [*rows, exactly(others, width, glyphs.ellipsis)] if others else rows
 
 
-def _idle(view: SpanView, analysis: StepAnalysis, lane: str) -> tuple[float, float]:
-    """Seconds in which the lane had nothing under way, and their share of the step."""
-    window = analysis.window
-    length_s = window.end_s - window.start_s
-    idle_s = max(0.0, length_s - view.busy_s(lane, window.start_s, window.end_s))
-    return idle_s, idle_s / length_s
-
-
 def _waits(view: SpanView, analysis: StepAnalysis, lane: str, selected: bool, glyphs: Glyphs) -> list[Row]:
-    idle_s, share = _idle(view, analysis, lane)
+    idle_s = analysis.idle_s(lane)
     name = fit(lane, _LANE_CELLS, glyphs.ellipsis)
     rows: list[Row] = [
         [
             (name, f"{lane_token(lane)}{' reverse' if selected else ' bold'}"),
-            (f" idle {seconds_text(idle_s)}, {share:.0%} of the step", "text"),
+            (f" idle {seconds_text(idle_s)}, {idle_s / analysis.length_s:.0%} of the step", "text"),
         ]
     ]
     for total in analysis.idle_totals(view, lane):
@@ -179,11 +151,11 @@ def _waits(view: SpanView, analysis: StepAnalysis, lane: str, selected: bool, gl
     return rows
 
 
-def _others(view: SpanView, analysis: StepAnalysis, lanes: Sequence[str], width: int) -> Row:
+def _others(analysis: StepAnalysis, lanes: Sequence[str], width: int) -> Row:
     row: Row = [("idle", "dim")]
     for name in lanes:
         label = SHORT.get(name, name) if width < _LONG_NAMES else name
-        row += [("  " + label, lane_token(name)), (f" {_idle(view, analysis, name)[1]:.0%}", "text")]
+        row += [("  " + label, lane_token(name)), (f" {analysis.idle_s(name) / analysis.length_s:.0%}", "text")]
     return row if lanes else []
 
 
@@ -250,7 +222,7 @@ def op_rows(
     return shown
 
 
-def inspector_rows(view: SpanView, row: int | None, analysis: StepAnalysis | None, width: int) -> list[Row]:
+def inspector_rows(view: SpanView, row: int | None, analysis: StepAnalysis, width: int) -> list[Row]:
     """One op in full: what it did, what it waited for and how long, and who waited for it."""
     if row is None:
         return [exactly([("no op selected:  .  and  ,  step along a lane", "dim")], width)]
@@ -268,12 +240,10 @@ def inspector_rows(view: SpanView, row: int | None, analysis: StepAnalysis | Non
     if span.bytes:
         rate = f"   {rate_text(span.bytes / length_s)}" if length_s > 0 else ""
         rows.append([("moved    ", "dim"), (f"{bytes_text(span.bytes)}{rate}", "text")])
-    if analysis is not None:
-        on_path = sum(part.end_s - part.start_s for part in analysis.path if part.row == row)
-        if on_path:
-            rows.append([("critical ", "critical"), (f"{seconds_text(on_path)} of the step's time", "text")])
-        rows += _waiting_rows(view, row)
-    return [exactly(piece, width) for piece in rows]
+    on_path = sum(seconds for other, seconds in analysis.path_ops if other == row)
+    if on_path:
+        rows.append([("critical ", "critical"), (f"{seconds_text(on_path)} of the step's time", "text")])
+    return [exactly(piece, width) for piece in rows + _waiting_rows(view, row)]
 
 
 def _waiting_rows(view: SpanView, row: int) -> list[Row]:

@@ -45,25 +45,19 @@ def time_ticks(low: float, high: float, most: int) -> list[float]:
     return [tick * 86400 for tick in linear_ticks(low / 86400, high / 86400, most)]
 
 
-def decimals(ticks: list[float]) -> int:
-    """Digits behind the point that tell neighbouring ticks apart, 0 to 6."""
-    if len(ticks) < 2:
-        return 2 if ticks and abs(ticks[0]) < 100 and ticks[0] % 1 else 0
-    spacing = min(abs(b - a) for a, b in itertools.pairwise(ticks))
-    if spacing <= 0:
-        return 0
-    digits = max(0, -math.floor(math.log10(spacing) + 1e-9))
-    return min(6, digits)
-
-
 def tick_texts(ticks: list[float]) -> list[str]:
     """The ticks as they stand on an axis, all with the same digits; very small or large ones as powers."""
     largest = max((abs(tick) for tick in ticks), default=0.0)
     if largest and (largest < 1e-3 or largest >= 1e6):
         return [f"{tick:.0e}".replace("e-0", "e-").replace("e+0", "e") if tick else "0" for tick in ticks]
-    digits = decimals(ticks)
     if ticks and min(ticks) > 0 and max(ticks) / min(ticks) >= 10:  # a logarithmic axis: each its own digits
         return [f"{tick:g}" for tick in ticks]
+    digits = 0
+    if len(ticks) > 1:
+        spacing = min(abs(b - a) for a, b in itertools.pairwise(ticks))  # tells neighbours apart
+        digits = min(6, max(0, -math.floor(math.log10(spacing) + 1e-9))) if spacing > 0 else 0
+    elif ticks and ticks[0] % 1:
+        digits = 2 * (abs(ticks[0]) < 100)
     return [f"{tick:.{digits}f}" for tick in ticks]
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import threading
 import time
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ClassVar
 
-from textual import events
+from textual import events, work
 from textual.css.query import NoMatches
 from textual.screen import Screen
 from textual.types import NoActiveAppError
@@ -60,18 +60,12 @@ class PenstockScreen(Screen[None]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.client: Any = None
-        """Of a process beside the application; it ends with the screen."""
-        self._feed_stop: threading.Event | None = None
-        self._host: Host | None = None
         self._said = ("", 0.0)
 
     @property
     def penstock(self) -> Host:
-        """The application; threads may ask for it when the screen is closed, if it was asked for while it was open."""
-        if self._host is None:
-            self._host = host_of(self)
-        return self._host
+        """The application."""
+        return host_of(self)
 
     def why_not(self, action: str) -> str:
         """Why an action that `check_action` refuses does nothing now; empty: nothing is said."""
@@ -94,11 +88,8 @@ class PenstockScreen(Screen[None]):
                 elif text := self.why_not(action.name):
                     self.say(text)
 
-    def from_thread(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call `function` in the UI's thread and wait for it; not where the screen closes, whose parts go before it."""
-        self.penstock.from_thread(self._unless_closing, function, *args)
-
-    def _unless_closing(self, function: Callable[..., Any], *args: Any) -> None:
+    def unless_closing(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call `function`; not where the screen closes, whose parts go before it."""
         if self._is_closing():
             return
         try:
@@ -110,38 +101,16 @@ class PenstockScreen(Screen[None]):
     def _is_closing(self) -> bool:
         return not (self.is_attached and self.display and self.is_running and self.app.is_running)
 
-    def start_feed(self, poll: Callable[[], Any], show: Callable[[Any], None], every_s: float = POLL_S) -> None:
+    @work(exclusive=True, group="feed", exit_on_error=False)
+    async def start_feed(self, poll: Callable[[], Any], show: Callable[[Any], None], every_s: float = POLL_S) -> None:
         """Call `poll` in a thread every `every_s` seconds while this screen is on show.
 
-        `show` is called in the UI's thread with what it returned, unless that is falsy or the screen is closing.
+        `show` is called with what it returned, unless that is falsy or the screen is closing.
         """
-        self.stop_feed()
-        stop = self._feed_stop = threading.Event()
-        app = self.penstock
-
-        def show_if_on(result: Any) -> None:
-            if not stop.is_set():
-                show(result)
-
-        def work() -> None:
-            while not stop.is_set():
-                if app.on_show(self):
-                    result = poll()
-                    if result and not stop.is_set():
-                        self.from_thread(show_if_on, result)
-                stop.wait(every_s)
-
-        threading.Thread(target=work, name=f"feed-{self.SCOPE}", daemon=True).start()
-
-    def stop_feed(self) -> None:
-        """End the feed; what it is reading is not shown any more."""
-        if self._feed_stop is not None:
-            self._feed_stop.set()
-
-    async def on_unmount(self) -> None:
-        self.stop_feed()
-        if self.client is not None:
-            await self.client.close()
+        while True:
+            if self.penstock.on_show(self) and (result := await asyncio.to_thread(poll)):
+                self.unless_closing(show, result)
+            await asyncio.sleep(every_s)
 
     def save_and_configure(self, recipe: Recipe, stem: str) -> None:
         """Save a recipe as recipes/STEM.json, or under the next number that is free, and open it."""
@@ -158,5 +127,5 @@ class PenstockScreen(Screen[None]):
             except UserError as error:
                 self.notify(str(error), severity="error")
                 return
-            self.penstock.open_configure(path)
+            self.penstock.open("configure", path)
             return

@@ -11,9 +11,9 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import Static
 
 from penstock.app.console.rows import Glyphs, Row
-from penstock.storage.files.untrusted import printable
-from penstock.tui.data.compare import LETTERS, MOST_RUNS, ComparedRun, config_rows, figure_rows
+from penstock.tui.data.compare import LETTERS, MOST_RUNS, config_rows, figure_rows, read_new, state_text
 from penstock.tui.data.metrics import X_COLUMNS
+from penstock.tui.data.run_data import RunData
 from penstock.tui.render.chart import Curve, XKind, chart, next_kind
 from penstock.tui.render.table import table_rows
 from penstock.tui.screens.base import PenstockScreen
@@ -47,7 +47,7 @@ class CompareScreen(PenstockScreen):
 
     def __init__(self, run_paths: list[Path]) -> None:
         super().__init__()
-        self._runs = [ComparedRun(path) for path in run_paths[:MOST_RUNS]]
+        self._runs = [RunData(path, figures_only=True) for path in run_paths[:MOST_RUNS]]
         self._left_out = len(run_paths) - len(self._runs)
         self._all_fields = False
         self.tables: dict[str, list[list[str]]] = {"figures": [], "config": []}
@@ -77,11 +77,11 @@ class CompareScreen(PenstockScreen):
             )
 
     def _poll(self) -> bool:
-        return any([run.poll() for run in self._runs])
+        return any([read_new(run) for run in self._runs])
 
     def _take(self, _: bool) -> None:
         parts = [
-            (f"{LETTERS[index]} {printable(run.path.name)} ({run.state})   ", f"series.{index} bold")
+            (f"{LETTERS[index]} {run.name} ({state_text(run)})   ", f"series.{index} bold")
             for index, run in enumerate(self._runs)
         ]
         self.query_one("#legend", Static).update(styled(parts, self.app.current_theme.dark))
@@ -94,7 +94,7 @@ class CompareScreen(PenstockScreen):
         log_y = self.log_y and column == "ema"
         return chart(width, height, curves, glyphs, x_kind=self.axis, log_y=log_y, clip=self.clip)
 
-    def _curves(self, index: int, run: ComparedRun, column: str) -> list[Curve]:
+    def _curves(self, index: int, run: RunData, column: str) -> list[Curve]:
         rows = run.metrics.rows
         x, y = run.metrics.column(X_COLUMNS[self.axis], rows), run.metrics.column(column, rows)
         token = f"series.{index}"

@@ -96,6 +96,9 @@ class ConfigureScreen(PenstockScreen):
             self.penstock.home_plans.opened(self.recipe_path, self._digest, self.draft.base)
             self._changed()
 
+    async def on_unmount(self) -> None:
+        await self.client.close()
+
     @property
     def form(self) -> Form:
         return self.query_one(Form)
@@ -156,12 +159,10 @@ class ConfigureScreen(PenstockScreen):
             self.client.forget()
             self._show_plan()
             return
-        machine = self.machine_name
-        self.client.request(self._for_machine(self.draft.recipe), None if machine == THIS_MACHINE else machine)
-
-    def _for_machine(self, recipe: Recipe) -> Recipe:
-        """The recipe with absolute paths; without its own machine where this one was chosen."""
-        return resolve_paths(_without_machine(recipe) if self.machine == "" else recipe, self.penstock.root)
+        recipe, machine = self.draft.recipe, self.machine_name
+        if self.machine == "":  # this one was chosen: without the recipe's own
+            recipe = _without_machine(recipe)
+        self.client.request(resolve_paths(recipe, self.penstock.root), None if machine == THIS_MACHINE else machine)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if self._broken:
@@ -272,30 +273,23 @@ class ConfigureScreen(PenstockScreen):
 
     @work
     async def action_save(self) -> None:
-        await self._save()
-
-    async def _save(self) -> bool:
         recipe = self._valid()
         if recipe is None:
-            return False
+            return
         default = f"recipes/{recipe.name.replace('-', '_')}.json"
         answer = await self.penstock.ask_text("Save as", "JSON file, which `penstock train FILE` trains:", default)
-        if answer is None:
-            return False
-        path = self.penstock.target(answer)
-        if path is None:
-            return False
+        if answer is None or (path := self.penstock.target(answer)) is None:
+            return
         overwrite = os.path.lexists(path)
         if overwrite and not await self.penstock.ask("Save as", f"Replace {path}?", "Replace", "Keep it"):
-            return False
+            return
         try:
             save_recipe(path, recipe, overwrite=overwrite)
         except UserError as error:
             self.notify(str(error), severity="error")
-            return False
+            return
         self._saved = self.draft.differences
         self.notify(f"saved as {path}")
-        return True
 
     def _valid(self) -> Recipe | None:
         """The recipe; None, and the first field that is wrong, where there is none."""
@@ -377,7 +371,7 @@ class ConfigureScreen(PenstockScreen):
             self.notify(str(reason), title="not launched", severity="error")
             return
         self._saved = self.draft.differences  # the run has them
-        self.penstock.open_run(run_path)
+        self.penstock.open("run", run_path)
 
     async def action_back(self) -> None:
         """Out of the filter, out of the plan, out of the screen."""

@@ -139,7 +139,7 @@ class FinetuneScreen(PenstockScreen):
                 return
         self._ask(request)
 
-    @work(exclusive=True, group="ask")
+    @work(exclusive=True, group="ask", exit_on_error=False)
     async def _ask(self, request: FinetuneRequest) -> None:
         await self.client.ask(request)
 

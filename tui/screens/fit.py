@@ -35,7 +35,7 @@ class FitScreen(PenstockScreen):
 
     def compose(self) -> ComposeResult:
         yield Drawn(self._title, id="title")
-        yield Drawn(self._matrix, id="matrix", classes="pane")
+        yield Drawn(lambda *more: matrix_rows(self.client.state, self.chosen, *more), id="matrix", classes="pane")
         yield Drawn(self._detail, id="detail", classes="pane")
         yield Footer()
 
@@ -54,9 +54,6 @@ class FitScreen(PenstockScreen):
     def _title(self, width: int, height: int, glyphs: Glyphs) -> list[Row]:
         name = Path(self.machine).name or THIS_MACHINE
         return [title_row(self.client.state, name, width, glyphs)]
-
-    def _matrix(self, width: int, height: int, glyphs: Glyphs) -> list[Row]:
-        return matrix_rows(self.client.state, self.chosen, width, height, glyphs)
 
     def _detail(self, width: int, height: int, glyphs: Glyphs) -> list[Row]:
         return detail_rows(self.client.state, self.chosen, width, glyphs)
@@ -82,7 +79,7 @@ class FitScreen(PenstockScreen):
     def action_replan(self) -> None:
         self._ask()
 
-    @work(exclusive=True, group="ask")
+    @work(exclusive=True, group="ask", exit_on_error=False)
     async def _ask(self) -> None:
         await self.client.ask(self.machine)
 

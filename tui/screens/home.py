@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from textual.widgets import DataTable, Input, Static
 from textual.worker import Worker
 
 from penstock.app.console.rows import Row
+from penstock.app.runs.directory import RunInfo
 from penstock.app.runs.speed import speed_figure
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import duration_text, seconds_text
@@ -107,13 +109,13 @@ class HomeScreen(PenstockScreen):
         """Show what was read, where it differs from what is shown."""
         self._runs, self._recipes, self._fits = result
         self._planning = {recipe.path for recipe in self._recipes if self.penstock.home_plans.will_plan(recipe)}
-        self._marked &= {run.path for run in self._runs}
+        self._marked &= {run.info.path for run in self._runs}
         self._draw()
 
     def _draw(self) -> None:
         dark, now = self.app.current_theme.dark, self.penstock.clock()
         available = self._table("recipes").scrollable_content_region.width
-        ages = {run.path: _age(now - run.changed) for run in self._runs}
+        ages = {run.info.path: _age(now - run.changed) for run in self._runs}
         drawn = (
             self._runs,
             self._recipes,
@@ -130,9 +132,9 @@ class HomeScreen(PenstockScreen):
         self._drawn = drawn
         self._draw_title(dark)
         self._draw_welcome(dark)
-        runs = [run for run in self._runs if matches(self._words, run.name, run.state, run.error or "")]
+        runs = [run for run in self._runs if matches(self._words, run.info.name, run.info.state, run.info.error or "")]
         self._table("runs").styles.height = len(runs) + _FRAME_ROWS
-        table = runs_table(runs, [ages[run.path] for run in runs], self._marked, available, self.penstock.glyphs)
+        table = runs_table(runs, [ages[run.info.path] for run in runs], self._marked, available, self.penstock.glyphs)
         self._table("runs").show(table, dark)
         own = {True: "own", False: "shipped"}
         recipes = [r for r in self._recipes if matches(self._words, r.name, r.text, own[r.own])]
@@ -161,7 +163,7 @@ class HomeScreen(PenstockScreen):
     def _draw_detail(self) -> None:
         pane, about = self.query_one("#detail"), self.query_one("#about", Static)
         chosen = self.chosen
-        pane.border_title = Text("" if chosen is None else chosen.name)
+        pane.border_title = Text("" if chosen is None else _info(chosen).name)
         if isinstance(chosen, RunEntry):
             rows = _run_rows(chosen, self.penstock.glyphs.eighths, pane.size.width - 4)
         elif chosen is not None:
@@ -177,12 +179,12 @@ class HomeScreen(PenstockScreen):
             return None
         key = table.ordered_rows[table.cursor_row].key.value
         entries: list[RunEntry | RecipeEntry] = [*self._runs, *self._recipes]
-        return next((entry for entry in entries if str(entry.path) == key), None)
+        return next((entry for entry in entries if str(_info(entry).path) == key), None)
 
     @property
-    def _chosen_run(self) -> RunEntry | None:
+    def _chosen_run(self) -> RunInfo | None:
         chosen = self.chosen
-        return chosen if isinstance(chosen, RunEntry) else None
+        return chosen.info if isinstance(chosen, RunEntry) else None
 
     def on_data_table_row_highlighted(self) -> None:
         self._draw_detail()
@@ -223,24 +225,21 @@ class HomeScreen(PenstockScreen):
 
     def _plan_when_idle(self) -> None:
         wanted = [recipe for recipe in self._recipes if self._fits.get(recipe.path) is None]
-        if self.will_plan and self._is_idle() and self._planner_is_done():
+        if self.will_plan and self._is_idle() and (self._plans is None or self._plans.is_finished):
             plans = self.penstock.home_plans.plan(wanted, self._is_idle)
             self._plans = self.run_worker(plans, group="plans", exit_on_error=False)
-
-    def _planner_is_done(self) -> bool:
-        return self._plans is None or self._plans.is_finished
 
     def action_open(self) -> None:
         chosen = self.chosen
         if isinstance(chosen, RunEntry):
-            self.penstock.open_run(chosen.path)
+            self.penstock.open("run", chosen.info.path)
         elif chosen is not None:
             self._configure(chosen)
 
     def action_configure(self) -> None:
         chosen = self.chosen
         if isinstance(chosen, RunEntry):
-            self.penstock.open_configure(chosen.path / "recipe.json")
+            self.penstock.open("configure", chosen.info.path / "recipe.json")
         elif chosen is not None:
             self._configure(chosen)
 
@@ -248,11 +247,11 @@ class HomeScreen(PenstockScreen):
         if recipe.problem is not None:
             self.notify(recipe.problem, severity="error")
         else:
-            self.penstock.open_configure(recipe.path)
+            self.penstock.open("configure", recipe.path)
 
     def action_timeline(self) -> None:
         if (run := self._chosen_run) is not None:
-            self.penstock.open_timeline(run.path)
+            self.penstock.open("timeline", run.path)
 
     def action_mark(self) -> None:
         if (run := self._chosen_run) is not None:
@@ -260,20 +259,20 @@ class HomeScreen(PenstockScreen):
             self._draw()
 
     def action_compare(self) -> None:
-        paths = [run.path for run in self._runs if run.path in self._marked]
+        paths = [run.info.path for run in self._runs if run.info.path in self._marked]
         run = self._chosen_run
         if run is not None and len(paths) < 2 and run.path not in paths:
             paths.append(run.path)
         if len(paths) < 2:
             self.notify("mark two or more runs with space, then compare them", severity="warning")
         else:
-            self.penstock.open_compare(paths)
+            self.penstock.open("compare", paths)
 
     def action_fit(self) -> None:
-        self.penstock.open_fit()
+        self.penstock.open("fit")
 
     def action_finetune(self) -> None:
-        self.penstock.open_finetune()
+        self.penstock.open("finetune")
 
     def action_switch(self) -> None:
         to_runs = self._runs and self._table("recipes").has_focus
@@ -286,16 +285,12 @@ class HomeScreen(PenstockScreen):
             return
         where = f"step {run.step:,} of {run.total_steps:,}"
         if await self.penstock.ask("Resume", f"Resume {run.name} ({run.state}, {where})?", yes="Resume"):
-            self._resume(run.path)
+            from penstock.app.launch.launcher import resume
 
-    @work(thread=True, group="resume")
-    def _resume(self, path: Path) -> None:
-        from penstock.app.launch.launcher import resume
-
-        try:
-            resume(path)
-        except UserError as error:
-            self.penstock.from_thread(self.notify, str(error), severity="error")
+            try:
+                await asyncio.to_thread(resume, run.path)
+            except UserError as error:
+                self.notify(str(error), severity="error")
 
     def action_search(self) -> None:
         search = self.query_one("#search", Input)
@@ -363,17 +358,22 @@ class _Table(DataTable[Any], inherit_bindings=False):
             self.move_cursor(row=list(rows).index(chosen), animate=False)
 
 
+def _info(entry: RunEntry | RecipeEntry) -> RunInfo | RecipeEntry:
+    return entry.info if isinstance(entry, RunEntry) else entry
+
+
 def _run_rows(run: RunEntry, eighths: str, width: int) -> list[Row]:
-    step = f"   step {run.step:,} of {run.total_steps:,}" if run.total_steps else ""
-    loss = "" if run.loss is None else f"   loss {run.loss:.4f}"
-    rows: list[Row] = [[(run.state, STATE_TOKENS.get(run.state, "dim")), (step + loss, "text")]]
-    rows += [[(_short(run.path), "dim")], []]
-    if run.error:
-        rows += [[(run.error, "bad")], []]
+    info = run.info
+    step = f"   step {info.step:,} of {info.total_steps:,}" if info.total_steps else ""
+    loss = "" if info.loss is None else f"   loss {info.loss:.4f}"
+    rows: list[Row] = [[(info.state, STATE_TOKENS.get(info.state, "dim")), (step + loss, "text")]]
+    rows += [[(_short(info.path), "dim")], []]
+    if info.error:
+        rows += [[(info.error, "bad")], []]
     if len(run.losses) > 1:
         rows.append([(f"loss of the last {len(run.losses)} steps", "dim")])
         rows += [[(sparkline(run.losses, max(10, min(width, 60)), eighths), "ema")], []]
-    return rows + [[(line, "text")] for line in about_lines(run.path)]
+    return rows + [[(line, "text")] for line in about_lines(info.path)]
 
 
 def _recipe_rows(recipe: RecipeEntry, fit: Fit | None) -> list[Row]:

@@ -264,9 +264,8 @@ class RunScreen(LaneKeys, PenstockScreen):
 
     def _show_lanes(self, changed: set[str]) -> None:
         lanes, data = self.lanes, self.data
-        if lanes.store is not data.spans:
-            lanes.store = data.spans
-        if data.predicted is not None and lanes.predicted is not data.predicted:
+        lanes.store = data.spans
+        if data.predicted is not None:
             lanes.predicted = data.predicted
         running = data.state == "running"
         lanes.nothing = why_no_ops(data.state, live=data.is_live, behind=data.behind)
@@ -277,16 +276,12 @@ class RunScreen(LaneKeys, PenstockScreen):
         for widget in self.query(LineWidget):
             widget.redraw()
 
-    def offers(self, action: str) -> bool:
-        """Whether an action makes sense in the run's state."""
-        return not refusals(self.data).get(action)
-
     def why_not(self, action: str) -> str:
         return refusals(self.data).get(action, "")
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Textual's hook: what is not offered is not in footer, help and palette."""
-        return self.offers(action)
+        return not self.why_not(action)
 
     def action_pane(self, name: str) -> None:
         """Focus a pane; again: alone, or back."""
@@ -346,7 +341,7 @@ class RunScreen(LaneKeys, PenstockScreen):
         self.lanes.toggle_predicted()
 
     def action_timeline(self) -> None:
-        self.penstock.open_timeline(self.data.path, self.loss.cursor_step())
+        self.penstock.open("timeline", self.data.path, self.loss.cursor_step())
 
     def action_samples(self, by: int) -> None:
         self._samples(lambda pane: pane.go(by), f"these are the {'oldest' if by < 0 else 'newest'} samples")

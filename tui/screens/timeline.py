@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from rich.text import Text
 from textual import work
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
+from textual.notifications import SeverityLevel
 
 from penstock.app.console.rows import Glyphs, Row
 from penstock.app.runs.files import read_object
@@ -19,7 +20,8 @@ from penstock.app.runs.trace import write_trace
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import seconds_text
 from penstock.storage.files.untrusted import printable
-from penstock.tui.data.critical import Blockers, StepAnalysis, analyse
+from penstock.tui.data.catalog import MOST_PLAN_BYTES
+from penstock.tui.data.critical import Blockers
 from penstock.tui.data.fields import number
 from penstock.tui.data.run_data import read_predicted
 from penstock.tui.data.spans import Ints, SpanStore
@@ -31,14 +33,6 @@ from penstock.tui.widgets.lane_view import LaneView
 from penstock.tui.widgets.lines import Drawn, Footer, LineWidget
 
 _LOOK_S = 0.5
-_MAX_PLAN_BYTES = 64 << 20
-
-
-class LoadedStep(NamedTuple):
-    """A step and what was found out about it."""
-
-    spans: StepSpans
-    analysis: StepAnalysis
 
 
 _asking = work(group="question", exclusive=True)
@@ -65,7 +59,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
     def __init__(self, run_path: Path, step: int | None = None) -> None:
         super().__init__()
         self.run_path = run_path
-        self.step: LoadedStep | None = None
+        self.step: StepSpans | None = None
         self.said = "looking for steps"
         self.lane_view = LaneView(live=False, id="lanes", classes="pane")
         self.found: Ints | None = None
@@ -118,18 +112,20 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self._loading = step
         self.said = f"reading step {step}"
         self._draw_titles()
-        self.run_worker(lambda: self._find(step), thread=True, group="step", exclusive=True, exit_on_error=False)
+        self._read(step)
 
-    def _find(self, step: int) -> None:
+    @work(group="step", exclusive=True, exit_on_error=False)
+    async def _read(self, step: int) -> None:
+        self.unless_closing(self._take_step, step, *await asyncio.to_thread(self._find, step))
+
+    def _find(self, step: int) -> tuple[StepSpans | None, SpanStore, str]:
         predicted = self.lane_view.predicted or read_predicted(self.run_path)
-        note = predicted_note(self.run_path, predicted)
         result = StepIndex(self.run_path / "spans.jsonl").find(step)
-        loaded = LoadedStep(result, analyse(result.view, result.window)) if result is not None else None
-        self.from_thread(self._take_step, step, loaded, predicted, note)
+        if result is not None:
+            _ = result.analysis  # here, which takes a while, and not where it is drawn
+        return result, predicted, predicted_note(self.run_path, predicted)
 
-    def _take_step(self, step: int, loaded: LoadedStep | None, predicted: SpanStore, note: str) -> None:
-        if step != self._loading:
-            return  # another was asked for meanwhile
+    def _take_step(self, step: int, loaded: StepSpans | None, predicted: SpanStore, note: str) -> None:
         self._loading = None
         self.lane_view.predicted, self.lane_view.predicted_note = predicted, note
         if loaded is None:
@@ -138,10 +134,10 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         else:
             self.step = loaded
             self.found, self._search = None, ""
-            self.lane_view.show_step(loaded.spans.view, loaded.spans.window, loaded.analysis)
-            if loaded.spans.num_damaged:
-                self.notify(f"{loaded.spans.num_damaged} damaged lines were skipped", severity="warning")
-            if not loaded.spans.whole:
+            self.lane_view.show_step(loaded.view, loaded.window, loaded.analysis)
+            if loaded.num_damaged:
+                self.notify(f"{loaded.num_damaged} damaged lines were skipped", severity="warning")
+            if not loaded.whole:
                 self.notify("the step has more ops than are kept; its beginning is missing", severity="warning")
         self._redraw()
 
@@ -152,7 +148,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
 
     def _draw_titles(self) -> None:
         last = f" of {self._bounds[1]}" if self._bounds else ""
-        shown = f"step {self.step.spans.window.step}{last}" if self.step else self.said
+        shown = f"step {self.step.window.step}{last}" if self.step else self.said
         if self._loading is not None and self.step is not None:
             shown += f"  {self.said}"
         self.lane_view.border_title = Text(f"{printable(self.run_path.name)}  {shown}")
@@ -169,19 +165,19 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         if self.step is None:
             return [[(self.said, "dim")]]
         lane = self.lane_view.lane or "compute"
-        return idle_rows(self.step.spans.view, self.step.analysis, width, height, lane, glyphs)
+        return idle_rows(self.step.view, self.step.analysis, width, height, lane, glyphs)
 
     def _op_rows(self, width: int, height: int, glyphs: Glyphs) -> list[Row]:
         if self.step is None:
             return []
-        view, window = self.step.spans.view, self.step.spans.window
+        view, window = self.step.view, self.step.window
         path, row = set(self.step.analysis.path_rows), self.lane_view.row_of_selected()
         return op_rows(view, self.listed_rows(), row, path, window.start_s, width, height, glyphs)
 
     def _inspector_rows(self, width: int, height: int, glyphs: Glyphs) -> list[Row]:
         if self.step is None:
             return []
-        return inspector_rows(self.step.spans.view, self.lane_view.row_of_selected(), self.step.analysis, width)
+        return inspector_rows(self.step.view, self.lane_view.row_of_selected(), self.step.analysis, width)
 
     def listed_rows(self) -> Ints:
         """Rows of the list: those found, those of the selected lane, or all of the step."""
@@ -189,16 +185,14 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             return np.zeros(0, np.int64)
         if self.found is not None:
             return self.found
-        view, window = self.step.spans.view, self.step.spans.window
-        rows = view.rows_between(window.start_s, window.end_s)
-        lane = self.lane_view.lane
+        view, rows, lane = self.step.view, self.step.rows, self.lane_view.lane
         return rows[view.lane[rows] == view.lanes.index(lane)] if lane in view.lanes else rows
 
     def on_lane_view_selected(self) -> None:
         self._redraw()
 
     def action_go(self, by: int) -> None:
-        shown = self._loading if self._loading is not None else self.step.spans.window.step if self.step else None
+        shown = self._loading if self._loading is not None else self.step.window.step if self.step else None
         if shown is None or self._bounds is None:
             return
         step = shown + by
@@ -233,8 +227,8 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             self.found, self._search = None, ""
             self._redraw()
             return
-        view, window = self.step.spans.view, self.step.spans.window
-        self.found = matching_rows(view, view.rows_between(window.start_s, window.end_s), text)
+        view = self.step.view
+        self.found = matching_rows(view, self.step.rows, text)
         self._search = text
         if len(self.found):
             self.lane_view.select(view.span(int(self.found[0])))
@@ -254,7 +248,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
     def _select_among(self, rows: Ints, by: int) -> None:
         """The row behind or before the selected one, by place in the list, else by time."""
         assert self.step is not None
-        view = self.step.spans.view
+        view = self.step.view
         row = self.lane_view.row_of_selected()
         positions = np.flatnonzero(rows == row) if row is not None else np.zeros(0, np.int64)
         if len(positions):
@@ -270,11 +264,11 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         if self.step is None or row is None:
             self.notify("select an op first:  .  and  ,")
             return
-        blocker = Blockers(self.step.spans.view).blocker(row)
+        blocker = Blockers(self.step.view).blocker(row)
         if blocker is None:
             self.notify("no op is known that this one waited for")
             return
-        self.lane_view.select(self.step.spans.view.span(blocker))
+        self.lane_view.select(self.step.view.span(blocker))
         self._redraw()
 
     def action_next_critical(self) -> None:
@@ -293,7 +287,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
 
     def action_export(self) -> None:
         if self.step is not None:
-            self._export(self.step.spans)
+            self._export(self.step)
 
     def action_export_run(self) -> None:
         self._export(None)
@@ -310,33 +304,28 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             return
         if os.path.lexists(out) and not await self.penstock.ask("Replace", f"{out} exists", yes="Replace"):
             return
-        self.run_worker(lambda: self._write(step, out), thread=True, group="export", exit_on_error=False)
+        self.app.run_worker(self._write(step, out), group="export", exit_on_error=False)  # may outlast this screen
 
-    def _write(self, step: StepSpans | None, out: Path) -> None:
-
-        def warn(text: str) -> None:
-            self.penstock.from_thread(self.notify, text, severity="warning")
-
+    async def _write(self, step: StepSpans | None, out: Path) -> None:
+        steps = (step.window.step, step.window.step) if step else None
+        extent = (step.first_byte, step.end_byte) if step else None
+        warnings: list[str] = []
+        severity: SeverityLevel = "information"
         try:
-            if step is None:
-                count = write_trace(self.run_path, out, report=warn)
-            else:
-                done = step.window.step
-                count = write_trace(self.run_path, out, (done, done), (step.first_byte, step.end_byte), report=warn)
+            count = await asyncio.to_thread(write_trace, self.run_path, out, steps, extent, report=warnings.append)
+            text = f"{count:,} ops written to {out}; open it at https://ui.perfetto.dev"
         except (UserError, OSError) as error:
-            self.penstock.from_thread(self.notify, str(error), severity="error")
-            return
-        self.penstock.from_thread(self.notify, f"{count:,} ops written to {out}; open it at https://ui.perfetto.dev")
+            text, severity = str(error), "error"
+        for warning in warnings:
+            self.app.notify(warning, severity="warning")
+        self.app.notify(text, severity=severity)
 
 
 def predicted_note(run_path: Path, predicted: SpanStore) -> str:
     """Says so where the forecast's ops are of some of the layers only, as they are of deep models."""
-    step_s = number(read_object(run_path / "plan.json", _MAX_PLAN_BYTES), "step_s")
+    step_s = number(read_object(run_path / "plan.json", MOST_PLAN_BYTES), "step_s")
     view = predicted.view
-    ends = [view.span(row) for row in range(view.num_spans) if view.ops[view.op[row]] == STEP_END]
-    if step_s is None or not ends:
+    ends = view.end_s[view.op == view.ops.index(STEP_END)] if STEP_END in view.ops else []
+    if step_s is None or not len(ends) or ends[-1] >= 0.9 * step_s:
         return ""
-    end = ends[-1]
-    if end.end_s >= 0.9 * step_s:
-        return ""
-    return f"forecast of some layers only: {seconds_text(end.end_s)} of {seconds_text(step_s)}"
+    return f"forecast of some layers only: {seconds_text(float(ends[-1]))} of {seconds_text(step_s)}"

@@ -83,7 +83,7 @@ class Access:
         try:
             address = _address(name.strip("[]"))
         except ValueError:
-            names = {self.host.lower()} if not _is_address(self.host) else set()
+            names = {self.host.lower()}
             if self.is_wildcard:
                 names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
             if self.is_wildcard or not self.is_remote:
@@ -113,11 +113,3 @@ def is_remote(addresses: Iterable[str]) -> bool:
 
 def _address(text: str) -> _Address:
     return ipaddress.ip_address(text.partition("%")[0])
-
-
-def _is_address(text: str) -> bool:
-    try:
-        _address(text)
-    except ValueError:
-        return False
-    return True

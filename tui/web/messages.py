@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from penstock.storage.files.untrusted import parse_json, printable
@@ -52,7 +51,8 @@ def read_message(text: str) -> Message:
         if not isinstance(value, str) or len(value) > MOST_TYPED:
             raise MalformedError(f"'stdin' takes a text of at most {MOST_TYPED:,} characters")
         data = value.encode()
-        return Message(list(_typed(data)), None, 1 / _MESSAGES_A_S + len(data) / _TYPED_BYTES_A_S)
+        packets = [packet(b"D", data[begin : begin + PIECE_BYTES]) for begin in range(0, len(data), PIECE_BYTES)]
+        return Message(packets, None, 1 / _MESSAGES_A_S + len(data) / _TYPED_BYTES_A_S)
     if kind == "resize":
         if not isinstance(value, dict):
             raise MalformedError("'resize' takes a width and a height")
@@ -84,11 +84,6 @@ def _side(value: object, least: int, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:  # NaN
         raise MalformedError("'resize' takes two numbers")
     return int(min(max(value, least), most))
-
-
-def _typed(data: bytes) -> Iterator[bytes]:
-    for begin in range(0, len(data), PIECE_BYTES):
-        yield packet(b"D", data[begin : begin + PIECE_BYTES])
 
 
 def meta(value: dict[str, Any]) -> bytes:

@@ -148,7 +148,8 @@ class WebServer:
         result = STATIC.get(request.match_info["name"])
         if result is None:
             raise web.HTTPNotFound
-        return _file(*result)
+        path, kind = result
+        return web.Response(body=path.read_bytes(), content_type=kind)
 
     async def _websocket(self, request: web.Request) -> web.StreamResponse:
         answer = web.WebSocketResponse(heartbeat=_HEARTBEAT_S, max_msg_size=MOST_MESSAGE_BYTES, compress=False)
@@ -185,10 +186,6 @@ class _Refuse(asyncio.Protocol):
 
 async def _secure(_request: web.Request, answer: web.StreamResponse) -> None:
     answer.headers.update(SECURITY_HEADERS)
-
-
-def _file(path: Path, kind: str) -> web.Response:
-    return web.Response(body=path.read_bytes(), content_type=kind)
 
 
 def _what(request: web.Request) -> str:

@@ -235,8 +235,6 @@ class Form(Vertical):
         self.rows = {key: FieldRow(self, key) for key in field_table()}
         self.sections = list(dict.fromkeys(map(section_of, self.rows)))
         self._words = ""
-        self._titles: dict[str, tuple[Text, bool]] = {}
-        self._hinted: tuple[str, bool] = ("", False)
         self._current = next(iter(self.rows))
 
     def compose(self) -> ComposeResult:
@@ -279,18 +277,12 @@ class Form(Vertical):
         for section in self.sections:
             changed_text = f"  {changes[section]} changed" if changes[section] else ""
             parts = [(section, "title"), (f"  {SECTIONS[section]}", "dim"), (changed_text, "warn")]
-            title = styled(parts, dark), dark
-            if self._titles.get(section) != title:
-                self._titles[section] = title
-                self.query_one(f"#section-{section}", Static).update(title[0], layout=False)
+            self.query_one(f"#section-{section}", Static).update(styled(parts, dark), layout=False)
         self._hint()
 
     def _hint(self) -> None:
         key = self._current
         item, dark = field_table()[key], self.app.current_theme.dark
-        if self._hinted == (key, dark):
-            return
-        self._hinted = (key, dark)
         keys = {"text": "enter edits", "choice": "left, right choose", "switch": "space switches"}[kind_of(key)]
         keys += ", o browses" if key in PATHS else ""
         line = styled([(key, "title"), (f"  {keys}", "accent"), (f"\n{item.help}", "text")], dark)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from textual import events
@@ -13,9 +14,10 @@ from penstock.app.console.rows import Row
 from penstock.storage.files.units import seconds_text
 from penstock.tui.data.alerts import why_no_ops
 from penstock.tui.data.critical import StepAnalysis, path_busy
+from penstock.tui.data.run_data import UnderWay
 from penstock.tui.data.spans import Busy, Span, SpanStore, SpanView, StepWindow
-from penstock.tui.render.lanes import LaneScene, Layout, UnderWay, lanes_rows, layout
-from penstock.tui.render.step_detail import now_row, ops_at, ops_under_way, span_row
+from penstock.tui.render.lanes import LaneScene, Layout, lanes_rows, layout
+from penstock.tui.render.step_detail import now_row, ops_at, span_row, without_ended
 from penstock.tui.widgets.lines import LineWidget
 
 LAG_S = 1.0
@@ -65,7 +67,6 @@ class LaneView(LineWidget, can_focus=True):
         self._running = False
         self._under_way: list[UnderWay] = []
         self._drag: tuple[int, float, float] | None = None
-        self._edge: tuple[int, float, list[UnderWay]] | None = None
         self._info: tuple[Span, Row] | None = None
         self.nothing = why_no_ops("", live=True)
         self._history: dict[StepWindow, dict[str, float]] = {}
@@ -85,10 +86,8 @@ class LaneView(LineWidget, can_focus=True):
         mode = "step" if over and self._live_s is None else self.mode
         return mode, self.window if mode == "free" else None, self._live_s, self.lane, self.selected
 
-    def update_live(self, clock_s: float | None, now: Any = None, running: bool = False) -> None:
-        """Take `clock_s` and `now` of status.json; more spans may be there as well."""
-        if self._step is not None:
-            return
+    def update_live(self, clock_s: float | None, now: Sequence[UnderWay], running: bool) -> None:
+        """Take the spans' clock and what is under way; more spans may be there as well."""
         if self.frozen:
             self._held = self._held or self.store.view
             return
@@ -101,14 +100,14 @@ class LaneView(LineWidget, can_focus=True):
             if self._until_s - 10 * LAG_S < frontier < self._until_s:
                 frontier = self._until_s
         self._until_s = frontier
-        self._under_way = ops_under_way(now, view) if running else []
+        self._under_way = without_ended(now, view) if running else []
         if not self.is_mounted or self.size.width:
             self.redraw()
 
-    def show_step(self, view: SpanView, window: StepWindow, analysis: StepAnalysis | None) -> None:
+    def show_step(self, view: SpanView, window: StepWindow, analysis: StepAnalysis) -> None:
         """Show a step that was looked up, with its critical path."""
         self._held, self._step = view, window
-        self._critical = path_busy(view, analysis) if analysis is not None else None
+        self._critical = path_busy(view, analysis)
         self.mode = "step"
         self._running = False
         self._under_way = []
@@ -118,7 +117,7 @@ class LaneView(LineWidget, can_focus=True):
     def freeze(self, frozen: bool) -> None:
         """Hold the display, or go on."""
         self.frozen = frozen
-        self._held = self.store.view if frozen and self._step is None else self._held if self._step else None
+        self._held = self.store.view if frozen else None
         self.redraw()
 
     def toggle_predicted(self) -> None:
@@ -191,19 +190,18 @@ class LaneView(LineWidget, can_focus=True):
 
     def _scene(self, width: int, height: int) -> LaneScene:
         view = self.view
-        steps = [self._step] if self._step is not None else view.steps()
-        self._place_window(view, steps, width, height)
-        start_s, end_s = self.window
+        steps = [self._step] if self._step is not None else view.steps
         row = self.row_of_selected()
-        return LaneScene(
+        now = ops_at(view, self._under_way, self._known_s) if self.mode == "live" and self._running else None
+        scene = LaneScene(
             view=view,
-            start_s=start_s,
-            end_s=end_s,
+            start_s=self.window[0],
+            end_s=self.window[1],
             until_s=self._known_s if self._step is None else None,
             origin_s=self._step.start_s if self._step else 0.0,
             steps=steps,
             under_way=self._under_way,
-            now=self._now(view),
+            now=now,
             predicted=self._predicted_view(),
             critical=self._critical,
             lane=self.lane if self.has_focus or self.selected is not None else None,
@@ -211,9 +209,11 @@ class LaneView(LineWidget, can_focus=True):
             cursor_s=self._cursor_s,
             history=self._figures(view, steps[-_HISTORY_STEPS:]) if self._step is None else {},
             title=self._title(steps[-1] if steps else None),
-            status=self._status(end_s - start_s),
-            info=self._info_row(view, row),
+            info=self._info_row(view, row, now),
         )
+        self._place_window(scene, width, height)
+        start_s, end_s = self.window
+        return replace(scene, start_s=start_s, end_s=end_s, status=self._status(end_s - start_s))
 
     def _figures(self, view: SpanView, steps: list[StepWindow]) -> dict[str, list[float]]:
         """Lane -> its rate in each of these steps, or its busy share where it moves nothing."""
@@ -221,37 +221,22 @@ class LaneView(LineWidget, can_focus=True):
         result = self._history.values()
         return {lane: [figures.get(lane, 0.0) for figures in result] for lane in view.lanes} if result else {}
 
-    def _place_window(self, view: SpanView, steps: list[StepWindow], width: int, height: int) -> None:
+    def _place_window(self, scene: LaneScene, width: int, height: int) -> None:
         if self.mode == "free":
             return
-        step = steps[-1] if steps else None
+        step = scene.steps[-1] if scene.steps else None
         if step is not None and (self.mode == "step" or (not self._running and self._live_s is None)):
             self.window = (step.start_s, step.end_s)
             return
         if step is not None and not 0.7 < (step.end_s - step.start_s) / self._auto_s < 1.2:
             self._auto_s = step.end_s - step.start_s
         length = self._live_s or self._auto_s
-        known_s = self._known_s if view.num_spans or self._running else length
+        known_s = self._known_s if scene.view.num_spans or self._running else length
         # Cells keep their borders while the window moves: it moves by whole cells, and none flickers.
-        scene = LaneScene(
-            view=view,
-            start_s=known_s - length,
-            end_s=known_s,
-            now=self._now(view),
-            predicted=self._predicted_view(),
-            history={"": ()} if steps and self._step is None else {},
-        )
-        grid = layout(width, height, scene)
+        grid = layout(width, height, replace(scene, start_s=known_s - length, end_s=known_s))
         cell_s = length / grid.num_cells
         end_s = math.ceil(known_s / cell_s) * cell_s
         self.window = (end_s - length, end_s)
-
-    def _now(self, view: SpanView) -> list[UnderWay] | None:
-        if self.mode != "live" or not self._running:
-            return None
-        if self._edge is None or self._edge[:2] != (view.num_spans, self._known_s):
-            self._edge = (view.num_spans, self._known_s, ops_at(view, self._under_way, self._known_s))
-        return self._edge[2]
 
     def _predicted_view(self) -> SpanView | None:
         if self.predicted is None or not self.show_predicted or not self.predicted.view.num_spans:
@@ -298,7 +283,7 @@ class LaneView(LineWidget, can_focus=True):
         note = f"{self.predicted_note}   " if self._predicted_view() is not None and self.predicted_note else ""
         return f"{note}{how}{seconds_text(length_s)} in view"
 
-    def _info_row(self, view: SpanView, row: int | None) -> Row:
+    def _info_row(self, view: SpanView, row: int | None, now: list[UnderWay] | None) -> Row:
         """The selected op, what is under way, or what keys do."""
         if self.selected is not None:
             if row is None:
@@ -310,8 +295,8 @@ class LaneView(LineWidget, can_focus=True):
             return [(self.nothing, "dim")]
         if self._cursor_s is not None:
             return [(f"nothing running on {self.lane} at {self._cursor_s:.6f} s", "dim")]
-        if running := self._now(view):
-            return now_row(running)
+        if now:
+            return now_row(now)
         return [(". , op   up down lane   w s zoom   a d pan   f fit", "dim")] if self.has_focus else []
 
     def _select(self, span: Span | None, *, of_lane: bool = False) -> None:

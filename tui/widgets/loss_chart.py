@@ -87,14 +87,14 @@ class LossChart(RunPane, can_focus=True):
         num_rows = metrics.rows
         x = metrics.column(X_COLUMNS[self.x_kind], num_rows)
         steps, losses = metrics.validation
-        where = steps if self.x_kind == "step" else metrics.validation_at(X_COLUMNS[self.x_kind])
         curves = [
             Curve(x, metrics.column("loss", num_rows), "raw", joined=False),
             Curve(x, metrics.column("ema", num_rows), "ema"),
-            Curve(where, losses, "validation", points=True),
+            Curve(metrics.at_steps(steps, X_COLUMNS[self.x_kind]), losses, "validation", points=True),
         ]
-        cursor = None if self.cursor is None or self.cursor >= num_rows else float(x[self.cursor])
-        return self._drawn(width, height, curves, marks=self._marks(), cursor=cursor)
+        cursor = None if self._row is None else float(x[self._row])
+        marks = metrics.at_steps(self._data.checkpoints, X_COLUMNS[self.x_kind]).tolist()
+        return self._drawn(width, height, curves, marks=marks, cursor=cursor)
 
     def _drawn(self, width: int, height: int, curves: list[Curve], **more: Any) -> list[Row]:
         return chart(
@@ -109,13 +109,6 @@ class LossChart(RunPane, can_focus=True):
             label_cells=_LABEL_CELLS,
             **more,
         )
-
-    def _marks(self) -> list[float]:
-        metrics = self._data.metrics
-        steps = [float(checkpoint.step) for checkpoint in self._data.checkpoints]
-        if self.x_kind == "step" or not metrics.rows:
-            return steps
-        return list(np.interp(steps, metrics.column("step"), metrics.column(X_COLUMNS[self.x_kind])))
 
     def _bounds(self) -> tuple[float, float] | None:
         metrics = self._data.metrics

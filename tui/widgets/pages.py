@@ -91,14 +91,8 @@ class SamplesPane(ScrolledLines):
 class LogPane(RunPane, can_focus=True):
     """Messages of log.jsonl; of a run without one, nothing."""
 
-    BINDINGS = [
-        Binding("up", "scroll_by(1)", show=False),
-        Binding("down", "scroll_by(-1)", show=False),
-        Binding("pageup", "scroll_by(10)", show=False),
-        Binding("pagedown", "scroll_by(-10)", show=False),
-        Binding("home", "scroll_by(1000000)", show=False),
-        Binding("end", "scroll_by(-1000000)", show=False),
-    ]
+    _LINES = {"up": 1, "down": -1, "pageup": 10, "pagedown": -10, "home": 1_000_000, "end": -1_000_000}
+    BINDINGS = [Binding(key, f"scroll_by({lines})", show=False) for key, lines in _LINES.items()]
 
     words = ""
     """What lines must have to be shown; see tui.render.log.matches."""

@@ -38,7 +38,7 @@ def cached_corpus(digest: str, folder: Path, origin: Origin) -> bool:
             for name in CORPUS_FILES:
                 if name != META and (entry / name).exists():
                     link_or_copy(entry / name, temporary / name)
-            write_info(temporary, replace(read_info(entry), **origin))
+            write_info(temporary, replace(read_info(entry), **vars(origin)))
             verify_corpus(temporary)
         os.utime(entry)
     except (OSError, UserError):

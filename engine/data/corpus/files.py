@@ -5,22 +5,25 @@ CRC-32C (uint32) of every BLOCK_BYTES of tokens.bin. Where some token does not c
 `weights.bin` too, float32 per token, with `weights.crc32c`. `origins.bin` and `origins.json` say where each document
 comes from. All are little-endian. `meta.json` says what they are, with the checksums of all but the first and
 weights.bin, and one of its own.
+
+The origin of a document is eight bytes in origins.bin: a name's number, whether rows are counted, and the number in the
+file; origins.json has the names.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.data.corpus.origins import Origins, OriginsWriter
 from penstock.engine.data.corpus.spans import BLOCK_BYTES as BLOCK_BYTES
 from penstock.engine.data.corpus.spans import COPY_BYTES, SpanFile, SpanWriter, damage
 from penstock.storage.files.disk import atomic_write
@@ -33,6 +36,11 @@ WEIGHTS, WEIGHT_SUMS = "weights.bin", "weights.crc32c"
 ORIGINS, ORIGIN_NAMES = "origins.bin", "origins.json"
 CORPUS_FILES = (META, TOKENS, SUMS, DOCUMENTS, WEIGHTS, WEIGHT_SUMS, ORIGINS, ORIGIN_NAMES)
 
+_MOST_NAMES = 1 << 17
+"""Files whose names are stored; the origin of documents of further files is unknown."""
+_ROW_BIT, _NAME_BIT = 1 << 40, 41
+_UNKNOWN = -1
+_PLACE = re.compile(r"(?s)(.*):(row )?([0-9]{1,12})")
 _MOST_META_BYTES = 1 << 20
 _MOST_BYTES = 1 << 50
 _MOST_NAMES_BYTES = 1 << 30
@@ -47,18 +55,9 @@ class SourceFile(NamedTuple):
     sha256: str
 
 
-class Origin(TypedDict):
-    """What a corpus was made from: fields of its CorpusInfo."""
-
-    fingerprint: str
-    settings: str
-    encoder: str
-    sources: list[SourceFile]
-
-
 @dataclass(frozen=True)
-class CorpusInfo:
-    """What a tokenised corpus holds; the content of its meta.json."""
+class Origin:
+    """What a corpus was made from."""
 
     fingerprint: str
     """Of the source's files, by name, size and time."""
@@ -68,6 +67,12 @@ class CorpusInfo:
     """Of what made tokens of it."""
     sources: list[SourceFile]
     """The files that it was made from; empty if they are very many."""
+
+
+@dataclass(frozen=True)
+class CorpusInfo(Origin):
+    """What a tokenised corpus holds; the content of its meta.json."""
+
     content: str
     """SHA-256 of the token file, or where there are weights of its and their SHA-256: equal means the same tokens."""
     checksums: dict[str, str]
@@ -96,6 +101,45 @@ class CorpusInfo:
         if len(self.part_documents) > 1:
             said += f", parts of {', '.join(f'{count:,}' for count in self.part_documents)} documents"
         return said + (f", {self.skipped_rows:,} unusable rows skipped" if self.skipped_rows else "")
+
+
+class OriginsWriter:
+    """Takes the `where` of samples, as `file:12` or `file:row 12`, in the order of the documents."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, int] = {}
+        self._packed: list[int] = []
+
+    def add(self, where: str) -> None:
+        match = _PLACE.fullmatch(where)
+        name, row, at = (match[1], match[2], int(match[3])) if match else (where, None, -1)
+        if len(self._names) < _MOST_NAMES:
+            self._names.setdefault(name, len(self._names))
+        number = self._names.get(name)
+        known = number is not None and at + 1 < _ROW_BIT
+        self._packed.append(((number or 0) << _NAME_BIT) | (_ROW_BIT if row else 0) | (at + 1) if known else _UNKNOWN)
+
+    def finish(self) -> tuple[bytes, bytes]:
+        """The content of the two files."""
+        names = json.dumps({"names": [printable(name) for name in self._names]})
+        return np.asarray(self._packed, dtype="<i8").tobytes(), names.encode()
+
+
+class Origins:
+    """Reads them."""
+
+    def __init__(self, packed: NDArray[np.int64], names: bytes) -> None:
+        """`names`: the content of origins.json. ValueError where it holds none."""
+        self._packed, self._names = packed, typed(parse_object(names).get("names"), list[str])
+
+    def where(self, document: int) -> str | None:
+        """`file:12`, `file:row 12` or the file alone; None where that is unknown."""
+        value = int(self._packed[document])
+        name = value >> _NAME_BIT
+        if value < 0 or name >= len(self._names):
+            return None
+        at = (value & (_ROW_BIT - 1)) - 1
+        return self._names[name] + ("" if at < 0 else f":{'row ' if value & _ROW_BIT else ''}{at}")
 
 
 class TokenCorpus:
@@ -290,7 +334,7 @@ class CorpusWriter:
         for name, data in files.items():
             atomic_write(self._folder / name, data)
         info = CorpusInfo(
-            **origin,
+            **vars(origin),
             content=content,
             checksums={name: hex_crc(data) for name, data in files.items()},
             dtype=self._dtype,

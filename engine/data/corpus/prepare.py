@@ -9,19 +9,20 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.engine.config import DataConfig
+from penstock.engine.config import DataConfig, Recipe
 from penstock.engine.data.corpus.cache import cache_corpus, cached_corpus
 from penstock.engine.data.corpus.files import META, CorpusInfo, CorpusWriter, Origin, TokenCorpus, read_info
 from penstock.engine.data.corpus.sources import describe_files, to_record, what_changed
+from penstock.engine.data.formats.detect import found_source
 from penstock.engine.data.formats.reading import is_empty, read_samples, source_files, texts_of
 from penstock.engine.data.needles import haystacks
 from penstock.engine.data.position import Progress
-from penstock.engine.data.rows import BadRows
-from penstock.engine.data.samples import Sample
+from penstock.engine.data.samples import BadRows, Sample
+from penstock.engine.data.text.chat import save_template
 from penstock.engine.data.text.encode import Encoder
 from penstock.engine.data.text.encode_pool import encode_all
 from penstock.engine.data.text.made_tokenizer import (
@@ -33,7 +34,6 @@ from penstock.engine.data.text.made_tokenizer import (
     require_intact,
     train_tokenizer,
 )
-from penstock.engine.data.text.saved_template import save_template
 from penstock.engine.data.text.tokenizer import TextTokenizer, load_tokenizer
 from penstock.storage.files.disk import build_folder
 from penstock.storage.files.errors import UserError
@@ -41,40 +41,56 @@ from penstock.storage.files.errors import UserError
 _RANDOM_DOCUMENTS = 64
 
 
-_Text = tuple[TextTokenizer, TokenCorpus]
+class Data(NamedTuple):
+    """The tokenised corpus and what it was tokenised with (None for random tokens)."""
+
+    tokenizer: TextTokenizer | None
+    corpus: TokenCorpus
+
+
 _preparing = threading.Lock()
-_ahead: dict[Path, tuple[DataConfig, _Text]] = {}
+_ahead: dict[Path, tuple[DataConfig, Data]] = {}
 _is_ahead, _cancelled = threading.Event(), threading.Event()
 _threads: list[threading.Thread] = []
 
 
-def prepare_text(
-    config: DataConfig, model_folder: Path | None, folder: Path, added_tokens: Sequence[str] = ()
-) -> _Text:
-    """Tokenizer and tokenised corpus in `folder`, made unless they are there already; one thread at a time."""
+def prepare_data(recipe: Recipe, folder: Path, vocab_size: int | None = None) -> Data:
+    """Tokenizer and tokenised corpus in `folder`, made unless they are there already; one thread at a time.
+
+    `vocab_size`: the model's, which random tokens need; None takes the recipe's.
+    """
+    model, data = recipe.model, found_source(recipe.data)[0]
+    if data.source == "random":
+        vocabulary = vocab_size or model.vocab_size
+        if vocabulary is None:
+            raise UserError("model.vocab_size: required with data.source=random; set it")
+        return Data(None, random_corpus(data, vocabulary, folder / "corpus"))
     with _preparing:
         made_for, made = _ahead.pop(folder, (None, None))
-        if made is not None and made_for == config and not added_tokens:
+        if made is not None and made_for == data and not model.added_tokens:
             return made
-        return _prepare_text(config, model_folder, folder, added_tokens)
+        return _prepare_text(data, _model_folder(recipe), folder, model.added_tokens)
+
+
+def _model_folder(recipe: Recipe) -> Path | None:
+    return None if recipe.model.path is None else Path(recipe.model.path).expanduser()
 
 
 def _prepare_text(
     config: DataConfig, model_folder: Path | None, folder: Path, added_tokens: Sequence[str] = ()
-) -> _Text:
-    has_corpus = os.path.lexists(folder / "corpus" / META)
-    tokenizer = prepare_tokenizer(config, model_folder, folder / "tokenizer", has_corpus=has_corpus)
+) -> Data:
+    tokenizer = prepare_tokenizer(config, model_folder, folder / "tokenizer")
     if added_tokens:
         tokenizer = add_tokens(tokenizer, list(added_tokens), folder / ADDED_FOLDER)
     corpus = prepare_corpus(config, tokenizer, folder / "corpus")
     save_template(config, tokenizer, folder)
-    return tokenizer, corpus
+    return Data(tokenizer, corpus)
 
 
 def prepare_text_ahead(config: DataConfig, folder: Path) -> None:
-    """Begin `prepare_text` in a thread, for a run whose tokenizer is trained on its source: that needs no imports.
+    """Begin `prepare_data` in a thread, for a run whose tokenizer is trained on its source: that needs no imports.
 
-    What it raises is dropped, as whoever calls `prepare_text` meets it again. A process that ends waits for the thread,
+    What it raises is dropped, as whoever calls `prepare_data` meets it again. A process that ends waits for the thread,
     which native code would not survive otherwise: `cancel_text_ahead` makes that short.
     """
 
@@ -98,13 +114,11 @@ def cancel_text_ahead() -> None:
         _threads.pop().join()
 
 
-def prepare_tokenizer(
-    config: DataConfig, model_folder: Path | None, folder: Path, *, has_corpus: bool = False
-) -> TextTokenizer:
+def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Path) -> TextTokenizer:
     """`config.tokenizer`, else the model folder's, else one trained on the source and saved in `folder`.
 
     Training is repeated only when the source's files or the wanted vocabulary differ from those of `folder`; never
-    where there is a corpus that it has made tokens of.
+    where there is a corpus beside it that it has made tokens of.
     """
     given = _given_tokenizer(config, model_folder)
     if given is not None:
@@ -125,27 +139,25 @@ def prepare_tokenizer(
         )
 
     stamp = None
-    if not has_corpus or not (folder / TRAINED_ON).is_file():
+    if not os.path.lexists(folder.parent / "corpus" / META) or not (folder / TRAINED_ON).is_file():
         stamp = {"source": _source_fingerprint(config), "vocab_size": config.tokenizer_vocab_size}
     make_once(folder, stamp, make)
     return open_trained(folder)
 
 
-def saved_tokenizer(
-    config: DataConfig, model_folder: Path | None, folder: Path, added_tokens: Sequence[str] = ()
-) -> TextTokenizer | None:
-    """The tokenizer that `prepare_text` gave a run; nothing is made, whatever became of the source.
+def saved_tokenizer(recipe: Recipe, folder: Path) -> TextTokenizer | None:
+    """The tokenizer that `prepare_data` gave a run in `folder`; nothing is made, whatever became of the source.
 
     None where the run needs none. Raises UserError when it is not there, or damaged.
     """
-    if config.source == "random":
+    if recipe.data.source == "random":
         return None
-    if added_tokens:
-        folder = folder.parent / ADDED_FOLDER
-    given = None if added_tokens else _given_tokenizer(config, model_folder)
+    given, own = _given_tokenizer(recipe.data, _model_folder(recipe)), folder / "tokenizer"
+    if recipe.model.added_tokens:
+        given, own = None, folder / ADDED_FOLDER
     if given is None:
-        require_intact(folder)
-    return load_tokenizer(given or folder)
+        require_intact(own)
+    return load_tokenizer(given or own)
 
 
 def _given_tokenizer(config: DataConfig, model_folder: Path | None) -> Path | None:

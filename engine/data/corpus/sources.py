@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ from penstock.engine import preparing
 from penstock.engine.data.corpus.files import SourceFile
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line
-from penstock.storage.files.user_cache import cache_folder, read_cached, write_cached
+from penstock.storage.files.user_cache import read_cached, write_cached
 
 _MOST_RECORDED = 1000
 """Files that a corpus names; of more, only all of them together are known."""
@@ -63,18 +62,18 @@ def _is_text(name: str | Path) -> bool:
 
 def _sha256(file: Path, status: os.stat_result) -> str:
     """Of a file's content, as found before where neither its size nor its time is another. OSError."""
-    cache = None if status.st_size < _MEMO_BYTES else cache_folder("sources")
+    worth_caching = status.st_size >= _MEMO_BYTES
     stamp = {"path": os.fsencode(file).hex(), "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
     key = hashlib.sha256(repr(stamp).encode()).hexdigest()
-    if cache is not None and (result := read_cached(cache, key)) is not None and isinstance(result.get("sha256"), str):
-        return str(result["sha256"])
+    known = (read_cached("sources", key) or {}).get("sha256") if worth_caching else None
+    if isinstance(known, str):
+        return known
     digest, done = hashlib.sha256(), 0
     with file.open("rb") as stream:
         while data := stream.read(_READ_BYTES):
             digest.update(data)
             done += len(data)
             preparing.report(min(1.0, done / max(1, status.st_size)), f"looking at {file.name}")
-    if cache is not None:
-        with contextlib.suppress(OSError):
-            write_cached(cache, key, {"sha256": digest.hexdigest()}, _MOST_MEMOS)
+    if worth_caching:
+        write_cached("sources", key, {"sha256": digest.hexdigest()}, _MOST_MEMOS)
     return digest.hexdigest()

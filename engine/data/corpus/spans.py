@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +65,8 @@ class SpanFile:
             return np.frombuffer(self.read_bytes(start, stop - start), dtype=self.dtype)
         begin = first * BLOCK_BYTES
         data = memoryview(self.read_bytes(begin, min(end * BLOCK_BYTES, self._num_bytes) - begin))
-        for block in range(first, end):
-            at = block * BLOCK_BYTES - begin
-            if (why := self._fault(block, data[at : at + BLOCK_BYTES])) is not None:
-                raise damage(self.path, why)
+        for fault in self._faults(begin, data):
+            raise damage(self.path, fault)
         self._checked[first:end] = True
         return np.frombuffer(data[start - begin : stop - begin], dtype=self.dtype)
 
@@ -80,23 +78,23 @@ class SpanFile:
                 raise damage(self.path, f"it became shorter than {start + count:,} bytes while it was in use")
         return data
 
-    def _fault(self, block: int, data: memoryview) -> str | None:
-        """What is wrong with a block."""
-        crc, wanted = checksum(data, 0), int(self._sums[block])
-        at = f"block {block:,} (bytes {block * BLOCK_BYTES:,} to {block * BLOCK_BYTES + len(data):,})"
-        if crc != wanted:
-            return f"{at} has CRC-32C {crc:08x} instead of {wanted:08x} as written"
-        why = self._wrong(np.frombuffer(data, dtype=self.dtype))
-        return None if why is None else f"{at} holds {why}"
+    def _faults(self, begin: int, blocks: memoryview) -> Iterator[str]:
+        """What is wrong with blocks, of which the first begins at that byte of the file."""
+        for at in range(0, len(blocks), BLOCK_BYTES):
+            data, block = blocks[at : at + BLOCK_BYTES], (begin + at) // BLOCK_BYTES
+            crc, wanted = checksum(data, 0), int(self._sums[block])
+            where = f"block {block:,} (bytes {begin + at:,} to {begin + at + len(data):,})"
+            if crc != wanted:
+                yield f"{where} has CRC-32C {crc:08x} instead of {wanted:08x} as written"
+            elif (why := self._wrong(np.frombuffer(data, dtype=self.dtype))) is not None:
+                yield f"{where} holds {why}"
 
     def verify(self) -> int:
         """Read and check every block; the bytes read. UserError telling how many are damaged, and the first."""
-        faults = []
+        faults: list[str] = []
         for begin in range(0, self._num_bytes, COPY_BYTES):
-            data = memoryview(self.read_bytes(begin, min(COPY_BYTES, self._num_bytes - begin)))
-            for at in range(0, len(data), BLOCK_BYTES):
-                fault = self._fault((begin + at) // BLOCK_BYTES, data[at : at + BLOCK_BYTES])
-                faults += [] if fault is None else [fault]
+            data = self.read_bytes(begin, min(COPY_BYTES, self._num_bytes - begin))
+            faults += self._faults(begin, memoryview(data))
         if faults:
             more = f", one of {len(faults):,} damaged blocks of {len(self._sums):,}" if len(faults) > 1 else ""
             raise damage(self.path, faults[0] + more)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from penstock.engine.data.files import base
-from penstock.engine.data.files.arrow_messages import uncompressed_bytes
-from penstock.engine.data.files.arrow_sizes import ROW_BYTES, object_bytes, viewed_bytes
-from penstock.engine.data.files.columns import Make, maker
-from penstock.engine.data.rows import BadRows, Row, RowError
+from penstock.engine.data.files.arrow_sizes import ROW_BYTES, object_bytes, uncompressed_bytes, viewed_bytes
+from penstock.engine.data.samples import BadRows, Row, RowError
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.untrusted import one_line, printable
+from penstock.storage.files.untrusted import one_line, parse_json, printable, unique_names
 
+Make = Callable[[Any], Any]
 COMPRESSED = False
 _MAGIC = b"ARROW1"
 _BATCH_ROWS = 256  # made into Python's objects at once
@@ -63,12 +62,12 @@ def rows_of(file: Path, batches: Iterable[Any], bad: BadRows) -> Iterator[Row]:
         if twice is not None:
             raise UserError(f"{printable(file)}: the column '{one_line(twice)}' appears twice; name each column once")
         for start in range(0, batch.num_rows, _BATCH_ROWS):
-            for piece in _pieces(batch.slice(start, _BATCH_ROWS), file):
-                left -= piece.size
+            for piece, size in _pieces(batch.slice(start, _BATCH_ROWS), file):
+                left -= size
                 if left < 0:
                     raise _repeats(file, number)
-                yield from _rows(piece, file, number, bad)
-                number += piece.batch.num_rows
+                yield from _rows(piece, size, file, number, bad)
+                number += piece.num_rows
 
 
 def _repeats(file: Path, number: int) -> UserError:
@@ -78,17 +77,11 @@ def _repeats(file: Path, number: int) -> UserError:
     )
 
 
-class _Piece(NamedTuple):
-    batch: Any
-    size: int
-    """`object_bytes` of its columns."""
-
-
-def _pieces(batch: Any, file: Path) -> Iterator[_Piece]:
-    """A batch, by halves where it is large."""
+def _pieces(batch: Any, file: Path) -> Iterator[tuple[Any, int]]:
+    """A batch, by halves where it is large, and the `object_bytes` of its columns."""
     size = sum(_sizes(batch, file))
     if size <= base.LINE_BYTES or batch.num_rows == 1:
-        yield _Piece(batch, size)
+        yield batch, size
         return
     half = batch.num_rows // 2
     yield from _pieces(batch.slice(0, half), file)
@@ -104,10 +97,10 @@ def _sizes(batch: Any, file: Path) -> Iterator[int]:
     yield batch.num_rows * ROW_BYTES
 
 
-def _rows(piece: _Piece, file: Path, number: int, bad: BadRows) -> Iterator[Row]:
+def _rows(batch: Any, size: int, file: Path, number: int, bad: BadRows) -> Iterator[Row]:
     """The rows of a piece that has `number` rows before it."""
-    batch, name = piece.batch, printable(file)
-    if piece.size > base.LINE_BYTES:
+    name = printable(file)
+    if size > base.LINE_BYTES:
         bad.add(RowError(f"{name}:row {number + 1}: a row of more than {base.LINE_BYTES >> 20} MiB; split it"))
         return
     try:
@@ -115,7 +108,7 @@ def _rows(piece: _Piece, file: Path, number: int, bad: BadRows) -> Iterator[Row]
     except Exception as error:  # of a date that Python does not know, say
         if batch.num_rows > 1:
             for at in range(batch.num_rows):
-                yield from _rows(_Piece(batch.slice(at, 1), 0), file, number + at, bad)
+                yield from _rows(batch.slice(at, 1), 0, file, number + at, bad)
             return
         wrong = f"{name}:row {number + 1}: {_unreadable(batch, error)}"
         bad.add(RowError(f"{wrong}; correct the value, or leave the column out"))
@@ -148,6 +141,49 @@ def _unreadable(row: Any, error: Exception) -> str:
             kind = one_line(column.type, 100)
             return f"column '{one_line(name)}' ({kind}) has a value that cannot be read: {one_line(result, 200)}"
     return f"it cannot be read: {one_line(error, 200)}"
+
+
+def maker(kind: Any) -> Make | None:
+    """What makes of a value that pyarrow gives of this type (pyarrow.DataType) the object that it is for; None: nothing
+    is to be made. ValueError of it where a value is none of its type.
+
+    A struct loses the fields that are null, since columnar files give each all that any row has. A map becomes an
+    object, and JSON (`arrow.json`, which `datasets` uses for mixed types) what it holds.
+    """
+    import pyarrow.types as types
+
+    if getattr(kind, "extension_name", None) == "arrow.json":
+        return _or_none(parse_json)
+    if types.is_dictionary(kind):
+        return maker(kind.value_type)
+    if types.is_struct(kind):
+        fields = {kind.field(i).name: maker(kind.field(i).type) for i in range(kind.num_fields)}
+        return _or_none(lambda value: _struct(value, fields))
+    if types.is_map(kind):
+        item = maker(kind.item_type)
+        return _or_none(lambda value: _map(value, item))
+    if hasattr(kind, "value_type") and (item := maker(kind.value_type)) is not None:  # a list of any sort
+        make = item
+        return _or_none(lambda value: [make(one) for one in value])
+    return None
+
+
+def _or_none(make: Make) -> Make:
+    return lambda value: None if value is None else make(value)
+
+
+def _struct(value: dict[str, Any], fields: dict[str, Make | None]) -> dict[str, Any]:
+    return {
+        name: item if (make := fields[name]) is None else make(item) for name, item in value.items() if item is not None
+    }
+
+
+def _map(pairs: list[tuple[Any, Any]], make: Make | None) -> dict[Any, Any]:
+    try:
+        items = unique_names(pairs)
+    except ValueError as error:
+        raise ValueError(f"the key {error}") from None
+    return items if make is None else {key: make(item) for key, item in items.items()}
 
 
 class Bounded:

@@ -7,6 +7,7 @@ import codecs
 import gzip
 import importlib
 import io
+import itertools
 import lzma
 import zlib
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
 from penstock.engine.data import position
-from penstock.engine.data.rows import BadRows, Row, RowError
+from penstock.engine.data.samples import BadRows, Row, RowError
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line, open_regular, printable, real_path
 
@@ -89,13 +90,22 @@ def read_rows(file: Path, bad: BadRows) -> Iterator[Row]:
         raise UserError(f"{printable(file)}: cannot be read: {error.strerror or error}") from error
 
 
-def more_empty(before: int, line: bytes, where: str) -> int:
-    """How many empty lines there are now in a row, `before` of them before this one. UserError for a million."""
-    if not line.isspace():
-        return 0
-    if before >= _MOST_EMPTY:
-        raise UserError(f"{where}: more than {_MOST_EMPTY:,} empty lines in a row; remove them")
-    return before + 1
+def numbered_lines(stream: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
+    """The lines of a stream, each behind its `name:number`; of one longer than LINE_BYTES a byte more than that.
+
+    UserError for a million empty ones in a row.
+    """
+    empty = 0
+    for number in itertools.count(1):
+        line = stream.readline(LINE_BYTES + 1)
+        if not line:
+            return
+        empty = empty + 1 if line.isspace() else 0
+        if empty > _MOST_EMPTY:
+            raise UserError(f"{name}:{number}: more than {_MOST_EMPTY:,} empty lines in a row; remove them")
+        yield f"{name}:{number}", line
+        while len(line) > LINE_BYTES and not line.endswith(b"\n"):  # the rest of a long line
+            line = stream.readline(LINE_BYTES + 1) or b"\n"
 
 
 def open_bytes(file: Path) -> BinaryIO:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import csv
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from penstock.engine.data.files import base
-from penstock.engine.data.rows import BadRows, Row, RowError
+from penstock.engine.data.samples import BadRows, Row, RowError
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line, printable
 
@@ -25,10 +24,11 @@ def read(file: Path, bad: BadRows) -> Iterator[Row]:
     csv.field_size_limit(base.LINE_BYTES)
     name = printable(file)
     with base.open_utf8(file) as stream:
-        first = stream.readline(base.LINE_BYTES)
+        numbered = base.numbered_lines(stream, name)
+        first = list(itertools.islice(numbered, 1))
         tabs = base.bare_name(file).suffix.lower() == ".tsv"
-        separator = "\t" if tabs else ";" if b";" in first and b"," not in first else ","
-        lines = csv.reader(_lines(first, stream, name), delimiter=separator, strict=True)
+        separator = "\t" if tabs else ";" if any(b";" in line and b"," not in line for _, line in first) else ","
+        lines = csv.reader(_decoded(itertools.chain(first, numbered)), delimiter=separator, strict=True)
         columns = _next(lines, name)
         if columns is None:
             return
@@ -64,14 +64,11 @@ def _next(lines: Iterator[list[str]], name: str) -> list[str] | None:
         raise UserError(f"{name}:{at}: not a row of values ({one_line(error)}); check its double quotes") from error
 
 
-def _lines(first: bytes, stream: BinaryIO, name: str) -> Iterator[str]:
-    rest = iter(lambda: stream.readline(base.LINE_BYTES + 1), b"")
-    empty = 0
-    for number, line in enumerate(itertools.chain([first] if first else [], rest), start=1):
-        empty = base.more_empty(empty, line, f"{name}:{number}")
+def _decoded(lines: Iterable[tuple[str, bytes]]) -> Iterator[str]:
+    for where, line in lines:
         if len(line) > base.LINE_BYTES:
-            raise UserError(f"{name}:{number}: a line of more than {base.LINE_BYTES >> 20} MiB; split it")
+            raise UserError(f"{where}: a line of more than {base.LINE_BYTES >> 20} MiB; split it")
         try:
-            yield base.decode_line(line, f"{name}:{number}")
+            yield base.decode_line(line, where)
         except RowError as error:  # a quoted value may go on behind it
             raise UserError(str(error)) from error

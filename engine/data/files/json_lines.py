@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.engine.data.files import base
-from penstock.engine.data.rows import BadRows, Row, RowError
+from penstock.engine.data.samples import BadRows, Row, RowError
 from penstock.storage.files.untrusted import parse_json, printable
 
 COMPRESSED = True
@@ -16,19 +15,11 @@ COMPRESSED = True
 
 def read(file: Path, bad: BadRows) -> Iterator[Row]:
     with base.open_utf8(file) as stream:
-        empty = 0
-        for number in itertools.count(1):
-            line = stream.readline(base.LINE_BYTES + 1)
-            if not line:
-                return
-            where = f"{printable(file)}:{number}"
-            empty = base.more_empty(empty, line, where)
+        for where, line in base.numbered_lines(stream, printable(file)):
             try:
                 row = _row(line, where)
             except RowError as error:
                 bad.add(error)
-                while len(line) > base.LINE_BYTES and not line.endswith(b"\n"):  # the rest of a long line
-                    line = stream.readline(base.LINE_BYTES + 1) or b"\n"
                 continue
             if row is not None:
                 yield row

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from penstock.engine.data.files import base, json_lines
-from penstock.engine.data.rows import BadRows, Row, RowError
+from penstock.engine.data.samples import BadRows, Row, RowError
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import printable, require_sound, unique_names
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from penstock.engine.data.files import base
 from penstock.engine.data.files.arrow import Bounded, require_modest, rows_of, whole
-from penstock.engine.data.rows import BadRows, Row
+from penstock.engine.data.samples import BadRows, Row
 
 COMPRESSED = False
 _BATCH_ROWS = 256

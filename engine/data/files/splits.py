@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.data.files.base import COMPRESSIONS, CONTAINERS, bare_name, container_of
-from penstock.engine.data.files.front_matter import read_configs
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.links import below_data, require_of_data
 from penstock.storage.files.model_folder import is_plain_name
@@ -26,6 +25,13 @@ _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
 _MOST_PATTERNS = 500  # each of which looks at all files
 _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 """What `datasets` writes beside its rows."""
+_LINE = re.compile(r"^---[ \t\r]*$", re.MULTILINE)
+_CONFIGS = re.compile(r"^configs[ \t]*:.*\n?(?:(?:[ \t\-#\]}].*|\r?)(?:\n|\Z))*", re.MULTILINE)
+"""The field, and the lines behind it that belong to it: what is indented, and items of its list."""
+_BEYOND = {"AnchorToken": "an anchor of YAML", "AliasToken": "an alias of YAML", "TagToken": "a tag of YAML"}
+_MOST_BYTES = 1 << 20
+_MOST_DEPTH = 12
+_MOST_TOKENS = 200_000
 
 
 def find_splits(root: Path) -> dict[str, list[Path]]:
@@ -128,6 +134,52 @@ def _data_sets(root: Path) -> list[dict[str, Any]]:
             "file, or a folder without that README.md"
         ) from error
     return [one for one in listed if isinstance(one, dict) and one.get("data_files")]
+
+
+def read_configs(text: str) -> list[Any]:
+    """The list `configs` in the head of a README.md, YAML between two lines of dashes; empty where there is none or it
+    is not YAML. Of the head only `configs` is read, which is short.
+
+    Raises ValueError for a head that goes beyond what a list of data sets and their files has: a reference of YAML to
+    another part of it can make a few lines into gigabytes, so there may be none.
+    """
+    lines = _configs(text[: 4 * _MOST_BYTES].removeprefix("\ufeff"))
+    if not lines:
+        return []
+    if len(lines) > _MOST_BYTES:
+        raise ValueError(f"`configs` is longer than {_MOST_BYTES >> 20} MiB")
+    import yaml  # comes with huggingface_hub
+
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        _require_simple(yaml.scan(lines, Loader=loader))
+        configs = yaml.load(lines, Loader=loader)["configs"]
+    except (yaml.YAMLError, RecursionError, TypeError, AttributeError, KeyError):
+        return []
+    return configs if isinstance(configs, list) else []
+
+
+def _configs(text: str) -> str:
+    """The lines of the head's `configs`; empty where there is no head, no end of it, or none in it."""
+    begin = _LINE.match(text)
+    end = begin and _LINE.search(text, begin.end())
+    if begin is None or end is None:
+        return ""
+    result = _CONFIGS.search(text, begin.end(), end.start())
+    return result[0] if result else ""
+
+
+def _require_simple(tokens: Any) -> None:
+    """ValueError for references, tags, and what is nested or long."""
+    depth = 0
+    for count, token in enumerate(tokens):
+        kind = type(token).__name__
+        if kind in _BEYOND:
+            raise ValueError(f"`configs` has {_BEYOND[kind]}")
+        depth += kind.endswith("StartToken") and not kind.startswith("Stream")
+        depth -= kind.endswith("EndToken") and not kind.startswith("Stream")
+        if depth > _MOST_DEPTH or count > _MOST_TOKENS:
+            raise ValueError("`configs` is nested too deep, or has too many fields")
 
 
 def _require_one(root: Path, split: str, files: list[Path]) -> None:

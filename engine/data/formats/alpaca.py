@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.engine.data.formats.base import VERDICTS, kind, optional_text, text_field, unpacked
-from penstock.engine.data.rows import RowError
-from penstock.engine.data.samples import Completion, Conversation
+from penstock.engine.data.samples import Completion, Conversation, RowError
 
 FIELDS = ("instruction", "output", "input", "system", "history", *VERDICTS)
 _ABOUT = "Below is an instruction that describes a task"

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
-from penstock.engine.data.rows import RowError
-from penstock.engine.data.samples import Sample, Text
+from penstock.engine.data.samples import RowError, Sample, Text
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line, parse_json
 
@@ -37,11 +36,8 @@ class RowFormat(Protocol):
 class FileFormat(Protocol):
     """What the module of a format of whole files has."""
 
-    NEEDS_PATH: bool
-    """Whether data.path says what is read."""
-
     def files(self, path: Path) -> list[Path]:
-        """The files to read in the folder `path`; a file is read itself."""
+        """The files to read in the folder `path`; a file is read itself. Sources without a path ignore it."""
         ...
 
     def read(self, file: Path) -> Iterator[Text]:
@@ -145,6 +141,12 @@ def list_field(fields: dict[str, Any], name: str, where: str) -> list[Any]:
     if not value:
         raise RowError(f"{where}: `{name}` is empty")
     return value
+
+
+def lists_objects(value: Any, field: str) -> bool:
+    """Whether a value is a list of objects with such a field, or the JSON of one, by the first of them."""
+    value = unpacked(value)
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and field in value[0]
 
 
 WEIGHTS = "expected 0, or a number from 1e-6 to 1e6"

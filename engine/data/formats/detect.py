@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 from penstock.engine.config import DataConfig
 from penstock.engine.data.files.base import container_of, open_utf8, read_rows
 from penstock.engine.data.files.splits import find_splits, split_files
-from penstock.engine.data.formats.base import FORMATS, PREFERENCE, RowFormat, find_format, is_preference
-from penstock.engine.data.formats.messages import has_messages
+from penstock.engine.data.formats.base import FORMATS, PREFERENCE, RowFormat, find_format, is_preference, lists_objects
 from penstock.engine.data.formats.reading import renamed
-from penstock.engine.data.formats.sharegpt import has_turns
-from penstock.engine.data.rows import BadRows
+from penstock.engine.data.samples import BadRows
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.links import below_data, require_no_entry, require_of_data
 from penstock.storage.files.untrusted import one_line, printable
@@ -69,7 +67,8 @@ def detect(path: Path, split: str | None = None, columns: Mapping[str, str] | No
 
 def _format_of(rows: list[dict[str, Any]], file: Path) -> tuple[str, dict[str, str]]:
     """Format and what it renames, of rows that all match. UserError telling the columns where none does."""
-    if any(map(_is_unpaired, rows)):
+    # Answers that are wanted or not, as TRL's unpaired preferences are.
+    if any(isinstance(fields.get("label"), bool) and {"prompt", "completion"} <= fields.keys() for fields in rows):
         raise UserError(
             f"{printable(file)}: `label` says which completions are wanted, and preference training is not supported; "
             "remove the rows whose label is false, and set data.source=prompt_completion, or with it data.bad_rows=skip"
@@ -87,9 +86,9 @@ def _format_of(rows: list[dict[str, Any]], file: Path) -> tuple[str, dict[str, s
         raise UserError(f"{printable(file)}: {PREFERENCE}")
     result = [
         (source, {field: name})
-        for source, field, fits in (("sharegpt", "conversations", has_turns), ("messages", "messages", has_messages))
+        for source, field, own in (("sharegpt", "conversations", "from"), ("messages", "messages", "role"))
         for name, value in rows[0].items()
-        if fits(value)
+        if lists_objects(value, own)
     ]
     if len(result) == 1:
         return result[0]
@@ -108,20 +107,12 @@ def _format_of(rows: list[dict[str, Any]], file: Path) -> tuple[str, dict[str, s
     )
 
 
-def _is_unpaired(fields: dict[str, Any]) -> bool:
-    """Whether a row is an answer that is wanted or not, as TRL's unpaired preferences are."""
-    return isinstance(fields.get("label"), bool) and {"prompt", "completion"} <= fields.keys()
-
-
 def _rejected(fields: dict[str, Any]) -> str | None:
     """The field with the worse answer of a pair whose better one stands where answers do; None where there is none."""
     if "chosen" in fields:  # beside a conversation that may be there to be trained on
         return None
-    return next((name for name, value in fields.items() if name.startswith("rejected") and _says(value)), None)
-
-
-def _says(value: Any) -> bool:
-    return isinstance(value, str | list | dict) and bool(value)
+    said = (name for name, value in fields.items() if value and isinstance(value, str | list | dict))
+    return next((name for name in said if name.startswith("rejected")), None)
 
 
 def _plain_text(root: Path) -> Detected:

@@ -17,11 +17,11 @@ from penstock.engine.data.formats.base import (
     is_weight,
     kind,
     list_field,
+    lists_objects,
     optional_text,
     unpacked,
 )
-from penstock.engine.data.rows import RowError
-from penstock.engine.data.samples import Conversation, content_texts
+from penstock.engine.data.samples import Conversation, RowError, content_texts
 from penstock.storage.files.untrusted import one_line
 
 FIELDS = ("messages", "tools", "functions", "system", "chat_template_kwargs", *VERDICTS)
@@ -33,7 +33,7 @@ _NOT_GIVEN = ("conversations", "messages", "tools", "chat_template", "add_genera
 
 
 def matches(fields: dict[str, Any]) -> bool:
-    return has_messages(fields.get("messages"))
+    return lists_objects(fields.get("messages"), "role")
 
 
 def convert(fields: dict[str, Any], where: str) -> Conversation:
@@ -46,12 +46,6 @@ def conversation(values: list[Any], fields: dict[str, Any], where: str, field: s
     if is_preference(fields) and not any(message["role"] == "assistant" for message in messages):
         raise RowError(f"{where}: {PREFERENCE}")
     return Conversation(where, messages, read_tools(fields, where), read_kwargs(fields, where))
-
-
-def has_messages(value: Any) -> bool:
-    """Whether a value is a list of messages, by the first of them."""
-    value = unpacked(value)
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and {"role"} <= value[0].keys()
 
 
 def read_messages(values: list[Any], where: str, field: str) -> list[dict[str, Any]]:
@@ -122,8 +116,8 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         _require_text(message["content"], where)
     elif not _calls(message):
         raise RowError(f"{where} has no `content`; give it a text")
-    if "weight" in message:
-        require_weight(message["weight"], where)
+    if "weight" in message and (isinstance(message["weight"], bool) or not is_weight(message["weight"])):
+        raise RowError(f"{where}: `weight` is {one_line(message['weight'], 40)}; {WEIGHTS}")
     if any(message.get(name) is value for name, value in _UNTRAINED.items()):
         message["weight"] = 0
     return message
@@ -132,12 +126,6 @@ def _message(value: Any, where: str) -> dict[str, Any]:
 def _calls(message: dict[str, Any]) -> Any:
     """The calls of a message; false where there are none."""
     return message.get("tool_calls") or message.get("function_call")
-
-
-def require_weight(weight: Any, where: str) -> None:
-    """RowError where a message's weight is no number that tokens can count."""
-    if isinstance(weight, bool) or not is_weight(weight):
-        raise RowError(f"{where}: `weight` is {one_line(weight, 40)}; {WEIGHTS}")
 
 
 def _require_text(content: Any, where: str) -> None:

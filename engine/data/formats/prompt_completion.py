@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine.data.formats.base import VERDICTS, kind, optional_text, required, unpacked
-from penstock.engine.data.formats.messages import has_messages, read_kwargs, read_messages, read_tools, with_system
-from penstock.engine.data.rows import RowError
-from penstock.engine.data.samples import Completion, Conversation
+from penstock.engine.data.formats.base import VERDICTS, kind, lists_objects, optional_text, required, unpacked
+from penstock.engine.data.formats.messages import read_kwargs, read_messages, read_tools, with_system
+from penstock.engine.data.samples import Completion, Conversation, RowError
 
 FIELDS = ("prompt", "completion", "tools", "functions", "system", "chat_template_kwargs", *VERDICTS)
 
@@ -18,7 +17,7 @@ FIELDS = ("prompt", "completion", "tools", "functions", "system", "chat_template
 def matches(fields: dict[str, Any]) -> bool:
     """Also where one is a text and the other messages, which is refused: neither is a conversation alone."""
     prompt, completion = fields.get("prompt"), fields.get("completion")
-    return all(isinstance(value, str) or has_messages(value) for value in (prompt, completion))
+    return all(isinstance(value, str) or lists_objects(value, "role") for value in (prompt, completion))
 
 
 def convert(fields: dict[str, Any], where: str) -> Completion | Conversation:
@@ -47,7 +46,7 @@ def convert(fields: dict[str, Any], where: str) -> Completion | Conversation:
 def _messages_or_text(fields: dict[str, Any], name: str, where: str) -> str | list[Any]:
     value = required(fields, name, where)
     messages = unpacked(value)
-    if isinstance(messages, list) and (has_messages(messages) or not isinstance(value, str)):
+    if isinstance(messages, list) and (lists_objects(messages, "role") or not isinstance(value, str)):
         return messages
     if not isinstance(value, str):
         raise RowError(f"{where}: `{name}` is {kind(value)}; expected a text or a list of messages")

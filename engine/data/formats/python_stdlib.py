@@ -9,8 +9,6 @@ from pathlib import Path
 
 from penstock.engine.data.samples import Text
 
-NEEDS_PATH = False
-
 
 def files(path: Path) -> list[Path]:
     """Python files of the standard library; what is installed into it, which is far more, is not walked."""

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.config import DataConfig
+from penstock.engine.config.data import PATHLESS
 from penstock.engine.data.files.base import read_rows
 from penstock.engine.data.files.splits import split_files
 from penstock.engine.data.formats.base import FileFormat, RowFormat, find_format, require_wanted
 from penstock.engine.data.needles import haystacks
 from penstock.engine.data.position import Progress
-from penstock.engine.data.rows import BadRows, RowError
-from penstock.engine.data.samples import Completion, Conversation, Ids, Sample, Text, content_texts
+from penstock.engine.data.samples import BadRows, Completion, Conversation, Ids, RowError, Sample, Text, content_texts
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.links import below_data, require_of_data
 from penstock.storage.files.untrusted import printable
@@ -28,7 +28,7 @@ def source_files(config: DataConfig) -> list[Path]:
         raise UserError(f"data.path: required with data.source={config.source}; set it")
     reader, root = find_format(config.source), Path(config.path or "").expanduser()
     try:
-        if isinstance(reader, FileFormat) and not reader.NEEDS_PATH:
+        if isinstance(reader, FileFormat) and config.source in PATHLESS:
             return sorted(reader.files(root))
         if not root.exists():
             raise UserError(

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine.data.formats.base import VERDICTS, kind, list_field, unpacked
+from penstock.engine.data.formats.base import VERDICTS, kind, list_field, lists_objects, unpacked
 from penstock.engine.data.formats.messages import conversation
-from penstock.engine.data.rows import RowError
-from penstock.engine.data.samples import Conversation
+from penstock.engine.data.samples import Conversation, RowError
 from penstock.storage.files.untrusted import one_line
 
 FIELDS = ("conversations", "system", "tools", "functions", "chat_template_kwargs", *VERDICTS)
@@ -35,13 +34,7 @@ ROLES = {
 
 
 def matches(fields: dict[str, Any]) -> bool:
-    return has_turns(fields.get("conversations"))
-
-
-def has_turns(value: Any) -> bool:
-    """Whether a value is a list of turns, by the first of them."""
-    value = unpacked(value)
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "from" in value[0]
+    return lists_objects(fields.get("conversations"), "from")
 
 
 def convert(fields: dict[str, Any], where: str) -> Conversation:

@@ -12,7 +12,6 @@ from penstock.storage.files.errors import UserError
 from penstock.storage.files.links import below_data
 from penstock.storage.files.untrusted import printable
 
-NEEDS_PATH = True
 _PIECE_CHARS = 8 * 2**20  # a longer file is tokenised in pieces of this size, cut at a line's end
 
 

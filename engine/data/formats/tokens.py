@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine.data.formats.base import WEIGHTS, is_weight, list_field, required, unpacked
-from penstock.engine.data.rows import RowError
-from penstock.engine.data.samples import Ids
+from penstock.engine.data.formats.base import WEIGHTS, is_weight, list_field, unpacked
+from penstock.engine.data.samples import Ids, RowError
 from penstock.storage.files.untrusted import is_whole, one_line, printable
 
 _IDS = ("input_ids", "ids", "tokens")
@@ -29,7 +28,6 @@ def matches(fields: dict[str, Any]) -> bool:
 
 def convert(fields: dict[str, Any], where: str) -> Ids:
     name = next((name for name in _IDS if fields.get(name) is not None), _IDS[0])
-    required(fields, name, where)
     ids = list_field(fields, name, where)
     wrong = next((i for i, token in enumerate(ids) if not is_whole(token) or not 0 <= token <= _MOST_ID), None)
     if wrong is not None:

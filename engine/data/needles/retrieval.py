@@ -151,17 +151,16 @@ def _question(
     hidden += [(key, value, chance.random()) for key, value in zip(keys[1:], numbers[len(values) :], strict=True)]
     needles = [(f"One of the secret numbers of the {key} is {value}.", at) for key, value, at in hidden]
 
-    what, are = ("numbers", "are") if len(values) > 1 else ("number", "is")
+    number, are = ("numbers", "are") if len(values) > 1 else ("number", "is")
+    subject, between = f"secret {number} of the {keys[0]}", "\n" if haystacks.filler == "noise" else " "
 
     def made(sentences: Sequence[str]) -> Question:
-        text = _prompt(
-            f"the secret {what} of the {keys[0]}",
-            are,
-            _hide(sentences, needles, size),
-            "\n" if haystacks.filler == "noise" else " ",
+        text = (
+            f"Somewhere in the text below it says what the {subject} {are}. Read it with care: there will be a "
+            f"question about it.\n\n{between.join(_hide(sentences, needles, size))}\n\n"
+            f"What {are} the {subject} in the text above?"
         )
-        begun = f"The secret {what} of the {keys[0]} {are}"
-        return Question(kind, length, depth, text, begun, values, bands)
+        return Question(kind, length, depth, text, f"The {subject} {are}", values, bands)
 
     most = length - haystacks.new_tokens
     if (least := measure(made([]))) > most:
@@ -192,13 +191,6 @@ def _hide(sentences: Sequence[str], needles: Sequence[tuple[str, float]], size: 
     for needle, at in sorted(needles, key=lambda one: -one[1]):
         placed.insert(bisect.bisect_right(ends, at * total), needle)
     return placed
-
-
-def _prompt(what: str, are: str, sentences: Sequence[str], between: str) -> str:
-    return (
-        f"Somewhere in the text below it says what {what} {are}. Read it with care: there will be a question about it."
-        f"\n\n{between.join(sentences)}\n\nWhat {are} {what} in the text above?"
-    )
 
 
 def _sentences(filler: Filler, chance: random.Random) -> Iterator[str]:

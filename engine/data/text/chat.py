@@ -14,24 +14,29 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from penstock.engine.config import DataConfig
-from penstock.engine.data.rows import RowError
-from penstock.engine.data.samples import Conversation, in_parts
+from penstock.engine.config import CONVERSATIONS, DataConfig
+from penstock.engine.data.samples import Conversation, RowError, in_parts
 from penstock.engine.data.text.sandbox import Limits
 from penstock.engine.data.text.tokenizer import TextTokenizer
 from penstock.engine.data.text.turn_ends import THOUGHTS, turn_ends
-from penstock.engine.data.text.turns import MARKED, FormError, Messages, View, with_functions
+from penstock.engine.data.text.turns import MARKED, FormError, Messages, Template, View, with_functions
+from penstock.storage.files.disk import atomic_write
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.model_folder import has_model_file, read_model_file
+from penstock.storage.files.sealed import seal, unseal
 from penstock.storage.files.untrusted import one_line, parse_object, printable, read_regular, real_path
 
 _MOST_BYTES = 1 << 24
+FILE = "chat_template.json"
+"""In the folder of a run's data: the templates that it trains with, by name, as the file that a recipe names may go."""
+_MOST_SAVED_BYTES = 1 << 26
 Trained = Literal["assistant", "last", "all"]
 
 
@@ -96,8 +101,7 @@ class ChatTemplate:
         """UserError for what is no template."""
         self.texts = {"default": template} if isinstance(template, str) else template
         self.limits = Limits()
-        self._special, self._tokenizer = tokenizer.special_tokens, tokenizer
-        self._seen: dict[str, set[tuple[Any, ...]]] = {name: set() for name in self.texts}
+        self._tokenizer = tokenizer
         if "default" not in self.texts:
             names = ", ".join(map(printable, self.texts))
             raise UserError(f"{where} has no template 'default' among {names}; give one with data.chat_template")
@@ -118,11 +122,17 @@ class ChatTemplate:
     @cached_property
     def end_ids(self) -> frozenset[int]:
         special = self._tokenizer.special_ids
-        return special if self._tokenizer.added_ids <= special else special | turn_ends(self.texts, self._tokenizer)
+        return special if self._tokenizer.added_ids <= special else special | self.turn_ends
 
     @cached_property
-    def _ends(self) -> frozenset[str]:
-        return self._tokenizer.texts_of(self.end_ids)
+    def turn_ends(self) -> frozenset[int]:
+        """The added tokens that end an assistant's turn."""
+        return turn_ends(self.texts, self._tokenizer)
+
+    @cached_property
+    def _templates(self) -> dict[str, Template]:
+        special, ends = self._tokenizer.special_tokens, self._tokenizer.texts_of(self.end_ids)
+        return {name: Template(text, special, self.limits, ends, set()) for name, text in self.texts.items()}
 
     @property
     def has_markers(self) -> bool:
@@ -145,7 +155,7 @@ class ChatTemplate:
 
         `all` is every token, whatever the messages' weights.
         """
-        _ = self._ends  # whose rendering takes none of the sample's time
+        _ = self._templates  # whose rendering takes none of the sample's time
         with self.limits.bounded(sample.where, sample.messages, sample.tools):
             return self._rendered(sample, trained)
 
@@ -176,7 +186,7 @@ class ChatTemplate:
         """The conversation so far, up to where the assistant is to write; `goes_on`: its turn has begun, by the last
         message. Raises UserError where it is refused."""
         try:
-            _ = self._ends
+            _ = self._templates
             with self.limits.bounded("chat", messages):
                 view = self._see("default", list(messages), "chat")
                 if view.unshown and (parted := self._try("default", list(map(in_parts, messages)), "chat")):
@@ -220,17 +230,10 @@ class ChatTemplate:
 
     def _see(self, name: str, messages: Messages, where: str, beside: Conversation | None = None) -> View:
         """`beside`: whose tools and other values the template is given."""
-        given = {} if beside is None else beside.given or {}
-        return View(
-            self.texts[name],
-            messages,
-            where,
-            tools=None if beside is None else beside.tools,
-            special=self._special | given,
-            ends=self._ends,
-            seen=set() if given else self._seen[name],
-            limits=self.limits,
-        )
+        template = self._templates[name]
+        if beside is not None and beside.given:
+            template = template._replace(special={**template.special, **beside.given}, seen=set())
+        return View(template, messages, where, None if beside is None else beside.tools)
 
     def _try(self, name: str, messages: Messages, where: str, beside: Conversation | None = None) -> View | None:
         with contextlib.suppress(RowError):
@@ -273,3 +276,53 @@ def _with_object(function: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(ValueError):
             return function | {"arguments": json.loads(arguments)}
     return function
+
+
+def save_template(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -> None:
+    """Write the template that `config` trains with, durably; nothing where its data has no conversations."""
+    template = find_template(config, tokenizer) if trains_turns(config) else None
+    if template is None:
+        return
+    content = (json.dumps(seal({"templates": dict(template.texts)}), indent=2) + "\n").encode()
+    if not (folder / FILE).is_file() or read_regular(folder / FILE, most_bytes=_MOST_SAVED_BYTES) != content:
+        atomic_write(folder / FILE, content)
+
+
+def load_template(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -> ChatTemplate | None:
+    """The template saved in a run's data folder; where there is none, that of recipe and tokenizer as they are.
+
+    Raises UserError where it is damaged, and as `find_template`.
+    """
+    path = folder / FILE
+    if not os.path.lexists(path):
+        return find_template(config, tokenizer)
+    return ChatTemplate(_read(path)[0], printable(path), tokenizer)
+
+
+def verify_template(path: Path) -> int:
+    """Check the file against its checksum; its bytes. Raises UserError naming it."""
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[dict[str, str], int]:
+    """The templates by name, and the file's bytes."""
+    try:
+        content = read_regular(path, most_bytes=_MOST_SAVED_BYTES)
+        texts = unseal(parse_object(content)).content.get("templates")
+        if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+            raise ValueError("it holds no chat templates")
+        return texts, len(content)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: damaged: {error}; restore the file, or delete it to use the chat template that the recipe names"
+        ) from error
+
+
+def trains_turns(config: DataConfig) -> bool:
+    """Whether some of the data is conversations."""
+    return any(part.source in CONVERSATIONS for part in config.parts)
+
+
+def trained_ends(config: DataConfig, template: ChatTemplate | None) -> frozenset[int]:
+    """The tokens that ended the turns which were trained; none where the data has no conversations."""
+    return template.turn_ends if template is not None and trains_turns(config) else frozenset()

@@ -7,14 +7,22 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.config import CONVERSATIONS, DataConfig
-from penstock.engine.data.rows import BadRows, RowError
-from penstock.engine.data.samples import Completion, Conversation, Encoded, Ids, Sample, Text, content_texts
+from penstock.engine.data.samples import (
+    BadRows,
+    Completion,
+    Conversation,
+    Encoded,
+    Ids,
+    RowError,
+    Sample,
+    Text,
+    content_texts,
+)
 from penstock.engine.data.text.chat import ChatTemplate, Rendered, Span, find_template
 from penstock.engine.data.text.tokenizer import TextTokenizer
 from penstock.storage.files.errors import UserError
@@ -22,17 +30,6 @@ from penstock.storage.files.errors import UserError
 _ALWAYS = ("messages", "sharegpt")
 """Sources whose every row is a conversation."""
 _VERSION = 5  # of what the same files become
-
-
-class Answer(NamedTuple):
-    """What became of a batch that another process encoded."""
-
-    encoded: list[Encoded]
-    bad: tuple[int, str]
-    """Samples that were left out, and what was wrong with the first."""
-    user_error: UserError | None = None
-    failure: str | None = None
-    """Traceback of any other error."""
 
 
 class Encoder:
@@ -50,15 +47,12 @@ class Encoder:
     def __init__(self, config: DataConfig, tokenizer: TextTokenizer) -> None:
         """Raises UserError where data.bos asks for a token that the tokenizer does not have."""
         self._config, self._tokenizer = config, tokenizer
+        self.has_fast_tokenizer = tokenizer.is_fast
         self.unread: set[str] = set()
         self.bad = BadRows(config.bad_rows)
         self.adds_bos = config.bos == "on" or (config.bos == "auto" and tokenizer.puts_bos)
         if self.adds_bos and tokenizer.bos_id is None:
             raise UserError("data.bos: on, but the tokenizer has no begin-of-text token; leave it at auto")
-
-    @property
-    def has_fast_tokenizer(self) -> bool:
-        return self._tokenizer.is_fast
 
     @cached_property
     def template(self) -> ChatTemplate | None:
@@ -89,29 +83,31 @@ class Encoder:
         Raises UserError where conversations come and there is no chat template.
         """
         ready = [self._prepare(sample) for sample in samples]
-        texts = [sample.text for sample in samples if isinstance(sample, Text)]
+        texts = [one.text for one in ready if isinstance(one, Text)]
         of_text = iter(self._tokenizer.encode_batch(texts) if texts else [])
         spanned = [one.text for one in ready if isinstance(one, Rendered)]
         of_span = iter(self._tokenizer.encode_spans(spanned) if spanned else [])
         result: list[Encoded] = []
         for sample, one in zip(samples, ready, strict=True):
-            if isinstance(sample, Text):
-                result.append(self._text(sample, next(of_text)))
-                continue
             try:
                 if isinstance(one, RowError):
                     raise one
-                if one is not None:
-                    result.append(_trained(self._finish(sample.where, one, *next(of_span))))
-                elif isinstance(sample, Ids):
-                    result.append(_trained(self._ids(sample)))
+                if isinstance(one, Text):
+                    result.append(self._text(one, next(of_text)))
+                else:
+                    whole = one if isinstance(one, Encoded) else self._finish(sample.where, one, *next(of_span))
+                    result.append(_trained(whole))
             except RowError as error:
                 self.bad.add(error)
         return result
 
-    def _prepare(self, sample: Sample) -> Rendered | RowError | None:
-        """None for what needs no rendering; what is wrong with a bad sample."""
+    def _prepare(self, sample: Sample) -> Text | Rendered | Encoded | RowError:
+        """What is to be tokenised, or is tokens already; what is wrong with a bad sample."""
         try:
+            if isinstance(sample, Text):
+                return sample
+            if isinstance(sample, Ids):
+                return self._ids(sample)
             if isinstance(sample, Conversation):
                 if self.template is not None:
                     return self.template.render(sample, self._config.trained_tokens)
@@ -122,8 +118,6 @@ class Encoder:
                         "model"
                     )
                 sample = sample.plain
-            if not isinstance(sample, Completion):
-                return None
         except RowError as error:
             return error
         start, stop = len(sample.prompt), len(sample.prompt) + len(sample.completion)
@@ -146,11 +140,9 @@ class Encoder:
 
     def _last(self, ids: list[int]) -> int | None:
         """The last token that is no white space."""
-        tokens = (token for token in reversed(ids) if token in self._tokenizer.special_ids or self._is_text(token))
-        return next(tokens, None)
-
-    def _is_text(self, token: int) -> bool:
-        return bool(self._tokenizer.decode([token]).strip())
+        tokenizer = self._tokenizer
+        shown = (id for id in reversed(ids) if id in tokenizer.special_ids or tokenizer.decode([id]).strip())
+        return next(shown, None)
 
     def _ids(self, sample: Ids) -> Encoded:
         ids = np.asarray(sample.ids, dtype=np.int64)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
+import sys
+import traceback
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +20,7 @@ from itertools import chain, islice
 from queue import SimpleQueue
 
 from penstock.engine.data.samples import Encoded, Sample, Text
-from penstock.engine.data.text.encode import Answer, Encoder, batches
+from penstock.engine.data.text.encode import Encoder, batches
 from penstock.storage.files import child
 from penstock.storage.files.errors import UserError
 
@@ -28,6 +31,8 @@ _SHARE_CHARS = 2**18
 SERIAL_BATCHES = 2
 """Batches that this process encodes itself before it begins others: few samples are done before those have started."""
 _MOST_PROCESSES = 16
+Answer = tuple[list[Encoded], tuple[int, str]]
+"""What became of a batch, how many samples were left out, and what was wrong with the first."""
 _KILLED = (
     "data: a tokenizing process was killed by signal {signal} (9 usually means out of memory); free some memory or "
     "use fewer processors (taskset), then start again"
@@ -70,13 +75,9 @@ def _in_parallel(encoder: Encoder, samples: Iterator[Sample], processes: int) ->
             idle.put(worker)
 
     def oldest() -> list[Encoded]:
-        answer = under_way.popleft().result()
-        if answer.user_error is not None:
-            raise answer.user_error
-        if answer.failure is not None:
-            raise RuntimeError(f"a tokenizing process failed:\n{answer.failure}")
-        encoder.bad.add_many(*answer.bad)
-        return answer.encoded
+        encoded, bad = under_way.popleft().result()
+        encoder.bad.add_many(*bad)
+        return encoded
 
     try:
         for _ in range(processes):
@@ -97,12 +98,12 @@ def _in_parallel(encoder: Encoder, samples: Iterator[Sample], processes: int) ->
 
 
 class _Worker:
-    """A process of encode_worker.py: one batch at a time."""
+    """A process that runs `main`: one batch at a time."""
 
     def __init__(self, encoder: bytes) -> None:
         self._unsent = encoder
         self._process = subprocess.Popen(
-            child.command("engine.data.text.encode_worker"),
+            child.command("engine.data.text.encode_pool"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -111,6 +112,7 @@ class _Worker:
         )
 
     def request(self, batch: list[Sample]) -> Answer:
+        """What became of the batch. Raises what the process did, UserError where it was killed."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -120,12 +122,13 @@ class _Worker:
             self._unsent = b""
             answer = pickle.load(stdout)
         except (EOFError, OSError, ValueError, pickle.UnpicklingError):
-            code = self._process.wait()
-            if code < 0:
-                return Answer([], (0, ""), user_error=UserError(_KILLED.format(signal=-code)))
-            return Answer([], (0, ""), failure=f"it ended with code {code}")
-        assert isinstance(answer, Answer)
-        return answer
+            if (code := self._process.wait()) < 0:
+                raise UserError(_KILLED.format(signal=-code)) from None
+            raise RuntimeError(f"a tokenizing process failed:\nit ended with code {code}") from None
+        if isinstance(answer, Exception):
+            raise answer
+        result: Answer = answer
+        return result
 
     def kill(self) -> None:
         """Whatever it is at; what it answers then is a failure."""
@@ -137,3 +140,36 @@ class _Worker:
             assert pipe is not None
             with suppress(OSError):  # what was not sent is not wanted
                 pipe.close()
+
+
+def main() -> None:
+    """What a process does: an Encoder comes on its standard input, then batches of samples, until it ends.
+
+    Its answers, or the errors in their place, go to standard output, pickled like what it is given. It ends with the
+    process that began it, as its input ends then; what the terminal sends to all of its processes, control-C, it leaves
+    to that one.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
+    given = sys.stdin.buffer
+    encoder = pickle.load(given)
+    encoder.bad.take()
+    while True:
+        try:
+            samples = pickle.load(given)
+        except EOFError:
+            return
+        answer: Answer | Exception
+        try:
+            answer = encoder.encode(samples), encoder.bad.take()
+        except UserError as error:
+            answer = error
+        except Exception:
+            answer = RuntimeError(f"a tokenizing process failed:\n{traceback.format_exc()}")
+        pickle.dump(answer, answers, protocol=pickle.HIGHEST_PROTOCOL)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

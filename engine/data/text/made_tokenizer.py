@@ -156,13 +156,10 @@ class _Trained:
     def __init__(self, backend: Any) -> None:
         self.backend_tokenizer = backend
         self.eos_token_id = backend.token_to_id(EOS_TOKEN)
+        self.added_tokens_decoder = backend.get_added_tokens_decoder()
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
-
-    @property
-    def added_tokens_decoder(self) -> dict[int, Any]:
-        return dict(self.backend_tokenizer.get_added_tokens_decoder())
 
     def get_vocab(self) -> dict[str, int]:
         return dict(self.backend_tokenizer.get_vocab(with_added_tokens=True))

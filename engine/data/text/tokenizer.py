@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -55,15 +56,9 @@ _MOST_GROWTH = 1 << 16
 
 
 def tokenizer_files(folder: Path) -> list[str]:
-    """What of a folder makes up its tokenizer: paths within it, for `read_tokenizer_file`."""
+    """What of a folder makes up its tokenizer: paths within it."""
     own = [name for name in TOKENIZER_FILES if has_model_file(folder, name)]
     return own + [f"{MORE_TEMPLATES}/{file.name}" for file in more_templates(folder)]
-
-
-def read_tokenizer_file(folder: Path, name: str) -> bytes:
-    """The content of one of `tokenizer_files`. UserError where it cannot be read."""
-    file = folder / name
-    return read_model_file(file.parent, file.name, FILE_BYTES)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -72,8 +67,9 @@ def has_tokenizer(folder: Path) -> bool:
 
 def tokenizer_contents(folder: Path, templates: Mapping[str, str] | None = None) -> dict[str, bytes]:
     """What makes up the tokenizer of a folder, by path; `templates`: chat templates by name, `default` among them, in
-    the place of its own."""
-    result = {name: read_tokenizer_file(folder, name) for name in tokenizer_files(folder)}
+    the place of its own. UserError where a file cannot be read."""
+    files = {name: folder / name for name in tokenizer_files(folder)}
+    result = {name: read_model_file(file.parent, file.name, FILE_BYTES) for name, file in files.items()}
     if templates is None:
         return result
     result = {name: content for name, content in result.items() if "chat_template" not in name}
@@ -100,8 +96,10 @@ class TextTokenizer:
     """Turns texts into token ids, and knows which id ends a document.
 
     Attributes: `folder` (where its files are), `eos_id`, `vocab_size` (ids are below it, added tokens included),
-    `fingerprint` (hex, equal for two tokenizers exactly when their files are), `puts_bos` (whether the tokenizer itself
-    begins a text with `bos_id`, as Llama 3's and Gemma's do).
+    `fingerprint` (hex, equal for two tokenizers exactly when their files are), `bos_id` (the begin-of-text token; None
+    where there is none), `puts_bos` (whether the tokenizer itself begins a text with it, as Llama 3's and Gemma's do),
+    `is_fast` (whether it has threads of its own), `special_tokens` (what chat templates know: `bos_token`, `eos_token`,
+    ... -> the token's text), `chat_template` (its own, or several by name).
     """
 
     def __init__(self, folder: Path, tokenizer: Any) -> None:
@@ -117,23 +115,17 @@ class TextTokenizer:
         self.eos_id = int(tokenizer.eos_token_id)
         self.vocab_size = 1 + max(len(tokenizer) - 1, self.eos_id, *tokenizer.get_vocab().values())
         digest = hashlib.sha256()
-        for name in tokenizer_files(folder):
-            digest.update(name.encode() + hashlib.sha256(read_tokenizer_file(folder, name)).digest())
+        for name, content in tokenizer_contents(folder).items():
+            digest.update(name.encode() + hashlib.sha256(content).digest())
         self.fingerprint = digest.hexdigest()
+        bos_id, self.is_fast = tokenizer.bos_token_id, self._fast is not None
+        self.bos_id = int(bos_id) if is_whole(bos_id) and bos_id >= 0 else None
+        self.special_tokens: dict[str, str] = dict(tokenizer.special_tokens_map)
+        self.chat_template: str | dict[str, str] | None = getattr(tokenizer, "chat_template", None)
         self.puts_bos = self._finds_bos()
         if self._fast is not None:
             # Of no more use: it adds special tokens, and in some tokenizers takes blanks out of tokens' offsets.
             self._fast.post_processor = None
-
-    @property
-    def kind(self) -> str:
-        """What transformers calls it."""
-        return type(self._tokenizer).__name__
-
-    @property
-    def is_fast(self) -> bool:
-        """Whether it has threads of its own."""
-        return self._fast is not None
 
     @property
     def _fast(self) -> Any:
@@ -165,12 +157,6 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids)))
 
-    @property
-    def bos_id(self) -> int | None:
-        """The begin-of-text token; None where there is none."""
-        result = self._tokenizer.bos_token_id
-        return int(result) if is_whole(result) and result >= 0 else None
-
     def _finds_bos(self) -> bool:
         if self.bos_id is None:
             return False
@@ -200,17 +186,6 @@ class TextTokenizer:
         """The texts of added tokens."""
         tokens = self._tokenizer.added_tokens_decoder
         return frozenset(str(tokens[number]) for number in ids)
-
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """What chat templates know: `bos_token`, `eos_token`, ... -> the token's text."""
-        return dict(self._tokenizer.special_tokens_map)
-
-    @property
-    def chat_template(self) -> str | dict[str, str] | None:
-        """The tokenizer's own chat template, or several by name."""
-        result: str | dict[str, str] | None = getattr(self._tokenizer, "chat_template", None)
-        return result
 
 
 def _pairs(offsets: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
@@ -244,8 +219,9 @@ def load_tokenizer(path: Path) -> TextTokenizer:
         raise UserError(f"tokenizer: {path} does not exist; name a Hugging Face folder or a tokenizer.json")
     if not has_tokenizer(folder):
         raise UserError(f"tokenizer: {folder} has no tokenizer files (tokenizer.json, tokenizer.model, vocab.json)")
-    _require_readable(folder)
-    _require_package(folder)
+    contents = tokenizer_contents(folder)
+    _require_readable(folder, contents)
+    _require_package(folder, contents)
     with _refusing(f"tokenizer: {folder} cannot be read"):
         from transformers import AutoTokenizer  # takes seconds, and a tokenizer trained here does without
 
@@ -260,11 +236,11 @@ def load_tokenizer(path: Path) -> TextTokenizer:
         return TextTokenizer(folder, tokenizer)
 
 
-def _require_readable(folder: Path) -> None:
+def _require_readable(folder: Path, contents: Mapping[str, bytes]) -> None:
     """UserError for a file that transformers would read and that is none of the folder's, too large or no JSON."""
-    config = ["config.json"] if has_model_file(folder, "config.json") else []
-    for name in (*tokenizer_files(folder), *config):
-        content = read_tokenizer_file(folder, name)
+    if has_model_file(folder, "config.json"):
+        contents = {**contents, "config.json": read_model_file(folder, "config.json", FILE_BYTES)}
+    for name, content in contents.items():
         if name.endswith(".json"):
             try:
                 result = parse_json(content)
@@ -294,9 +270,8 @@ def _growth(part: Any) -> float:
             compounds = not set(made).isdisjoint(replaced)
         else:  # a regular expression may match nothing, between any two characters
             grows, compounds = math.prod(1 + len(text) for text in texts), True
-        times = (
-            times * grows if compounds else max(times, grows)
-        )  # what it replaces may be what another made, or is not
+        # What it replaces may be what another made, or is not.
+        times = times * grows if compounds else max(times, grows)
         made += "".join(texts)
     return times
 
@@ -309,22 +284,22 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
         yield part
 
 
-def _require_package(folder: Path) -> None:
+def _require_package(folder: Path, contents: Mapping[str, bytes]) -> None:
     """UserError naming the missing package that a folder with no vocabulary but tokenizer.model needs.
 
     transformers tries one after the other and names the last.
     """
-    if "tokenizer.model" not in (names := tokenizer_files(folder)) or {"tokenizer.json", "tekken.json"} & {*names}:
+    if "tokenizer.model" not in contents or {"tokenizer.json", "tekken.json"} & contents.keys():
         return
     # A line of tiktoken's is a token in base64 and its rank; sentencepiece's file is a protocol buffer.
-    is_tiktoken = _TIKTOKEN.match(read_tokenizer_file(folder, "tokenizer.model")) is not None
+    is_tiktoken = _TIKTOKEN.match(contents["tokenizer.model"]) is not None
     package = "tiktoken" if is_tiktoken else "sentencepiece"
     if importlib.util.find_spec(package) is None:
         raise UserError(
             f"tokenizer: {folder} has no tokenizer.json, and reading its tokenizer.model takes the package {package}, "
             f"which is not installed; install it with `pip install {package}`, or add a tokenizer.json"
         )
-    if "tokenizer_config.json" not in names and not (folder / "config.json").is_file():
+    if "tokenizer_config.json" not in contents and not (folder / "config.json").is_file():
         raise UserError(
             f"tokenizer: {folder} has a tokenizer.model and neither a tokenizer_config.json nor a config.json, which "
             "say what kind of tokenizer it is; add one of them, or a tokenizer.json"
@@ -341,3 +316,29 @@ def _bare_tokenizer(file: Path) -> Any:
 
     make: Any = PreTrainedTokenizerFast
     return make(tokenizer_object=backend, eos_token=eos)
+
+
+_TEXT = "It's 12345 o'clock:\n\n  the  naïve Ünicode\t“text” 한국어, and x_1 = f(2.50)\r\n  SHOUTED don'T\n"
+
+
+def read_otherwise(tokenizer: TextTokenizer, model_type: str) -> str | None:
+    """What is to be said where transformers makes another tokenizer of an export's files; None where it makes the same.
+
+    AutoTokenizer goes by the model's type as well as by the files: beside a qwen2, say, it puts Qwen's own way of
+    cutting text in the place of the one in tokenizer.json.
+    """
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        write_tokenizer_files(folder, tokenizer_contents(tokenizer.folder))
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        try:
+            result = load_tokenizer(folder)
+            if result.encode_batch([_TEXT]) == tokenizer.encode_batch([_TEXT]):
+                return None
+            how = f"as a {type(result._tokenizer).__name__}, which cuts text otherwise"
+        except UserError:
+            how = "in a way that fails, otherwise"
+    return (
+        f"data.tokenizer: beside a model of type '{model_type}' AutoTokenizer reads this tokenizer {how} than the run "
+        "does; load an export's with PreTrainedTokenizerFast.from_pretrained, or train a model of another type"
+    )

@@ -10,11 +10,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.engine.data.rows import RowError
-from penstock.engine.data.samples import in_parts
+from penstock.engine.data.samples import RowError, in_parts
 from penstock.engine.data.text.sandbox import Limits
 from penstock.engine.data.text.tokenizer import TextTokenizer
-from penstock.engine.data.text.turns import Messages, View, with_functions
+from penstock.engine.data.text.turns import Messages, Template, View, with_functions
 
 _ASKED, _AGAIN, _ANSWER, _THOUGHT, _FIRST, _SECOND = (f"qzk{word}" for word in ("a", "e", "i", "o", "u", "y"))
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -39,7 +38,8 @@ def turn_ends(templates: Mapping[str, str], tokenizer: TextTokenizer) -> frozens
 
 class _Probe:
     def __init__(self, template: str, tokenizer: TextTokenizer, *, with_tools: bool) -> None:
-        self._template, self._tokenizer, self.limits = template, tokenizer, Limits()
+        self._tokenizer, self.limits = tokenizer, Limits()
+        self._template = Template(template, tokenizer.special_tokens, self.limits, frozenset(), set())
         self._tools = [_TOOL] if with_tools else None
 
     def ends(self) -> set[int]:
@@ -76,16 +76,7 @@ class _Probe:
         """A rendering with `word` in it, of the messages in the form that the template takes; empty: there is none."""
         for before, form in itertools.product(([], [_message("system", _AGAIN)]), (dict, in_parts, _in_text)):
             try:
-                view = View(
-                    self._template,
-                    [form(message) for message in [*before, *messages]],
-                    "",
-                    tools=self._tools,
-                    special=self._tokenizer.special_tokens,
-                    ends=frozenset(),
-                    seen=set(),
-                    limits=self.limits,
-                )
+                view = View(self._template, [form(message) for message in [*before, *messages]], "", self._tools)
             except RowError:
                 continue
             if word in view.text:

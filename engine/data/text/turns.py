@@ -15,10 +15,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-from penstock.engine.data.rows import RowError, TurnsError
-from penstock.engine.data.samples import content_texts
+from penstock.engine.data.samples import RowError, TurnsError, content_texts
 from penstock.engine.data.text.sandbox import Limits
 from penstock.storage.files.untrusted import one_line, printable
 
@@ -32,6 +31,19 @@ class FormError(RowError):
     """A conversation in a form that its template cannot use: content or arguments of calls do not come out of it."""
 
 
+class Template(NamedTuple):
+    """A template's text, and what it is rendered with."""
+
+    text: str
+    special: Mapping[str, Any]
+    """What it knows by name, tokens first of all."""
+    limits: Limits
+    ends: frozenset[str]
+    """Texts of the tokens, one of which may end a turn."""
+    seen: set[tuple[Any, ...]]
+    """Sorts of messages whose texts it is known to show."""
+
+
 class View:
     """A conversation under one template.
 
@@ -40,26 +52,13 @@ class View:
     """
 
     def __init__(
-        self,
-        template: str,
-        messages: Messages,
-        where: str,
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        special: Mapping[str, Any],
-        ends: frozenset[str],
-        seen: set[tuple[Any, ...]],
-        limits: Limits,
+        self, template: Template, messages: Messages, where: str, tools: list[dict[str, Any]] | None = None
     ) -> None:
-        """`special`: what templates know by name, tokens first of all; `ends`: texts of the tokens, one of
-        which may end a turn; `seen`: sorts of messages whose texts the template is known to show.
-
-        RowError where the template refuses the conversation.
-        """
+        """RowError where the template refuses the conversation."""
         self.messages = messages
         self._template, self._where, self._tools = template, where, tools
-        self._special, self._ends, self._seen, self._limits = special, ends, seen, limits
-        self._has_markers = MARKED.search(template) is not None
+        self._special, self._ends, self._seen = template.special, template.ends, template.seen
+        self._has_markers = MARKED.search(template.text) is not None
         self.text, spans = self._render(messages)
         self.generated = spans if self._has_markers else None
 
@@ -76,7 +75,7 @@ class View:
             texts, spans = render(
                 conversations=[messages],
                 tools=self._tools,
-                chat_template=self._template,
+                chat_template=self._template.text,
                 return_assistant_tokens_mask=self._has_markers,
                 add_generation_prompt=prompt,
                 continue_final_message=goes_on,
@@ -89,7 +88,7 @@ class View:
         if refused is not None:  # without the error, which may hold hundreds of megabytes
             of = "" if len(messages) == len(self.messages) else f" with its first {len(messages)} messages"
             raise RowError(f"{self._where}: the chat template refuses the conversation{of}: {refused}")
-        self._limits.require_modest(texts[0], (messages, self._tools, self._special), self._where)
+        self._template.limits.require_modest(texts[0], (messages, self._tools, self._special), self._where)
         return texts[0], spans[0] if self._has_markers else []
 
     def _try(self, messages: Messages, *, prompt: bool = False) -> str | None:
@@ -192,7 +191,7 @@ class View:
     def _prompt_behind(self, start: int) -> str:
         """The generation prompt at the end of the text, from a template that always writes it: what
         is before `start`, where the last turn begins, and gives way to a user's message."""
-        if "add_generation_prompt" in self._template:
+        if "add_generation_prompt" in self._template.text:
             return ""
         followed = self._try([*self.messages, self._beginnings(empty=False)[0][0]])
         if followed is None:

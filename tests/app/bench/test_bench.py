@@ -21,7 +21,7 @@ from penstock.app.bench import process, storage
 from penstock.app.bench import step as bench
 from penstock.app.bench.kernels import step_kernels
 from penstock.app.bench.plain import PlainBatch, compiled_steps, plain_steps
-from penstock.app.bench.raw_io import RawFiles, RawLoop, Timed
+from penstock.app.bench.raw_io import RawFiles, Timed, move_files
 from penstock.engine.config import BudgetConfig, TrainConfig, parse_bytes
 from penstock.engine.hf.config import model_config
 from penstock.engine.model.anatomy import model_spec
@@ -299,11 +299,11 @@ def raw(tmp_path: Path) -> Iterator[tuple[RawFiles, list[torch.Tensor]]]:
 def test_own_loop_moves_every_byte(raw: tuple[RawFiles, list[torch.Tensor]]) -> None:
     files, slots = raw
     slots[0].fill_(99)
-    written = RawLoop(slots).run([files], write=True)
-    assert written.num_bytes == files.total_bytes == 5 * (CHUNK + 4096)
+    written = move_files([files], slots, write=True)
+    assert written.num_bytes == 5 * (CHUNK + 4096)
     assert all(path.stat().st_size == files.file_bytes for path in files.paths())
-    assert files.path(0).read_bytes() == bytes([99]) * files.file_bytes
+    assert files.paths()[0].read_bytes() == bytes([99]) * files.file_bytes
     for path in files.paths():
         path.write_bytes(bytes([7]) * files.file_bytes)
-    RawLoop(slots).run([files], write=False)
+    move_files([files], slots, write=False)
     assert set(slots[0].tolist()) == {7}

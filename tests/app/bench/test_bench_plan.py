@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from sample_forecast import GIB, fitting
 
+from penstock.app.bench import plan
 from penstock.app.bench.plan import _pair, bench_plan, compare
 from penstock.app.bench.plan_cases import CASES, PlanCase
 from penstock.app.bench.process import CallFailed
@@ -49,7 +50,7 @@ def test_the_comparison_by_hand(tmp_path: Path) -> None:
         compare(tmp_path / "short")
 
 
-def test_report_and_table(tmp_path: Path, capsys: Captured) -> None:
+def test_report_and_table(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(case: PlanCase, run_dir: Path) -> None:
         if case.name == "moe":
             raise CallFailed("exit 1: KeyError: 'odd'", "Traceback\nKeyError: 'odd'")
@@ -57,7 +58,8 @@ def test_report_and_table(tmp_path: Path, capsys: Captured) -> None:
         finished(run_dir, [9.0, 900.0 if slow else 671.4], gpu=0.94 if slow else 1.0)
 
     cases = [case for case in CASES if case.name in ("1m-gpu", "29m-ram", "moe")]
-    report = bench_plan(cases=cases, run=run, folder=tmp_path)
+    monkeypatch.setattr(plan, "run_case", run)
+    report = bench_plan(cases=cases, folder=tmp_path)
     assert (report["failed"], report["peaks_within"], report["steps_within"]) == (1, 1, 1)
     assert report["worst_peak"]["gpu"] == pytest.approx(0.06)
     assert report["worst_step"] == pytest.approx(900 / 671.4 - 1)

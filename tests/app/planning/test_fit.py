@@ -13,7 +13,7 @@ from penstock.app.cli.main import main
 from penstock.app.planning import catalogue, fit
 from penstock.app.planning.catalogue import NAMES, known_model
 from penstock.app.planning.fit_view import print_fit
-from penstock.app.planning.plan import plan_recipe
+from penstock.app.planning.plan import plan_stages
 from penstock.app.recipes.recipe import apply_overrides, from_dict, load_recipe
 from penstock.engine.machine.here import is_assumed, machine_here
 from penstock.engine.machine.presets import PRESETS
@@ -79,7 +79,7 @@ def test_a_cell_is_the_plan_of_its_recipe(name: str, shipped: str | None) -> Non
     if shipped is not None:
         batch = [f"train.global_batch_size={fit.STEP_TOKENS // 8192}", f"train.steps={cell['steps']}"]
         recipe = apply_overrides(load_recipe(shipped), batch)
-    forecast = plan_recipe(recipe, advice=False)
+    forecast = next(plan_stages(recipe))
     for field in ("step_s", "tokens_per_s", "bound_by", "mfu", "chunk_tokens", "steps"):
         assert cell[field] == forecast[field], field
     assert cell["peak_bytes"] == {tier: found["peak_bytes"] for tier, found in forecast["tiers"].items()}

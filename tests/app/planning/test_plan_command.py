@@ -24,7 +24,7 @@ from penstock.app.cli.main import main
 from penstock.app.planning import model_cache
 from penstock.app.planning.inputs import from_scratch
 from penstock.app.planning.model_cache import cached_spec
-from penstock.app.planning.plan import plan_recipe
+from penstock.app.planning.plan import plan_stages
 from penstock.app.recipes.recipe import load_recipe
 from penstock.engine.config import Recipe
 from penstock.engine.model.spec import ModelSpec
@@ -68,7 +68,7 @@ def words(*settings: str) -> list[str]:
 @pytest.mark.parametrize("path", cases(OURS, *FEW), ids=lambda path: path.stem)
 def test_a_recipe_fits_the_machine_it_is_written_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(path.parent)
-    found = plan_recipe(load_recipe(path), advice=False)
+    found = next(plan_stages(load_recipe(path)))
     assert found["fits"], found["refusal"]["message"]
     assert found["machine"]["name"] == load_recipe(path).machine
     for tier in found["tiers"].values():
@@ -213,7 +213,7 @@ def test_it_is_taken_apart_once_and_a_refusal_is_not_kept(folder: Path, recipe: 
     long = replace(recipe, data=replace(recipe.data, sequence_length=1 << 20))
     for _ in range(2):
         with pytest.raises(UserError, match="positions of model type"):
-            plan_recipe(long)
+            next(plan_stages(long))
     assert not folder.exists()
     make = Maker()
     for _ in range(3):
@@ -333,7 +333,7 @@ def test_plans_are_the_same(name: str, tmp_path: Path) -> None:
         budgets, data = dict.fromkeys(("gpu", "ram", "nvme")), {"source": "random", "path": None}
         data["tokenizer_vocab_size"] = 4096
         path.write_text(recipe_text(model={"vocab_size": 300}, data=data, budgets=budgets))
-    forecast = plan_recipe(from_scratch(load_recipe(path)), *machine[1:])
+    *_, forecast = plan_stages(from_scratch(load_recipe(path)), *machine[1:])
     code = (
         "import sys\nfrom penstock.app.cli.main import main\n"
         f"code = main(['plan', {str(path)!r}, '--from-scratch', '--json', *{machine}])\n"

@@ -16,7 +16,7 @@ from sample_forecast import GIB, fitting, refused
 from penstock.app.console.rows import ASCII, UNICODE, Glyphs, plain
 from penstock.app.planning.view import SCREEN_LINES, fixes, plan_rows, print_plan
 from penstock.app.runs.recall_view import RecallMap, map_rows, map_width, recall_of, recall_rows
-from penstock.tui.data.metrics import MetricsReader
+from penstock.tui.data.run_data import RunData
 
 
 def shown(forecast: dict[str, Any], width: int, **console: Any) -> str:
@@ -300,6 +300,6 @@ def test_what_is_no_map_is_left_out() -> None:
 def test_a_reader_keeps_the_first_and_the_last(tmp_path: Path) -> None:
     middle = AFTER | {"step": 5}
     (tmp_path / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (BEFORE, middle, AFTER)))
-    reader = MetricsReader(tmp_path)
-    reader.read()
-    assert reader.log.recall == [found(BEFORE), found(AFTER)]
+    data = RunData(tmp_path)
+    data.poll()
+    assert data.metrics.recall == [found(BEFORE), found(AFTER)]

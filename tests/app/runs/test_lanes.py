@@ -7,13 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock.app.runs.trace_events
 from penstock.app.runs.directory import read_info
-from penstock.app.runs.lanes import lane_shares, lanes_report, length, union
+from penstock.app.runs.lanes import LaneTimes, lanes_report, union
 from penstock.app.runs.log import RunLog
 from penstock.app.runs.speed import MeanSpeed, speed_text
 from penstock.app.runs.trace import _Tracks, write_trace
@@ -22,7 +23,7 @@ from penstock.engine.events import Span, StepMetrics
 from penstock.engine.schedule.actions import LANES
 from penstock.storage.files.errors import UserError
 from penstock.tui.data.catalog import about_lines, read_run_entry
-from penstock.tui.data.compare import ComparedRun, figure_rows
+from penstock.tui.data.compare import figure_rows
 from penstock.tui.data.run_data import RunData
 from penstock.tui.render.bars import real_step
 from penstock.tui.widgets.kpi_bar import figures
@@ -33,7 +34,8 @@ intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)).map(lambda
 
 
 def span(lane: str, start: float, end: float, *, op: str = "work", size: int = 0, step: int = 1) -> dict[str, Any]:
-    return {"lane": lane, "op": op, "start_s": start, "end_s": end, "bytes": size, "step": step}
+    times = {"start_s": start, "end_s": end}
+    return {"lane": lane, "op": op, "block": "", "chunk": -1, "bytes": size, "step": step} | times
 
 
 def clip(step: int, end: float) -> dict[str, Any]:
@@ -42,17 +44,18 @@ def clip(step: int, end: float) -> dict[str, Any]:
 
 @given(intervals)
 def test_union_covers_the_same_points_once(pieces: list[tuple[float, float]]) -> None:
-    merged = union(pieces)
+    start_s, end_s = union(*np.array(pieces, dtype=float).reshape(-1, 2).T)
+    merged = list(zip(start_s, end_s, strict=True))
     covered = {point for start, end in pieces for point in range(int(start), int(end))}
     assert {point for start, end in merged for point in range(int(start), int(end))} == covered
-    assert length(merged) == len(covered)
+    assert (end_s - start_s).sum() == len(covered)
     assert all(left[1] < right[0] for left, right in itertools.pairwise(merged))
 
 
 @given(st.lists(st.tuples(st.sampled_from(LANES), st.integers(0, 30), st.integers(1, 8)), max_size=20))
 def test_shares_are_what_counting_seconds_gives(works: list[tuple[str, int, int]]) -> None:
     spans = [span(lane, start, start + size) for lane, start, size in works]
-    shares = lane_shares([*spans, clip(0, 10), clip(1, 30)], 1, 1)
+    shares = LaneTimes(map(Span.of, [*spans, clip(0, 10), clip(1, 30)])).shares(1, 1)
     busy: dict[str, set[int]] = {lane: set() for lane in LANES}
     for lane, start, size in works:
         busy[lane] |= {second for second in range(start, start + size) if 10 <= second < 30}
@@ -66,7 +69,7 @@ def test_shares_are_what_counting_seconds_gives(works: list[tuple[str, int, int]
 
 def test_a_report_counts_bytes_where_an_op_ends_and_refuses_steps_that_the_run_lacks(tmp_path: Path) -> None:
     spans = [span("h2d", 8, 11, size=3), span("h2d", 28, 31, size=5), clip(0, 10), clip(1, 30), clip(2, 50)]
-    assert [lane_shares(spans, 1, last).bytes["h2d"] for last in (1, 2)] == [3, 8]
+    assert [LaneTimes(map(Span.of, spans)).shares(1, last).bytes["h2d"] for last in (1, 2)] == [3, 8]
     with pytest.raises(UserError, match="fewer than two steps"):
         lanes_report(tmp_path, None, as_json=False)
     read = span("nvme_read", 2.5, 3.0, size=10**9, step=2)
@@ -277,11 +280,9 @@ def test_every_place_tells_the_same_mean_and_names_it(tmp_path: Path) -> None:
     assert real_step(data).tokens_per_s == pytest.approx(mean.tokens_per_s)
     entry = read_run_entry(path)
     assert entry is not None
-    assert entry.mean_tokens_per_s == pytest.approx(mean.tokens_per_s)
+    assert entry.info.mean_tokens_per_s == pytest.approx(mean.tokens_per_s)
     assert f"{said} tok/s" in "\n".join(about_lines(path))
-    compared = ComparedRun(path)
-    compared.poll()
-    shown = dict(figure_rows([compared]))
+    shown = dict(figure_rows([data]))
     found = [shown[f"tokens/s, {which}"] for which in ("mean", "last step", "planned")]
     assert found == [said, f"{last:,.0f}", f"{planned:,.0f}"]
     of_two = MeanSpeed.of(lines[-2:]).tokens_per_s  # the spans kept are of these steps

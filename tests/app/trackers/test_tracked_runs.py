@@ -133,7 +133,7 @@ def test_a_run_does_not_begin_without_its_trackers(
     text = recipe_text(train={"steps": 1}, **SMALL).replace("trackers=[]", "trackers=['wandb']")
     Path("recipe.py").write_text(text)
     assert "wandb: you are not logged in; run `wandb" in refusal(capsys, "train", "recipe.py", "--run-dir", "run")
-    monkeypatch.setattr("penstock.app.trackers.require._version", lambda package: "0.9.1")
+    monkeypatch.setattr("penstock.app.trackers.require.versions", lambda *packages: {packages[0]: "0.9.1"})
     assert "wandb 0.9.1 is too old" in refusal(capsys, "train", "recipe.py", "--run-dir", "run")
     assert "wandb" in refusal(capsys, "train", "recipe.py", "--set", 'trackers=["comet"]', "--run-dir", "run")
     assert [path.name for path in Path().iterdir()] == ["recipe.py"]

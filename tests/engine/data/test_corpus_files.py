@@ -19,11 +19,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from samples import sampled
 
-from penstock.engine.config import DataConfig
+from penstock.engine.config import DataConfig, Recipe
 from penstock.engine.data.corpus import files as corpus_files
 from penstock.engine.data.corpus.files import BLOCK_BYTES, META, TOKENS, CorpusWriter, TokenCorpus, verify_corpus
 from penstock.engine.data.corpus.prepare import prepare_corpus, prepare_tokenizer, random_corpus, saved_tokenizer
-from penstock.engine.data.loader import DataLoader
 from penstock.engine.data.text.made_tokenizer import TRAINED_ON, require_intact, train_tokenizer
 from penstock.engine.hf.constants import read_constants_file, verify_constants, write_constants
 from penstock.engine.model.tokens import IGNORE_LABEL
@@ -102,7 +101,7 @@ def test_a_block_is_checked_before_its_first_token_is_handed_out_and_others_are_
     for span in (slice(2 * half, 2 * half + 1), slice(2 * half - 1, 2 * half + 1), slice(0, 100_000)):
         with pytest.raises(UserError, match=r"tokens\.bin: damaged: block 2 \(bytes 131,072 to 196,608\) has CRC-32C"):
             tokens[span]
-    loader = DataLoader(TokenCorpus(folder), vocab_size=500, sequence_length=1000, global_batch_size=1)
+    loader = loader_of(TokenCorpus(folder), 1000, vocab_size=500)
     with pytest.raises(UserError, match="block 2"):
         [loader.next_step() for _ in range(100)]
     content = (folder / TOKENS).read_bytes()
@@ -205,8 +204,8 @@ def trained(tmp_path: Path) -> tuple[DataConfig, Path]:
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", TRAINED_ON])
 def test_every_file_of_a_trained_tokenizer_is_checked(trained: tuple[DataConfig, Path], name: str) -> None:
     config, folder = trained
-    prepares = (partial(of, config, None, folder) for of in (prepare_tokenizer, saved_tokenizer))
-    calls = (*prepares, partial(require_intact, folder))
+    saved = partial(saved_tokenizer, Recipe(name="x", data=config), folder.parent)
+    calls = (partial(prepare_tokenizer, config, None, folder), saved, partial(require_intact, folder))
     for _ in flips(folder / name, max(1, (folder / name).stat().st_size // 50)):
         for call in calls:
             with pytest.raises(UserError, match=f"{name}: damaged: .*; restore the file, or delete the folder"):
@@ -229,7 +228,7 @@ def test_other_damage_of_a_trained_tokenizer(trained: tuple[DataConfig, Path]) -
     (folder / "added_tokens.json").unlink()
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer_config\.json: damaged: the file is missing"):
-        saved_tokenizer(config, None, folder)
+        saved_tokenizer(Recipe(name="x", data=config), folder.parent)
 
 
 def test_constants_are_checked_against_the_generations_checksum(tmp_path: Path) -> None:

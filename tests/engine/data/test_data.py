@@ -19,10 +19,10 @@ from samples import sampled
 from transformers import AutoTokenizer
 
 from penstock.engine import preparing
-from penstock.engine.config import DataConfig
+from penstock.engine.config import DataConfig, Recipe
 from penstock.engine.data.corpus import prepare as corpus_module
 from penstock.engine.data.corpus.files import TokenCorpus
-from penstock.engine.data.corpus.prepare import prepare_corpus, prepare_text, prepare_tokenizer, random_corpus
+from penstock.engine.data.corpus.prepare import prepare_corpus, prepare_data, prepare_tokenizer, random_corpus
 from penstock.engine.data.formats import text as text_format
 from penstock.engine.data.formats.reading import read_samples
 from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
@@ -209,13 +209,13 @@ def test_sources_without_files(tmp_path):
         random_corpus(config, 300, tmp_path / "blocked" / "corpus")
     corpus = make_corpus(tmp_path / "few", [[1, 2, 0], [3, 777, 0]])
     with pytest.raises(UserError, match=r"document 1: token id 777 is beyond the model's vocabulary of 700"):
-        DataLoader(corpus, vocab_size=700, sequence_length=8, global_batch_size=1)
+        loader_of(corpus, 8, vocab_size=700)
 
 
 def test_prepare_tokenizer_chooses_and_reuses(tmp_path, jsonl, tokenizer, monkeypatch):
     """One that has made tokens is kept whatever becomes of its source."""
     config = DataConfig(source="jsonl", path=str(jsonl), tokenizer_vocab_size=290)
-    trained, corpus = prepare_text(config, None, tmp_path / "data")
+    trained, corpus = prepare_data(Recipe(name="x", data=config), tmp_path / "data")
     assert trained.vocab_size == 290
     assert prepare_tokenizer(config, tokenizer.folder, tmp_path / "data" / "tokenizer").vocab_size == 300
     with monkeypatch.context() as patch:
@@ -225,12 +225,12 @@ def test_prepare_tokenizer_chooses_and_reuses(tmp_path, jsonl, tokenizer, monkey
     with pytest.raises(UserError, match="no text to train a tokenizer on"):
         prepare_tokenizer(DataConfig(source="random"), None, tmp_path / "other")
     jsonl.unlink()
-    again, same = prepare_text(config, None, tmp_path / "data")
+    again, same = prepare_data(Recipe(name="x", data=config), tmp_path / "data")
     assert (again.fingerprint, same.info) == (trained.fingerprint, corpus.info)
     assert len(same.notes) == 1
     shutil.rmtree(tmp_path / "data" / "corpus")
     with pytest.raises(UserError, match="does not exist"):
-        prepare_text(config, None, tmp_path / "data")
+        prepare_data(Recipe(name="x", data=config), tmp_path / "data")
 
 
 def test_text_made_ahead_is_found_and_what_is_wrong_is_said_when_it_is_asked_for(tmp_path, jsonl, monkeypatch, capfd):
@@ -245,13 +245,13 @@ def test_text_made_ahead_is_found_and_what_is_wrong_is_said_when_it_is_asked_for
     corpus_module.prepare_text_ahead(config, tmp_path / "data")
     while not trainings:
         time.sleep(0.001)
-    _, corpus = prepare_text(config, None, tmp_path / "data")
+    _, corpus = prepare_data(Recipe(name="x", data=config), tmp_path / "data")
     assert trainings == ["tokenize"]
     assert corpus.info.num_documents == len(TEXTS)
     missing = DataConfig(source="text", path=str(tmp_path / "missing"))
     corpus_module.prepare_text_ahead(missing, tmp_path / "other")
     with pytest.raises(UserError, match="does not exist"):
-        prepare_text(missing, None, tmp_path / "other")
+        prepare_data(Recipe(name="x", data=missing), tmp_path / "other")
     assert capfd.readouterr().err == ""
 
 
@@ -274,7 +274,7 @@ def test_text_made_ahead_can_be_called_off(tmp_path, jsonl, monkeypatch):
         if thread.name == "tokenize":
             thread.join()
     assert not (tmp_path / "data" / "tokenizer").exists()
-    _, corpus = prepare_text(config, None, tmp_path / "data")
+    _, corpus = prepare_data(Recipe(name="x", data=config), tmp_path / "data")
     assert corpus.info.num_documents == len(TEXTS)
 
 

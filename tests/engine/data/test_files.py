@@ -22,7 +22,7 @@ from penstock.engine.data.files.base import read_rows
 from penstock.engine.data.files.splits import find_splits, split_files
 from penstock.engine.data.formats.detect import detect
 from penstock.engine.data.formats.reading import read_samples
-from penstock.engine.data.rows import BadRows
+from penstock.engine.data.samples import BadRows
 from penstock.storage.files.errors import UserError
 
 TEXT = '"naïve", ☃ {[\\]}\nanother line'

@@ -14,8 +14,7 @@ from penstock.engine.config import DataConfig
 from penstock.engine.data.formats.base import FORMATS, RowFormat, find_format
 from penstock.engine.data.formats.detect import detect
 from penstock.engine.data.formats.reading import read_samples
-from penstock.engine.data.rows import BadRows, RowError
-from penstock.engine.data.samples import Completion, Conversation, Ids, Sample
+from penstock.engine.data.samples import BadRows, Completion, Conversation, Ids, RowError, Sample
 from penstock.storage.files.errors import UserError
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -11,11 +11,10 @@ import pytest
 from pyarrow import ipc
 
 from penstock.engine.data.files import base
-from penstock.engine.data.files.arrow_messages import uncompressed_bytes
-from penstock.engine.data.files.arrow_sizes import object_bytes
+from penstock.engine.data.files.arrow_sizes import object_bytes, uncompressed_bytes
 from penstock.engine.data.files.base import read_rows
 from penstock.engine.data.files.parquet import page_bytes
-from penstock.engine.data.rows import BadRows
+from penstock.engine.data.samples import BadRows
 from penstock.storage.files.errors import UserError
 
 

@@ -13,10 +13,9 @@ import zstandard
 from penstock.engine.config import DataConfig
 from penstock.engine.data.files import base
 from penstock.engine.data.files.base import read_rows
-from penstock.engine.data.files.front_matter import read_configs
-from penstock.engine.data.files.splits import find_splits
+from penstock.engine.data.files.splits import find_splits, read_configs
 from penstock.engine.data.formats.reading import read_samples
-from penstock.engine.data.rows import BadRows
+from penstock.engine.data.samples import BadRows
 from penstock.storage.files.errors import UserError
 
 

@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from corpora import loader_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
-from penstock.engine.config import DataConfig
+from penstock.engine.config import DataConfig, Recipe
 from penstock.engine.data.corpus.files import TokenCorpus
-from penstock.engine.data.corpus.prepare import prepare_text
+from penstock.engine.data.corpus.prepare import prepare_data
 from penstock.engine.data.loader import DataLoader
 from penstock.engine.data.needles import haystacks
 from penstock.engine.data.needles.haystacks import DEPTHS, NEEDLES, STAGES, TESTED, VOCABULARY, haystack
@@ -66,13 +67,12 @@ def test_documents_get_longer_and_those_held_out_are_of_all_lengths() -> None:
 
 
 def rows_of(corpus: TokenCorpus, documents: NDArray[np.int64], *, endless: bool = True) -> DataLoader:
-    rows = {"vocab_size": 53, "sequence_length": 128, "global_batch_size": 1, "packing": "best_fit", "order": "kept"}
-    return DataLoader(corpus, documents=documents, endless=endless, **rows)
+    return loader_of(corpus, 128, vocab_size=53, packing="best_fit", order="kept", documents=documents, endless=endless)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> TokenCorpus:
-    return prepare_text(SOME, None, tmp_path_factory.mktemp("needles"))[1]
+    return prepare_data(Recipe(name="x", data=SOME), tmp_path_factory.mktemp("needles"))[1]
 
 
 def test_plain_transformers_read_the_tokenizer(corpus: TokenCorpus, tmp_path: Path) -> None:
@@ -82,7 +82,9 @@ def test_plain_transformers_read_the_tokenizer(corpus: TokenCorpus, tmp_path: Pa
     text = " ".join(VOCABULARY[number] for number in ids)
     assert tokenizer(text)["input_ids"] == ids.tolist()
     assert tokenizer.decode(ids[:-1]) == text.removesuffix(f" {tokenizer.eos_token}")
-    found = [prepare_text(needle_config(max_documents=4, seed=n), None, tmp_path)[1].info for n in (0, 1, 0)]
+    found = [
+        prepare_data(Recipe(name="x", data=needle_config(max_documents=4, seed=n)), tmp_path)[1].info for n in (0, 1, 0)
+    ]
     assert found[0] == found[2]
     assert found[0].content != found[1].content, "other settings make other documents"
 

@@ -12,12 +12,11 @@ from chat_templates import CHATML, LLAMA, PLAIN, SPECIAL, THINKING, make_tokeniz
 from samples import cases
 from transformers import AddedToken, AutoTokenizer
 
-from penstock.engine.config import DataConfig
-from penstock.engine.data.corpus.prepare import prepare_text
+from penstock.engine.config import DataConfig, Recipe
+from penstock.engine.data.corpus.prepare import prepare_data
+from penstock.engine.data.text.chat import FILE, load_template, trained_ends, verify_template
 from penstock.engine.data.text.made_tokenizer import train_tokenizer
-from penstock.engine.data.text.read_by_type import read_otherwise
-from penstock.engine.data.text.saved_template import FILE, load_template, trained_ends, verify_template
-from penstock.engine.data.text.tokenizer import load_tokenizer, tokenizer_contents
+from penstock.engine.data.text.tokenizer import load_tokenizer, read_otherwise, tokenizer_contents
 from penstock.engine.data.text.turn_ends import turn_ends
 from penstock.storage.files.errors import UserError
 
@@ -190,22 +189,22 @@ def test_a_run_keeps_its_template_when_the_file_changes(folder: Path, tmp_path: 
     talk = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]}
     rows.write_text(json.dumps(talk) + "\n")
     data = DataConfig(source="messages", path=str(rows), chat_template=str(file), tokenizer=str(folder))
-    tokenizer, _ = prepare_text(data, None, tmp_path / "data")
+    tokenizer, _ = prepare_data(Recipe(name="x", data=data), tmp_path / "data")
     for now in ("changed", None):
         file.unlink() if now is None else file.write_text(now)
         template = load_template(data, tokenizer, tmp_path / "data")
         assert template is not None
         assert template.texts == {"default": LLAMA}
-        assert [tokenizer.decode([end]) for end in trained_ends(data, tokenizer, template)] == ["<|eot_id|>"]
+        assert [tokenizer.decode([end]) for end in trained_ends(data, template)] == ["<|eot_id|>"]
     kept = tmp_path / "data" / FILE
     assert verify_template(kept) == kept.stat().st_size
     kept.write_text(kept.read_text().replace("eot_id", "eom_id", 1))
     with pytest.raises(UserError, match=r"chat_template\.json: damaged: its content has CRC-32C"):
         load_template(data, tokenizer, tmp_path / "data")
     text = DataConfig(source="text", path=str(rows), tokenizer=str(folder))
-    prepare_text(text, None, tmp_path / "of text")
+    prepare_data(Recipe(name="x", data=text), tmp_path / "of text")
     assert not (tmp_path / "of text" / FILE).exists()
-    assert trained_ends(text, tokenizer, template) == frozenset()
+    assert trained_ends(text, template) == frozenset()
 
 
 def test_further_templates_are_part_of_a_tokenizer(folder: Path, tmp_path: Path) -> None:

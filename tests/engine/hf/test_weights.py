@@ -22,7 +22,7 @@ from transformers.core_model_loading import ConversionOps, Transpose, WeightConv
 from penstock.engine.data.text.made_tokenizer import train_tokenizer
 from penstock.engine.data.text.tokenizer import tokenizer_contents
 from penstock.engine.hf.config import read_config
-from penstock.engine.hf.weights import export_folder, import_blocks, read_constants
+from penstock.engine.hf.weights import CheckpointLayout, export_folder, import_blocks
 from penstock.engine.model import anatomy
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.files.errors import UserError
@@ -77,11 +77,11 @@ def spec_of(folder: Path) -> ModelSpec:
 def round_trip(folder: Path, scratch: Path, spec: ModelSpec | None = None) -> Path:
     spec = spec or spec_of(folder)
     reader = CheckpointReader(folder)
-    buffers = dict(import_blocks(reader, spec))
+    buffers = dict(import_blocks(CheckpointLayout(spec, reader)))
     for buffer, params in spec.buffers.items():
         assert set(buffers[buffer]) == {param.name for param in params}
         assert all(buffers[buffer][param.name].dtype == torch.float32 for param in params)
-    assert set(read_constants(reader, spec)) == set(spec.constants)
+    assert set(CheckpointLayout(spec, reader).read_constants()) == set(spec.constants)
     options = {"constants": {}, "origin": folder, "tokenizer": {}, "dtype": "bfloat16"}
     export_folder(scratch / "export", spec, buffers.__getitem__, **options)
     return scratch / "export"
@@ -134,7 +134,7 @@ def test_import_holds_one_buffer_at_a_time(tmp_path, monkeypatch):
         return tensor
 
     monkeypatch.setattr(CheckpointReader, "read", tracked_read)
-    for _, tensors in import_blocks(reader, spec):
+    for _, tensors in import_blocks(CheckpointLayout(spec, reader)):
         del tensors
     assert len(names) == len(reader.tensors)
     largest = max(sum(param.numel for param in params) for params in spec.buffers.values()) * dtype.itemsize
@@ -268,7 +268,7 @@ def test_checkpoints_that_do_not_fit_are_refused_before_reading(tmp_path, name, 
     reader = CheckpointReader(mixtral)
     monkeypatch.setattr(reader, "read", lambda name: pytest.fail("read a tensor"))
     with pytest.raises(UserError, match=message):
-        import_blocks(reader, spec_of(mixtral))
+        import_blocks(CheckpointLayout(spec_of(mixtral), reader))
 
 
 def test_more_experts_than_the_config_says_are_refused(tmp_path):
@@ -276,13 +276,13 @@ def test_more_experts_than_the_config_says_are_refused(tmp_path):
     values = json.loads((mixtral / "config.json").read_text())
     (mixtral / "config.json").write_text(json.dumps(values | {"num_local_experts": 3}))
     with pytest.raises(UserError, match=r"cannot be made of|config\.json"):
-        import_blocks(CheckpointReader(mixtral), spec_of(mixtral))
+        import_blocks(CheckpointLayout(spec_of(mixtral), CheckpointReader(mixtral)))
 
 
 def exported(folder: Path, out: Path, change: Any = None, **options: Any) -> tuple[Path, list[str], dict[str, Tensor]]:
     """Import a folder and export it; the remarks and what was exported of, fp32."""
     spec = spec_of(folder)
-    buffers = dict(import_blocks(CheckpointReader(folder), spec))
+    buffers = dict(import_blocks(CheckpointLayout(spec, CheckpointReader(folder))))
     values = {name: tensor for buffer in buffers.values() for name, tensor in buffer.items()}
     if change is not None:
         change(values)
@@ -341,7 +341,7 @@ def test_a_config_may_hold_infinity_as_transformers_writes_it_or_bare(tmp_path: 
     assert read_config(origin).time_step_limit == [0.0, math.inf]
     assert read_config(origin, {"time_step_limit": [{"__float__": "-Infinity"}, 1.0]}).time_step_limit[0] == -math.inf
     spec = spec_of(origin)
-    buffers = dict(import_blocks(CheckpointReader(origin), spec))
+    buffers = dict(import_blocks(CheckpointLayout(spec, CheckpointReader(origin))))
     options = {"constants": {}, "origin": origin, "tokenizer": {}, "dtype": "bfloat16", "convert": True}
     export_folder(out, spec, buffers.__getitem__, **options)
     written = json.loads((out / "config.json").read_text(), parse_constant=pytest.fail)

@@ -352,7 +352,7 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) 
 def test_the_dtype_is_that_which_runs_take(monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool) -> None:
     """Where a CPU has no bfloat16, a product in it takes minutes and says nothing of runs, which take float32."""
     taken, expected = set(), {torch.bfloat16 if has_bfloat16 else torch.float32}
-    real_matmul, real_attend = torch.matmul, attention.attend
+    real_matmul, real_attend = torch.mm, attention.attend
 
     def matmul(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         taken.update((left.dtype, right.dtype, out.dtype))
@@ -363,7 +363,7 @@ def test_the_dtype_is_that_which_runs_take(monkeypatch: pytest.MonkeyPatch, has_
         return real_attend(x)
 
     monkeypatch.setattr("penstock.engine.machine.precision.cpu_has_bfloat16", lambda: has_bfloat16)
-    monkeypatch.setattr(torch, "matmul", matmul)
+    monkeypatch.setattr(torch, "mm", matmul)
     monkeypatch.setattr(attention, "attend", attend)
     assert matmul_flops(torch.device("cpu"), TINY, 0.01) > 0
     assert taken == expected

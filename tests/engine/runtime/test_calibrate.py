@@ -12,7 +12,8 @@ import tiny
 from compiled import compiled_afresh
 from samples import cases
 
-from penstock.engine.data.prepare import make_loader, prepare_data
+from penstock.engine.data.corpus.prepare import prepare_data
+from penstock.engine.data.loader import make_loader
 from penstock.engine.forecast.costs import Calibration, Costs, op_kind
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.forecast.simulate import simulate
