@@ -45,7 +45,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_what_the_page_adds_has_its_places(root: Path) -> None:
-    assert PAGE.count("\n## ") == WALKS.count("\n# -----") == 6
+    assert PAGE.count("\n## ") == WALKS.count("\n# -----") == 8
     for _, name, _ in STEP.findall(PAGE):
         compile((root / name).read_text(), name, "exec")
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -9,12 +10,12 @@ import pytest
 import real_runs
 import tiny
 import torch
+from recipe_texts import tiny_recipe
 from torch import Tensor
 from transformers import Qwen3Config
 
+import penstock
 from penstock.app.console.rows import plain
-from penstock.app.planning.machines import machine_infos
-from penstock.app.planning.plan import plan_stages
 from penstock.app.recipes.recipe import apply_overrides
 from penstock.engine.attention.select import attention_report, forget
 from penstock.engine.config import DataConfig
@@ -27,6 +28,7 @@ from penstock.engine.machine.presets import GENERIC
 from penstock.engine.model.check import check_model
 from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.runner import ModelRunner
+from penstock.engine.objectives.base import OBJECTIVES
 from penstock.engine.optim.lr import learning_rate
 from penstock.engine.schedule.actions import ACTIONS, LARGEST
 from penstock.engine.schedule.builder import ScheduleBuilder
@@ -80,15 +82,47 @@ def test_the_command_line_takes_its_name() -> None:
     assert recipe.data.source == "questions"
 
 
-# ---------------------------------------------------------------------- machine
+# ---------------------------------------------------------------------- objective
 
 
-def test_it_is_listed_and_planned_on() -> None:
-    assert "l40s-256" in [info.name for info in machine_infos()]
-    recipe = tiny.recipe(train=tiny.training(device="auto", compute_dtype="bfloat16"))
-    result = next(plan_stages(recipe, "l40s-256"))
-    assert result["fits"]
-    assert result["machine"]["name"] == "l40s-256"
+def test_the_engine_gives_the_references_loss(tmp_path: Path) -> None:
+    t = tiny.training(objective="hardest", steps=2)
+    with tiny.session(tmp_path, t=t) as session:
+        runner = ModelRunner(session.spec, device="cpu", dtype=torch.float32)
+        weights = in_buffers(session.spec, tiny.parameters(session.store, session.spec))
+        gradients = in_buffers(session.spec, {name: torch.zeros_like(weight) for name, weight in weights.items()})
+        batch, chunk = session.loader.next_step(), session.plan.max_chunk_tokens
+        expected = forward_backward(
+            runner, weights, gradients, batch, chunk, LOGITS_BYTES["cpu"], objective=OBJECTIVES["hardest"]
+        )
+    with tiny.session(tmp_path / "again", t=t) as session:
+        assert train_step(session).loss == expected
+
+
+# ---------------------------------------------------------------------- block
+
+
+def test_a_layers_mlp_is_a_block_that_trains_as_before(tmp_path: Path) -> None:
+    assert check_model(Qwen3Config(), split_layers="mlp").ok
+    losses: dict[str | None, list[float]] = {}
+    for split in (None, "mlp"):
+        with tiny.session(tmp_path / str(split), t=tiny.training(split_layers=split)) as session:
+            if split is not None:
+                assert "layers.0.mlp" in session.plan.buffers
+            losses[split] = [train_step(session).loss for _ in range(3)]
+    assert losses["mlp"] == pytest.approx(losses[None], rel=1e-5)
+
+
+# ---------------------------------------------------------------------- tracker
+
+
+def test_a_run_is_sent_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = {"source": "random", "path": None, "tokenizer_vocab_size": 300}
+    recipe = replace(tiny_recipe(train={"steps": 3}, model={"vocab_size": 300}, data=data), trackers=["csv"])
+    run = penstock.train(recipe, run_dir="run")
+    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [float(line.split(",")[1]) for line in (run / "losses.csv").read_text().splitlines()] == losses
 
 
 # ---------------------------------------------------------------------- optimizer

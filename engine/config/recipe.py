@@ -20,7 +20,12 @@ from penstock.storage.files.untrusted import one_line
 
 _NAME_CHARS = 100
 """Of a run's name: with a time behind it, it is the name of a folder."""
-TRACKERS = ("trackio", "wandb", "tensorboard", "mlflow")
+TRACKERS = (
+    "trackio",
+    "wandb",
+    "tensorboard",
+    "mlflow",
+)
 """Trackers by the name of the package that they need."""
 MOST_SAMPLE_TOKENS = 2**20
 
