@@ -1,4 +1,4 @@
-"""What carries out the passes of a plan that trains nothing: memory, lanes and the weights in it."""
+"""What carries out the passes of a plan without a run: memory, lanes and the weights in it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ from torch import Tensor
 from penstock.engine.config import TrainConfig
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import layouts
+from penstock.engine.optim.base import find_optimizer
 from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.batch import BatchCarrier
 from penstock.engine.runtime.lanes import Lanes
 from penstock.engine.runtime.memory import allocate_gpu, allocate_ram
 from penstock.engine.runtime.runtime import Runtime
-from penstock.engine.runtime.sources import Source
+from penstock.engine.runtime.sources import Weights
 from penstock.engine.runtime.state import load_memory
 from penstock.engine.schedule.builder import ScheduleBuilder
 
 
 class Computing:
-    """The memory and lanes of a plan that trains nothing, filled with the weights of `source`. Close it."""
+    """The memory and lanes of a plan of which nothing is on NVMe but weights to read, filled from `source`; no pass
+    updates any. Close it."""
 
     step = 0
 
     def __init__(
-        self, plan: Plan, runner: ModelRunner, source: Source, logits_bytes: int, weights: dict[str, Tensor]
+        self,
+        plan: Plan,
+        runner: ModelRunner,
+        source: Weights,
+        logits_bytes: int,
+        weights: dict[str, Tensor] | None = None,
     ) -> None:
         """`logits_bytes`: what logits may take at once. `weights`: of buffers that stay on the compute device."""
         self.plan, self.spec, self.runner = plan, runner.spec, runner
@@ -34,14 +41,15 @@ class Computing:
         with ExitStack() as undo:
             self._lanes = undo.enter_context(closing(Lanes.open(device, tiers["gpu"].budget_bytes)))
             self._gpu = allocate_gpu(plan, device, runner.dtype, weights)
-            ram = allocate_ram(plan, compute_dtype=runner.dtype, gradient_dtype=torch.float32)
-            self._arena = undo.enter_context(closing(ram.arena))
+            ram = self._ram = allocate_ram(plan, compute_dtype=runner.dtype, gradient_dtype=torch.float32)
+            undo.enter_context(closing(ram.arena))
             if device.type == "cuda":
                 ram.arena.pin()
-            load_memory(source, plan, self._gpu, ram, runner.dtype, weights)
-            train = TrainConfig(steps=1)
+            load_memory(source, plan, self._gpu, ram, runner.dtype, weights or ())
+            train, flat = TrainConfig(steps=1), layouts(self.spec)
+            optimizer = find_optimizer(train).make("fused")
             self.runtime = Runtime(
-                plan, layouts(self.spec), runner, None, source, self._gpu, ram, train, logits_bytes, lambda step: None
+                plan, flat, runner, optimizer, source, self._gpu, ram, train, logits_bytes, lambda step: None
             )
             self.carrier = BatchCarrier(plan.chunks, device)
             self._begin()
@@ -60,13 +68,20 @@ class Computing:
     @property
     def remark(self) -> str | None:
         """What is to be said of its memory."""
-        return self._arena.remark
+        return self._ram.arena.remark
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """Of the buffers that are on the compute device for good."""
         return {name: kinds["weights"] for name, kinds in self._gpu.buffers.items() if kinds}
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Of each trained parameter, by name, after the pass of a step: float32."""
+        buffers = [held for memory in (self._gpu, self._ram) for held in memory.buffers.items()]
+        flats = {name: kinds["gradient"] for name, kinds in buffers if "gradient" in kinds}
+        flat = layouts(self.spec)
+        return {param: view for name, tensor in flats.items() for param, view in flat[name].views(tensor).items()}
+
     def close(self) -> None:
         self._lanes.close()  # before the memory that its ops use
-        self._arena.close()
+        self._ram.arena.close()

@@ -51,7 +51,6 @@ from penstock.engine.machine.profile import Machine
 from penstock.engine.machine.reservations import Reservation
 from penstock.engine.model.adapter_values import with_adapter
 from penstock.engine.model.anatomy import Initializer, initial_constants
-from penstock.engine.model.check import check_model
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.plan.plan import Plan
 from penstock.engine.preparing import Checklist
@@ -63,6 +62,7 @@ from penstock.engine.runtime.failures import explain
 from penstock.engine.runtime.lanes import Lanes
 from penstock.engine.runtime.state import fill_store, state_arrays
 from penstock.engine.runtime.tuning import Tuning
+from penstock.engine.self_check import check_model
 from penstock.engine.session import Session, run_identity, run_meta
 from penstock.engine.uploads import Uploads
 from penstock.storage.files.errors import UserError

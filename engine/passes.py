@@ -1,5 +1,5 @@
-"""Passes forward that a run makes between two steps and an opened model makes all the time: likelihoods of texts, and
-what may follow them."""
+"""Passes beside the steps of a run: likelihoods of texts and what may follow them, which a run makes between two steps
+and an opened model all the time, and the gradients of a self-check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from penstock.engine.data.loader import MicroBatch
@@ -15,11 +14,11 @@ from penstock.engine.generate.decode import Row
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.engine.plan.plan import Plan
-from penstock.engine.runtime.batch import BatchCarrier, EvaluationData, SampleRow
+from penstock.engine.runtime.batch import BatchCarrier, EvaluationData, SampleRow, StepData
 from penstock.engine.runtime.executor import Executor
 from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.schedule.builder import ScheduleBuilder
-from penstock.engine.schedule.passes import Pass, evaluation, sampling
+from penstock.engine.schedule.passes import Pass, evaluation, sampling, training
 
 
 class Computes(Protocol):
@@ -54,6 +53,16 @@ def _start(on: Computes, pass_: Pass, commit: bool) -> list[int]:
         on.executor.submit(ops)
         ends |= {op.lane: op.id for op in ops if op.batch == pass_.batch}
     return list(ends.values())
+
+
+def gradients(on: Computes, micro_batches: Sequence[MicroBatch]) -> StepData:
+    """Loss and gradient norm of one step, whose gradients wait in memory when this returns."""
+    data, step = on.carrier.step(micro_batches, {}), on.step + 1
+    on.runtime.begin(step, data)
+    documents, cut = [m.documents for m in micro_batches], list(data.cut.values())
+    for op in _start(on, training(on.plan, step, documents=documents, chunks=cut), False):
+        on.executor.wait(op)
+    return data
 
 
 def evaluations(
@@ -166,19 +175,7 @@ class Forward:
 
 def scored_stream(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> MicroBatch:
     """Texts end to end, a document each; targets are the tokens of continuations."""
-    ids, labels, positions, documents = list[int](), list[int](), list[Tensor](), list[int]()
-    for context, continuation in pairs:
-        documents.append(len(ids))
-        text = [*context, *continuation][:-1]
-        ids += text
-        labels += [*[IGNORE_LABEL] * (len(text) - len(continuation)), *continuation]
-        positions.append(torch.arange(len(text)))
-    return MicroBatch(
-        ids=torch.tensor(ids),
-        labels=torch.tensor(labels),
-        positions=torch.cat(positions),
-        documents=documents,
-        num_targets=sum(len(continuation) for _, continuation in pairs),
-        lengths=[len(each) for each in positions],
-        filled=len(ids),
-    )
+    texts = [[*context, *continuation][:-1] for context, continuation in pairs]
+    before = ([IGNORE_LABEL] * (len(text) - len(pair[1])) for text, pair in zip(texts, pairs, strict=True))
+    labels = [[*ignored, *continuation] for ignored, (_, continuation) in zip(before, pairs, strict=True)]
+    return MicroBatch.of(texts, labels)

@@ -17,7 +17,7 @@ from penstock.app.recipes.recipe import from_json, load_recipe, save_recipe, to_
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.presets import PRESETS
 from penstock.engine.model.anatomy import take_apart, validate_context
-from penstock.engine.model.check import check_model
+from penstock.engine.self_check import check_model
 from penstock.storage.files.errors import UserError
 
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.py"))

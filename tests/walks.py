@@ -25,7 +25,6 @@ from penstock.engine.forecast.costs import Costs
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.forecast.report import predict
 from penstock.engine.machine.presets import GENERIC
-from penstock.engine.model.check import check_model
 from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.objectives.base import OBJECTIVES
@@ -33,6 +32,7 @@ from penstock.engine.optim.lr import learning_rate
 from penstock.engine.schedule.actions import ACTIONS, LARGEST
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.passes import training
+from penstock.engine.self_check import check_model
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
 from penstock.storage.files.errors import UserError

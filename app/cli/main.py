@@ -242,7 +242,7 @@ def check(
     folder = model_folder(model, config_only=True) if is_hub(model) else Path(model)
     with loading():
         from penstock.engine.hf.config import read_config
-        from penstock.engine.model.check import check_model
+        from penstock.engine.self_check import check_model
 
     with working(f"checking {model}"):
         result = asdict(check_model(read_config(folder)))

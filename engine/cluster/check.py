@@ -14,11 +14,10 @@ from penstock.engine.cluster.step import Share, loss_sums, target_logits
 from penstock.engine.data.loader import MicroBatch
 from penstock.engine.model import skeleton
 from penstock.engine.model.anatomy import take_apart
-from penstock.engine.model.check import TokenStream, reference_gradients, relative_errors
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.spec import ModelSpec, rotary_threshold
-from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.engine.model.trace import random_model
+from penstock.engine.self_check import reference_gradients, relative_errors
 from penstock.storage.files.errors import UserError, refused
 
 _LENGTHS = (61, 35, 50, 17, 29)
@@ -92,15 +91,7 @@ def _error(
     """The model's largest relative error on packed documents, against their `loss` and `gradients` one by one."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in gradients)
-    stream = TokenStream.of(documents)
-    micro_batch = MicroBatch(
-        ids=stream.ids,
-        labels=stream.labels,
-        positions=stream.positions,
-        documents=stream.documents,
-        num_targets=int((stream.labels != IGNORE_LABEL).sum()),
-        lengths=[len(document) for document in documents],
-    )
+    micro_batch = MicroBatch.of(documents)
     share = Share(0, 1, context)
     part = share.part(micro_batch, device)
     summed, objective = loss_sums(target_logits(model, part), part, 0.0)

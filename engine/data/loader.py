@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,6 +30,9 @@ from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import is_whole, one_line
 
+Tokens = Sequence[int] | Tensor
+"""int64 [length]."""
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -53,6 +56,23 @@ class MicroBatch:
     """Tokens of the stream before its padding, all of which is at the end; None: there is none."""
     sources: list[int] = field(default_factory=list)
     """Where in the corpus each document's first token is, as many as `lengths`; none where they are of no corpus."""
+
+    @staticmethod
+    def of(documents: Sequence[Tokens], labels: Sequence[Tokens] | None = None) -> MicroBatch:
+        """Token ids of `documents` laid end to end. `labels`: of each of them, as many; None: its next tokens."""
+        if labels is None:
+            labels = [[*document[1:], IGNORE_LABEL] for document in documents]
+        lengths = [len(document) for document in documents]
+        ids, joined = (torch.cat([torch.as_tensor(each) for each in some]) for some in (documents, labels))
+        return MicroBatch(
+            ids=ids,
+            labels=joined,
+            positions=torch.cat([torch.arange(length) for length in lengths]),
+            documents=[0, *itertools.accumulate(lengths[:-1])],
+            num_targets=int((joined != IGNORE_LABEL).sum()),
+            lengths=lengths,
+            filled=sum(lengths),
+        )
 
 
 class DataLoader:

@@ -1,8 +1,8 @@
 """One optimizer step in plain words: block after block, chunk after chunk, with everything in memory.
 
 The engine's step is this one, cut into ops that overlap, with weights, gradients and state on their way between three
-tiers; in float32 both give the same bits. The self-check (engine/model/check.py) compares `forward_backward` with
-transformers' own autograd before anything is trained.
+tiers; in float32 both give the same bits. Where a self-check (engine/self_check.py) has to tell rounding from a
+mistake, it computes `forward_backward` in float64.
 """
 
 from __future__ import annotations

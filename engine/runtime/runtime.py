@@ -24,7 +24,7 @@ from penstock.engine.runtime.handlers import handlers_of
 from penstock.engine.runtime.layer_ops import LayerOps
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
 from penstock.engine.runtime.sample_ops import SampleOps
-from penstock.engine.runtime.sources import Source
+from penstock.engine.runtime.sources import Weights
 from penstock.engine.runtime.state_ops import StateOps
 from penstock.engine.runtime.views import Views
 from penstock.engine.schedule import actions as a
@@ -42,7 +42,7 @@ class Runtime:
         layouts: dict[str, FlatLayout],
         runner: ModelRunner,
         optimizer: Optimizer | None,
-        store: NvmeStore | Source | None,
+        store: NvmeStore | Weights | None,
         gpu: GpuMemory,
         ram: RamMemory,
         train: TrainConfig,

@@ -39,8 +39,17 @@ WEIGHTS = "weights"
 """The kind of state of a buffer that is never trained."""
 
 
-class Source(Protocol):
-    """A model's parameters on disk, by flat buffer: in the place of the NVMe tier of a plan that trains nothing."""
+class Weights(Protocol):
+    """In the place of the NVMe tier of a plan that updates nothing."""
+
+    def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
+        """Fill `out` [numel of the buffer's layout], on the host, with its parameters rounded to the dtype of `out`;
+        the gaps between parameters are left as they are. Each buffer has one part."""
+        ...
+
+
+class Source(Weights, Protocol):
+    """A model's parameters on disk, by flat buffer."""
 
     spec: ModelSpec
     constants: dict[str, Tensor]
@@ -53,11 +62,6 @@ class Source(Protocol):
 
     def stored_bytes(self, buffer: str) -> int:
         """Bytes that are read from disk for a buffer."""
-        ...
-
-    def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
-        """Fill `out` [numel of the buffer's layout], on the host, with its parameters rounded to the dtype of `out`;
-        the gaps between parameters are left as they are. Each buffer has one part, of the kind "weights"."""
         ...
 
     def close(self) -> None: ...

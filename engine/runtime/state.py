@@ -17,7 +17,7 @@ from penstock.engine.optim.base import MASTER
 from penstock.engine.plan.plan import BufferPlan, Plan
 from penstock.engine.plan.problem import BufferShape
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
-from penstock.engine.runtime.sources import Source
+from penstock.engine.runtime.sources import Weights
 from penstock.storage.files.errors import UserError
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.arena import empty_aligned
@@ -95,7 +95,7 @@ def fill_store(
 
 
 def load_memory(
-    store: NvmeStore | Source,
+    store: NvmeStore | Weights,
     plan: Plan,
     gpu: GpuMemory,
     ram: RamMemory,

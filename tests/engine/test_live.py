@@ -26,7 +26,6 @@ from penstock.engine.data.corpus.files import Origins, OriginsWriter
 from penstock.engine.data.corpus.prepare import prepare_data
 from penstock.engine.data.documents import MOST_DOCUMENTS, step_documents
 from penstock.engine.events import LaneTotals, Preparing, Progress, StepMetrics, Want
-from penstock.engine.model.check import check_model
 from penstock.engine.plan.plan import Chunk
 from penstock.engine.preparing import REPORT_S, Checklist
 from penstock.engine.progress import Live
@@ -34,6 +33,7 @@ from penstock.engine.runtime.failures import DivergedError
 from penstock.engine.runtime.health import LossSpikes
 from penstock.engine.schedule.actions import CLIP, HEAD, LANES
 from penstock.engine.schedule.ops import Op
+from penstock.engine.self_check import check_model
 from penstock.engine.session import Session
 from penstock.engine.train import TrainResult, train_step
 from penstock.storage.generations.checkpoints import list_checkpoints

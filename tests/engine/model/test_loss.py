@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from weighted import WeightedLoader
 
+from penstock.engine.data.loader import MicroBatch
 from penstock.engine.hf.config import model_config
 from penstock.engine.model.anatomy import Initializer
-from penstock.engine.model.check import TokenStream, relative_errors
 from penstock.engine.model.loss import CrossEntropy, LogitsCost, even_pieces, rows_at_once
 from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.router import balancing_loss, router_coefficient
@@ -33,6 +33,7 @@ from penstock.engine.model.trace import random_model
 from penstock.engine.objectives.base import OBJECTIVES
 from penstock.engine.plan.problem import BYTES_PER_TOKEN
 from penstock.engine.runtime.batch import pack, unpack
+from penstock.engine.self_check import relative_errors
 from penstock.engine.session import Session
 from penstock.storage.files.errors import UserError
 
@@ -218,7 +219,7 @@ def test_it_is_the_total_gradient_of_one_forward_in_transformers(kind: str) -> N
         runner = ModelRunner(spec, device="cpu", dtype=torch.float32, router_aux_loss=weight)
         weights = in_buffers(spec, {name: parameter.detach() for name, parameter in source.named_parameters()})
         grads = in_buffers(spec, {name: torch.zeros_like(tensor) for name, tensor in weights.items()})
-        loss = forward_backward(runner, weights, grads, [TokenStream.of([ids])], 7, 1 << 14)
+        loss = forward_backward(runner, weights, grads, [MicroBatch.of([ids])], 7, 1 << 14)
         found[weight] = relative_errors(grads, expected)
         alone = float((output.loss - WEIGHT * output.aux_loss).detach())
         assert loss == pytest.approx(alone, rel=1e-5), "the cross entropy alone"
@@ -241,7 +242,7 @@ def test_means_of_sequences_are_autograds(pieces: bool) -> None:
     runner = ModelRunner(spec, device="cpu", dtype=torch.float32)
     weights = in_buffers(spec, {name: parameter.detach() for name, parameter in source.named_parameters()})
     grads = in_buffers(spec, {name: torch.zeros_like(tensor) for name, tensor in weights.items()})
-    batch, objective = [TokenStream.of(documents) for documents in streams], OBJECTIVES["sequence_mean"]
+    batch, objective = [MicroBatch.of(documents) for documents in streams], OBJECTIVES["sequence_mean"]
     loss = forward_backward(runner, weights, grads, batch, 7, 1 << 14, in_pieces=pieces, objective=objective)
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     found = relative_errors(grads, {name: parameter.grad for name, parameter in model.named_parameters()})

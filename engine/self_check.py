@@ -1,20 +1,26 @@
-"""The self-check: a shrunk copy of a model, computed in chunks as the engine does it (engine/model/reference.py),
-against transformers' own forward and autograd."""
+"""The self-check: a shrunk copy of a model, trained for one pass by the engine, against transformers' own forward and
+autograd."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from penstock.engine import preparing
+from penstock.engine import passes, preparing
+from penstock.engine.computing import Computing
 from penstock.engine.config import AdapterConfig
+from penstock.engine.data.loader import MicroBatch
+from penstock.engine.forecast.problem import block_shapes
 from penstock.engine.model.adapters import inject, is_adapter
 from penstock.engine.model.anatomy import refuse_unsupported, take_apart
 from penstock.engine.model.reference import forward_backward, in_buffers
@@ -22,10 +28,13 @@ from penstock.engine.model.router import balancing_loss, router_coefficient
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.skeleton import LengthState, find_layers
-from penstock.engine.model.spec import ModelSpec
-from penstock.engine.model.tokens import IGNORE_LABEL
+from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.model.trace import random_model
-from penstock.storage.files.errors import UserError, refused
+from penstock.engine.optim.base import MASTER
+from penstock.engine.plan.planner import make_plan
+from penstock.engine.plan.problem import FP32, BufferShape, PlanInput, PlanOptions
+from penstock.engine.runtime.handlers import gather
+from penstock.storage.files.errors import BudgetError, UserError, refused
 
 TOLERANCE = 1e-5
 """Largest relative error of the loss and of any parameter's gradient that passes."""
@@ -37,9 +46,9 @@ _OTHER_SEEDS = 3
 
 _CHUNK = 29
 _LOGITS_BYTES = 1 << 14
-_SEQUENCES = ((61, 35), (50, 17, 29))
-"""Document lengths of two sequences of 96 tokens: chunks and documents end at different places."""
-_LONG_SEQUENCES = ((96,), (96,))
+_ROWS = ((61, 35), (50, 17, 29))
+"""Document lengths of two micro-batches of 96 tokens: chunks and documents end at different places."""
+_LONG_ROWS = ((96,), (96,))
 """For models which carry state: whole documents only."""
 
 
@@ -54,31 +63,6 @@ class CheckResult:
     worst_parameter: str | None
     reason: str | None
     """Why the model is refused; None when it passes."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenStream:
-    """A `Stream` made of documents in memory."""
-
-    ids: Tensor
-    labels: Tensor
-    positions: Tensor
-    documents: list[int]
-    weights: Tensor | None = None
-
-    @staticmethod
-    def of(documents: Sequence[Tensor]) -> TokenStream:
-        """Lay `documents` (int64 [length] each) end to end; each token is to predict the next of its own document."""
-        ignored = torch.tensor([IGNORE_LABEL])
-        starts = [0]
-        for document in documents[:-1]:
-            starts.append(starts[-1] + len(document))
-        return TokenStream(
-            ids=torch.cat(list(documents)),
-            labels=torch.cat([torch.cat([document[1:], ignored]) for document in documents]),
-            positions=torch.cat([torch.arange(len(document)) for document in documents]),
-            documents=starts,
-        )
 
 
 def check_model(
@@ -149,10 +133,9 @@ def _compare(
 ) -> tuple[float, str]:
     """Largest relative error and where it is; "loss" is the loss. Raises UserError saying what cannot be computed."""
     generator = torch.Generator().manual_seed(seed)
-    documents = [
-        torch.randint(spec.vocab_size, (length,), generator=generator)
-        for sequence in (_LONG_SEQUENCES if spec.recurrent else _SEQUENCES)
-        for length in sequence
+    rows = [
+        [torch.randint(spec.vocab_size, (length,), generator=generator) for length in row]
+        for row in (_LONG_ROWS if spec.recurrent else _ROWS)
     ]
     if dtype == torch.float64:
         small = copy.deepcopy(small)
@@ -161,22 +144,101 @@ def _compare(
     source = random_model(small, seed, adapter=spec.adapter)
     preparing.report(detail=f"transformers' own gradients, {_name(dtype)}")
     with refused("transformers' own forward fails"):
+        documents = list(itertools.chain.from_iterable(rows))
         reference_loss, reference = reference_gradients(small, source, documents, dtype, aux, spec.adapter)
     constants = {name: buffer for name, buffer in source.named_buffers() if name in spec.constants}
     if dtype == torch.float64:
         constants = {name: b.double() if b.is_floating_point() else b for name, b in constants.items()}
-    weights = in_buffers(spec, {name: p.detach().to(dtype) for name, p in source.named_parameters()})
+    parameters = {name: p.detach().to(dtype) for name, p in source.named_parameters()}
     preparing.report(detail=f"streamed gradients, {_name(dtype)}")
     with refused("streaming fails"):
         runner = ModelRunner(spec, device="cpu", dtype=dtype, constants=constants, router_aux_loss=aux)
-        grads = in_buffers(spec, {name: torch.zeros_like(weight) for name, weight in weights.items()})
-        streams = [TokenStream.of(documents)]
-        loss = forward_backward(runner, weights, grads, streams, chunk_tokens, _LOGITS_BYTES, in_pieces=pieces)
-    errors = relative_errors(grads, reference)
+        batch = [MicroBatch.of(row) for row in rows]
+        streamed = _streamed if dtype == torch.float32 else _in_plain_words
+        loss, errors = streamed(
+            runner, parameters, batch, chunk_tokens, pieces, lambda grads: relative_errors(grads, reference)
+        )
     errors["loss"] = abs(loss - reference_loss) / abs(reference_loss)
     errors = {name: math.inf if math.isnan(error) else error for name, error in errors.items()}
     worst = max(errors, key=errors.__getitem__)
     return errors[worst], worst
+
+
+Errors = Callable[[Mapping[str, Tensor]], dict[str, float]]
+
+
+def _streamed(
+    runner: ModelRunner,
+    parameters: Mapping[str, Tensor],
+    batch: Sequence[MicroBatch],
+    chunk_tokens: int,
+    pieces: bool,
+    errors: Errors,
+) -> tuple[float, dict[str, float]]:
+    """The loss, and the errors of the gradients, of a pass of the engine in float32: what a run's step is, in the least
+    GPU memory, so that weights, activations and gradients wait in RAM."""
+    problem = _problem(runner.spec, batch, chunk_tokens)
+    options = PlanOptions(streamed=pieces and any(runner.spec.attention))
+    try:
+        make_plan(problem, options)
+    except BudgetError as least:
+        problem = replace(problem, gpu_budget=least.need_bytes)
+    computing = Computing(make_plan(problem, options), runner, _Parameters(runner.spec, parameters), _LOGITS_BYTES)
+    with closing(computing):
+        loss = passes.gradients(computing, batch).loss
+        return loss, errors(computing.gradients())
+
+
+def _problem(spec: ModelSpec, batch: Sequence[MicroBatch], chunk_tokens: int) -> PlanInput:
+    flat = layouts(spec)
+    return PlanInput(
+        blocks=block_shapes(spec, "float32"),
+        buffers=tuple(
+            BufferShape(name=name, numel=layout.numel, part_numel=layout.numel, frozen=name in spec.frozen)
+            for name, layout in flat.items()
+        ),
+        hidden_size=spec.hidden_size,
+        compute_bytes=FP32,
+        gradient_bytes=FP32,
+        micro_batches=len(batch),
+        rows=1,
+        row_tokens=max(len(one.ids) for one in batch),
+        chunk_tokens=chunk_tokens,
+        chunk_per_row=spec.recurrent,
+        workspace_bytes=0,
+        gpu_budget=0,
+        ram_budget=2**40,
+        state_kinds=(MASTER,),
+        one_group=True,
+    )
+
+
+class _Parameters:
+    """Where a plan's memory is filled from: parameters by name."""
+
+    def __init__(self, spec: ModelSpec, parameters: Mapping[str, Tensor]) -> None:
+        self._flat, self._parameters = layouts(spec), parameters
+
+    def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
+        """Fill all of a buffer, of the kind "master" or "weights"."""
+        for name, view in self._flat[buffer].views(out).items():
+            view.copy_(self._parameters[name])
+        return gather([])
+
+
+def _in_plain_words(
+    runner: ModelRunner,
+    parameters: Mapping[str, Tensor],
+    batch: Sequence[MicroBatch],
+    chunk_tokens: int,
+    pieces: bool,
+    errors: Errors,
+) -> tuple[float, dict[str, float]]:
+    """The same in any dtype, by the step in plain words (engine/model/reference.py)."""
+    weights = in_buffers(runner.spec, parameters)
+    grads = in_buffers(runner.spec, {name: torch.zeros_like(weight) for name, weight in weights.items()})
+    loss = forward_backward(runner, weights, grads, batch, chunk_tokens, _LOGITS_BYTES, in_pieces=pieces)
+    return loss, errors(grads)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -22,18 +22,20 @@ from penstock.engine.attention import chunk as attention
 from penstock.engine.attention import select as attention_select
 from penstock.engine.attention.spans import Span
 from penstock.engine.config import AdapterConfig
+from penstock.engine.data.loader import MicroBatch
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.model import skeleton
 from penstock.engine.model.adapter_values import AdapterLayers, with_adapter
 from penstock.engine.model.adapters import is_adapter, plain_name
 from penstock.engine.model.anatomy import Initializer, take_apart
-from penstock.engine.model.check import CheckResult, TokenStream, check_model, reference_gradients, relative_errors
 from penstock.engine.model.reference import Training, forward_backward, in_buffers
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.trace import random_model
 from penstock.engine.optim.base import MASTER
+from penstock.engine.runtime.views import Views
+from penstock.engine.self_check import CheckResult, check_model, reference_gradients, relative_errors
 from penstock.engine.session import Session
 from penstock.storage.files.errors import UserError
 
@@ -103,6 +105,14 @@ def test_broken_layer_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
     assert result.worst_parameter.endswith("mlp.up_proj.weight")
     assert result.max_rel_error > 0.5
     assert result.worst_parameter in result.reason
+
+
+def test_a_mistake_of_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here that documents see those before them: layers, attention and the step in plain words are right."""
+    monkeypatch.setattr(Views, "documents", lambda self, op, chunk: [0])
+    result = check_model(Qwen3Config())
+    assert not result.ok
+    assert result.max_rel_error > 1e-2
 
 
 def test_a_mistake_in_float32_alone_is_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +220,7 @@ def test_gradients_of_the_rest_are_those_of_plain_autograd(model_type: str, free
     weights = in_buffers(spec, {name: parameter.detach() for name, parameter in source.named_parameters()})
     gradients = in_buffers(spec, {name: torch.zeros_like(weights[name]) for name in weights if name not in stays})
     runner = ModelRunner(spec, device="cpu", dtype=torch.float32, router_aux_loss=aux)
-    streams = [TokenStream.of(documents)]
+    streams = [MicroBatch.of(documents)]
     found = forward_backward(runner, weights, gradients, streams, 29, 1 << 14, in_pieces=pieces)
     assert found == pytest.approx(loss, rel=1e-5)
     assert gradients.keys() == reference.keys()
@@ -251,7 +261,7 @@ def test_gradients_are_those_of_plain_peft(model_type: str, method: str, compile
     weights = in_buffers(spec, {name: parameter.detach() for name, parameter in values.items()})
     gradients = in_buffers(spec, {name: torch.zeros_like(weights[name]) for name in expected})
     with compiled_afresh() if compile else nullcontext({"unique_graphs": 0}) as counters:
-        forward_backward(runner, weights, gradients, [TokenStream.of(documents)], 19, 1 << 14)
+        forward_backward(runner, weights, gradients, [MicroBatch.of(documents)], 19, 1 << 14)
         assert (counters["unique_graphs"] > 0) is compile
     errors = relative_errors(gradients, expected)
     assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
